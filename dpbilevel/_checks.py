@@ -1,0 +1,55 @@
+"""Argument checks: one wording for every refusal."""
+
+import math
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+
+def concrete(value: object) -> bool:
+    """Whether `value` is known on the host (not a tracer or an abstract leaf)."""
+    return isinstance(value, int | float | np.number | np.ndarray) or (
+        isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    )
+
+
+def positive(owner: str, **values: object) -> None:
+    """Raises `ValueError` unless every known value is a finite number above zero."""
+    _require(owner, values, lambda v: v > 0, "positive and finite")
+
+
+def non_negative(owner: str, **values: object) -> None:
+    """Raises `ValueError` unless every known value is a finite number of at least 0."""
+    _require(owner, values, lambda v: v >= 0, "non-negative and finite")
+
+
+def fraction(owner: str, **values: object) -> None:
+    """Raises `ValueError` unless every known value lies strictly between 0 and 1."""
+    _require(owner, values, lambda v: 0 < v < 1, "strictly between 0 and 1")
+
+
+def count(owner: str, **values: object) -> None:
+    """Raises `ValueError` unless every value is a Python integer of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"{owner}: {name} must be an integer of at least 1, got {value!r}."
+            )
+
+
+def one_of(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises `ValueError` unless `value` is among `allowed`."""
+    options = list(allowed)
+    if value not in options:
+        raise ValueError(f"{owner}: {name} must be one of {options}, got {value!r}.")
+
+
+def _require(owner, values, holds, words) -> None:
+    for name, value in values.items():
+        if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
+            continue
+        known = concrete(value) and not isinstance(value, bool)
+        flat = np.asarray(value if known else [], dtype=float).ravel()
+        if not known or not all(math.isfinite(v) and holds(v) for v in flat):
+            raise ValueError(f"{owner}: {name} must be {words}, got {value!r}.")

@@ -1,0 +1,255 @@
+"""The door to the records: clipped means, sealed with their sensitivity."""
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from . import _checks
+from .privacy.budget import Neighbours
+
+# What one micro-batch of per-record values may occupy. On a CPU it should stay in
+# the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
+_MICROBATCH_BYTES = {"cpu": 2 * 2**20}
+_MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
+
+
+class Basis(enum.Enum):
+    """What a sensitivity rests on."""
+
+    CLIPPED = "clipped"  # enforced record by record, whatever the functions are
+    CONSTANTS = "constants"  # declared Lipschitz and convexity constants
+
+
+class Bounded(eqx.Module):
+    r"""A value computed from records, sealed with the bound on one record's share.
+
+    Only a mechanism may open it; everywhere else it can be added to another bounded
+    value and scaled by public numbers.
+
+    Attributes:
+        raw: The value. NON-PRIVATE: reading it outside a mechanism breaks the
+            guarantee.
+        contribution: $c$, the largest $\ell_2$ norm by which the presence of one
+            record moves the value.
+        basis: What $c$ rests on.
+    """
+
+    raw: PyTree
+    contribution: Float[Array, ""] | float
+    basis: Basis = eqx.field(static=True, default=Basis.CLIPPED)
+
+    def sensitivity(
+        self, neighbours: Neighbours = Neighbours.REPLACE_ONE
+    ) -> Float[Array, ""] | float:
+        r"""The $\ell_2$ sensitivity: $2c$ under replace-one, $c$ under add-or-remove.
+
+        Args:
+            neighbours: Which datasets count as neighbours.
+        """
+        factor: float = neighbours.contributions
+        return factor * self.contribution
+
+    def scale(self, factor: float | Float[Array, ""]) -> "Bounded":
+        """The value times a public `factor`."""
+        return Bounded(
+            jax.tree.map(lambda v: factor * v, self.raw),
+            abs(factor) * self.contribution,
+            self.basis,
+        )
+
+    def __add__(self, other: "Bounded") -> "Bounded":
+        """The sum; one person may stand behind a record of either, so shares add."""
+        return Bounded(
+            jax.tree.map(jnp.add, self.raw, other.raw),
+            self.contribution + other.contribution,
+            self.basis if self.basis is other.basis else Basis.CONSTANTS,
+        )
+
+
+def clipped_mean(
+    fun: Callable[[PyTree], PyTree],
+    records: PyTree,
+    *,
+    clip_norm: float | Float[Array, ""],
+    mask: Bool[Array, " n"] | None = None,
+    denominator: float | Float[Array, ""] | None = None,
+    microbatch: int | Literal["auto"] = "auto",
+) -> Bounded:
+    r"""The clipped mean of a per-record function, sealed with its sensitivity.
+
+    $$
+    \frac{1}{m} \sum_{i=1}^{n} \mathrm{mask}_i \,
+    v_i \min\Bigl(1, \frac{C}{\|v_i\|_2}\Bigr), \qquad v_i = \mathrm{fun}(z_i),
+    $$
+
+    where $\|v_i\|_2$ runs over the whole returned pytree. A record whose $v_i$ is not
+    finite, or too long for its norm to be finite, contributes zero. Norm and sum are
+    taken in float32 at least. Memory does not grow with $n$: a `lax.scan` walks over
+    micro-batches.
+
+    Args:
+        fun: Maps one record to a pytree of floating-point arrays. It must not see
+            other records: no closure over private data.
+        records: A pytree whose leaves share the leading axis of length $n \ge 0$.
+        clip_norm: $C > 0$.
+        mask: Which rows are records; `False` rows contribute zero. All when omitted.
+        denominator: $m > 0$, fixed and public. Defaults to $n$, the length of the
+            leading axis, never to the number of unmasked rows.
+        microbatch: Records per micro-batch, or `"auto"`: chosen from the size of one
+            record's value and the backend.
+
+    Returns:
+        A `Bounded` with the shape of `fun`'s value.
+
+    Raises:
+        ValueError: `clip_norm`, `denominator` or `microbatch` out of range, or leading
+            axes that differ.
+        TypeError: `fun` returns values that are not floating point.
+
+    Privacy:
+        One query of $\ell_2$ sensitivity $2C/m$ under replace-one and $C/m$ under
+        add-or-remove-one, enforced by clipping for every `fun`, NaN and infinity
+        included. The clipped norm stays below $C$ after rounding (the norm is taken
+        with a margin of its worst-case rounding error); the rounding of the sum over
+        records is not covered.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from dpbilevel import clipped_mean
+        >>> ages = jnp.asarray([20.0, 30.0, 90.0, jnp.nan])
+        >>> bounded = clipped_mean(lambda age: age, ages, clip_norm=50.0)
+        >>> float(bounded.sensitivity())  # replacing one of four records
+        25.0
+    """
+    _checks.positive("clipped_mean", clip_norm=clip_norm)
+    n = _leading_axis(records)
+    if denominator is None:
+        denominator = n
+    _checks.positive("clipped_mean", denominator=denominator)
+    if mask is not None and mask.shape != (n,):
+        raise ValueError(
+            f"clipped_mean: mask must have shape ({n},) like the records, got "
+            f"{mask.shape}."
+        )
+    value = _value_of(fun, records)
+    total = _clipped_sum(
+        fun, records, clip_norm, mask, value, _rows(microbatch, value, records, n)
+    )
+    return Bounded(
+        jax.tree.map(lambda v: v / denominator, total), clip_norm / denominator
+    )
+
+
+def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
+    """How many records one micro-batch holds.
+
+    Args:
+        value: One record's value, or its shapes.
+        record: One record, or its shapes.
+        backend: The name of the JAX backend, such as `"cpu"`.
+
+    Returns:
+        A power of two of at least 1, so that values and records fit the budget.
+    """
+    budget = _MICROBATCH_BYTES.get(backend, _MICROBATCH_BYTES_ACCELERATOR)
+    size = sum(
+        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves((value, record))
+    )
+    return 2 ** max(0, int(math.log2(2 * budget / max(size, 1))))
+
+
+def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
+    """Sums clipped values chunk by chunk; the last chunk reaches back and masks."""
+    n = _leading_axis(records)
+    zero = jax.tree.map(lambda v: jnp.zeros(v.shape, _wide(v.dtype)), value)
+    if n == 0:
+        return zero
+    if mask is None:
+        mask = jnp.ones(n, bool)
+
+    def chunk_sum(chunk, keep):
+        values = jax.vmap(fun)(chunk)
+        clipped = jax.vmap(_clip, in_axes=(0, 0, None))(values, keep, clip_norm)
+        # A plain sum: a matrix product would run in reduced precision on accelerators.
+        return jax.tree.map(lambda v: jnp.sum(v, axis=0), clipped)
+
+    if rows >= n:
+        return chunk_sum(records, mask)
+
+    def step(total, index):
+        start = jnp.minimum(index * rows, n - rows)
+        # Slicing inside the loop reads the records in place; reshaping copies them.
+        chunk, keep = jax.tree.map(
+            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
+        )
+        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
+        return jax.tree.map(jnp.add, total, chunk_sum(chunk, keep & fresh)), None
+
+    total, _ = jax.lax.scan(step, zero, jnp.arange(-(-n // rows), dtype=jnp.int32))
+    return total
+
+
+def _clip(value: PyTree, keep: Bool[Array, ""], clip_norm) -> PyTree:
+    """One record's value, at most `clip_norm` long, or zero."""
+    wide = jax.tree.map(lambda v: v.astype(_wide(v.dtype)), value)
+    leaves = jax.tree.leaves(wide)
+    dtype = jnp.result_type(*leaves)
+    size = sum(v.size for v in leaves)
+    squares = jnp.stack([jnp.sum(v * v).astype(dtype) for v in leaves])
+    # Worst-case relative rounding of a sum of `size` squares, halved by the root.
+    margin = 1 + (size + 16) * float(jnp.finfo(dtype).eps) / 4
+    norm = jnp.sqrt(jnp.sum(squares)) * margin
+    keep = keep & jnp.isfinite(norm)
+    factor = jnp.minimum(1, clip_norm / jnp.where(norm > clip_norm, norm, clip_norm))
+    return jax.tree.map(
+        lambda v: jnp.where(keep, v * factor.astype(v.dtype), jnp.zeros_like(v)), wide
+    )
+
+
+def _leading_axis(records: PyTree) -> int:
+    lengths = {jnp.shape(v)[:1] for v in jax.tree.leaves(records)}
+    if len(lengths) != 1 or lengths == {()}:
+        raise ValueError(
+            "records must be a pytree of arrays that share their leading axis, got "
+            f"leading lengths {sorted(lengths)}."
+        )
+    return lengths.pop()[0]
+
+
+def _value_of(fun, records) -> PyTree:
+    record = one_record(records)
+    value = jax.eval_shape(fun, record)
+    for leaf in jax.tree.leaves(value):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                "clipped_mean: fun must return floating-point arrays, got "
+                f"{leaf.dtype}."
+            )
+    return value
+
+
+def one_record(records: PyTree) -> PyTree:
+    """The shapes and dtypes of one record of `records`."""
+    return jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(jnp.shape(v)[1:], jnp.result_type(v)), records
+    )
+
+
+def _rows(microbatch, value, records, n: int) -> int:
+    if microbatch == "auto":
+        record = one_record(records)
+        return max(1, min(n, microbatch_rows(value, record, jax.default_backend())))
+    _checks.count("clipped_mean", microbatch=microbatch)
+    return microbatch
+
+
+def _wide(dtype) -> jnp.dtype:
+    """The dtype for norms and sums: never half precision."""
+    return jnp.promote_types(dtype, jnp.float32)

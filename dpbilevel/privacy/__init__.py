@@ -1,0 +1,1 @@
+"""Budgets, mechanisms, the ledger, calibration and reports."""

@@ -1,0 +1,138 @@
+"""Calibration: the least noise that reaches a budget, before any data is seen."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import PyTree
+
+from . import accounting
+from .budget import PrivacyBudget
+from .ledger import Ledger
+from .report import PrivacyReport, describe
+
+_LARGEST_SCALE = 2.0**60
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A calibrated solver and the guarantee of running it once.
+
+    Attributes:
+        solver: The solver with its noise and the planned sizes.
+        report: The guarantee.
+    """
+
+    solver: Any
+    report: PrivacyReport
+
+
+def calibrate(
+    problem: Any,
+    solver: Any,
+    budget: PrivacyBudget,
+    *,
+    sizes: Any,
+    w0: PyTree | None = None,
+) -> Plan:
+    r"""Finds the least noise at which one run of `solver` stays within `budget`.
+
+    Everything that decides the guarantee is public and on the host: the ledger of the
+    whole run is composed for a common noise scale, and the scale is bisected on
+    $\delta$ at the target $\varepsilon$. The safe end of the bracket is returned, so
+    the reported epsilon never exceeds the budget.
+
+    Args:
+        problem: A `BilevelProblem` or `FiniteSum`.
+        solver: A solver of that problem; its own noise is replaced.
+        budget: The guarantee to reach.
+        sizes: `Sizes(upper, lower, people)` for two levels, the number of records for
+            one.
+        w0: The starting point, or its shapes; only sharpens the report's forecast.
+
+    Returns:
+        The calibrated solver, bound to these sizes, and the report.
+
+    Raises:
+        ValueError: Gaussian noise with `delta = 0`; a sampling scheme that the
+            relation does not admit; a budget that no noise reaches, for instance one
+            smaller than the chance of an overflowing batch.
+
+    Privacy:
+        Touches no data. The guarantee holds for one run of the returned solver on data
+        of these sizes; a second run is a second release.
+    """
+    if budget.delta == 0:
+        raise ValueError(
+            "calibrate: delta = 0 asks for pure differential privacy, but "
+            f"{type(solver).__name__} releases with Gaussian noise, which has none at "
+            "any scale. Use a delta well below 1/n."
+        )
+    planned = solver.planned(sizes)
+
+    def ledger(scale: float) -> Ledger:
+        return planned.with_noise(scale).ledger(problem, sizes)
+
+    if not ledger(1.0).releases:
+        raise ValueError(
+            f"calibrate: {type(solver).__name__} makes no release here, so there is "
+            "nothing to calibrate."
+        )
+    scale = _least_scale(ledger, budget)
+    calibrated = planned.with_noise(scale)
+    dimensions = {} if w0 is None else calibrated.dimensions(w0)
+    report = describe(
+        ledger(scale),
+        budget,
+        levels=not isinstance(sizes, int),
+        dimensions=dimensions,
+    )
+    return Plan(calibrated, report)
+
+
+def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> float:
+    exact = all(
+        accounting.gaussian_mu(event) is not None
+        for event in ledger(1.0).events().values()
+    )
+
+    def excess(interval: float) -> Callable[[float], bool]:
+        def unsafe(scale: float) -> bool:
+            return ledger(scale).delta(budget.epsilon, interval) > budget.delta
+
+        return unsafe
+
+    if exact:
+        return _bisect(excess(accounting.FINE), 1.0, 1e-12)
+    # A coarse accountant is safe and fast; the fine one then wins back its slack.
+    coarse = _bisect(excess(accounting.COARSE), 1.0, 2e-3)
+    return _bisect(excess(accounting.FINE), coarse, 5e-4, step=1.005)
+
+
+def _bisect(
+    unsafe: Callable[[float], bool], start: float, tolerance: float, step: float = 2.0
+) -> float:
+    """The safe end of a bracket of `unsafe`, decreasing in its argument."""
+    low = high = start
+    while unsafe(high):
+        low, high = high, high * step
+        step = step**2
+        if high > _LARGEST_SCALE:
+            raise ValueError(
+                "calibrate: no amount of noise reaches the budget. Is delta smaller "
+                "than the chance of an overflowing Poisson batch?"
+            )
+    if low == high:
+        while not unsafe(low):
+            high, low = low, low / step
+            step = step**2
+            if low < 1 / _LARGEST_SCALE:
+                return high
+    while high > low * (1 + tolerance):
+        middle = math.sqrt(low * high)
+        if unsafe(middle):
+            low = middle
+        else:
+            high = middle
+    return high

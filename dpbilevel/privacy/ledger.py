@@ -1,0 +1,241 @@
+"""The ledger: every release of a run, and the events each person is charged."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import dp_accounting
+
+from ..clipping import Basis
+from ..sampling import AbstractSampling, FullBatch
+from . import accounting
+from .budget import Neighbours, People
+from .mechanisms import Gaussian
+
+RECORDS = "records"  # the role of the records of a one-level problem
+PERSON = "person"  # whoever may have a record in either level
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    r"""The part of a release that reads one role's records: one clipped mean.
+
+    Args:
+        role: Whose records: `"upper"`, `"lower"` or `"records"`.
+        size: The planned number of records $n$.
+        clip_norm: $C$, the bound on one record's value in $\ell_2$.
+        sampling: How its batch is drawn.
+    """
+
+    role: str
+    size: int
+    clip_norm: float
+    sampling: AbstractSampling = dataclasses.field(default_factory=FullBatch)
+
+    @property
+    def contribution(self) -> float:
+        r"""One record's share of the mean: $C$ over the public denominator."""
+        return self.clip_norm / self.sampling.denominator(self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    r"""`count` releases of one kind: a sum of clipped means plus one Gaussian draw.
+
+    Args:
+        name: What is released, in the words of the algorithm.
+        count: How many times.
+        queries: The clipped means it adds up, one per role.
+        mechanism: The noise, relative to the sum of the queries' sensitivities.
+        joint: Whether all queries read one batch of the same records.
+        basis: What the sensitivities rest on.
+
+    Privacy:
+        Noise of standard deviation $m S$ with $S = \sum_r S_r$ over the roles. A person
+        of role $r$ alone sees it as multiplier $m S / S_r$. A person with a record in
+        each role sees independent releases with the noise's variance split in
+        proportion to $S_r$, that is multipliers $m \sqrt{S / S_r}$, whose composition
+        is a Gaussian of multiplier $m$: sensitivities add.
+    """
+
+    name: str
+    count: int
+    queries: tuple[Query, ...]
+    mechanism: Gaussian
+    joint: bool = False
+    basis: Basis = Basis.CLIPPED
+
+    @property
+    def contribution(self) -> float:
+        """The largest share of one person with a record in every role."""
+        return sum(query.contribution for query in self.queries)
+
+    @property
+    def clip_norm(self) -> float:
+        """The largest norm of the noiseless value."""
+        return sum(query.clip_norm for query in self.queries)
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise in every coordinate."""
+        factor = self.mechanism.neighbours.contributions
+        return self.noise_multiplier * factor * self.contribution
+
+    @property
+    def failure(self) -> float:
+        """The probability that some batch of these releases overflows."""
+        neighbours = self.mechanism.neighbours
+        return self.count * sum(
+            q.sampling.failure(neighbours, q.size) for q in self.queries
+        )
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise over the sensitivity of one person with a record in every role."""
+        return self.mechanism.event().noise_multiplier
+
+    def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
+        """The events of all `count` releases, with the kind of person they charge."""
+        for person, query, multiplier in self._shares(people):
+            event = query.sampling.event(
+                multiplier, self.mechanism.neighbours, query.size
+            )
+            yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
+
+    def _shares(self, people: People) -> Iterator[tuple[str, Query, float]]:
+        multiplier, total = self.noise_multiplier, self.contribution
+        if self.joint:
+            yield PERSON, self.queries[0], multiplier
+            return
+        for query in self.queries:
+            ratio = total / query.contribution
+            if query.role == RECORDS or people is People.DISJOINT:
+                yield query.role, query, multiplier * ratio
+            else:
+                yield PERSON, query, multiplier * ratio**0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    r"""All releases of a run, composed per kind of person.
+
+    Args:
+        releases: Every release, in the order of the algorithm.
+        people: Who may have records where. Disjoint roles compose apart and the
+            guarantee is the maximum; otherwise one person is charged everything.
+        assumptions: What the guarantee rests on besides clipping.
+
+    Raises:
+        ValueError: The releases do not share one neighbouring relation.
+
+    References:
+        Adaptive composition: Dong, Roth and Su, "Gaussian differential privacy", 2022;
+        disjoint roles: McSherry, "Privacy integrated queries", 2009 (parallel
+        composition).
+    """
+
+    releases: tuple[Release, ...]
+    people: People = People.OVERLAPPING
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        relations = {release.mechanism.neighbours for release in self.releases}
+        if len(relations) > 1:
+            raise ValueError(
+                "Ledger: all releases must refer to one neighbouring relation, got "
+                f"{sorted(r.value for r in relations)}. Give the solver and its inner "
+                "solvers mechanisms with the same `neighbours`."
+            )
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of every release."""
+        for release in self.releases:
+            return release.mechanism.neighbours
+        return Neighbours.REPLACE_ONE
+
+    def events(self) -> dict[str, dp_accounting.DpEvent]:
+        """The composed event per kind of person, multipliers under the relation."""
+        charged = collections.defaultdict(list)
+        for release in self.releases:
+            for person, event in release.charges(self.people):
+                charged[person].append(event)
+        return {p: dp_accounting.ComposedDpEvent(e) for p, e in charged.items()}
+
+    def delta(self, epsilon: float, interval: float = accounting.FINE) -> float:
+        r"""The smallest $\delta$ for `epsilon`, over all kinds of people.
+
+        Args:
+            epsilon: $\varepsilon \ge 0$.
+            interval: Discretization of the privacy loss, where one is needed.
+        """
+        worst = max(
+            (
+                accounting.delta(event, self.neighbours, epsilon, interval)
+                for event in self.events().values()
+            ),
+            default=0.0,
+        )
+        return min(1.0, worst + self._slack(epsilon))
+
+    def epsilons(
+        self, delta: float, interval: float = accounting.FINE
+    ) -> dict[str, float]:
+        r"""The smallest $\varepsilon$ at `delta` per kind of person.
+
+        Args:
+            delta: $\delta$.
+            interval: Discretization of the privacy loss, where one is needed.
+        """
+        return {
+            person: self._epsilon(event, delta, interval)
+            for person, event in self.events().items()
+        }
+
+    def epsilon(self, delta: float, interval: float = accounting.FINE) -> float:
+        r"""The smallest $\varepsilon$ at `delta`: the largest over kinds of people."""
+        return max(self.epsilons(delta, interval).values(), default=0.0)
+
+    def __add__(self, other: "Ledger") -> "Ledger":
+        """Both runs on the same records, one after the other."""
+        if self.people is not other.people:
+            raise ValueError(
+                f"Ledger: cannot add runs on {self.people} and {other.people} people."
+            )
+        assumptions = dict.fromkeys(self.assumptions + other.assumptions)
+        return Ledger(self.releases + other.releases, self.people, tuple(assumptions))
+
+    def repeat(self, count: int) -> "Ledger":
+        """The same run `count` times."""
+        releases = tuple(
+            dataclasses.replace(r, count=count * r.count) for r in self.releases
+        )
+        return dataclasses.replace(self, releases=releases)
+
+    def named(self, run: str) -> "Ledger":
+        """The same releases, their names prefixed by the run they belong to."""
+        releases = tuple(
+            dataclasses.replace(r, name=f"{run}: {r.name}") for r in self.releases
+        )
+        return dataclasses.replace(self, releases=releases)
+
+    def _slack(self, epsilon: float) -> float:
+        """What overflowing batches add to delta."""
+        failure = sum(release.failure for release in self.releases)
+        if failure == 0:
+            return 0.0
+        return failure * (1 + math.exp(min(epsilon, 700.0)))
+
+    def _epsilon(self, event, delta, interval) -> float:
+        """Solves for epsilon with the slack, which itself grows with epsilon."""
+        spent = 0.0
+        value = accounting.epsilon(event, self.neighbours, delta, interval)
+        for _ in range(20):
+            if self._slack(value) <= spent:
+                return value
+            spent = 1.5 * self._slack(value)
+            if spent >= delta:
+                return math.inf
+            value = accounting.epsilon(event, self.neighbours, delta - spent, interval)
+        return math.inf

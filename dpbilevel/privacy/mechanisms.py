@@ -1,0 +1,94 @@
+"""Mechanisms: the only code that opens a bounded value."""
+
+import dataclasses
+
+import dp_accounting
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..clipping import Bounded
+from ..noise import PRNGKey, standard_normal
+from .budget import Neighbours
+
+
+class Gaussian(eqx.Module):
+    r"""The Gaussian mechanism: adds $\mathcal N(0, (m S)^2 I)$ to a bounded value.
+
+    Args:
+        noise_multiplier: $m \ge 0$, the noise's standard deviation over the value's
+            $\ell_2$ sensitivity $S$. `None` until a plan sets it.
+        neighbours: The relation under which $S$ is taken.
+
+    Privacy:
+        One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
+        private and the ledger says so. Floating-point sampling is idealised as
+        sampling from the reals.
+    """
+
+    noise_multiplier: float | Float[Array, ""] | None = None
+    neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
+
+    def __check_init__(self):
+        if self.noise_multiplier is not None:
+            _checks.non_negative("Gaussian", noise_multiplier=self.noise_multiplier)
+        if not isinstance(self.neighbours, Neighbours):
+            raise TypeError(
+                "Gaussian: neighbours must be a dpbilevel.Neighbours, got "
+                f"{self.neighbours!r}."
+            )
+
+    def release(self, bounded: Bounded, *, key: PRNGKey) -> PyTree:
+        """Opens `bounded` and returns its value plus noise.
+
+        Args:
+            bounded: What to release.
+            key: A typed key for this release alone.
+
+        Returns:
+            A pytree like the value, in float32 or float64.
+
+        Raises:
+            ValueError: The mechanism is not calibrated.
+            TypeError: `bounded` is not a `Bounded`, or the key is not typed.
+        """
+        if not isinstance(bounded, Bounded):
+            raise TypeError(
+                "Gaussian: only a Bounded value can be released, because its "
+                f"sensitivity is known; got {type(bounded).__name__}. Compute it with "
+                "clipped_mean."
+            )
+        std = self._calibrated() * bounded.sensitivity(self.neighbours)
+        noise = standard_normal(bounded.raw, key=key)
+        return jax.tree.map(
+            lambda v, z: v.astype(z.dtype) + std * z, bounded.raw, noise
+        )
+
+    def event(self) -> dp_accounting.DpEvent:
+        """One release as an event of dp-accounting.
+
+        The event's multiplier is relative to the sensitivity under `neighbours`, so it
+        must be composed by an add-or-remove accountant, which does not double it.
+
+        Raises:
+            ValueError: The mechanism is not calibrated.
+        """
+        return dp_accounting.GaussianDpEvent(float(self._calibrated()))
+
+    def scaled(self, factor: float) -> "Gaussian":
+        """The same mechanism with `factor` times the noise."""
+        return dataclasses.replace(self, noise_multiplier=factor * self._calibrated())
+
+    def with_multiplier(self, noise_multiplier: float) -> "Gaussian":
+        """The same mechanism with this noise multiplier."""
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
+
+    def _calibrated(self):
+        if self.noise_multiplier is None:
+            raise ValueError(
+                "Gaussian: no noise multiplier yet, so nothing can be released. Get a "
+                "calibrated solver from dpbilevel.calibrate(problem, solver, budget, "
+                "sizes=...).solver, or set one with solver.with_noise(scale)."
+            )
+        return self.noise_multiplier

@@ -1,0 +1,254 @@
+"""The report: what is guaranteed, on what grounds, and at what noise."""
+
+import dataclasses
+import enum
+import importlib.metadata
+import json
+import math
+from typing import Any
+
+from ..clipping import Basis
+from . import accounting
+from .budget import PrivacyBudget
+from .ledger import Ledger, Release
+
+
+class Status(enum.Enum):
+    """How much of the guarantee is enforced by this library, best first."""
+
+    ENFORCED = "ENFORCED"  # by clipping, whatever the functions are
+    CONDITIONAL = "CONDITIONAL"  # rests on declared constants or convexity
+    HEURISTIC = "HEURISTIC"  # a sampler cut short: no epsilon is claimed
+
+
+IDEALISED = (
+    "floating-point noise and sums stand for real ones; JAX's generator is not a "
+    "cryptographic one"
+)
+TRUSTED = (
+    "public terms, sets, counts, clip norms and the starting point hold no private data"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyReport:
+    r"""A guarantee in words and numbers, public in all its parts.
+
+    Attributes:
+        status: `ENFORCED`, `CONDITIONAL` or `HEURISTIC`, the worst of the parts.
+        epsilon: $\varepsilon$ at `delta`, from the accountant.
+        delta: $\delta$.
+        relation: The neighbouring relation.
+        people: Who may have records in which level; `None` for one level.
+        epsilon_by_person: $\varepsilon$ per kind of person.
+        ledger: One row per kind of release: name, count, and per role the number of
+            records, sampling and sensitivity; noise multiplier and standard deviation,
+            and the clip norm.
+        forecast: One row per kind of release: the noise's standard deviation over the
+            clip norm, the number of coordinates at which the expected norm of the
+            noise reaches the clip norm, and, where the shape is known, that norm over
+            the clip norm.
+        assumptions: What the guarantee takes for granted.
+        certificates: Bounds proved for this run, such as the chance that a batch
+            overflows.
+        accountant: How epsilon was computed.
+        versions: The packages that computed and will run it.
+        prng: The generator family of the keys. Never the key.
+    """
+
+    status: Status
+    epsilon: float
+    delta: float
+    relation: str
+    people: str | None
+    epsilon_by_person: dict[str, float]
+    ledger: tuple[dict[str, Any], ...]
+    forecast: tuple[dict[str, Any], ...]
+    assumptions: tuple[str, ...]
+    certificates: tuple[str, ...]
+    accountant: str
+    versions: dict[str, str]
+    prng: str = "JAX counter-based generator, keys from the caller"
+
+    def to_json(self) -> str:
+        """The report as JSON text; `from_json` restores it exactly."""
+        fields = dataclasses.asdict(self) | {"status": self.status.value}
+        return json.dumps(_finite(fields), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "PrivacyReport":
+        """Restores a report from `to_json`.
+
+        Args:
+            text: The JSON text.
+
+        Raises:
+            ValueError: The text is not a report.
+        """
+        try:
+            fields = _infinite(json.loads(text))
+            fields["status"] = Status(fields["status"])
+            for name in ("ledger", "forecast", "assumptions", "certificates"):
+                fields[name] = tuple(fields[name])
+            return cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"PrivacyReport: not the JSON of a report: {error}."
+            ) from error
+
+    def __str__(self) -> str:
+        """The report as a page of text."""
+        people = f", people {self.people}" if self.people else ""
+        if self.status is Status.HEURISTIC:
+            claim = "no epsilon is claimed"
+        else:
+            claim = f"epsilon = {self.epsilon:.6g} at delta = {self.delta:.6g}"
+        lines = [f"{self.status.value}: {claim} ({self.relation}{people})"]
+        if len(self.epsilon_by_person) > 1:
+            lines += [
+                f"  {person}: epsilon = {value:.6g}"
+                for person, value in self.epsilon_by_person.items()
+            ]
+        lines += ["releases:"]
+        lines += [_ledger_line(row) for row in self.ledger] or ["  none"]
+        lines += ["noise against signal:"]
+        lines += [_forecast_line(row) for row in self.forecast] or ["  no noise"]
+        lines += ["assumptions:"] + [f"  - {text}" for text in self.assumptions]
+        if self.certificates:
+            lines += ["certificates:"] + [f"  - {text}" for text in self.certificates]
+        versions = ", ".join(f"{k} {v}" for k, v in self.versions.items())
+        lines += [f"accountant: {self.accountant}", f"versions: {versions}"]
+        return "\n".join(lines)
+
+
+def describe(
+    ledger: Ledger,
+    budget: PrivacyBudget,
+    *,
+    levels: bool,
+    dimensions: dict[str, int] | None = None,
+) -> PrivacyReport:
+    """Writes the report of a calibrated ledger.
+
+    Args:
+        ledger: All releases with their noise.
+        budget: What was asked for.
+        levels: Whether the problem has two levels, so that `people` means something.
+        dimensions: Coordinates per release name, where known.
+    """
+    by_person = ledger.epsilons(budget.delta)
+    failure = sum(release.failure for release in ledger.releases)
+    exact = all(
+        accounting.gaussian_mu(event) is not None for event in ledger.events().values()
+    )
+    certificates: tuple[str, ...] = ()
+    if failure:
+        certificates = (
+            f"some Poisson batch overflows with probability at most {failure:.3g}, "
+            "counted in delta",
+        )
+    return PrivacyReport(
+        status=_status(ledger),
+        epsilon=max(by_person.values(), default=0.0),
+        delta=budget.delta,
+        relation=ledger.neighbours.value,
+        people=ledger.people.value if levels else None,
+        epsilon_by_person=by_person,
+        ledger=tuple(_row(release) for release in ledger.releases),
+        forecast=tuple(
+            _forecast(release, dimensions or {}) for release in ledger.releases
+        ),
+        assumptions=(*ledger.assumptions, TRUSTED, IDEALISED),
+        certificates=certificates,
+        accountant=(
+            "exact Gaussian composition"
+            if exact
+            else f"privacy loss distributions, discretization {accounting.FINE}"
+        ),
+        versions={
+            name: importlib.metadata.version(name)
+            for name in ("dpbilevel", "dp-accounting", "jax", "optax", "equinox")
+        },
+    )
+
+
+def _status(ledger: Ledger) -> Status:
+    clipped = all(release.basis is Basis.CLIPPED for release in ledger.releases)
+    return Status.ENFORCED if clipped else Status.CONDITIONAL
+
+
+def _row(release: Release) -> dict[str, Any]:
+    factor = release.mechanism.neighbours.contributions
+    return {
+        "release": release.name,
+        "count": release.count,
+        "roles": {
+            query.role: {
+                "records": query.size,
+                "sampling": repr(query.sampling),
+                "sensitivity": factor * query.contribution,
+            }
+            for query in release.queries
+        },
+        "mechanism": type(release.mechanism).__name__,
+        "noise_multiplier": release.noise_multiplier,
+        "noise_std": release.noise_std,
+        "clip_norm": release.clip_norm,
+        "basis": release.basis.value,
+    }
+
+
+def _forecast(release: Release, dimensions: dict[str, int]) -> dict[str, Any]:
+    ratio = release.noise_std / release.clip_norm
+    row = {
+        "release": release.name,
+        "noise_std_over_clip_norm": ratio,
+        "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
+    }
+    if release.name in dimensions:
+        row["coordinates"] = dimensions[release.name]
+        row["noise_norm_over_clip_norm"] = ratio * math.sqrt(dimensions[release.name])
+    return row
+
+
+def _ledger_line(row: dict[str, Any]) -> str:
+    roles = "; ".join(
+        f"{role}: n = {part['records']}, {part['sampling']}, "
+        f"sensitivity {part['sensitivity']:.3g}"
+        for role, part in row["roles"].items()
+    )
+    return (
+        f"  {row['count']} x {row['release']}: {row['mechanism']} noise std "
+        f"{row['noise_std']:.3g} (multiplier {row['noise_multiplier']:.4g}) | {roles}"
+    )
+
+
+def _forecast_line(row: dict[str, Any]) -> str:
+    text = (
+        f"  {row['release']}: std is {row['noise_std_over_clip_norm']:.2g} of the clip "
+        f"norm per coordinate; noise outgrows any signal beyond "
+        f"{row['break_even_coordinates']:.3g} coordinates"
+    )
+    if "coordinates" in row:
+        ratio = row["noise_norm_over_clip_norm"]
+        text += f"; here {row['coordinates']}: ratio {ratio:.2g}"
+        if ratio > 1:
+            text += " (every single release is mostly noise)"
+    return text
+
+
+def _finite(value):
+    """Replaces infinities, which JSON has no number for, by strings."""
+    return _replace(value, lambda v: str(v) if v in (math.inf, -math.inf) else v)
+
+
+def _infinite(value):
+    return _replace(value, lambda v: float(v) if v in ("inf", "-inf") else v)
+
+
+def _replace(value, leaf):
+    if isinstance(value, dict):
+        return {k: _replace(v, leaf) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace(v, leaf) for v in value]
+    return leaf(value)

@@ -1,0 +1,1 @@
+"""Problems, data, applications and problems with known answers."""

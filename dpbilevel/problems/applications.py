@@ -1,0 +1,151 @@
+"""Bilevel problems people have: weighting data sources, tuning penalties."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import _checks
+from ..sets import AbstractSet, Box, Euclidean, Simplex
+from .bilevel import BilevelProblem
+
+Scalar = Float[Array, ""]
+ModelLoss = Callable[[PyTree, PyTree], Scalar]
+
+
+def source_weighting(
+    loss: ModelLoss,
+    num_sources: int,
+    *,
+    ridge: float = 0.0,
+    parametrization: Literal["logits", "simplex"] = "logits",
+    source: Callable[[PyTree], Int[Array, ""]] = lambda record: record["source"],
+) -> BilevelProblem:
+    r"""Weights the sources of the training records by clean validation records.
+
+    $$
+    \min_x \frac{1}{n_f} \sum_i \ell(y^*(x), z_i), \qquad y^*(x) = \arg\min_y
+    \frac{1}{n_g} \sum_i k\, p_{s_i}(x)\, \ell(y, z'_i) + \rho \|y\|^2,
+    $$
+
+    with $p(x) = \mathrm{softmax}(x)$ for logits or $p(x) = x$ on the simplex. Start at
+    `source_weights(...)`'s uniform point: zeros, or `1 / k`.
+
+    Args:
+        loss: $\ell(y, z)$: the model's loss on one record.
+        num_sources: $k$.
+        ridge: $\rho \ge 0$; public. Positive where $\ell$ is not strongly convex.
+        parametrization: `"logits"` or `"simplex"`.
+        source: Reads a training record's source, an integer in $[0, k)$.
+
+    Returns:
+        A problem over `Levels(upper=validation, lower=training)`; only the training
+        records meet $x$.
+
+    Privacy:
+        The source of a record is part of the record. $k$ and $\rho$ are public.
+    """
+    owner = "source_weighting"
+    _checks.count(owner, num_sources=num_sources)
+    _checks.non_negative(owner, ridge=ridge)
+    _checks.one_of(owner, "parametrization", parametrization, ("logits", "simplex"))
+
+    def upper(x, y, record):
+        del x
+        return loss(y, record)
+
+    def lower(x, y, record):
+        weights = source_weights(x, parametrization)
+        return num_sources * weights[source(record)] * loss(y, record)
+
+    def lower_public(x, y):
+        del x
+        return ridge * optax.tree.norm(y, squared=True)
+
+    x_set: AbstractSet = Simplex() if parametrization == "simplex" else Euclidean()
+    return BilevelProblem(
+        upper=upper,
+        lower=lower,
+        lower_public=lower_public,
+        x_set=x_set,
+        x_in_records=("lower",),
+    )
+
+
+def source_weights(
+    x: Float[Array, " k"], parametrization: Literal["logits", "simplex"] = "logits"
+) -> Float[Array, " k"]:
+    """The weights of the sources, summing to 1.
+
+    Args:
+        x: The upper variable of `source_weighting`.
+        parametrization: As there.
+    """
+    return jax.nn.softmax(x) if parametrization == "logits" else x
+
+
+def penalty_tuning(
+    loss: ModelLoss,
+    groups: PyTree,
+    *,
+    bounds: tuple[float, float] = (-8.0, 2.0),
+) -> BilevelProblem:
+    r"""Tunes one quadratic penalty per group of coefficients on validation records.
+
+    $$
+    \min_{x \in [l, u]^k} \frac{1}{n_f} \sum_i \ell(y^*(x), z_i), \qquad y^*(x) =
+    \arg\min_y \frac{1}{n_g} \sum_i \ell(y, z'_i) + \frac12 \sum_j e^{x_{g(j)}} y_j^2.
+    $$
+
+    No record meets $x$, so the outer step is free of noise and budget.
+
+    Args:
+        loss: $\ell(y, z)$: the model's loss on one record.
+        groups: $g$: a pytree like $y$ of integers in $[0, k)$; public.
+        bounds: $(l, u)$, the box of the log-penalties.
+
+    Returns:
+        A problem over `Levels(upper=validation, lower=training)` whose $x$ has one
+        log-penalty per group.
+
+    Raises:
+        ValueError: Bounds out of order or groups that are not integers.
+
+    References:
+        Kornowski, "Differentially private bilevel optimization", Section 7 (one
+        penalty, noise on the free outer step, and a wrong sign in the last display;
+        see the documentation).
+    """
+    low, high = bounds
+    if not low < high:
+        raise ValueError(f"penalty_tuning: bounds must be increasing, got {bounds}.")
+    for leaf in jax.tree.leaves(groups):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+            raise ValueError(
+                "penalty_tuning: groups must hold integers, the group of each "
+                f"coefficient, got {jnp.result_type(leaf)}."
+            )
+    num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))
+
+    def upper(x, y, record):
+        del x
+        return loss(y, record)
+
+    def lower(x, y, record):
+        del x
+        return loss(y, record)
+
+    def lower_public(x, y):
+        terms = jax.tree.map(lambda g, v: jnp.sum(jnp.exp(x)[g] * v * v), groups, y)
+        return 0.5 * optax.tree.sum(terms)
+
+    return BilevelProblem(
+        upper=upper,
+        lower=lower,
+        lower_public=lower_public,
+        x_set=Box(jnp.full(num_groups, low), jnp.full(num_groups, high)),
+        x_in_records=False,
+    )

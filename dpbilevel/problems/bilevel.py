@@ -1,0 +1,441 @@
+"""Two-level problems and their data."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import optax
+from jax.extend.core import Literal as JaxprLiteral
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..clipping import Bounded, clipped_mean, one_record
+from ..noise import PRNGKey
+from ..privacy.budget import People
+from ..privacy.ledger import Query
+from ..sampling import AbstractSampling
+from ..sets import AbstractSet, Euclidean
+from .finite_sum import AbstractFiniteSum, check_scalar, leading_axis
+
+Scalar = Float[Array, ""]
+Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
+PublicTerm = Callable[[PyTree, PyTree], Scalar]
+
+ROLES = ("upper", "lower")
+
+
+class Levels(eqx.Module):
+    """A pair: what belongs to the upper level and what to the lower.
+
+    As data, `upper` and `lower` are pytrees whose leaves share their leading axis
+    within a level.
+
+    Attributes:
+        upper: The upper level's part.
+        lower: The lower level's part.
+        is_shared: Whether both parts are the same records. Static.
+    """
+
+    upper: Any
+    lower: Any
+    is_shared: bool = eqx.field(static=True, default=False)
+
+    @classmethod
+    def shared(cls, records: PyTree) -> Self:
+        """Data in which every record enters both levels.
+
+        Args:
+            records: A pytree whose leaves share their leading axis.
+        """
+        return cls(records, records, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How many records each level has, and who may be behind them.
+
+    Args:
+        upper: Records of the upper level.
+        lower: Records of the lower level.
+        people: `"disjoint"` (a person has records in one level only),
+            `"overlapping"` (may have one record in each) or `"shared"` (the levels
+            are the same records).
+
+    Raises:
+        ValueError: A count below 1, unknown `people`, or shared levels that differ.
+    """
+
+    upper: int
+    lower: int
+    people: People = People.OVERLAPPING
+
+    def __post_init__(self):
+        _checks.count("Sizes", upper=self.upper, lower=self.lower)
+        allowed = [people.value for people in People]
+        if not isinstance(self.people, People):
+            _checks.one_of("Sizes", "people", self.people, allowed)
+            object.__setattr__(self, "people", People(self.people))
+        if self.people is People.SHARED and self.upper != self.lower:
+            raise ValueError(
+                f"Sizes: shared levels have equal sizes, got upper={self.upper} and "
+                f"lower={self.lower}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    r"""Declared bounds on the functions of a bilevel problem.
+
+    Used to choose step sizes, penalties and iteration counts by a theorem. The
+    guarantee of the solvers that clip does not rest on them.
+
+    Args:
+        strong_convexity: $\mu_g$ of $g(x, \cdot)$.
+        upper_lipschitz: $L_0^f$, the Lipschitz constant of $f$.
+        upper_smoothness: $L_1^f$, that of its gradient.
+        lower_lipschitz: $L_0^g$, that of $g(x, \cdot; z)$.
+        lower_smoothness: $L_1^g$, that of its gradient.
+        lower_hessian_lipschitz: $L_2^g$, that of its Hessian.
+    """
+
+    strong_convexity: float
+    upper_lipschitz: float
+    upper_smoothness: float
+    lower_lipschitz: float
+    lower_smoothness: float
+    lower_hessian_lipschitz: float
+
+    def __post_init__(self):
+        _checks.positive("Constants", strong_convexity=self.strong_convexity)
+        bounds = dataclasses.asdict(self)
+        _checks.non_negative("Constants", **bounds)
+
+    @property
+    def ell(self) -> float:
+        r"""$\ell$, the largest of the bounds."""
+        bounds = dataclasses.asdict(self)
+        del bounds["strong_convexity"]
+        return max(bounds.values())
+
+    @property
+    def kappa(self) -> float:
+        r"""The condition number $\kappa = \ell / \mu_g$."""
+        return self.ell / self.strong_convexity
+
+
+def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return ROLES if value else ()
+    chosen = (value,) if isinstance(value, str) else tuple(value)
+    for name in chosen:
+        _checks.one_of("BilevelProblem", "x_in_records", name, (*ROLES, True, False))
+    return tuple(role for role in ROLES if role in chosen)
+
+
+class BilevelProblem(eqx.Module):
+    r"""Minimize $F(x) = f(x, y^*(x))$ with $y^*(x) = \arg\min_y g(x, y)$.
+
+    $$
+    f(x, y) = \frac{1}{n_f} \sum_i f(x, y; z_i) + r_f(x, y), \qquad
+    g(x, y) = \frac{1}{n_g} \sum_i g(x, y; z'_i) + r_g(x, y).
+    $$
+
+    Args:
+        upper: $f(x, y, z)$: one record's upper-level loss, a scalar. Static.
+        lower: $g(x, y, z)$: one record's lower-level loss, a scalar; with the public
+            term strongly convex in $y$. Static.
+        upper_public: $r_f(x, y)$, a scalar without data. Static.
+        lower_public: $r_g(x, y)$, a scalar without data, such as a penalty. Static.
+        x_set: The feasible set of $x$.
+        y_set: The feasible set of $y$.
+        x_in_records: Which per-record losses read $x$: `True` (both), `False`
+            (neither), or a level's name, as in `("lower",)`. Where no record meets
+            $x$ the outer gradient is public and its release costs nothing. A claim
+            that a level does not read $x$ is verified by tracing before anything
+            runs; `traced` fills it in. Static.
+        constants: Declared bounds, for `from_theorem` constructors.
+
+    Privacy:
+        `upper` and `lower` see one record at a time and are clipped. The public terms
+        must hold no private data, not even a statistic of it.
+    """
+
+    upper: Loss = eqx.field(static=True)
+    lower: Loss = eqx.field(static=True)
+    upper_public: PublicTerm | None = eqx.field(static=True, default=None)
+    lower_public: PublicTerm | None = eqx.field(static=True, default=None)
+    x_set: AbstractSet = Euclidean()
+    y_set: AbstractSet = Euclidean()
+    x_in_records: bool | tuple[str, ...] = eqx.field(
+        static=True, default=ROLES, converter=_role_names
+    )
+    constants: Constants | None = eqx.field(static=True, default=None)
+
+    def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
+        """The same problem with `x_in_records` decided by tracing the functions.
+
+        Args:
+            w0: The starting point `(x, y)`, or its shapes.
+            data: The records, or their shapes; values are not read.
+        """
+        return dataclasses.replace(self, x_in_records=self._x_readers(w0, data))
+
+    def check(self, w0: PyTree, data: Levels) -> None:
+        """Checks shapes, scalar losses and the claim about `x_in_records`.
+
+        Args:
+            w0: The starting point `(x, y)`.
+            data: The records.
+
+        Raises:
+            TypeError: `data` is not `Levels`.
+            ValueError: `w0` is not a pair, shapes do not fit, a loss is not a scalar,
+                or a level that is declared not to read `x` does.
+        """
+        self.sizes_of(data)
+        if not isinstance(w0, tuple | list) or len(w0) != 2:
+            raise ValueError(
+                "w0 must be a pair (x, y) of the upper and the lower starting point, "
+                f"got {type(w0).__name__}."
+            )
+        for role, loss in (("upper", self.upper), ("lower", self.lower)):
+            check_scalar(role, loss, *w0, one_record(getattr(data, role)))
+        public_terms = {
+            "upper_public": self.upper_public,
+            "lower_public": self.lower_public,
+        }
+        for name, term in public_terms.items():
+            if term is not None:
+                check_scalar(name, term, *w0)
+        undeclared = {
+            role for role in self._x_readers(w0, data) if not self.reads_x(role)
+        }
+        if undeclared:
+            raise ValueError(
+                f"BilevelProblem: x_in_records={self.x_in_records} leaves out "
+                f"{sorted(undeclared)}, but tracing shows that x meets the records "
+                "there. Declare it, or move the part that reads x to a public term."
+            )
+
+    def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
+        """The sizes of `data`.
+
+        Args:
+            data: The records.
+            people: Who is behind them; by default shared levels are `"shared"` and
+                separate ones `"overlapping"`.
+
+        Raises:
+            TypeError: `data` is not `Levels`.
+            ValueError: Leading axes differ within a level, or `people` contradicts
+                the data.
+        """
+        if not isinstance(data, Levels):
+            raise TypeError(
+                "data of a BilevelProblem must be dpbilevel.Levels(upper=..., "
+                f"lower=...) or Levels.shared(records), got {type(data).__name__}."
+            )
+        natural = People.SHARED if data.is_shared else People.OVERLAPPING
+        sizes = Sizes(
+            leading_axis(data.upper, "data.upper"),
+            leading_axis(data.lower, "data.lower"),
+            natural if people is None else people,  # type: ignore[arg-type]
+        )
+        if (sizes.people is People.SHARED) != data.is_shared:
+            raise ValueError(
+                f"people={sizes.people.value!r} contradicts the data: use "
+                "Levels.shared(records) exactly when every record enters both levels."
+            )
+        return sizes
+
+    def reads_x(self, role: str) -> bool:
+        """Whether the records of level `role` are declared to meet x."""
+        return role in tuple(self.x_in_records)  # type: ignore[arg-type]
+
+    def _x_readers(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
+        losses = {"upper": self.upper, "lower": self.lower}
+        return tuple(
+            role
+            for role in ROLES
+            if _reads_first(losses[role], *w0, one_record(getattr(data, role)))
+        )
+
+
+def levels_mean(
+    funs: Levels,
+    data: Levels,
+    sizes: Sizes,
+    *,
+    clip_norms: Levels,
+    sampling: AbstractSampling,
+    key: PRNGKey,
+) -> Bounded:
+    r"""The sum of one clipped mean per level.
+
+    Args:
+        funs: Per-record functions; `None` for a level that is not read.
+        data: The records.
+        sizes: The planned sizes.
+        clip_norms: Clip norms $C_f$ and $C_g$.
+        sampling: How each level's batch is drawn, independently of the other's.
+        key: A typed key for the draws.
+
+    Returns:
+        The sum, sealed. Where the records are shared, both functions are evaluated on
+        one batch and their sum is clipped once, at $C_f + C_g$: the same bound with
+        less distortion.
+
+    Privacy:
+        One query whose contribution is the sum of the levels' clip norms over their
+        public denominators, matched by `levels_queries`.
+    """
+    key_upper, key_lower = jax.random.split(key)
+    if sizes.people is People.SHARED and None not in (funs.upper, funs.lower):
+
+        def both(record):
+            return optax.tree.add(funs.upper(record), funs.lower(record))
+
+        return _batch_mean(
+            both,
+            data.lower,
+            sizes.lower,
+            clip_norms.upper + clip_norms.lower,
+            sampling,
+            key_lower,
+        )
+    total = None
+    for role, subkey in (("upper", key_upper), ("lower", key_lower)):
+        fun = getattr(funs, role)
+        if fun is not None:
+            mean = _batch_mean(
+                fun,
+                getattr(data, role),
+                getattr(sizes, role),
+                getattr(clip_norms, role),
+                sampling,
+                subkey,
+            )
+            total = mean if total is None else total + mean
+    assert total is not None
+    return total
+
+
+def levels_queries(
+    clip_norms: Levels, sampling: AbstractSampling, sizes: Sizes
+) -> tuple[tuple[Query, ...], bool]:
+    """What `levels_mean` reads: its queries, and whether they share one batch.
+
+    Args:
+        clip_norms: Clip norms; `None` for a level that is not read.
+        sampling: How the batches are drawn.
+        sizes: The planned sizes.
+    """
+    queries = tuple(
+        Query(role, getattr(sizes, role), float(getattr(clip_norms, role)), sampling)
+        for role in ROLES
+        if getattr(clip_norms, role) is not None
+    )
+    return queries, sizes.people is People.SHARED
+
+
+def _batch_mean(fun, records, size, clip_norm, sampling, key) -> Bounded:
+    batch = sampling.draw(records, size, key=key)
+    return clipped_mean(
+        fun,
+        batch.records,
+        clip_norm=clip_norm,
+        mask=batch.mask,
+        denominator=batch.denominator,
+    )
+
+
+class PenalizedLevel(AbstractFiniteSum):
+    r"""The one-level problems inside a bilevel one, at a fixed $x$.
+
+    $\min_y g(x, y)$ when `penalty` is `None`, else $\min_y g(x, y) + f(x, y) /
+    \lambda$, which has the minimizer of $f + \lambda g$ and gradients of order one.
+
+    Args:
+        problem: The bilevel problem.
+        x: The upper variable, already private.
+        penalty: $\lambda$, or `None` for the lower level alone.
+        upper_clip_norm: The clip norm of $\nabla_y f(x, y; z)$, before $1/\lambda$.
+    """
+
+    problem: BilevelProblem
+    x: PyTree
+    penalty: float | Scalar | None = None
+    upper_clip_norm: float | Scalar | None = None
+
+    @property
+    def w_set(self) -> AbstractSet:
+        """The feasible set of y."""
+        return self.problem.y_set
+
+    def clipped_gradient(
+        self,
+        w: PyTree,
+        data: Levels,
+        sizes: Sizes,
+        *,
+        clip_norm: float | Scalar,
+        sampling: AbstractSampling,
+        key: PRNGKey,
+    ) -> Bounded:
+        r"""The clipped mean of $\nabla_y g$, plus that of $\nabla_y f / \lambda$."""
+
+        def lower(record):
+            return jax.grad(self.problem.lower, 1)(self.x, w, record)
+
+        def upper(record):
+            gradient = jax.grad(self.problem.upper, 1)(self.x, w, record)
+            return jax.tree.map(lambda v: v / self.penalty, gradient)
+
+        funs = Levels(upper if self.penalty is not None else None, lower)
+        clip_norms = self._clip_norms(clip_norm)
+        return levels_mean(
+            funs, data, sizes, clip_norms=clip_norms, sampling=sampling, key=key
+        )
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        r"""$\nabla_y r_g$, plus $\nabla_y r_f / \lambda$."""
+        total = optax.tree.zeros_like(w)
+        if self.problem.lower_public is not None:
+            total = jax.grad(self.problem.lower_public, 1)(self.x, w)
+        if self.problem.upper_public is not None and self.penalty is not None:
+            upper = jax.grad(self.problem.upper_public, 1)(self.x, w)
+            total = jax.tree.map(lambda a, b: a + b / self.penalty, total, upper)
+        return total
+
+    def queries(
+        self, clip_norm: float, sampling: AbstractSampling, sizes: Sizes
+    ) -> tuple[tuple[Query, ...], bool]:
+        """One query on the lower records, and one on the upper ones if penalized."""
+        queries, joint = levels_queries(self._clip_norms(clip_norm), sampling, sizes)
+        return queries, joint and len(queries) > 1
+
+    def sizes_of(self, data: Levels) -> Sizes:
+        """The sizes of both levels."""
+        return self.problem.sizes_of(data)
+
+    def check(self, w0: PyTree, data: Levels) -> None:
+        """Nothing to check: the bilevel problem was checked as a whole."""
+
+    def _clip_norms(self, clip_norm) -> Levels:
+        if self.penalty is None or self.upper_clip_norm is None:
+            return Levels(None, clip_norm)
+        return Levels(self.upper_clip_norm / self.penalty, clip_norm)
+
+
+def _reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:
+    """Whether the value of `fun` may depend on its first argument, by its jaxpr."""
+    jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr
+    reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
+    for equation in jaxpr.eqns:
+        operands = [v for v in equation.invars if not isinstance(v, JaxprLiteral)]
+        if reached.intersection(operands):
+            reached.update(equation.outvars)
+    outputs = [v for v in jaxpr.outvars if not isinstance(v, JaxprLiteral)]
+    return bool(reached.intersection(outputs))

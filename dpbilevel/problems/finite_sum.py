@@ -1,0 +1,170 @@
+"""One-level problems: a mean over records plus public terms."""
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from ..clipping import Bounded, clipped_mean, one_record
+from ..noise import PRNGKey
+from ..privacy.ledger import RECORDS, Query
+from ..sampling import AbstractSampling
+from ..sets import AbstractSet, Euclidean
+
+Scalar = Float[Array, ""]
+
+
+class AbstractFiniteSum(eqx.Module):
+    """What a one-level solver needs: clipped gradients, public gradients, a set."""
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def w_set(self) -> AbstractSet:
+            """The feasible set."""
+
+    else:
+        w_set: eqx.AbstractVar[AbstractSet]
+
+    @abc.abstractmethod
+    def clipped_gradient(
+        self,
+        w: PyTree,
+        data: PyTree,
+        sizes,
+        *,
+        clip_norm: float | Scalar,
+        sampling: AbstractSampling,
+        key: PRNGKey,
+    ) -> Bounded:
+        """The clipped mean gradient of the record terms on a fresh batch."""
+
+    @abc.abstractmethod
+    def public_gradient(self, w: PyTree) -> PyTree:
+        """The gradient of the public terms: no clipping, no noise, no budget."""
+
+    @abc.abstractmethod
+    def queries(
+        self, clip_norm: float, sampling: AbstractSampling, sizes
+    ) -> tuple[tuple[Query, ...], bool]:
+        """What `clipped_gradient` reads, and whether in one joint batch."""
+
+    @abc.abstractmethod
+    def sizes_of(self, data: PyTree):
+        """The numbers of records in `data`."""
+
+    @abc.abstractmethod
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Raises `ValueError` or `TypeError` where `w0` or `data` do not fit."""
+
+
+class FiniteSum(AbstractFiniteSum):
+    r"""Minimize $\frac{1}{n} \sum_i \ell(w, z_i) + r(w)$ over a convex set.
+
+    Args:
+        loss: $\ell(w, z)$: one record's loss, a scalar. Static.
+        public: $r(w)$: a scalar without data; costs no budget. Static.
+        w_set: The feasible set.
+    """
+
+    loss: Callable[[PyTree, PyTree], Scalar] = eqx.field(static=True)
+    public: Callable[[PyTree], Scalar] | None = eqx.field(static=True, default=None)
+    w_set: AbstractSet = Euclidean()
+
+    def clipped_gradient(
+        self,
+        w: PyTree,
+        data: PyTree,
+        sizes: int,
+        *,
+        clip_norm: float | Scalar,
+        sampling: AbstractSampling,
+        key: PRNGKey,
+    ) -> Bounded:
+        r"""The clipped mean of $\nabla_w \ell(w, z_i)$ on a fresh batch."""
+        batch = sampling.draw(data, sizes, key=key)
+        return clipped_mean(
+            lambda record: jax.grad(self.loss)(w, record),
+            batch.records,
+            clip_norm=clip_norm,
+            mask=batch.mask,
+            denominator=batch.denominator,
+        )
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        r"""$\nabla r(w)$."""
+        if self.public is None:
+            return optax.tree.zeros_like(w)
+        return jax.grad(self.public)(w)
+
+    def queries(
+        self, clip_norm: float, sampling: AbstractSampling, sizes: int
+    ) -> tuple[tuple[Query, ...], bool]:
+        """One query on the records."""
+        return (Query(RECORDS, sizes, float(clip_norm), sampling),), False
+
+    def sizes_of(self, data: PyTree) -> int:
+        """The length of the leading axis."""
+        return leading_axis(data, "data")
+
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Checks the shapes of `data` and that the loss is a scalar.
+
+        Raises:
+            ValueError: Leading axes differ or the loss is no floating-point scalar.
+        """
+        leading_axis(data, "data")
+        check_scalar("loss", self.loss, w0, one_record(data))
+        if self.public is not None:
+            check_scalar("public", self.public, w0)
+
+
+def leading_axis(records: PyTree, name: str) -> int:
+    """The common length of the leading axes of `records`.
+
+    Args:
+        records: A pytree of arrays.
+        name: What to call it in an error.
+
+    Raises:
+        ValueError: No arrays, or leading axes that differ.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(records)
+    lengths = {jax.tree_util.keystr(path): jnp.shape(v)[:1] for path, v in leaves}
+    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
+        found = {path or "value": length for path, length in lengths.items()}
+        raise ValueError(
+            f"{name} must be a pytree of arrays that share their leading axis, one "
+            f"row per record; got leading axes {found}."
+        )
+    return next(iter(lengths.values()))[0]
+
+
+def check_scalar(name: str, fun: Callable, *arguments: PyTree) -> None:
+    """Raises unless `fun` maps `arguments` to a floating-point scalar.
+
+    Args:
+        name: What to call the function in an error.
+        fun: The function; it is traced on shapes only.
+        *arguments: Its arguments, or their shapes.
+
+    Raises:
+        ValueError: The result is not a floating-point scalar.
+    """
+    value = jax.eval_shape(fun, *arguments)
+    leaves = jax.tree.leaves(value)
+    if (
+        len(leaves) != 1
+        or leaves[0].shape != ()
+        or not jnp.issubdtype(leaves[0].dtype, jnp.floating)
+    ):
+        got = [f"{v.dtype}{list(v.shape)}" for v in leaves]
+        raise ValueError(
+            f"{name} must return one floating-point scalar for one record (no mean "
+            f"over records, no auxiliary output), got {got}."
+        )

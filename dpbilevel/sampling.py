@@ -1,0 +1,224 @@
+"""Batch sampling: how a batch is drawn, and the event that accounts for it."""
+
+import abc
+import math
+
+import dp_accounting
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import scipy.stats
+from jaxtyping import Array, Bool, PyTree
+
+from . import _checks
+from .noise import PRNGKey
+from .privacy.budget import Neighbours
+
+# The chance, per draw, that a Poisson batch outgrows a capacity chosen by us.
+_OVERFLOW = 1e-12
+
+
+class Batch(eqx.Module):
+    """Records drawn for one query.
+
+    Attributes:
+        records: A pytree with a leading axis of fixed length.
+        mask: Which rows are records; `None` when all are.
+        denominator: The fixed public number that sums are divided by.
+    """
+
+    records: PyTree
+    mask: Bool[Array, " n"] | None
+    denominator: float
+
+
+class AbstractSampling(eqx.Module):
+    """A sampling scheme: draws a batch and knows the event that it amplifies."""
+
+    @abc.abstractmethod
+    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+        """Draws one batch.
+
+        Args:
+            records: All records, with a common leading axis.
+            size: The planned, public number of records.
+            key: A typed key for this draw alone; as secret as the noise's.
+        """
+
+    @abc.abstractmethod
+    def denominator(self, size: int) -> float:
+        """The public number that a batch's sum is divided by."""
+
+    @abc.abstractmethod
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> dp_accounting.DpEvent:
+        """The event of one Gaussian release of a batch drawn this way.
+
+        Args:
+            noise_multiplier: Noise over the sensitivity under `neighbours` of the
+                batch's clipped mean, that is 2C or C over the denominator.
+            neighbours: The relation.
+            size: The planned number of records.
+
+        Raises:
+            ValueError: No accountant supports this scheme under `neighbours`.
+        """
+
+    @abc.abstractmethod
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """The probability per draw that the batch is not drawn as accounted."""
+
+
+class FullBatch(AbstractSampling):
+    """Every record, every time: no amplification, any relation."""
+
+    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+        """Returns all records; the key is not used."""
+        del key
+        return Batch(records, None, self.denominator(size))
+
+    def denominator(self, size: int) -> float:
+        """The number of records."""
+        return float(size)
+
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> dp_accounting.DpEvent:
+        """A Gaussian event, the same under both relations."""
+        del neighbours, size
+        return dp_accounting.GaussianDpEvent(noise_multiplier)
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """Zero."""
+        del neighbours, size
+        return 0.0
+
+
+class Poisson(AbstractSampling):
+    r"""Every record independently with probability `rate`.
+
+    The batch has a fixed shape of `capacity` rows and a mask. A draw of more records
+    drops the last ones; the probability of that event over the run is added to
+    $\delta$ (times $1 + e^\varepsilon$), so a truncated draw never goes unaccounted.
+    Sums are divided by the public `rate * size`.
+
+    Args:
+        rate: In (0, 1); realised to 32 bits, and accounted for as realised. Static.
+        capacity: Rows of the batch. When omitted, the smallest that overflows with
+            probability at most 1e-12 a draw.
+    """
+
+    rate: float = eqx.field(static=True)
+    capacity: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.fraction("Poisson", rate=self.rate)
+        if self.capacity is not None:
+            _checks.count("Poisson", capacity=self.capacity)
+
+    @property
+    def realised_rate(self) -> float:
+        """The probability of inclusion as drawn, a multiple of 2**-32."""
+        return self._threshold / 2**32
+
+    @property
+    def _threshold(self) -> int:
+        return min(max(math.ceil(self.rate * 2**32), 1), 2**32 - 1)
+
+    def rows(self, size: int) -> int:
+        """The number of rows of a batch from `size` records."""
+        if self.capacity is not None:
+            return self.capacity
+        law = scipy.stats.binom(size + 1, self.realised_rate)
+        return max(1, int(law.isf(_OVERFLOW)))
+
+    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+        """Draws the batch as fixed-shape rows with a mask."""
+        n = jax.tree.leaves(records)[0].shape[0]
+        rows = self.rows(size)
+        bits = jax.random.bits(key, (n,), jnp.uint32)
+        chosen = bits < jnp.uint32(self._threshold)
+        index = jnp.flatnonzero(chosen, size=rows, fill_value=0)
+        mask = jnp.arange(rows) < jnp.sum(chosen)
+        batch = jax.tree.map(lambda v: jnp.take(v, index, axis=0), records)
+        return Batch(batch, mask, self.denominator(size))
+
+    def denominator(self, size: int) -> float:
+        """The expected number of records in a batch."""
+        return self.realised_rate * size
+
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> dp_accounting.DpEvent:
+        """A Poisson-sampled Gaussian event, under either relation."""
+        del neighbours, size
+        return dp_accounting.PoissonSampledDpEvent(
+            self.realised_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
+        )
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """The probability that more than `capacity` records are chosen."""
+        extra = 1 if neighbours is Neighbours.ADD_OR_REMOVE_ONE else 0
+        law = scipy.stats.binom(size + extra, self.realised_rate)
+        return float(law.sf(self.rows(size)))
+
+
+class FixedSize(AbstractSampling):
+    """A uniformly random subset of `size` records, without replacement.
+
+    Replace-one only: the batch size is fixed only while the number of records is.
+    Not interchangeable with Poisson: the other records in the batch tell whether a
+    record was left out, so it has its own, larger privacy loss.
+
+    Args:
+        size: Records in a batch, at most the number of records. Static.
+    """
+
+    size: int = eqx.field(static=True)
+
+    def __check_init__(self):
+        _checks.count("FixedSize", size=self.size)
+
+    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+        """Draws the subset by a random permutation."""
+        self._check_fits(size)
+        index = jax.random.permutation(key, size)[: self.size]
+        batch = jax.tree.map(lambda v: jnp.take(v, index, axis=0), records)
+        return Batch(batch, None, self.denominator(size))
+
+    def denominator(self, size: int) -> float:
+        """The batch size."""
+        del size
+        return float(self.size)
+
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> dp_accounting.DpEvent:
+        """A Gaussian event sampled without replacement, replace-one only.
+
+        Raises:
+            ValueError: The relation is add-or-remove-one, or the batch is larger than
+                the data.
+        """
+        self._check_fits(size)
+        if neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                "FixedSize batches are accounted under Neighbours.REPLACE_ONE only: "
+                "with a record more or less, a subset of fixed size contains other "
+                "records too. Use Poisson(rate) or replace-one."
+            )
+        return dp_accounting.SampledWithoutReplacementDpEvent(
+            size, self.size, dp_accounting.GaussianDpEvent(noise_multiplier)
+        )
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """Zero."""
+        del neighbours, size
+        return 0.0
+
+    def _check_fits(self, size: int) -> None:
+        if self.size > size:
+            raise ValueError(
+                f"FixedSize: cannot draw a batch of {self.size} from {size} records."
+            )

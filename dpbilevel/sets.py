@@ -1,0 +1,245 @@
+"""Closed convex sets: exact projection, membership, diameter."""
+
+import abc
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from . import _checks
+
+
+class AbstractSet(eqx.Module):
+    """A closed convex set of pytrees with its Euclidean projection."""
+
+    @abc.abstractmethod
+    def project(self, w: PyTree) -> PyTree:
+        """The point of the set nearest to `w` in the Euclidean norm."""
+
+    @abc.abstractmethod
+    def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
+        """Whether `w` is in the set up to an absolute `tolerance`."""
+
+    @property
+    @abc.abstractmethod
+    def diameter(self) -> float:
+        """The largest distance between two members; `inf` when unbounded."""
+
+
+class Euclidean(AbstractSet):
+    """The whole space: every finite pytree."""
+
+    def project(self, w: PyTree) -> PyTree:
+        """Returns `w` unchanged."""
+        return w
+
+    def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
+        """Whether every entry is finite."""
+        del tolerance
+        return _all(jax.tree.map(jnp.isfinite, w))
+
+    @property
+    def diameter(self) -> float:
+        """Always `inf`."""
+        return math.inf
+
+
+class Ball(AbstractSet):
+    r"""The Euclidean ball $\{w : \|w - c\|_2 \le r\}$ over the whole pytree.
+
+    Args:
+        radius: $r > 0$.
+        center: $c$, a pytree like `w`; the origin when omitted.
+    """
+
+    radius: float | Float[Array, ""]
+    center: PyTree | None = None
+
+    def __check_init__(self):
+        _checks.positive("Ball", radius=self.radius)
+
+    def project(self, w: PyTree) -> PyTree:
+        """Scales `w - center` to the radius when it is longer."""
+        offset = _minus(w, self.center)
+        inside = optax.projections.projection_l2_ball(offset, self.radius)
+        return _plus(inside, self.center)
+
+    def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
+        """Whether the distance to the center is at most `radius + tolerance`."""
+        return optax.tree.norm(_minus(w, self.center)) <= self.radius + tolerance
+
+    @property
+    def diameter(self) -> float:
+        """Twice the radius."""
+        return 2.0 * float(self.radius)
+
+
+class Box(AbstractSet):
+    r"""The box $\{w : l \le w \le u\}$, entry by entry.
+
+    Args:
+        lower: $l$: a number for all entries, or an array or pytree like `w`.
+        upper: $u \ge l$, likewise.
+    """
+
+    lower: PyTree
+    upper: PyTree
+
+    def __check_init__(self):
+        ends = jax.tree.leaves((self.lower, self.upper))
+        if all(map(_checks.concrete, ends)) and not _ordered(self.lower, self.upper):
+            raise ValueError(
+                "Box: lower must be at most upper in every entry, got "
+                f"lower={self.lower}, upper={self.upper}."
+            )
+
+    def project(self, w: PyTree) -> PyTree:
+        """Clips every entry to its bounds."""
+        return jax.tree.map(jnp.clip, w, *self._bounds(w))
+
+    def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
+        """Whether every entry is within its bounds up to `tolerance`."""
+        lower, upper = self._bounds(w)
+        return _all(
+            jax.tree.map(
+                lambda v, lo, hi: (v >= lo - tolerance) & (v <= hi + tolerance),
+                w,
+                lower,
+                upper,
+            )
+        )
+
+    @property
+    def diameter(self) -> float:
+        """The length of the diagonal.
+
+        Raises:
+            ValueError: The bounds are plain numbers, so the number of entries, and
+                with it the diagonal, is unknown.
+        """
+        leaves = jax.tree.leaves((self.lower, self.upper))
+        if any(isinstance(v, int | float) for v in leaves):
+            raise ValueError(
+                "Box: the diameter depends on the number of entries, which plain "
+                "numbers as bounds do not tell; give arrays shaped like w."
+            )
+        sides = jax.tree.map(
+            lambda lo, hi: np.asarray(hi) - np.asarray(lo), self.lower, self.upper
+        )
+        return math.sqrt(sum(float(np.sum(s**2)) for s in jax.tree.leaves(sides)))
+
+    def _bounds(self, w: PyTree) -> tuple[PyTree, PyTree]:
+        like: Any = jax.tree.structure(w)
+
+        def spread(bound):
+            if jax.tree.structure(bound) == like:
+                values = bound
+            else:
+                values = jax.tree.map(lambda _: bound, w)
+            return jax.tree.map(
+                lambda v, b: jnp.asarray(b, jnp.asarray(v).dtype), w, values
+            )
+
+        return spread(self.lower), spread(self.upper)
+
+
+class NonNegative(AbstractSet):
+    r"""The non-negative orthant $\{w : w \ge 0\}$."""
+
+    def project(self, w: PyTree) -> PyTree:
+        """Replaces negative entries by zero."""
+        return optax.projections.projection_non_negative(w)
+
+    def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
+        """Whether every entry is at least `-tolerance`."""
+        return _all(jax.tree.map(lambda v: v >= -tolerance, w))
+
+    @property
+    def diameter(self) -> float:
+        """Always `inf`."""
+        return math.inf
+
+
+class Simplex(AbstractSet):
+    r"""The simplex $\{w \ge 0, \sum_j w_j = s\}$ over all entries of the pytree.
+
+    Args:
+        scale: $s > 0$; 1 is the probability simplex.
+    """
+
+    scale: float = 1.0
+
+    def __check_init__(self):
+        _checks.positive("Simplex", scale=self.scale)
+
+    def project(self, w: PyTree) -> PyTree:
+        """The exact projection, by sorting."""
+        return optax.projections.projection_simplex(w, self.scale)
+
+    def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
+        """Whether entries are non-negative and sum to `scale`, up to `tolerance`."""
+        total = optax.tree.sum(w)
+        return NonNegative().contains(w, tolerance) & (
+            jnp.abs(total - self.scale) <= tolerance * max(1, optax.tree.size(w))
+        )
+
+    @property
+    def diameter(self) -> float:
+        """The distance between two corners, `sqrt(2) * scale`."""
+        return math.sqrt(2.0) * float(self.scale)
+
+
+class Product(AbstractSet):
+    """A Cartesian product: each part of the pytree in its own set.
+
+    Args:
+        sets: A pytree of sets that is a prefix of `w`, for instance `(Ball(1.0),
+            Simplex())` for `w = (x, y)`.
+    """
+
+    sets: PyTree
+
+    def project(self, w: PyTree) -> PyTree:
+        """Projects every part onto its own set."""
+        return self._map(lambda part, v: part.project(v), w)
+
+    def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
+        """Whether every part is in its own set."""
+        return _all(self._map(lambda part, v: part.contains(v, tolerance), w))
+
+    @property
+    def diameter(self) -> float:
+        """The root of the sum of squared diameters."""
+        parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
+        return math.sqrt(sum(part.diameter**2 for part in parts))
+
+    def _map(self, fun, w):
+        return jax.tree.map(fun, self.sets, w, is_leaf=_is_set)
+
+
+def _is_set(node: object) -> bool:
+    return isinstance(node, AbstractSet)
+
+
+def _minus(w: PyTree, center: PyTree | None) -> PyTree:
+    return w if center is None else optax.tree.sub(w, center)
+
+
+def _plus(w: PyTree, center: PyTree | None) -> PyTree:
+    return w if center is None else optax.tree.add(w, center)
+
+
+def _all(tree: PyTree) -> Bool[Array, ""]:
+    return jnp.stack([jnp.all(v) for v in jax.tree.leaves(tree)]).all()
+
+
+def _ordered(lower: PyTree, upper: PyTree) -> bool:
+    holds = jax.tree.map(
+        lambda lo, hi: bool(np.all(np.asarray(lo) <= np.asarray(hi))), lower, upper
+    )
+    return all(jax.tree.leaves(holds))

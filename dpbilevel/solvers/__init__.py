@@ -1,0 +1,1 @@
+"""Private solvers, one algorithm per module."""

@@ -1,0 +1,354 @@
+"""The solver contract, and the one loop that runs every solver."""
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import Array, Float, Key, PyTree
+
+from .. import _checks
+from ..noise import PRNGKey, check_key
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.calibration import calibrate
+from ..privacy.ledger import Ledger
+from ..privacy.report import PrivacyReport
+from ..sets import AbstractSet
+
+Problem = TypeVar("Problem")
+State = TypeVar("State")
+
+
+class AbstractSolver(eqx.Module, Generic[Problem, State]):
+    """A private iterative method: a frozen pytree that is its own configuration.
+
+    Numbers are leaves, so changing them never retraces; counts and callables are
+    static. A solver is run by `solve`, calibrated by `calibrate`.
+
+    Attributes:
+        num_steps: The fixed number of steps. Static.
+        sizes: The planned numbers of records; set by `calibrate`. Static.
+    """
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def num_steps(self) -> int:
+            """The fixed number of steps."""
+
+        @property
+        def sizes(self) -> Any:
+            """The planned numbers of records."""
+
+    else:
+        num_steps: eqx.AbstractVar[int]
+        sizes: eqx.AbstractVar[Any]
+
+    @property
+    @abc.abstractmethod
+    def neighbours(self) -> Neighbours:
+        """The relation that the noise refers to."""
+
+    @abc.abstractmethod
+    def init(self, problem: Problem, w0: PyTree) -> State:
+        """The state before the first step; reads no data."""
+
+    @abc.abstractmethod
+    def step(
+        self, problem: Problem, data: PyTree, state: State, *, key: PRNGKey
+    ) -> State:
+        """One step; every read of `data` is released through a mechanism."""
+
+    @abc.abstractmethod
+    def released(self, state: State) -> PyTree:
+        """The current iterate, released: one row of the trajectory."""
+
+    @abc.abstractmethod
+    def output(self, problem: Problem, state: State) -> PyTree:
+        """The answer, computed from released values alone."""
+
+    @abc.abstractmethod
+    def ledger(self, problem: Problem, sizes: Any) -> Ledger:
+        """Every release of a whole run on data of these sizes.
+
+        Raises:
+            ValueError: The solver is not calibrated.
+        """
+
+    @abc.abstractmethod
+    def with_noise(self, scale: float) -> Self:
+        """The same solver at this noise, with the ratios its fields ask for.
+
+        Args:
+            scale: The noise multiplier of the single Gaussian release that a run on
+                full batches amounts to: the run is 1/scale-GDP. With sampling the run
+                is more private than that.
+        """
+
+    def planned(self, sizes: Any) -> Self:
+        """The same solver, bound to these numbers of records.
+
+        Args:
+            sizes: `Sizes` for two levels, an integer for one.
+        """
+        changes: dict[str, Any] = {"sizes": sizes}
+        return dataclasses.replace(self, **changes)
+
+    @abc.abstractmethod
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The number of coordinates of each release, by its name in the ledger."""
+
+
+class Solution(eqx.Module):
+    """What a run releases.
+
+    Attributes:
+        value: The released answer: `w` for one level, `(x, y)` for two; `y` is `None`
+            where a solver does not release it.
+        trajectory: The released iterates with a leading axis of steps, or `None`.
+    """
+
+    value: PyTree
+    trajectory: PyTree | None = None
+
+    @property
+    def x(self) -> PyTree:
+        """The upper variable of a two-level answer."""
+        return self._pair()[0]
+
+    @property
+    def y(self) -> PyTree:
+        """The lower variable of a two-level answer."""
+        return self._pair()[1]
+
+    def _pair(self) -> tuple[PyTree, PyTree]:
+        if not isinstance(self.value, tuple) or len(self.value) != 2:
+            raise AttributeError(
+                "only the solution of a bilevel problem has x and y; use .value."
+            )
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivateResult:
+    """A released answer and its guarantee.
+
+    Attributes:
+        value: As in `Solution`.
+        report: The guarantee.
+        trajectory: As in `Solution`.
+    """
+
+    value: PyTree
+    report: PrivacyReport
+    trajectory: PyTree | None = None
+
+
+def solve(
+    problem: Any,
+    solver: AbstractSolver,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    key: PRNGKey,
+    trajectory: bool = False,
+) -> Solution:
+    """Runs `solver` on `problem` and returns what it releases.
+
+    A pure function of its arguments: `jax.jit(solve)` compiles once for all numbers,
+    `jax.vmap` runs a batch of keys or of stacked solvers.
+
+    Args:
+        problem: A `BilevelProblem` or a `FiniteSum`.
+        solver: A calibrated solver of that problem.
+        data: `Levels` for two levels, a pytree of records for one.
+        w0: The starting point, public or already private: `(x, y)` for two levels.
+        key: One typed key; consumed by this run.
+        trajectory: Whether to return the released iterates. Static: under `jax.jit`
+            use `static_argnames="trajectory"`.
+
+    Returns:
+        The solution.
+
+    Raises:
+        TypeError: The key is not typed, or `data` is of the wrong kind.
+        ValueError: The solver is not calibrated, shapes do not fit, or the numbers of
+            records differ from the plan's.
+
+    Privacy:
+        The releases counted by `solver.ledger(problem, sizes)`, whatever the data
+        holds. All errors depend on shapes and public values only.
+    """
+    check_key(key)
+    if isinstance(trajectory, jax.core.Tracer):
+        raise TypeError(
+            "solve: trajectory must be a Python bool; under jax.jit pass "
+            'static_argnames="trajectory".'
+        )
+    problem.check(w0, data)
+    solver = bound_to(problem, solver, data)
+    state = solver.init(problem, w0)
+    keys = jax.random.split(key, solver.num_steps)
+    state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
+    return Solution(solver.output(problem, state), path)
+
+
+def advance(
+    problem: Any,
+    solver: AbstractSolver,
+    data: PyTree,
+    state: Any,
+    keys: Key[Array, " steps"],
+    *,
+    trajectory: bool = False,
+) -> tuple[Any, PyTree | None]:
+    """Runs one step per key: the loop under `solve`, for runs made in chunks.
+
+    Args:
+        problem: The problem.
+        solver: A calibrated solver, bound to the data's sizes.
+        data: The records.
+        state: The state to go on from.
+        keys: One typed key per step.
+        trajectory: Whether to return the released iterates.
+
+    Returns:
+        The new state, and the released iterates or `None`.
+    """
+
+    def one_step(state, key):
+        state = solver.step(problem, data, state, key=key)
+        return state, solver.released(state) if trajectory else None
+
+    return jax.lax.scan(one_step, state, keys)
+
+
+def inner_solve(
+    problem: Any, solver: AbstractSolver, data: PyTree, start: PyTree, *, key: PRNGKey
+) -> PyTree:
+    """A whole run of an inner solver: its released answer on a problem at hand."""
+    keys = jax.random.split(key, solver.num_steps)
+    state, _ = advance(problem, solver, data, solver.init(problem, start), keys)
+    return solver.output(problem, state)
+
+
+def bound_to(problem: Any, solver: AbstractSolver, data: PyTree) -> AbstractSolver:
+    """The solver with the sizes that its plan fixed, checked against the data.
+
+    Args:
+        problem: The problem.
+        solver: The solver.
+        data: The records, or their shapes.
+
+    Raises:
+        ValueError: Under replace-one, the data's sizes are not the planned ones; under
+            add-or-remove-one, there is no plan to take the public sizes from.
+    """
+    if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        if solver.sizes is None:
+            raise ValueError(
+                "solve: under add-or-remove-one the number of records is private, so "
+                "the public denominators must come from a plan; run "
+                "dpbilevel.calibrate(problem, solver, budget, sizes=...) first."
+            )
+        return solver
+    if solver.sizes is None:
+        return solver.planned(problem.sizes_of(data))
+    people = getattr(solver.sizes, "people", None)
+    found = problem.sizes_of(data) if people is None else problem.sizes_of(data, people)
+    if found != solver.sizes:
+        raise ValueError(
+            f"solve: the plan is for {solver.sizes}, but the data have {found}. The "
+            "guarantee holds for the planned numbers only; calibrate again with "
+            "sizes= these."
+        )
+    return solver
+
+
+def fit(
+    problem: Any,
+    solver: AbstractSolver,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    budget: PrivacyBudget,
+    people: str | None = None,
+    key: PRNGKey,
+    trajectory: bool = False,
+) -> PrivateResult:
+    """Plans and runs in one call: calibrate on the data's sizes, then solve.
+
+    Which records meet `x` is decided by tracing here, so an outer step that is public
+    costs nothing without being declared.
+
+    Args:
+        problem: A `BilevelProblem` or a `FiniteSum`.
+        solver: A solver of that problem; its own noise is replaced.
+        data: The records.
+        w0: The starting point.
+        budget: The guarantee to reach.
+        people: `"disjoint"`, `"overlapping"` or `"shared"`, for two levels. By
+            default shared data are `"shared"` and separate ones `"overlapping"`.
+        key: One typed key.
+        trajectory: Whether to return the released iterates.
+
+    Returns:
+        The released value and its report.
+
+    Raises:
+        TypeError: As in `solve`.
+        ValueError: As in `solve` and `calibrate`.
+
+    Privacy:
+        One run under `budget`. The numbers of records are published with the report;
+        under add-or-remove-one they are private, so use `calibrate` with public sizes
+        and `solve` instead.
+    """
+    if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        raise ValueError(
+            "fit: takes the sizes from the data, but under add-or-remove-one the "
+            "number of records is private. Use calibrate with public sizes=, then "
+            "solve."
+        )
+    check_key(key)
+    if hasattr(problem, "traced"):
+        problem = problem.traced(w0, data)
+        sizes = problem.sizes_of(data, people)
+    else:
+        sizes = problem.sizes_of(data)
+    plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0)
+    solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
+    return PrivateResult(solution.value, plan.report, solution.trajectory)
+
+
+def descent(
+    step_size: float | Float[Array, ""] | None,
+    optimizer: optax.GradientTransformation | None,
+) -> optax.GradientTransformation:
+    """The update rule that a solver's `step_size` or `optimizer` field names."""
+    return optax.sgd(step_size) if optimizer is None else optimizer
+
+
+def check_descent(owner: str, step_size, optimizer) -> None:
+    """Raises unless exactly one of `step_size` and `optimizer` is given."""
+    if (step_size is None) == (optimizer is None):
+        raise ValueError(
+            f"{owner}: give either step_size or an optax optimizer, not "
+            f"{'both' if optimizer is not None else 'neither'}."
+        )
+    if step_size is not None:
+        _checks.positive(owner, step_size=step_size)
+
+
+def projected_update(
+    rule: optax.GradientTransformation,
+    gradient: PyTree,
+    memory: optax.OptState,
+    w: PyTree,
+    w_set: AbstractSet,
+) -> tuple[PyTree, optax.OptState]:
+    """One update by `rule` from a released gradient, projected onto the set."""
+    updates, memory = rule.update(gradient, memory, w)
+    return w_set.project(optax.apply_updates(w, updates)), memory
