@@ -53,7 +53,7 @@ class Bounded(eqx.Module):
             neighbours: Which datasets count as neighbours.
         """
         factor: float = neighbours.contributions
-        return factor * self.contribution
+        return self.contribution * factor
 
     def scale(self, factor: float | Float[Array, ""]) -> "Bounded":
         """The value times a public `factor`."""
