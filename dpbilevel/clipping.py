@@ -29,8 +29,7 @@ class Basis(enum.Enum):
 class Bounded(eqx.Module):
     r"""A value computed from records, sealed with the bound on one record's share.
 
-    Only a mechanism may open it; everywhere else it can be added to another bounded
-    value and scaled by public numbers.
+    Only a mechanism may open it; everywhere else it can only be added to another.
 
     Attributes:
         raw: The value. NON-PRIVATE: reading it outside a mechanism breaks the
@@ -52,16 +51,7 @@ class Bounded(eqx.Module):
         Args:
             neighbours: Which datasets count as neighbours.
         """
-        factor: float = neighbours.contributions
-        return self.contribution * factor
-
-    def scale(self, factor: float | Float[Array, ""]) -> "Bounded":
-        """The value times a public `factor`."""
-        return Bounded(
-            jax.tree.map(lambda v: factor * v, self.raw),
-            abs(factor) * self.contribution,
-            self.basis,
-        )
+        return neighbours.contributions * self.contribution
 
     def __add__(self, other: "Bounded") -> "Bounded":
         """The sum; one person may stand behind a record of either, so shares add."""
