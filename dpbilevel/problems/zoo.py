@@ -53,7 +53,7 @@ def quadratic_bilevel(targets: Float[Array, "n d"], centers: Float[Array, "m d"]
         An `Example` with $d_x = d_y = d$.
     """
     a_bar, b_bar = jnp.mean(targets, 0), jnp.mean(centers, 0)
-    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar) ** 2, 1))
+    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))
     gain = 2.0 / 1.5
 
     def upper(x, y, record):

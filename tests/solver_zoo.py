@@ -1,0 +1,134 @@
+"""One instance of every solver, small, for the contract suite."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpbilevel as dpb
+from dpbilevel import zoo
+
+
+def records(n, d, seed=0):
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(n, d))
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    label = np.sign(features @ np.arange(1, d + 1) + 0.1 * rng.normal(size=n))
+    return {
+        "features": jnp.asarray(features, jnp.float32),
+        "label": jnp.asarray(label, jnp.float32),
+    }
+
+
+def with_source(batch, num_sources=3):
+    source = jnp.arange(len(batch["label"]), dtype=jnp.int32) % num_sources
+    return batch | {"source": source}
+
+
+ONE_LEVEL = dpb.FiniteSum(dpb.logistic_loss, lambda w: 0.05 * jnp.sum(w * w))
+WEIGHTING = dpb.source_weighting(dpb.logistic_loss, 3, ridge=0.05)
+TUNING = dpb.penalty_tuning(dpb.logistic_loss, jnp.asarray([0, 0, 1, 1]))
+UPPER, LOWER = records(30, 4, 1), with_source(records(60, 4, 2))
+LEVELS = dpb.Levels(UPPER, LOWER)
+SHARED = dpb.Levels.shared(LOWER)
+POISSON = dpb.Poisson(0.4)
+INNER = dpb.NoisyGD(3, 1.0, step_size=0.5)
+X0, Y0 = jnp.zeros(3), jnp.zeros(4)
+QUADRATIC = zoo.quadratic_bilevel(
+    jnp.asarray(np.random.default_rng(3).normal(size=(20, 4)), jnp.float32),
+    jnp.asarray(np.random.default_rng(4).normal(size=(40, 4)), jnp.float32),
+)
+
+
+def penalty(**fields):
+    defaults = {"num_steps": 4, "penalty": 5.0, "inner": INNER}
+    if "optimizer" not in fields:
+        defaults["step_size"] = 1.0
+    return dpb.PenaltyBilevel(**(defaults | fields))
+
+
+# name -> (problem, solver, data, w0, people)
+SOLVERS = {
+    "noisy_gd": (ONE_LEVEL, dpb.NoisyGD(6, 1.0, step_size=0.5), LOWER, Y0, None),
+    "noisy_gd_poisson": (
+        ONE_LEVEL,
+        dpb.NoisyGD(6, 1.0, step_size=0.5, sampling=POISSON, average="mean"),
+        LOWER,
+        Y0,
+        None,
+    ),
+    "noisy_gd_adam": (
+        ONE_LEVEL,
+        dpb.NoisyGD(6, 1.0, optimizer=optax.adam(0.1), sampling=dpb.FixedSize(10)),
+        LOWER,
+        Y0,
+        None,
+    ),
+    "localized": (
+        ONE_LEVEL,
+        dpb.LocalizedGD((4.0, 2.0), 3, 0.1, 1.0),
+        LOWER,
+        Y0,
+        None,
+    ),
+    "localized_sgd": (
+        ONE_LEVEL,
+        dpb.LocalizedGD((4.0, 2.0), 3, 0.1, 1.0, sampling=POISSON),
+        LOWER,
+        Y0,
+        None,
+    ),
+    "penalty": (WEIGHTING, penalty(), LEVELS, (X0, Y0), "disjoint"),
+    "penalty_overlapping": (WEIGHTING, penalty(), LEVELS, (X0, Y0), "overlapping"),
+    "penalty_both_levels": (
+        QUADRATIC.problem,
+        penalty(step_size=0.1),
+        QUADRATIC.data,
+        QUADRATIC.w0,
+        "overlapping",
+    ),
+    "penalty_shared": (WEIGHTING, penalty(), SHARED, (X0, Y0), "shared"),
+    "penalty_shared_poisson": (
+        QUADRATIC.problem,
+        penalty(step_size=0.1, sampling=POISSON),
+        dpb.Levels.shared(QUADRATIC.data.lower),
+        QUADRATIC.w0,
+        "shared",
+    ),
+    "penalty_poisson": (
+        WEIGHTING,
+        penalty(
+            inner=dpb.NoisyGD(3, 1.0, step_size=0.5, sampling=POISSON),
+            sampling=POISSON,
+            optimizer=optax.adam(0.1),
+            answer="last",
+        ),
+        LEVELS,
+        (X0, Y0),
+        "disjoint",
+    ),
+    "penalty_localized": (
+        WEIGHTING,
+        penalty(inner=dpb.LocalizedGD((4.0,), 3, 0.1, 1.0)),
+        LEVELS,
+        (X0, Y0),
+        "disjoint",
+    ),
+    "penalty_free_outer": (
+        TUNING,
+        penalty(),
+        LEVELS,
+        (jnp.zeros(2), Y0),
+        "disjoint",
+    ),
+    "refitted": (
+        WEIGHTING,
+        dpb.Refitted(penalty(), INNER, 0.3),
+        LEVELS,
+        (X0, Y0),
+        "disjoint",
+    ),
+}
+
+
+def sizes_of(problem, data, people):
+    return problem.sizes_of(data) if people is None else problem.sizes_of(data, people)

@@ -1,0 +1,247 @@
+"""What every solver must do; add a solver to solver_zoo.SOLVERS to test it."""
+
+import dataclasses
+import functools
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from solver_zoo import SOLVERS, sizes_of
+
+import dpbilevel as dpb
+from dpbilevel.privacy.mechanisms import Gaussian
+from dpbilevel.solvers.base import bound_to
+
+solvers = pytest.mark.parametrize("name", SOLVERS)
+KEY = 0
+
+
+solve = jax.jit(dpb.solve, static_argnames="trajectory")
+
+
+def calibrated(name, scale=1.0):
+    problem, solver, data, w0, people = SOLVERS[name]
+    sizes = sizes_of(problem, data, people)
+    return problem, solver.with_noise(scale).planned(sizes), data, w0
+
+
+def run(name, key, scale=1.0):
+    problem, solver, data, w0 = calibrated(name, scale)
+    return solve(problem, solver, data, w0, key=key)
+
+
+@functools.cache
+def unrolled(name):
+    problem, solver, data, w0 = calibrated(name)
+    made = []
+    release = Gaussian.release
+
+    def record(self, bounded, *, key):
+        made.append(float(self.noise_multiplier * bounded.sensitivity(self.neighbours)))
+        return release(self, bounded, key=key)
+
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(Gaussian, "release", record)
+        dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY))
+    return made, solver.ledger(problem, solver.sizes)
+
+
+def claimed(ledger):
+    return sorted(r.noise_std for r in ledger.releases for _ in range(r.count))
+
+
+def matches(made, ledger):
+    return len(made) == len(claimed(ledger)) and np.allclose(
+        sorted(made), claimed(ledger), rtol=1e-5
+    )
+
+
+@solvers
+def test_releases_made_equal_the_ledger_in_number_and_scale(name):
+    made, ledger = unrolled(name)
+    assert matches(made, ledger)
+
+
+@solvers
+def test_a_ledger_that_forgets_a_release_is_caught(name):
+    made, ledger = unrolled(name)
+    for index, release in enumerate(ledger.releases):
+        fewer = list(ledger.releases)
+        fewer[index] = dataclasses.replace(release, count=release.count - 1)
+        assert not matches(made, dataclasses.replace(ledger, releases=tuple(fewer)))
+
+
+@solvers
+def test_a_ledger_that_claims_too_much_noise_is_caught(name):
+    made, ledger = unrolled(name)
+    for index, release in enumerate(ledger.releases):
+        louder = list(ledger.releases)
+        mechanism = release.mechanism.scaled(1.01)
+        louder[index] = dataclasses.replace(release, mechanism=mechanism)
+        assert not matches(made, dataclasses.replace(ledger, releases=tuple(louder)))
+
+
+@solvers
+def test_numbers_change_without_retracing(name):
+    problem, solver, data, w0 = calibrated(name)
+    chex.clear_trace_counter()
+    counted = jax.jit(chex.assert_max_traces(dpb.solve, n=1))
+    counted(problem, solver, data, w0, key=jax.random.key(KEY))
+    other = jax.tree.map(lambda v: v * 1.5 if isinstance(v, float) else v, solver)
+    counted(problem, other, data, w0, key=jax.random.key(1))
+
+
+@solvers
+def test_calibrating_to_another_epsilon_does_not_retrace(name):
+    problem, solver, data, w0, people = SOLVERS[name]
+    sizes = sizes_of(problem, data, people)
+    chex.clear_trace_counter()
+    counted = jax.jit(chex.assert_max_traces(dpb.solve, n=1))
+    for scale in (0.7, 3.0):
+        plan = solver.with_noise(scale).planned(sizes)
+        counted(problem, plan, data, w0, key=jax.random.key(KEY))
+
+
+@solvers
+def test_same_key_same_bits_new_key_new_bits(name):
+    first, again = run(name, jax.random.key(KEY)), run(name, jax.random.key(KEY))
+    chex.assert_trees_all_equal(first.value, again.value)
+    other = run(name, jax.random.key(KEY + 1))
+    leaves = zip(
+        jax.tree.leaves(first.value), jax.tree.leaves(other.value), strict=True
+    )
+    assert all(bool(jnp.any(a != b)) for a, b in leaves)
+
+
+@solvers
+def test_vmap_over_keys_equals_a_loop(name):
+    problem, solver, data, w0 = calibrated(name)
+    keys = jax.random.split(jax.random.key(KEY), 3)
+
+    def one(key):
+        return dpb.solve(problem, solver, data, w0, key=key).value
+
+    together = jax.jit(jax.vmap(one))(keys)
+    alone = [jax.jit(one)(key) for key in keys]
+    stacked = jax.tree.map(lambda *v: jnp.stack(v), *alone)
+    chex.assert_trees_all_close(together, stacked, rtol=2e-4, atol=2e-4)
+
+
+@solvers
+def test_vmap_over_stacked_solvers_equals_a_loop(name):
+    problem, quiet, data, w0 = calibrated(name, 0.5)
+    _, loud, _, _ = calibrated(name, 1.0)
+    both = jax.tree.map(lambda a, b: jnp.asarray([a, b], jnp.float32), quiet, loud)
+
+    def one(solver):
+        return dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY)).value
+
+    together = jax.jit(jax.vmap(one))(both)
+    alone = jax.tree.map(lambda *v: jnp.stack(v), one(quiet), one(loud))
+    chex.assert_trees_all_close(together, alone, rtol=2e-4, atol=2e-4)
+
+
+@solvers
+def test_float64_in_float64_out(name):
+    problem, solver, data, w0 = calibrated(name)
+    with jax.enable_x64(True):
+        wide, start = jax.tree.map(widened, (data, w0))
+        problem = jax.tree.map(lambda v: widened(v) if eqx.is_array(v) else v, problem)
+        solution = solve(problem, solver, wide, start, key=jax.random.key(KEY))
+        assert {v.dtype for v in jax.tree.leaves(solution.value)} == {jnp.dtype("f8")}
+
+
+def widened(leaf):
+    host = np.asarray(leaf)
+    return jnp.asarray(host.astype(np.float64) if host.dtype == np.float32 else host)
+
+
+@solvers
+def test_float32_in_float32_out(name):
+    value = run(name, jax.random.key(KEY)).value
+    assert {v.dtype for v in jax.tree.leaves(value)} == {jnp.dtype("f4")}
+
+
+@solvers
+def test_no_key_is_used_twice(name):
+    problem, solver, data, w0 = calibrated(name)
+    with jax.debug_key_reuse(True):
+        solve(problem, solver, data, w0, key=jax.random.key(KEY))
+
+
+@solvers
+def test_uncalibrated_solver_raises_with_the_remedy(name):
+    problem, solver, data, w0, _ = SOLVERS[name]
+    with pytest.raises(ValueError, match=r"calibrate\(problem, solver, budget"):
+        dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY))
+
+
+@solvers
+def test_a_nan_record_leaves_the_answer_finite(name):
+    problem, solver, data, w0 = calibrated(name)
+    sick = jax.tree.map(first_row_to_nan, data)
+    solution = solve(problem, solver, sick, w0, key=jax.random.key(KEY))
+    assert all(bool(jnp.isfinite(v).all()) for v in jax.tree.leaves(solution.value))
+
+
+def first_row_to_nan(leaf):
+    return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+@solvers
+def test_a_raw_key_is_refused(name):
+    problem, solver, data, w0 = calibrated(name)
+    with pytest.raises(TypeError, match="typed key"):
+        dpb.solve(problem, solver, data, w0, key=jax.random.PRNGKey(KEY))
+
+
+@solvers
+def test_trajectory_has_one_released_iterate_per_step(name):
+    problem, solver, data, w0 = calibrated(name)
+    solution = solve(
+        problem, solver, data, w0, key=jax.random.key(KEY), trajectory=True
+    )
+    lengths = {v.shape[0] for v in jax.tree.leaves(solution.trajectory)}
+    assert lengths == {solver.num_steps}
+
+
+@solvers
+def test_data_of_another_size_than_planned_are_refused(name):
+    problem, solver, data, w0 = calibrated(name)
+    longer = jax.tree.map(lambda v: jnp.concatenate([v, v[:1]]), data)
+    with pytest.raises(ValueError, match="the plan is for"):
+        dpb.solve(problem, solver, longer, w0, key=jax.random.key(KEY))
+
+
+@solvers
+def test_fit_reports_the_ledger_of_what_it_ran(name):
+    problem, solver, data, w0, people = SOLVERS[name]
+    result = dpb.fit(
+        problem,
+        solver,
+        data,
+        w0,
+        budget=dpb.PrivacyBudget(5.0, 1e-3),
+        people=people,
+        key=jax.random.key(KEY),
+    )
+    assert result.report.status is dpb.Status.ENFORCED
+    assert 4.9 < result.report.epsilon <= 5.0
+    restored = dpb.PrivacyReport.from_json(result.report.to_json())
+    assert restored == result.report
+
+
+@solvers
+def test_the_answer_is_feasible(name):
+    problem, solver, data, w0 = calibrated(name)
+    value = run(name, jax.random.key(KEY)).value
+    if isinstance(problem, dpb.BilevelProblem):
+        assert bool(problem.x_set.contains(value[0]))
+        assert bool(problem.y_set.contains(value[1]))
+    else:
+        assert bool(problem.w_set.contains(value))
+    assert bound_to(problem, solver, data) is solver
+    del w0

@@ -1,0 +1,223 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel import zoo
+
+RECORDS = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
+W0 = (jnp.zeros(3), jnp.zeros(3))
+LEVELS = dpb.Levels(RECORDS, RECORDS)
+SOLVER = dpb.PenaltyBilevel(
+    2, 1.0, dpb.NoisyGD(2, 1.0, step_size=0.1), step_size=0.1
+).with_noise(1.0)
+
+
+def bare(x, y, z):
+    return jnp.sum((y - z) ** 2)
+
+
+def with_x(x, y, z):
+    return jnp.sum((y - z) ** 2) * jnp.sum(x)
+
+
+def hidden_x(x, y, z):
+    scaled, _ = jax.lax.scan(lambda c, v: (c + v, None), jnp.zeros(()), x)
+    return jax.jit(lambda s: s * jnp.sum(y * z))(scaled)
+
+
+def run(problem, data=LEVELS, w0=W0):
+    return dpb.solve(problem, SOLVER, data, w0, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "readers"),
+    [
+        (bare, bare, ()),
+        (bare, with_x, ("lower",)),
+        (hidden_x, bare, ("upper",)),
+        (hidden_x, with_x, ("upper", "lower")),
+    ],
+)
+def test_tracing_decides_which_records_meet_x(upper, lower, readers):
+    problem = dpb.BilevelProblem(upper, lower).traced(W0, LEVELS)
+    assert problem.x_in_records == readers
+
+
+@pytest.mark.parametrize("lower", [with_x, hidden_x])
+def test_a_false_claim_that_x_is_public_is_refused(lower):
+    problem = dpb.BilevelProblem(bare, lower, x_in_records=False)
+    with pytest.raises(ValueError, match=r"leaves out \['lower'\]"):
+        run(problem)
+
+
+def test_fit_drops_the_outer_release_by_tracing():
+    problem = dpb.BilevelProblem(
+        bare, bare, lower_public=lambda x, y: jnp.sum(jnp.exp(x) * y**2)
+    )
+    result = dpb.fit(
+        problem,
+        SOLVER,
+        LEVELS,
+        W0,
+        budget=dpb.PrivacyBudget(1.0, 1e-4),
+        people="disjoint",
+        key=jax.random.key(0),
+    )
+    assert not [r for r in result.report.ledger if "outer" in r["release"]]
+
+
+def test_people_defaults_to_the_careful_reading():
+    problem = dpb.BilevelProblem(bare, bare)
+    assert problem.sizes_of(LEVELS).people is dpb.People.OVERLAPPING
+    shared = dpb.Levels.shared(RECORDS)
+    assert problem.sizes_of(shared).people is dpb.People.SHARED
+
+
+def test_shared_data_cannot_be_called_disjoint():
+    problem = dpb.BilevelProblem(bare, bare)
+    with pytest.raises(ValueError, match="contradicts the data"):
+        problem.sizes_of(dpb.Levels.shared(RECORDS), "disjoint")
+    with pytest.raises(ValueError, match="contradicts the data"):
+        problem.sizes_of(LEVELS, "shared")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 5), "upper must be an integer of at least 1"),
+        ((5, 5.0), "lower must be an integer"),
+        ((5, 5, "strangers"), "people must be one of"),
+        ((5, 6, "shared"), "shared levels have equal sizes"),
+    ],
+)
+def test_bad_sizes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dpb.Sizes(*arguments)
+
+
+def test_data_that_are_not_levels_are_refused():
+    with pytest.raises(TypeError, match=r"Levels\(upper=..., lower=...\)"):
+        run(dpb.BilevelProblem(bare, bare), data=(RECORDS, RECORDS))
+
+
+def test_start_that_is_no_pair_is_refused():
+    with pytest.raises(ValueError, match=r"pair \(x, y\)"):
+        run(dpb.BilevelProblem(bare, bare), w0=jnp.zeros(3))
+
+
+def test_a_loss_over_the_batch_is_refused():
+    problem = dpb.BilevelProblem(lambda x, y, z: y - z, bare)
+    with pytest.raises(ValueError, match="upper must return one floating-point scalar"):
+        run(problem)
+
+
+def test_unknown_level_in_x_in_records_is_refused():
+    with pytest.raises(ValueError, match="x_in_records must be one of"):
+        dpb.BilevelProblem(bare, bare, x_in_records=("inner",))
+
+
+def test_x_and_y_of_a_one_level_solution_are_refused():
+    solution = dpb.Solution(jnp.zeros(3))
+    with pytest.raises(AttributeError, match=r"use \.value"):
+        _ = solution.x
+
+
+def zoo_examples():
+    rng = np.random.default_rng(1)
+    batch = {
+        "features": jnp.asarray(rng.normal(size=(30, 4))),
+        "label": jnp.asarray(rng.normal(size=30)),
+    }
+    return {
+        "quadratic": zoo.quadratic_bilevel(
+            jnp.asarray(rng.normal(size=(9, 4))), jnp.asarray(rng.normal(size=(8, 4)))
+        ),
+        "ridge": zoo.ridge_tuning(batch, batch),
+        "leak": zoo.leak(jnp.asarray(rng.normal(size=(9, 4)))),
+        "hard": zoo.hard_instance(jnp.asarray(rng.choice([-0.5, 0.5], size=(9, 4)))),
+    }
+
+
+ZOO = pytest.mark.parametrize("name", ["quadratic", "ridge", "leak", "hard"])
+
+
+@ZOO
+def test_zoo_lower_solutions_are_stationary(name):
+    with jax.enable_x64(True):
+        example = zoo_examples()[name]
+        x = 0.1 * jnp.ones_like(example.w0[0])
+        problem, data, penalty = example.problem, example.data, 50.0
+        y, z = example.lower_solution(x), example.penalized_solution(x, penalty)
+
+        def penalized(y):
+            lower = dpb.debug.lower_objective(problem, x, y, data)
+            upper = dpb.debug.upper_objective(problem, x, y, data)
+            return upper / penalty + lower
+
+        lower = jax.grad(lambda y: dpb.debug.lower_objective(problem, x, y, data))
+        np.testing.assert_allclose(lower(y), 0, atol=1e-12)
+        np.testing.assert_allclose(jax.grad(penalized)(z), 0, atol=1e-12)
+
+
+@ZOO
+def test_zoo_hypergradients_equal_finite_differences(name):
+    with jax.enable_x64(True):
+        example = zoo_examples()[name]
+        x = 0.1 * jnp.ones_like(example.w0[0])
+
+        def objective(x):
+            y = example.lower_solution(x)
+            return dpb.debug.upper_objective(example.problem, x, y, example.data)
+
+        np.testing.assert_allclose(objective(x), example.hyper_objective(x), rtol=1e-12)
+        steps = 1e-5 * jnp.eye(x.size)
+        slopes = [(objective(x + s) - objective(x - s)) / 2e-5 for s in steps]
+        np.testing.assert_allclose(slopes, example.hypergradient(x), rtol=1e-7)
+
+
+@ZOO
+def test_zoo_claims_about_x_survive_tracing(name):
+    example = zoo_examples()[name]
+    traced = example.problem.traced(example.w0, example.data)
+    assert traced.x_in_records == example.problem.x_in_records
+
+
+def test_debug_hyper_objective_solves_the_lower_level_exactly():
+    with jax.enable_x64(True):
+        example = zoo_examples()["ridge"]
+        x = jnp.asarray([-1.0])
+        found = dpb.debug.hyper_objective(
+            example.problem, x, *example.w0[1:], example.data
+        )
+        np.testing.assert_allclose(found, example.hyper_objective(x), rtol=1e-10)
+
+
+def test_the_exact_hypergradient_at_zero_is_the_mean_of_the_data():
+    example = zoo.leak(RECORDS)
+    np.testing.assert_allclose(example.hypergradient(jnp.zeros(3)), RECORDS.mean(0))
+
+
+def test_the_private_solver_does_not_publish_the_mean_of_the_data():
+    example = zoo.leak(RECORDS)
+    mean = RECORDS.mean(0)[None]
+    inner = dpb.NoisyGD(10, 2.0, step_size=0.3)
+    solver = dpb.PenaltyBilevel(1, 10.0, inner, step_size=1.0, answer="last")
+
+    def one(key):
+        run = dpb.fit(
+            example.problem,
+            solver,
+            example.data,
+            example.w0,
+            budget=dpb.PrivacyBudget(1.0, 1e-5),
+            people="disjoint",
+            key=key,
+        )
+        return -run.value[0]
+
+    found = jnp.stack([one(k) for k in jax.random.split(jax.random.key(0), 8)])
+    spread = jnp.std(found, axis=0)
+    assert bool(jnp.all(jnp.abs(found - mean) > 1e-4))
+    assert bool(jnp.all(spread > 0.3))
