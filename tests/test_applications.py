@@ -120,7 +120,7 @@ def test_refit_starts_from_the_search_and_keeps_its_x():
     solution = dpb.solve(
         problem, solver, data, w0, key=jax.random.key(0), trajectory=True
     )
-    exact = dpb.debug.lower_solution(problem, solution.x, w0[1], data)
+    exact = np.asarray(dpb.debug.lower_solution(problem, solution.x, w0[1], data))
     np.testing.assert_allclose(solution.y, exact, atol=1e-4)
     np.testing.assert_array_equal(solution.x, solution.trajectory[0][-1])
     before = np.asarray(solution.trajectory[1][-2])

@@ -1,0 +1,44 @@
+"""Interleaved timing: the machine's noise hits every candidate alike."""
+
+import time
+
+import jax
+import numpy as np
+
+
+def ratios(candidates, *arguments, reference, repeats=25):
+    """Median time of each candidate and its median ratio to the reference.
+
+    Args:
+        candidates: Functions by name; they are jitted here.
+        *arguments: What each is called with.
+        reference: The name that ratios refer to.
+        repeats: Rounds; every round times every candidate once.
+
+    Returns:
+        A dict from name to (seconds, ratio, seconds to compile).
+    """
+    compiled, compile_time = {}, {}
+    for name, fun in candidates.items():
+        start = time.perf_counter()
+        compiled[name] = jax.jit(fun).lower(*arguments).compile()
+        compile_time[name] = time.perf_counter() - start
+        jax.block_until_ready(compiled[name](*arguments))
+    times = {name: [] for name in candidates}
+    for _ in range(repeats):
+        for name, fun in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(fun(*arguments))
+            times[name].append(time.perf_counter() - start)
+    base = np.asarray(times[reference])
+    return {
+        name: (np.median(t), np.median(np.asarray(t) / base), compile_time[name])
+        for name, t in times.items()
+    }
+
+
+def show(rows):
+    """Prints the result of `ratios` as a table."""
+    print(f"{'':34s}{'ms':>10s}{'ratio':>8s}{'compile s':>11s}")
+    for name, (seconds, ratio, build) in rows.items():
+        print(f"{name:34s}{1e3 * seconds:10.2f}{ratio:8.2f}{build:11.2f}")
