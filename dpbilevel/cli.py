@@ -1,0 +1,162 @@
+"""The command line: `dpbilevel calibrate | run | report`."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .config import Config, read_config
+from .runner import Prepared, prepare, run
+from .runs import results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments, by default those of the process.
+
+    Returns:
+        0, or 2 after a mistake of the user, or 130 after an interruption.
+
+    Privacy:
+        What is printed is public or released, whatever the records hold.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except (ValueError, OSError) as error:
+        print(f"dpbilevel: error: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "\ndpbilevel: interrupted; a run continues where it was with --resume",
+            file=sys.stderr,
+        )
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpbilevel",
+        description="Differentially private bilevel optimization.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_calibrate(commands)
+    _add_run(commands)
+    _add_report(commands)
+    return parser
+
+
+def _add_calibrate(commands) -> None:
+    calibrate = commands.add_parser(
+        "calibrate", help="print the guarantee of a config; touches no data"
+    )
+    calibrate.add_argument("config", metavar="CONFIG", help="a TOML file")
+    calibrate.add_argument("--json", action="store_true", help="print it as JSON")
+    calibrate.set_defaults(command=_calibrate)
+
+
+def _add_run(commands) -> None:
+    runs = commands.add_parser(
+        "run", help="run a config once: one release under its budget"
+    )
+    runs.add_argument("config", metavar="CONFIG", help="a TOML file")
+    runs.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="a new folder"
+    )
+    runs.add_argument(
+        "--data",
+        metavar="PATH",
+        type=Path,
+        help="the CSV file, instead of the config's",
+    )
+    runs.add_argument(
+        "--resume", action="store_true", help="continue an interrupted run, bit for bit"
+    )
+    runs.add_argument(
+        "--chunk", metavar="N", type=int, help="steps between two checkpoints"
+    )
+    runs.set_defaults(command=_run)
+
+
+def _add_report(commands) -> None:
+    report = commands.add_parser(
+        "report", help="print the guarantee and the released values of a finished run"
+    )
+    report.add_argument("folder", metavar="DIR", type=Path, help="a result folder")
+    report.set_defaults(command=_report)
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    report = prepare(read_config(arguments.config)).report
+    print(report.to_json() if arguments.json else report)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    config = read_config(arguments.config)
+    _check_installed(config)
+    prepared = prepare(config)
+    print(prepared.report, flush=True)
+    with _Bar(prepared) as bar:
+        run(
+            prepared,
+            arguments.out,
+            data=arguments.data,
+            chunk=arguments.chunk,
+            resume=arguments.resume,
+            progress=bar.at,
+        )
+    print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    print(results.load(arguments.folder))
+
+
+class _Bar:
+    """A progress bar on stderr that appears with the first checkpoint."""
+
+    def __init__(self, prepared: Prepared):
+        self._total = prepared.solver.num_steps
+        self._bar: Any = None
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def at(self, done: int) -> None:
+        """Shows that `done` steps are done."""
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=self._total, initial=done, unit="step")
+        self._bar.update(done - self._bar.n)
+
+
+def _check_installed(config: Config) -> None:
+    """Refuses to start a run whose figure or records could not be made."""
+    needed = ["matplotlib", "tqdm"]
+    if config.tables["data"]["source"] in ("sklearn", "openml"):
+        needed.append("sklearn")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"this command needs {' and '.join(missing)}: pip install 'dpbilevel[cli]'"
+        )
+
+
+def _sentence(error: Exception) -> str:
+    """The message; for errors of the operating system with the file they are about."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return str(error)

@@ -1,0 +1,241 @@
+"""Configs of the command line: strict TOML into frozen objects."""
+
+import dataclasses
+import importlib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from .privacy.budget import Neighbours, People, PrivacyBudget
+from .problems.bilevel import BilevelProblem, Sizes
+from .runs.datasets import SOURCES, Data, Sources
+from .runs.tables import Place, Reader, check_choice, check_keys, check_table
+from .runs.tasks import TASKS, Task
+from .sampling import AbstractSampling
+from .solvers.base import AbstractSolver
+from .solvers.refitted import Refitted
+
+_TABLES = ("task", "privacy", "data", "model", "solver", "refit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Privacy:
+    """The table `[privacy]`: all of it must be said.
+
+    Args:
+        epsilon: The budget's epsilon.
+        delta: The budget's delta.
+        people: Who has records in which level.
+        neighbours: The neighbouring relation.
+    """
+
+    epsilon: float
+    delta: float
+    people: People
+    neighbours: Neighbours
+
+    def __post_init__(self):
+        if self.delta == 0:
+            raise ValueError(
+                "delta = 0 asks for pure differential privacy, but the solvers release "
+                "with Gaussian noise, which has none at any scale. Use a delta well "
+                "below one over the number of records, such as 1e-6."
+            )
+        PrivacyBudget(self.epsilon, self.delta)
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """The budget."""
+        return PrivacyBudget(self.epsilon, self.delta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run, described by public values alone.
+
+    Attributes:
+        place: The file it was read from.
+        task_name: The name of the task.
+        task: What is solved.
+        privacy: The guarantee.
+        data: Where the records come from.
+        solver: The solver, not yet calibrated.
+        tables: The parsed file.
+    """
+
+    place: Place
+    task_name: str
+    task: Task
+    privacy: Privacy
+    data: Data
+    solver: AbstractSolver
+    tables: dict[str, Any]
+
+    @property
+    def sizes(self) -> Sizes:
+        """The planned numbers of records."""
+        return Sizes(self.data.validation, self.data.training, self.privacy.people)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths start from."""
+        return Path(self.place.file).parent
+
+    @property
+    def problem(self) -> BilevelProblem:
+        """The bilevel problem."""
+        return self.task.problem(self.data.blocks)
+
+
+def read_config(path: str | Path) -> Config:
+    """Reads a config.
+
+    Args:
+        path: A TOML file.
+
+    Returns:
+        The config. It holds no key: keys come from the operating system's entropy
+        when a run starts.
+
+    Raises:
+        ValueError: The file is missing, is no TOML, or says something that no run can
+            do; the message names file, table and key.
+    """
+    place = Place(str(path))
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise place.error(f"cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise place.error(f"is not a TOML file: {error}.") from error
+    return parse_config(tables, place)
+
+
+def parse_config(tables: dict[str, Any], place: Place) -> Config:
+    """Builds a config from parsed tables.
+
+    Args:
+        tables: The parsed file.
+        place: Its name.
+
+    Returns:
+        The config.
+
+    Raises:
+        ValueError: As in `read_config`.
+    """
+    check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
+    task_name = check_choice(tables["task"], TASKS, place, "task")
+    reader = Reader({}, {}, frozenset())
+    privacy = reader.build(Privacy, tables["privacy"], place.child("privacy"))
+    model = place.child("model")
+    task: Task = reader.build(TASKS[task_name], tables["model"], model)
+    table, where = tables["data"], place.child("data")
+    data = reader.build_named(SOURCES, table, where, "source")
+    solver = _solver(tables, place, privacy.neighbours)
+    config = Config(place, task_name, task, privacy, data, solver, tables)
+    _check_levels(config)
+    _check_sources(config)
+    return config
+
+
+def public_classes(base: type) -> dict[str, type]:
+    """The classes that the package exports of one kind, by name.
+
+    Args:
+        base: The abstract class.
+    """
+    package = vars(importlib.import_module(__package__))
+    return {
+        name: value
+        for name, value in package.items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+
+
+def _solver(tables, place: Place, neighbours: Neighbours) -> AbstractSolver:
+    solvers = public_classes(AbstractSolver)
+    del solvers[Refitted.__name__]
+    bilevel = {k: v for k, v in solvers.items() if _solves(v) is BilevelProblem}
+    one_level = {k: v for k, v in solvers.items() if k not in bilevel}
+    reader = Reader(
+        {AbstractSolver: one_level, AbstractSampling: public_classes(AbstractSampling)},
+        _mechanisms(neighbours),
+        frozenset({"sizes"}),
+    )
+    solver = reader.build_named(bilevel, tables["solver"], place.child("solver"))
+    if "refit" not in tables:
+        return solver
+    where = place.child("refit")
+    check_table(tables["refit"], where)
+    fields = dict(tables["refit"])
+    share = {"share": fields.pop("share")} if "share" in fields else {}
+    refit = reader.build_named(one_level, fields, where)
+    share = {k: reader.convert(float, v, where, k) for k, v in share.items()}
+    try:
+        return Refitted(solver, refit, **share)
+    except ValueError as error:
+        raise where.error(str(error)) from error
+
+
+def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
+    """Every uncalibrated mechanism under the relation that `[privacy]` names."""
+    return {
+        cls: cls(neighbours=neighbours)
+        for cls in public_classes(object).values()
+        if "neighbours" in getattr(cls, "__dataclass_fields__", {})
+        and hasattr(cls, "release")
+    }
+
+
+def _solves(solver: type) -> Any:
+    """The kind of problem in the bases of a solver class."""
+    base = getattr(solver, "__orig_bases__", (None,))[0]
+    return getattr(base, "__args__", (None,))[0]
+
+
+def _check_levels(config: Config) -> None:
+    where = config.place.child("data")
+    for name in ("training", "validation"):
+        if getattr(config.data, name) < 1:
+            raise where.error(f"{name} must be at least 1.")
+    try:
+        _ = config.sizes
+    except ValueError as error:
+        raise where.error(
+            f'[privacy] says people = "shared", so the same records are in both '
+            f"levels: training and validation must be equal, got "
+            f"{config.data.training} and {config.data.validation}."
+        ) from error
+
+
+def _check_sources(config: Config) -> None:
+    where, sources = config.place.child("data.sources"), config.data.sources
+    if config.task_name != "source_weighting":
+        if sources is not None:
+            raise where.error('is for task = "source_weighting" only; remove it.')
+        return
+    if sources is None:
+        raise where.error(
+            "missing table. Source weighting needs the sources of the training "
+            "records: flip (generated corruption) or column and values."
+        )
+    wanted = config.task.num_sources  # type: ignore[union-attr]
+    if sources.count != wanted:
+        raise where.error(
+            f"lists {sources.count} sources, but [model] has num_sources = {wanted}."
+        )
+    _check_corruption(config, sources, where)
+
+
+def _check_corruption(config: Config, sources: Sources, where: Place) -> None:
+    private_count = config.privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
+    if (
+        sources.flip
+        and private_count
+        and config.tables["data"]["source"] != "generated"
+    ):
+        raise where.error(
+            "flip corrupts labels by row number, which moves when a record is added or "
+            'removed. Use neighbours = "replace_one", or column and values.'
+        )

@@ -1,0 +1,293 @@
+"""One run of a config: planned, in chunks, resumable, ending in a result folder."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .config import Config
+from .noise import root_key
+from .privacy.calibration import calibrate
+from .privacy.report import PrivacyReport
+from .problems.bilevel import BilevelProblem, Levels
+from .runs import checkpoint, figure, results
+from .runs.checkpoint import Checkpoint
+from .runs.data import load_levels
+from .runs.results import Result
+from .solvers.base import AbstractSolver, advance, bound_to
+
+Progress = Callable[[int], None]
+
+_advance = jax.jit(advance, static_argnames="trajectory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A run that is planned and has not touched data.
+
+    Attributes:
+        config: The config.
+        problem: The problem.
+        solver: The calibrated solver.
+        w0: The public starting point.
+        report: The guarantee of one run.
+    """
+
+    config: Config
+    problem: BilevelProblem
+    solver: AbstractSolver
+    w0: tuple[PyTree, PyTree]
+    report: PrivacyReport
+
+
+def prepare(config: Config) -> Prepared:
+    """Plans a run from the config alone.
+
+    Args:
+        config: The config.
+
+    Returns:
+        The plan, with its report.
+
+    Raises:
+        ValueError: No noise reaches the budget with this solver and sampling.
+
+    Privacy:
+        Touches no data.
+    """
+    problem, w0 = config.problem, config.task.start(config.data.blocks)
+    try:
+        plan = calibrate(
+            problem, config.solver, config.privacy.budget, sizes=config.sizes, w0=w0
+        )
+    except ValueError as error:
+        raise config.place.error(str(error)) from error
+    return Prepared(config, problem, plan.solver, w0, plan.report)
+
+
+def run(
+    prepared: Prepared,
+    out: Path,
+    *,
+    data: Path | None = None,
+    chunk: int | None = None,
+    resume: bool = False,
+    progress: Progress = lambda done: None,
+) -> Result:
+    """Runs a planned config and writes its result folder.
+
+    Args:
+        prepared: The plan.
+        out: The result folder; new or empty, unless `resume`.
+        data: A file of records instead of the config's.
+        chunk: Steps between two checkpoints.
+        resume: Whether to go on from the folder's checkpoint.
+        progress: Called after every checkpoint with the number of steps done.
+
+    Returns:
+        The result, as written.
+
+    Raises:
+        ValueError: The folder holds something else, the records do not fit the plan,
+            or what is resumed is not this run.
+        OSError: The disk refuses; a checkpoint that was written is intact.
+
+    Privacy:
+        One run under the plan's budget. Every run draws a fresh key from the operating
+        system; a resumed run continues the interrupted one bit for bit (on the same
+        hardware), so it spends nothing more. The checkpoint is secret and is deleted
+        at the end.
+    """
+    _check_folder(out, resume)
+    saved = checkpoint.read(out) if resume else None
+    levels = _load(prepared, data)
+    fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, saved))
+    if saved is None:
+        saved = _first(prepared, fingerprint)
+        # Before the first step, so that a bad folder is found before any work.
+        checkpoint.create(out, saved)
+    _check_same_run(saved, fingerprint, out)
+    progress(saved.done)
+    try:
+        saved = _steps(prepared, levels, saved, out, progress)
+        result = _result(prepared, saved)
+        results.save(out, result, figure.draw(result))
+    except OSError as error:
+        raise OSError(
+            f"{error}. The last checkpoint is intact: make room, then continue with "
+            "--resume."
+        ) from error
+    checkpoint.remove(out)
+    return result
+
+
+def _steps(
+    prepared: Prepared,
+    levels: Levels,
+    saved: Checkpoint,
+    out: Path,
+    progress: Progress,
+) -> Checkpoint:
+    """Runs chunk after chunk, with a checkpoint after each."""
+    solver, chunk = prepared.solver, saved.fingerprint["chunk"]
+    structure: Any = jax.tree.structure(solver.init(prepared.problem, prepared.w0))
+    while saved.done < solver.num_steps:
+        # Split per chunk: a checkpoint does not tell the noise of the chunks before.
+        key, key_chunk = jax.random.split(saved.key)
+        keys = jax.random.split(key_chunk, min(chunk, solver.num_steps - saved.done))
+        # Through the host each time, as after a resume, so that no bit can differ.
+        state = structure.unflatten([jnp.asarray(v) for v in saved.state])
+        state, path = _advance(
+            prepared.problem, solver, levels, state, keys, trajectory=True
+        )
+        rows = [
+            np.concatenate(pair)
+            for pair in zip(saved.path, checkpoint.leaves(path), strict=True)
+        ]
+        saved = Checkpoint(
+            saved.done + len(keys),
+            key,
+            checkpoint.leaves(state),
+            rows,
+            saved.fingerprint,
+        )
+        checkpoint.write(out, saved)
+        progress(saved.done)
+    return saved
+
+
+def _first(prepared: Prepared, fingerprint: dict[str, Any]) -> Checkpoint:
+    """The run before its first step, with a fresh key."""
+    state = prepared.solver.init(prepared.problem, prepared.w0)
+    start = checkpoint.leaves(prepared.solver.released(state))
+    return Checkpoint(
+        0, root_key(), checkpoint.leaves(state), [v[None] for v in start], fingerprint
+    )
+
+
+def _result(prepared: Prepared, saved: Checkpoint) -> Result:
+    """What the run releases, from its last state."""
+    solver, config = prepared.solver, prepared.config
+    state = solver.init(prepared.problem, prepared.w0)
+    structure: Any = jax.tree.structure(state)
+    released: Any = jax.tree.structure(solver.released(state))
+    path = released.unflatten(saved.path)
+    state = structure.unflatten([jnp.asarray(v) for v in saved.state])
+    x, y = solver.output(prepared.problem, state)
+    return Result(
+        task=config.task_name,
+        label=config.task.label,
+        names=config.task.names(config.data.blocks),
+        shown=config.task.shown(x),
+        x=np.asarray(x),
+        y=None if y is None else np.asarray(y),
+        trajectory=config.task.shown(path[0]),
+        report=prepared.report,
+        versions=results.versions(),
+        config=config.tables,
+    )
+
+
+def _load(prepared: Prepared, override: Path | None) -> Levels:
+    """The records on the device, checked against the plan."""
+    config = prepared.config
+    try:
+        levels = load_levels(
+            config.data,
+            config.privacy.people,
+            config.privacy.neighbours,
+            base=config.folder,
+            override=override,
+        )
+        prepared.problem.check(prepared.w0, levels)
+        bound_to(prepared.problem, prepared.solver, levels)
+    except ValueError as error:
+        raise config.place.child("data").error(str(error)) from error
+    return jax.tree.map(jnp.asarray, levels)
+
+
+def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> int:
+    """Steps per chunk: as asked, as before, or a divisor giving some 20 chunks."""
+    if saved is not None:
+        before = saved.fingerprint["chunk"]
+        if chunk not in (None, before):
+            raise ValueError(
+                f"--chunk {chunk} differs from the interrupted run's {before}; leave "
+                "it out when resuming."
+            )
+        return before
+    if chunk is not None:
+        if chunk < 1:
+            raise ValueError(f"--chunk must be at least 1, got {chunk}.")
+        return chunk
+    steps = prepared.solver.num_steps
+    # A divisor: a shorter last chunk would compile the loop a second time.
+    return max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    """Refuses folders that hold something else, before anything is spent."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; give a new folder.")
+    if (out / results.RESULT).exists():
+        checkpoint.remove(out)  # left where a run was killed in its last moment
+        raise ValueError(
+            f"--out {out} holds a finished run. Running again is a second release, "
+            "which spends the privacy budget a second time. To do that on purpose "
+            "give a new folder. To see the result: "
+            f"dpbilevel report {out}"
+        )
+    if (out / checkpoint.NAME).exists() and not resume:
+        raise ValueError(
+            f"--out {out} holds an interrupted run. Continue it with --resume (same "
+            "bits, no further budget), or give a new folder (a new release)."
+        )
+    if resume or not out.exists():
+        return
+    others = sorted(p.name for p in out.iterdir() if p.name != checkpoint.TEMPORARY)
+    if others:
+        raise ValueError(
+            f"--out {out} is not empty (it holds {others[0]!r}); give a new folder."
+        )
+
+
+def _fingerprint(prepared: Prepared, levels: Levels, chunk: int) -> dict[str, Any]:
+    """What the bits of a run depend on. SECRET: it holds a hash of the records."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(levels):
+        digest.update(np.asarray(leaf).tobytes())
+    return {
+        "config": json.loads(json.dumps(prepared.config.tables)),
+        "plan": json.loads(prepared.report.to_json()),
+        "software": results.versions()
+        | {"backend": jax.default_backend(), "floats": str(jnp.result_type(float))},
+        "chunk": chunk,
+        "records": digest.hexdigest(),
+    }
+
+
+def _check_same_run(saved: Checkpoint, now: dict[str, Any], out: Path) -> None:
+    """Refuses to continue a run whose config, software or records have changed."""
+    for part, name in (
+        ("config", "the config"),
+        ("software", "the software"),
+        ("plan", "the plan"),
+    ):
+        changed = checkpoint.differences(saved.fingerprint[part], now[part])
+        if changed:
+            raise ValueError(
+                f"cannot resume {out}: {name} has changed since the run began: "
+                f"{'; '.join(changed[:3])}. Change it back, or give a new folder."
+            )
+    if saved.fingerprint["records"] != now["records"]:
+        raise ValueError(
+            f"cannot resume {out}: the records are not those the run began with. Give "
+            "the same file, or a new folder."
+        )

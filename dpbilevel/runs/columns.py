@@ -1,0 +1,288 @@
+"""Columns to features by public constants: nothing is estimated from the records."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+Cells = Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Cells as text, by column.
+
+    Attributes:
+        name: What to call the table in an error.
+        columns: The cells of every column, all of one length.
+        rows: The number of rows.
+    """
+
+    name: str
+    columns: Mapping[str, Cells]
+    rows: int
+
+    def __repr__(self) -> str:
+        """The table's name; never its cells."""
+        return f"Table({self.name!r})"
+
+    def column(self, name: str) -> Cells:
+        """The cells of one column.
+
+        Args:
+            name: The column's name.
+
+        Raises:
+            ValueError: There is no such column; the header is public.
+        """
+        if name not in self.columns:
+            found = ", ".join(self.columns)
+            raise ValueError(
+                f"{self.name} has no column {name!r}. Its columns are: {found}. "
+                "Correct the config's [data] or the header of the file."
+            )
+        return self.columns[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """Records as arrays. NON-PRIVATE: this is the data.
+
+    Attributes:
+        features: One row per record.
+        label: One label per record.
+        source: The source of each record, or `None`.
+    """
+
+    features: np.ndarray
+    label: np.ndarray
+    source: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        """The class name; never a value."""
+        return "Records(...)"
+
+    def take(self, rows: np.ndarray) -> "Records":
+        """The records at `rows`.
+
+        Args:
+            rows: Indices.
+        """
+        source = None if self.source is None else self.source[rows]
+        return Records(self.features[rows], self.label[rows], source)
+
+    def tree(self) -> dict[str, np.ndarray]:
+        """The records as the losses of the library read them."""
+        tree = {"features": self.features, "label": self.label}
+        return tree if self.source is None else tree | {"source": self.source}
+
+
+@dataclasses.dataclass(frozen=True)
+class Numeric:
+    r"""A block of numeric columns, each mapped to $\mathrm{clip}((t(v) - m) / s) / c$.
+
+    Args:
+        name: The block's name.
+        columns: The columns.
+        mean: $m$, one public constant per column.
+        scale: $s > 0$, one public constant per column.
+        transform: $t$: `"none"` or `"log1p"`.
+        clip: $c > 0$; values are clipped to $[-c, c]$.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
+    transform: Literal["none", "log1p"] = "none"
+    clip: float = 3.0
+
+    def __post_init__(self):
+        if not len(self.columns) == len(self.mean) == len(self.scale):
+            raise ValueError(
+                f"columns, mean and scale need one entry per column, got "
+                f"{len(self.columns)}, {len(self.mean)} and {len(self.scale)}."
+            )
+        _check_standardizing(self)
+
+    @property
+    def size(self) -> int:
+        """The number of features."""
+        return len(self.columns)
+
+    def features(self, table: Table) -> np.ndarray:
+        """The block's features.
+
+        Args:
+            table: The records.
+
+        Privacy:
+            Row by row. A missing cell is the public mean, that is 0; text that is no
+            number makes a NaN, which leaves the record without influence later.
+        """
+        values = [
+            _filled(cells, standardized(cells, m, s, self))
+            for cells, m, s in zip(
+                map(table.column, self.columns), self.mean, self.scale, strict=True
+            )
+        ]
+        return np.stack(values, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Categorical:
+    """A column with a public list of values, as one indicator per value.
+
+    Args:
+        column: The column; also the block's name.
+        values: The list; any other value, or a missing one, is all zeros.
+    """
+
+    column: str
+    values: tuple[str, ...]
+
+    def __post_init__(self):
+        if not self.values or len(set(self.values)) < len(self.values):
+            raise ValueError("values must be a list of different values.")
+
+    @property
+    def name(self) -> str:
+        """The column."""
+        return self.column
+
+    @property
+    def size(self) -> int:
+        """The number of features."""
+        return len(self.values)
+
+    def features(self, table: Table) -> np.ndarray:
+        """The block's features.
+
+        Args:
+            table: The records.
+
+        Privacy:
+            Row by row.
+        """
+        found = positions(table.column(self.column), self.values)
+        return found[:, None] == np.arange(self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    r"""The label: $\pm 1$ by lists of values, or a standardized number.
+
+    Args:
+        column: The column.
+        positive: The values of the label +1, for classification.
+        negative: The values of the label -1.
+        mean: $m$ as for numeric columns, for regression.
+        scale: $s$ as for numeric columns, for regression.
+        transform: `"none"` or `"log1p"`, for regression.
+        clip: $c$ as for numeric columns, for regression.
+    """
+
+    column: str
+    positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
+    mean: float | None = None
+    scale: float | None = None
+    transform: Literal["none", "log1p"] = "none"
+    clip: float = 3.0
+
+    def __post_init__(self):
+        classes = bool(self.positive) and bool(self.negative)
+        number = self.mean is not None and self.scale is not None
+        if classes == number:
+            raise ValueError(
+                "give either positive and negative, the lists of values of the two "
+                "classes, or mean and scale, the public constants of a numeric label."
+            )
+        _check_standardizing(self)
+
+    def values(self, table: Table) -> np.ndarray:
+        """The labels.
+
+        Args:
+            table: The records.
+
+        Privacy:
+            Row by row. A missing or unknown label is NaN, which leaves the record
+            without influence later.
+        """
+        cells = table.column(self.column)
+        if self.mean is not None and self.scale is not None:
+            return standardized(cells, self.mean, self.scale, self)
+        positive = positions(cells, self.positive) >= 0
+        negative = positions(cells, self.negative) >= 0
+        return np.where(positive, 1.0, np.where(negative, -1.0, np.nan))
+
+
+def standardized(cells: Cells, mean: float, scale: float, spec: Any) -> np.ndarray:
+    r"""Numbers mapped to $[-1, 1]$; NaN where a cell is empty or no number.
+
+    Args:
+        cells: The cells.
+        mean: The public mean.
+        scale: The public scale.
+        spec: What holds `transform` and `clip`.
+
+    Privacy:
+        Cell by cell; silent whatever a cell holds.
+    """
+    values = np.asarray([_number(cell) for cell in cells])
+    with np.errstate(all="ignore"):  # a warning would tell something about a cell
+        if spec.transform == "log1p":
+            values = np.log1p(values)
+        return np.clip((values - mean) / scale, -spec.clip, spec.clip) / spec.clip
+
+
+def positions(cells: Cells, values: tuple[str, ...]) -> np.ndarray:
+    """The position of each cell in the list `values`; -1 where it is not there.
+
+    Args:
+        cells: The cells.
+        values: The public list.
+
+    Privacy:
+        Cell by cell.
+    """
+    index = {value: i for i, value in enumerate(values)}
+    return np.asarray([index.get(cell, -1) for cell in cells], np.int32)
+
+
+def unit_rows(features: np.ndarray) -> np.ndarray:
+    """Appends a constant 1 and scales every row to unit length.
+
+    Args:
+        features: One row per record.
+
+    Privacy:
+        Row by row; a row with a NaN becomes NaN.
+    """
+    rows = np.concatenate([features, np.ones((len(features), 1))], 1)
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return np.nan
+
+
+def _filled(cells: Cells, values: np.ndarray) -> np.ndarray:
+    """Zeros, the public mean, for missing cells."""
+    return np.where([cell == "" for cell in cells], 0.0, values)
+
+
+def _check_standardizing(spec: Any) -> None:
+    for scale in np.ravel([] if spec.scale is None else spec.scale):
+        if not (np.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale must be positive, got {scale:g}.")
+    for mean in np.ravel([] if spec.mean is None else spec.mean):
+        if not np.isfinite(mean):
+            raise ValueError(f"mean must be finite, got {mean:g}.")
+    if not (np.isfinite(spec.clip) and spec.clip > 0):
+        raise ValueError(f"clip must be positive, got {spec.clip:g}.")

@@ -1,0 +1,86 @@
+"""Records as two levels, ready for a solver."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from ..privacy.budget import Neighbours, People
+from ..problems.bilevel import Levels
+from .columns import Records
+from .datasets import Data
+
+
+def load_levels(
+    data: Data,
+    people: People,
+    neighbours: Neighbours,
+    *,
+    base: Path,
+    override: Path | None = None,
+) -> Levels:
+    """Reads the records and splits them into validation and training.
+
+    Args:
+        data: Where they come from.
+        people: Who is behind them; shared levels get the training records.
+        neighbours: The relation, which decides how they are split.
+        base: The folder that relative paths start from.
+        override: A file to read instead of the config's.
+
+    Returns:
+        `Levels(upper=validation, lower=training)` of float32 arrays. NON-PRIVATE:
+        this is the data.
+
+    Raises:
+        ValueError: Too few records, a missing file or column: counts and headers are
+            public.
+        OSError: A file cannot be read or downloaded.
+
+    Privacy:
+        No cell's content raises, warns or prints. Under replace-one the split is a
+        fixed permutation of the row numbers. Under add-or-remove-one the number of
+        rows is private, so each record goes where a hash of itself says, and no
+        record's place depends on another record.
+    """
+    records = data.records(base, override)
+    shared = people is People.SHARED
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        training, validation = _split_by_hash(records, data)
+        if shared:
+            training = np.arange(len(records.label))
+    else:
+        training, validation = _split_by_row(records, data, shared)
+    lower = records.take(training)
+    if data.sources is not None and data.sources.flip:
+        lower = data.sources.corrupted(lower)
+    if shared:
+        return Levels.shared(lower.tree())
+    upper = records.take(validation)
+    return Levels(Records(upper.features, upper.label).tree(), lower.tree())
+
+
+def _split_by_row(records: Records, data: Data, shared: bool):
+    wanted = data.training if shared else data.training + data.validation
+    rows = len(records.label)
+    if rows < wanted:
+        asked = f"training = {data.training}"
+        if not shared:
+            asked += f" and validation = {data.validation}"
+        raise ValueError(
+            f"there are {rows} records, but [data] asks for {asked}. Use smaller "
+            "numbers or more records."
+        )
+    order = np.random.default_rng(data.split_seed).permutation(rows)
+    return order[: data.training], order[data.training : wanted]
+
+
+def _split_by_hash(records: Records, data: Data):
+    seed = str(data.split_seed).encode()
+    bound = 2**64 * data.training // (data.training + data.validation)
+    draws = [
+        int.from_bytes(hashlib.sha256(seed + row.tobytes() + b.tobytes()).digest()[:8])
+        for row, b in zip(records.features, records.label, strict=True)
+    ]
+    in_training = np.asarray([draw < bound for draw in draws], bool)
+    return np.flatnonzero(in_training), np.flatnonzero(~in_training)

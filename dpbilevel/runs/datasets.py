@@ -1,0 +1,368 @@
+"""Where the records of a run come from: files, example data, generated records."""
+
+import csv
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
+
+CONSTANT = ("constant", 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    r"""The sources of the training records, for source weighting.
+
+    Either a column holds the source, or sources are drawn at random and the labels of
+    source $s$ are flipped with probability `flip[s]`: a benchmark with a known answer.
+
+    Args:
+        flip: The flip probability of each source.
+        label_seed: The public seed of that corruption. Not a privacy seed.
+        column: The column that holds the source.
+        values: The public list of its values; another value makes a record without
+            influence.
+    """
+
+    flip: tuple[float, ...] = ()
+    label_seed: int = 0
+    column: str = ""
+    values: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if bool(self.flip) == bool(self.column) or bool(self.column) != bool(
+            self.values
+        ):
+            raise ValueError(
+                "give either flip, one probability per source (a benchmark with known "
+                "corruption), or column and values (the sources of real records)."
+            )
+        if not all(0 <= p <= 1 for p in self.flip):
+            raise ValueError(f"flip must hold probabilities, got {list(self.flip)}.")
+
+    @property
+    def count(self) -> int:
+        """The number of sources."""
+        return len(self.flip or self.values)
+
+    def corrupted(self, records: Records) -> Records:
+        """Draws a source for each record and flips labels accordingly.
+
+        Args:
+            records: The training records.
+        """
+        rng = np.random.default_rng(self.label_seed)
+        source = rng.integers(0, self.count, len(records.label))
+        flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
+        label = np.where(flipped, -records.label, records.label)
+        return Records(records.features, label, source.astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableData:
+    """Records from a table with a header.
+
+    Args:
+        training: The number of training records.
+        validation: The number of validation records.
+        numeric: Blocks of numeric columns.
+        categorical: Categorical columns.
+        label: The label.
+        sources: The sources of the training records.
+        split_seed: The public seed of the split. Not a privacy seed.
+    """
+
+    training: int
+    validation: int
+    label: Label
+    numeric: tuple[Numeric, ...] = ()
+    categorical: tuple[Categorical, ...] = ()
+    sources: Sources | None = None
+    split_seed: int = 0
+
+    def __post_init__(self):
+        if not self.numeric and not self.categorical:
+            raise ValueError(
+                "the records have no features: list columns in [[data.numeric]] or "
+                "[[data.categorical]]."
+            )
+
+    @property
+    def blocks(self) -> tuple[tuple[str, int], ...]:
+        """Name and number of features of each block, the constant last."""
+        return (*((block.name, block.size) for block in self._listed), CONSTANT)
+
+    @property
+    def _listed(self) -> list[Numeric | Categorical]:
+        return [*self.numeric, *self.categorical]
+
+    def encode(self, table: Table) -> Records:
+        """The rows of a table as records.
+
+        Args:
+            table: The table.
+
+        Raises:
+            ValueError: A column is missing.
+
+        Privacy:
+            Row by row, by constants of the config; a cell's content never raises.
+        """
+        blocks = [b.features(table) for b in self._listed]
+        features = unit_rows(np.concatenate(blocks, 1))
+        label = self.label.values(table).astype(np.float32)
+        if self.sources is None or not self.sources.column:
+            return Records(features, label)
+        found = positions(table.column(self.sources.column), self.sources.values)
+        features = np.where(found[:, None] < 0, np.float32(np.nan), features)
+        return Records(features, label, np.maximum(found, 0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CsvData(TableData):
+    """Records from a comma-separated file with a header.
+
+    Args:
+        path: The file, relative to the config.
+    """
+
+    path: str = ""
+
+    def records(self, base: Path, override: Path | None) -> Records:
+        """Reads and encodes the file.
+
+        Args:
+            base: The folder of the config.
+            override: A file to read instead.
+
+        Raises:
+            ValueError: The file is missing, or a column is.
+        """
+        if override is None and not self.path:
+            raise ValueError(
+                "no file of records: set path in [data], or name one with --data PATH."
+            )
+        return self.encode(read_csv(override or base / self.path))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SklearnData(TableData):
+    """Records from a data set that comes with scikit-learn; its label is `target`.
+
+    Args:
+        name: One of breast_cancer, diabetes, digits, iris, wine.
+    """
+
+    name: Literal["breast_cancer", "diabetes", "digits", "iris", "wine"]
+
+    def records(self, base: Path, override: Path | None) -> Records:
+        """Loads and encodes the data set.
+
+        Args:
+            base: Not used.
+            override: Must be `None`.
+
+        Raises:
+            ValueError: A file was given, or a column is missing.
+        """
+        del base
+        _refuse_file(override, "sklearn")
+        import sklearn.datasets
+
+        bunch = getattr(sklearn.datasets, f"load_{self.name}")()
+        names = [str(name) for name in bunch.feature_names]
+        columns = {n: [str(v) for v in bunch.data[:, j]] for j, n in enumerate(names)}
+        columns["target"] = [str(v) for v in bunch.target]
+        return self.encode(
+            Table(f"scikit-learn's {self.name}", columns, len(bunch.data))
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenmlData(TableData):
+    """Records downloaded from openml.org and kept in scikit-learn's cache.
+
+    Args:
+        name: The data set's name there, such as `"adult"`.
+        version: Its version.
+    """
+
+    name: str
+    version: int
+
+    def records(self, base: Path, override: Path | None) -> Records:
+        """Downloads and encodes the data set.
+
+        Args:
+            base: Not used.
+            override: Must be `None`.
+
+        Raises:
+            ValueError: A file was given, or a column is missing.
+            OSError: The data set cannot be downloaded.
+        """
+        del base
+        _refuse_file(override, "openml")
+        from sklearn.datasets import fetch_openml
+
+        try:
+            bunch = fetch_openml(
+                self.name, version=self.version, as_frame=False, parser="liac-arff"
+            )
+        except OSError as error:
+            raise OSError(
+                f"cannot download {self.name!r} (version {self.version}) from "
+                f"openml.org: {error}. Go online once (scikit-learn keeps a copy), or "
+                'use a local file with source = "csv".'
+            ) from error
+        columns = _openml_columns(bunch)
+        rows = len(bunch.data)
+        return self.encode(Table(f"openml's {self.name}", columns, rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of generated features.
+
+    Args:
+        name: The block's name.
+        size: The number of features.
+        signal: The length of the true coefficients of the block; 0 is pure noise.
+    """
+
+    name: str
+    size: int
+    signal: float
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GeneratedData:
+    """Synthetic records of a logistic model: normal features, random coefficients.
+
+    Args:
+        training: The number of training records.
+        validation: The number of validation records.
+        block: The blocks of features.
+        sources: The sources of the training records.
+        data_seed: The public seed of the records. Not a privacy seed.
+    """
+
+    training: int
+    validation: int
+    block: tuple[Block, ...]
+    sources: Sources | None = None
+    data_seed: int = 0
+
+    def __post_init__(self):
+        if not self.block:
+            raise ValueError("block must list at least one block of features.")
+        if self.sources is not None and self.sources.column:
+            raise ValueError("generated records have no columns: give sources.flip.")
+
+    @property
+    def blocks(self) -> tuple[tuple[str, int], ...]:
+        """Name and number of features of each block, the constant last."""
+        return (*((b.name, b.size) for b in self.block), CONSTANT)
+
+    @property
+    def split_seed(self) -> int:
+        """The seed of the split, that of the records."""
+        return self.data_seed
+
+    def records(self, base: Path, override: Path | None) -> Records:
+        """Generates the records.
+
+        Args:
+            base: Not used.
+            override: Must be `None`.
+
+        Raises:
+            ValueError: A file was given.
+        """
+        del base
+        _refuse_file(override, "generated")
+        rng = np.random.default_rng(self.data_seed)
+        truth = np.concatenate([_coefficients(rng, block) for block in self.block])
+        features = rng.standard_normal((self.training + self.validation, len(truth)))
+        chance = 1 / (1 + np.exp(-features @ truth))
+        label = np.where(rng.random(len(features)) < chance, 1.0, -1.0)
+        return Records(unit_rows(features), label.astype(np.float32))
+
+
+Data = CsvData | SklearnData | OpenmlData | GeneratedData
+
+SOURCES: dict[str, type] = {
+    "csv": CsvData,
+    "sklearn": SklearnData,
+    "openml": OpenmlData,
+    "generated": GeneratedData,
+}
+
+
+def read_csv(path: Path) -> Table:
+    """Reads a comma-separated file with a header; cells are stripped of spaces.
+
+    Args:
+        path: The file, in UTF-8.
+
+    Returns:
+        The table. A row that is too short has empty cells at its end.
+
+    Raises:
+        ValueError: There is no file, or it has no header.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"no file of records at {path}. Put it there, or name another with --data "
+            "PATH."
+        )
+    limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            rows = [row for row in csv.reader(file) if row]
+    finally:
+        csv.field_size_limit(limit)
+    if not rows:
+        raise ValueError(f"{path} is empty; it needs a header and one row per record.")
+    header, body = [cell.strip() for cell in rows[0]], rows[1:]
+    if len(set(header)) < len(header):
+        raise ValueError(f"{path} names a column twice in its header: {header}.")
+    columns = {
+        name: [row[j].strip() if j < len(row) else "" for row in body]
+        for j, name in enumerate(header)
+    }
+    return Table(str(path), columns, len(body))
+
+
+def _refuse_file(override: Path | None, source: str) -> None:
+    if override is not None:
+        raise ValueError(
+            f'--data names a file, but the config has source = "{source}", which reads '
+            'none. Leave out --data, or use source = "csv".'
+        )
+
+
+def _coefficients(rng: np.random.Generator, block: Block) -> np.ndarray:
+    direction = rng.standard_normal(block.size)
+    return block.signal * direction / np.linalg.norm(direction)
+
+
+def _openml_columns(bunch) -> dict[str, list[str]]:
+    """Text cells; nominal columns come as positions in their list of categories."""
+    columns = {}
+    for j, name in enumerate(bunch.feature_names):
+        values, listed = bunch.data[:, j], bunch.categories.get(name)
+        columns[name] = [
+            "" if v != v else str(listed[int(v)] if listed else v) for v in values
+        ]
+    for name in bunch.target_names:
+        columns[name] = [str(v) for v in bunch.target]
+    return columns

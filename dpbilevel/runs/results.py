@@ -1,0 +1,156 @@
+"""The result folder: released values, the guarantee, a figure."""
+
+import dataclasses
+import importlib.metadata
+import io
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..privacy.report import PrivacyReport
+from . import checkpoint
+
+RESULT = "result.json"
+_PACKAGES = ("dpbilevel", "dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a finished run published.
+
+    Attributes:
+        task: The name of the task.
+        label: What one shown value is, such as `"weight"`.
+        names: What each shown value belongs to.
+        shown: The released x, as weights or log-penalties.
+        x: The released upper variable.
+        y: The released lower variable, or `None`.
+        trajectory: The released x after every step, shown, with the start as row 0.
+        report: The guarantee.
+        versions: The software.
+        config: The config as it was given.
+    """
+
+    task: str
+    label: str
+    names: tuple[str, ...]
+    shown: np.ndarray
+    x: np.ndarray
+    y: np.ndarray | None
+    trajectory: np.ndarray
+    report: PrivacyReport
+    versions: dict[str, str]
+    config: dict[str, Any]
+
+    def __str__(self) -> str:
+        """The report and the released values as a page of text."""
+        width = max(map(len, self.names))
+        lines = [str(self.report), f"released {self.label} of each {self._of}:"]
+        lines += [
+            f"  {name:<{width}}  {value:.4f}"
+            for name, value in zip(self.names, self.shown, strict=True)
+        ]
+        if self.y is not None:
+            lines += [f"released model: {self.y.size} coefficients in solution.npz"]
+        return "\n".join(lines)
+
+    @property
+    def _of(self) -> str:
+        return "source" if self.task == "source_weighting" else "group of coefficients"
+
+
+def versions() -> dict[str, str]:
+    """The software that a run's bits depend on."""
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return found | {"python": platform.python_version()}
+
+
+def save(folder: Path, result: Result, figure: bytes) -> None:
+    """Writes a result; `result.json` comes last, so its presence means complete.
+
+    Args:
+        folder: An existing folder.
+        result: What to publish.
+        figure: The figure, as PNG.
+
+    Raises:
+        OSError: The disk refuses.
+
+    Privacy:
+        Released values and public ones only.
+    """
+    arrays = {"x": result.x, "trajectory": result.trajectory, "shown": result.shown}
+    if result.y is not None:
+        arrays["y"] = result.y
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    checkpoint.replace(folder / "solution.npz", buffer.getvalue())
+    checkpoint.replace(folder / "figure.png", figure)
+    page = {
+        "format": 1,
+        "task": result.task,
+        "label": result.label,
+        "released": {
+            name: float(value)
+            for name, value in zip(result.names, result.shown, strict=True)
+        },
+        "x": result.x.tolist(),
+        "y": None if result.y is None else result.y.tolist(),
+        "report": json.loads(result.report.to_json()),
+        "versions": result.versions,
+        "config": result.config,
+    }
+    text = json.dumps(page, indent=2) + "\n"
+    checkpoint.replace(folder / RESULT, text.encode())
+
+
+def load(folder: Path) -> Result:
+    """Reads a finished result folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: The folder holds no finished run, or a damaged one.
+    """
+    file = folder / RESULT
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no finished run{_why(folder)}.")
+    try:
+        page = json.loads(file.read_text(encoding="utf-8"))
+        with np.load(folder / "solution.npz", allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+        return Result(
+            task=page["task"],
+            label=page["label"],
+            names=tuple(page["released"]),
+            shown=found["shown"],
+            x=found["x"],
+            y=found.get("y"),
+            trajectory=found["trajectory"],
+            report=PrivacyReport.from_json(json.dumps(page["report"])),
+            versions=page["versions"],
+            config=page["config"],
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(
+            f"{folder} is not a result folder of this version of dpbilevel, or it is "
+            f"damaged: {error}."
+        ) from error
+
+
+def _why(folder: Path) -> str:
+    if not folder.is_dir():
+        return ": there is no such folder"
+    if (folder / checkpoint.NAME).is_file():
+        return (
+            ": the run in it was interrupted; finish it with dpbilevel run CONFIG "
+            f"--out {folder} --resume"
+        )
+    return f": it has no {RESULT}"

@@ -1,0 +1,277 @@
+"""Strict reading of TOML tables into frozen dataclasses: every mistake is named."""
+
+import dataclasses
+import difflib
+import enum
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+Built = TypeVar("Built")
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_SECRETS = ("seed", "key", "rng", "prng", "random_state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a table stands, for error messages.
+
+    Attributes:
+        file: The file's name as the user gave it.
+        table: The table's dotted name; empty for the top level.
+    """
+
+    file: str
+    table: str = ""
+
+    def child(self, name: str) -> "Place":
+        """The table `name` inside this one."""
+        return Place(self.file, f"{self.table}.{name}" if self.table else name)
+
+    def error(self, message: str) -> ValueError:
+        """An error that names file and table.
+
+        Args:
+            message: What is wrong and what to do.
+        """
+        return ValueError(f"{self}: {message}")
+
+    def __str__(self) -> str:
+        """The file, and the table in brackets."""
+        return f"{self.file}: [{self.table}]" if self.table else self.file
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Builds classes from tables by the fields of their dataclass.
+
+    The keys of a table are the fields that a text file can hold; a missing key takes
+    the field's default.
+
+    Attributes:
+        families: For an abstract class, the classes that `type` may name.
+        supplied: For a class, the object that every field of that class gets.
+        reserved: Field names that are never keys.
+    """
+
+    families: Mapping[type, Mapping[str, type]]
+    supplied: Mapping[type, Any]
+    reserved: frozenset[str] = frozenset()
+
+    def build(self, cls: type[Built], table: Any, place: Place) -> Built:
+        """Builds one object.
+
+        Args:
+            cls: A dataclass.
+            table: The parsed table.
+            place: Where it stands.
+
+        Returns:
+            An instance of `cls`.
+
+        Raises:
+            ValueError: An unknown or missing key, a value of the wrong type, or one
+                that the class refuses; the message names file and table.
+        """
+        check_table(table, place)
+        hints = typing.get_type_hints(cls)
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+        given = {k: self.supplied[hints[k]] for k in fields if self._fills(hints[k])}
+        keys = [k for k in fields if k not in given and self._is_key(k, hints[k])]
+        required = [k for k in keys if _has_no_default(fields[k])]
+        check_keys(table, place, allowed=keys, required=required)
+        values = {k: self.convert(hints[k], v, place, k) for k, v in table.items()}
+        try:
+            return cls(**given, **values)
+        except (ValueError, TypeError) as error:
+            raise place.error(str(error)) from error
+
+    def build_named(
+        self,
+        classes: Mapping[str, type],
+        table: Any,
+        place: Place,
+        selector: str = "type",
+    ) -> Any:
+        """Builds an object of the class that the key `selector` names.
+
+        Args:
+            classes: The classes to choose from, by name.
+            table: The parsed table.
+            place: Where it stands.
+            selector: The key that holds the name.
+
+        Raises:
+            ValueError: As in `build`, or an unknown name.
+        """
+        check_table(table, place)
+        rest = dict(table)
+        name = check_choice(rest.pop(selector, None), classes, place, selector)
+        return self.build(classes[name], rest, place)
+
+    def convert(self, hint: Any, value: Any, place: Place, key: str) -> Any:
+        """Converts one value to what the type annotation `hint` asks for.
+
+        Args:
+            hint: The annotation of the field.
+            value: The parsed value.
+            place: The table that holds it.
+            key: Its key.
+
+        Raises:
+            ValueError: The value does not fit.
+        """
+        hint = _plain(hint)
+        origin = typing.get_origin(hint)
+        if hint in self.families:
+            return self.build_named(self.families[hint], value, place.child(key))
+        if origin is typing.Literal:
+            return check_choice(value, typing.get_args(hint), place, key)
+        if origin is tuple:
+            return self._convert_list(typing.get_args(hint), value, place, key)
+        if isinstance(hint, type) and issubclass(hint, enum.Enum):
+            options = [member.value for member in hint]
+            return hint(check_choice(value, options, place, key))
+        if dataclasses.is_dataclass(hint):
+            return self.build(typing.cast(type, hint), value, place.child(key))
+        return _convert_scalar(hint, value, place, key)
+
+    def _convert_list(self, members, value, place: Place, key: str) -> tuple:
+        if not isinstance(value, list):
+            raise place.error(f"{key} must be a list, got {_shown(value)}.")
+        repeated = len(members) == 2 and members[1] is Ellipsis
+        if not repeated and len(value) != len(members):
+            raise place.error(
+                f"{key} must be a list of {len(members)} values, got {len(value)}."
+            )
+        kinds = members[:1] * len(value) if repeated else members
+        return tuple(
+            self.convert(kind, item, place, f"{key} (entry {i})")
+            for i, (kind, item) in enumerate(zip(kinds, value, strict=True), 1)
+        )
+
+    def _fills(self, hint: Any) -> bool:
+        return isinstance(hint, type) and hint in self.supplied
+
+    def _is_key(self, name: str, hint: Any) -> bool:
+        """Whether a text file can hold a field, by its annotation."""
+        hint = _plain(hint)
+        return name not in self.reserved and (
+            hint in _WORDS
+            or hint in self.families
+            or typing.get_origin(hint) in (tuple, typing.Literal)
+            or dataclasses.is_dataclass(hint)
+            or (isinstance(hint, type) and issubclass(hint, enum.Enum))
+        )
+
+
+def check_table(value: Any, place: Place) -> None:
+    """Raises `ValueError` unless `value` is a table.
+
+    Args:
+        value: The parsed value.
+        place: Where it stands.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, dict):
+        raise place.error(f"must be a table, got {_shown(value)}.")
+
+
+def check_keys(
+    table: Mapping[str, Any],
+    place: Place,
+    *,
+    allowed: Iterable[str],
+    required: Iterable[str],
+) -> None:
+    """Refuses unknown keys and missing ones.
+
+    Args:
+        table: The parsed table.
+        place: Where it stands.
+        allowed: The keys it may have.
+        required: The keys it must have.
+
+    Raises:
+        ValueError: Naming the key, the allowed keys and a close match.
+    """
+    allowed, listed = list(allowed), ", ".join(allowed)
+    for key in table:
+        if key in _SECRETS and key not in allowed:
+            raise place.error(
+                f"unknown key {key!r}: the noise is keyed from the operating system's "
+                "entropy and never from a file, because whoever knows the key can "
+                "subtract the noise. Remove it."
+            )
+        if key not in allowed:
+            raise place.error(
+                f"unknown key {key!r}{_close(key, allowed)}. Allowed keys: {listed}."
+            )
+    missing = [key for key in required if key not in table]
+    if missing:
+        raise place.error(
+            f"missing key{'s' if len(missing) > 1 else ''} "
+            f"{', '.join(map(repr, missing))}. Allowed keys: {listed}."
+        )
+
+
+def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> Any:
+    """The value, if it is among `options`.
+
+    Args:
+        value: The parsed value, or `None` for a missing key.
+        options: What it may be.
+        place: The table that holds it.
+        key: Its key.
+
+    Raises:
+        ValueError: Naming the options and a close match.
+    """
+    options = list(options)
+    listed = ", ".join(f'"{option}"' for option in options)
+    if value is None:
+        raise place.error(f"missing key {key!r}. It must be one of {listed}.")
+    if value not in options:
+        close = _close(value, options) if isinstance(value, str) else ""
+        raise place.error(f"{key} must be one of {listed}, got {_shown(value)}{close}.")
+    return value
+
+
+def _convert_scalar(hint, value, place: Place, key: str):
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
+    return value
+
+
+def _plain(hint: Any) -> Any:
+    """The annotation without `None` and without what only a program can pass."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        members = [m for m in typing.get_args(hint) if m is not type(None)]
+        return next((m for m in members if m in _WORDS), members[0])
+    return hint
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _close(word: str, options: Iterable[str]) -> str:
+    match = difflib.get_close_matches(word, options, n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'the string "{value}"' if isinstance(value, str) else str(value)

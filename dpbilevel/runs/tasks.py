@@ -1,0 +1,179 @@
+"""What the command line can solve: one class per application, one field per key."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .. import _checks
+from ..problems.applications import penalty_tuning, source_weighting, source_weights
+from ..problems.bilevel import BilevelProblem
+from ..problems.models import logistic_loss, squared_loss
+
+_LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
+
+Start = tuple[Float[Array, " k"], Float[Array, " d"]]
+Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceWeightingTask:
+    """Weights the sources of the training records by the validation records.
+
+    Args:
+        loss: The model's loss, `"logistic"` or `"squared"`.
+        num_sources: The number of sources.
+        ridge: The public ridge penalty of the model.
+        parametrization: `"logits"` or `"simplex"`.
+    """
+
+    loss: Literal["logistic", "squared"]
+    num_sources: int
+    ridge: float = 0.0
+    parametrization: Literal["logits", "simplex"] = "logits"
+
+    label = "weight"
+    of = "source"
+
+    def __post_init__(self):
+        _checks.count("source_weighting", num_sources=self.num_sources)
+
+    def problem(self, blocks: Blocks) -> BilevelProblem:
+        """The bilevel problem.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return source_weighting(
+            _LOSSES[self.loss],
+            self.num_sources,
+            ridge=self.ridge,
+            parametrization=self.parametrization,
+        )
+
+    def start(self, blocks: Blocks) -> Start:
+        """Uniform weights and a model of zeros.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        k = self.num_sources
+        x = jnp.full(k, 0.0 if self.parametrization == "logits" else 1 / k)
+        return x.astype(jnp.float32), jnp.zeros(_dimension(blocks), jnp.float32)
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """What each entry of x belongs to.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return tuple(f"source {s}" for s in range(self.num_sources))
+
+    def shown(self, x: Float[Array, "*t k"]) -> np.ndarray:
+        """The weights that `x` stands for.
+
+        Args:
+            x: Released upper variables, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        rows = jnp.reshape(jnp.asarray(x), (-1, self.num_sources))
+        weights = jax.vmap(lambda row: source_weights(row, self.parametrization))(rows)
+        return np.asarray(weights).reshape(np.shape(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class PenaltyTuningTask:
+    """Tunes quadratic penalties of a linear model by the validation records.
+
+    Args:
+        loss: The model's loss, `"logistic"` or `"squared"`.
+        groups: What shares one penalty: `"single"` (all coefficients), `"per_block"`
+            (those of one block of features) or `"per_feature"`.
+        bounds: The smallest and the largest log-penalty.
+    """
+
+    loss: Literal["logistic", "squared"]
+    groups: Literal["single", "per_block", "per_feature"] = "per_block"
+    bounds: tuple[float, float] = (-8.0, 2.0)
+
+    label = "log-penalty"
+    of = "group"
+
+    def __post_init__(self):
+        low, high = self.bounds
+        if not low < high:
+            raise ValueError(
+                f"bounds must be increasing, got [{low:g}, {high:g}]; put the smallest "
+                "log-penalty first."
+            )
+
+    def problem(self, blocks: Blocks) -> BilevelProblem:
+        """The bilevel problem.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        lengths = [size for _, size in blocks]
+        groups = {
+            "single": np.zeros(_dimension(blocks)),
+            "per_block": np.repeat(np.arange(len(blocks)), lengths),
+            "per_feature": np.arange(_dimension(blocks)),
+        }[self.groups]
+        return penalty_tuning(
+            _LOSSES[self.loss], jnp.asarray(groups, jnp.int32), bounds=self.bounds
+        )
+
+    def start(self, blocks: Blocks) -> Start:
+        """The middle of the box of log-penalties and a model of zeros.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        x = jnp.full(len(self.names(blocks)), sum(self.bounds) / 2, jnp.float32)
+        return x, jnp.zeros(_dimension(blocks), jnp.float32)
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """What each entry of x belongs to.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        if self.groups == "single":
+            return ("all features",)
+        if self.groups == "per_block":
+            return tuple(name for name, _ in blocks)
+        return tuple(
+            name if size == 1 else f"{name} {j}"
+            for name, size in blocks
+            for j in range(size)
+        )
+
+    def shown(self, x: Float[Array, "*t k"]) -> np.ndarray:
+        """The log-penalties, as they are.
+
+        Args:
+            x: Released upper variables, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        return np.asarray(x)
+
+
+Task = SourceWeightingTask | PenaltyTuningTask
+
+TASKS: dict[str, type] = {
+    "source_weighting": SourceWeightingTask,
+    "penalty_tuning": PenaltyTuningTask,
+}
+
+
+def _dimension(blocks: Blocks) -> int:
+    return sum(size for _, size in blocks)

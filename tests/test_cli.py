@@ -1,0 +1,199 @@
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_runner import CSV_DATA, GENERATED, bits, rows_of, write_csv
+
+import dpbilevel as dpb
+from dpbilevel.cli import main
+from dpbilevel.config import read_config
+from dpbilevel.runner import prepare, run
+from dpbilevel.runs import checkpoint
+
+
+def csv_config():
+    head, rest = GENERATED.split("[data]")
+    model = rest[rest.index("[model]") :]
+    nested = CSV_DATA.replace("[[", "[[data.").replace("[label", "[data.label")
+    return f"{head}[data]{nested.replace('[sources', '[data.sources')}\n{model}"
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text(GENERATED)
+    return str(file)
+
+
+@dataclasses.dataclass
+class Finished:
+    config: str
+    out: str
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "a.toml").write_text(GENERATED)
+    config, out = str(folder / "a.toml"), str(folder / "out")
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        assert main(["run", config, "--out", out]) == 0
+    return Finished(config, out, stdout.getvalue(), stderr.getvalue())
+
+
+@pytest.fixture
+def config_of_csv(tmp_path):
+    file = tmp_path / "csv.toml"
+    file.write_text(csv_config())
+    return str(file)
+
+
+def failure(capsys, *arguments):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("dpbilevel: error: ")
+    assert "Traceback" not in captured.err
+    return last
+
+
+def test_calibrate_needs_no_records(config_of_csv, capsys):
+    assert main(["calibrate", config_of_csv]) == 0
+    assert "ENFORCED: epsilon = 1 at delta = 1e-05" in capsys.readouterr().out
+
+
+def test_calibrate_as_json_round_trips(config, capsys):
+    main(["calibrate", config, "--json"])
+    text = capsys.readouterr().out
+    assert dpb.PrivacyReport.from_json(text).to_json() == text.strip()
+
+
+def test_report_tells_the_guarantee_that_the_run_printed(finished, capsys):
+    assert main(["report", finished.out]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[:10] == finished.stdout.splitlines()[:10]
+    assert "released weight of each source:\n  source 0  0." in told
+
+
+def test_progress_goes_to_stderr(finished):
+    assert "4/4" in finished.stderr
+    assert "4/4" not in finished.stdout
+
+
+def test_printed_text_does_not_depend_on_the_records(config_of_csv, tmp_path, capsys):
+    pages = []
+    rows = rows_of(60)
+    for cell in ("3.0", "nan"):
+        rows[-1][0] = cell
+        write_csv(tmp_path, rows)
+        assert main(["run", config_of_csv, "--out", str(tmp_path / "out")]) == 0
+        pages.append(capsys.readouterr().out)
+        shutil.rmtree(tmp_path / "out")
+    assert pages[0] == pages[1]
+
+
+def test_data_flag_replaces_the_file_of_the_config(config_of_csv, tmp_path):
+    (tmp_path / "other").mkdir()
+    write_csv(tmp_path / "other", rows_of(60))
+    command = ["run", config_of_csv, "--out", str(tmp_path / "out")]
+    assert main([*command, "--data", str(tmp_path / "other" / "people.csv")]) == 0
+
+
+def test_second_run_into_a_folder_is_refused(finished, capsys):
+    text = failure(capsys, "run", finished.config, "--out", finished.out)
+    assert "second release, which spends the privacy budget a second time" in text
+
+
+def test_resume_of_nothing_is_refused(config, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    text = failure(capsys, "run", config, "--out", out, "--resume")
+    assert "nothing to resume" in text
+
+
+def test_mistake_in_a_config_is_one_line(config, tmp_path, capsys):
+    bad = tmp_path / "bad.toml"
+    bad.write_text(GENERATED.replace("epsilon", "epsilom"))
+    text = failure(capsys, "calibrate", str(bad))
+    assert "bad.toml: [privacy]: unknown key 'epsilom'; did you mean 'epsilon'?" in text
+
+
+def test_missing_file_of_records_is_one_line(config_of_csv, tmp_path, capsys):
+    text = failure(capsys, "run", config_of_csv, "--out", str(tmp_path / "out"))
+    assert "csv.toml: [data]: no file of records at" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_unusable_folder_is_one_line(config, tmp_path, capsys):
+    out = str(tmp_path / "a.toml" / "out")
+    assert "cannot create the folder" in failure(capsys, "run", config, "--out", out)
+
+
+def test_report_of_no_run_is_one_line(tmp_path, capsys):
+    text = failure(capsys, "report", str(tmp_path / "no"))
+    assert text.endswith("holds no finished run: there is no such folder.")
+    assert "has no result.json" in failure(capsys, "report", str(tmp_path))
+
+
+def test_chunk_of_zero_is_refused(config, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    text = failure(capsys, "run", config, "--out", out, "--chunk", "0")
+    assert "--chunk must be at least 1" in text
+
+
+def test_missing_extra_says_what_to_install(config, tmp_path, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tqdm" else find(name)
+    )
+    text = failure(capsys, "run", config, "--out", str(tmp_path / "out"))
+    assert text.endswith("needs tqdm: pip install 'dpbilevel[cli]'")
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == dpb.__version__
+
+
+def wait_for_checkpoints(out, count, process):
+    seen, deadline = set(), time.monotonic() + 60
+    while len(seen) < count:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        try:
+            seen.add((out / checkpoint.NAME).stat().st_mtime_ns)
+        except FileNotFoundError:
+            pass
+
+
+def test_killed_run_resumes_to_the_bits_it_was_heading_for(tmp_path):
+    file, out, copy = tmp_path / "a.toml", tmp_path / "out", tmp_path / "copy"
+    file.write_text(GENERATED.replace("num_steps = 3\npen", "num_steps = 199\npen"))
+    command = [sys.executable, "-m", "dpbilevel", "run", str(file), "--chunk", "1"]
+    process = subprocess.Popen(
+        [*command, "--out", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_checkpoints(out, 3, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "result.json").exists()
+    shutil.copytree(out, copy)
+    prepared = prepare(read_config(file))
+    for folder in (out, copy):
+        assert len(run(prepared, folder, resume=True).trajectory) == 201
+    assert bits(out) == bits(copy)

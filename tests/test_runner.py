@@ -1,0 +1,546 @@
+import errno
+import json
+import shutil
+import tomllib
+import urllib.error
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sklearn.datasets
+
+import dpbilevel as dpb
+from dpbilevel import runner
+from dpbilevel.config import parse_config
+from dpbilevel.runner import prepare, run
+from dpbilevel.runs import checkpoint, results
+from dpbilevel.runs.data import load_levels
+from dpbilevel.runs.tables import Place
+
+GENERATED = """
+task = "source_weighting"
+[privacy]
+epsilon = 1.0
+delta = 1e-5
+people = "disjoint"
+neighbours = "replace_one"
+[data]
+source = "generated"
+training = 300
+validation = 100
+[[data.block]]
+name = "all"
+size = 3
+signal = 2.0
+[data.sources]
+flip = [0.0, 0.9]
+[model]
+loss = "logistic"
+num_sources = 2
+ridge = 0.01
+[solver]
+type = "PenaltyBilevel"
+num_steps = 3
+penalty = 10.0
+step_size = 1.0
+[solver.inner]
+type = "NoisyGD"
+num_steps = 2
+step_size = 1.0
+clip_norm = 1.0
+[refit]
+type = "NoisyGD"
+num_steps = 3
+step_size = 1.0
+clip_norm = 1.0
+"""
+
+CSV_DATA = """
+source = "csv"
+path = "people.csv"
+training = 40
+validation = 20
+[[numeric]]
+name = "pay"
+columns = ["pay"]
+transform = "log1p"
+mean = [3.0]
+scale = [1.0]
+[[categorical]]
+column = "town"
+values = ["Ulm", "Rom"]
+[label]
+column = "rich"
+positive = ["yes"]
+negative = ["no"]
+[sources]
+column = "clinic"
+values = ["A", "B"]
+"""
+
+
+def config_of(folder, *, data=None, **privacy):
+    tables = tomllib.loads(GENERATED)
+    tables["privacy"] |= privacy
+    if data is not None:
+        tables["data"] = tomllib.loads(data)
+    return parse_config(tables, Place(str(Path(folder) / "a.toml")))
+
+
+def rows_of(count):
+    rng = np.random.default_rng(0)
+    return [
+        [f"{p:.2f}", town, clinic, rich]
+        for p, town, clinic, rich in zip(
+            rng.exponential(30.0, count),
+            rng.choice(["Ulm", "Rom"], count),
+            rng.choice(["A", "B"], count),
+            rng.choice(["yes", "no"], count),
+            strict=True,
+        )
+    ]
+
+
+def write_csv(folder, rows, header="pay,town,clinic,rich"):
+    text = "\n".join([header, *(",".join(row) for row in rows)])
+    (folder / "people.csv").write_text(text + "\n")
+
+
+def levels_of(folder, rows, **privacy):
+    write_csv(folder, rows)
+    config = config_of(folder, data=CSV_DATA, **privacy)
+    people, neighbours = config.privacy.people, config.privacy.neighbours
+    return load_levels(config.data, people, neighbours, base=folder)
+
+
+def bits(folder):
+    with np.load(folder / "solution.npz") as arrays:
+        return {name: arrays[name].tobytes() for name in arrays.files}
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step):
+    def progress(done):
+        if done == step:
+            raise Stop
+
+    return progress
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return prepare(config_of("."))
+
+
+@pytest.fixture
+def interrupted(prepared, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        run(prepared, out, progress=stop_at(2))
+    return out
+
+
+def test_resumed_run_gives_the_same_bits(prepared, tmp_path):
+    out, copy = tmp_path / "out", tmp_path / "copy"
+
+    def copy_after_two(done):
+        if done == 2:
+            shutil.copytree(out, copy)
+
+    run(prepared, out, progress=copy_after_two)
+    run(prepared, copy, resume=True)
+    assert bits(copy) == bits(out)
+    assert (copy / "result.json").read_bytes() == (out / "result.json").read_bytes()
+
+
+def test_run_interrupted_at_every_step_gives_the_same_bits(prepared, tmp_path):
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    with pytest.raises(Stop):
+        run(prepared, out, progress=stop_at(0))
+    shutil.copytree(out, copy)
+    run(prepared, out, resume=True)
+    for step in range(1, 4):
+        with pytest.raises(Stop):
+            run(prepared, copy, resume=True, progress=stop_at(step))
+    run(prepared, copy, resume=True)
+    assert bits(copy) == bits(out)
+
+
+def test_every_run_draws_fresh_noise(prepared, tmp_path):
+    first = run(prepared, tmp_path / "a")
+    second = run(prepared, tmp_path / "b")
+    assert not np.array_equal(first.x, second.x)
+
+
+def test_chunks_of_one_length_compile_once(prepared, tmp_path, monkeypatch):
+    traces = []
+
+    def counted(*arguments, **options):
+        traces.append(1)
+        return dpb.solvers.base.advance(*arguments, **options)
+
+    monkeypatch.setattr(
+        runner, "_advance", jax.jit(counted, static_argnames="trajectory")
+    )
+    run(prepared, tmp_path / "a", chunk=1)
+    assert len(traces) == 1
+    run(prepared, tmp_path / "b", chunk=3)  # and a last chunk of 1
+    assert len(traces) == 2
+
+
+def test_result_folder_holds_released_and_public_things_only(prepared, tmp_path):
+    result = run(prepared, tmp_path / "out")
+    names = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert names == ["figure.png", "result.json", "solution.npz"]
+    loaded = results.load(tmp_path / "out")
+    assert loaded.report == prepared.report
+    assert loaded.names == ("source 0", "source 1")
+    np.testing.assert_array_equal(loaded.x, result.x)
+    assert loaded.trajectory.shape == (5, 2)
+    np.testing.assert_allclose(loaded.trajectory.sum(1), 1.0, rtol=1e-6)
+
+
+def keys_of_run(key, chunks):
+    keys = [key]
+    for _ in range(chunks):
+        key, key_chunk = jax.random.split(key)
+        keys += [key, key_chunk, jax.random.split(key_chunk, 1)[0]]
+    return [np.asarray(jax.random.key_data(k)) for k in keys]
+
+
+def test_result_folder_holds_no_key(prepared, tmp_path, monkeypatch, capsys):
+    key = dpb.root_key()
+    monkeypatch.setattr(runner, "root_key", lambda: key)
+    run(prepared, tmp_path / "out")
+    pages = b"".join(p.read_bytes() for p in (tmp_path / "out").iterdir())
+    pages += "".join(capsys.readouterr()).encode() + repr(prepared).encode()
+    for words in keys_of_run(key, chunks=4):
+        assert words.tobytes() not in pages
+        assert not any(str(w).encode() in pages for w in words if w > 10**6)
+
+
+def test_checkpoint_holds_no_key_of_past_noise(prepared, tmp_path, monkeypatch):
+    key = dpb.root_key()
+    monkeypatch.setattr(runner, "root_key", lambda: key)
+    with pytest.raises(Stop):
+        run(prepared, tmp_path, progress=stop_at(1))
+    content = (tmp_path / checkpoint.NAME).read_bytes()
+    to_come, past = jax.random.split(key)
+    assert np.asarray(jax.random.key_data(to_come)).tobytes() in content
+    for spent in (key, past):
+        assert np.asarray(jax.random.key_data(spent)).tobytes() not in content
+
+
+def test_checkpoint_is_for_its_owner_and_says_that_it_is_secret(interrupted):
+    file = interrupted / checkpoint.NAME
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert b"SECRET: it holds the key" in file.read_bytes()[:100]
+    assert repr(checkpoint.read(interrupted)) == "Checkpoint(done=2)"
+
+
+def damaged(content):
+    return content[:-30] + bytes([content[-30] ^ 1]) + content[-29:]
+
+
+@pytest.mark.parametrize(
+    "damage", [damaged, lambda c: c[:-100], lambda c: b"", lambda c: b"PK other"]
+)
+def test_damaged_checkpoint_is_refused(prepared, interrupted, damage):
+    file = interrupted / checkpoint.NAME
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"damaged or not a checkpoint.*start again"):
+        run(prepared, interrupted, resume=True)
+
+
+def test_changed_config_is_refused_by_the_name_of_its_key(interrupted):
+    changed = prepare(config_of(".", epsilon=2.0))
+    with pytest.raises(ValueError, match=r"privacy\.epsilon was 1\.0, is 2\.0"):
+        run(changed, interrupted, resume=True)
+
+
+def test_changed_records_are_refused(tmp_path):
+    write_csv(tmp_path, rows_of(60))
+    tables = config_of(tmp_path, data=CSV_DATA)
+    with pytest.raises(Stop):
+        run(prepare(tables), tmp_path / "out", progress=stop_at(1))
+    write_csv(tmp_path, rows_of(61))
+    with pytest.raises(ValueError, match="records are not those the run began with"):
+        run(prepare(tables), tmp_path / "out", resume=True)
+
+
+def test_changed_chunk_is_refused(prepared, interrupted):
+    with pytest.raises(ValueError, match="--chunk 2 differs"):
+        run(prepared, interrupted, resume=True, chunk=2)
+
+
+def test_finished_folder_is_refused_and_cleared_of_secrets(prepared, tmp_path):
+    out = tmp_path / "out"
+    run(prepared, out)
+    (out / checkpoint.NAME).write_bytes(b"left by a crash")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="second release"):
+            run(prepared, out, resume=resume)
+    assert not (out / checkpoint.NAME).exists()
+
+
+def test_interrupted_folder_asks_for_resume(prepared, interrupted):
+    with pytest.raises(ValueError, match="Continue it with --resume"):
+        run(prepared, interrupted)
+    with pytest.raises(ValueError, match="was interrupted; finish it with"):
+        results.load(interrupted)
+
+
+def test_folder_with_other_files_is_refused(prepared, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match=r"not empty \(it holds 'thesis\.tex'\)"):
+        run(prepared, tmp_path)
+
+
+def test_resume_without_a_checkpoint_is_refused(prepared, tmp_path):
+    with pytest.raises(ValueError, match="nothing to resume"):
+        run(prepared, tmp_path / "out", resume=True)
+
+
+def test_folder_that_cannot_be_made_is_refused_before_any_step(prepared, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot create the folder"):
+        run(prepared, tmp_path / "file" / "out", progress=stop_at(0))
+
+
+def failing_replace(monkeypatch, name, after):
+    real, calls = checkpoint.os.replace, []
+
+    def replace(source, target):
+        calls.append(target)
+        if target.name == name and len(calls) > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "replace", replace)
+
+
+@pytest.mark.parametrize(
+    ("name", "after"), [(checkpoint.NAME, 2), ("figure.png", 0), ("result.json", 0)]
+)
+def test_full_disk_leaves_a_run_that_goes_on(prepared, tmp_path, name, after):
+    out, free = tmp_path / "out", tmp_path / "free"
+    with pytest.raises(Stop):
+        run(prepared, out, progress=stop_at(0))
+    shutil.copytree(out, free)
+    run(prepared, free, resume=True)
+    with pytest.MonkeyPatch.context() as patch:
+        failing_replace(patch, name, after)
+        with pytest.raises(OSError, match=r"No space left.*continue with --resume"):
+            run(prepared, out, resume=True)
+    assert not (out / "result.json").exists()
+    assert not list(out.glob("*.tmp"))
+    run(prepared, out, resume=True)
+    assert bits(out) == bits(free)
+
+
+def test_penalties_of_example_data_run_to_the_end(tmp_path):
+    tables = tomllib.loads(GENERATED) | {"task": "penalty_tuning"}
+    tables["model"] = {"loss": "logistic", "bounds": [-6.0, 0.0]}
+    tables["data"] = {
+        "source": "sklearn",
+        "name": "breast_cancer",
+        "training": 400,
+        "validation": 169,
+        "label": {"column": "target", "positive": ["1"], "negative": ["0"]},
+        "numeric": [
+            {"name": n, "columns": [f"{n} area"], "mean": [600], "scale": [300]}
+            for n in ("mean", "worst")
+        ],
+    }
+    del tables["refit"]
+    prepared = prepare(parse_config(tables, Place("a.toml")))
+    result = run(prepared, tmp_path / "out")
+    assert result.names == ("mean", "worst", "constant")
+    assert result.shown.shape == (3,)
+    assert np.all((result.shown >= -6) & (result.shown <= 0))
+
+
+@pytest.mark.parametrize("cell", ["nan", "1e999", "a lot", "-5", "9" * 400, "\x00"])
+def test_nan_cell_changes_nothing_but_its_record(tmp_path, cell):
+    rows = rows_of(60)
+    before = levels_of(tmp_path, rows)
+    rows[7][0] = cell
+    after = levels_of(tmp_path, rows)
+    same = [
+        np.array_equal(a, b)
+        for name in ("upper", "lower")
+        for a, b in zip(
+            getattr(before, name)["features"],
+            getattr(after, name)["features"],
+            strict=True,
+        )
+    ]
+    assert same.count(False) == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"), [(0, "nan"), (0, "??"), (2, "C"), (3, "maybe"), (3, "")]
+)
+def test_unreadable_record_has_no_influence(tmp_path, column, cell):
+    rows = rows_of(60)
+    for row in rows[:30]:
+        row[column] = cell
+    levels = levels_of(tmp_path, rows, people="disjoint")
+    problem = dpb.source_weighting(dpb.logistic_loss, 2)
+    x, y = jnp.zeros(2), jnp.zeros(4)
+
+    def gradient(record):
+        return jax.grad(problem.lower, 1)(x, y, record)
+
+    keep = np.isfinite(levels.lower["features"].sum(1) + levels.lower["label"])
+    assert 0 < keep.sum() < 40
+    mean = dpb.clipped_mean(gradient, levels.lower, clip_norm=1.0)
+    kept = jax.tree.map(lambda v: v[keep], levels.lower)
+    expected = dpb.clipped_mean(gradient, kept, clip_norm=1.0, denominator=40)
+    np.testing.assert_allclose(mean.raw, expected.raw, atol=1e-6)
+
+
+def test_missing_cell_and_unknown_category_are_zeros(tmp_path):
+    rows = rows_of(60)
+    for row in rows:
+        row[0], row[1] = "", "Bonn"
+    levels = levels_of(tmp_path, rows)
+    for part in (levels.upper, levels.lower):
+        np.testing.assert_array_equal(part["features"][:, :3], 0.0)
+        np.testing.assert_array_equal(part["features"][:, 3], 1.0)
+
+
+def test_short_row_has_empty_cells(tmp_path):
+    rows = rows_of(60)
+    rows[3] = rows[3][:1]
+    levels = levels_of(tmp_path, rows)
+    parts = (levels.upper["label"], levels.lower["label"])
+    assert np.isnan(np.concatenate(parts)).sum() == 1
+
+
+def test_rows_have_unit_length(tmp_path):
+    levels = levels_of(tmp_path, rows_of(60))
+    norms = np.linalg.norm(levels.lower["features"], axis=1)
+    np.testing.assert_allclose(norms, 1.0, rtol=1e-6)
+    assert levels.lower["features"].dtype == np.float32
+
+
+def test_levels_are_disjoint_and_as_large_as_planned(tmp_path):
+    levels = levels_of(tmp_path, rows_of(80))
+    rows = np.concatenate([levels.upper["features"], levels.lower["features"]])
+    assert (len(levels.upper["label"]), len(levels.lower["label"])) == (20, 40)
+    assert len(np.unique(rows[:, 0] / rows[:, 3])) == 60
+
+
+def test_removed_record_moves_no_other_under_add_or_remove(tmp_path):
+    rows = rows_of(60)
+    relation = {"neighbours": "add_or_remove_one"}
+    before = levels_of(tmp_path, rows, **relation)
+    after = levels_of(tmp_path, rows[1:], **relation)
+    lost = 0
+    for name in ("upper", "lower"):
+        kept = {row.tobytes() for row in getattr(after, name)["features"]}
+        all_rows = {row.tobytes() for row in getattr(before, name)["features"]}
+        assert kept <= all_rows
+        lost += len(all_rows) - len(kept)
+    assert lost == 1
+
+
+@pytest.mark.parametrize("count", [50, 70])
+def test_private_number_of_records_neither_raises_nor_shows(tmp_path, count, capsys):
+    write_csv(tmp_path, rows_of(count))
+    prepared = prepare(
+        config_of(tmp_path, data=CSV_DATA, neighbours="add_or_remove_one")
+    )
+    run(prepared, tmp_path / "out")
+    page = (tmp_path / "out" / "result.json").read_text()
+    assert f" {count}" not in page
+    assert capsys.readouterr() == ("", "")
+
+
+def test_shared_people_have_the_same_records_in_both_levels(tmp_path):
+    write_csv(tmp_path, rows_of(40))
+    data = CSV_DATA.replace("validation = 20", "validation = 40")
+    config = config_of(tmp_path, data=data, people="shared")
+    people, neighbours = config.privacy.people, config.privacy.neighbours
+    levels = load_levels(config.data, people, neighbours, base=tmp_path)
+    assert levels.is_shared
+    assert len(levels.upper["label"]) == 40
+
+
+def test_too_few_rows_are_counted(tmp_path):
+    write_csv(tmp_path, rows_of(59))
+    prepared = prepare(config_of(tmp_path, data=CSV_DATA))
+    with pytest.raises(ValueError, match=r"59 records, but \[data\] asks for training"):
+        run(prepared, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_column_names_those_there_are(tmp_path):
+    write_csv(tmp_path, rows_of(60), header="pay,city,clinic,rich")
+    prepared = prepare(config_of(tmp_path, data=CSV_DATA))
+    with pytest.raises(ValueError, match=r"no column 'town'.*pay, city, clinic, rich"):
+        run(prepared, tmp_path / "out")
+
+
+def test_missing_file_says_how_to_name_another(tmp_path):
+    prepared = prepare(config_of(tmp_path, data=CSV_DATA))
+    with pytest.raises(ValueError, match=r"people\.csv.*--data PATH"):
+        run(prepared, tmp_path / "out")
+
+
+def test_file_for_generated_records_is_refused(prepared, tmp_path):
+    with pytest.raises(ValueError, match='config has source = "generated"'):
+        run(prepared, tmp_path / "out", data=tmp_path / "x.csv")
+
+
+OPENML = CSV_DATA.replace('"csv"', '"openml"').replace(
+    'path = "people.csv"', 'name = "people"\nversion = 1'
+)
+
+
+def openml_levels(monkeypatch, tmp_path, fetch):
+    monkeypatch.setattr(sklearn.datasets, "fetch_openml", fetch)
+    config = config_of(tmp_path, data=OPENML)
+    people, neighbours = config.privacy.people, config.privacy.neighbours
+    return load_levels(config.data, people, neighbours, base=tmp_path)
+
+
+def test_openml_records_are_those_of_the_same_csv_file(monkeypatch, tmp_path):
+    rows = rows_of(60)
+    pay, town, clinic, rich = zip(*rows, strict=True)
+    lists = {"town": ["Ulm", "Rom"], "clinic": ["A", "B"]}
+    codes = [[lists["town"].index(v) for v in town]]
+    codes += [[lists["clinic"].index(v) for v in clinic]]
+    bunch = sklearn.utils.Bunch(
+        data=np.stack([np.asarray(pay, float), *codes], 1),
+        target=np.asarray(rich, object),
+        feature_names=["pay", "town", "clinic"],
+        target_names=["rich"],
+        categories=lists,
+    )
+    fetched = openml_levels(monkeypatch, tmp_path, lambda *a, **k: bunch)
+    expected = levels_of(tmp_path, rows)
+    same = jax.tree.map(np.array_equal, fetched, expected)
+    assert all(jax.tree.leaves(same))
+
+
+def test_offline_download_says_what_to_do(monkeypatch, tmp_path):
+    def fetch(*arguments, **options):
+        raise urllib.error.URLError("Name or service not known")
+
+    with pytest.raises(OSError, match=r"cannot download 'people'.*Go online once"):
+        openml_levels(monkeypatch, tmp_path, fetch)
+
+
+def test_result_is_json_with_the_config_as_given(prepared, tmp_path):
+    run(prepared, tmp_path / "out")
+    page = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert page["config"] == tomllib.loads(GENERATED)
+    assert page["report"]["epsilon"] <= 1.0
+    assert page["released"].keys() == {"source 0", "source 1"}
