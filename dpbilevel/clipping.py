@@ -15,7 +15,7 @@ from .privacy.budget import Neighbours
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
-_MICROBATCH_BYTES = {"cpu": 2 * 2**20}
+_MICROBATCH_BYTES = {"cpu": 4 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 
 
@@ -79,9 +79,9 @@ def clipped_mean(
     $$
 
     where $\|v_i\|_2$ runs over the whole returned pytree. A record whose $v_i$ is not
-    finite, or too long for its norm to be finite, contributes zero. Norm and sum are
-    taken in float32 at least. Memory does not grow with $n$: a `lax.scan` walks over
-    micro-batches.
+    finite, or too long for its norm to be finite, contributes zero; so does every
+    record where $C$ is below 1e-25. Norm and sum are taken in float32 at least. Memory
+    does not grow with $n$: a `lax.scan` walks over micro-batches.
 
     Args:
         fun: Maps one record to a pytree of floating-point arrays. It must not see
@@ -152,7 +152,7 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
         math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
         for leaf in jax.tree.leaves((value, record))
     )
-    return 2 ** max(0, int(math.log2(2 * budget / max(size, 1))))
+    return 2 ** max(0, int(math.log2(budget / max(size, 1))))
 
 
 def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
@@ -190,14 +190,21 @@ def _clip(value: PyTree, keep: Bool[Array, ""], clip_norm) -> PyTree:
     """One record's value, at most `clip_norm` long, or zero."""
     wide = jax.tree.map(lambda v: v.astype(_wide(v.dtype)), value)
     leaves = jax.tree.leaves(wide)
-    dtype = jnp.result_type(*leaves)
+    dtype = max((v.dtype for v in leaves), key=lambda kind: jnp.finfo(kind).bits)
     size = sum(v.size for v in leaves)
-    squares = jnp.stack([jnp.sum(v * v).astype(dtype) for v in leaves])
+    # In units of a clip norm below 1: the squares of tiny values underflow, and a norm
+    # that lost them would let a value longer than a tiny clip norm through.
+    limit = jnp.asarray(clip_norm).astype(dtype)
+    unit = 1 / jnp.minimum(limit, 1)
+    scaled = [v * unit.astype(v.dtype) for v in leaves]
+    squares = jnp.stack([jnp.sum(v * v).astype(dtype) for v in scaled])
     # Worst-case relative rounding of a sum of `size` squares, halved by the root.
-    margin = 1 + (size + 16) * float(jnp.finfo(dtype).eps) / 4
-    norm = jnp.sqrt(jnp.sum(squares)) * margin
-    keep = keep & jnp.isfinite(norm)
-    factor = jnp.minimum(1, clip_norm / jnp.where(norm > clip_norm, norm, clip_norm))
+    epsilon = max(float(jnp.finfo(v.dtype).eps) for v in leaves)
+    norm = jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
+    limit = limit * unit
+    # Nothing passes a clip norm so small that the noise made for it underflows.
+    keep = keep & jnp.isfinite(norm) & (jnp.abs(unit) < 1e25)
+    factor = jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit))
     return jax.tree.map(
         lambda v: jnp.where(keep, v * factor.astype(v.dtype), jnp.zeros_like(v)), wide
     )
@@ -242,4 +249,4 @@ def _rows(microbatch, value, records, n: int) -> int:
 
 def _wide(dtype) -> jnp.dtype:
     """The dtype for norms and sums: never half precision."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)

@@ -94,6 +94,8 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
     check_key(key)
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
     shapes = [jnp.shape(v) for v in leaves]
     dtype = jnp.float32
     for leaf in leaves:

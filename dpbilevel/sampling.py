@@ -105,8 +105,9 @@ class Poisson(AbstractSampling):
 
     Args:
         rate: In (0, 1); realised to 32 bits, and accounted for as realised. Static.
-        capacity: Rows of the batch. When omitted, the smallest that overflows with
-            probability at most 1e-12 a draw.
+        capacity: Rows of the batch; replace-one only, because how often it overflows
+            depends on the number of records. When omitted, the smallest that overflows
+            with probability at most 1e-12 a draw.
     """
 
     rate: float = eqx.field(static=True)
@@ -136,11 +137,15 @@ class Poisson(AbstractSampling):
     def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
         """Draws the batch as fixed-shape rows with a mask."""
         n = jax.tree.leaves(records)[0].shape[0]
-        rows = self.rows(size)
+        rows = self.rows(max(n, size))
         bits = jax.random.bits(key, (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)
         index = jnp.flatnonzero(chosen, size=rows, fill_value=0)
         mask = jnp.arange(rows) < jnp.sum(chosen)
+        if n == 0:  # an empty axis cannot be indexed
+            records = jax.tree.map(
+                lambda v: jnp.zeros((1, *v.shape[1:]), v.dtype), records
+            )
         batch = jax.tree.map(lambda v: jnp.take(v, index, axis=0), records)
         return Batch(batch, mask, self.denominator(size))
 
@@ -151,17 +156,29 @@ class Poisson(AbstractSampling):
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
     ) -> dp_accounting.DpEvent:
-        """A Poisson-sampled Gaussian event, under either relation."""
-        del neighbours, size
+        """A Poisson-sampled Gaussian event.
+
+        Raises:
+            ValueError: A `capacity` is given under add-or-remove-one.
+        """
+        del size
+        if self.capacity is not None and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+            raise ValueError(
+                "Poisson: under add-or-remove-one the number of records is private, so "
+                "the overflow of a fixed capacity cannot be accounted for; leave "
+                "capacity out, and it follows the records with overflow at most "
+                f"{_OVERFLOW} a draw."
+            )
         return dp_accounting.PoissonSampledDpEvent(
             self.realised_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
         )
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
         """The probability that more than `capacity` records are chosen."""
-        extra = 1 if neighbours is Neighbours.ADD_OR_REMOVE_ONE else 0
-        law = scipy.stats.binom(size + extra, self.realised_rate)
-        return float(law.sf(self.rows(size)))
+        del neighbours
+        if self.capacity is None:
+            return _OVERFLOW
+        return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
 
 
 class FixedSize(AbstractSampling):

@@ -1,6 +1,7 @@
 """Closed convex sets: exact projection, membership, diameter."""
 
 import abc
+import functools
 import math
 from typing import Any
 
@@ -92,7 +93,11 @@ class Box(AbstractSet):
 
     def __check_init__(self):
         ends = jax.tree.leaves((self.lower, self.upper))
-        if all(map(_checks.concrete, ends)) and not _ordered(self.lower, self.upper):
+        lower: Any = jax.tree.structure(self.lower)
+        known = lower == jax.tree.structure(self.upper) and all(
+            map(_checks.concrete, ends)
+        )
+        if known and not _ordered(self.lower, self.upper):
             raise ValueError(
                 "Box: lower must be at most upper in every entry, got "
                 f"lower={self.lower}, upper={self.upper}."
@@ -123,7 +128,7 @@ class Box(AbstractSet):
                 with it the diagonal, is unknown.
         """
         leaves = jax.tree.leaves((self.lower, self.upper))
-        if any(isinstance(v, int | float) for v in leaves):
+        if any(np.ndim(v) == 0 for v in leaves):
             raise ValueError(
                 "Box: the diameter depends on the number of entries, which plain "
                 "numbers as bounds do not tell; give arrays shaped like w."
@@ -179,7 +184,12 @@ class Simplex(AbstractSet):
 
     def project(self, w: PyTree) -> PyTree:
         """The exact projection, by sorting."""
-        return optax.projections.projection_simplex(w, self.scale)
+        # A common shift of all entries leaves the projection as it is; without it the
+        # sum of the result is as far from `scale` as large entries are rounded.
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers in
+            top = functools.reduce(jnp.maximum, map(jnp.max, jax.tree.leaves(w)))
+            shifted = jax.tree.map(lambda v: v - top.astype(v.dtype), w)
+            return optax.projections.projection_simplex(shifted, self.scale)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Whether entries are non-negative and sum to `scale`, up to `tolerance`."""

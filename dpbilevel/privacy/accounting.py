@@ -22,6 +22,7 @@ COARSE = 1e-3  # discretization of the search for the noise
 # Below this multiplier a privacy loss distribution takes minutes and gigabytes.
 SMALLEST_SAMPLED_MULTIPLIER = 0.1
 
+Profile: TypeAlias = Any  # a float or an array of them
 _Pld: TypeAlias = Any  # a dp-accounting PrivacyLossDistribution, which is untyped
 
 
@@ -44,26 +45,26 @@ def gaussian_mu(event: dp_accounting.DpEvent) -> float | None:
     return math.sqrt(total)
 
 
-def gaussian_delta(mu: float, epsilon: float) -> float:
+def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
     r"""The profile of $\mu$-GDP: $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon
     \Phi(-\varepsilon/\mu - \mu/2)$.
 
     Args:
         mu: $\mu \ge 0$.
-        epsilon: $\varepsilon$, of any sign.
+        epsilon: $\varepsilon$, of any sign; one or an array.
 
     References:
         Balle and Wang, "Improving the Gaussian mechanism for differential privacy",
         ICML 2018, Theorem 8.
     """  # noqa: D205
     if mu == 0:
-        return max(0.0, -math.expm1(epsilon))
+        return np.maximum(0.0, -np.expm1(epsilon))
     if math.isinf(mu):
-        return 1.0
+        return np.ones_like(epsilon)
     near = scipy.special.log_ndtr(-epsilon / mu + mu / 2)
     far = epsilon + scipy.special.log_ndtr(-epsilon / mu - mu / 2)
     # far < near; the difference is taken in the log domain to keep small deltas.
-    return float(math.exp(near) * -math.expm1(min(far - near, 0.0)))
+    return np.exp(near) * -np.expm1(np.minimum(far - near, 0.0))
 
 
 def delta(
@@ -85,7 +86,7 @@ def delta(
     """
     mu = gaussian_mu(event)
     if mu is not None:
-        return gaussian_delta(mu, epsilon)
+        return float(gaussian_delta(mu, epsilon))
     if _hopeless(event):
         return 1.0
     profile = privacy_loss(event, neighbours, interval)
@@ -130,13 +131,21 @@ def privacy_loss(
     Raises:
         ValueError: An event that this library does not account for.
     """
+    parts = _flatten(event)
+    unsampled = [p for p in parts if isinstance(p[0], dp_accounting.GaussianDpEvent)]
     total = privacy_loss_distribution.identity(interval)
-    for part, count in _flatten(event):
-        total = total.compose(_single(part, neighbours, interval).self_compose(count))
+    if unsampled:  # exactly one Gaussian, so discretized once
+        merged = sum(count / part.noise_multiplier**2 for part, count in unsampled)
+        event = dp_accounting.GaussianDpEvent(merged**-0.5)
+        total = total.compose(_single(event, neighbours, interval))
+    for part, count in parts:
+        if not isinstance(part, dp_accounting.GaussianDpEvent):
+            single = _single(part, neighbours, interval)
+            total = total.compose(single.self_compose(count))
     return total
 
 
-def without_replacement_delta(epsilon: float, mu: float, fraction: float) -> float:
+def without_replacement_delta(epsilon: Profile, mu: float, fraction: float) -> Profile:
     r"""The profile of a Gaussian release of a random subset, under replace-one.
 
     With $q$ the fraction sampled and $\delta_\mu$ the profile of the release on the
@@ -145,7 +154,7 @@ def without_replacement_delta(epsilon: float, mu: float, fraction: float) -> flo
     e^{-\varepsilon} \delta(\varepsilon)$ by the symmetry of the relation.
 
     Args:
-        epsilon: $\varepsilon$, of any sign.
+        epsilon: $\varepsilon$, of any sign; one or an array.
         mu: One over the noise multiplier.
         fraction: $q$, batch size over number of records.
 
@@ -153,16 +162,12 @@ def without_replacement_delta(epsilon: float, mu: float, fraction: float) -> flo
         Balle, Barthe and Gaboardi, "Privacy amplification by subsampling", NeurIPS
         2018, Theorem 9.
     """
-    if epsilon < 0:
-        mirrored = without_replacement_delta(-epsilon, mu, fraction)
-        return -math.expm1(epsilon) + math.exp(epsilon) * mirrored
-    # log(1 + (e^eps - 1) / q) without overflow.
-    base = (
-        epsilon + math.log(1 / fraction)
-        if epsilon > 30
-        else math.log1p(math.expm1(epsilon) / fraction)
-    )
-    return fraction * gaussian_delta(mu, base)
+    size = np.abs(epsilon)
+    # log(1 + (e^eps - 1) / q), without overflow at large losses.
+    base = size + np.log(-np.expm1(-size) / fraction + np.exp(-size))
+    positive = fraction * gaussian_delta(mu, base)
+    mirrored = -np.expm1(-size) + np.exp(-size) * positive
+    return np.where(np.asarray(epsilon) < 0, mirrored, positive)
 
 
 def _single(part, neighbours: Neighbours, interval: float) -> _Pld:
@@ -200,9 +205,7 @@ def _without_replacement(fraction: float, multiplier: float, interval: float) ->
     # The largest loss with mass above 1e-20, amplified, and the same below.
     top = math.log1p(fraction * math.expm1(min(mu * (9.5 + mu / 2), 600.0)))
     steps = np.arange(-math.ceil(top / interval) - 1, math.ceil(top / interval) + 2)
-    profile = [
-        without_replacement_delta(float(k) * interval, mu, fraction) for k in steps
-    ]
+    profile = without_replacement_delta(steps * interval, mu, fraction)
     deltas = np.clip(np.minimum.accumulate(profile), 0.0, 1.0)
     pmf = pld_pmf.create_pmf_pessimistic_connect_dots(interval, steps, deltas)
     return privacy_loss_distribution.PrivacyLossDistribution(pmf)
@@ -221,7 +224,8 @@ def _flatten(event, count: int = 1) -> list[tuple[dp_accounting.DpEvent, int]]:
 
 def _hopeless(event) -> bool:
     return any(
-        getattr(part, "event", part).noise_multiplier < SMALLEST_SAMPLED_MULTIPLIER
+        getattr(getattr(part, "event", part), "noise_multiplier", math.inf)
+        < SMALLEST_SAMPLED_MULTIPLIER
         for part, _ in _flatten(event)
     )
 

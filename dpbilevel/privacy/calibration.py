@@ -13,6 +13,8 @@ from .ledger import Ledger
 from .report import PrivacyReport, describe
 
 _LARGEST_SCALE = 2.0**60
+# Inside a solver the multiplier goes through a few float32 roundings of 6e-8 each.
+_ROUNDING_MARGIN = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,8 @@ def calibrate(
     Everything that decides the guarantee is public and on the host: the ledger of the
     whole run is composed for a common noise scale, and the scale is bisected on
     $\delta$ at the target $\varepsilon$. The safe end of the bracket is returned, so
-    the reported epsilon never exceeds the budget.
+    the reported epsilon never exceeds the budget; the solver adds one part in a million
+    more noise, which covers the rounding of its multipliers to float32.
 
     Args:
         problem: A `BilevelProblem` or `FiniteSum`.
@@ -60,8 +63,9 @@ def calibrate(
             smaller than the chance of an overflowing batch.
 
     Privacy:
-        Touches no data. The guarantee holds for one run of the returned solver on data
-        of these sizes; a second run is a second release.
+        Touches no data. The guarantee holds for one run of the returned solver, as it
+        is, on this problem and data of these sizes. A second run is a second release,
+        and changing a field of the solver or the problem voids the report.
     """
     if budget.delta == 0:
         raise ValueError(
@@ -80,7 +84,7 @@ def calibrate(
             "nothing to calibrate."
         )
     scale = _least_scale(ledger, budget)
-    calibrated = planned.with_noise(scale)
+    calibrated = planned.with_noise(scale * (1 + _ROUNDING_MARGIN))
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     report = describe(
         ledger(scale),

@@ -86,9 +86,8 @@ class Release:
     def failure(self) -> float:
         """The probability that some batch of these releases overflows."""
         neighbours = self.mechanism.neighbours
-        return self.count * sum(
-            q.sampling.failure(neighbours, q.size) for q in self.queries
-        )
+        batches = self.queries[:1] if self.joint else self.queries
+        return self.count * sum(q.sampling.failure(neighbours, q.size) for q in batches)
 
     @property
     def noise_multiplier(self) -> float:

@@ -137,6 +137,9 @@ def describe(
         dimensions: Coordinates per release name, where known.
     """
     by_person = ledger.epsilons(budget.delta)
+    if ledger.delta(budget.epsilon) <= budget.delta:
+        # Solving for epsilon may end slightly above one that is known to hold.
+        by_person = {p: min(v, budget.epsilon) for p, v in by_person.items()}
     failure = sum(release.failure for release in ledger.releases)
     exact = all(
         accounting.gaussian_mu(event) is not None for event in ledger.events().values()

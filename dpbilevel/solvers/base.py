@@ -350,5 +350,6 @@ def projected_update(
     w_set: AbstractSet,
 ) -> tuple[PyTree, optax.OptState]:
     """One update by `rule` from a released gradient, projected onto the set."""
-    updates, memory = rule.update(gradient, memory, w)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        updates, memory = rule.update(gradient, memory, w)
     return w_set.project(optax.apply_updates(w, updates)), memory

@@ -1,0 +1,218 @@
+import math
+
+import dp_accounting
+import mpmath
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.stats
+from dp_accounting import rdp
+
+import dpbilevel as dpb
+from dpbilevel.privacy import accounting
+
+REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
+DELTA = 1e-5
+Gaussian, Poisson = dp_accounting.GaussianDpEvent, dp_accounting.PoissonSampledDpEvent
+
+
+def without_replacement(fraction, multiplier):
+    size = 10_000
+    return dp_accounting.SampledWithoutReplacementDpEvent(
+        size, round(fraction * size), Gaussian(multiplier)
+    )
+
+
+def repeated(event, count):
+    return dp_accounting.SelfComposedDpEvent(event, count)
+
+
+def exact_gaussian_delta(mu, epsilon):
+    with mpmath.workdps(60):
+        mu, epsilon = mpmath.mpf(mu), mpmath.mpf(epsilon)
+        near = mpmath.ncdf(-epsilon / mu + mu / 2)
+        return float(near - mpmath.exp(epsilon) * mpmath.ncdf(-epsilon / mu - mu / 2))
+
+
+@pytest.mark.parametrize("mu", [1e-3, 0.1, 1.0, 5.0, 30.0])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3, 0.5, 4.0, 40.0, -0.5, -4.0])
+def test_gaussian_profile_is_that_of_balle_and_wang(mu, epsilon):
+    exact = exact_gaussian_delta(mu, epsilon)
+    assert accounting.gaussian_delta(mu, epsilon) == pytest.approx(
+        exact, rel=1e-9, abs=1e-300
+    )
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 10.0])
+def test_gaussian_epsilon_agrees_with_dp_accounting(sigma):
+    expected = dp_accounting.get_epsilon_gaussian(sigma, DELTA)
+    for relation in dpb.Neighbours:
+        value = accounting.epsilon(Gaussian(sigma), relation, DELTA)
+        assert value == pytest.approx(expected, rel=1e-9)
+        # gaussian_delta inverts it.
+        back = accounting.delta(Gaussian(sigma), relation, value)
+        assert back == pytest.approx(DELTA, rel=1e-6)
+
+
+def test_profiles_at_the_ends():
+    assert accounting.gaussian_delta(0.0, 1.0) == 0
+    assert accounting.gaussian_delta(math.inf, 1.0) == 1
+    silent, broken = dp_accounting.NoOpDpEvent(), Gaussian(0.0)
+    assert accounting.epsilon(silent, REPLACE, DELTA) == 0
+    assert accounting.epsilon(broken, REPLACE, DELTA) == math.inf
+    assert accounting.delta(broken, REPLACE, 1.0) == 1
+    for event in (Poisson(0.1, Gaussian(0.01)), without_replacement(0.1, 0.0)):
+        assert accounting.delta(event, REPLACE, 1.0) == 1
+        assert accounting.epsilon(event, REPLACE, DELTA) == math.inf
+
+
+def test_gaussians_compose_by_their_squared_precision():
+    parts = [repeated(Gaussian(2.0), 3), Gaussian(0.5), repeated(Gaussian(7.0), 2)]
+    event = repeated(dp_accounting.ComposedDpEvent(parts), 5)
+    mu = math.sqrt(5 * (3 / 4 + 4 + 2 / 49))
+    assert accounting.gaussian_mu(event) == pytest.approx(mu)
+    assert accounting.gaussian_mu(Poisson(0.1, Gaussian(1.0))) is None
+
+
+RDP_RELATIONS = {
+    "gaussian": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "poisson": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "subset": dp_accounting.NeighboringRelation.REPLACE_ONE,
+}
+
+
+@pytest.mark.parametrize("multiplier", [0.8, 2.0, 6.0])
+@pytest.mark.parametrize("name", RDP_RELATIONS)
+def test_epsilon_is_below_renyi_and_basic_composition(name, multiplier):
+    event, relation = {
+        "gaussian": (Gaussian(multiplier), REPLACE),
+        "poisson": (Poisson(0.02, Gaussian(multiplier)), ADD_OR_REMOVE),
+        "subset": (without_replacement(0.02, multiplier), REPLACE),
+    }[name]
+    count = 200
+    tight = accounting.epsilon(repeated(event, count), relation, DELTA, 1e-3)
+    accountant = rdp.RdpAccountant(neighboring_relation=RDP_RELATIONS[name])
+    renyi = accountant.compose(event, count).get_epsilon(DELTA)
+    basic = count * accounting.epsilon(event, relation, DELTA / count, 1e-3)
+    assert 0 < tight <= renyi <= basic
+
+
+@pytest.mark.parametrize(
+    ("event", "relation", "expected"),
+    [
+        (without_replacement(0.01, 2.0), REPLACE, 0.720),
+        (Poisson(0.01, Gaussian(2.0)), REPLACE, 0.561),
+        (Poisson(0.01, Gaussian(4.0)), ADD_OR_REMOVE, 0.272),
+    ],
+)
+def test_reference_values_of_a_thousand_sampled_releases(event, relation, expected):
+    # Noise of 4 clip norms; its multiplier is 2 where the sensitivity is 2 clip norms.
+    value = accounting.epsilon(repeated(event, 1000), relation, DELTA)
+    assert value == pytest.approx(expected, abs=2e-3)
+
+
+def test_the_bridge_composes_gaussians_exactly():
+    ten = accounting._without_replacement(1.0, 2.0, 1e-4).self_compose(10)
+    exact = accounting.epsilon(Gaussian(2 / math.sqrt(10)), REPLACE, DELTA)
+    assert exact <= ten.get_epsilon_for_delta(DELTA) <= exact + 1e-4
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 3.0])
+def test_sampling_everything_is_no_sampling(multiplier):
+    whole = accounting.epsilon(repeated(Gaussian(multiplier), 3), REPLACE, DELTA)
+    subset = repeated(without_replacement(1.0, multiplier), 3)
+    assert accounting.epsilon(subset, REPLACE, DELTA) == pytest.approx(whole, rel=1e-3)
+    nearly = repeated(without_replacement(0.9999, multiplier), 3)
+    assert accounting.epsilon(nearly, REPLACE, DELTA) == pytest.approx(whole, rel=1e-2)
+
+
+def hockey_stick(p, q, epsilon):
+    grid = np.linspace(-30, 30, 200_001)
+    excess = np.maximum(p(grid) - math.exp(epsilon) * q(grid), 0)
+    return scipy.integrate.trapezoid(excess, grid)
+
+
+def mixture(fraction, shift, sigma):
+    normal = scipy.stats.norm
+    return lambda x: (
+        (1 - fraction) * normal.pdf(x, 0, sigma)
+        + fraction * normal.pdf(x, shift, sigma)
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3])
+@pytest.mark.parametrize("multiplier", [0.7, 2.0])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 1.0, -0.2, -1.0])
+def test_the_subset_profile_is_attained_and_the_bridge_is_above_it(
+    fraction, multiplier, epsilon
+):
+    # All other records contribute -C, so a batch without the person is N(0) on both
+    # sides, and one with the person is moved by one sensitivity.
+    attained = max(
+        hockey_stick(*pair, epsilon)
+        for pair in (
+            (mixture(fraction, 1, multiplier), mixture(0, 1, multiplier)),
+            (mixture(0, 1, multiplier), mixture(fraction, 1, multiplier)),
+        )
+    )
+    claimed = accounting.without_replacement_delta(epsilon, 1 / multiplier, fraction)
+    assert claimed >= attained * (1 - 1e-6)
+    assert claimed == pytest.approx(attained, rel=1e-5)
+    bridge = accounting._without_replacement(fraction, multiplier, 1e-4)
+    assert attained * (1 - 1e-6) <= bridge.get_delta_for_epsilon(epsilon)
+    assert bridge.get_delta_for_epsilon(epsilon) <= claimed * 1.001 + 1e-9
+
+
+@pytest.mark.parametrize("count", [1, 10, 300])
+def test_composed_subsets_lose_at_least_what_that_worst_case_loses(count):
+    # Its two sides are the pair of Poisson sampling under add-or-remove.
+    worst = Poisson(0.05, Gaussian(1.5))
+    attained = accounting.epsilon(repeated(worst, count), ADD_OR_REMOVE, DELTA)
+    subsets = repeated(without_replacement(0.05, 1.5), count)
+    assert accounting.epsilon(subsets, REPLACE, DELTA) >= attained - 1e-3
+
+
+@pytest.mark.parametrize("multiplier", [0.7, 2.0])
+@pytest.mark.parametrize("rate", [0.01, 0.3])
+@pytest.mark.parametrize("relation", dpb.Neighbours)
+def test_poisson_profiles_equal_numerical_integrals(relation, rate, multiplier):
+    # In units of C: replaced, the record moves the sum by +1 or by -1 from nothing.
+    sigma = multiplier * relation.contributions
+    other_rate = rate if relation is REPLACE else 0.0
+    pair = mixture(rate, 1, sigma), mixture(other_rate, -1, sigma)
+    for epsilon in (0.05, 0.5):
+        expected = max(hockey_stick(*pair, epsilon), hockey_stick(*pair[::-1], epsilon))
+        event = Poisson(rate, Gaussian(multiplier))
+        value = accounting.delta(event, relation, epsilon)
+        assert expected * (1 - 1e-6) <= value <= expected * 1.001 + 1e-9
+
+
+@pytest.mark.parametrize("make", [without_replacement, Poisson])
+def test_more_noise_fewer_releases_and_smaller_batches_are_more_private(make):
+    def epsilon(rate=0.05, multiplier=1.5, count=20):
+        inner = multiplier if make is without_replacement else Gaussian(multiplier)
+        event = repeated(make(rate, inner), count)
+        return accounting.epsilon(event, REPLACE, DELTA, 1e-3)
+
+    assert epsilon() > epsilon(multiplier=1.6) > epsilon(multiplier=5.0) > 0
+    assert epsilon() > epsilon(count=19) > epsilon(count=1)
+    assert epsilon() > epsilon(rate=0.04) > epsilon(rate=0.001)
+
+
+@pytest.mark.parametrize("make", [without_replacement, Poisson])
+def test_a_finer_grid_is_tighter_and_a_coarser_one_still_a_bound(make):
+    inner = 1.5 if make is without_replacement else Gaussian(1.5)
+    event = repeated(make(0.05, inner), 20)
+    grids = (1e-4, 1e-3, 1e-2)
+    values = [accounting.epsilon(event, REPLACE, DELTA, grid) for grid in grids]
+    assert values == sorted(values)
+
+
+def test_what_no_accountant_supports_is_refused():
+    with pytest.raises(ValueError, match=r"SampledWithoutReplacement.*not accounted"):
+        accounting.delta(without_replacement(0.1, 1.0), ADD_OR_REMOVE, 1.0)
+    nested = Poisson(0.1, Poisson(0.1, Gaussian(1.0)))
+    laplace = dp_accounting.LaplaceDpEvent(1.0)
+    for event in (nested, laplace):
+        with pytest.raises(ValueError, match="not accounted for"):
+            accounting.delta(event, REPLACE, 1.0)

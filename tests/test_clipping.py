@@ -1,0 +1,242 @@
+import doctest
+import functools
+import importlib
+import math
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.clipping import microbatch_rows
+
+
+def identity(record):
+    return record
+
+
+def reference(records, clip_norm, mask=None):
+    flat = np.asarray(records, np.float64).reshape(len(records), -1)
+    norms = np.linalg.norm(flat, axis=1)
+    factors = np.minimum(1, clip_norm / np.maximum(norms, 1e-300))
+    keep = np.ones(len(flat), bool) if mask is None else np.asarray(mask)
+    return np.sum(flat * (factors * keep)[:, None], axis=0)
+
+
+def gaussian_records(n=37, d=6, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(scale * rng.normal(size=(n, d)), jnp.float32)
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 2.5, 1e3])
+@pytest.mark.parametrize("denominator", [None, 50.0])
+def test_clipped_mean_equals_a_numpy_reference(clip_norm, denominator):
+    records = gaussian_records()
+    bounded = dpb.clipped_mean(
+        identity, records, clip_norm=clip_norm, denominator=denominator
+    )
+    expected = reference(records, clip_norm) / (denominator or len(records))
+    np.testing.assert_allclose(bounded.raw, expected, rtol=1e-4, atol=1e-6 * clip_norm)
+
+
+def test_the_norm_runs_over_the_whole_pytree():
+    records = gaussian_records(scale=5.0)
+    tree = {"a": records[:, :2], "b": records[:, 2:].reshape(-1, 2, 2)}
+    bounded = dpb.clipped_mean(identity, tree, clip_norm=1.0)
+    flat = np.concatenate([bounded.raw["a"], bounded.raw["b"].ravel()])
+    np.testing.assert_allclose(flat, reference(records, 1.0) / 37, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "factor"),
+    [(dpb.Neighbours.REPLACE_ONE, 2), (dpb.Neighbours.ADD_OR_REMOVE_ONE, 1)],
+)
+def test_sensitivity_is_the_clip_norm_over_the_denominator(neighbours, factor):
+    records = gaussian_records()
+    mask = jnp.arange(37) < 5
+    bounded = dpb.clipped_mean(identity, records, clip_norm=3.0, mask=mask)
+    assert bounded.sensitivity(neighbours) == pytest.approx(factor * 3 / 37)
+    assert bounded.basis is dpb.Basis.CLIPPED
+    doubled = bounded + bounded
+    assert doubled.sensitivity(neighbours) == pytest.approx(2 * factor * 3 / 37)
+    np.testing.assert_array_equal(doubled.raw, 2 * np.asarray(bounded.raw))
+
+
+def test_adding_a_declared_bound_lowers_the_basis():
+    clipped = dpb.Bounded(jnp.ones(2), 1.0)
+    declared = dpb.Bounded(jnp.ones(2), 1.0, dpb.Basis.CONSTANTS)
+    assert (clipped + declared).basis is dpb.Basis.CONSTANTS
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38])
+@pytest.mark.parametrize("microbatch", ["auto", 4])
+def test_a_record_without_a_finite_norm_has_no_influence(bad, microbatch):
+    records = gaussian_records()
+    spoiled = records.at[5, 2].set(bad)
+    mask = jnp.arange(37) != 5
+    with_bad, without = (
+        dpb.clipped_mean(identity, r, clip_norm=1.0, mask=m, microbatch=microbatch)
+        for r, m in ((spoiled, None), (records, mask))
+    )
+    np.testing.assert_array_equal(with_bad.raw, without.raw)
+
+
+def test_a_gradient_that_is_not_a_number_has_no_influence():
+    gradient = jax.grad(lambda w, z: jnp.sqrt(z) * w)  # NaN for a negative record
+    records = jnp.asarray([1.0, -1.0, 4.0])
+    value = dpb.clipped_mean(lambda z: gradient(1.0, z), records, clip_norm=9.0)
+    assert float(value.raw) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("microbatch", ["auto", 1, 3])
+def test_no_records_and_no_unmasked_records_give_zero(microbatch):
+    query = functools.partial(
+        dpb.clipped_mean, identity, clip_norm=1.0, microbatch=microbatch
+    )
+    empty = query(jnp.zeros((0, 3)), denominator=10.0)
+    masked = query(jnp.ones((5, 3)), mask=jnp.zeros(5, bool))
+    for bounded in (empty, masked):
+        np.testing.assert_array_equal(bounded.raw, np.zeros(3))
+        assert bounded.contribution > 0
+
+
+def test_masked_rows_may_hold_anything_and_the_denominator_stays():
+    records = gaussian_records().at[20:].set(jnp.nan)
+    mask = jnp.arange(37) < 20
+    bounded = dpb.clipped_mean(identity, records, clip_norm=1.0, mask=mask)
+    expected = reference(records[:20], 1.0) / 37
+    np.testing.assert_allclose(bounded.raw, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 7, 36, 37, 100])
+def test_microbatches_change_nothing_but_rounding(microbatch):
+    records = {"x": gaussian_records(), "k": jnp.arange(37)}
+    mask = jnp.arange(37) % 5 != 0
+
+    def fun(record):
+        return record["x"] * record["k"].astype(jnp.float32)
+
+    whole, parts = (
+        dpb.clipped_mean(fun, records, clip_norm=4.0, mask=mask, microbatch=size).raw
+        for size in ("auto", microbatch)
+    )
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def peak_bytes(query, n, d=64):
+    records = jax.ShapeDtypeStruct((n, d), jnp.float32)
+    return jax.jit(query).lower(records).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_does_not_grow_with_the_number_of_records():
+    def outer(record):
+        return record[:, None] * record[None, :]
+
+    def chunked(records):
+        return dpb.clipped_mean(outer, records, clip_norm=1.0).raw
+
+    def at_once(records):
+        n = records.shape[0]
+        return dpb.clipped_mean(outer, records, clip_norm=1.0, microbatch=n).raw
+
+    sizes = (20_000, 80_000)
+    small, large = (peak_bytes(chunked, n) for n in sizes)
+    assert large <= small + 4 * sizes[1]
+    # The control: one batch of everything grows with n.
+    small, large = (peak_bytes(at_once, n) for n in sizes)
+    assert large > 2 * small
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_records_are_summed_in_float32(dtype):
+    n = 4000
+    records = jnp.full((n, 1), 0.3, dtype)
+    total = dpb.clipped_mean(identity, records, clip_norm=1.0, denominator=1.0).raw
+    assert total.dtype == jnp.float32
+    exact = n * float(records[0, 0])
+    assert float(total[0]) == pytest.approx(exact, rel=1e-5)
+    # The control: a running sum in the records' own precision is far off.
+    running, _ = jax.lax.scan(lambda s, v: (s + v, None), records[0] * 0, records)
+    assert abs(float(running[0]) - exact) > 0.05 * exact
+
+
+@pytest.mark.parametrize("d", [1, 1000, 1_000_000])
+@pytest.mark.parametrize("clip_norm", [1e-19, 1e-3, 0.7])
+def test_clipped_norm_never_exceeds_the_clip_norm(d, clip_norm):
+    rng = np.random.default_rng(d)
+    for scale in (1e-20, 1e-3, 1.0, 1e6):
+        records = (scale * rng.normal(size=(1, d))).astype(np.float32)
+        value = dpb.clipped_mean(identity, jnp.asarray(records), clip_norm=clip_norm)
+        assert np.linalg.norm(np.asarray(value.raw, np.float64)) <= clip_norm
+
+
+def test_mixed_precisions_are_clipped_to_the_norm_of_the_coarser():
+    with jax.enable_x64(True):
+        records = jnp.asarray(np.random.default_rng(0).normal(size=(1, 500)))
+        both = dpb.clipped_mean(
+            lambda z: {"a": z, "b": z.astype(jnp.float32)}, records, clip_norm=1.0
+        ).raw
+    assert (both["a"].dtype, both["b"].dtype) == (jnp.float64, jnp.float32)
+    flat = np.concatenate([np.asarray(v, np.float64) for v in both.values()])
+    assert 0.999 < np.linalg.norm(flat) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm must be positive and finite, got 0.0"),
+        ({"clip_norm": math.nan}, "clip_norm must be positive and finite, got nan"),
+        ({"clip_norm": math.inf}, "clip_norm must be positive and finite, got inf"),
+        ({"clip_norm": None}, "clip_norm must be positive and finite, got None"),
+        ({"denominator": 0.0}, "denominator must be positive"),
+        ({"microbatch": 0}, "microbatch must be an integer of at least 1"),
+        ({"microbatch": 2.5}, "microbatch must be an integer of at least 1"),
+        ({"mask": jnp.ones(4, bool)}, r"mask must have shape \(5,\)"),
+        ({"records": {"a": jnp.ones(3), "b": jnp.ones(4)}}, "share their leading axis"),
+        ({"records": jnp.ones(())}, "share their leading axis"),
+        ({"records": jnp.ones((0, 2))}, "denominator must be positive"),
+    ],
+)
+def test_misuse_is_refused_with_a_reason(arguments, message):
+    fields = {"records": jnp.ones((5, 2)), "clip_norm": 1.0} | arguments
+    with pytest.raises(ValueError, match=message):
+        dpb.clipped_mean(identity, **fields)
+
+
+def test_integer_values_are_refused():
+    with pytest.raises(TypeError, match="floating-point arrays, got int32"):
+        dpb.clipped_mean(identity, jnp.arange(3), clip_norm=1.0)
+
+
+def test_numbers_are_traced_not_compiled_in():
+    traces = []
+
+    @jax.jit
+    def query(clip_norm):
+        traces.append(None)
+        return dpb.clipped_mean(identity, jnp.full((4, 1), 9.0), clip_norm=clip_norm)
+
+    for clip_norm in (1.0, 2.0):
+        assert float(query(clip_norm).raw[0]) == pytest.approx(clip_norm, rel=1e-5)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_automatic_microbatches_are_powers_of_two_that_shrink_with_the_values(backend):
+    shapes = [jax.ShapeDtypeStruct((10**k,), jnp.float32) for k in range(10)]
+    rows = [microbatch_rows(shape, shape, backend) for shape in shapes]
+    assert all(math.log2(r).is_integer() for r in rows)
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] == 1
+
+
+MODULES = [m.name for m in pkgutil.walk_packages(dpb.__path__, "dpbilevel.")]
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if "__main__" not in m])
+def test_examples_in_docstrings_run(name):
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.failed == 0
+    assert results.attempted > 0 or name != "dpbilevel.clipping"

@@ -1,0 +1,225 @@
+import dataclasses
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+import scipy.optimize
+from dp_accounting import pld
+from scipy.stats import norm
+
+import dpbilevel as dpb
+from dpbilevel.privacy import accounting
+
+REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
+DISJOINT, OVERLAPPING, SHARED = dpb.People
+DELTA = 1e-5
+FULL = dpb.FullBatch()
+SAMPLINGS = [FULL, dpb.Poisson(0.05), dpb.FixedSize(50)]
+
+
+def release(
+    roles=("records",),
+    count=1,
+    multiplier=2.0,
+    sampling=FULL,
+    clip_norms=(1.0, 1.0),
+    sizes=(1000, 1000),
+    neighbours=REPLACE,
+    **fields,
+):
+    parts = zip(roles, sizes, clip_norms, strict=False)
+    queries = tuple(dpb.Query(role, n, c, sampling) for role, n, c in parts)
+    mechanism = dpb.Gaussian(multiplier, neighbours)
+    return dpb.Release("a", count, queries, mechanism, **fields)
+
+
+BOTH = ("upper", "lower")
+
+
+def own_gaussian_epsilon(mu):
+    def excess(epsilon):
+        near = norm.cdf(-epsilon / mu + mu / 2)
+        return near - math.exp(epsilon) * norm.cdf(-epsilon / mu - mu / 2) - DELTA
+
+    return scipy.optimize.brentq(excess, 0, 50, xtol=1e-13)
+
+
+def test_full_batches_compose_to_the_epsilon_computed_by_hand():
+    # One person in both levels; noise of fixed std on the sum of two means.
+    first = release(BOTH, 10, 8.0, clip_norms=(1.0, 3.0), sizes=(500, 2000))
+    second = release(("lower",), 4, 5.0, sizes=(2000,))
+    ledger = dpb.Ledger((first, second))
+    std = 8.0 * 2 * (1 / 500 + 3 / 2000)
+    assert first.noise_std == pytest.approx(std)
+    moved = 2 * (1 / 500 + 3 / 2000)
+    mu = math.sqrt(10 * (moved / std) ** 2 + 4 / 25)
+    assert ledger.epsilon(DELTA) == pytest.approx(own_gaussian_epsilon(mu), rel=1e-8)
+
+
+def test_disjoint_people_are_charged_apart_by_what_they_move():
+    first = release(BOTH, 10, 2.0, clip_norms=(1.0, 3.0), sizes=(500, 2000))
+    second = release(("lower",), 4, 5.0, sizes=(2000,))
+    ledger = dpb.Ledger((first, second), DISJOINT)
+    std = 2.0 * 2 * (1 / 500 + 3 / 2000)
+    upper = math.sqrt(10) * (2 * 1 / 500) / std
+    lower = math.sqrt(10 * (2 * 3 / 2000 / std) ** 2 + 4 / 25)
+    epsilons = ledger.epsilons(DELTA)
+    assert epsilons["upper"] == pytest.approx(own_gaussian_epsilon(upper), rel=1e-8)
+    assert epsilons["lower"] == pytest.approx(own_gaussian_epsilon(lower), rel=1e-8)
+    assert ledger.epsilon(DELTA) == max(epsilons.values())
+
+
+def native_epsilon(events, relation):
+    native = {
+        REPLACE: dp_accounting.NeighboringRelation.REPLACE_ONE,
+        ADD_OR_REMOVE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    }
+    accountant = pld.PLDAccountant(native[relation])
+    for event, count in events:
+        accountant.compose(event, count)
+    return accountant.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("relation", [REPLACE, ADD_OR_REMOVE])
+def test_mixed_releases_equal_the_native_accountant_fed_with_noise_over_clip(relation):
+    sampled = release(
+        count=100, multiplier=2.0, sampling=dpb.Poisson(0.05), neighbours=relation
+    )
+    full = release(count=10, multiplier=9.0, neighbours=relation)
+    noise_over_clip = relation.contributions
+    events = [
+        (
+            dp_accounting.PoissonSampledDpEvent(
+                sampled.queries[0].sampling.realised_rate,
+                dp_accounting.GaussianDpEvent(2.0 * noise_over_clip),
+            ),
+            100,
+        ),
+        (dp_accounting.GaussianDpEvent(9.0 * noise_over_clip), 10),
+    ]
+    value = dpb.Ledger((sampled, full)).epsilon(DELTA)
+    assert value == pytest.approx(native_epsilon(events, relation), rel=1e-3)
+
+
+def test_replacing_equals_adding_or_removing_at_twice_the_clip_norm():
+    std = 0.01
+    epsilons = []
+    for relation, clip_norm in ((REPLACE, 1.0), (ADD_OR_REMOVE, 2.0)):
+        sensitivity = relation.contributions * clip_norm / 1000
+        part = release(
+            multiplier=std / sensitivity, neighbours=relation, clip_norms=(clip_norm,)
+        )
+        assert part.noise_std == pytest.approx(std)
+        epsilons.append(dpb.Ledger((part,)).epsilon(DELTA))
+    assert epsilons[0] == pytest.approx(epsilons[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("people", [OVERLAPPING, SHARED])
+@pytest.mark.parametrize("clip_norms", [(1.0, 1.0), (0.1, 5.0)])
+def test_overlapping_full_batches_are_one_gaussian_of_added_sensitivity(
+    people, clip_norms
+):
+    ledger = dpb.Ledger((release(BOTH, 7, 3.0, clip_norms=clip_norms),), people)
+    event = ledger.events()["person"]
+    assert accounting.gaussian_mu(event) == pytest.approx(math.sqrt(7) / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_overlapping_people_lose_at_least_what_disjoint_ones_do(sampling):
+    parts = (release(BOTH, 20, 2.0, sampling, clip_norms=(1.0, 2.0)),)
+    disjoint = dpb.Ledger(parts, DISJOINT).epsilon(DELTA)
+    overlapping = dpb.Ledger(parts, OVERLAPPING).epsilon(DELTA)
+    assert disjoint < overlapping
+    # And at most what they would lose without sampling.
+    full = (release(BOTH, 20, 2.0, clip_norms=(1.0, 2.0)),)
+    assert overlapping <= dpb.Ledger(full, OVERLAPPING).epsilon(DELTA) * 1.001
+
+
+def test_one_shared_batch_is_one_event():
+    sampling = dpb.Poisson(0.05)
+    joint = release(BOTH, 20, 2.0, sampling, joint=True)
+    single = release(("records",), 20, 2.0, sampling)
+    values = [
+        dpb.Ledger((part,), SHARED).epsilons(DELTA, 1e-3) for part in (joint, single)
+    ]
+    assert values[0]["person"] == pytest.approx(values[1]["records"], rel=1e-5)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_count_is_as_many_entries_and_as_a_repeated_run(sampling):
+    one = release(multiplier=3.0, sampling=sampling)
+    counted = dpb.Ledger((dataclasses.replace(one, count=6),))
+    rivals = [dpb.Ledger((one,) * 6), dpb.Ledger((one,)).repeat(6)]
+    rivals.append(dpb.Ledger((one,)).repeat(2) + dpb.Ledger((one,)).repeat(4))
+    expected = counted.epsilon(DELTA, 1e-3)
+    for rival in rivals:
+        assert rival.epsilon(DELTA, 1e-3) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("people", [DISJOINT, OVERLAPPING])
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
+def test_the_loss_is_monotone_in_noise_and_count(sampling, people):
+    def epsilon(count=10, multiplier=2.0):
+        part = release(BOTH, count, multiplier, sampling)
+        return dpb.Ledger((part,), people).epsilon(DELTA, 1e-3)
+
+    assert epsilon(multiplier=4.0) < epsilon(multiplier=2.1) < epsilon()
+    assert epsilon(count=1) < epsilon(count=9) < epsilon()
+
+
+def test_overflowing_batches_are_charged_to_delta():
+    sampling = dpb.Poisson(0.1, capacity=150)
+    part = release(count=5, multiplier=2.0, sampling=sampling)
+    ledger = dpb.Ledger((part,))
+    assert part.failure == pytest.approx(5 * sampling.failure(REPLACE, 1000))
+    event = ledger.events()["records"]
+    without = accounting.delta(event, REPLACE, 1.0)
+    slack = part.failure * (1 + math.e)
+    assert ledger.delta(1.0) == pytest.approx(without + slack, rel=1e-9)
+    epsilon = ledger.epsilon(DELTA)
+    assert ledger.delta(epsilon) <= DELTA
+    assert epsilon > accounting.epsilon(event, REPLACE, DELTA)
+
+
+def test_no_epsilon_holds_at_a_delta_below_the_chance_of_overflow():
+    part = release(sampling=dpb.Poisson(0.1, capacity=110))
+    assert dpb.Ledger((part,)).epsilon(DELTA) == math.inf
+
+
+@pytest.mark.parametrize("multiplier", [0.0, 1e-3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_too_little_noise_has_no_small_epsilon(sampling, multiplier):
+    ledger = dpb.Ledger((release(multiplier=multiplier, sampling=sampling),))
+    assert ledger.epsilon(DELTA) > 1000
+    assert ledger.delta(10.0) == pytest.approx(1.0)
+
+
+def test_an_empty_ledger_loses_nothing():
+    assert dpb.Ledger(()).epsilon(DELTA) == 0
+    assert dpb.Ledger(()).delta(0.0) == 0
+
+
+def test_names_and_assumptions_are_kept():
+    ledger = dpb.Ledger((release(),), assumptions=("a", "b")).named("inner")
+    assert [part.name for part in ledger.releases] == ["inner: a"]
+    total = ledger + dpb.Ledger((release(),), assumptions=("b", "c"))
+    assert total.assumptions == ("a", "b", "c")
+
+
+def test_relations_and_people_are_not_mixed():
+    with pytest.raises(ValueError, match="one neighbouring relation"):
+        dpb.Ledger((release(), release(neighbours=ADD_OR_REMOVE)))
+    with pytest.raises(ValueError, match="cannot add runs"):
+        dpb.Ledger((), DISJOINT) + dpb.Ledger((), SHARED)
+
+
+def test_uncalibrated_releases_have_no_epsilon():
+    with pytest.raises(ValueError, match=r"dpbilevel\.calibrate"):
+        dpb.Ledger((release(multiplier=None),)).epsilon(DELTA)
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+def test_bad_multipliers_are_refused(bad):
+    with pytest.raises(ValueError, match="non-negative and finite"):
+        dpb.Gaussian(bad)

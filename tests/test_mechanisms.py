@@ -1,0 +1,95 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import dpbilevel as dpb
+
+ALPHA = 1e-4
+SIZE, CLIP_NORM, RECORDS = 50_000, 3.0, 40
+
+
+def zeros(dtype=jnp.float32):
+    records = jnp.zeros((RECORDS, 1), dtype)
+
+    def nothing(record):
+        return {"a": jnp.zeros(SIZE, dtype) * record, "b": record}
+
+    return dpb.clipped_mean(nothing, records, clip_norm=CLIP_NORM)
+
+
+@pytest.mark.parametrize("neighbours", dpb.Neighbours)
+@pytest.mark.parametrize("multiplier", [0.5, 20.0])
+def test_noise_has_the_standard_deviation_that_the_event_claims(
+    neighbours, multiplier, getkey
+):
+    mechanism = dpb.Gaussian(multiplier, neighbours)
+    released = mechanism.release(zeros(), key=getkey())
+    claimed = mechanism.event().noise_multiplier * (
+        neighbours.contributions * CLIP_NORM / RECORDS
+    )
+    sample = np.asarray(released["a"]) / claimed
+    assert scipy.stats.kstest(sample, "norm").pvalue > ALPHA
+    # The test must be able to fail: a 5% smaller scale is rejected.
+    assert scipy.stats.kstest(0.95 * sample, "norm").pvalue < ALPHA
+
+
+def test_the_released_value_is_the_mean_plus_the_noise_of_its_key(getkey):
+    records = jnp.arange(6.0).reshape(3, 2)
+    bounded = dpb.clipped_mean(lambda z: z, records, clip_norm=100.0)
+    key = getkey()
+    silent = dpb.Gaussian(0.0).release(bounded, key=key)
+    np.testing.assert_allclose(silent, [2.0, 3.0], rtol=1e-6)
+    one, two = (dpb.Gaussian(m).release(bounded, key=key) - silent for m in (1.0, 2.0))
+    np.testing.assert_allclose(two, 2 * one, rtol=1e-4)
+    other = dpb.Gaussian(1.0).release(bounded, key=getkey()) - silent
+    assert not np.any(np.isclose(one, other))
+
+
+def test_half_precision_values_are_released_in_float32(getkey):
+    bounded = zeros(jnp.bfloat16)
+    released = dpb.Gaussian(1.0).release(bounded, key=getkey())
+    assert released["a"].dtype == jnp.float32
+    # bfloat16 noise would have 128 values.
+    assert len(np.unique(released["a"])) > 0.99 * SIZE
+
+
+def test_noise_is_relative_to_the_sum_of_sensitivities(getkey):
+    bounded = zeros() + zeros()
+    released = dpb.Gaussian(1.0).release(bounded, key=getkey())
+    std = 2 * 2 * CLIP_NORM / RECORDS
+    assert np.std(released["a"]) == pytest.approx(std, rel=0.02)
+
+
+def test_a_multiplier_is_traced_not_compiled_in(getkey):
+    traces = []
+
+    @jax.jit
+    def release(mechanism, key):
+        traces.append(None)
+        return mechanism.release(dpb.Bounded(jnp.zeros(1000), 1.0), key=key)
+
+    key = getkey()
+    stds = [float(release(dpb.Gaussian(m), key).std()) for m in (1.0, 3.0)]
+    assert stds[1] == pytest.approx(3 * stds[0], rel=1e-4)
+    assert len(traces) == 1
+
+
+def test_nothing_is_released_without_a_multiplier_a_bound_or_a_typed_key(getkey):
+    bounded = dpb.Bounded(jnp.zeros(2), 1.0)
+    with pytest.raises(ValueError, match=r"Get a calibrated solver from dpbilevel"):
+        dpb.Gaussian().release(bounded, key=getkey())
+    with pytest.raises(TypeError, match="only a Bounded value can be released"):
+        dpb.Gaussian(1.0).release(jnp.zeros(2), key=getkey())
+    with pytest.raises(TypeError, match="must be a typed key"):
+        dpb.Gaussian(1.0).release(bounded, key=jnp.zeros(2, jnp.uint32))
+    with pytest.raises(TypeError, match=r"must be a dpbilevel\.Neighbours"):
+        dpb.Gaussian(1.0, "replace_one")
+
+
+def test_scaling_and_setting_the_multiplier_keep_the_relation():
+    removal = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    mechanism = dpb.Gaussian(2.0, removal)
+    assert mechanism.scaled(1.5) == dpb.Gaussian(3.0, removal)
+    assert mechanism.with_multiplier(5.0) == dpb.Gaussian(5.0, removal)

@@ -1,0 +1,205 @@
+import functools
+import itertools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import dpbilevel as dpb
+from dpbilevel.noise import check_key, normal_from_bits, standard_normal
+
+DTYPES = {"float32": jnp.float32, "float64": jnp.float64}
+# Ranks k of 2**63 in the tail; the tail probability is (k + 1/2) / 2**64.
+RANKS = [0, 1, 3, 2**10, 2**24 + 1, 2**33 + 7, 2**52, 2**60, 2**62, 2**63 - 2**50]
+ALPHA = 1e-4
+
+
+def words(ranks, negative):
+    sign = 2**63 if negative else 0
+    values = [rank + sign for rank in ranks]
+    high = np.asarray([v >> 32 for v in values], np.uint32)
+    return high, np.asarray([v % 2**32 for v in values], np.uint32)
+
+
+@functools.cache
+def sample_of(partitionable=True):
+    shape = jax.ShapeDtypeStruct((1_000_000,), jnp.float32)
+    with jax.threefry_partitionable(partitionable):
+        return np.asarray(standard_normal(shape, key=jax.random.key(3)))
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 5e-7), ("float64", 5e-15)])
+def test_bits_map_to_normal_quantiles_out_to_nine_sigma(dtype, rtol, negative):
+    tail = [(rank + 0.5) / 2**64 for rank in RANKS]
+    expected = scipy.stats.norm.ppf(tail) if negative else scipy.stats.norm.isf(tail)
+    assert np.abs(expected).max() > 9
+    high, low = words(RANKS, negative)
+    with jax.enable_x64(dtype == "float64"):
+        value = normal_from_bits(jnp.asarray(high), jnp.asarray(low), DTYPES[dtype])
+    assert value.dtype == dtype
+    np.testing.assert_allclose(value, expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_bits_are_finite_and_symmetric(dtype):
+    ends = [0, 2**32 - 1, 2**32, 2**63 - 1]
+    with jax.enable_x64(dtype == "float64"):
+        positive, negative = (
+            normal_from_bits(*map(jnp.asarray, words(ends, side)), DTYPES[dtype])
+            for side in (False, True)
+        )
+    assert np.isfinite(positive).all()
+    np.testing.assert_array_equal(positive, -np.asarray(negative))
+
+
+def largest_reachable(dtype):
+    high, low = words([0], negative=False)
+    with jax.enable_x64(dtype == jnp.float64):
+        return float(normal_from_bits(jnp.asarray(high), jnp.asarray(low), dtype)[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
+def test_support_reaches_beyond_eight_sigma_in_every_dtype(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        noise = standard_normal(jnp.zeros(1000, dtype), key=jax.random.key(1))
+    assert noise.dtype == (jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    assert len(np.unique(noise)) == 1000  # bfloat16 has 128 normal values
+    assert largest_reachable(noise.dtype) > 8
+
+
+def test_jax_normal_in_float32_stops_at_five_point_four_sigma():
+    # The control: what the library would do with jax.random.normal.
+    lowest = np.nextafter(np.float32(-1), np.float32(0))
+    extremes = np.sqrt(2) * jax.lax.erf_inv(jnp.asarray([lowest, -lowest]))
+    assert np.abs(extremes).max() < 5.5
+
+
+@pytest.mark.parametrize("partitionable", [False, True])
+def test_noise_is_standard_normal(partitionable):
+    sample = sample_of(partitionable)
+    assert scipy.stats.kstest(sample, "norm").pvalue > ALPHA
+    # The test must be able to fail: a 5% smaller scale is rejected.
+    assert scipy.stats.kstest(sample / 0.95, "norm").pvalue < ALPHA
+
+
+def tail_pvalue(sample, threshold):
+    count = int(np.sum(np.abs(sample) > threshold))
+    law = scipy.stats.binom(sample.size, 2 * scipy.stats.norm.sf(threshold))
+    return min(1.0, 2 * min(law.cdf(count), law.sf(count - 1)))
+
+
+@pytest.mark.parametrize("threshold", [2.0, 3.0, 4.0])
+def test_tails_hold_as_many_values_as_the_normal(threshold):
+    sample = sample_of()
+    assert tail_pvalue(sample, threshold) > ALPHA
+    assert tail_pvalue(0.95 * sample, threshold) < ALPHA
+
+
+def test_noise_is_symmetric():
+    sample = sample_of()
+    assert scipy.stats.ks_2samp(sample, -sample).pvalue > ALPHA
+    shifted = sample + 0.03
+    assert scipy.stats.ks_2samp(shifted, -shifted).pvalue < ALPHA
+
+
+def primitives(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from primitives(inner)
+
+
+TREE = {
+    "a": jnp.zeros((3, 4)),
+    "b": [jnp.zeros(5, jnp.bfloat16), jnp.zeros(())],
+    "c": jnp.zeros((2, 1, 2)),
+}
+
+
+def test_a_whole_pytree_is_one_draw():
+    jaxpr = jax.make_jaxpr(lambda key: standard_normal(TREE, key=key))
+    names = list(primitives(jaxpr(jax.random.key(0)).jaxpr))
+    assert names.count("random_bits") == 1
+
+
+def test_noise_has_the_shapes_of_the_tree_and_no_value_twice():
+    noise = standard_normal(TREE, key=jax.random.key(6))
+    assert jax.tree.map(jnp.shape, noise) == jax.tree.map(jnp.shape, TREE)
+    flat = np.concatenate([np.ravel(v) for v in jax.tree.leaves(noise)])
+    assert len(np.unique(flat)) == flat.size
+
+
+def correlation(left, right):
+    return abs(float(np.mean(np.asarray(left) * np.asarray(right))))
+
+
+def test_leaves_keys_and_lanes_are_uncorrelated():
+    n = 20_000
+    tree = {"a": jnp.zeros(n), "b": jnp.zeros(n)}
+    keys = jax.random.split(jax.random.key(7))
+    noise = jax.vmap(lambda key: standard_normal(tree, key=key))(keys)
+    streams = [*noise["a"], *noise["b"]]
+    limit = 4.9 / np.sqrt(n)
+    pairs = itertools.combinations(streams, 2)
+    assert max(correlation(*pair) for pair in pairs) < limit
+    # The control: a tenth of one stream leaking into the other is seen.
+    assert correlation(streams[0], streams[1] + 0.1 * streams[0]) > limit
+
+
+def test_integers_get_no_noise():
+    with pytest.raises(TypeError, match="floating-point values, got int32"):
+        standard_normal({"a": jnp.zeros(2, jnp.int32)}, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("key", [0, None, np.zeros(2, np.uint32), "raw"])
+def test_only_typed_keys_are_accepted(key):
+    if isinstance(key, str):
+        key = jax.random.key_data(jax.random.key(0))
+    with pytest.raises(TypeError, match=r"must be a typed key: dpbilevel\.root_key"):
+        check_key(key)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "philox2x32"])
+def test_generators_unfit_for_noise_are_refused(impl):
+    with pytest.raises(ValueError, match="not fit for privacy noise"):
+        standard_normal(jnp.zeros(2), key=jax.random.key(0, impl=impl))
+    with pytest.raises(ValueError, match="impl must be one of"):
+        dpb.root_key(impl)
+
+
+def test_a_batch_of_keys_is_refused_but_vmap_takes_it():
+    keys = jax.random.split(jax.random.key(0), 3)
+    with pytest.raises(ValueError, match=r"batch of shape \(3,\).*jax\.vmap"):
+        standard_normal(jnp.zeros(2), key=keys)
+    noise = jax.vmap(lambda key: standard_normal(jnp.zeros(2), key=key))(keys)
+    assert len(np.unique(noise)) == 6
+
+
+@pytest.mark.parametrize(
+    ("impl", "bits"), [("threefry2x32", 64), ("threefry4x32", 128), ("philox4x32", 64)]
+)
+def test_root_keys_differ_and_carry_all_their_bits(impl, bits):
+    keys = [dpb.root_key(impl) for _ in range(64)]
+    for key in keys:
+        check_key(key)
+    data = np.stack([jax.random.key_data(key) for key in keys])
+    assert data.itemsize * 8 * data.shape[1] == bits
+    assert len({row.tobytes() for row in data}) == 64
+    # Every single bit takes both values: none is left at zero as by a short seed.
+    seen = np.unpackbits(data.view(np.uint8), axis=1)
+    assert (seen.any(axis=0) & ~seen.all(axis=0)).all()
+
+
+def test_a_seed_loses_its_high_word_which_a_root_key_does_not():
+    data = jax.random.key_data(jax.random.key(2**40 + 1))
+    assert data.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("impl", ["threefry4x32", "philox4x32"])
+def test_noise_is_normal_under_the_other_generators(impl):
+    sample = standard_normal(jnp.zeros(50_000), key=jax.random.key(8, impl=impl))
+    assert scipy.stats.kstest(np.asarray(sample), "norm").pvalue > ALPHA

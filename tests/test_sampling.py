@@ -1,0 +1,211 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import dpbilevel as dpb
+
+REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
+ALPHA = 1e-4
+N, DRAWS = 12, 20_000
+
+
+def keys(count, seed=0):
+    return jax.random.split(jax.random.key(seed), count)
+
+
+@functools.cache
+def inclusions(sampling, n=N, draws=DRAWS, seed=0):
+    """How often every record is in each of many batches."""
+    records = jnp.arange(n)
+
+    @jax.jit
+    @jax.vmap
+    def counts(key):
+        batch = sampling.draw(records, n, key=key)
+        kept = jnp.ones(len(batch.records), bool) if batch.mask is None else batch.mask
+        return jnp.zeros(n, jnp.int32).at[batch.records].add(kept.astype(jnp.int32))
+
+    return np.asarray(counts(keys(draws, seed)))
+
+
+def worst_binomial_pvalue(counts, trials, rate):
+    law = scipy.stats.binom(trials, rate)
+    tails = np.minimum(law.cdf(counts), law.sf(counts - 1))
+    return min(1.0, 2 * float(tails.min()) * np.size(counts))
+
+
+def pair_counts(included):
+    return np.asarray(
+        [
+            np.sum(included[:, i] * included[:, j])
+            for i, j in itertools.combinations(range(included.shape[1]), 2)
+        ]
+    )
+
+
+@pytest.mark.parametrize("rate", [0.03, 0.3, 0.9])
+def test_poisson_includes_each_record_and_each_pair_at_its_rate(rate):
+    included = inclusions(dpb.Poisson(rate, N))
+    assert included.max() == 1
+    assert worst_binomial_pvalue(included.sum(0), DRAWS, rate) > ALPHA
+    assert worst_binomial_pvalue(pair_counts(included), DRAWS, rate**2) > ALPHA
+    # The test must be able to fail: a rate 20% higher is rejected.
+    assert worst_binomial_pvalue(included.sum(0), DRAWS, min(1.2 * rate, 0.97)) < ALPHA
+
+
+def test_poisson_batch_sizes_are_binomial_which_fixed_sizes_are_not():
+    law = DRAWS * scipy.stats.binom.pmf(np.arange(N + 1), N, 0.5)
+
+    def pvalue(sampling):
+        sizes = np.bincount(inclusions(sampling).sum(1), minlength=N + 1)
+        return scipy.stats.chisquare(sizes, law).pvalue
+
+    assert pvalue(dpb.Poisson(0.5, N)) > ALPHA
+    assert pvalue(dpb.FixedSize(6)) < ALPHA
+
+
+@pytest.mark.parametrize("rate", [1e-12, 0.01, 1 / 3, 0.5, 1 - 1e-12])
+def test_the_realised_rate_is_what_the_bits_give_and_what_is_accounted(rate):
+    sampling = dpb.Poisson(rate)
+    realised = sampling.realised_rate
+    assert 0 < realised < 1
+    assert abs(realised - rate) <= 2.0**-32
+    assert (realised * 2**32).is_integer()
+    event = sampling.event(1.0, ADD_OR_REMOVE, 100)
+    assert event.sampling_probability == realised
+    assert sampling.denominator(100) == 100 * realised
+
+
+def test_a_record_is_chosen_exactly_when_its_bits_are_below_the_rate(getkey):
+    key, n, sampling = getkey(), 1000, dpb.Poisson(0.25, capacity=1000)
+    bits = np.asarray(jax.random.bits(key, (n,), jnp.uint32))
+    batch = sampling.draw(jnp.arange(n), n, key=key)
+    chosen = np.asarray(batch.records)[np.asarray(batch.mask)]
+    np.testing.assert_array_equal(chosen, np.flatnonzero(bits < 2**30))
+
+
+def test_an_overflowing_batch_is_full_and_raises_nothing(getkey):
+    sampling = dpb.Poisson(0.9, capacity=3)
+    records = {"x": jnp.arange(50), "y": jnp.ones((50, 2))}
+    batch = sampling.draw(records, 50, key=getkey())
+    assert batch.mask.all()
+    assert batch.records["x"].shape == (3,)
+    assert len(np.unique(batch.records["x"])) == 3
+
+
+def test_the_chance_of_overflow_is_the_binomial_tail():
+    sampling = dpb.Poisson(0.1, capacity=20)
+    tail = scipy.stats.binom.sf(20, 100, sampling.realised_rate)
+    assert sampling.failure(REPLACE, 100) == pytest.approx(tail, rel=1e-9)
+
+
+def test_a_fixed_capacity_is_refused_where_the_number_of_records_is_private():
+    with pytest.raises(ValueError, match="leave capacity out"):
+        dpb.Poisson(0.1, capacity=20).event(1.0, ADD_OR_REMOVE, 100)
+
+
+def test_batches_overflow_as_often_as_accounted():
+    tail = dpb.Poisson(0.3, 5).failure(REPLACE, N)
+    overflows = int(np.sum(inclusions(dpb.Poisson(0.3, N)).sum(1) > 5))
+    assert scipy.stats.binomtest(overflows, DRAWS, tail).pvalue > ALPHA
+    assert scipy.stats.binomtest(overflows, DRAWS, 0.9 * tail).pvalue < ALPHA
+
+
+@pytest.mark.parametrize("relation", [REPLACE, ADD_OR_REMOVE])
+@pytest.mark.parametrize(("rate", "size"), [(0.001, 10), (0.01, 60_000), (0.9, 1000)])
+def test_the_default_capacity_overflows_with_probability_below_1e12(
+    relation, rate, size
+):
+    sampling = dpb.Poisson(rate)
+    extra = 1 if relation is ADD_OR_REMOVE else 0
+    tail = scipy.stats.binom.sf(sampling.rows(size), size + extra, rate + 2.0**-32)
+    assert tail <= sampling.failure(relation, size) <= 1e-12
+    assert sampling.rows(size) <= size + 1
+
+
+def test_the_default_capacity_fits_more_records_than_planned(getkey):
+    # Under add-or-remove-one the real number of records is private and may differ.
+    sampling = dpb.Poisson(0.5)
+    batch = sampling.draw(jnp.arange(4000), 100, key=getkey())
+    assert not batch.mask.all()
+    assert batch.denominator == 50
+    assert int(batch.mask.sum()) > 1500
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_poisson_draws_from_no_records_and_from_one(n, getkey):
+    records = {"x": jnp.ones((n, 3)), "k": jnp.arange(n)}
+    batch = dpb.Poisson(0.5).draw(records, 10, key=getkey())
+    assert batch.records["x"].shape[1:] == (3,)
+    assert int(batch.mask.sum()) <= n
+
+
+@pytest.mark.parametrize("size", [1, 5, N])
+def test_fixed_size_batches_are_uniform_subsets_without_replacement(size):
+    included = inclusions(dpb.FixedSize(size))
+    assert included.max() == 1
+    assert (included.sum(1) == size).all()
+    rate, pair = size / N, size * (size - 1) / (N * (N - 1))
+    assert worst_binomial_pvalue(included.sum(0), DRAWS, rate) > ALPHA
+    assert worst_binomial_pvalue(pair_counts(included), DRAWS, pair) > ALPHA
+    if 1 < size < N:
+        # The control: pairs are rarer than if records were drawn independently.
+        assert worst_binomial_pvalue(pair_counts(included), DRAWS, rate**2) < ALPHA
+
+
+def test_every_small_subset_is_equally_likely():
+    included = inclusions(dpb.FixedSize(2), n=5, draws=50_000, seed=1)
+    counts = np.unique(included @ 2 ** np.arange(5), return_counts=True)[1]
+    assert len(counts) == 10
+    assert scipy.stats.chisquare(counts).pvalue > ALPHA
+    assert scipy.stats.chisquare(counts + 300 * (np.arange(10) < 5)).pvalue < ALPHA
+
+
+def test_fixed_size_is_refused_under_add_or_remove_with_the_reason():
+    with pytest.raises(ValueError, match=r"contains other records too.*Use Poisson"):
+        dpb.FixedSize(5).event(1.0, ADD_OR_REMOVE, 10)
+
+
+def test_a_fixed_size_larger_than_the_data_is_refused(getkey):
+    message = "cannot draw a batch of 11 from 10 records"
+    with pytest.raises(ValueError, match=message):
+        dpb.FixedSize(11).event(1.0, REPLACE, 10)
+    with pytest.raises(ValueError, match=message):
+        dpb.FixedSize(11).draw(jnp.zeros(10), 10, key=getkey())
+
+
+def test_a_full_batch_is_everything_under_either_relation(getkey):
+    batch = dpb.FullBatch().draw(jnp.arange(7), 7, key=getkey())
+    np.testing.assert_array_equal(batch.records, np.arange(7))
+    assert batch.mask is None
+    assert batch.denominator == 7
+    for relation in (REPLACE, ADD_OR_REMOVE):
+        assert dpb.FullBatch().event(2.0, relation, 7).noise_multiplier == 2.0
+        assert dpb.FullBatch().failure(relation, 7) == 0
+
+
+@pytest.mark.parametrize("sampling", [dpb.Poisson(0.3, N), dpb.FixedSize(5)])
+def test_the_key_and_nothing_else_decides_the_batch(sampling, getkey):
+    assert len(np.unique(inclusions(sampling)[:50], axis=0)) > 10
+    key = getkey()
+    first, again = (sampling.draw(jnp.arange(N), N, key=key) for _ in range(2))
+    np.testing.assert_array_equal(first.records, again.records)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5, np.nan, None])
+def test_rates_outside_the_unit_interval_are_refused(rate):
+    with pytest.raises(ValueError, match="Poisson: rate must be strictly between"):
+        dpb.Poisson(rate)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True])
+def test_counts_must_be_positive_integers(count):
+    with pytest.raises(ValueError, match="FixedSize: size must be an integer"):
+        dpb.FixedSize(count)
+    with pytest.raises(ValueError, match="Poisson: capacity must be an integer"):
+        dpb.Poisson(0.5, count)
