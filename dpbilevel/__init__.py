@@ -1,6 +1,7 @@
 """Differentially private bilevel optimization in JAX."""
 
 from . import debug as debug
+from ._version import __version__ as __version__
 from .clipping import Basis as Basis
 from .clipping import Bounded as Bounded
 from .clipping import clipped_mean as clipped_mean
@@ -46,5 +47,3 @@ from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
 from .solvers.refitted import Refitted as Refitted
-
-__version__ = "0.1.0"

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,3 +95,19 @@ def test_scaling_and_setting_the_multiplier_keep_the_relation():
     mechanism = dpb.Gaussian(2.0, removal)
     assert mechanism.scaled(1.5) == dpb.Gaussian(3.0, removal)
     assert mechanism.with_multiplier(5.0) == dpb.Gaussian(5.0, removal)
+
+
+def test_derivatives_through_a_release_see_released_values_only(getkey):
+    problem = dpb.FiniteSum(lambda w, z: 0.5 * jnp.sum((w - z) ** 2))
+    solver = dpb.NoisyGD(1, 100.0, step_size=0.25).with_noise(1e-6)
+    data, start, key = jnp.ones((10, 2)), jnp.zeros(2), getkey()
+
+    def answer(start, step_size):
+        stepped = dataclasses.replace(solver, step_size=step_size)
+        return dpb.solve(problem, stepped, data, start, key=key).value
+
+    by_start, by_step = jax.jacobian(answer, (0, 1))(start, 0.25)
+    released = (start - answer(start, 0.25)) / 0.25
+    # The exact map has the derivative 1 - step_size, which is about the records.
+    np.testing.assert_allclose(by_start, np.eye(2), rtol=1e-6)
+    np.testing.assert_allclose(by_step, -released, rtol=1e-5)

@@ -47,7 +47,9 @@ class Gaussian(eqx.Module):
             key: A typed key for this release alone.
 
         Returns:
-            A pytree like the value, in float32 or float64.
+            A pytree like the value, in float32 or float64. To automatic
+            differentiation it is a constant: derivatives of a solver's output see
+            released values only and are post-processing.
 
         Raises:
             ValueError: The mechanism is not calibrated.
@@ -61,9 +63,11 @@ class Gaussian(eqx.Module):
             )
         std = self._calibrated() * bounded.sensitivity(self.neighbours)
         noise = standard_normal(bounded.raw, key=key)
-        return jax.tree.map(
+        released = jax.tree.map(
             lambda v, z: v.astype(z.dtype) + std * z, bounded.raw, noise
         )
+        # The noise is additive, so a derivative through the sum would bypass it.
+        return jax.lax.stop_gradient(released)
 
     def event(self) -> dp_accounting.DpEvent:
         """One release as an event of dp-accounting.

@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+from .._version import __version__
 from ..clipping import Basis
 from . import accounting
 from .budget import PrivacyBudget
@@ -168,9 +169,10 @@ def describe(
             if exact
             else f"privacy loss distributions, discretization {accounting.FINE}"
         ),
-        versions={
+        versions={"dpbilevel": __version__}
+        | {
             name: importlib.metadata.version(name)
-            for name in ("dpbilevel", "dp-accounting", "jax", "optax", "equinox")
+            for name in ("dp-accounting", "jax", "optax", "equinox")
         },
     )
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from .._version import __version__
 from ..privacy.report import PrivacyReport
 from . import checkpoint
 
 RESULT = "result.json"
-_PACKAGES = ("dpbilevel", "dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
+_PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Result:
 def versions() -> dict[str, str]:
     """The software that a run's bits depend on."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return found | {"python": platform.python_version()}
+    return {"dpbilevel": __version__} | found | {"python": platform.python_version()}
 
 
 def save(folder: Path, result: Result, figure: bytes) -> None:

@@ -19,7 +19,7 @@ from ..problems.finite_sum import AbstractFiniteSum
 from ..sampling import AbstractSampling, FullBatch
 from ..sets import Ball
 from .base import AbstractSolver
-from .noisy_gd import GRADIENT, gradient_ledger, running_mean
+from .noisy_gd import GRADIENT, gradient_ledger, noisy_gradient, running_mean
 
 
 class _State(eqx.Module):
@@ -162,36 +162,16 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
         self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
     ) -> _State:
         """One noisy step in the round's ball; the last one moves the center."""
-        key_batch, key_noise = jax.random.split(key)
-        bounded = problem.clipped_gradient(
-            state.w,
-            data,
-            self.sizes,
-            clip_norm=self.clip_norm,
-            sampling=self.sampling,
-            key=key_batch,
-        )
-        gradient = optax.tree.add(
-            self.noise.release(bounded, key=key_noise), problem.public_gradient(state.w)
-        )
+        gradient = noisy_gradient(self, problem, data, state.w, key=key)
         round_index, t = jnp.divmod(state.t, self.steps_per_round)
         mean = running_mean(state.mean, state.w, t)
         radius = jnp.stack([jnp.asarray(r) for r in self.radii])[round_index]
-        # The center is feasible, so projecting onto the set keeps w inside the ball.
-        w = problem.w_set.project(
-            Ball(radius, state.center).project(
-                jax.tree.map(
-                    lambda v, g: (
-                        v
-                        - (
-                            g / (self.strong_convexity * (t + 1).astype(g.dtype))
-                        ).astype(v.dtype)
-                    ),
-                    state.w,
-                    gradient,
-                )
-            )
+        step_size = 1 / (self.strong_convexity * (t + 1).astype(radius.dtype))
+        moved = optax.apply_updates(
+            state.w, jax.tree.map(lambda g: -step_size.astype(g.dtype) * g, gradient)
         )
+        # The center is feasible, so projecting onto the set keeps w inside the ball.
+        w = problem.w_set.project(Ball(radius, state.center).project(moved))
         ends = t == self.steps_per_round - 1
         center = jax.tree.map(lambda m, c: jnp.where(ends, m, c), mean, state.center)
         w = jax.tree.map(lambda m, v: jnp.where(ends, m, v), mean, w)
@@ -207,9 +187,7 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
 
     def ledger(self, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
         """One release of the gradient per step."""
-        return gradient_ledger(
-            problem, sizes, self.num_steps, self.clip_norm, self.sampling, self.noise
-        )
+        return gradient_ledger(self, problem, sizes)
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""

@@ -89,18 +89,7 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
         self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
     ) -> _State:
         """One noisy gradient, one projected update."""
-        key_batch, key_noise = jax.random.split(key)
-        bounded = problem.clipped_gradient(
-            state.w,
-            data,
-            self.sizes,
-            clip_norm=self.clip_norm,
-            sampling=self.sampling,
-            key=key_batch,
-        )
-        gradient = optax.tree.add(
-            self.noise.release(bounded, key=key_noise), problem.public_gradient(state.w)
-        )
+        gradient = noisy_gradient(self, problem, data, state.w, key=key)
         rule = descent(self.step_size, self.optimizer)
         w, memory = projected_update(
             rule, gradient, state.memory, state.w, problem.w_set
@@ -117,9 +106,7 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
 
     def ledger(self, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
         """`num_steps` releases of the gradient."""
-        return gradient_ledger(
-            problem, sizes, self.num_steps, self.clip_norm, self.sampling, self.noise
-        )
+        return gradient_ledger(self, problem, sizes)
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
@@ -134,17 +121,38 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
 GRADIENT = "gradient"
 
 
-def gradient_ledger(
-    problem: AbstractFiniteSum,
-    sizes: Any,
-    count: int,
-    clip_norm: float,
-    sampling: AbstractSampling,
-    noise: Gaussian,
-) -> Ledger:
-    """The ledger of `count` noisy gradients of a one-level problem."""
-    queries, joint = problem.queries(clip_norm, sampling, sizes)
-    release = Release(GRADIENT, count, queries, noise, joint)
+def noisy_gradient(
+    solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
+) -> PyTree:
+    """The released gradient at `w`: clipped and noisy record terms, public terms.
+
+    Args:
+        solver: Its `clip_norm`, `sampling`, `noise` and `sizes` are read.
+        problem: The one-level problem.
+        data: The records.
+        w: The iterate.
+        key: A typed key for the batch and the noise.
+
+    Privacy:
+        The release that `gradient_ledger` counts once per step.
+    """
+    key_batch, key_noise = jax.random.split(key)
+    bounded = problem.clipped_gradient(
+        w,
+        data,
+        solver.sizes,
+        clip_norm=solver.clip_norm,
+        sampling=solver.sampling,
+        key=key_batch,
+    )
+    released = solver.noise.release(bounded, key=key_noise)
+    return optax.tree.add(released, problem.public_gradient(w))
+
+
+def gradient_ledger(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
+    """The ledger of one `noisy_gradient` per step of `solver`."""
+    queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
+    release = Release(GRADIENT, solver.num_steps, queries, solver.noise, joint)
     return Ledger((release,), **people_of(sizes))
 
 
