@@ -159,8 +159,8 @@ def solve(
 
     A pure function of its arguments: `jax.jit(solve)` compiles once for all numbers,
     `jax.vmap` runs a batch of keys or of stacked solvers: as many runs, as many
-    budgets, and each needs its own key. Derivatives by `jax.grad` treat every released value as a constant: they
-    are post-processing, not derivatives of the exact map.
+    budgets, and each needs its own key. Derivatives by `jax.grad` treat every released
+    value as a constant: they are post-processing, not derivatives of the exact map.
 
     Args:
         problem: A `BilevelProblem` or a `FiniteSum`.
