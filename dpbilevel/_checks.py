@@ -32,7 +32,8 @@ def fraction(owner: str, **values: object) -> None:
 def count(owner: str, **values: object) -> None:
     """Raises `ValueError` unless every value is a Python integer of at least 1."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not whole or value < 1:  # type: ignore[operator]
             raise ValueError(
                 f"{owner}: {name} must be an integer of at least 1, got {value!r}."
             )
@@ -45,11 +46,31 @@ def one_of(owner: str, name: str, value: object, allowed: Iterable[object]) -> N
         raise ValueError(f"{owner}: {name} must be one of {options}, got {value!r}.")
 
 
+def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> None:
+    """Raises `TypeError` unless every value is an instance of `kind`."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    names = " or ".join(k.__name__ for k in kinds)
+    for name, value in values.items():
+        if not isinstance(value, kinds):
+            got = value if isinstance(value, type) else type(value)
+            what = "the class" if isinstance(value, type) else "an instance of"
+            raise TypeError(
+                f"{owner}: {name} must be an instance of {names}, got {what} "
+                f"{got.__name__}."
+            )
+
+
 def _require(owner, values, holds, words) -> None:
     for name, value in values.items():
+        if np.ndim(value) != 0:
+            raise ValueError(
+                f"{owner}: {name} must be a single number, got an array of shape "
+                f"{np.shape(value)}."
+            )
         if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
             continue
         known = concrete(value) and not isinstance(value, bool)
-        flat = np.asarray(value if known else [], dtype=float).ravel()
-        if not known or not all(math.isfinite(v) and holds(v) for v in flat):
-            raise ValueError(f"{owner}: {name} must be {words}, got {value!r}.")
+        if not known or not (math.isfinite(value) and holds(value)):
+            hint = " Pass a schedule as optimizer=optax.sgd(schedule)."
+            hint = hint if callable(value) else ""
+            raise ValueError(f"{owner}: {name} must be {words}, got {value!r}.{hint}")

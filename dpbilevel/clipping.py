@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -17,6 +17,9 @@ from .privacy.budget import Neighbours
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
 _MICROBATCH_BYTES = {"cpu": 4 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
+# Rows that are summed plainly. One record changes the rounding of such a sum by at most
+# _GROUP**2 * 2**-24 of the clip norm, which ROUNDING_MARGIN covers.
+_GROUP = 64
 
 
 class Basis(enum.Enum):
@@ -37,11 +40,14 @@ class Bounded(eqx.Module):
         contribution: $c$, the largest $\ell_2$ norm by which the presence of one
             record moves the value.
         basis: What $c$ rests on.
+        public_denominator: Whether the mean was divided by a given public number
+            rather than by the number of its own rows.
     """
 
     raw: PyTree
     contribution: Float[Array, ""] | float
     basis: Basis = eqx.field(static=True, default=Basis.CLIPPED)
+    public_denominator: bool = eqx.field(static=True, default=True)
 
     def sensitivity(
         self, neighbours: Neighbours = Neighbours.REPLACE_ONE
@@ -50,15 +56,35 @@ class Bounded(eqx.Module):
 
         Args:
             neighbours: Which datasets count as neighbours.
+
+        Raises:
+            ValueError: Under add-or-remove-one, where the number of records is private,
+                the value was divided by that number.
         """
+        if neighbours is Neighbours.ADD_OR_REMOVE_ONE and not self.public_denominator:
+            raise ValueError(
+                "Bounded: under add-or-remove-one the number of records is private, "
+                "but this mean was divided by it; give clipped_mean a public "
+                "denominator=."
+            )
         return neighbours.contributions * self.contribution
 
     def __add__(self, other: "Bounded") -> "Bounded":
-        """The sum; one person may stand behind a record of either, so shares add."""
+        """The sum; one person may stand behind a record of either, so shares add.
+
+        Raises:
+            ValueError: The values differ in structure or shape.
+        """
+        shapes = [jax.tree.map(jnp.shape, bounded.raw) for bounded in (self, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"Bounded: cannot add values of shapes {shapes[0]} and {shapes[1]}."
+            )
         return Bounded(
             jax.tree.map(jnp.add, self.raw, other.raw),
             self.contribution + other.contribution,
             self.basis if self.basis is other.basis else Basis.CONSTANTS,
+            self.public_denominator and other.public_denominator,
         )
 
 
@@ -90,7 +116,8 @@ def clipped_mean(
         clip_norm: $C > 0$.
         mask: Which rows are records; `False` rows contribute zero. All when omitted.
         denominator: $m > 0$, fixed and public. Defaults to $n$, the length of the
-            leading axis, never to the number of unmasked rows.
+            leading axis, never to the number of unmasked rows; that is public under
+            replace-one only.
         microbatch: Records per micro-batch, or `"auto"`: chosen from the size of one
             record's value and the backend.
 
@@ -106,8 +133,10 @@ def clipped_mean(
         One query of $\ell_2$ sensitivity $2C/m$ under replace-one and $C/m$ under
         add-or-remove-one, enforced by clipping for every `fun`, NaN and infinity
         included. The clipped norm stays below $C$ after rounding (the norm is taken
-        with a margin of its worst-case rounding error); the rounding of the sum over
-        records is not covered.
+        with a margin of its worst-case rounding error) and the sum over records is
+        compensated, so that its rounding stays within the margin that mechanisms add
+        to their noise. Not covered: rounding the mean itself to its dtype, at most $n
+        2^{-24}$ of the sensitivity in float32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -119,8 +148,8 @@ def clipped_mean(
     """
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     n = _leading_axis(records)
-    if denominator is None:
-        denominator = n
+    public = denominator is not None
+    denominator = max(n, 1) if denominator is None else denominator
     _checks.positive("clipped_mean", denominator=denominator)
     if mask is not None and mask.shape != (n,):
         raise ValueError(
@@ -131,9 +160,8 @@ def clipped_mean(
     total = _clipped_sum(
         fun, records, clip_norm, mask, value, _rows(microbatch, value, records, n)
     )
-    return Bounded(
-        jax.tree.map(lambda v: v / denominator, total), clip_norm / denominator
-    )
+    mean = jax.tree.map(lambda v: v / denominator, total)
+    return Bounded(mean, clip_norm / denominator, public_denominator=public)
 
 
 def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
@@ -161,17 +189,8 @@ def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
     zero = jax.tree.map(lambda v: jnp.zeros(v.shape, _wide(v.dtype)), value)
     if n == 0:
         return zero
-    if mask is None:
-        mask = jnp.ones(n, bool)
-
-    def chunk_sum(chunk, keep):
-        values = jax.vmap(fun)(chunk)
-        clipped = jax.vmap(_clip, in_axes=(0, 0, None))(values, keep, clip_norm)
-        # A plain sum: a matrix product would run in reduced precision on accelerators.
-        return jax.tree.map(lambda v: jnp.sum(v, axis=0), clipped)
-
-    if rows >= n:
-        return chunk_sum(records, mask)
+    rows = min(rows, n)
+    mask = jnp.ones(n, bool) if mask is None else mask
 
     def step(total, index):
         start = jnp.minimum(index * rows, n - rows)
@@ -180,10 +199,46 @@ def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
             lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
         )
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        return jax.tree.map(jnp.add, total, chunk_sum(chunk, keep & fresh)), None
+        values = jax.vmap(fun)(chunk)
+        clipped = jax.vmap(_clip, in_axes=(0, 0, None))(values, keep & fresh, clip_norm)
+        return jax.lax.scan(_two_sum, total, jax.tree.map(_group_sums, clipped))
 
-    total, _ = jax.lax.scan(step, zero, jnp.arange(-(-n // rows), dtype=jnp.int32))
-    return total
+    if rows == n:
+        (total, correction), _ = step((zero, zero), jnp.int32(0))
+    else:
+        chunks = jnp.arange(-(-n // rows), dtype=jnp.int32)
+        (total, correction), _ = jax.lax.scan(step, (zero, zero), chunks)
+    return jax.tree.map(jnp.add, total, correction)
+
+
+def _group_sums(values: Array) -> Array:
+    """Plain sums of at most `_GROUP` rows each: short ones round little."""
+    rows = values.shape[0]
+    group = min(_GROUP, rows)
+    padding = [(0, -rows % group)] + [(0, 0)] * (values.ndim - 1)
+    padded = jnp.pad(values, padding)
+    # A plain sum: a matrix product would run in reduced precision on accelerators.
+    return jnp.sum(padded.reshape(-1, group, *values.shape[1:]), axis=1)
+
+
+def _two_sum(carry: tuple[PyTree, PyTree], value: PyTree) -> tuple[Any, None]:
+    """Adds `value` to a running sum and keeps what the addition rounds away.
+
+    Without the correction one record could decide how many later additions round
+    away, and move the sum by many times its clipped norm.
+
+    References:
+        Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
+    """
+    total, correction = carry
+    # The barriers keep the compiler from simplifying (a + b) - a to b.
+    barrier = jax.lax.optimization_barrier
+    added = barrier(jax.tree.map(jnp.add, total, value))
+    part = barrier(jax.tree.map(jnp.subtract, added, total))
+    lost = jax.tree.map(
+        lambda a, b, new, p: (a - (new - p)) + (b - p), total, value, added, part
+    )
+    return (added, jax.tree.map(jnp.add, correction, lost)), None
 
 
 def _clip(value: PyTree, keep: Bool[Array, ""], clip_norm) -> PyTree:
@@ -203,7 +258,7 @@ def _clip(value: PyTree, keep: Bool[Array, ""], clip_norm) -> PyTree:
     norm = jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
     limit = limit * unit
     # Nothing passes a clip norm so small that the noise made for it underflows.
-    keep = keep & jnp.isfinite(norm) & (jnp.abs(unit) < 1e25)
+    keep = keep & jnp.isfinite(norm) & jnp.isfinite(limit) & (jnp.abs(unit) < 1e25)
     factor = jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit))
     return jax.tree.map(
         lambda v: jnp.where(keep, v * factor.astype(v.dtype), jnp.zeros_like(v)), wide

@@ -155,3 +155,23 @@ def test_bad_penalty_tuning_is_named():
         dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0]), bounds=(1.0, 0.0))
     with pytest.raises(ValueError, match="groups must hold integers"):
         dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0.5]))
+
+
+def test_x_of_another_size_than_the_sources_is_refused():
+    problem = dpb.source_weighting(dpb.logistic_loss, 2)
+    with pytest.raises(ValueError, match=r"x must have shape \(2,\)"):
+        dpb.debug.lower_objective(problem, jnp.zeros(3), jnp.zeros(5), two_sources(40))
+
+
+def test_a_record_of_an_unknown_source_has_no_influence():
+    problem = dpb.source_weighting(dpb.logistic_loss, 2)
+    data = two_sources(40)
+    stray = data.lower | {"source": data.lower["source"].at[0].set(7)}
+    gradient = jax.grad(problem.lower, 1)
+    x, y = jnp.zeros(2), jnp.zeros(5)
+    mean = dpb.clipped_mean(lambda z: gradient(x, y, z), stray, clip_norm=1.0)
+    rest = jax.tree.map(lambda v: v[1:], data.lower)
+    expected = dpb.clipped_mean(
+        lambda z: gradient(x, y, z), rest, clip_norm=1.0, denominator=20.0
+    )
+    np.testing.assert_allclose(mean.raw, expected.raw, rtol=1e-5)

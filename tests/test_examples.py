@@ -17,11 +17,12 @@ def test_example_runs_and_holds_its_own_assertions(script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_readme_quick_example_learns_the_clean_source(capsys):
+def test_readme_code_runs_and_learns_the_clean_source(capsys):
     readme = (ROOT / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     names = {}
-    exec(compile(code, "README.md", "exec"), names)
+    for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        exec(compile(code, "README.md", "exec"), names)
     weights = names["dpb"].source_weights(names["solution"].x)
     assert float(weights[0]) > 0.8
+    assert names["result"].report.epsilon <= 2.0
     assert "ENFORCED: epsilon = 2" in capsys.readouterr().out

@@ -223,3 +223,39 @@ def test_uncalibrated_releases_have_no_epsilon():
 def test_bad_multipliers_are_refused(bad):
     with pytest.raises(ValueError, match="non-negative and finite"):
         dpb.Gaussian(bad)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"role": "Lower"}, "role must be one of"),
+        ({"size": 6e3}, "size must be an integer"),
+        ({"clip_norm": -1.0}, "clip_norm must be positive"),
+    ],
+)
+def test_a_bad_query_is_refused(fields, message):
+    good = {"role": "lower", "size": 10, "clip_norm": 1.0}
+    with pytest.raises(ValueError, match=message):
+        dpb.Query(**(good | fields))
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0])
+def test_a_release_counts_at_least_once(count):
+    query = dpb.Query("lower", 10, 1.0)
+    with pytest.raises(ValueError, match="count must be an integer of at least 1"):
+        dpb.Release("gradient", count, (query,), dpb.Gaussian(1.0))
+
+
+def test_people_of_a_ledger_may_be_a_word_but_not_any_word():
+    query = dpb.Query("lower", 10, 1.0)
+    release = dpb.Release("gradient", 1, (query,), dpb.Gaussian(1.0))
+    assert dpb.Ledger((release,), "disjoint").people is dpb.People.DISJOINT
+    with pytest.raises(ValueError, match="people must be one of"):
+        dpb.Ledger((release,), "strangers")
+    with pytest.raises(TypeError, match="releases must be an instance of tuple"):
+        dpb.Ledger(release)
+
+
+def test_epsilon_at_a_delta_outside_its_range_is_refused():
+    with pytest.raises(ValueError, match="delta must be strictly between 0 and 1"):
+        dpb.Ledger(()).epsilon(2.0)

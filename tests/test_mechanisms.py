@@ -18,7 +18,7 @@ def zeros(dtype=jnp.float32):
     def nothing(record):
         return {"a": jnp.zeros(SIZE, dtype) * record, "b": record}
 
-    return dpb.clipped_mean(nothing, records, clip_norm=CLIP_NORM)
+    return dpb.clipped_mean(nothing, records, clip_norm=CLIP_NORM, denominator=RECORDS)
 
 
 @pytest.mark.parametrize("neighbours", dpb.Neighbours)

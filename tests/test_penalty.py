@@ -144,7 +144,9 @@ def test_ascent_would_be_noticed(x64):
 def test_answer_is_the_iterate_before_the_smallest_step():
     example = examples()["quadratic"]
     inner = dpb.NoisyGD(3, 1.0, step_size=0.2)
-    solver = dpb.PenaltyBilevel(8, 5.0, inner, step_size=0.1).with_noise(0.3)
+    solver = dpb.PenaltyBilevel(
+        8, 5.0, inner, step_size=0.1, answer="smallest_step"
+    ).with_noise(0.3)
     solution = dpb.solve(
         example.problem,
         solver,

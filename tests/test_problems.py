@@ -221,3 +221,104 @@ def test_the_private_solver_does_not_publish_the_mean_of_the_data():
     spread = jnp.std(found, axis=0)
     assert bool(jnp.all(jnp.abs(found - mean) > 1e-4))
     assert bool(jnp.all(spread > 0.3))
+
+
+RELATIONS = {
+    name: dpb.Gaussian(1.0, relation)
+    for name, relation in (
+        ("replace", dpb.Neighbours.REPLACE_ONE),
+        ("add_or_remove", dpb.Neighbours.ADD_OR_REMOVE_ONE),
+    )
+}
+
+
+FULL = dpb.FullBatch()
+
+
+def planned(relation, people, sampling=FULL):
+    noise = RELATIONS[relation]
+    inner = dpb.NoisyGD(2, 1.0, step_size=0.1, sampling=sampling, noise=noise)
+    solver = dpb.PenaltyBilevel(2, 1.0, inner, step_size=0.1, noise=noise)
+    return solver.with_noise(1.0).planned(dpb.Sizes(20, 20, people))
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize(
+    ("people", "data"),
+    [("disjoint", dpb.Levels.shared(RECORDS)), ("shared", LEVELS)],
+)
+def test_plan_and_data_must_agree_on_sharing(relation, people, data):
+    problem, solver = dpb.BilevelProblem(bare, bare), planned(relation, people)
+    with pytest.raises(ValueError, match="contradicts the data"):
+        dpb.solve(problem, solver, data, W0, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("sampling", [dpb.FullBatch(), dpb.Poisson(0.3)])
+@pytest.mark.parametrize("empty", ["upper", "lower"])
+def test_an_empty_level_runs_where_the_number_of_records_is_private(sampling, empty):
+    problem = dpb.BilevelProblem(with_x, with_x)
+    parts = {"upper": RECORDS, "lower": RECORDS + 0} | {empty: RECORDS[:0]}
+    solver = planned("add_or_remove", "disjoint", sampling)
+    found = dpb.solve(problem, solver, dpb.Levels(**parts), W0, key=jax.random.key(0))
+    assert bool(jnp.isfinite(found.x).all())
+
+
+ONE_LEVEL = dpb.FiniteSum(lambda w, z: jnp.sum((w - z) ** 2))
+TWO_LEVELS = dpb.BilevelProblem(bare, bare)
+SGD = dpb.NoisyGD(2, 1.0, step_size=0.1)
+BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes", "message"),
+    [
+        ((ONE_LEVEL, SGD, (1.0, 1e-5)), 5, "budget must be an instance of Privacy"),
+        ((TWO_LEVELS, SOLVER, BUDGET), (5, 5), "sizes must be an instance of Sizes"),
+        ((TWO_LEVELS, SGD, BUDGET), dpb.Sizes(5, 5), "NoisyGD solves a FiniteSum"),
+        ((ONE_LEVEL, SOLVER, BUDGET), 5, "PenaltyBilevel solves a BilevelProblem"),
+        ((SOLVER, TWO_LEVELS, BUDGET), 5, "solver must be an instance of"),
+    ],
+)
+def test_calibrate_names_the_argument_of_the_wrong_kind(arguments, sizes, message):
+    with pytest.raises(TypeError, match=message):
+        dpb.calibrate(*arguments, sizes=sizes)
+
+
+def test_a_plan_in_place_of_its_solver_is_named():
+    plan = dpb.calibrate(ONE_LEVEL, SGD, BUDGET, sizes=20)
+    with pytest.raises(TypeError, match=r"pass plan\.solver"):
+        dpb.solve(ONE_LEVEL, plan, RECORDS, W0[0], key=jax.random.key(0))
+
+
+def test_a_two_level_solver_as_inner_solver_is_refused():
+    with pytest.raises(TypeError, match="solver of a one-level problem"):
+        dpb.PenaltyBilevel(2, 1.0, SOLVER, step_size=0.1)
+
+
+def test_words_among_the_records_are_refused_without_being_shown():
+    secret = np.asarray(["alice"] * 20)
+    with pytest.raises(ValueError, match="must be a numeric array") as refused:
+        dpb.solve(ONE_LEVEL, SGD, secret, W0[0], key=jax.random.key(0))
+    assert "alice" not in str(refused.value)
+
+
+@pytest.mark.parametrize("start", [jnp.zeros(3, jnp.int32), {"w": 1}, "w"])
+def test_a_start_that_is_not_floating_point_is_refused(start):
+    with pytest.raises(ValueError, match="must be a floating-point array"):
+        dpb.solve(ONE_LEVEL, SGD, RECORDS, start, key=jax.random.key(0))
+
+
+def test_an_error_inside_a_loss_says_which_loss_and_which_shapes():
+    problem = dpb.BilevelProblem(bare, lambda x, y, z: y @ z["features"])
+    with pytest.raises(TypeError) as raised:
+        run(problem)
+    assert any("while tracing lower" in note for note in raised.value.__notes__)
+
+
+def test_bad_terms_and_sets_are_refused_at_construction():
+    with pytest.raises(TypeError, match="upper must be a function"):
+        dpb.BilevelProblem(3, bare)
+    with pytest.raises(TypeError, match="x_set must be an instance of AbstractSet"):
+        dpb.BilevelProblem(bare, bare, x_set=dpb.Simplex)
+    with pytest.raises(TypeError, match="sampling must be an instance of"):
+        dpb.NoisyGD(2, 1.0, step_size=0.1, sampling="poisson")

@@ -168,3 +168,66 @@ def test_no_value_is_released_where_its_noise_underflows(getkey):
     noise_std = bounded.sensitivity()
     assert np.float32(noise_std) < np.finfo(np.float32).tiny
     np.testing.assert_array_equal(dpb.Gaussian(1.0).release(bounded, key=getkey()), 0)
+
+
+def absorbed(first, n=20_000, big=8_192):
+    """Data in which a plain float32 sum loses later records, or not, by the first."""
+    values = np.full(n, 1.0, np.float32)
+    values[0] = first
+    values[big + 2 :] = -0.3 * big * 2.0**-23
+    return jnp.asarray(values)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 1000, "auto"])
+def test_no_arrangement_of_records_lets_one_decide_how_others_round(rows):
+    def total(values):
+        mean = dpb.clipped_mean(
+            lambda v: v[None], values, clip_norm=1.0, denominator=1.0, microbatch=rows
+        )
+        return float(mean.raw[0])
+
+    assert abs(total(absorbed(1.0)) - total(absorbed(-1.0))) <= 2 * (1 + 2**-11)
+
+
+def test_a_plain_float32_sum_is_moved_by_more_than_its_sensitivity():
+    def total(values):
+        return float(jax.lax.scan(lambda s, v: (s + v, None), jnp.zeros(()), values)[0])
+
+    assert abs(total(absorbed(1.0)) - total(absorbed(-1.0))) > 7
+
+
+def test_sum_of_mean_and_mean_of_other_shape_is_refused():
+    records = jnp.ones((4, 1))
+    one = dpb.clipped_mean(lambda v: v, records, clip_norm=1.0)
+    many = dpb.clipped_mean(lambda v: jnp.zeros(9) * v, records, clip_norm=1.0)
+    with pytest.raises(ValueError, match="cannot add values of shapes"):
+        _ = one + many
+
+
+def test_own_number_of_rows_is_no_denominator_where_it_is_private():
+    relation = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    own = dpb.clipped_mean(lambda v: v, jnp.ones(4), clip_norm=1.0)
+    given = dpb.clipped_mean(lambda v: v, jnp.ones(4), clip_norm=1.0, denominator=4.0)
+    with pytest.raises(ValueError, match="give clipped_mean a public denominator"):
+        own.sensitivity(relation)
+    assert given.sensitivity(relation) == 0.25
+    assert own.sensitivity() == 0.5
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "denominator"])
+def test_vectors_are_refused_where_a_number_bounds_the_sensitivity(name):
+    arguments = {"clip_norm": 1.0, "denominator": 4.0} | {name: jnp.ones(2)}
+    with pytest.raises(ValueError, match=f"{name} must be a single number"):
+        dpb.clipped_mean(lambda v: v, jnp.ones((4, 2)), **arguments)
+
+
+def test_a_vector_of_multipliers_is_refused():
+    with pytest.raises(ValueError, match="noise_multiplier must be a single number"):
+        dpb.Gaussian(jnp.asarray([1.0, 0.0]))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_clip_norm_beyond_float32_lets_nothing_through():
+    values = jnp.asarray([1.0, jnp.nan])
+    mean = dpb.clipped_mean(lambda v: v, values, clip_norm=1e39, denominator=1e39)
+    assert float(mean.raw) == 0.0

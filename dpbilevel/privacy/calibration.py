@@ -7,14 +7,13 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from .. import _checks
 from . import accounting
 from .budget import PrivacyBudget
 from .ledger import Ledger
 from .report import PrivacyReport, describe
 
 _LARGEST_SCALE = 2.0**60
-# Inside a solver the multiplier goes through a few float32 roundings of 6e-8 each.
-_ROUNDING_MARGIN = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,7 @@ def calibrate(
     Everything that decides the guarantee is public and on the host: the ledger of the
     whole run is composed for a common noise scale, and the scale is bisected on
     $\delta$ at the target $\varepsilon$. The safe end of the bracket is returned, so
-    the reported epsilon never exceeds the budget; the solver adds one part in a million
-    more noise, which covers the rounding of its multipliers to float32.
+    the reported epsilon never exceeds the budget.
 
     Args:
         problem: A `BilevelProblem` or `FiniteSum`.
@@ -67,6 +65,7 @@ def calibrate(
         is, on this problem and data of these sizes. A second run is a second release,
         and changing a field of the solver or the problem voids the report.
     """
+    _check_kinds(problem, solver, budget, sizes)
     if budget.delta == 0:
         raise ValueError(
             "calibrate: delta = 0 asks for pure differential privacy, but "
@@ -84,7 +83,7 @@ def calibrate(
             "nothing to calibrate."
         )
     scale = _least_scale(ledger, budget)
-    calibrated = planned.with_noise(scale * (1 + _ROUNDING_MARGIN))
+    calibrated = planned.with_noise(scale)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     report = describe(
         ledger(scale),
@@ -93,6 +92,19 @@ def calibrate(
         dimensions=dimensions,
     )
     return Plan(calibrated, report)
+
+
+def _check_kinds(problem, solver, budget, sizes) -> None:
+    # Imported here: solvers and problems build on this package.
+    from ..problems.bilevel import BilevelProblem, Sizes
+    from ..solvers.base import solver_for
+
+    solver_for(problem, solver, "calibrate")
+    _checks.instance("calibrate", PrivacyBudget, budget=budget)
+    if isinstance(problem, BilevelProblem):
+        _checks.instance("calibrate", Sizes, sizes=sizes)
+    else:
+        _checks.count("calibrate", sizes=sizes)
 
 
 def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> float:
@@ -124,8 +136,9 @@ def _bisect(
         step = step**2
         if high > _LARGEST_SCALE:
             raise ValueError(
-                "calibrate: no amount of noise reaches the budget. Is delta smaller "
-                "than the chance of an overflowing Poisson batch?"
+                "calibrate: no amount of noise reaches the budget. Epsilon or delta is "
+                "too small: with Poisson batches delta must exceed the chance that one "
+                "overflows."
             )
     if low == high:
         while not unsafe(low):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import dp_accounting
 
+from .. import _checks
 from ..clipping import Basis
 from ..sampling import AbstractSampling, FullBatch
 from . import accounting
@@ -14,6 +15,7 @@ from .budget import Neighbours, People
 from .mechanisms import Gaussian
 
 RECORDS = "records"  # the role of the records of a one-level problem
+ROLES = ("upper", "lower", RECORDS)
 PERSON = "person"  # whoever may have a record in either level
 
 
@@ -32,6 +34,12 @@ class Query:
     size: int
     clip_norm: float
     sampling: AbstractSampling = dataclasses.field(default_factory=FullBatch)
+
+    def __post_init__(self):
+        _checks.one_of("Query", "role", self.role, ROLES)
+        _checks.count("Query", size=self.size)
+        _checks.positive("Query", clip_norm=self.clip_norm)
+        _checks.instance("Query", AbstractSampling, sampling=self.sampling)
 
     @property
     def contribution(self) -> float:
@@ -65,6 +73,15 @@ class Release:
     mechanism: Gaussian
     joint: bool = False
     basis: Basis = Basis.CLIPPED
+
+    def __post_init__(self):
+        _checks.count("Release", count=self.count)
+        _checks.instance("Release", tuple, queries=self.queries)
+        for query in self.queries:
+            _checks.instance("Release", Query, queries=query)
+        _checks.instance("Release", Gaussian, mechanism=self.mechanism)
+        if len({query.role for query in self.queries}) != len(self.queries):
+            raise ValueError("Release: one query per role; add up the clip norms.")
 
     @property
     def contribution(self) -> float:
@@ -122,11 +139,12 @@ class Ledger:
     Args:
         releases: Every release, in the order of the algorithm.
         people: Who may have records where. Disjoint roles compose apart and the
-            guarantee is the maximum; otherwise one person is charged everything.
+            guarantee is the maximum; otherwise one `"person"` is charged everything.
         assumptions: What the guarantee rests on besides clipping.
 
     Raises:
         ValueError: The releases do not share one neighbouring relation.
+        TypeError: `releases` is not a tuple of `Release`.
 
     References:
         Adaptive composition: Dong, Roth and Su, "Gaussian differential privacy", 2022;
@@ -139,6 +157,13 @@ class Ledger:
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self):
+        _checks.instance("Ledger", tuple, releases=self.releases)
+        for release in self.releases:
+            _checks.instance("Ledger", Release, releases=release)
+        if not isinstance(self.people, People):
+            allowed = [people.value for people in People]
+            _checks.one_of("Ledger", "people", self.people, allowed)
+            object.__setattr__(self, "people", People(self.people))
         relations = {release.mechanism.neighbours for release in self.releases}
         if len(relations) > 1:
             raise ValueError(
@@ -193,7 +218,13 @@ class Ledger:
         }
 
     def epsilon(self, delta: float, interval: float = accounting.FINE) -> float:
-        r"""The smallest $\varepsilon$ at `delta`: the largest over kinds of people."""
+        r"""The smallest $\varepsilon$ at `delta`: the largest over kinds of people.
+
+        Args:
+            delta: $\delta$ in (0, 1); Gaussian noise has no finite epsilon at zero.
+            interval: Discretization of the privacy loss, where one is needed.
+        """
+        _checks.fraction("Ledger.epsilon", delta=delta)
         return max(self.epsilons(delta, interval).values(), default=0.0)
 
     def __add__(self, other: "Ledger") -> "Ledger":

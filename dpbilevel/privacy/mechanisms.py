@@ -12,6 +12,10 @@ from ..clipping import Bounded
 from ..noise import PRNGKey, standard_normal
 from .budget import Neighbours
 
+# Noise is this much larger than claimed, to cover the rounding of clipped sums (at most
+# 2**-12 of a contribution), of multipliers and of clip norms in float32.
+ROUNDING_MARGIN = 2.0**-11
+
 
 class Gaussian(eqx.Module):
     r"""The Gaussian mechanism: adds $\mathcal N(0, (m S)^2 I)$ to a bounded value.
@@ -61,7 +65,10 @@ class Gaussian(eqx.Module):
                 f"sensitivity is known; got {type(bounded).__name__}. Compute it with "
                 "clipped_mean."
             )
-        std = self._calibrated() * bounded.sensitivity(self.neighbours)
+        multiplier = self._calibrated()
+        _checks.non_negative("Gaussian", noise_multiplier=multiplier)
+        multiplier = multiplier * (1 + ROUNDING_MARGIN)
+        std = multiplier * bounded.sensitivity(self.neighbours)
         noise = standard_normal(bounded.raw, key=key)
         released = jax.tree.map(
             lambda v, z: v.astype(z.dtype) + std * z, bounded.raw, noise

@@ -23,7 +23,7 @@ class Status(enum.Enum):
 
 
 IDEALISED = (
-    "floating-point noise and sums stand for real ones; JAX's generator is not a "
+    "floating-point noise and means stand for real ones; JAX's generator is not a "
     "cryptographic one"
 )
 TRUSTED = (
@@ -88,11 +88,12 @@ class PrivacyReport:
         """
         try:
             fields = _infinite(json.loads(text))
+            fields.keys()
             fields["status"] = Status(fields["status"])
             for name in ("ledger", "forecast", "assumptions", "certificates"):
                 fields[name] = tuple(fields[name])
             return cls(**fields)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"PrivacyReport: not the JSON of a report: {error}."
             ) from error
@@ -162,7 +163,12 @@ def describe(
         forecast=tuple(
             _forecast(release, dimensions or {}) for release in ledger.releases
         ),
-        assumptions=(*ledger.assumptions, TRUSTED, IDEALISED),
+        assumptions=(
+            *ledger.assumptions,
+            *_large_delta(ledger, budget),
+            TRUSTED,
+            IDEALISED,
+        ),
         certificates=certificates,
         accountant=(
             "exact Gaussian composition"
@@ -174,6 +180,16 @@ def describe(
             name: importlib.metadata.version(name)
             for name in ("dp-accounting", "jax", "optax", "equinox")
         },
+    )
+
+
+def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
+    sizes = [q.size for release in ledger.releases for q in release.queries]
+    if not sizes or budget.delta < 1 / max(sizes):
+        return ()
+    return (
+        f"delta = {budget.delta:.3g} is not below one over the number of records: it "
+        "allows publishing some record whole with that chance",
     )
 
 

@@ -16,13 +16,18 @@ Scalar = Float[Array, ""]
 ModelLoss = Callable[[PyTree, PyTree], Scalar]
 
 
+def read_source(record: PyTree) -> Int[Array, ""]:
+    """The source of a training record: its entry `"source"`."""
+    return record["source"]
+
+
 def source_weighting(
     loss: ModelLoss,
     num_sources: int,
     *,
     ridge: float = 0.0,
     parametrization: Literal["logits", "simplex"] = "logits",
-    source: Callable[[PyTree], Int[Array, ""]] = lambda record: record["source"],
+    source: Callable[[PyTree], Int[Array, ""]] = read_source,
 ) -> BilevelProblem:
     r"""Weights the sources of the training records by clean validation records.
 
@@ -39,7 +44,8 @@ def source_weighting(
         num_sources: $k$.
         ridge: $\rho \ge 0$; public. Positive where $\ell$ is not strongly convex.
         parametrization: `"logits"` or `"simplex"`.
-        source: Reads a training record's source, an integer in $[0, k)$.
+        source: Reads a training record's source, an integer in $[0, k)$; a record
+            of any other source has no influence.
 
     Returns:
         A problem over `Levels(upper=validation, lower=training)`; only the training
@@ -58,8 +64,16 @@ def source_weighting(
         return loss(y, record)
 
     def lower(x, y, record):
-        weights = source_weights(x, parametrization)
-        return num_sources * weights[source(record)] * loss(y, record)
+        if jnp.shape(x) != (num_sources,):
+            raise ValueError(
+                f"source_weighting: x must have shape ({num_sources},), one entry per "
+                f"source, got {jnp.shape(x)}."
+            )
+        index = source(record)
+        known = (index >= 0) & (index < num_sources)
+        weight = source_weights(x, parametrization)[jnp.where(known, index, 0)]
+        # A record of no known source has no influence: NaN is clipped to zero.
+        return jnp.where(known, num_sources * weight, jnp.nan) * loss(y, record)
 
     def lower_public(x, y):
         del x
@@ -139,6 +153,11 @@ def penalty_tuning(
         return loss(y, record)
 
     def lower_public(x, y):
+        if jnp.shape(x) != (num_groups,):
+            raise ValueError(
+                f"penalty_tuning: x must have shape ({num_groups},), one log-penalty "
+                f"per group, got {jnp.shape(x)}."
+            )
         terms = jax.tree.map(lambda g, v: jnp.sum(jnp.exp(x)[g] * v * v), groups, y)
         return 0.5 * optax.tree.sum(terms)
 

@@ -17,7 +17,7 @@ from ..privacy.budget import People
 from ..privacy.ledger import Query
 from ..sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
-from .finite_sum import AbstractFiniteSum, check_scalar, leading_axis
+from .finite_sum import AbstractFiniteSum, check_scalar, check_start, leading_axis
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
@@ -128,6 +128,7 @@ class Constants:
 def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
     if isinstance(value, bool):
         return ROLES if value else ()
+    _checks.instance("BilevelProblem", (bool, str, tuple, list), x_in_records=value)
     chosen = (value,) if isinstance(value, str) else tuple(value)
     for name in chosen:
         _checks.one_of("BilevelProblem", "x_in_records", name, (*ROLES, True, False))
@@ -173,6 +174,14 @@ class BilevelProblem(eqx.Module):
     )
     constants: Constants | None = eqx.field(static=True, default=None)
 
+    def __check_init__(self):
+        owner = "BilevelProblem"
+        for name in ("upper", "lower", "upper_public", "lower_public"):
+            term = getattr(self, name)
+            if not callable(term) and not (term is None and "public" in name):
+                raise TypeError(f"{owner}: {name} must be a function, got {term!r}.")
+        _checks.instance(owner, AbstractSet, x_set=self.x_set, y_set=self.y_set)
+
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """The same problem with `x_in_records` decided by tracing the functions.
 
@@ -194,12 +203,15 @@ class BilevelProblem(eqx.Module):
             ValueError: `w0` is not a pair, shapes do not fit, a loss is not a scalar,
                 or a level that is declared not to read `x` does.
         """
-        self.sizes_of(data)
+        self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
+        for role in ROLES:  # an empty level is fine: its number may be private
+            leading_axis(getattr(data, role), f"data.{role}")
         if not isinstance(w0, tuple | list) or len(w0) != 2:
             raise ValueError(
                 "w0 must be a pair (x, y) of the upper and the lower starting point, "
                 f"got {type(w0).__name__}."
             )
+        check_start(w0)
         for role, loss in (("upper", self.upper), ("lower", self.lower)):
             check_scalar(role, loss, *w0, one_record(getattr(data, role)))
         public_terms = {
@@ -208,7 +220,7 @@ class BilevelProblem(eqx.Module):
         }
         for name, term in public_terms.items():
             if term is not None:
-                check_scalar(name, term, *w0)
+                check_scalar(name, term, *w0, of="the public term")
         undeclared = {
             role for role in self._x_readers(w0, data) if not self.reads_x(role)
         }
@@ -232,23 +244,37 @@ class BilevelProblem(eqx.Module):
             ValueError: Leading axes differ within a level, or `people` contradicts
                 the data.
         """
-        if not isinstance(data, Levels):
-            raise TypeError(
-                "data of a BilevelProblem must be dpbilevel.Levels(upper=..., "
-                f"lower=...) or Levels.shared(records), got {type(data).__name__}."
-            )
-        natural = People.SHARED if data.is_shared else People.OVERLAPPING
+        natural = People.SHARED if _shared(data) else People.OVERLAPPING
+        self.check_people(data, natural)
         sizes = Sizes(
             leading_axis(data.upper, "data.upper"),
             leading_axis(data.lower, "data.lower"),
             natural if people is None else people,  # type: ignore[arg-type]
         )
-        if (sizes.people is People.SHARED) != data.is_shared:
+        self.check_people(data, sizes.people)
+        return sizes
+
+    def check_people(self, data: Levels, people: People) -> None:
+        """Refuses separate data called shared, and shared data called anything else.
+
+        Args:
+            data: The records.
+            people: Who is said to be behind them.
+
+        Raises:
+            TypeError: `data` is not `Levels`.
+            ValueError: `people` contradicts the data.
+        """
+        if not isinstance(data, Levels):
+            raise TypeError(
+                "data of a BilevelProblem must be dpbilevel.Levels(upper=..., "
+                f"lower=...) or Levels.shared(records), got {type(data).__name__}."
+            )
+        if (people is People.SHARED) != data.is_shared:
             raise ValueError(
-                f"people={sizes.people.value!r} contradicts the data: use "
+                f"people={people.value!r} contradicts the data: use "
                 "Levels.shared(records) exactly when every record enters both levels."
             )
-        return sizes
 
     def reads_x(self, role: str) -> bool:
         """Whether the records of level `role` are declared to meet x."""
@@ -427,6 +453,10 @@ class PenalizedLevel(AbstractFiniteSum):
         if self.penalty is None or self.upper_clip_norm is None:
             return Levels(None, clip_norm)
         return Levels(self.upper_clip_norm / self.penalty, clip_norm)
+
+
+def _shared(data: object) -> bool:
+    return isinstance(data, Levels) and data.is_shared
 
 
 def _reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:

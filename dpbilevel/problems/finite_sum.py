@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from .. import _checks
 from ..clipping import Bounded, clipped_mean, one_record
 from ..noise import PRNGKey
 from ..privacy.ledger import RECORDS, Query
@@ -76,6 +77,11 @@ class FiniteSum(AbstractFiniteSum):
     public: Callable[[PyTree], Scalar] | None = eqx.field(static=True, default=None)
     w_set: AbstractSet = Euclidean()
 
+    def __check_init__(self):
+        _checks.instance("FiniteSum", AbstractSet, w_set=self.w_set)
+        if not callable(self.loss):
+            raise TypeError(f"FiniteSum: loss must be a function, got {self.loss!r}.")
+
     def clipped_gradient(
         self,
         w: PyTree,
@@ -119,9 +125,10 @@ class FiniteSum(AbstractFiniteSum):
             ValueError: Leading axes differ or the loss is no floating-point scalar.
         """
         leading_axis(data, "data")
+        check_start(w0)
         check_scalar("loss", self.loss, w0, one_record(data))
         if self.public is not None:
-            check_scalar("public", self.public, w0)
+            check_scalar("public", self.public, w0, of="the public term")
 
 
 def leading_axis(records: PyTree, name: str) -> int:
@@ -135,6 +142,15 @@ def leading_axis(records: PyTree, name: str) -> int:
         ValueError: No arrays, or leading axes that differ.
     """
     leaves = jax.tree_util.tree_leaves_with_path(records)
+    for path, leaf in leaves:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not (
+            jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+        ):
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} must be a numeric array with one "
+                f"row per record, got {dtype or type(leaf).__name__}."
+            )
     lengths = {jax.tree_util.keystr(path): jnp.shape(v)[:1] for path, v in leaves}
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
         found = {path or "value": length for path, length in lengths.items()}
@@ -145,18 +161,49 @@ def leading_axis(records: PyTree, name: str) -> int:
     return next(iter(lengths.values()))[0]
 
 
-def check_scalar(name: str, fun: Callable, *arguments: PyTree) -> None:
+def check_start(w0: PyTree) -> None:
+    """Raises unless `w0` holds floating-point arrays.
+
+    Args:
+        w0: The starting point.
+
+    Raises:
+        ValueError: A leaf is not a floating-point array.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(w0):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"w0{where} must be a floating-point array, got "
+                f"{type(leaf).__name__ if dtype is None else dtype}. Convert numbers "
+                "with jnp.asarray(..., float); split other leaves off, as "
+                "equinox.partition(model, equinox.is_inexact_array) does."
+            )
+
+
+def check_scalar(
+    name: str, fun: Callable, *arguments: PyTree, of: str = "one record"
+) -> None:
     """Raises unless `fun` maps `arguments` to a floating-point scalar.
 
     Args:
         name: What to call the function in an error.
         fun: The function; it is traced on shapes only.
         *arguments: Its arguments, or their shapes.
+        of: What it is a function of.
 
     Raises:
         ValueError: The result is not a floating-point scalar.
     """
-    value = jax.eval_shape(fun, *arguments)
+    try:
+        value = jax.eval_shape(fun, *arguments)
+    except Exception as error:
+        shapes = jax.tree.map(
+            lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", arguments
+        )
+        error.add_note(f"This happened while tracing {name}, called with {shapes}.")
+        raise
     leaves = jax.tree.leaves(value)
     if (
         len(leaves) != 1
@@ -165,6 +212,6 @@ def check_scalar(name: str, fun: Callable, *arguments: PyTree) -> None:
     ):
         got = [f"{v.dtype}{list(v.shape)}" for v in leaves]
         raise ValueError(
-            f"{name} must return one floating-point scalar for one record (no mean "
-            f"over records, no auxiliary output), got {got}."
+            f"{name} must return one floating-point scalar for {of} (no mean over "
+            f"records, no auxiliary output), got {got}."
         )

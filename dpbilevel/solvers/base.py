@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from .. import _checks
 from ..noise import PRNGKey, check_key
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.calibration import calibrate
+from ..privacy.calibration import Plan, calibrate
 from ..privacy.ledger import Ledger
 from ..privacy.report import PrivacyReport
 from ..sets import AbstractSet
@@ -28,9 +28,12 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     static. A solver is run by `solve`, calibrated by `calibrate`.
 
     Attributes:
+        problem_type: The class of problems it solves.
         num_steps: The fixed number of steps. Static.
         sizes: The planned numbers of records; set by `calibrate`. Static.
     """
+
+    problem_type: eqx.AbstractClassVar[type]
 
     if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
 
@@ -145,6 +148,16 @@ class PrivateResult:
     report: PrivacyReport
     trajectory: PyTree | None = None
 
+    @property
+    def x(self) -> PyTree:
+        """The upper variable of a two-level answer."""
+        return Solution(self.value).x
+
+    @property
+    def y(self) -> PyTree:
+        """The lower variable of a two-level answer."""
+        return Solution(self.value).y
+
 
 def solve(
     problem: Any,
@@ -184,6 +197,7 @@ def solve(
         holds. All errors depend on shapes and public values only.
     """
     check_key(key)
+    solver_for(problem, solver, "solve")
     if isinstance(trajectory, jax.core.Tracer):
         raise TypeError(
             "solve: trajectory must be a Python bool; under jax.jit pass "
@@ -248,6 +262,9 @@ def bound_to(problem: Any, solver: AbstractSolver, data: PyTree) -> AbstractSolv
         ValueError: Under replace-one, the data's sizes are not the planned ones; under
             add-or-remove-one, there is no plan to take the public sizes from.
     """
+    people = getattr(solver.sizes, "people", None)
+    if people is not None:
+        problem.check_people(data, people)
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         if solver.sizes is None:
             raise ValueError(
@@ -258,7 +275,6 @@ def bound_to(problem: Any, solver: AbstractSolver, data: PyTree) -> AbstractSolv
         return solver
     if solver.sizes is None:
         return solver.planned(problem.sizes_of(data))
-    people = getattr(solver.sizes, "people", None)
     found = problem.sizes_of(data) if people is None else problem.sizes_of(data, people)
     if found != solver.sizes:
         raise ValueError(
@@ -315,6 +331,7 @@ def fit(
             "solve."
         )
     check_key(key)
+    solver_for(problem, solver, "fit")
     if hasattr(problem, "traced"):
         problem = problem.traced(w0, data)
         sizes = problem.sizes_of(data, people)
@@ -323,6 +340,29 @@ def fit(
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0)
     solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
     return PrivateResult(solution.value, plan.report, solution.trajectory)
+
+
+def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
+    """The solver, if it is one and solves problems of this kind.
+
+    Args:
+        problem: What was given as problem.
+        solver: What was given as solver.
+        owner: The function to name in an error.
+
+    Raises:
+        TypeError: The solver is a plan or no solver, or the problem is of another kind.
+    """
+    if isinstance(solver, Plan):
+        raise TypeError(f"{owner}: got a Plan as solver; pass plan.solver.")
+    _checks.instance(owner, AbstractSolver, solver=solver)
+    if not isinstance(problem, solver.problem_type):
+        raise TypeError(
+            f"{owner}: {type(solver).__name__} solves a "
+            f"{solver.problem_type.__name__.removeprefix('Abstract')}, got "
+            f"{type(problem).__name__} as problem."
+        )
+    return solver
 
 
 def descent(
@@ -342,6 +382,8 @@ def check_descent(owner: str, step_size, optimizer) -> None:
         )
     if step_size is not None:
         _checks.positive(owner, step_size=step_size)
+    if optimizer is not None:
+        _checks.instance(owner, optax.GradientTransformation, optimizer=optimizer)
 
 
 def projected_update(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -69,8 +69,11 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
     sizes: Any = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):
+        _checks.instance(type(self).__name__, AbstractSampling, sampling=self.sampling)
+        _checks.instance(type(self).__name__, Gaussian, noise=self.noise)
         if not isinstance(self.radii, tuple) or not self.radii:
             raise ValueError(
                 "LocalizedGD: radii must be a tuple with one radius per round, got "

@@ -1,7 +1,7 @@
 """Noisy projected gradient descent for one-level problems."""
 
 import dataclasses
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import equinox as eqx
 import jax
@@ -66,8 +66,11 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
     noise: Gaussian = Gaussian()
     average: Literal["last", "mean"] = eqx.field(static=True, default="last")
     sizes: Any = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):
+        _checks.instance(type(self).__name__, AbstractSampling, sampling=self.sampling)
+        _checks.instance(type(self).__name__, Gaussian, noise=self.noise)
         _checks.count("NoisyGD", num_steps=self.num_steps)
         _checks.positive("NoisyGD", clip_norm=self.clip_norm)
         check_descent("NoisyGD", self.step_size, self.optimizer)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import equinox as eqx
 import jax
@@ -25,6 +25,7 @@ from ..problems.bilevel import (
     levels_mean,
     levels_queries,
 )
+from ..problems.finite_sum import AbstractFiniteSum
 from ..sampling import AbstractSampling, FullBatch
 from .base import (
     AbstractSolver,
@@ -64,8 +65,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     $$
 
     Both inner solves start from the previous step's private solutions. The answer is
-    the $x_t$ with the smallest $\|x_{t+1} - x_t\|$, with its $y_t$. Where no record
-    meets $x$, $\tilde g_t$ is a function of private values: no noise, no budget.
+    the last pair, or as in the paper the $x_t$ with the smallest $\|x_{t+1} - x_t\|$
+    and its $y_t$. Where no record meets $x$, $\tilde g_t$ is a function of private
+    values: no noise, no budget.
 
     Args:
         num_steps: The number of outer steps $T$. Static.
@@ -75,7 +77,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             `NoisyGD(num_steps=10, step_size=1.0, clip_norm=1.0)`. Its `clip_norm`
             bounds $\nabla_y g(x, y; z)$.
         clip_norm: $C_x$, the bound on $\lambda (\nabla_x g(x, z_t; z) - \nabla_x g(x,
-            y_t; z))$ of one lower record.
+            y_t; z))$ of one lower record; it includes the factor $\lambda$.
         upper_clip_norm: $C_f$, the bound on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         step_size: $\eta$; or give `optimizer`.
@@ -86,7 +88,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             the whole run seen as one full-batch release.
         shares: How the squared budget is split over lower solves, penalized solves and
             outer gradients; where the outer gradient is free, over the first two.
-        answer: `"smallest_step"` as in the paper, or `"last"`. Static.
+        answer: `"last"`, or `"smallest_step"` as in the paper. The latter wants inner
+            solves that are accurate from the first step on: short ones start equal, so
+            that the first outer step is small for no good reason. Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -117,13 +121,14 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
     shares: tuple[float, float, float] = (0.4, 0.4, 0.2)
-    answer: Literal["smallest_step", "last"] = eqx.field(
-        static=True, default="smallest_step"
-    )
+    answer: Literal["smallest_step", "last"] = eqx.field(static=True, default="last")
     sizes: Sizes | None = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
+        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
+        _checks.instance(owner, Gaussian, noise=self.noise)
         _checks.count(owner, num_steps=self.num_steps)
         _checks.positive(
             owner,
@@ -133,7 +138,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         )
         check_descent(owner, self.step_size, self.optimizer)
         _checks.one_of(owner, "answer", self.answer, ("smallest_step", "last"))
-        if not isinstance(self.inner, AbstractSolver):
+        if not isinstance(self.inner, AbstractSolver) or not issubclass(
+            AbstractFiniteSum, self.inner.problem_type
+        ):
             raise TypeError(
                 f"{owner}: inner must be a solver of a one-level problem, such as "
                 f"NoisyGD, got {type(self.inner).__name__}."
@@ -198,9 +205,10 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         ) + inner_constant * (math.sqrt(dimension_y) / (epsilon * num_records)) ** (
             1 / 3
         )
-        defaults = {
+        defaults: dict[str, Any] = {
             "clip_norm": ell * kappa,
             "upper_clip_norm": constants.upper_lipschitz,
+            "answer": "smallest_step",
         }
         return cls(
             num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),

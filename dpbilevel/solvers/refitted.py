@@ -1,7 +1,7 @@
 """A private refit of the lower level at the released upper variable."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ from ..noise import PRNGKey
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 from ..problems.bilevel import BilevelProblem, Levels, PenalizedLevel, Sizes
+from ..problems.finite_sum import AbstractFiniteSum
 from .base import AbstractSolver, inner_solve
 
 REFIT = "refit"
@@ -38,15 +39,26 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
-        The releases of both runs, composed. Basis: the worse of the two.
+        The releases of both runs, composed; the status is the worse of the two.
     """
 
     search: AbstractSolver
     refit: AbstractSolver
     share: float = 0.2
     sizes: Sizes | None = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
+        for name, part, kind in (
+            ("search", self.search, BilevelProblem),
+            ("refit", self.refit, AbstractFiniteSum),
+        ):
+            _checks.instance("Refitted", AbstractSolver, **{name: part})
+            if not issubclass(kind, part.problem_type):
+                raise TypeError(
+                    f"Refitted: {name} must solve a {kind.__name__}, but "
+                    f"{type(part).__name__} does not."
+                )
         _checks.fraction("Refitted", share=self.share)
         if self.search.neighbours is not self.refit.neighbours:
             raise ValueError(
