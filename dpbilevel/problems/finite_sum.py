@@ -93,13 +93,13 @@ class FiniteSum(AbstractFiniteSum):
         key: PRNGKey,
     ) -> Bounded:
         r"""The clipped mean of $\nabla_w \ell(w, z_i)$ on a fresh batch."""
-        batch = sampling.draw(data, sizes, key=key)
-        return clipped_mean(
+        return batch_mean(
             lambda record: jax.grad(self.loss)(w, record),
-            batch.records,
+            data,
+            sizes,
             clip_norm=clip_norm,
-            mask=batch.mask,
-            denominator=batch.denominator,
+            sampling=sampling,
+            key=key,
         )
 
     def public_gradient(self, w: PyTree) -> PyTree:
@@ -129,6 +129,38 @@ class FiniteSum(AbstractFiniteSum):
         check_scalar("loss", self.loss, w0, one_record(data))
         if self.public is not None:
             check_scalar("public", self.public, w0, of="the public term")
+
+
+def batch_mean(
+    fun: Callable[[PyTree], PyTree],
+    records: PyTree,
+    size: int,
+    *,
+    clip_norm: float | Scalar,
+    sampling: AbstractSampling,
+    key: PRNGKey,
+) -> Bounded:
+    """The clipped mean of a per-record function on a fresh batch.
+
+    Args:
+        fun: Maps one record to a pytree.
+        records: All records.
+        size: The planned, public number of records.
+        clip_norm: The bound on one record's value.
+        sampling: How the batch is drawn.
+        key: A typed key for the draw.
+
+    Privacy:
+        One query of contribution `clip_norm` over the sampling's denominator.
+    """
+    batch = sampling.draw(records, size, key=key)
+    return clipped_mean(
+        fun,
+        batch.records,
+        clip_norm=clip_norm,
+        mask=batch.mask,
+        denominator=batch.denominator,
+    )
 
 
 def leading_axis(records: PyTree, name: str) -> int:

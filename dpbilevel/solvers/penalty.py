@@ -16,16 +16,9 @@ from ..noise import PRNGKey
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
-from ..problems.bilevel import (
-    BilevelProblem,
-    Constants,
-    Levels,
-    PenalizedLevel,
-    Sizes,
-    levels_mean,
-    levels_queries,
-)
+from ..problems.bilevel import BilevelProblem, Constants, Levels, Sizes
 from ..problems.finite_sum import AbstractFiniteSum
+from ..problems.penalized import PenalizedLevel, levels_mean, levels_queries
 from ..sampling import AbstractSampling, FullBatch
 from .base import (
     AbstractSolver,
@@ -260,14 +253,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def output(self, problem: BilevelProblem, state: _State) -> PyTree:
         """The pair chosen by `answer`."""
-        return (
-            state.best.value
-            if self.answer == "smallest_step"
-            else (
-                state.x,
-                state.y,
-            )
-        )
+        last = state.x, state.y
+        return state.best.value if self.answer == "smallest_step" else last
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """Two inner runs a step, and an outer release where x meets records."""
@@ -278,7 +265,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         if parts.outer is not None:
             clip_norms = self._outer_clip_norms(problem)
             queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-            joint = joint and len(queries) > 1
             outer = Release(OUTER, 1, queries, parts.outer, joint)
             total += Ledger((outer,), sizes.people)
         return total.repeat(self.num_steps)

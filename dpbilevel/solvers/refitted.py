@@ -12,8 +12,9 @@ from .. import _checks
 from ..noise import PRNGKey
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
-from ..problems.bilevel import BilevelProblem, Levels, PenalizedLevel, Sizes
+from ..problems.bilevel import BilevelProblem, Levels, Sizes
 from ..problems.finite_sum import AbstractFiniteSum
+from ..problems.penalized import PenalizedLevel
 from .base import AbstractSolver, inner_solve
 
 REFIT = "refit"
