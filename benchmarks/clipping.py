@@ -1,6 +1,6 @@
 """The price of clipping: a per-record clipped gradient over the plain mean gradient.
 
-On one core: `taskset -c 0 python -m benchmarks clipping`.
+Run by `python -m benchmarks clipping` on one core and on all.
 """
 
 import jax

@@ -15,7 +15,7 @@ from .privacy.budget import Neighbours
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
-_MICROBATCH_BYTES = {"cpu": 4 * 2**20}
+_MICROBATCH_BYTES = {"cpu": 8 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 # Rows that are summed plainly. One record changes the rounding of such a sum by at most
 # _GROUP**2 * 2**-24 of the clip norm, which ROUNDING_MARGIN covers.
@@ -201,7 +201,10 @@ def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
         values = jax.vmap(fun)(chunk)
         clipped = jax.vmap(_clip, in_axes=(0, 0, None))(values, keep & fresh, clip_norm)
-        return jax.lax.scan(_two_sum, total, jax.tree.map(_group_sums, clipped))
+        sums = jax.tree.map(_group_sums, clipped)
+        if rows <= _GROUP:  # one sum: no loop to compile
+            return _two_sum(total, jax.tree.map(lambda v: v[0], sums))
+        return jax.lax.scan(_two_sum, total, sums)
 
     if rows == n:
         (total, correction), _ = step((zero, zero), jnp.int32(0))
