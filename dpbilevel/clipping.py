@@ -106,8 +106,8 @@ def clipped_mean(
 
     where $\|v_i\|_2$ runs over the whole returned pytree. A record whose $v_i$ is not
     finite, or too long for its norm to be finite, contributes zero; so does every
-    record where $C$ is below 1e-25. Norm and sum are taken in float32 at least. Memory
-    does not grow with $n$: a `lax.scan` walks over micro-batches.
+    record where $C$ is outside (1e-25, 1e30). Norm and sum are taken in float32 at
+    least. Memory does not grow with $n$: a `lax.scan` walks over micro-batches.
 
     Args:
         fun: Maps one record to a pytree of floating-point arrays. It must not see
@@ -260,8 +260,9 @@ def _clip(value: PyTree, keep: Bool[Array, ""], clip_norm) -> PyTree:
     epsilon = max(float(jnp.finfo(v.dtype).eps) for v in leaves)
     norm = jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
     limit = limit * unit
-    # Nothing passes a clip norm so small that the noise made for it underflows.
-    keep = keep & jnp.isfinite(norm) & jnp.isfinite(limit) & (jnp.abs(unit) < 1e25)
+    # Nothing passes a clip norm so large that sums overflow, or so small that the noise
+    # made for it underflows.
+    keep = keep & jnp.isfinite(norm) & (limit < 1e30) & (jnp.abs(unit) < 1e25)
     factor = jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit))
     return jax.tree.map(
         lambda v: jnp.where(keep, v * factor.astype(v.dtype), jnp.zeros_like(v)), wide
