@@ -264,7 +264,7 @@ def _has_no_default(field: dataclasses.Field) -> bool:
 
 def _close(word: str, options: Iterable[str]) -> str:
     match = difflib.get_close_matches(word, options, n=1)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def _shown(value: Any) -> str:
