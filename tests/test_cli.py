@@ -125,7 +125,9 @@ def test_mistake_in_a_config_is_one_line(config, tmp_path, capsys):
     bad = tmp_path / "bad.toml"
     bad.write_text(GENERATED.replace("epsilon", "epsilom"))
     text = failure(capsys, "calibrate", str(bad))
-    assert "bad.toml: [privacy]: unknown key 'epsilom'; did you mean 'epsilon'?" in text
+    assert (
+        "bad.toml: [privacy]: unknown key 'epsilom' (did you mean 'epsilon'?)" in text
+    )
 
 
 def test_missing_file_of_records_is_one_line(config_of_csv, tmp_path, capsys):

@@ -119,7 +119,7 @@ def test_relation_reaches_every_mechanism():
 def test_unknown_key_names_the_close_match():
     text = refusal(("solver.inner.step_sise", 1.0))
     assert "[solver.inner]" in text
-    assert "'step_sise'; did you mean 'step_size'?" in text
+    assert "'step_sise' (did you mean 'step_size'?)" in text
     assert "Allowed keys: num_steps, clip_norm, step_size, sampling, average." in text
 
 
