@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 
-def ratios(candidates, *arguments, reference, repeats=25):
+def ratios(candidates, *arguments, reference, repeats=50):
     """Median time of each candidate and its median ratio to the reference.
 
     Args:
@@ -25,10 +25,12 @@ def ratios(candidates, *arguments, reference, repeats=25):
         compile_time[name] = time.perf_counter() - start
         jax.block_until_ready(compiled[name](*arguments))
     times = {name: [] for name in candidates}
+    order = np.random.default_rng(0)
     for _ in range(repeats):
-        for name, fun in compiled.items():
+        # Each finds in the caches what its predecessor left there.
+        for name in order.permutation(list(compiled)):
             start = time.perf_counter()
-            jax.block_until_ready(fun(*arguments))
+            jax.block_until_ready(compiled[name](*arguments))
             times[name].append(time.perf_counter() - start)
     base = np.asarray(times[reference])
     return {

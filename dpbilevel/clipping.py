@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from .privacy.budget import Neighbours
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
-_MICROBATCH_BYTES = {"cpu": 8 * 2**20}
+_MICROBATCH_BYTES = {"cpu": 16 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 # Rows that are summed plainly. One record changes the rounding of such a sum by at most
 # _GROUP**2 * 2**-24 of the clip norm, which ROUNDING_MARGIN covers.
@@ -189,42 +189,73 @@ def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
     zero = jax.tree.map(lambda v: jnp.zeros(v.shape, _wide(v.dtype)), value)
     if n == 0:
         return zero
-    rows = min(rows, n)
-    mask = jnp.ones(n, bool) if mask is None else mask
+    chunks, rows = _chunks(n, rows)
 
-    def step(total, index):
+    def step(sums, index):
         start = jnp.minimum(index * rows, n - rows)
         # Slicing inside the loop reads the records in place; reshaping copies them.
         chunk, keep = jax.tree.map(
             lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
         )
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        values = jax.vmap(fun)(chunk)
-        clipped = jax.vmap(_clip, in_axes=(0, 0, None))(values, keep & fresh, clip_norm)
-        sums = jax.tree.map(_group_sums, clipped)
-        if rows <= _GROUP:  # one sum: no loop to compile
-            return _two_sum(total, jax.tree.map(lambda v: v[0], sums))
-        return jax.lax.scan(_two_sum, total, sums)
+        keep = fresh if keep is None else keep & fresh
+        values = jax.tree.map(_finite, jax.vmap(fun)(chunk))
+        weights = jax.vmap(_weight, in_axes=(0, 0, None))(values, keep, clip_norm)
+        return _two_sum(sums, jax.tree.map(lambda v: _group_sums(weights, v), values))
 
-    if rows == n:
-        (total, correction), _ = step((zero, zero), jnp.int32(0))
-    else:
-        chunks = jnp.arange(-(-n // rows), dtype=jnp.int32)
-        (total, correction), _ = jax.lax.scan(step, (zero, zero), chunks)
+    # A running sum for each group of rows of a chunk, added up at the end.
+    groups = -(-rows // _GROUP)
+    zeros = jax.tree.map(lambda v: jnp.zeros((groups, *v.shape), v.dtype), zero)
+    (totals, corrections), _ = jax.lax.scan(
+        lambda sums, index: (step(sums, index), None),
+        (zeros, zeros),
+        jnp.arange(chunks, dtype=jnp.int32),
+    )
+    correction = jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
+    (total, correction), _ = jax.lax.scan(
+        lambda sums, value: (_two_sum(sums, value), None), (zero, correction), totals
+    )
     return jax.tree.map(jnp.add, total, correction)
 
 
-def _group_sums(values: Array) -> Array:
-    """Plain sums of at most `_GROUP` rows each: short ones round little."""
-    rows = values.shape[0]
-    group = min(_GROUP, rows)
-    padding = [(0, -rows % group)] + [(0, 0)] * (values.ndim - 1)
-    padded = jnp.pad(values, padding)
-    # A plain sum: a matrix product would run in reduced precision on accelerators.
-    return jnp.sum(padded.reshape(-1, group, *values.shape[1:]), axis=1)
+def _chunks(n: int, rows: int) -> tuple[int, int]:
+    """How many chunks of how many rows, at most `rows`: equal ones of whole groups."""
+    unit = _GROUP if rows >= _GROUP else 1
+    chunks = -(-n // (rows - rows % unit))
+    even = -(-n // chunks)
+    return chunks, min(n, even + -even % unit)
 
 
-def _two_sum(carry: tuple[PyTree, PyTree], value: PyTree) -> tuple[Any, None]:
+def _finite(value: Array) -> Array:
+    """The value, with a number whose square is infinite where it is not finite.
+
+    Its norm then is not finite, and its weight of zero makes zero of all of it, which
+    it would not of NaN.
+    """
+    value = value.astype(_wide(value.dtype))
+    return jnp.where(jnp.isfinite(value), value, jnp.finfo(value.dtype).max)
+
+
+def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
+    """Plain weighted sums of at most `_GROUP` rows each: short ones round little."""
+    group = min(_GROUP, len(weights))
+    weights = weights.astype(values.dtype)
+    # Products run in reduced precision on accelerators unless told otherwise.
+    return jnp.einsum(
+        "gr,gr...->g...",
+        _split(weights, group),
+        _split(values, group),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+def _split(values: Array, size: int) -> Array:
+    """The rows in groups of `size`, the last one filled with zeros."""
+    padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
+    return jnp.pad(values, padding).reshape(-1, size, *values.shape[1:])
+
+
+def _two_sum(carry: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
     """Adds `value` to a running sum and keeps what the addition rounds away.
 
     Without the correction one record could decide how many later additions round
@@ -241,13 +272,12 @@ def _two_sum(carry: tuple[PyTree, PyTree], value: PyTree) -> tuple[Any, None]:
     lost = jax.tree.map(
         lambda a, b, new, p: (a - (new - p)) + (b - p), total, value, added, part
     )
-    return (added, jax.tree.map(jnp.add, correction, lost)), None
+    return added, jax.tree.map(jnp.add, correction, lost)
 
 
-def _clip(value: PyTree, keep: Bool[Array, ""], clip_norm) -> PyTree:
-    """One record's value, at most `clip_norm` long, or zero."""
-    wide = jax.tree.map(lambda v: v.astype(_wide(v.dtype)), value)
-    leaves = jax.tree.leaves(wide)
+def _weight(value: PyTree, keep: Bool[Array, ""], clip_norm) -> Float[Array, ""]:
+    """What makes one record's value at most `clip_norm` long, or zero of it."""
+    leaves = jax.tree.leaves(value)
     dtype = max((v.dtype for v in leaves), key=lambda kind: jnp.finfo(kind).bits)
     size = sum(v.size for v in leaves)
     # In units of a clip norm below 1: the squares of tiny values underflow, and a norm
@@ -263,9 +293,8 @@ def _clip(value: PyTree, keep: Bool[Array, ""], clip_norm) -> PyTree:
     # Nothing passes a clip norm so large that sums overflow, or so small that the noise
     # made for it underflows.
     keep = keep & jnp.isfinite(norm) & (limit < 1e30) & (jnp.abs(unit) < 1e25)
-    factor = jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit))
-    return jax.tree.map(
-        lambda v: jnp.where(keep, v * factor.astype(v.dtype), jnp.zeros_like(v)), wide
+    return jnp.where(
+        keep, jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit)), 0
     )
 
 

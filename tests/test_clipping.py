@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel.clipping import microbatch_rows
+from dpbilevel.clipping import _chunks, microbatch_rows
 
 
 def identity(record):
@@ -231,6 +233,13 @@ def test_automatic_microbatches_are_powers_of_two_that_shrink_with_the_values(ba
     assert all(math.log2(r).is_integer() for r in rows)
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] == 1
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**5))
+def test_chunks_cover_the_records_and_hold_no_more_than_was_asked(n, rows):
+    chunks, size = _chunks(n, rows)
+    assert size <= min(rows, n)
+    assert (chunks - 1) * size < n <= chunks * size
 
 
 MODULES = [m.name for m in pkgutil.walk_packages(dpb.__path__, "dpbilevel.")]
