@@ -8,18 +8,20 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from . import _checks
+from .grid import Grid
 from .privacy.budget import Neighbours
+from .summation import GROUP, AbstractSum, FloatSum, GridSum
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
 _MICROBATCH_BYTES = {"cpu": 16 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
-# Rows that are summed plainly. One record changes the rounding of such a sum by at most
-# _GROUP**2 * 2**-24 of the clip norm, which ROUNDING_MARGIN covers.
-_GROUP = 64
+Precision = Literal["float", "grid"]
+SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
 
 class Basis(enum.Enum):
@@ -35,8 +37,8 @@ class Bounded(eqx.Module):
     Only a mechanism may open it; everywhere else it can only be added to another.
 
     Attributes:
-        raw: The value. NON-PRIVATE: reading it outside a mechanism breaks the
-            guarantee.
+        raw: The value: floating-point leaves, or a `Grid`. NON-PRIVATE: reading it
+            outside a mechanism breaks the guarantee.
         contribution: $c$, the largest $\ell_2$ norm by which the presence of one
             record moves the value.
         basis: What $c$ rests on.
@@ -48,6 +50,15 @@ class Bounded(eqx.Module):
     contribution: Float[Array, ""] | float
     basis: Basis = eqx.field(static=True, default=Basis.CLIPPED)
     public_denominator: bool = eqx.field(static=True, default=True)
+
+    @property
+    def precision(self) -> Precision:
+        """Whether the value is a float or lies on a grid."""
+        return "grid" if isinstance(self.raw, Grid) else "float"
+
+    @property
+    def _values(self) -> PyTree:
+        return self.raw.counts if isinstance(self.raw, Grid) else self.raw
 
     def sensitivity(
         self, neighbours: Neighbours = Neighbours.REPLACE_ONE
@@ -73,15 +84,21 @@ class Bounded(eqx.Module):
         """The sum; one person may stand behind a record of either, so shares add.
 
         Raises:
-            ValueError: The values differ in structure or shape.
+            ValueError: The values differ in structure, shape or precision.
         """
-        shapes = [jax.tree.map(jnp.shape, bounded.raw) for bounded in (self, other)]
+        if self.precision != other.precision:
+            raise ValueError(
+                f"Bounded: cannot add a value of precision {self.precision!r} and one "
+                f"of {other.precision!r}."
+            )
+        shapes = [jax.tree.map(jnp.shape, v._values) for v in (self, other)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"Bounded: cannot add values of shapes {shapes[0]} and {shapes[1]}."
             )
+        add = Grid.__add__ if self.precision == "grid" else optax.tree.add
         return Bounded(
-            jax.tree.map(jnp.add, self.raw, other.raw),
+            add(self.raw, other.raw),
             self.contribution + other.contribution,
             self.basis if self.basis is other.basis else Basis.CONSTANTS,
             self.public_denominator and other.public_denominator,
@@ -96,6 +113,7 @@ def clipped_mean(
     mask: Bool[Array, " n"] | None = None,
     denominator: float | Float[Array, ""] | None = None,
     microbatch: int | Literal["auto"] = "auto",
+    precision: Precision = "float",
 ) -> Bounded:
     r"""The clipped mean of a per-record function, sealed with its sensitivity.
 
@@ -120,6 +138,8 @@ def clipped_mean(
             replace-one only.
         microbatch: Records per micro-batch, or `"auto"`: chosen from the size of one
             record's value and the backend.
+        precision: `"float"` sums in floating point; `"grid"` rounds every record's
+            scaled value to a public grid and sums integers, exactly.
 
     Returns:
         A `Bounded` with the shape of `fun`'s value.
@@ -132,11 +152,12 @@ def clipped_mean(
     Privacy:
         One query of $\ell_2$ sensitivity $2C/m$ under replace-one and $C/m$ under
         add-or-remove-one, enforced by clipping for every `fun`, NaN and infinity
-        included. The clipped norm stays below $C$ after rounding (the norm is taken
-        with a margin of its worst-case rounding error) and the sum over records is
-        compensated, so that its rounding stays within the margin that mechanisms add
-        to their noise. Not covered: rounding the mean itself to its dtype, at most $n
-        2^{-24}$ of the sensitivity in float32.
+        included. The clipped norm stays below $C$ after rounding: the norm is taken
+        with a margin of its worst-case rounding error. On the grid the sum is exact,
+        the same for every order of the records and size of micro-batch. In floating
+        point it is compensated, so that its rounding stays within the margin that
+        mechanisms add to their noise; not covered is rounding the mean itself to its
+        dtype, at most $n 2^{-24}$ of the sensitivity in float32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -147,6 +168,7 @@ def clipped_mean(
         25.0
     """
     _checks.positive("clipped_mean", clip_norm=clip_norm)
+    _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
     n = _leading_axis(records)
     public = denominator is not None
     denominator = max(n, 1) if denominator is None else denominator
@@ -157,10 +179,10 @@ def clipped_mean(
             f"{mask.shape}."
         )
     value = _value_of(fun, records)
-    total = _clipped_sum(
-        fun, records, clip_norm, mask, value, _rows(microbatch, value, records, n)
-    )
-    mean = jax.tree.map(lambda v: v / denominator, total)
+    rows = _rows(microbatch, value, records, n)
+    wide = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, _wide(v.dtype)), value)
+    rule = SUMS[precision](wide, clip_norm, denominator, n)
+    mean = _clipped_mean(fun, records, mask, rows, rule)
     return Bounded(mean, clip_norm / denominator, public_denominator=public)
 
 
@@ -183,16 +205,14 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
     return 2 ** max(0, int(math.log2(budget / max(size, 1))))
 
 
-def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
-    """Sums clipped values chunk by chunk; the last chunk reaches back and masks."""
-    n = _leading_axis(records)
-    zero = jax.tree.map(lambda v: jnp.zeros(v.shape, _wide(v.dtype)), value)
-    if n == 0:
-        return zero
-    chunks, rows = _chunks(n, rows)
+def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
+    """Adds clipped values chunk by chunk; the last chunk reaches back and masks."""
+    if rule.n == 0:
+        return rule.mean(rule.empty(1))
+    chunks, rows = _chunks(rule.n, rows)
 
-    def step(sums, index):
-        start = jnp.minimum(index * rows, n - rows)
+    def add(sums, index):
+        start = jnp.minimum(index * rows, rule.n - rows)
         # Slicing inside the loop reads the records in place; reshaping copies them.
         chunk, keep = jax.tree.map(
             lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
@@ -200,27 +220,18 @@ def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
         keep = fresh if keep is None else keep & fresh
         values = jax.tree.map(_finite, jax.vmap(fun)(chunk))
-        weights = jax.vmap(_weight, in_axes=(0, 0, None))(values, keep, clip_norm)
-        return _two_sum(sums, jax.tree.map(lambda v: _group_sums(weights, v), values))
+        limit = rule.share * rule.clip_norm
+        weights = jax.vmap(_weight, in_axes=(0, 0, None))(values, keep, limit)
+        return rule.add(sums, weights, values), None
 
-    # A running sum for each group of rows of a chunk, added up at the end.
-    groups = -(-rows // _GROUP)
-    zeros = jax.tree.map(lambda v: jnp.zeros((groups, *v.shape), v.dtype), zero)
-    (totals, corrections), _ = jax.lax.scan(
-        lambda sums, index: (step(sums, index), None),
-        (zeros, zeros),
-        jnp.arange(chunks, dtype=jnp.int32),
-    )
-    correction = jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
-    (total, correction), _ = jax.lax.scan(
-        lambda sums, value: (_two_sum(sums, value), None), (zero, correction), totals
-    )
-    return jax.tree.map(jnp.add, total, correction)
+    indices = jnp.arange(chunks, dtype=jnp.int32)
+    sums, _ = jax.lax.scan(add, rule.empty(rows), indices)
+    return rule.mean(sums)
 
 
 def _chunks(n: int, rows: int) -> tuple[int, int]:
     """How many chunks of how many rows, at most `rows`: equal ones of whole groups."""
-    unit = _GROUP if rows >= _GROUP else 1
+    unit = GROUP if rows >= GROUP else 1
     chunks = -(-n // (rows - rows % unit))
     even = -(-n // chunks)
     return chunks, min(n, even + -even % unit)
@@ -234,45 +245,6 @@ def _finite(value: Array) -> Array:
     """
     value = value.astype(_wide(value.dtype))
     return jnp.where(jnp.isfinite(value), value, jnp.finfo(value.dtype).max)
-
-
-def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
-    """Plain weighted sums of at most `_GROUP` rows each: short ones round little."""
-    group = min(_GROUP, len(weights))
-    weights = weights.astype(values.dtype)
-    # Products run in reduced precision on accelerators unless told otherwise.
-    return jnp.einsum(
-        "gr,gr...->g...",
-        _split(weights, group),
-        _split(values, group),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-
-
-def _split(values: Array, size: int) -> Array:
-    """The rows in groups of `size`, the last one filled with zeros."""
-    padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
-    return jnp.pad(values, padding).reshape(-1, size, *values.shape[1:])
-
-
-def _two_sum(carry: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
-    """Adds `value` to a running sum and keeps what the addition rounds away.
-
-    Without the correction one record could decide how many later additions round
-    away, and move the sum by many times its clipped norm.
-
-    References:
-        Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
-    """
-    total, correction = carry
-    # The barriers keep the compiler from simplifying (a + b) - a to b.
-    barrier = jax.lax.optimization_barrier
-    added = barrier(jax.tree.map(jnp.add, total, value))
-    part = barrier(jax.tree.map(jnp.subtract, added, total))
-    lost = jax.tree.map(
-        lambda a, b, new, p: (a - (new - p)) + (b - p), total, value, added, part
-    )
-    return added, jax.tree.map(jnp.add, correction, lost)
 
 
 def _weight(value: PyTree, keep: Bool[Array, ""], clip_norm) -> Float[Array, ""]:

@@ -12,16 +12,25 @@ import dpbilevel as dpb
 from dpbilevel.noise import check_key, normal_from_bits, standard_normal
 
 DTYPES = {"float32": jnp.float32, "float64": jnp.float64}
+# Random bits of a value.
+BITS = {"float32": 64, "float64": 96}
 # Ranks k of 2**63 in the tail; the tail probability is (k + 1/2) / 2**64.
 RANKS = [0, 1, 3, 2**10, 2**24 + 1, 2**33 + 7, 2**52, 2**60, 2**62, 2**63 - 2**50]
 ALPHA = 1e-4
 
 
-def words(ranks, negative):
-    sign = 2**63 if negative else 0
-    values = [rank + sign for rank in ranks]
-    high = np.asarray([v >> 32 for v in values], np.uint32)
-    return high, np.asarray([v % 2**32 for v in values], np.uint32)
+def normal(ranks, dtype, negative=False):
+    """The library's normal values for these ranks in the tail."""
+    bits = BITS[dtype]
+    values = [rank + (2 ** (bits - 1) if negative else 0) for rank in ranks]
+    words = [
+        [value >> start & 0xFFFFFFFF for value in values]
+        for start in range(bits - 32, -1, -32)
+    ]
+    with jax.enable_x64(dtype == "float64"):
+        return np.asarray(
+            normal_from_bits(jnp.asarray(words, jnp.uint32), DTYPES[dtype])
+        )
 
 
 @functools.cache
@@ -32,34 +41,34 @@ def sample_of(partitionable=True):
 
 
 @pytest.mark.parametrize("negative", [False, True])
-@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 5e-7), ("float64", 5e-15)])
-def test_bits_map_to_normal_quantiles_out_to_nine_sigma(dtype, rtol, negative):
-    tail = [(rank + 0.5) / 2**64 for rank in RANKS]
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "reach"), [("float32", 5e-7, 9.0), ("float64", 5e-15, 11.2)]
+)
+def test_bits_map_to_normal_quantiles_far_out(dtype, rtol, reach, negative):
+    shift = BITS[dtype] - 64
+    ranks = [0, 1, 3, *(rank << shift for rank in RANKS)]
+    tail = [(rank + 0.5) / 2 ** BITS[dtype] for rank in ranks]
     expected = scipy.stats.norm.ppf(tail) if negative else scipy.stats.norm.isf(tail)
-    assert np.abs(expected).max() > 9
-    high, low = words(RANKS, negative)
-    with jax.enable_x64(dtype == "float64"):
-        value = normal_from_bits(jnp.asarray(high), jnp.asarray(low), DTYPES[dtype])
+    assert np.abs(expected).max() > reach
+    value = normal(ranks, dtype, negative)
     assert value.dtype == dtype
     np.testing.assert_allclose(value, expected, rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_bits_are_finite_and_symmetric(dtype):
-    ends = [0, 2**32 - 1, 2**32, 2**63 - 1]
-    with jax.enable_x64(dtype == "float64"):
-        positive, negative = (
-            normal_from_bits(*map(jnp.asarray, words(ends, side)), DTYPES[dtype])
-            for side in (False, True)
-        )
+    ends = [0, 2**32 - 1, 2**32, 2 ** (BITS[dtype] - 1) - 1]
+    positive, negative = (normal(ends, dtype, side) for side in (False, True))
     assert np.isfinite(positive).all()
-    np.testing.assert_array_equal(positive, -np.asarray(negative))
+    np.testing.assert_array_equal(positive, -negative)
 
 
-def largest_reachable(dtype):
-    high, low = words([0], negative=False)
-    with jax.enable_x64(dtype == jnp.float64):
-        return float(normal_from_bits(jnp.asarray(high), jnp.asarray(low), dtype)[0])
+def test_float64_values_lie_densely_out_to_nine_sigma():
+    rank = int(scipy.stats.norm.sf(9.0) * 2.0**96)
+    # Neighbours differ by less than the spacing of float64 there: look further on.
+    near, far = normal([rank, rank + 2**20], "float64")
+    assert near == pytest.approx(9.0, abs=1e-6)
+    assert 0 < near - far < 2.0**20 * 2.0**-35
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
@@ -68,7 +77,7 @@ def test_support_reaches_beyond_eight_sigma_in_every_dtype(dtype):
         noise = standard_normal(jnp.zeros(1000, dtype), key=jax.random.key(1))
     assert noise.dtype == (jnp.float64 if dtype == jnp.float64 else jnp.float32)
     assert len(np.unique(noise)) == 1000  # bfloat16 has 128 normal values
-    assert largest_reachable(noise.dtype) > 8
+    assert normal([0], str(noise.dtype))[0] > 8
 
 
 def test_jax_normal_in_float32_stops_at_five_point_four_sigma():

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .. import _checks
+from ..clipping import SUMS, Precision
 from . import accounting
 from .budget import PrivacyBudget
 from .ledger import Ledger
@@ -36,6 +37,7 @@ def calibrate(
     *,
     sizes: Any,
     w0: PyTree | None = None,
+    precision: Precision = "grid",
 ) -> Plan:
     r"""Finds the least noise at which one run of `solver` stays within `budget`.
 
@@ -51,6 +53,9 @@ def calibrate(
         sizes: `Sizes(upper, lower, people)` for two levels, the number of records for
             one.
         w0: The starting point, or its shapes; only sharpens the report's forecast.
+        precision: `"grid"` sums records exactly and rounds the noise to the same grid,
+            so that the guarantee survives floating-point arithmetic; `"float"` is for
+            research and labelled so in the report.
 
     Returns:
         The calibrated solver, bound to these sizes, and the report.
@@ -72,7 +77,8 @@ def calibrate(
             f"{type(solver).__name__} releases with Gaussian noise, which has none at "
             "any scale. Use a delta well below 1/n."
         )
-    planned = solver.planned(sizes)
+    _checks.one_of("calibrate", "precision", precision, tuple(SUMS))
+    planned = solver.planned(sizes).with_precision(precision)
 
     def ledger(scale: float) -> Ledger:
         return planned.with_noise(scale).ledger(problem, sizes)

@@ -8,12 +8,14 @@ import jax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..clipping import Bounded
+from ..clipping import SUMS, Bounded, Precision
+from ..grid import Grid
 from ..noise import PRNGKey, standard_normal
 from .budget import Neighbours
 
-# Noise is this much larger than claimed, to cover the rounding of clipped sums (at most
-# 2**-12 of a contribution), of multipliers and of clip norms in float32.
+# Noise is this much larger than claimed, to cover the rounding of clipped sums in
+# floating point or to the grid of the noise (at most 2**-12 of a contribution), of
+# multipliers and of clip norms in float32.
 ROUNDING_MARGIN = 2.0**-11
 
 
@@ -24,15 +26,20 @@ class Gaussian(eqx.Module):
         noise_multiplier: $m \ge 0$, the noise's standard deviation over the value's
             $\ell_2$ sensitivity $S$. `None` until a plan sets it.
         neighbours: The relation under which $S$ is taken.
+        precision: Of the values it releases: `"float"`, for research, or `"grid"`, on
+            which noise and value are integers and their sum is exact. Static.
 
     Privacy:
         One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
-        private and the ledger says so. Floating-point sampling is idealised as
-        sampling from the reals.
+        private and the ledger says so. In precision `"float"` noise and sum are
+        idealised as reals: the floats that can be reached from one value and not from
+        its neighbour give it away. On the grid the claim rests on the sampler alone:
+        the rounding of a normal value of 96 random bits, computed in float64.
     """
 
     noise_multiplier: float | Float[Array, ""] | None = None
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
+    precision: Precision = eqx.field(static=True, default="float")
 
     def __check_init__(self):
         if self.noise_multiplier is not None:
@@ -42,6 +49,7 @@ class Gaussian(eqx.Module):
                 "Gaussian: neighbours must be a dpbilevel.Neighbours, got "
                 f"{self.neighbours!r}."
             )
+        _checks.one_of("Gaussian", "precision", self.precision, tuple(SUMS))
 
     def release(self, bounded: Bounded, *, key: PRNGKey) -> PyTree:
         """Opens `bounded` and returns its value plus noise.
@@ -56,7 +64,8 @@ class Gaussian(eqx.Module):
             released values only and are post-processing.
 
         Raises:
-            ValueError: The mechanism is not calibrated.
+            ValueError: The mechanism is not calibrated, or the value is of another
+                precision.
             TypeError: `bounded` is not a `Bounded`, or the key is not typed.
         """
         if not isinstance(bounded, Bounded):
@@ -65,14 +74,24 @@ class Gaussian(eqx.Module):
                 f"sensitivity is known; got {type(bounded).__name__}. Compute it with "
                 "clipped_mean."
             )
+        if bounded.precision != self.precision:
+            raise ValueError(
+                f"Gaussian: precision is {self.precision!r}, but the value is of "
+                f"precision {bounded.precision!r}; give clipped_mean and Gaussian the "
+                "same precision=."
+            )
         multiplier = self._calibrated()
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)
         multiplier = multiplier * (1 + ROUNDING_MARGIN)
-        std = multiplier * bounded.sensitivity(self.neighbours)
-        noise = standard_normal(bounded.raw, key=key)
-        released = jax.tree.map(
-            lambda v, z: v.astype(z.dtype) + std * z, bounded.raw, noise
-        )
+        sensitivity = bounded.sensitivity(self.neighbours)
+        std = multiplier * sensitivity
+        if isinstance(bounded.raw, Grid):
+            released = bounded.raw.with_noise(std, sensitivity, key=key)
+        else:
+            noise = standard_normal(bounded.raw, key=key)
+            released = jax.tree.map(
+                lambda v, z: v.astype(z.dtype) + std * z, bounded.raw, noise
+            )
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
 
@@ -94,6 +113,10 @@ class Gaussian(eqx.Module):
     def with_multiplier(self, noise_multiplier: float) -> "Gaussian":
         """The same mechanism with this noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
+
+    def with_precision(self, precision: Precision) -> "Gaussian":
+        """The same mechanism for values of this precision."""
+        return dataclasses.replace(self, precision=precision)
 
     def _calibrated(self):
         if self.noise_multiplier is None:

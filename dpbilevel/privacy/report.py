@@ -22,10 +22,13 @@ class Status(enum.Enum):
     HEURISTIC = "HEURISTIC"  # a sampler cut short: no epsilon is claimed
 
 
-IDEALISED = (
-    "floating-point noise and means stand for real ones; JAX's generator is not a "
-    "cryptographic one"
-)
+GENERATOR = "JAX's generator of random bits is not a cryptographic one"
+IDEALISED = {
+    "grid": "the normal values behind the rounded noise are as good as 96 random bits "
+    "and float64 make them",
+    "float": "precision float, for research: floating-point noise and sums stand for "
+    "real ones",
+}
 TRUSTED = (
     "public terms, sets, counts, clip norms and the starting point hold no private data"
 )
@@ -146,6 +149,7 @@ def describe(
     exact = all(
         accounting.gaussian_mu(event) is not None for event in ledger.events().values()
     )
+    precisions = {release.mechanism.precision for release in ledger.releases}
     certificates: tuple[str, ...] = ()
     if failure:
         certificates = (
@@ -167,7 +171,8 @@ def describe(
             *ledger.assumptions,
             *_large_delta(ledger, budget),
             TRUSTED,
-            IDEALISED,
+            *(IDEALISED[name] for name in sorted(precisions)),
+            GENERATOR,
         ),
         certificates=certificates,
         accountant=(
@@ -212,6 +217,7 @@ def _row(release: Release) -> dict[str, Any]:
             for query in release.queries
         },
         "mechanism": type(release.mechanism).__name__,
+        "precision": release.mechanism.precision,
         "noise_multiplier": release.noise_multiplier,
         "noise_std": release.noise_std,
         "clip_norm": release.clip_norm,

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..clipping import Bounded, clipped_mean, one_record
+from ..clipping import Bounded, Precision, clipped_mean, one_record
 from ..noise import PRNGKey
 from ..privacy.ledger import RECORDS, Query
 from ..sampling import AbstractSampling
@@ -41,6 +41,7 @@ class AbstractFiniteSum(eqx.Module):
         *,
         clip_norm: float | Scalar,
         sampling: AbstractSampling,
+        precision: Precision,
         key: PRNGKey,
     ) -> Bounded:
         """The clipped mean gradient of the record terms on a fresh batch."""
@@ -90,6 +91,7 @@ class FiniteSum(AbstractFiniteSum):
         *,
         clip_norm: float | Scalar,
         sampling: AbstractSampling,
+        precision: Precision,
         key: PRNGKey,
     ) -> Bounded:
         r"""The clipped mean of $\nabla_w \ell(w, z_i)$ on a fresh batch."""
@@ -99,6 +101,7 @@ class FiniteSum(AbstractFiniteSum):
             sizes,
             clip_norm=clip_norm,
             sampling=sampling,
+            precision=precision,
             key=key,
         )
 
@@ -138,6 +141,7 @@ def batch_mean(
     *,
     clip_norm: float | Scalar,
     sampling: AbstractSampling,
+    precision: Precision,
     key: PRNGKey,
 ) -> Bounded:
     """The clipped mean of a per-record function on a fresh batch.
@@ -148,6 +152,7 @@ def batch_mean(
         size: The planned, public number of records.
         clip_norm: The bound on one record's value.
         sampling: How the batch is drawn.
+        precision: How the records are summed, as in `clipped_mean`.
         key: A typed key for the draw.
 
     Privacy:
@@ -160,6 +165,7 @@ def batch_mean(
         clip_norm=clip_norm,
         mask=batch.mask,
         denominator=batch.denominator,
+        precision=precision,
     )
 
 

@@ -4,7 +4,7 @@ import jax
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from ..clipping import Bounded
+from ..clipping import Bounded, Precision
 from ..noise import PRNGKey
 from ..privacy.budget import People
 from ..privacy.ledger import Query
@@ -23,6 +23,7 @@ def levels_mean(
     *,
     clip_norms: Levels,
     sampling: AbstractSampling,
+    precision: Precision,
     key: PRNGKey,
 ) -> Bounded:
     r"""The sum of one clipped mean per level.
@@ -33,6 +34,7 @@ def levels_mean(
         sizes: The planned sizes.
         clip_norms: Clip norms $C_f$ and $C_g$.
         sampling: How each level's batch is drawn, independently of the other's.
+        precision: How the records are summed, as in `clipped_mean`.
         key: A typed key for the draws.
 
     Returns:
@@ -56,6 +58,7 @@ def levels_mean(
             sizes.lower,
             clip_norm=clip_norms.upper + clip_norms.lower,
             sampling=sampling,
+            precision=precision,
             key=key_lower,
         )
     total = None
@@ -68,6 +71,7 @@ def levels_mean(
                 getattr(sizes, role),
                 clip_norm=getattr(clip_norms, role),
                 sampling=sampling,
+                precision=precision,
                 key=subkey,
             )
             total = mean if total is None else total + mean
@@ -124,6 +128,7 @@ class PenalizedLevel(AbstractFiniteSum):
         *,
         clip_norm: float | Scalar,
         sampling: AbstractSampling,
+        precision: Precision,
         key: PRNGKey,
     ) -> Bounded:
         r"""The clipped mean of $\nabla_y g$, plus that of $\nabla_y f / \lambda$."""
@@ -138,7 +143,13 @@ class PenalizedLevel(AbstractFiniteSum):
         funs = Levels(upper if self.penalty is not None else None, lower)
         clip_norms = self._clip_norms(clip_norm)
         return levels_mean(
-            funs, data, sizes, clip_norms=clip_norms, sampling=sampling, key=key
+            funs,
+            data,
+            sizes,
+            clip_norms=clip_norms,
+            sampling=sampling,
+            precision=precision,
+            key=key,
         )
 
     def public_gradient(self, w: PyTree) -> PyTree:

@@ -10,10 +10,12 @@ import optax
 from jaxtyping import Array, Float, Key, PyTree
 
 from .. import _checks
+from ..clipping import Precision
 from ..noise import PRNGKey, check_key
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.calibration import Plan, calibrate
 from ..privacy.ledger import Ledger
+from ..privacy.mechanisms import Gaussian
 from ..privacy.report import PrivacyReport
 from ..sets import AbstractSet
 
@@ -98,6 +100,18 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         """
         changes: dict[str, Any] = {"sizes": sizes}
         return dataclasses.replace(self, **changes)
+
+    def with_precision(self, precision: Precision) -> Self:
+        """The same solver with every mechanism in this precision.
+
+        Args:
+            precision: `"grid"` or `"float"`, as in `Gaussian`.
+        """
+        return jax.tree.map(
+            lambda v: v.with_precision(precision) if isinstance(v, Gaussian) else v,
+            self,
+            is_leaf=lambda v: isinstance(v, Gaussian),
+        )
 
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:
@@ -294,6 +308,7 @@ def fit(
     budget: PrivacyBudget,
     people: str | None = None,
     key: PRNGKey,
+    precision: Precision = "grid",
     trajectory: bool = False,
 ) -> PrivateResult:
     """Plans and runs in one call: calibrate on the data's sizes, then solve.
@@ -310,6 +325,7 @@ def fit(
         people: `"disjoint"`, `"overlapping"` or `"shared"`, for two levels. By
             default shared data are `"shared"` and separate ones `"overlapping"`.
         key: One typed key.
+        precision: As in `calibrate`.
         trajectory: Whether to return the released iterates.
 
     Returns:
@@ -337,7 +353,7 @@ def fit(
         sizes = problem.sizes_of(data, people)
     else:
         sizes = problem.sizes_of(data)
-    plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0)
+    plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
     solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
     return PrivateResult(solution.value, plan.report, solution.trajectory)
 

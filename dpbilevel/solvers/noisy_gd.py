@@ -146,6 +146,7 @@ def noisy_gradient(
         solver.sizes,
         clip_norm=solver.clip_norm,
         sampling=solver.sampling,
+        precision=solver.noise.precision,
         key=key_batch,
     )
     released = solver.noise.release(bounded, key=key_noise)

@@ -334,6 +334,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             self.sizes,
             clip_norms=self._outer_clip_norms(problem),
             sampling=self.sampling,
+            precision=self.noise.precision,
             key=key,
         )
 

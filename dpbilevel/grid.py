@@ -1,0 +1,122 @@
+"""Exact sums on a public grid: integer counts of a step that is a power of two."""
+
+import contextlib
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from .noise import PRNGKey, standard_normal
+
+# A released value is rounded to steps of this share of its sensitivity over the root of
+# the number of coordinates, which moves it by at most 2**-12 of the sensitivity; the
+# margin of the mechanisms covers that.
+_RELEASE_BITS = 12
+# How many bits coarser one of two added grids may be before the finer one is rounded.
+_ALIGN_BITS = 16
+# Beyond this many steps noise could leave the range of 64-bit integers.
+_LARGEST_SCALE = 2.0**50
+
+
+def wide_integers() -> contextlib.AbstractContextManager:
+    """Where 64-bit types exist, whatever `jax_enable_x64` says outside."""
+    return jax.enable_x64(True)
+
+
+class Grid(eqx.Module):
+    r"""A pytree of real values $k \cdot 2^e$ with integer $k$.
+
+    Attributes:
+        counts: The integers $k$, 64 bits wide.
+        exponent: $e$, the same for all leaves; public.
+        dtypes: What each leaf becomes when it is released.
+    """
+
+    counts: PyTree
+    exponent: Int[Array, ""]
+    dtypes: tuple = eqx.field(static=True)
+
+    def __add__(self, other: "Grid") -> "Grid":
+        """The exact sum, on the finer grid unless that is finer by more than 2^16."""
+        with wide_integers():
+            finest = jnp.minimum(self.exponent, other.exponent)
+            coarsest = jnp.maximum(self.exponent, other.exponent)
+            exponent = jnp.maximum(finest, coarsest - _ALIGN_BITS)
+            counts = jax.tree.map(
+                lambda a, b: (
+                    _shift(a, self.exponent - exponent)
+                    + _shift(b, other.exponent - exponent)
+                ),
+                self.counts,
+                other.counts,
+            )
+        return Grid(counts, exponent, self.dtypes)
+
+    def with_noise(
+        self,
+        std: float | Float[Array, ""],
+        sensitivity: float | Float[Array, ""],
+        *,
+        key: PRNGKey,
+    ) -> PyTree:
+        r"""The value plus Gaussian noise, both rounded to one grid.
+
+        For an integer $k$, $\mathrm{round}(k + s z) = k + \mathrm{round}(s z)$: adding
+        rounded noise to integers is rounding the Gaussian mechanism's output, which
+        costs no privacy, and the addition is exact.
+
+        Args:
+            std: The noise's standard deviation.
+            sensitivity: The value's sensitivity, which sets the step.
+            key: A typed key for this draw alone.
+
+        Returns:
+            Floating-point leaves. Noise alone where `std` or `sensitivity` are not
+            finite or the noise exceeds 2^50 steps.
+        """
+        leaves = jax.tree.leaves(self.counts)
+        coordinates = max(sum(v.size for v in leaves), 1)
+        with wide_integers():
+            std, sensitivity = (
+                jax.lax.stop_gradient(jnp.asarray(v)).astype(jnp.float64)
+                for v in (std, sensitivity)
+            )
+            step = sensitivity * 2.0**-_RELEASE_BITS / math.sqrt(coordinates)
+            exponent = floor_log2(step)
+            step = jnp.ldexp(jnp.ones_like(step), exponent)
+            scale = std / step
+            passes = (sensitivity > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
+            noise = standard_normal(
+                jax.tree.map(
+                    lambda v: jax.ShapeDtypeStruct(v.shape, jnp.float64), self.counts
+                ),
+                key=key,
+            )
+
+            def release(counts, z):
+                kept = _shift(counts, self.exponent - exponent)
+                drawn = jnp.round(scale * z).astype(jnp.int64)
+                return (jnp.where(passes, kept, 0) + drawn).astype(jnp.float64) * step
+
+            values = jax.tree.map(release, self.counts, noise)
+            flat = [
+                v.astype(dtype)
+                for v, dtype in zip(jax.tree.leaves(values), self.dtypes, strict=True)
+            ]
+        return jax.tree.unflatten(jax.tree.structure(values), flat)
+
+
+def floor_log2(value: Float[Array, ""]) -> Int[Array, ""]:
+    """The exponent of the largest power of two that is at most `value`."""
+    _, exponent = jnp.frexp(value)
+    return exponent.astype(jnp.int32) - 1
+
+
+def _shift(counts: Int[Array, "..."], places: Int[Array, ""]) -> Int[Array, "..."]:
+    """Counts of a step finer by `places` bits, or rounded to one coarser by -places."""
+    places = places.astype(jnp.int64)
+    left, right = jnp.clip(places, 0, 62), jnp.clip(-places, 0, 62)
+    half = (jnp.int64(1) << right) >> 1
+    return ((counts << left) + half) >> right

@@ -1,0 +1,182 @@
+"""How clipped values of many records are summed: in floating point, or exactly."""
+
+import abc
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .grid import Grid, floor_log2, wide_integers
+
+# Rows that are summed plainly. In floating point, one record changes the rounding of
+# such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
+# mechanisms covers; on the grid, that many counts of 25 bits fit in 32.
+GROUP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractSum(abc.ABC):
+    """Adds up rows of values, each scaled to the clip norm at most.
+
+    Attributes:
+        value: One record's value, as shapes in the dtypes of norms and sums.
+        clip_norm: The clip norm $C$.
+        denominator: $m$, what the sum is divided by.
+        n: The number of rows.
+    """
+
+    value: PyTree
+    clip_norm: float | Float[Array, ""]
+    denominator: float | Float[Array, ""]
+    n: int
+
+    @property
+    @abc.abstractmethod
+    def share(self) -> float:
+        """The share of the clip norm that a value may fill before it is added."""
+
+    @abc.abstractmethod
+    def empty(self, rows: int) -> PyTree:
+        """The running sum of nothing, for chunks of `rows` rows."""
+
+    @abc.abstractmethod
+    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
+        """Adds the rows of `values`, each times its weight."""
+
+    @abc.abstractmethod
+    def mean(self, sums: PyTree) -> PyTree:
+        """The sum over the denominator."""
+
+
+class FloatSum(AbstractSum):
+    """A compensated floating-point sum.
+
+    Plain sums of groups of rows are added to one running sum each, and what an
+    addition rounds away is kept. Without that correction one record could decide how
+    many later additions round away, and move the sum by many times its clipped norm.
+    """
+
+    @property
+    def share(self) -> float:
+        """All of it."""
+        return 1.0
+
+    def empty(self, rows: int) -> PyTree:
+        """Zero totals and corrections, one of each for a group of rows."""
+        groups = -(-rows // GROUP)
+        zeros = jax.tree.map(
+            lambda v: jnp.zeros((groups, *v.shape), v.dtype), self.value
+        )
+        return zeros, zeros
+
+    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
+        """One batched product, one compensated addition."""
+        return _two_sum(sums, jax.tree.map(lambda v: _group_sums(weights, v), values))
+
+    def mean(self, sums: PyTree) -> PyTree:
+        """The compensated sum of the groups, divided."""
+        totals, corrections = sums
+        zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
+        correction = jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
+        (total, correction), _ = jax.lax.scan(
+            lambda sums, value: (_two_sum(sums, value), None),
+            (zero, correction),
+            totals,
+        )
+        return jax.tree.map(lambda a, b: (a + b) / self.denominator, total, correction)
+
+
+class GridSum(AbstractSum):
+    r"""An exact sum of integers, whatever the order of the records.
+
+    The step is the power of two $2^e \in (2^{-b-1}, 2^{-b}] \, C / m$; every record's
+    scaled value is rounded to whole steps. The clip norm is tightened by the largest
+    rounding, $\sqrt d / 2$ steps, so that the rounded value keeps within $C / m$.
+    """
+
+    @property
+    def bits(self) -> int:
+        """$b$: as fine as the dtype, as long as the sum fits in 64 bits."""
+        return min(40, 60 - self.n.bit_length()) if self._wide else 23
+
+    @property
+    def share(self) -> float:
+        """One less the norm of half a step in every coordinate, and a rounding."""
+        size = sum(v.size for v in jax.tree.leaves(self.value))
+        return 1 - math.sqrt(size) * 2.0 ** -(self.bits + 1) - 2.0**-20
+
+    def empty(self, rows: int) -> PyTree:
+        """Zero counts."""
+        with wide_integers():
+            return jax.tree.map(lambda v: jnp.zeros(v.shape, jnp.int64), self.value)
+
+    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
+        """Rounds to whole steps and adds."""
+        contribution = self._contribution()
+        # In steps, between 2**bits and twice that; the step itself may underflow.
+        steps = jnp.ldexp(contribution, self.bits - floor_log2(contribution))
+        weights = weights * (steps / self.clip_norm).astype(weights.dtype)
+        kind = "int64" if self._wide else "int32"
+
+        def count(total, v):
+            weight = jnp.expand_dims(weights.astype(v.dtype), range(1, v.ndim))
+            v = jax.lax.stop_gradient(v * weight)
+            with wide_integers():
+                counts = jnp.round(v).astype(kind)
+                groups = jnp.sum(split(counts, min(GROUP, len(v))), axis=1, dtype=kind)
+                return total + jnp.sum(groups.astype(jnp.int64), axis=0)
+
+        return jax.tree.map(count, sums, values)
+
+    def mean(self, sums: PyTree) -> Grid:
+        """The counts with their exponent."""
+        dtypes = tuple(v.dtype for v in jax.tree.leaves(self.value))
+        return Grid(sums, floor_log2(self._contribution()) - self.bits, dtypes)
+
+    @property
+    def _wide(self) -> bool:
+        return any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.value))
+
+    def _contribution(self) -> Float[Array, ""]:
+        kind = jnp.float64 if self._wide else jnp.float32
+        clip_norm, denominator = (
+            jax.lax.stop_gradient(jnp.asarray(v)).astype(kind)
+            for v in (self.clip_norm, self.denominator)
+        )
+        return clip_norm / denominator
+
+
+def split(values: Array, size: int) -> Array:
+    """The rows in groups of `size`, the last one filled with zeros."""
+    padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
+    return jnp.pad(values, padding).reshape(-1, size, *values.shape[1:])
+
+
+def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
+    group = min(GROUP, len(weights))
+    # Products run in reduced precision on accelerators unless told otherwise.
+    return jnp.einsum(
+        "gr,gr...->g...",
+        split(weights.astype(values.dtype), group),
+        split(values, group),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+def _two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
+    """Adds `value` to a total and what that rounds away to its correction.
+
+    References:
+        Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
+    """
+    total, correction = sums
+    # The barriers keep the compiler from simplifying (a + b) - a to b.
+    barrier = jax.lax.optimization_barrier
+    added = barrier(jax.tree.map(jnp.add, total, value))
+    part = barrier(jax.tree.map(jnp.subtract, added, total))
+    lost = jax.tree.map(
+        lambda a, b, new, p: (a - (new - p)) + (b - p), total, value, added, part
+    )
+    return added, jax.tree.map(jnp.add, correction, lost)
