@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-NAMES = ("clipping", "calibration", "census")
+NAMES = ("clipping", "precision", "calibration", "census")
 
 
 def run(name, cores):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.privacy.mechanisms import Gaussian
 
 from .timing import ratios, show
 
@@ -26,25 +25,28 @@ def compare(loss, w, records, chunks):
     def plain(w, records):
         return jax.grad(lambda w: jnp.mean(jax.vmap(lambda r: loss(w, r))(records)))(w)
 
-    def clipped(microbatch):
+    def clipped(microbatch, precision="float"):
         def run(w, records):
             bounded = dpb.clipped_mean(
                 lambda r: jax.grad(loss)(w, r),
                 records,
                 clip_norm=1.0,
                 microbatch=microbatch,
+                precision=precision,
             )
-            return Gaussian(1.0).release(bounded, key=jax.random.key(0))
+            mechanism = dpb.Gaussian(1.0, precision=precision)
+            return mechanism.release(bounded, key=jax.random.key(0))
 
         return run
 
     candidates = {
         "plain gradient": plain,
-        "clipped_mean, auto": clipped("auto"),
+        "clipped_mean, float": clipped("auto"),
+        "clipped_mean, grid": clipped("auto", "grid"),
         "vmap, then clip": lambda w, r: naive(lambda one: jax.grad(loss)(w, one), r),
     }
     for rows in chunks:
-        candidates[f"clipped_mean, {rows} records"] = clipped(rows)
+        candidates[f"clipped_mean, float, chunks of {rows}"] = clipped(rows)
     show(ratios(candidates, w, records, reference="plain gradient"))
 
 

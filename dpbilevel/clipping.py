@@ -181,7 +181,7 @@ def clipped_mean(
     value = _value_of(fun, records)
     rows = _rows(microbatch, value, records, n)
     wide = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, _wide(v.dtype)), value)
-    rule = SUMS[precision](wide, clip_norm, denominator, n)
+    rule = SUMS[precision](wide, jnp.asarray(clip_norm), jnp.asarray(denominator), n)
     mean = _clipped_mean(fun, records, mask, rows, rule)
     return Bounded(mean, clip_norm / denominator, public_denominator=public)
 
@@ -218,10 +218,13 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
             lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
         )
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        keep = fresh if keep is None else keep & fresh
-        values = jax.tree.map(_finite, jax.vmap(fun)(chunk))
-        limit = rule.share * rule.clip_norm
-        weights = jax.vmap(_weight, in_axes=(0, 0, None))(values, keep, limit)
+        # Nothing passes a clip norm so large that sums overflow, or so small that the
+        # noise made for it underflows.
+        valid = (rule.clip_norm > 1e-25) & (rule.clip_norm < 1e30)
+        keep = fresh & valid if keep is None else fresh & valid & keep
+        values = jax.vmap(fun)(chunk)
+        values = jax.tree.map(lambda v: _scaled(v, rule.clip_norm), values)
+        weights = jax.vmap(_weight, in_axes=(0, 0, None))(values, keep, rule.share)
         return rule.add(sums, weights, values), None
 
     indices = jnp.arange(chunks, dtype=jnp.int32)
@@ -237,37 +240,28 @@ def _chunks(n: int, rows: int) -> tuple[int, int]:
     return chunks, min(n, even + -even % unit)
 
 
-def _finite(value: Array) -> Array:
-    """The value, with a number whose square is infinite where it is not finite.
+def _scaled(value: Array, clip_norm: Float[Array, ""]) -> Array:
+    """The value in units of the clip norm, or a huge number where it is not finite.
 
     Its norm then is not finite, and its weight of zero makes zero of all of it, which
     it would not of NaN.
     """
-    value = value.astype(_wide(value.dtype))
-    return jnp.where(jnp.isfinite(value), value, jnp.finfo(value.dtype).max)
+    dtype = _wide(value.dtype)
+    value = value.astype(dtype) * (1 / clip_norm).astype(dtype)
+    return jnp.where(jnp.isfinite(value), value, jnp.finfo(dtype).max)
 
 
-def _weight(value: PyTree, keep: Bool[Array, ""], clip_norm) -> Float[Array, ""]:
-    """What makes one record's value at most `clip_norm` long, or zero of it."""
+def _weight(value: PyTree, keep: Bool[Array, ""], limit: float) -> Float[Array, ""]:
+    """What makes one record's value at most `limit` long, or zero of it."""
     leaves = jax.tree.leaves(value)
     dtype = max((v.dtype for v in leaves), key=lambda kind: jnp.finfo(kind).bits)
     size = sum(v.size for v in leaves)
-    # In units of a clip norm below 1: the squares of tiny values underflow, and a norm
-    # that lost them would let a value longer than a tiny clip norm through.
-    limit = jnp.asarray(clip_norm).astype(dtype)
-    unit = 1 / jnp.minimum(limit, 1)
-    scaled = [v * unit.astype(v.dtype) for v in leaves]
-    squares = jnp.stack([jnp.sum(v * v).astype(dtype) for v in scaled])
+    squares = jnp.stack([jnp.sum(v * v).astype(dtype) for v in leaves])
     # Worst-case relative rounding of a sum of `size` squares, halved by the root.
     epsilon = max(float(jnp.finfo(v.dtype).eps) for v in leaves)
     norm = jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
-    limit = limit * unit
-    # Nothing passes a clip norm so large that sums overflow, or so small that the noise
-    # made for it underflows.
-    keep = keep & jnp.isfinite(norm) & (limit < 1e30) & (jnp.abs(unit) < 1e25)
-    return jnp.where(
-        keep, jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit)), 0
-    )
+    factor = jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit))
+    return jnp.where(keep & jnp.isfinite(norm), factor, 0)
 
 
 def _leading_axis(records: PyTree) -> int:

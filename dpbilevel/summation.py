@@ -18,7 +18,7 @@ GROUP = 64
 
 @dataclasses.dataclass(frozen=True)
 class AbstractSum(abc.ABC):
-    """Adds up rows of values, each scaled to the clip norm at most.
+    """Adds up rows of values in units of the clip norm, each at most `share` long.
 
     Attributes:
         value: One record's value, as shapes in the dtypes of norms and sums.
@@ -28,8 +28,8 @@ class AbstractSum(abc.ABC):
     """
 
     value: PyTree
-    clip_norm: float | Float[Array, ""]
-    denominator: float | Float[Array, ""]
+    clip_norm: Float[Array, ""]
+    denominator: Float[Array, ""]
     n: int
 
     @property
@@ -47,7 +47,22 @@ class AbstractSum(abc.ABC):
 
     @abc.abstractmethod
     def mean(self, sums: PyTree) -> PyTree:
-        """The sum over the denominator."""
+        """The sum times the clip norm, over the denominator."""
+
+    @property
+    def contribution(self) -> Float[Array, ""]:
+        """$C / m$ in the widest dtype of the values, or 0 where it is out of range."""
+        wide = jnp.float64 if self._wide else jnp.float32
+        clip_norm, denominator = (
+            jax.lax.stop_gradient(v).astype(wide)
+            for v in (self.clip_norm, self.denominator)
+        )
+        contribution = clip_norm / denominator
+        return jnp.where(jnp.isfinite(contribution), contribution, 0)
+
+    @property
+    def _wide(self) -> bool:
+        return any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.value))
 
 
 class FloatSum(AbstractSum):
@@ -76,7 +91,7 @@ class FloatSum(AbstractSum):
         return _two_sum(sums, jax.tree.map(lambda v: _group_sums(weights, v), values))
 
     def mean(self, sums: PyTree) -> PyTree:
-        """The compensated sum of the groups, divided."""
+        """The compensated sum of the groups, scaled."""
         totals, corrections = sums
         zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
         correction = jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
@@ -85,7 +100,9 @@ class FloatSum(AbstractSum):
             (zero, correction),
             totals,
         )
-        return jax.tree.map(lambda a, b: (a + b) / self.denominator, total, correction)
+        return jax.tree.map(
+            lambda a, b: (a + b) * self.contribution.astype(a.dtype), total, correction
+        )
 
 
 class GridSum(AbstractSum):
@@ -114,10 +131,10 @@ class GridSum(AbstractSum):
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """Rounds to whole steps and adds."""
-        contribution = self._contribution()
-        # In steps, between 2**bits and twice that; the step itself may underflow.
+        # C / m in steps, between 2**bits and twice that; the step itself may underflow.
+        contribution = self.contribution
         steps = jnp.ldexp(contribution, self.bits - floor_log2(contribution))
-        weights = weights * (steps / self.clip_norm).astype(weights.dtype)
+        weights = weights * steps.astype(weights.dtype)
         kind = "int64" if self._wide else "int32"
 
         def count(total, v):
@@ -133,19 +150,7 @@ class GridSum(AbstractSum):
     def mean(self, sums: PyTree) -> Grid:
         """The counts with their exponent."""
         dtypes = tuple(v.dtype for v in jax.tree.leaves(self.value))
-        return Grid(sums, floor_log2(self._contribution()) - self.bits, dtypes)
-
-    @property
-    def _wide(self) -> bool:
-        return any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.value))
-
-    def _contribution(self) -> Float[Array, ""]:
-        kind = jnp.float64 if self._wide else jnp.float32
-        clip_norm, denominator = (
-            jax.lax.stop_gradient(jnp.asarray(v)).astype(kind)
-            for v in (self.clip_norm, self.denominator)
-        )
-        return clip_norm / denominator
+        return Grid(sums, floor_log2(self.contribution) - self.bits, dtypes)
 
 
 def split(values: Array, size: int) -> Array:
