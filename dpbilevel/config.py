@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from .clipping import Precision
 from .privacy.budget import Neighbours, People, PrivacyBudget
 from .problems.bilevel import BilevelProblem, Sizes
 from .runs.datasets import SOURCES, Data, Sources
@@ -20,19 +21,21 @@ _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
 @dataclasses.dataclass(frozen=True)
 class Privacy:
-    """The table `[privacy]`: all of it must be said.
+    """The table `[privacy]`: all but the precision must be said.
 
     Args:
         epsilon: The budget's epsilon.
         delta: The budget's delta.
         people: Who has records in which level.
         neighbours: The neighbouring relation.
+        precision: `"grid"`, or `"float"` for research.
     """
 
     epsilon: float
     delta: float
     people: People
     neighbours: Neighbours
+    precision: Precision = "grid"
 
     def __post_init__(self):
         if self.delta == 0:

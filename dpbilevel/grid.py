@@ -10,12 +10,10 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .noise import PRNGKey, standard_normal
 
-# A released value is rounded to steps of this share of its sensitivity over the root of
-# the number of coordinates, which moves it by at most 2**-12 of the sensitivity; the
-# margin of the mechanisms covers that.
+# A released value is rounded to steps of this share of a record's contribution over the
+# root of the number of coordinates, which moves neighbours apart by at most 2**-12 of
+# it; the margin of the mechanisms covers that.
 _RELEASE_BITS = 12
-# How many bits coarser one of two added grids may be before the finer one is rounded.
-_ALIGN_BITS = 16
 # Beyond this many steps noise could leave the range of 64-bit integers.
 _LARGEST_SCALE = 2.0**50
 
@@ -31,19 +29,23 @@ class Grid(eqx.Module):
     Attributes:
         counts: The integers $k$, 64 bits wide.
         exponent: $e$, the same for all leaves; public.
+        contribution: The largest share of one record; of the role with the smallest
+            one, where several roles were added.
         dtypes: What each leaf becomes when it is released.
     """
 
     counts: PyTree
     exponent: Int[Array, ""]
+    contribution: Float[Array, ""]
     dtypes: tuple = eqx.field(static=True)
 
     def __add__(self, other: "Grid") -> "Grid":
-        """The exact sum, on the finer grid unless that is finer by more than 2^16."""
+        """The exact sum, on the finer of the two grids, modulo 2^64 counts."""
         with wide_integers():
-            finest = jnp.minimum(self.exponent, other.exponent)
-            coarsest = jnp.maximum(self.exponent, other.exponent)
-            exponent = jnp.maximum(finest, coarsest - _ALIGN_BITS)
+            exponent = jnp.minimum(self.exponent, other.exponent)
+            contribution = jnp.minimum(
+                *(v.contribution.astype(jnp.float64) for v in (self, other))
+            )
             counts = jax.tree.map(
                 lambda a, b: (
                     _shift(a, self.exponent - exponent)
@@ -52,15 +54,9 @@ class Grid(eqx.Module):
                 self.counts,
                 other.counts,
             )
-        return Grid(counts, exponent, self.dtypes)
+        return Grid(counts, exponent, contribution, self.dtypes)
 
-    def with_noise(
-        self,
-        std: float | Float[Array, ""],
-        sensitivity: float | Float[Array, ""],
-        *,
-        key: PRNGKey,
-    ) -> PyTree:
+    def with_noise(self, std: float | Float[Array, ""], *, key: PRNGKey) -> PyTree:
         r"""The value plus Gaussian noise, both rounded to one grid.
 
         For an integer $k$, $\mathrm{round}(k + s z) = k + \mathrm{round}(s z)$: adding
@@ -69,25 +65,24 @@ class Grid(eqx.Module):
 
         Args:
             std: The noise's standard deviation.
-            sensitivity: The value's sensitivity, which sets the step.
             key: A typed key for this draw alone.
 
         Returns:
-            Floating-point leaves. Noise alone where `std` or `sensitivity` are not
-            finite or the noise exceeds 2^50 steps.
+            Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^50
+            steps.
         """
         leaves = jax.tree.leaves(self.counts)
         coordinates = max(sum(v.size for v in leaves), 1)
         with wide_integers():
-            std, sensitivity = (
+            std, contribution = (
                 jax.lax.stop_gradient(jnp.asarray(v)).astype(jnp.float64)
-                for v in (std, sensitivity)
+                for v in (std, self.contribution)
             )
-            step = sensitivity * 2.0**-_RELEASE_BITS / math.sqrt(coordinates)
+            step = contribution * 2.0**-_RELEASE_BITS / math.sqrt(coordinates)
             exponent = floor_log2(step)
             step = jnp.ldexp(jnp.ones_like(step), exponent)
             scale = std / step
-            passes = (sensitivity > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
+            passes = (contribution > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
             noise = standard_normal(
                 jax.tree.map(
                     lambda v: jax.ShapeDtypeStruct(v.shape, jnp.float64), self.counts

@@ -65,7 +65,12 @@ def prepare(config: Config) -> Prepared:
     problem, w0 = config.problem, config.task.start(config.data.blocks)
     try:
         plan = calibrate(
-            problem, config.solver, config.privacy.budget, sizes=config.sizes, w0=w0
+            problem,
+            config.solver,
+            config.privacy.budget,
+            sizes=config.sizes,
+            w0=w0,
+            precision=config.privacy.precision,
         )
     except ValueError as error:
         raise config.place.error(str(error)) from error

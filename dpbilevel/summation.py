@@ -14,6 +14,8 @@ from .grid import Grid, floor_log2, wide_integers
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
 # mechanisms covers; on the grid, that many counts of 25 bits fit in 32.
 GROUP = 64
+# C / m in steps of the grid.
+_BITS = 23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +110,16 @@ class FloatSum(AbstractSum):
 class GridSum(AbstractSum):
     r"""An exact sum of integers, whatever the order of the records.
 
-    The step is the power of two $2^e \in (2^{-b-1}, 2^{-b}] \, C / m$; every record's
+    The step is the power of two $2^e \in (2^{-24}, 2^{-23}] \, C / m$; every record's
     scaled value is rounded to whole steps. The clip norm is tightened by the largest
     rounding, $\sqrt d / 2$ steps, so that the rounded value keeps within $C / m$.
     """
 
     @property
-    def bits(self) -> int:
-        """$b$: as fine as the dtype, as long as the sum fits in 64 bits."""
-        return min(40, 60 - self.n.bit_length()) if self._wide else 23
-
-    @property
     def share(self) -> float:
         """One less the norm of half a step in every coordinate, and a rounding."""
         size = sum(v.size for v in jax.tree.leaves(self.value))
-        return 1 - math.sqrt(size) * 2.0 ** -(self.bits + 1) - 2.0**-20
+        return 1 - math.sqrt(size) * 2.0 ** -(_BITS + 1) - 2.0**-20
 
     def empty(self, rows: int) -> PyTree:
         """Zero counts."""
@@ -131,26 +128,27 @@ class GridSum(AbstractSum):
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """Rounds to whole steps and adds."""
-        # C / m in steps, between 2**bits and twice that; the step itself may underflow.
+        # C / m in steps, between 2**23 and 2**24; the step itself may underflow.
         contribution = self.contribution
-        steps = jnp.ldexp(contribution, self.bits - floor_log2(contribution))
+        steps = jnp.ldexp(contribution, _BITS - floor_log2(contribution))
         weights = weights * steps.astype(weights.dtype)
-        kind = "int64" if self._wide else "int32"
 
         def count(total, v):
             weight = jnp.expand_dims(weights.astype(v.dtype), range(1, v.ndim))
             v = jax.lax.stop_gradient(v * weight)
             with wide_integers():
-                counts = jnp.round(v).astype(kind)
-                groups = jnp.sum(split(counts, min(GROUP, len(v))), axis=1, dtype=kind)
-                return total + jnp.sum(groups.astype(jnp.int64), axis=0)
+                counts = jnp.round(v).astype(jnp.int32)
+                groups = split(counts, min(GROUP, len(v)))
+                sums = jnp.sum(groups, axis=1, dtype=jnp.int32)
+                return total + jnp.sum(sums.astype(jnp.int64), axis=0)
 
         return jax.tree.map(count, sums, values)
 
     def mean(self, sums: PyTree) -> Grid:
         """The counts with their exponent."""
         dtypes = tuple(v.dtype for v in jax.tree.leaves(self.value))
-        return Grid(sums, floor_log2(self.contribution) - self.bits, dtypes)
+        exponent = floor_log2(self.contribution) - _BITS
+        return Grid(sums, exponent, self.contribution, dtypes)
 
 
 def split(values: Array, size: int) -> Array:

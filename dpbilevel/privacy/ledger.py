@@ -19,6 +19,10 @@ ROLES = ("upper", "lower", RECORDS)
 PERSON = "person"  # whoever may have a record in either level
 
 
+# The largest sum, in shares of the role with the smallest one, that the grid holds.
+_LARGEST_RATIO = 2.0**37
+
+
 @dataclasses.dataclass(frozen=True)
 class Query:
     r"""The part of a release that reads one role's records: one clipped mean.
@@ -82,6 +86,19 @@ class Release:
         _checks.instance("Release", Gaussian, mechanism=self.mechanism)
         if len({query.role for query in self.queries}) != len(self.queries):
             raise ValueError("Release: one query per role; add up the clip norms.")
+        if self.mechanism.precision == "grid" and self.queries:
+            self._check_range()
+
+    def _check_range(self) -> None:
+        shares = [query.contribution for query in self.queries]
+        largest = max(q.contribution * q.size for q in self.queries)
+        if largest > _LARGEST_RATIO * min(shares):
+            raise ValueError(
+                f"Release: {self.name!r} adds two means; one record moves one by up to "
+                f"{max(shares):.3g}, the other by up to {min(shares):.3g}, and no grid of "
+                "64-bit integers holds both. Bring the clip norms or the penalty "
+                'closer together, or use precision="float" for research.'
+            )
 
     @property
     def contribution(self) -> float:

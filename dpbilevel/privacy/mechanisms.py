@@ -83,10 +83,9 @@ class Gaussian(eqx.Module):
         multiplier = self._calibrated()
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)
         multiplier = multiplier * (1 + ROUNDING_MARGIN)
-        sensitivity = bounded.sensitivity(self.neighbours)
-        std = multiplier * sensitivity
+        std = multiplier * bounded.sensitivity(self.neighbours)
         if isinstance(bounded.raw, Grid):
-            released = bounded.raw.with_noise(std, sensitivity, key=key)
+            released = bounded.raw.with_noise(std, key=key)
         else:
             noise = standard_normal(bounded.raw, key=key)
             released = jax.tree.map(
