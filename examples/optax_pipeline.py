@@ -73,7 +73,7 @@ def main(smoke: bool) -> None:
     sampling = dpb.Poisson(rate=0.1)
     budget = dpb.PrivacyBudget(epsilon=1.5, delta=5e-6)
     plan = dpb.calibrate(problem, search, budget, sizes=sizes)
-    noise = dpb.Gaussian(noise_multiplier=3.0)
+    noise = dpb.Gaussian(noise_multiplier=3.0, precision="grid")
     optimizer = optax.adam(0.03)
 
     @jax.jit
@@ -97,6 +97,7 @@ def main(smoke: bool) -> None:
                 clip_norm=1.0,
                 mask=batch.mask,
                 denominator=batch.denominator,
+                precision=noise.precision,
             )
             gradient = noise.release(mean, key=key_noise)
             updates, memory = optimizer.update(gradient, memory, params)

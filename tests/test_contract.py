@@ -22,10 +22,11 @@ KEY = 0
 solve = jax.jit(dpb.solve, static_argnames="trajectory")
 
 
-def calibrated(name, scale=1.0):
+def calibrated(name, scale=1.0, precision="grid"):
     problem, solver, data, w0, people = SOLVERS[name]
     sizes = sizes_of(problem, data, people)
-    return problem, solver.with_noise(scale).planned(sizes), data, w0
+    solver = solver.with_noise(scale).with_precision(precision).planned(sizes)
+    return problem, solver, data, w0
 
 
 def run(name, key, scale=1.0):
@@ -35,7 +36,7 @@ def run(name, key, scale=1.0):
 
 @functools.cache
 def unrolled(name):
-    problem, solver, data, w0 = calibrated(name)
+    problem, solver, data, w0 = calibrated(name, precision="float")
     made = []
     release = Gaussian.release
 

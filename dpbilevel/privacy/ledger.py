@@ -95,8 +95,8 @@ class Release:
         if largest > _LARGEST_RATIO * min(shares):
             raise ValueError(
                 f"Release: {self.name!r} adds two means; one record moves one by up to "
-                f"{max(shares):.3g}, the other by up to {min(shares):.3g}, and no grid of "
-                "64-bit integers holds both. Bring the clip norms or the penalty "
+                f"{max(shares):.3g}, the other by up to {min(shares):.3g}, and no grid "
+                "of 64-bit integers holds both. Bring the clip norms or the penalty "
                 'closer together, or use precision="float" for research.'
             )
 
