@@ -54,6 +54,65 @@ def test_gaussian_epsilon_agrees_with_dp_accounting(sigma):
         assert back == pytest.approx(DELTA, rel=1e-6)
 
 
+@pytest.mark.parametrize("mu", [1e-6, 1e-4, 0.3, 1.0, 20.0, 1e4])
+@pytest.mark.parametrize("delta", [1e-300, 1e-15, 1e-5, 0.5, 0.99])
+def test_gaussian_epsilon_ends_on_the_safe_side_and_no_further(mu, delta):
+    value = accounting.gaussian_epsilon(mu, delta)
+    assert accounting.gaussian_delta(mu, value) <= delta
+    if value > 0:
+        assert accounting.gaussian_delta(mu, value * (1 - 1e-6)) > delta
+
+
+def test_gaussian_epsilon_at_the_ends():
+    assert accounting.gaussian_epsilon(0.0, 0.0) == 0
+    assert accounting.gaussian_epsilon(0.0, 1e-5) == 0
+    assert accounting.gaussian_epsilon(1.0, 0.0) == math.inf
+    assert accounting.gaussian_epsilon(math.inf, 0.5) == math.inf
+    assert accounting.gaussian_epsilon(1e160, 1e-5) == math.inf
+
+
+@pytest.mark.parametrize("multiplier", [1e-320, 1e-200, 1e200])
+def test_extreme_multipliers_neither_overflow_nor_vanish(multiplier):
+    event = repeated(Gaussian(multiplier), 4)
+    assert accounting.gaussian_mu(event) == 2 / multiplier
+    assert accounting.gaussian_mu(Gaussian(multiplier)) > 0
+
+
+def test_composed_rounding_does_not_eat_a_small_delta():
+    # As many subsets of everything as make one Gaussian of multiplier 1.
+    many = repeated(without_replacement(1.0, math.sqrt(1e5)), 100_000)
+    exact = accounting.gaussian_epsilon(1.0, 1e-12)
+    alone = accounting._without_replacement(1.0, math.sqrt(1e5), 1e-4)
+    # The control: what the transform alone finds is below the truth.
+    assert alone.self_compose(100_000).get_delta_for_epsilon(exact) < 1e-12
+    assert accounting.delta(many, REPLACE, exact) >= 1e-12
+    # At deltas in use the charge is not felt.
+    usual = accounting.gaussian_epsilon(1.0, 1e-5)
+    assert accounting.delta(many, REPLACE, usual) == pytest.approx(1e-5, rel=3e-3)
+
+
+def test_no_epsilon_holds_at_a_delta_below_the_rounding():
+    event = repeated(without_replacement(0.1, 2.0), 1000)
+    assert accounting.epsilon(event, REPLACE, 1e-13) == math.inf
+    assert accounting.epsilon(event, REPLACE, 1e-11) < 100
+
+
+def test_many_full_batches_with_little_noise_are_not_discretized():
+    # Their one Gaussian of multiplier 0.003 would need gigabytes.
+    full, sampled = repeated(Gaussian(3.0), 1_000_000), Poisson(0.1, Gaussian(2.0))
+    event = dp_accounting.ComposedDpEvent([full, sampled])
+    assert accounting.delta(event, REPLACE, 10.0) == 1
+    assert accounting.epsilon(event, REPLACE, DELTA) == math.inf
+
+
+def test_an_approximate_law_costs_its_distance_there_and_back():
+    paid = accounting.total_variation_delta(1.0, 1e-6, 1e-5)
+    assert paid == pytest.approx(1e-5 + (1 + math.e) * 1e-6, rel=1e-12)
+    assert accounting.total_variation_delta(1.0, 0.0, 1e-5) == 1e-5
+    assert accounting.total_variation_delta(1e6, 1e-9) == 1
+    assert accounting.total_variation_delta(math.inf, 0.0) == 0
+
+
 def test_profiles_at_the_ends():
     assert accounting.gaussian_delta(0.0, 1.0) == 0
     assert accounting.gaussian_delta(math.inf, 1.0) == 1

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -67,6 +68,33 @@ def test_the_text_holds_what_a_reader_must_know():
     ):
         assert words in text
     assert "overflows with probability at most" in str(REPORTS["poisson"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.0, "1"),
+        (0.1, "0.1"),
+        (1.23456001, "1.23457"),
+        (0.9999991, "1"),
+        (1e-05, "1e-05"),
+        (4.0000001e-13, "4.00001e-13"),
+        (math.inf, "inf"),
+        (0.0, "0"),
+    ],
+)
+def test_printed_bounds_are_rounded_up(value, text):
+    fields = {"epsilon": value, "delta": value, "epsilon_by_person": {}}
+    printed = str(dataclasses.replace(REPORTS["one_level"], **fields))
+    assert f"epsilon = {text} at delta = {text} " in printed
+    assert float(text) >= value
+
+
+def test_the_printed_chance_of_overflow_is_not_below_the_counted_one():
+    (text,) = REPORTS["poisson"].certificates
+    counted = release(query(sampling=dpb.Poisson(0.1, capacity=160))).failure
+    printed = float(text.split("at most ")[1].split(",")[0])
+    assert counted <= printed <= 1.01 * counted
 
 
 def test_infinite_losses_are_printed_and_restored():

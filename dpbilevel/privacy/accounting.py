@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import dp_accounting
 import numpy as np
 import scipy.special
-from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
 
 from .budget import Neighbours
 
@@ -21,6 +21,10 @@ FINE = 1e-4  # discretization of the reported epsilon
 COARSE = 1e-3  # discretization of the search for the noise
 # Below this multiplier a privacy loss distribution takes minutes and gigabytes.
 SMALLEST_SAMPLED_MULTIPLIER = 0.1
+# Charged to delta per sampled release: transforms of a discretized loss round, in
+# either direction, by up to a tenth of it, which decides deltas below 1e-10.
+ROUNDING = 2.0**-50
+_LARGEST_EPSILON = 1e300
 
 Profile: TypeAlias = Any  # a float or an array of them
 _Pld: TypeAlias = Any  # a dp-accounting PrivacyLossDistribution, which is untyped
@@ -35,14 +39,8 @@ def gaussian_mu(event: dp_accounting.DpEvent) -> float | None:
     Returns:
         $\sqrt{\sum_k m_k^{-2}}$ for compositions of unsampled Gaussians, else `None`.
     """
-    total = 0.0
-    for part, count in _flatten(event):
-        if not isinstance(part, dp_accounting.GaussianDpEvent):
-            return None
-        if part.noise_multiplier == 0:
-            return math.inf
-        total += count / part.noise_multiplier**2
-    return math.sqrt(total)
+    mu, others = _split(event)
+    return None if others else mu
 
 
 def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
@@ -67,6 +65,58 @@ def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
     return np.exp(near) * -np.expm1(np.minimum(far - near, 0.0))
 
 
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    r"""The smallest $\varepsilon \ge 0$ at which $\mu$-GDP is $(\varepsilon,
+    \delta)$-DP.
+
+    Args:
+        mu: $\mu \ge 0$.
+        delta: $\delta$ in [0, 1].
+
+    Returns:
+        The safe end of the last bracket: the profile there is at most `delta`.
+    """  # noqa: D205
+    if delta == 0 or math.isinf(mu):
+        return math.inf if mu and delta < 1 else 0.0
+    low = high = 0.0
+    while gaussian_delta(mu, high) > delta:
+        low, high = high, max(2 * high, mu)
+        if high > _LARGEST_EPSILON:
+            return math.inf
+    while high - low > 1e-13 * high:
+        middle = (low + high) / 2
+        if gaussian_delta(mu, middle) > delta:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:
+    r"""The $\delta$ of an output within total variation of a private one.
+
+    With $P, Q$ the laws on two neighbours and $P^*, Q^*$ those of an $(\varepsilon,
+    \delta)$-DP mechanism, each within $\eta$ of its own,
+
+    $$
+    P(S) \le P^*(S) + \eta \le e^\varepsilon Q^*(S) + \delta + \eta
+         \le e^\varepsilon Q(S) + \delta + (1 + e^\varepsilon) \eta .
+    $$
+
+    The $\eta$ of several releases add up before they enter.
+
+    Args:
+        epsilon: $\varepsilon \ge 0$.
+        distance: $\eta$: the chance that a batch overflows, or the distance of a
+            sampler's law from its target; from a theorem, not from a diagnostic.
+        delta: $\delta$ of the private mechanism.
+
+    Returns:
+        $\delta + (1 + e^\varepsilon) \eta$, at most 1.
+    """
+    return min(1.0, delta + (1 + math.exp(min(epsilon, 700.0))) * distance)
+
+
 def delta(
     event: dp_accounting.DpEvent,
     neighbours: Neighbours,
@@ -82,7 +132,8 @@ def delta(
         interval: Discretization of the privacy loss; finer is tighter and slower.
 
     Returns:
-        An upper bound on $\delta$, exact for unsampled Gaussians.
+        An upper bound on $\delta$, exact for unsampled Gaussians; for sampled ones
+        never below $2^{-50}$ a release, to cover the rounding of their composition.
     """
     mu = gaussian_mu(event)
     if mu is not None:
@@ -109,9 +160,7 @@ def epsilon(
     """
     mu = gaussian_mu(event)
     if mu is not None:
-        if mu == 0 or math.isinf(mu):
-            return mu
-        return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta))
+        return gaussian_epsilon(mu, delta)
     if _hopeless(event):
         return math.inf
     profile = privacy_loss(event, neighbours, interval)
@@ -131,17 +180,17 @@ def privacy_loss(
     Raises:
         ValueError: An event that this library does not account for.
     """
-    parts = _flatten(event)
-    unsampled = [p for p in parts if isinstance(p[0], dp_accounting.GaussianDpEvent)]
-    total = privacy_loss_distribution.identity(interval)
-    if unsampled:  # exactly one Gaussian, so discretized once
-        merged = sum(count / part.noise_multiplier**2 for part, count in unsampled)
-        event = dp_accounting.GaussianDpEvent(merged**-0.5)
-        total = total.compose(_single(event, neighbours, interval))
-    for part, count in parts:
-        if not isinstance(part, dp_accounting.GaussianDpEvent):
-            single = _single(part, neighbours, interval)
-            total = total.compose(single.self_compose(count))
+    mu, sampled = _split(event)
+    slack = min(1.0, ROUNDING * (1 + sum(count for _, count in sampled)))
+    total = privacy_loss_distribution.from_privacy_parameters(
+        common.DifferentialPrivacyParameters(0.0, slack), interval
+    )
+    if mu:  # exactly one Gaussian, so discretized once
+        merged = dp_accounting.GaussianDpEvent(1 / mu)
+        total = total.compose(_single(merged, neighbours, interval))
+    for part, count in sampled:
+        single = _single(part, neighbours, interval)
+        total = total.compose(single.self_compose(count))
     return total
 
 
@@ -222,12 +271,26 @@ def _flatten(event, count: int = 1) -> list[tuple[dp_accounting.DpEvent, int]]:
     return [(event, count)]
 
 
+def _split(event) -> tuple[float, list[tuple[dp_accounting.DpEvent, int]]]:
+    """The mu of all unsampled Gaussians together, and the other parts."""
+    ratios, others = [], []
+    for part, count in _flatten(event):
+        if isinstance(part, dp_accounting.GaussianDpEvent):
+            multiplier = part.noise_multiplier
+            ratios.append(math.sqrt(count) / multiplier if multiplier else math.inf)
+        else:
+            others.append((part, count))
+    return math.hypot(*ratios), others
+
+
 def _hopeless(event) -> bool:
-    return any(
+    mu, sampled = _split(event)
+    multipliers = [
         getattr(getattr(part, "event", part), "noise_multiplier", math.inf)
-        < SMALLEST_SAMPLED_MULTIPLIER
-        for part, _ in _flatten(event)
-    )
+        for part, _ in sampled
+    ]
+    smallest = min([*multipliers, 1 / mu if mu else math.inf])
+    return smallest < SMALLEST_SAMPLED_MULTIPLIER
 
 
 _RELATIONS = {

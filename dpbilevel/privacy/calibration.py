@@ -62,8 +62,8 @@ def calibrate(
 
     Raises:
         ValueError: Gaussian noise with `delta = 0`; a sampling scheme that the
-            relation does not admit; a budget that no noise reaches, for instance one
-            smaller than the chance of an overflowing batch.
+            relation does not admit; a budget that no noise reaches, for instance a
+            delta smaller than the chance of an overflowing batch.
 
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
@@ -144,7 +144,8 @@ def _bisect(
             raise ValueError(
                 "calibrate: no amount of noise reaches the budget. Epsilon or delta is "
                 "too small: with Poisson batches delta must exceed the chance that one "
-                "overflows."
+                "overflows, and with any sampled batches the rounding of their "
+                "composition, about 1e-15 a release."
             )
     if low == high:
         while not unsafe(low):

@@ -196,6 +196,11 @@ class Ledger:
             return release.mechanism.neighbours
         return Neighbours.REPLACE_ONE
 
+    @property
+    def failure(self) -> float:
+        """The probability that some batch of the run overflows."""
+        return sum(release.failure for release in self.releases)
+
     def events(self) -> dict[str, dp_accounting.DpEvent]:
         """The composed event per kind of person, multipliers under the relation."""
         charged = collections.defaultdict(list)
@@ -218,7 +223,7 @@ class Ledger:
             ),
             default=0.0,
         )
-        return min(1.0, worst + self._slack(epsilon))
+        return accounting.total_variation_delta(epsilon, self.failure, worst)
 
     def epsilons(
         self, delta: float, interval: float = accounting.FINE
@@ -267,21 +272,18 @@ class Ledger:
         )
         return dataclasses.replace(self, releases=releases)
 
-    def _slack(self, epsilon: float) -> float:
-        """What overflowing batches add to delta."""
-        failure = sum(release.failure for release in self.releases)
-        if failure == 0:
-            return 0.0
-        return failure * (1 + math.exp(min(epsilon, 700.0)))
-
     def _epsilon(self, event, delta, interval) -> float:
         """Solves for epsilon with the slack, which itself grows with epsilon."""
+
+        def slack(epsilon: float) -> float:
+            return accounting.total_variation_delta(epsilon, self.failure)
+
         spent = 0.0
         value = accounting.epsilon(event, self.neighbours, delta, interval)
         for _ in range(20):
-            if self._slack(value) <= spent:
+            if slack(value) <= spent:
                 return value
-            spent = 1.5 * self._slack(value)
+            spent = 1.5 * slack(value)
             if spent >= delta:
                 return math.inf
             value = accounting.epsilon(event, self.neighbours, delta - spent, interval)

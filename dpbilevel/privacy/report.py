@@ -1,6 +1,7 @@
 """The report: what is guaranteed, on what grounds, and at what noise."""
 
 import dataclasses
+import decimal
 import enum
 import importlib.metadata
 import json
@@ -107,11 +108,11 @@ class PrivacyReport:
         if self.status is Status.HEURISTIC:
             claim = "no epsilon is claimed"
         else:
-            claim = f"epsilon = {self.epsilon:.6g} at delta = {self.delta:.6g}"
+            claim = f"epsilon = {_up(self.epsilon)} at delta = {_up(self.delta)}"
         lines = [f"{self.status.value}: {claim} ({self.relation}{people})"]
         if len(self.epsilon_by_person) > 1:
             lines += [
-                f"  {person}: epsilon = {value:.6g}"
+                f"  {person}: epsilon = {_up(value)}"
                 for person, value in self.epsilon_by_person.items()
             ]
         lines += ["releases:"]
@@ -145,15 +146,15 @@ def describe(
     if ledger.delta(budget.epsilon) <= budget.delta:
         # Solving for epsilon may end slightly above one that is known to hold.
         by_person = {p: min(v, budget.epsilon) for p, v in by_person.items()}
-    failure = sum(release.failure for release in ledger.releases)
     exact = all(
         accounting.gaussian_mu(event) is not None for event in ledger.events().values()
     )
     precisions = {release.mechanism.precision for release in ledger.releases}
     certificates: tuple[str, ...] = ()
-    if failure:
+    if ledger.failure:
         certificates = (
-            f"some Poisson batch overflows with probability at most {failure:.3g}, "
+            "some Poisson batch overflows with probability at most "
+            f"{_up(ledger.failure, 3)}, "
             "counted in delta",
         )
     return PrivacyReport(
@@ -262,6 +263,12 @@ def _forecast_line(row: dict[str, Any]) -> str:
         if ratio > 1:
             text += " (every single release is mostly noise)"
     return text
+
+
+def _up(value: float, digits: int = 6) -> str:
+    """The value in few digits, rounded up: a claim is never below what was computed."""
+    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    return f"{float(context.create_decimal(repr(float(value)))):.{digits}g}"
 
 
 def _finite(value):
