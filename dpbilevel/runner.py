@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .config import Config
-from .noise import root_key
+from .noise import root_key, step_keys
 from .privacy.calibration import calibrate
 from .privacy.report import PrivacyReport
 from .problems.bilevel import BilevelProblem, Levels
@@ -139,9 +139,8 @@ def _steps(
     solver, chunk = prepared.solver, saved.fingerprint["chunk"]
     structure: Any = jax.tree.structure(solver.init(prepared.problem, prepared.w0))
     while saved.done < solver.num_steps:
-        # Split per chunk: a checkpoint does not tell the noise of the chunks before.
-        key, key_chunk = jax.random.split(saved.key)
-        keys = jax.random.split(key_chunk, min(chunk, solver.num_steps - saved.done))
+        # The next checkpoint holds `key`, which does not tell the noise before it.
+        key, keys = step_keys(saved.key, min(chunk, solver.num_steps - saved.done))
         # Through the host each time, as after a resume, so that no bit can differ.
         state = structure.unflatten([jnp.asarray(v) for v in saved.state])
         state, path = _advance(
@@ -267,7 +266,11 @@ def _fingerprint(prepared: Prepared, levels: Levels, chunk: int) -> dict[str, An
         "config": json.loads(json.dumps(prepared.config.tables)),
         "plan": json.loads(prepared.report.to_json()),
         "software": results.versions()
-        | {"backend": jax.default_backend(), "floats": str(jnp.result_type(float))},
+        | {
+            "backend": jax.default_backend(),
+            "floats": str(jnp.result_type(float)),
+            "partitionable": jax.config.read("jax_threefry_partitionable"),
+        },
         "chunk": chunk,
         "records": digest.hexdigest(),
     }
