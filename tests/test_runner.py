@@ -196,7 +196,7 @@ def test_chunks_of_one_length_compile_once(prepared, tmp_path, monkeypatch):
 def test_result_folder_holds_released_and_public_things_only(prepared, tmp_path):
     result = run(prepared, tmp_path / "out")
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
-    assert names == ["figure.png", "result.json", "solution.npz"]
+    assert names == ["figure.png", "result.json", "solution.npz", "spending.jsonl"]
     loaded = results.load(tmp_path / "out")
     assert loaded.report == prepared.report
     assert loaded.names == ("source 0", "source 1")
@@ -222,7 +222,7 @@ def damaged(content):
 def test_damaged_checkpoint_is_refused(prepared, interrupted, damage):
     file = interrupted / checkpoint.NAME
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"damaged or not a checkpoint.*start again"):
+    with pytest.raises(ValueError, match=r"damaged or not a checkpoint.*--restart"):
         run(prepared, interrupted, resume=True)
 
 
