@@ -10,7 +10,7 @@ from typing import Any
 from . import __version__
 from .config import Config, read_config
 from .runner import Prepared, prepare, run
-from .runs import results
+from .runs import results, spending
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +80,11 @@ def _add_run(commands) -> None:
         "--resume", action="store_true", help="continue an interrupted run, bit for bit"
     )
     runs.add_argument(
+        "--restart",
+        action="store_true",
+        help="run again in a folder of earlier runs: a new release, budgets add up",
+    )
+    runs.add_argument(
         "--chunk", metavar="N", type=int, help="steps between two checkpoints"
     )
     runs.set_defaults(command=_run)
@@ -87,7 +92,7 @@ def _add_run(commands) -> None:
 
 def _add_report(commands) -> None:
     report = commands.add_parser(
-        "report", help="print the guarantee and the released values of a finished run"
+        "report", help="print guarantee, released values and spending of a folder"
     )
     report.add_argument("folder", metavar="DIR", type=Path, help="a result folder")
     report.set_defaults(command=_report)
@@ -110,13 +115,22 @@ def _run(arguments: argparse.Namespace) -> None:
             data=arguments.data,
             chunk=arguments.chunk,
             resume=arguments.resume,
+            restart=arguments.restart,
             progress=bar.at,
         )
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
+    spent = spending.read(arguments.out)
+    if len(spent.runs) > 1:
+        print(spent)
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    print(results.load(arguments.folder))
+    spent = spending.read(arguments.folder)
+    try:
+        print(results.load(arguments.folder))
+    finally:  # what was spent counts where no result came of it, too
+        if spent.runs:
+            print(spent)
 
 
 class _Bar:

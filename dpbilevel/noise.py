@@ -15,6 +15,21 @@ PRNGKey = Key[Array, ""]
 # word.
 _GENERATORS = {"threefry2x32": 2, "threefry4x32": 4, "philox4x32": 2}
 
+# What a key may be derived for. Public numbers, append only; far above the counters of
+# `jax.random.split` and of a draw, so that a derived key is no other child of its key.
+_DOMAINS = {
+    "next": 0xD9B00001,  # the keys of all later steps
+    "step": 0xD9B00002,
+    "sampling": 0xD9B00003,
+    "noise": 0xD9B00004,
+    "upper": 0xD9B00005,
+    "lower": 0xD9B00006,
+    "penalized": 0xD9B00007,
+    "outer": 0xD9B00008,
+    "search": 0xD9B00009,
+    "refit": 0xD9B0000A,
+}
+
 
 def check_key(key: PRNGKey) -> None:
     """Refuses anything but one typed key of a generator fit for noise.
@@ -71,6 +86,51 @@ def root_key(impl: str = "threefry2x32") -> PRNGKey:
         )
     words = np.frombuffer(os.urandom(4 * _GENERATORS[impl]), np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+
+
+def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
+    """One key per named domain; `key` is used up.
+
+    A key is either drawn from or derived from, once: all that is needed of it is
+    derived in one call. `jax.debug_key_reuse(True)` sees any second use, which it would
+    not see of `jax.random.fold_in` alone.
+
+    Args:
+        key: A typed key.
+        *domains: What the new keys are for, such as `"sampling"` and `"noise"`.
+
+    Returns:
+        A batch of keys in the order of `domains`, to be unpacked. `key` cannot be
+        computed from them, nor one of them from another.
+
+    Raises:
+        ValueError: A domain that is not in the table, or that is named twice.
+    """
+    if len(set(domains)) < len(domains) or not set(domains) <= _DOMAINS.keys():
+        raise ValueError(
+            f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
+        )
+    (base,) = jax.random.split(key, 1)
+    numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
+    return jax.vmap(jax.random.fold_in, (None, 0))(base, numbers)
+
+
+def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
+    """The keys of the next steps, and the key of all steps after them.
+
+    Both follow from `key` step by step, so that a run in chunks draws what a run in one
+    piece draws, and the key of the steps to come does not tell those of the steps done.
+
+    Args:
+        key: A typed key; used up.
+        count: The number of steps.
+
+    Returns:
+        The key to go on with, and one key per step.
+    """
+    return jax.lax.scan(
+        lambda key, _: tuple(derive(key, "next", "step")), key, length=count
+    )
 
 
 def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:

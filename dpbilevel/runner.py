@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .config import Config
-from .noise import root_key
+from .noise import root_key, step_keys
 from .privacy.calibration import calibrate
 from .privacy.report import PrivacyReport
 from .problems.bilevel import BilevelProblem, Levels
-from .runs import checkpoint, figure, results
+from .runs import checkpoint, figure, results, spending
 from .runs.checkpoint import Checkpoint
 from .runs.data import load_levels
 from .runs.results import Result
@@ -84,16 +84,20 @@ def run(
     data: Path | None = None,
     chunk: int | None = None,
     resume: bool = False,
+    restart: bool = False,
     progress: Progress = lambda done: None,
 ) -> Result:
     """Runs a planned config and writes its result folder.
 
     Args:
         prepared: The plan.
-        out: The result folder; new or empty, unless `resume`.
+        out: The result folder; new or empty, unless `resume` or `restart`.
         data: A file of records instead of the config's.
         chunk: Steps between two checkpoints.
         resume: Whether to go on from the folder's checkpoint.
+        restart: Whether to run again in a folder of earlier runs: a new release, added
+            to the folder's spending record. An earlier result moves to `run-N`; an
+            earlier checkpoint is deleted.
         progress: Called after every checkpoint with the number of steps done.
 
     Returns:
@@ -107,29 +111,30 @@ def run(
     Privacy:
         One run under the plan's budget. Every run draws a fresh key from the operating
         system; a resumed run continues the interrupted one bit for bit (on the same
-        hardware), so it spends nothing more. The checkpoint is secret and is deleted
-        at the end.
+        hardware), so it spends nothing more. The spending record counts a run before
+        its first step reads a record, so a run that never ends is counted too. The
+        checkpoint is secret and is deleted at the end.
     """
-    _check_folder(out, resume)
+    _check_folder(out, resume, restart)
     saved = checkpoint.read(out) if resume else None
     levels = _load(prepared, data)
     fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, saved))
     if saved is None:
-        saved = _first(prepared, fingerprint)
-        # Before the first step, so that a bad folder is found before any work.
-        checkpoint.create(out, saved)
+        saved = _begun(prepared, fingerprint, out)
     _check_same_run(saved, fingerprint, out)
     progress(saved.done)
     try:
+        run_number = saved.fingerprint["run"]
+        spending.begin(out, run_number, prepared.report, prepared.config.tables)
         saved = _steps(prepared, levels, saved, out, progress)
         result = _result(prepared, saved)
         results.save(out, result, figure.draw(result))
+        _close(out)
     except OSError as error:
         raise OSError(
             f"{error}. The last checkpoint is intact: make room, then continue with "
             "--resume."
         ) from error
-    checkpoint.remove(out)
     return result
 
 
@@ -144,9 +149,8 @@ def _steps(
     solver, chunk = prepared.solver, saved.fingerprint["chunk"]
     structure: Any = jax.tree.structure(solver.init(prepared.problem, prepared.w0))
     while saved.done < solver.num_steps:
-        # Split per chunk: a checkpoint does not tell the noise of the chunks before.
-        key, key_chunk = jax.random.split(saved.key)
-        keys = jax.random.split(key_chunk, min(chunk, solver.num_steps - saved.done))
+        # The next checkpoint holds `key`, which does not tell the noise before it.
+        key, keys = step_keys(saved.key, min(chunk, solver.num_steps - saved.done))
         # Through the host each time, as after a resume, so that no bit can differ.
         state = structure.unflatten([jnp.asarray(v) for v in saved.state])
         state, path = _advance(
@@ -168,13 +172,27 @@ def _steps(
     return saved
 
 
-def _first(prepared: Prepared, fingerprint: dict[str, Any]) -> Checkpoint:
-    """The run before its first step, with a fresh key."""
+def _begun(prepared: Prepared, fingerprint: dict[str, Any], out: Path) -> Checkpoint:
+    """The run before its first step, with a fresh key, written into its folder."""
+    earlier = len(spending.read(out).runs)
+    results.set_aside(out, earlier)
     state = prepared.solver.init(prepared.problem, prepared.w0)
     start = checkpoint.leaves(prepared.solver.released(state))
-    return Checkpoint(
-        0, root_key(), checkpoint.leaves(state), [v[None] for v in start], fingerprint
+    saved = Checkpoint(
+        done=0,
+        key=root_key(),
+        state=checkpoint.leaves(state),
+        path=[v[None] for v in start],
+        fingerprint=fingerprint | {"run": earlier + 1},
     )
+    checkpoint.create(out, saved)
+    return saved
+
+
+def _close(out: Path) -> None:
+    """Ends a run whose result is written; again after a kill in its last moment."""
+    spending.finish(out)
+    checkpoint.remove(out)
 
 
 def _result(prepared: Prepared, saved: Checkpoint) -> Result:
@@ -237,24 +255,36 @@ def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> i
     return max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
 
 
-def _check_folder(out: Path, resume: bool) -> None:
+def _check_folder(out: Path, resume: bool, restart: bool) -> None:
     """Refuses folders that hold something else, before anything is spent."""
+    if resume and restart:
+        raise ValueError("give --resume (the same release) or --restart (a new one).")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a new folder.")
+    spent = len(spending.read(out).runs)
+    interrupted = (out / checkpoint.NAME).exists()
+    again = (
+        "give a new folder, or --restart to add it to this folder's spending record."
+    )
     if (out / results.RESULT).exists():
-        checkpoint.remove(out)  # left where a run was killed in its last moment
-        raise ValueError(
-            f"--out {out} holds a finished run. Running again is a second release, "
-            "which spends the privacy budget a second time. To do that on purpose "
-            "give a new folder. To see the result: "
-            f"dpbilevel report {out}"
-        )
-    if (out / checkpoint.NAME).exists() and not resume:
+        _close(out)
+        if not restart or not spent:
+            raise ValueError(
+                f"--out {out} holds a finished run. Running again is a second release, "
+                f"which spends the privacy budget a second time. To do that on purpose "
+                f"{again} To see the result: dpbilevel report {out}"
+            )
+    elif interrupted and not resume and not restart:
         raise ValueError(
             f"--out {out} holds an interrupted run. Continue it with --resume (same "
-            "bits, no further budget), or give a new folder (a new release)."
+            f"bits, no further budget). For a new release {again}"
         )
-    if resume or not out.exists():
+    elif spent and not resume and not restart:
+        raise ValueError(
+            f"--out {out} holds the spending record of earlier runs ({spent}), and "
+            f"nothing to resume. For a new release {again}"
+        )
+    if resume or spent or interrupted or not out.exists():
         return
     others = sorted(p.name for p in out.iterdir() if p.name != checkpoint.TEMPORARY)
     if others:
@@ -272,7 +302,11 @@ def _fingerprint(prepared: Prepared, levels: Levels, chunk: int) -> dict[str, An
         "config": json.loads(json.dumps(prepared.config.tables)),
         "plan": json.loads(prepared.report.to_json()),
         "software": results.versions()
-        | {"backend": jax.default_backend(), "floats": str(jnp.result_type(float))},
+        | {
+            "backend": jax.default_backend(),
+            "floats": str(jnp.result_type(float)),
+            "partitionable": jax.config.jax_threefry_partitionable,  # type: ignore[attr-defined]
+        },
         "chunk": chunk,
         "records": digest.hexdigest(),
     }

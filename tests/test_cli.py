@@ -2,21 +2,13 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from test_runner import CSV_DATA, GENERATED, bits, rows_of, write_csv
+from test_runner import CSV_DATA, GENERATED, rows_of, write_csv
 
 import dpbilevel as dpb
 from dpbilevel.cli import main
-from dpbilevel.config import read_config
-from dpbilevel.runner import prepare, run
-from dpbilevel.runs import checkpoint
 
 
 def csv_config():
@@ -166,36 +158,3 @@ def test_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.strip() == dpb.__version__
-
-
-def wait_for_checkpoints(out, count, process):
-    seen, deadline = set(), time.monotonic() + 60
-    while len(seen) < count:
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        try:
-            seen.add((out / checkpoint.NAME).stat().st_mtime_ns)
-        except FileNotFoundError:
-            pass
-
-
-def test_killed_run_resumes_to_the_bits_it_was_heading_for(tmp_path):
-    file, out, copy = tmp_path / "a.toml", tmp_path / "out", tmp_path / "copy"
-    file.write_text(GENERATED.replace("num_steps = 3\npen", "num_steps = 199\npen"))
-    command = [sys.executable, "-m", "dpbilevel", "run", str(file), "--chunk", "1"]
-    process = subprocess.Popen(
-        [*command, "--out", str(out)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_checkpoints(out, 3, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (out / "result.json").exists()
-    shutil.copytree(out, copy)
-    prepared = prepare(read_config(file))
-    for folder in (out, copy):
-        assert len(run(prepared, folder, resume=True).trajectory) == 201
-    assert bits(out) == bits(copy)

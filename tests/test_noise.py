@@ -146,11 +146,13 @@ def correlation(left, right):
     return abs(float(np.mean(np.asarray(left) * np.asarray(right))))
 
 
-def test_leaves_keys_and_lanes_are_uncorrelated():
+@pytest.mark.parametrize("partitionable", [False, True])
+def test_leaves_keys_and_lanes_are_uncorrelated(partitionable):
     n = 20_000
     tree = {"a": jnp.zeros(n), "b": jnp.zeros(n)}
-    keys = jax.random.split(jax.random.key(7))
-    noise = jax.vmap(lambda key: standard_normal(tree, key=key))(keys)
+    with jax.threefry_partitionable(partitionable):
+        keys = jax.random.split(jax.random.key(7))
+        noise = jax.vmap(lambda key: standard_normal(tree, key=key))(keys)
     streams = [*noise["a"], *noise["b"]]
     limit = 4.9 / np.sqrt(n)
     pairs = itertools.combinations(streams, 2)

@@ -19,7 +19,7 @@ def keys(count, seed=0):
 
 
 @functools.cache
-def inclusions(sampling, n=N, draws=DRAWS, seed=0):
+def inclusions(sampling, n=N, draws=DRAWS, seed=0, partitionable=True):
     """How often every record is in each of many batches."""
     records = jnp.arange(n)
 
@@ -30,7 +30,8 @@ def inclusions(sampling, n=N, draws=DRAWS, seed=0):
         kept = jnp.ones(len(batch.records), bool) if batch.mask is None else batch.mask
         return jnp.zeros(n, jnp.int32).at[batch.records].add(kept.astype(jnp.int32))
 
-    return np.asarray(counts(keys(draws, seed)))
+    with jax.threefry_partitionable(partitionable):
+        return np.asarray(counts(keys(draws, seed)))
 
 
 def worst_binomial_pvalue(counts, trials, rate):
@@ -48,9 +49,11 @@ def pair_counts(included):
     )
 
 
-@pytest.mark.parametrize("rate", [0.03, 0.3, 0.9])
-def test_poisson_includes_each_record_and_each_pair_at_its_rate(rate):
-    included = inclusions(dpb.Poisson(rate, N))
+@pytest.mark.parametrize(
+    ("rate", "partitionable"), [(0.03, True), (0.3, True), (0.9, True), (0.3, False)]
+)
+def test_poisson_includes_each_record_and_each_pair_at_its_rate(rate, partitionable):
+    included = inclusions(dpb.Poisson(rate, N), partitionable=partitionable)
     assert included.max() == 1
     assert worst_binomial_pvalue(included.sum(0), DRAWS, rate) > ALPHA
     assert worst_binomial_pvalue(pair_counts(included), DRAWS, rate**2) > ALPHA
@@ -145,9 +148,13 @@ def test_poisson_draws_from_no_records_and_from_one(n, getkey):
     assert int(batch.mask.sum()) <= n
 
 
-@pytest.mark.parametrize("size", [1, 5, N])
-def test_fixed_size_batches_are_uniform_subsets_without_replacement(size):
-    included = inclusions(dpb.FixedSize(size))
+@pytest.mark.parametrize(
+    ("size", "partitionable"), [(1, True), (5, True), (N, True), (5, False)]
+)
+def test_fixed_size_batches_are_uniform_subsets_without_replacement(
+    size, partitionable
+):
+    included = inclusions(dpb.FixedSize(size), partitionable=partitionable)
     assert included.max() == 1
     assert (included.sum(1) == size).all()
     rate, pair = size / N, size * (size - 1) / (N * (N - 1))

@@ -5,7 +5,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from ..clipping import Bounded, Precision
-from ..noise import PRNGKey
+from ..noise import PRNGKey, derive
 from ..privacy.budget import People
 from ..privacy.ledger import Query
 from ..sampling import AbstractSampling
@@ -46,7 +46,7 @@ def levels_mean(
         One query whose contribution is the sum of the levels' clip norms over their
         public denominators, matched by `levels_queries`.
     """
-    key_upper, key_lower = jax.random.split(key)
+    key_upper, key_lower = derive(key, "upper", "lower")
     if sizes.people is People.SHARED and None not in (funs.upper, funs.lower):
 
         def both(record):

@@ -18,7 +18,7 @@ from ..noise import PRNGKey
 NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
 _NOTICE = (
-    b"dpbilevel checkpoint 1. SECRET: it holds the key of the noise still to come and "
+    b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come and "
     b"a hash of the records; whoever has it can subtract that noise. It holds no value "
     b"of a record and no value without noise. Keep it, or delete it; do not share it.\n"
 )
@@ -30,7 +30,7 @@ class Checkpoint:
 
     Attributes:
         done: The number of steps done.
-        key: The key of the chunks to come. Earlier noise cannot be computed from it.
+        key: The key of the steps to come. Earlier noise cannot be computed from it.
         state: The leaves of the solver's state.
         path: The leaves of the released trajectory so far.
         fingerprint: What must not change between the parts of a run.
@@ -114,8 +114,9 @@ def read(folder: Path) -> Checkpoint:
     if not content.startswith(_NOTICE) or not intact:
         raise ValueError(
             f"{file} is damaged or not a checkpoint of this version of dpbilevel, so "
-            "the run cannot go on. Nothing was released: delete the folder and start "
-            "again."
+            "the run cannot go on. Put back a copy of it if there is one. Otherwise "
+            "start over with --restart: a new release, which the folder's spending "
+            "record adds up."
         )
     arrays = np.load(io.BytesIO(body), allow_pickle=False)
     public = json.loads(arrays["public"].tobytes())

@@ -15,6 +15,8 @@ from ..privacy.report import PrivacyReport
 from . import checkpoint
 
 RESULT = "result.json"
+ARRAYS = "solution.npz"
+FIGURE = "figure.png"
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 
 
@@ -88,8 +90,8 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         arrays["y"] = result.y
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
-    checkpoint.replace(folder / "solution.npz", buffer.getvalue())
-    checkpoint.replace(folder / "figure.png", figure)
+    checkpoint.replace(folder / ARRAYS, buffer.getvalue())
+    checkpoint.replace(folder / FIGURE, figure)
     page = {
         "format": 1,
         "task": result.task,
@@ -106,6 +108,26 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     }
     text = json.dumps(page, indent=2) + "\n"
     checkpoint.replace(folder / RESULT, text.encode())
+
+
+def set_aside(folder: Path, number: int) -> None:
+    """Moves the result of an earlier run into a folder of its own, `run-N`.
+
+    Args:
+        folder: The result folder.
+        number: The number of the run.
+
+    Raises:
+        OSError: The disk refuses; what was moved is in its new place.
+    """
+    if not (folder / RESULT).exists():
+        return
+    aside = folder / f"run-{number}"
+    aside.mkdir(exist_ok=True)
+    # `result.json` says that a result is complete, so it goes last here too.
+    for name in (ARRAYS, FIGURE, RESULT):
+        if (folder / name).exists():
+            (folder / name).replace(aside / name)
 
 
 def load(folder: Path) -> Result:
@@ -125,7 +147,7 @@ def load(folder: Path) -> Result:
         raise ValueError(f"{folder} holds no finished run{_why(folder)}.")
     try:
         page = json.loads(file.read_text(encoding="utf-8"))
-        with np.load(folder / "solution.npz", allow_pickle=False) as arrays:
+        with np.load(folder / ARRAYS, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
         return Result(
             task=page["task"],

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from .. import _checks
 from ..clipping import Precision
-from ..noise import PRNGKey, check_key
+from ..noise import PRNGKey, check_key, step_keys
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.calibration import Plan, calibrate
 from ..privacy.ledger import Ledger
@@ -220,7 +220,7 @@ def solve(
     problem.check(w0, data)
     solver = bound_to(problem, solver, data)
     state = solver.init(problem, w0)
-    keys = jax.random.split(key, solver.num_steps)
+    _, keys = step_keys(key, solver.num_steps)
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
     return Solution(solver.output(problem, state), path)
 
@@ -259,7 +259,7 @@ def inner_solve(
     problem: Any, solver: AbstractSolver, data: PyTree, start: PyTree, *, key: PRNGKey
 ) -> PyTree:
     """A whole run of an inner solver: its released answer on a problem at hand."""
-    keys = jax.random.split(key, solver.num_steps)
+    _, keys = step_keys(key, solver.num_steps)
     state, _ = advance(problem, solver, data, solver.init(problem, start), keys)
     return solver.output(problem, state)
 

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
-from ..noise import PRNGKey
+from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
@@ -139,7 +139,7 @@ def noisy_gradient(
     Privacy:
         The release that `gradient_ledger` counts once per step.
     """
-    key_batch, key_noise = jax.random.split(key)
+    key_batch, key_noise = derive(key, "sampling", "noise")
     bounded = problem.clipped_gradient(
         w,
         data,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..clipping import Bounded
-from ..noise import PRNGKey
+from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
@@ -227,7 +227,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
     ) -> _State:
         """Two private inner solves, one outer gradient, one projected update."""
-        key_lower, key_penalized, key_outer = jax.random.split(key, 3)
+        key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
         parts = self._parts(problem)
         lower, penalized = self._levels(problem, state.x)
 
@@ -235,7 +235,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         z = inner_solve(penalized, parts.penalized, data, state.z, key=key_penalized)
         gradient = self._public_gradient(problem, state.x, y, z)
         if parts.outer is not None:
-            key_batch, key_noise = jax.random.split(key_outer)
+            key_batch, key_noise = derive(key_outer, "sampling", "noise")
             bounded = self._record_gradient(problem, data, state.x, y, z, key_batch)
             released = parts.outer.release(bounded, key=key_noise)
             gradient = optax.tree.add(gradient, released)

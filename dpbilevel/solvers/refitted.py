@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
-from ..noise import PRNGKey
+from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 from ..problems.bilevel import BilevelProblem, Levels, Sizes
@@ -87,16 +87,18 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
     ) -> _State:
         """One step of the search, or the whole refit."""
+        key_search, key_refit = derive(key, "search", "refit")
 
         def search():
-            new = self._sized(self.search).step(problem, data, state.search, key=key)
+            solver = self._sized(self.search)
+            new = solver.step(problem, data, state.search, key=key_search)
             return new, self.search.released(new)[1]
 
         def refit():
             x, y = self.search.output(problem, state.search)
             level = PenalizedLevel(problem, x)
             solver = self._sized(self.refit)
-            return state.search, inner_solve(level, solver, data, y, key=key)
+            return state.search, inner_solve(level, solver, data, y, key=key_refit)
 
         # The step count is public: both runs always happen.
         inner, y = jax.lax.cond(state.t < self.search.num_steps, search, refit)
