@@ -16,3 +16,10 @@ from .tradeoff import SolverRun as SolverRun
 from .tradeoff import TradeOff as TradeOff
 from .tradeoff import audit_solver as audit_solver
 from .tradeoff import trade_off as trade_off
+from .one_run import OneRun as OneRun
+from .one_run import epsilon_from_guesses as epsilon_from_guesses
+from .one_run import one_run as one_run
+from .reuse import NoiseReuse as NoiseReuse
+from .reuse import noise_reuse as noise_reuse
+from .sensitivity import SensitivitySearch as SensitivitySearch
+from .sensitivity import sensitivity_search as sensitivity_search

@@ -21,7 +21,7 @@ from ..solvers.base import AbstractSolver
 from .claims import Claim, ledger_claims
 
 # A record's gradient, far beyond any clip norm.
-_BEYOND = 1e6
+BEYOND = 1e6
 # Slopes of public terms that dwarf any noise and, over any penalty, each other.
 _PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
 
@@ -97,8 +97,8 @@ def canaries(
 
     def data(person: str, first: float) -> PyTree:
         def records(role: str, size: int) -> Float[Array, " n"]:
-            rows = jnp.full(size if everyone else 1, others * _BEYOND)
-            return rows.at[0].set(first * _BEYOND) if person in (role, PERSON) else rows
+            rows = jnp.full(size if everyone else 1, others * BEYOND)
+            return rows.at[0].set(first * BEYOND) if person in (role, PERSON) else rows
 
         if not isinstance(small.sizes, Sizes):
             return records(RECORDS, small.sizes)
