@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from .. import _checks
 from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import PERSON, RECORDS
 from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
@@ -104,7 +103,8 @@ def canaries(
             return records(RECORDS, small.sizes)
         if small.sizes.people is People.SHARED:
             return Levels.shared(records(PERSON, small.sizes.lower))
-        return Levels(*(records(role, getattr(small.sizes, role)) for role in ROLES))
+        upper, lower = (records(role, getattr(small.sizes, role)) for role in ROLES)
+        return Levels(upper, lower)
 
     return {
         person: Canary(
@@ -124,7 +124,8 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
             f"canaries: no worst case is known for {solver.problem_type.__name__}; "
             "audit on neighbouring data of your own with audit.trade_off."
         )
-    reads = BilevelProblem(_plain, _plain, x_in_records=x_in_records).x_in_records
+    declared = BilevelProblem(_plain, _plain, x_in_records=x_in_records)
+    reads = tuple(role for role in ROLES if declared.reads_x(role))
     problem = _bilevel(reads)
     if "lower" in reads:
         return problem, (zeros, (zeros, jnp.zeros(())))

@@ -130,8 +130,8 @@ def epsilon_from_guesses(
 ) -> float:
     r"""Lower bound on $\varepsilon$ from the number of right guesses of fair coins.
 
-    Given the other coins and the output of an $\varepsilon$-private mechanism, each coin
-    has odds of at most $e^\varepsilon$, so the right ones among $r$ guesses are
+    Given the other coins and the output of an $\varepsilon$-private mechanism, each
+    coin has odds of at most $e^\varepsilon$, so the right ones among $r$ guesses are
     stochastically dominated by $W \sim \mathrm{Bin}(r, e^\varepsilon / (1 +
     e^\varepsilon))$. A $\delta > 0$ lets each of the $m$ coins be revealed with small
     probability, which can move $W$ by $i$ at a cost shared among $i$ coins:

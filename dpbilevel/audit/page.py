@@ -128,11 +128,10 @@ _TICKS = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 def _draw_one(axes, outcome: TradeOff) -> None:
     scale = scipy.stats.norm.ppf
     rates = scipy.stats.norm.cdf(np.linspace(-3.6, 3.6, 400))
-    curve = TradeOffCurve(outcome.claim)
-    # The mirrored bound is the inverse of the curve: what it allows at most of both.
-    mirrored = 1 - np.interp(1 - rates, curve(rates), rates)
-    allowed = np.clip(np.minimum(curve(rates), mirrored), 1e-6, 1 - 1e-6)
-    axes.fill_between(scale(rates), scale(allowed), 9, color="#D55E00", alpha=0.12, lw=0)
+    allowed = np.clip(TradeOffCurve(outcome.claim)(rates), 1e-6, 1 - 1e-6)
+    axes.fill_between(
+        scale(rates), scale(allowed), 9, color="#D55E00", alpha=0.12, lw=0
+    )
     axes.plot(scale(rates), scale(allowed), color="#D55E00", label="claimed at most")
     axes.plot(scale(rates), scale(rates), "--", color="0.6", lw=1, label="guessing")
     for violated, color, label in (

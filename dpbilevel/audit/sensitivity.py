@@ -68,8 +68,8 @@ def sensitivity_search(
 
     Datasets start as rows of `records` in which numbers are replaced by hostile ones:
     zeros, denormals, values up to 3e38, NaN and infinities; the pair differs in the
-    last record, which is often the opposite of another. The worst pairs are then changed
-    entry by entry as long as they get worse.
+    last record, which is often the opposite of another. The worst pairs are then
+    changed entry by entry as long as they get worse.
 
     Args:
         query: Maps records (a pytree with a leading axis, one row fewer where a record

@@ -1,7 +1,6 @@
-"""White-box trade-off audit: do many runs tell two neighbours apart beyond the claim?"""
+"""White-box trade-off audit: do runs tell two neighbours apart beyond the claim?"""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Array, Float, Key, PyTree
 
-from .. import _checks
 from ..noise import PRNGKey, check_key
 from ..solvers.base import AbstractSolver
 from .claims import Claim, TradeOffCurve, gaussian_mu_of
@@ -90,6 +88,15 @@ class Cut:
         """Whether more is measured than claimed."""
         return self.measured_mu > self.claimed_mu
 
+    @property
+    def row(self) -> str:
+        """A row of the table that a `TradeOff` prints."""
+        return (
+            f"  {self.threshold:9.3g}  {self.true_positives:12.5f}  "
+            f"{self.false_positives:13.5f}  {self.measured_mu:11.3f}  "
+            f"{self.claimed_mu:10.3f}{'  violated' if self.violated else ''}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class TradeOff:
@@ -122,7 +129,7 @@ class TradeOff:
     @property
     def measured_mu(self) -> float:
         r"""Lower confidence bound on $\mu$, at the cut nearest to its claim."""
-        return self._tightest.measured_mu
+        return max(0.0, self._tightest.measured_mu)
 
     @property
     def claimed_mu(self) -> float:
@@ -134,21 +141,23 @@ class TradeOff:
         return self._tightest.claimed_mu
 
     @property
-    def _tightest(self) -> Cut:
-        def tightness(cut: Cut) -> float:
-            if math.isinf(cut.claimed_mu):
-                return -math.inf
-            return cut.measured_mu / max(cut.claimed_mu, 1e-9)
+    def _hidden(self) -> str:
+        """What a defect must stay below to go unnoticed."""
+        if self.measured_mu == 0:
+            return "too few to see even what is claimed"
+        factor = self.claimed_mu / self.measured_mu
+        return f"a defect that inflates mu by less than {factor:.2f} can hide"
 
-        return max(self.cuts, key=tightness)
+    @property
+    def _tightest(self) -> Cut:
+        return max(self.cuts, key=lambda c: c.measured_mu / max(c.claimed_mu, 1e-9))
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as plain numbers and text, for JSON."""
-        cuts = [dataclasses.asdict(cut) | {"violated": cut.violated} for cut in self.cuts]
+        cuts = [vars(cut) | {"violated": cut.violated} for cut in self.cuts]
         return {
             "name": self.name,
             "passed": self.passed,
-            "summary": str(self).splitlines()[0],
             "runs_a_side": self.runs,
             "alpha": self.alpha,
             "claimed_mu": self.claimed_mu,
@@ -158,25 +167,17 @@ class TradeOff:
 
     def __str__(self) -> str:
         """The outcome in words, and a row per threshold."""
-        claimed, measured = self.claimed_mu, self.measured_mu
+        leak = (
+            f"leaks mu of at least {self.measured_mu:.3f}, claims {self.claimed_mu:.3f}"
+        )
         sure = f"{self.runs} runs a side, {1 - self.alpha:.2%} confidence"
-        if self.passed:
-            lines = [
-                f"{self.name}: no violation found at {sure}",
-                f"  leaks mu of at least {measured:.3f}, claims {claimed:.3f}; a defect "
-                f"that inflates mu by less than {_factor(claimed, measured)} can hide",
-            ]
-        else:
-            lines = [
-                f"{self.name}: VIOLATION at {sure}",
-                f"  leaks mu of at least {measured:.3f}, claims {claimed:.3f}",
-            ]
-        lines.append("  threshold  true pos. >=  false pos. <=  measured mu  claimed mu")
+        verdict = f"no violation found at {sure}; {self._hidden}"
+        if not self.passed:
+            verdict = f"VIOLATION at {sure}"
+        lines = [f"{self.name}: {leak}", f"  {verdict}"]
         lines += [
-            f"  {cut.threshold:9.3g}  {cut.true_positives:12.5f}  "
-            f"{cut.false_positives:13.5f}  {cut.measured_mu:11.3f}  "
-            f"{cut.claimed_mu:10.3f}{'  violated' if cut.violated else ''}"
-            for cut in self.cuts
+            "  threshold  true pos. >=  false pos. <=  measured mu  claimed mu",
+            *(cut.row for cut in self.cuts),
         ]
         return "\n".join(lines)
 
@@ -339,7 +340,8 @@ def _cuts(
         found, false = (int(np.sum(side > threshold)) for side in (present, absent))
         low = _lower_bound(found, runs, level)
         high = 1 - _lower_bound(runs - false, runs, level)
-        claimed, measured = curve.mu(low, high), gaussian_mu_of(low, high)
+        allowed = float(curve(np.asarray(high)))
+        measured, claimed = (gaussian_mu_of(rate, high) for rate in (low, allowed))
         cuts.append(Cut(float(threshold), low, high, measured, claimed))
     return tuple(cuts)
 
@@ -347,7 +349,3 @@ def _cuts(
 def _lower_bound(hits: int, runs: int, level: float) -> float:
     """The Clopper-Pearson bound below a rate, wrong with probability `level`."""
     return float(scipy.stats.beta.ppf(level, hits, runs - hits + 1)) if hits else 0.0
-
-
-def _factor(claimed: float, measured: float) -> str:
-    return f"{claimed / measured:.2f}" if 0 < measured else "any factor"
