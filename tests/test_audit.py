@@ -105,9 +105,9 @@ def test_smaller_canary_sizes_keep_the_claim():
     solver = dpb.NoisyGD(2, 1.0, step_size=0.1, sampling=dpb.FixedSize(200))
     solver = solver.with_noise(1.0).planned(20_000)
     canary = audit.canaries(solver)["records"]
-    assert canary.solver.sizes == 100
-    assert canary.solver.sampling.size == 1
-    assert canary.data.shape == (100,)
+    assert canary.solver.sizes == 200
+    assert canary.solver.sampling.size == 2
+    assert canary.data.shape == (200,)
     epsilons = np.asarray([0.5, 2.0])
     np.testing.assert_allclose(canary.claim(epsilons), claim_of(solver)(epsilons))
 

@@ -21,5 +21,6 @@ from .sensitivity import sensitivity_search as sensitivity_search
 from .tradeoff import Cut as Cut
 from .tradeoff import SolverRun as SolverRun
 from .tradeoff import TradeOff as TradeOff
+from .tradeoff import audit_canaries as audit_canaries
 from .tradeoff import audit_solver as audit_solver
 from .tradeoff import trade_off as trade_off

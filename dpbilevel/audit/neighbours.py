@@ -61,9 +61,9 @@ def canaries(
     absent under add-or-remove-one. A person of disjoint levels has a record in one of
     them, otherwise in both. Everything is public: no records of anyone are needed.
 
-    Sizes and batch sizes are divided by their common divisor, which changes no ratio of
-    noise to sensitivity; records that contribute nothing are left out where batches
-    cannot tell.
+    Sizes and batch sizes are divided by a common divisor, which changes no ratio of
+    noise to sensitivity and leaves at least two of each; records that contribute
+    nothing are left out where batches cannot tell.
 
     Args:
         solver: A calibrated solver, bound to its sizes.
@@ -176,10 +176,13 @@ def _fixed_sizes(solver: AbstractSolver) -> list[int]:
 
 
 def _reduced(solver: AbstractSolver) -> AbstractSolver:
-    """The solver at sizes and batch sizes divided by their common divisor."""
+    """The solver at sizes and batch sizes divided by a common divisor."""
     sizes = solver.sizes
     counts = [sizes.upper, sizes.lower] if isinstance(sizes, Sizes) else [sizes]
-    divisor = math.gcd(*counts, *_fixed_sizes(solver))
+    counts_of_all = [*counts, *_fixed_sizes(solver)]
+    common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
+    # Alone in a batch, a clip of the batch would pass for a clip of the record.
+    divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
     small = jax.tree.map(
         lambda v: FixedSize(v.size // divisor) if isinstance(v, FixedSize) else v,
         solver,
@@ -189,3 +192,8 @@ def _reduced(solver: AbstractSolver) -> AbstractSolver:
         upper, lower = (count // divisor for count in counts)
         return small.planned(dataclasses.replace(sizes, upper=upper, lower=lower))
     return small.planned(sizes // divisor)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return [*small, *(number // d for d in small)]

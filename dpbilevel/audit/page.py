@@ -9,10 +9,11 @@ import scipy.stats
 
 from ..config import Config
 from ..noise import root_key
-from ..runner import prepare
+from ..runner import Prepared, prepare
 from ..runs import checkpoint, results
 from .claims import TradeOffCurve
-from .tradeoff import TradeOff, audit_solver
+from .neighbours import Canary, canaries
+from .tradeoff import TradeOff, audit_canaries
 
 JSON, PICTURE = "audit.json", "audit.png"
 
@@ -33,13 +34,18 @@ def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
     Privacy:
         Touches no data: neither the config's records nor released values.
     """
-    prepared = prepare(config)
-    return audit_solver(
-        prepared.solver,
-        key=root_key(),
-        runs=runs,
-        x_in_records=prepared.problem.x_in_records,
-    )
+    found = canaries_of(prepare(config))
+    return audit_canaries(found, key=root_key(), runs=runs)
+
+
+def canaries_of(prepared: Prepared) -> dict[str, Canary]:
+    """The canaries of a planned run, by kind of person.
+
+    Args:
+        prepared: The plan.
+    """
+    reads = prepared.problem.x_in_records
+    return canaries(prepared.solver, x_in_records=reads)
 
 
 def check_folder(folder: Path) -> None:

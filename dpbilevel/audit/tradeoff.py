@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from ..noise import PRNGKey, check_key
 from ..solvers.base import AbstractSolver
 from .claims import Claim, TradeOffCurve, gaussian_mu_of
-from .neighbours import canaries
+from .neighbours import Canary, canaries
 
 ALPHA = 1e-4  # the chance that a sound mechanism is rejected
 PILOT = 0.2  # the share of runs that chooses statistic and thresholds
@@ -70,7 +70,7 @@ class Cut:
     r"""What one threshold on the statistic showed.
 
     Attributes:
-        threshold: Runs above it are taken for runs on the data with the person.
+        threshold: Runs that reach it are taken for runs on the data, not the neighbour.
         true_positives: Lower confidence bound on the rate of such runs that are.
         false_positives: Upper confidence bound on the rate of those that are not.
         measured_mu: The least Gaussian $\mu$ with these rates.
@@ -282,8 +282,30 @@ def audit_solver(
     Privacy:
         Reads no records: the data are canaries.
     """
-    check_key(key)
     found = canaries(solver, x_in_records=x_in_records, others=others)
+    return audit_canaries(found, key=key, runs=runs)
+
+
+def audit_canaries(
+    found: dict[str, Canary], *, key: PRNGKey, runs: int = 50_000
+) -> tuple[TradeOff, ...]:
+    """Audits a solver on the canaries that `canaries` made for it.
+
+    Args:
+        found: One canary per kind of person.
+        key: A typed key.
+        runs: Runs per side.
+
+    Returns:
+        One outcome per canary.
+
+    Raises:
+        ValueError: As in `trade_off`.
+
+    Privacy:
+        Reads no records: the data are canaries.
+    """
+    check_key(key)
     keys = jax.random.split(key, len(found))
     return tuple(
         trade_off(
@@ -293,7 +315,7 @@ def audit_solver(
             canary.claim,
             key=subkey,
             runs=runs,
-            name=f"{type(solver).__name__}, {person}",
+            name=f"{type(canary.solver).__name__}, {person}",
         )
         for (person, canary), subkey in zip(found.items(), keys, strict=True)
     )
@@ -337,7 +359,7 @@ def _cuts(
     runs, level = len(present), ALPHA / (2 * len(thresholds))
     cuts = []
     for threshold in thresholds:
-        found, false = (int(np.sum(side > threshold)) for side in (present, absent))
+        found, false = (int(np.sum(side >= threshold)) for side in (present, absent))
         low = _lower_bound(found, runs, level)
         high = 1 - _lower_bound(runs - false, runs, level)
         allowed = float(curve(np.asarray(high)))
