@@ -30,7 +30,7 @@ test-slow: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m slow
 
 audit: $(BIN)/.installed
-	$(BIN)/python -m pytest $(TEST_FLAGS) -m slow tests/test_audit.py
+	$(BIN)/python -m pytest $(TEST_FLAGS) tests/test_audit.py tests/test_mutants.py
 	$(BIN)/python tests/audit_table.py
 
 bench: $(BIN)/.installed

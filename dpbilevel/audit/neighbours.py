@@ -49,7 +49,7 @@ class Canary:
 def canaries(
     solver: AbstractSolver,
     *,
-    x_in_records: bool | tuple[str, ...] = ("upper",),
+    x_in_records: bool | tuple[str, ...] = True,
     others: float | None = None,
     coordinates: PyTree = 0.0,
 ) -> dict[str, Canary]:
@@ -67,7 +67,8 @@ def canaries(
 
     Args:
         solver: A calibrated solver, bound to its sizes.
-        x_in_records: Which levels' records meet x, as in `BilevelProblem`.
+        x_in_records: Which levels' records meet x: the problem's own, so that the
+            claim is that of its plan.
         others: What everyone else contributes, in clip norms, in [-1, 1]. By default
             -1 where batches have a fixed size, because the others then tell who was
             left out, and 0 elsewhere.

@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import scipy.stats
 from jaxtyping import Float
 
 from ..noise import PRNGKey, check_key
@@ -15,11 +16,7 @@ from ..privacy.mechanisms import Gaussian
 from ..solvers.base import AbstractSolver
 from .neighbours import canaries
 from .opened import opened
-from .tradeoff import SolverRun
-
-# A normal deviate this large has probability 1e-6: false alarms stay below 2e-4 for 20
-# streams.
-_DEVIATE = 4.9
+from .tradeoff import ALPHA, SolverRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +28,8 @@ class NoiseReuse:
         coordinates: The length of each.
         correlation: The largest absolute correlation of two of them.
         pair: The positions of these two, in the order they were drawn.
-        bound: What the largest correlation of fresh noise stays below.
+        bound: What the largest correlation of fresh noise exceeds with probability
+            1e-4.
     """
 
     streams: int
@@ -60,7 +58,7 @@ def noise_reuse(
     solver: AbstractSolver,
     *,
     key: PRNGKey,
-    x_in_records: bool | tuple[str, ...] = ("upper",),
+    x_in_records: bool | tuple[str, ...] = True,
     coordinates: int = 2000,
 ) -> NoiseReuse:
     """Compares the noises of all releases of one run, leaf by leaf.
@@ -99,7 +97,9 @@ def noise_reuse(
             "at least two are needed to compare."
         )
     largest, pair = _largest_correlation(np.stack(streams))
-    bound = _DEVIATE / coordinates**0.5
+    # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
+    level = ALPHA / (len(streams) * (len(streams) - 1))
+    bound = float(scipy.stats.norm.isf(level)) / coordinates**0.5
     return NoiseReuse(len(streams), coordinates, largest, pair, bound)
 
 

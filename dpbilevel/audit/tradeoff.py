@@ -207,8 +207,8 @@ def trade_off(
     and a cut whose bounds contradict one of these is a violation.
 
     Args:
-        run: `run(data, *, key)` returns one run's observations, a pytree of arrays; it
-            is traced, and mapped over keys. A function or a pytree of one.
+        run: `run(data, *, key)` returns one run's observations, a pytree of arrays with
+            some hundred numbers at most; it is traced, and mapped over keys.
         data: The records. Public or synthetic.
         neighbour: Records that differ in one person's, of the same shapes.
         claim: The profile $\delta(\varepsilon)$: `gaussian_claim`, `pure_claim`,
@@ -261,7 +261,7 @@ def audit_solver(
     *,
     key: PRNGKey,
     runs: int = 50_000,
-    x_in_records: bool | tuple[str, ...] = ("upper",),
+    x_in_records: bool | tuple[str, ...] = True,
     others: float | None = None,
 ) -> tuple[TradeOff, ...]:
     """Audits a calibrated solver on worst-case records, for each kind of person.
