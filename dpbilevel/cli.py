@@ -146,6 +146,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _check_modules(["matplotlib"])
         page.check_folder(arguments.out)
+    print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
     outcomes = page.audit_config(config, arguments.runs)
     print(*outcomes, sep="\n")
     if arguments.out is not None:

@@ -154,23 +154,33 @@ class ReadsTwice(dpb.FiniteSum):
         return tuple(Query(r, sizes, clip_norm, sampling) for r in roles), False
 
 
-def reading_twice(one_batch):
-    multiplier = 0.5
-    solver = sampled(dpb.Poisson(0.1), ADD_OR_REMOVE, multiplier, num_steps=20)
-    canary = audit.canaries(solver)["records"]
-    problem = ReadsTwice(canary.problem.loss, one_batch=one_batch)
+TWICE = sampled(dpb.Poisson(0.1), ADD_OR_REMOVE, 0.5, num_steps=20)
+
+
+@functools.cache
+def twice():
+    """The canary, its two readings' noise, and what two batches would claim."""
+    canary = audit.canaries(TWICE)["records"]
+    problem = ReadsTwice(canary.problem.loss)
     ledger = canary.solver.ledger(problem, canary.solver.sizes)
-    std, shift = 0.1 * ledger.releases[0].noise_std, 1 / multiplier
+    claim = audit.ledger_claims(ledger)["person"]
+    return canary, ledger.releases[0].noise_std, claim
+
+
+def reading_twice(one_batch):
+    canary, noise_std, claim = twice()
 
     def likelihood_ratio(rows):
-        steps = -np.diff(rows, axis=1, prepend=0.0) / std
-        return np.log1p(0.1 * np.expm1(shift * steps - shift**2 / 2)).sum(axis=1)
+        # In units of the noise, a batch with the person is 1 / 0.5 away.
+        steps = -np.diff(rows, axis=1, prepend=0.0) / (0.1 * noise_std)
+        return np.log1p(0.1 * np.expm1(2 * steps - 2)).sum(axis=1)
 
+    problem = ReadsTwice(canary.problem.loss, one_batch=one_batch)
     return audit.trade_off(
         audit.SolverRun(problem, canary.solver, canary.w0),
         canary.data,
         canary.neighbour,
-        audit.ledger_claims(ledger)["person"],
+        claim,
         key=jax.random.key(10),
         statistic=likelihood_ratio,
     )
@@ -192,13 +202,17 @@ def epoch(sampling):
             sums = taken.astype(records.dtype) @ records
         return jnp.max(sums + 0.5 * standard_normal(sums, key=key_noise))
 
-    event = dpb.Poisson(1 / EPOCH).event(0.5, ADD_OR_REMOVE, EPOCH)
-    whole = dp_accounting.SelfComposedDpEvent(event, EPOCH)
-    claim = audit.event_claim(whole, ADD_OR_REMOVE)
     present, absent = jnp.asarray(1.0), jnp.asarray(0.0)
     return audit.trade_off(
-        run, present, absent, claim, key=jax.random.key(11), runs=20_000
+        run, present, absent, epoch_claim(), key=jax.random.key(11), runs=20_000
     )
+
+
+@functools.cache
+def epoch_claim():
+    event = dpb.Poisson(1 / EPOCH).event(0.5, ADD_OR_REMOVE, EPOCH)
+    whole = dp_accounting.SelfComposedDpEvent(event, EPOCH)
+    return audit.event_claim(whole, ADD_OR_REMOVE)
 
 
 UTILITIES = (jnp.eye(10)[0], 1 - jnp.eye(10)[0])  # of two neighbours: they differ by 1

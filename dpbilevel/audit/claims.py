@@ -17,7 +17,7 @@ from ..privacy.ledger import Ledger
 Claim: TypeAlias = Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]]
 
 # Any set of epsilons gives valid bounds; a dense one gives tight ones.
-_EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 800)])
+_EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 1600)])
 
 
 def gaussian_claim(mu: float) -> Claim:
@@ -63,14 +63,15 @@ def event_claim(event: dp_accounting.DpEvent, neighbours: Neighbours) -> Claim:
         event: An event whose multipliers are relative to the relation's sensitivity.
         neighbours: The relation.
 
-    Raises:
-        ValueError: An event that the library does not account for.
+    Returns:
+        The profile. It is computed when first called, and then raises `ValueError` for
+        an event that the library does not account for.
     """
     mu = accounting.gaussian_mu(event)
     if mu is not None:
         return functools.partial(accounting.gaussian_delta, mu)
-    loss = accounting.privacy_loss(event, neighbours)
-    return lambda e: np.asarray(loss.get_delta_for_epsilon(e), np.float64)
+    loss = functools.cache(lambda: accounting.privacy_loss(event, neighbours))
+    return lambda e: np.asarray(loss().get_delta_for_epsilon(e), np.float64)
 
 
 def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
@@ -80,10 +81,8 @@ def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
         ledger: Every release of a run.
 
     Returns:
-        By kind of person; the chance of overflowing batches is in each profile.
-
-    Raises:
-        ValueError: An event that the library does not account for.
+        By kind of person, as `event_claim`; the chance of overflowing batches is in
+        each profile.
     """
     failure = sum(release.failure for release in ledger.releases)
 

@@ -25,7 +25,7 @@ BEYOND = 1e6
 _PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Canary:
     """Two neighbouring datasets that a solver has the hardest time to hide.
 

@@ -22,7 +22,7 @@ _ROUNDING = 2.0**-11
 _SURVIVORS = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SensitivitySearch:
     """The outcome of a search for a violated sensitivity. NON-PRIVATE.
 
