@@ -5,7 +5,7 @@ ADULT ?= $(wildcard ../shared/data/adult.csv)
 # Leave one core's worth of threads to each test process.
 TEST_FLAGS ?= -n 2
 
-.PHONY: demo test test-slow lint type bench clean
+.PHONY: demo test test-slow audit lint type bench clean
 
 $(BIN)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -28,6 +28,10 @@ test: $(BIN)/.installed lint type
 
 test-slow: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m slow
+
+audit: $(BIN)/.installed
+	$(BIN)/python -m pytest $(TEST_FLAGS) tests/test_audit.py tests/test_mutants.py
+	$(BIN)/python tests/audit_table.py
 
 bench: $(BIN)/.installed
 	$(BIN)/python -m benchmarks

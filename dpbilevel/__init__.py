@@ -1,5 +1,6 @@
 """Differentially private bilevel optimization in JAX."""
 
+from . import audit as audit
 from . import debug as debug
 from ._version import __version__ as __version__
 from .clipping import Basis as Basis

@@ -1,4 +1,4 @@
-"""The command line: `dpbilevel calibrate | run | report`."""
+"""The command line: `dpbilevel calibrate | run | report | audit`."""
 
 import argparse
 import importlib.util
@@ -20,14 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, by default those of the process.
 
     Returns:
-        0, or 2 after a mistake of the user, or 130 after an interruption.
+        0, or 1 if an audit found a violation, 2 after a mistake of the user, 130
+        after an interruption.
 
     Privacy:
         What is printed is public or released, whatever the records hold.
     """
     arguments = _parser().parse_args(argv)
     try:
-        arguments.command(arguments)
+        return arguments.command(arguments) or 0
     except (ValueError, OSError) as error:
         print(f"dpbilevel: error: {_sentence(error)}", file=sys.stderr)
         return 2
@@ -37,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_run(commands)
     _add_report(commands)
+    _add_audit(commands)
     return parser
 
 
@@ -98,6 +99,24 @@ def _add_report(commands) -> None:
     report.set_defaults(command=_report)
 
 
+def _add_audit(commands) -> None:
+    audits = commands.add_parser(
+        "audit",
+        help="try to refute the guarantee of a config on made-up records",
+        description="Runs the calibrated solver of a config many times on worst-case "
+        "records of its own and compares what leaks with what is claimed. Reads none "
+        "of the config's records.",
+    )
+    audits.add_argument("config", metavar="CONFIG", help="a TOML file")
+    audits.add_argument(
+        "--out", metavar="DIR", type=Path, help="write audit.json and audit.png there"
+    )
+    audits.add_argument(
+        "--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)"
+    )
+    audits.set_defaults(command=_audit)
+
+
 def _calibrate(arguments: argparse.Namespace) -> None:
     report = prepare(read_config(arguments.config)).report
     print(report.to_json() if arguments.json else report)
@@ -133,6 +152,23 @@ def _report(arguments: argparse.Namespace) -> None:
             print(spent)
 
 
+def _audit(arguments: argparse.Namespace) -> int:
+    # Imported here: the page reads configs, which the audits themselves do not.
+    from .audit import page
+
+    config = read_config(arguments.config)
+    if arguments.out is not None:
+        _check_modules(["matplotlib"])
+        page.check_folder(arguments.out)
+    print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
+    outcomes = page.audit_config(config, arguments.runs)
+    print(*outcomes, sep="\n")
+    if arguments.out is not None:
+        page.save(arguments.out, outcomes, config)
+        print(f"audit: {arguments.out}")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
 class _Bar:
     """A progress bar on stderr that appears with the first checkpoint."""
 
@@ -161,6 +197,10 @@ def _check_installed(config: Config) -> None:
     needed = ["matplotlib", "tqdm"]
     if config.tables["data"]["source"] in ("sklearn", "openml"):
         needed.append("sklearn")
+    _check_modules(needed)
+
+
+def _check_modules(needed: Sequence[str]) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(

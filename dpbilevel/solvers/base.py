@@ -70,6 +70,14 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     def released(self, state: State) -> PyTree:
         """The current iterate, released: one row of the trajectory."""
 
+    def adversary_view(self, state: State) -> PyTree:
+        """What an audit may look at after a step: all that the ledger pays for.
+
+        By default `released(state)`. A solver whose state holds more released values
+        names them here; one that must hide part of its state leaves that part out.
+        """
+        return self.released(state)
+
     @abc.abstractmethod
     def output(self, problem: Problem, state: State) -> PyTree:
         """The answer, computed from released values alone."""

@@ -251,6 +251,10 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         """The current `x`, and the lower solution at the `x` before it."""
         return state.x, state.y
 
+    def adversary_view(self, state: _State) -> PyTree:
+        """The current `x` and both inner solutions: all are released."""
+        return state.x, state.y, state.z
+
     def output(self, problem: BilevelProblem, state: _State) -> PyTree:
         """The pair chosen by `answer`."""
         last = state.x, state.y

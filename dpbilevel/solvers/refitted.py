@@ -108,6 +108,10 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         """The search's `x`, and its `y` or the refitted one."""
         return self.search.released(state.search)[0], state.y
 
+    def adversary_view(self, state: _State) -> PyTree:
+        """What the search shows, and the refitted `y`."""
+        return self.search.adversary_view(state.search), state.y
+
     def output(self, problem: BilevelProblem, state: _State) -> PyTree:
         """The search's answer with the refitted `y`."""
         return self.search.output(problem, state.search)[0], state.y

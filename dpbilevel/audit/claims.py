@@ -1,0 +1,130 @@
+"""What an audit holds a mechanism to: privacy profiles, and the curves they imply."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeAlias
+
+import dp_accounting
+import numpy as np
+import scipy.special
+from jaxtyping import Float
+
+from .. import _checks
+from ..privacy import accounting
+from ..privacy.budget import Neighbours
+from ..privacy.ledger import Ledger
+
+Claim: TypeAlias = Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]]
+
+# Any set of epsilons gives valid bounds; a dense one gives tight ones.
+_EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 1600)])
+
+
+def gaussian_claim(mu: float) -> Claim:
+    r"""The profile $\delta(\varepsilon)$ of $\mu$-Gaussian differential privacy.
+
+    Args:
+        mu: $\mu \ge 0$.
+
+    Raises:
+        ValueError: $\mu$ is negative or not finite.
+    """
+    _checks.non_negative("gaussian_claim", mu=mu)
+    return functools.partial(accounting.gaussian_delta, mu)
+
+
+def pure_claim(epsilon: float) -> Claim:
+    r"""The profile of pure $\varepsilon_0$-differential privacy.
+
+    Randomized response is the worst such mechanism, so $\delta(\varepsilon) =
+    (e^{\varepsilon_0} - e^\varepsilon)_+ / (1 + e^{\varepsilon_0})$.
+
+    Args:
+        epsilon: $\varepsilon_0 \ge 0$.
+
+    Raises:
+        ValueError: $\varepsilon_0$ is negative or not finite.
+
+    References:
+        Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
+        ICML 2015.
+    """
+    _checks.non_negative("pure_claim", epsilon=epsilon)
+    return lambda e: (
+        np.maximum(0.0, -np.expm1(np.minimum(e - epsilon, 0.0)))
+        * scipy.special.expit(epsilon)
+    )
+
+
+def event_claim(event: dp_accounting.DpEvent, neighbours: Neighbours) -> Claim:
+    """The profile that this library's accountant gives an event.
+
+    Args:
+        event: An event whose multipliers are relative to the relation's sensitivity.
+        neighbours: The relation.
+
+    Returns:
+        The profile. It is computed when first called, and then raises `ValueError` for
+        an event that the library does not account for.
+    """
+    mu = accounting.gaussian_mu(event)
+    if mu is not None:
+        return functools.partial(accounting.gaussian_delta, mu)
+    loss = functools.cache(lambda: accounting.privacy_loss(event, neighbours))
+    return lambda e: np.asarray(loss().get_delta_for_epsilon(e), np.float64)
+
+
+def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
+    """The profile that a ledger promises each kind of person.
+
+    Args:
+        ledger: Every release of a run.
+
+    Returns:
+        By kind of person, as `event_claim`; the chance of overflowing batches is in
+        each profile.
+    """
+    failure = sum(release.failure for release in ledger.releases)
+
+    def with_slack(claim: Claim) -> Claim:
+        return lambda e: claim(e) + failure * (1 + np.exp(e))
+
+    return {
+        person: with_slack(event_claim(event, ledger.neighbours))
+        for person, event in ledger.events().items()
+    }
+
+
+class TradeOffCurve:
+    r"""The largest true positive rate that a claim leaves to any test.
+
+    A test and its complement both obey the claim, so at false positive rate $\alpha$
+    that is
+
+    $$\inf_{\varepsilon \ge 0} \min\bigl(\delta(\varepsilon) + e^\varepsilon \alpha,\;
+    1 - e^{-\varepsilon} (1 - \delta(\varepsilon) - \alpha)\bigr).$$
+
+    Args:
+        claim: The profile; called once, on non-negative epsilons.
+
+    References:
+        Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
+        ICML 2015, Theorem 2.1.
+    """
+
+    def __init__(self, claim: Claim):
+        self._deltas = np.asarray(claim(_EPSILONS), np.float64)
+
+    def __call__(self, false_positives: Float[np.ndarray, " n"]) -> np.ndarray:
+        """The bound at these false positive rates, at most 1."""
+        rates = np.asarray(false_positives, np.float64)[..., None]
+        direct = self._deltas + np.exp(_EPSILONS) * rates
+        mirrored = 1 - np.exp(-_EPSILONS) * (1 - self._deltas - rates)
+        return np.minimum(1.0, np.minimum(direct, mirrored).min(axis=-1))
+
+
+def gaussian_mu_of(true_positives: float, false_positives: float) -> float:
+    r"""The $\mu$ between two unit normals that a test with these rates tells apart."""
+    # Rates of 0 and 1 have no quantile; none that runs can measure comes so near.
+    rates = np.clip([true_positives, false_positives], 1e-16, 1 - 1e-16)
+    return float(np.subtract(*scipy.special.ndtri(rates)))

@@ -1,0 +1,200 @@
+"""Worst-case neighbouring data: canary problems that leak all that a ledger admits."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from ..privacy.budget import Neighbours, People
+from ..privacy.ledger import PERSON, RECORDS
+from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
+from ..problems.finite_sum import FiniteSum
+from ..sampling import FixedSize
+from ..sets import Box, Euclidean, Product
+from ..solvers.base import AbstractSolver
+from .claims import Claim, ledger_claims
+
+# A record's gradient, far beyond any clip norm.
+BEYOND = 1e6
+# Slopes of public terms that dwarf any noise and, over any penalty, each other.
+_PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Canary:
+    """Two neighbouring datasets that a solver has the hardest time to hide.
+
+    Attributes:
+        problem: Its per-record functions are linear: a record is its own gradient.
+        solver: The solver, bound to the sizes of the data.
+        w0: The starting point, zeros.
+        data: The records with the person's far beyond the clip norm.
+        neighbour: The same with the person's record reversed, or absent.
+        claim: The profile that the solver's ledger promises the person.
+    """
+
+    problem: Any
+    solver: AbstractSolver
+    w0: PyTree
+    data: PyTree
+    neighbour: PyTree
+    claim: Claim
+
+
+def canaries(
+    solver: AbstractSolver,
+    *,
+    x_in_records: bool | tuple[str, ...] = True,
+    others: float | None = None,
+    coordinates: PyTree = 0.0,
+) -> dict[str, Canary]:
+    r"""A worst-case pair of datasets for each kind of person that a solver charges.
+
+    All per-record functions are linear in the variables and the person's record is
+    $10^6$ long, so each of its clipped contributions has the full clip norm, in one
+    direction and at every step: $+C$ against $-C$ under replace-one, $+C$ against
+    absent under add-or-remove-one. A person of disjoint levels has a record in one of
+    them, otherwise in both. Everything is public: no records of anyone are needed.
+
+    Sizes and batch sizes are divided by a common divisor, which changes no ratio of
+    noise to sensitivity and leaves at least two of each; records that contribute
+    nothing are left out where batches cannot tell.
+
+    Args:
+        solver: A calibrated solver, bound to its sizes.
+        x_in_records: Which levels' records meet x: the problem's own, so that the
+            claim is that of its plan.
+        others: What everyone else contributes, in clip norms, in [-1, 1]. By default
+            -1 where batches have a fixed size, because the others then tell who was
+            left out, and 0 elsewhere.
+        coordinates: A pytree whose leaves have the shapes of the variables.
+
+    Returns:
+        By kind of person as in the ledger: `"records"` for one level, `"upper"` and
+        `"lower"` for disjoint people, `"person"` otherwise.
+
+    Raises:
+        ValueError: The solver has no noise or sizes yet, or solves another kind of
+            problem.
+    """
+    if solver.sizes is None:
+        raise ValueError(
+            f"canaries: {type(solver).__name__} is not bound to sizes; take it from "
+            "dpbilevel.calibrate(...).solver or call solver.planned(sizes)."
+        )
+    problem, w0 = _problem(solver, x_in_records, coordinates)
+    claims = ledger_claims(solver.ledger(problem, solver.sizes))
+    small = _reduced(solver)
+    fixed = bool(_fixed_sizes(solver))
+    others = (-1.0 if fixed else 0.0) if others is None else others
+    everyone = fixed or others != 0
+    absent = -1.0 if solver.neighbours is Neighbours.REPLACE_ONE else 0.0
+
+    def data(person: str, first: float) -> PyTree:
+        def records(role: str, size: int) -> Float[Array, " n"]:
+            rows = jnp.full(size if everyone else 1, others * BEYOND)
+            return rows.at[0].set(first * BEYOND) if person in (role, PERSON) else rows
+
+        if not isinstance(small.sizes, Sizes):
+            return records(RECORDS, small.sizes)
+        if small.sizes.people is People.SHARED:
+            return Levels.shared(records(PERSON, small.sizes.lower))
+        upper, lower = (records(role, getattr(small.sizes, role)) for role in ROLES)
+        return Levels(upper, lower)
+
+    return {
+        person: Canary(
+            problem, small, w0, data(person, 1.0), data(person, absent), claim
+        )
+        for person, claim in claims.items()
+    }
+
+
+def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
+    """The canary problem of the solver's kind, and its starting point."""
+    zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
+    if issubclass(FiniteSum, solver.problem_type):
+        return _LINEAR, zeros
+    if not issubclass(BilevelProblem, solver.problem_type):
+        raise ValueError(
+            f"canaries: no worst case is known for {solver.problem_type.__name__}; "
+            "audit on neighbouring data of your own with audit.trade_off."
+        )
+    declared = BilevelProblem(_plain, _plain, x_in_records=x_in_records)
+    reads = tuple(role for role in ROLES if declared.reads_x(role))
+    problem = _bilevel(reads)
+    if "lower" in reads:
+        return problem, (zeros, (zeros, jnp.zeros(())))
+    return problem, (zeros, zeros)
+
+
+_LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
+
+
+@functools.cache
+def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
+    """The canary of the bilevel problems in which these levels' records meet x."""
+    upper = _reading if "upper" in reads else _plain
+    if "lower" not in reads:
+        return BilevelProblem(upper, _plain, x_in_records=reads)
+    # x meets lower records through the difference of two solutions, which has no sign
+    # of its own: public terms drive a switch, part of y, to opposite ends of its box.
+    return BilevelProblem(
+        upper,
+        _switched,
+        upper_public=lambda x, y: -_PUSH_UPPER * y[1],
+        lower_public=lambda x, y: _PUSH_LOWER * y[1],
+        y_set=Product((Euclidean(), Box(-1.0, 1.0))),
+        x_in_records=reads,
+    )
+
+
+def _first(y: PyTree) -> PyTree:
+    return y[0] if isinstance(y, tuple) else y
+
+
+def _plain(x, y, z):
+    return z * optax.tree.sum(_first(y))
+
+
+def _reading(x, y, z):
+    return z * (optax.tree.sum(x) + optax.tree.sum(_first(y)))
+
+
+def _switched(x, y, z):
+    switch = jax.lax.stop_gradient(y[1])
+    return z * (optax.tree.sum(y[0]) + switch * optax.tree.sum(x))
+
+
+def _fixed_sizes(solver: AbstractSolver) -> list[int]:
+    parts = jax.tree.leaves(solver, is_leaf=lambda v: isinstance(v, FixedSize))
+    return [part.size for part in parts if isinstance(part, FixedSize)]
+
+
+def _reduced(solver: AbstractSolver) -> AbstractSolver:
+    """The solver at sizes and batch sizes divided by a common divisor."""
+    sizes = solver.sizes
+    counts = [sizes.upper, sizes.lower] if isinstance(sizes, Sizes) else [sizes]
+    counts_of_all = [*counts, *_fixed_sizes(solver)]
+    common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
+    # Alone in a batch, a clip of the batch would pass for a clip of the record.
+    divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
+    small = jax.tree.map(
+        lambda v: FixedSize(v.size // divisor) if isinstance(v, FixedSize) else v,
+        solver,
+        is_leaf=lambda v: isinstance(v, FixedSize),
+    )
+    if isinstance(sizes, Sizes):
+        upper, lower = (count // divisor for count in counts)
+        return small.planned(dataclasses.replace(sizes, upper=upper, lower=lower))
+    return small.planned(sizes // divisor)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return [*small, *(number // d for d in small)]

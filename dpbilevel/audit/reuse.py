@@ -1,0 +1,136 @@
+"""Is every noise of a run drawn afresh? What a trade-off audit cannot see."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import jax
+import numpy as np
+import scipy.stats
+from jaxtyping import Float
+
+from ..noise import PRNGKey, check_key
+from ..privacy.mechanisms import Gaussian
+from ..solvers.base import AbstractSolver
+from .neighbours import canaries
+from .opened import opened
+from .tradeoff import ALPHA, SolverRun
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseReuse:
+    """The outcome of a search for noise that is used twice.
+
+    Attributes:
+        streams: How many noise vectors were compared: one per release and leaf.
+        coordinates: The length of each.
+        correlation: The largest absolute correlation of two of them.
+        pair: The positions of these two, in the order they were drawn.
+        bound: What the largest correlation of fresh noise exceeds with probability
+            1e-4.
+    """
+
+    streams: int
+    coordinates: int
+    correlation: float
+    pair: tuple[int, int]
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no two noises are correlated beyond chance."""
+        # Not `>`: a correlation that is no number comes from noise that is constant.
+        return self.correlation <= self.bound
+
+    def __str__(self) -> str:
+        """The outcome in a sentence."""
+        verdict = "no reused noise found" if self.passed else "NOISE IS REUSED"
+        return (
+            f"{verdict}: the largest correlation of {self.streams} noises in "
+            f"{self.coordinates} coordinates is {self.correlation:.3f} (between "
+            f"{self.pair[0]} and {self.pair[1]}), chance stays below {self.bound:.3f}"
+        )
+
+
+def noise_reuse(
+    solver: AbstractSolver,
+    *,
+    key: PRNGKey,
+    x_in_records: bool | tuple[str, ...] = True,
+    coordinates: int = 2000,
+) -> NoiseReuse:
+    """Compares the noises of all releases of one run, leaf by leaf.
+
+    Noise that is used twice cancels in a difference and protects nothing, yet it looks
+    right in every single release: only comparing releases shows it. The run is made
+    eagerly on canary records with two leaves per variable.
+
+    Args:
+        solver: A calibrated solver, bound to its sizes, with few steps.
+        key: A typed key.
+        x_in_records: As in `canaries`.
+        coordinates: Per leaf.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        ValueError: The run makes fewer than two noise vectors, or as in `canaries`.
+
+    Privacy:
+        Reads no records: the data are canaries. It subtracts from every release the
+        value that was released.
+    """
+    check_key(key)
+    leaves = {"a": np.zeros(coordinates, "f4"), "b": np.zeros(coordinates, "f4")}
+    found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
+    canary = next(iter(found.values()))
+    run = SolverRun(canary.problem, canary.solver, canary.w0)
+    with _recorded(canary.solver) as tape, jax.disable_jit():
+        run(canary.data, key=key)
+    streams = [stream for stream in tape if stream.size == coordinates]
+    if len(streams) < 2:
+        raise ValueError(
+            f"noise_reuse: {type(solver).__name__} drew {len(streams)} noise vectors; "
+            "at least two are needed to compare."
+        )
+    largest, pair = _largest_correlation(np.stack(streams))
+    # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
+    level = ALPHA / (len(streams) * (len(streams) - 1))
+    bound = float(scipy.stats.norm.isf(level)) / coordinates**0.5
+    return NoiseReuse(len(streams), coordinates, largest, pair, bound)
+
+
+@contextlib.contextmanager
+def _recorded(solver: AbstractSolver) -> Iterator[list[Float[np.ndarray, " d"]]]:
+    """Collects the noise of every release by the solver's kinds of mechanism."""
+    tape: list[Float[np.ndarray, " d"]] = []
+    nodes = jax.tree.leaves(solver, is_leaf=lambda v: isinstance(v, Gaussian))
+    kinds = {type(node) for node in nodes if isinstance(node, Gaussian)}
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "release", _taped(kind, tape)))
+        yield tape
+
+
+def _taped(kind: type[Gaussian], tape: list):
+    release = kind.release
+
+    def taped(self, bounded, *, key):
+        before = len(tape)
+        released = release(self, bounded, key=key)
+        del tape[before:]  # what a mechanism inside this one recorded
+        pairs = zip(jax.tree.leaves(released), opened(bounded), strict=True)
+        tape.extend(np.ravel(noisy).astype(np.float64) - raw for noisy, raw in pairs)
+        return released
+
+    return taped
+
+
+def _largest_correlation(streams: np.ndarray) -> tuple[float, tuple[int, int]]:
+    table = np.abs(np.corrcoef(streams))
+    pairs = itertools.combinations(range(len(streams)), 2)
+    first, second = max(pairs, key=lambda p: np.nan_to_num(table[p], nan=np.inf))
+    return float(table[first, second]), (first, second)

@@ -1,0 +1,205 @@
+"""NON-PRIVATE. Adversarial search for records that move a value beyond its bound."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _checks
+from ..clipping import Bounded
+from ..noise import PRNGKey, check_key
+from ..privacy.budget import Neighbours
+from ..problems.finite_sum import leading_axis
+from .opened import opened
+
+_SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
+_SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)
+# Relative rounding of float32 sums and multipliers that mechanisms' noise covers.
+_ROUNDING = 2.0**-11
+_SURVIVORS = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SensitivitySearch:
+    """The outcome of a search for a violated sensitivity. NON-PRIVATE.
+
+    Attributes:
+        tried: How many pairs of neighbouring datasets were compared.
+        neighbours: The relation.
+        ratio: The largest distance of two neighbours' values over the sensitivity that
+            they claim; infinite where a value is no number.
+        records: The records of the pair that reached it.
+        neighbour: Its neighbour: the last record replaced, or missing.
+    """
+
+    tried: int
+    neighbours: Neighbours
+    ratio: float
+    records: PyTree
+    neighbour: PyTree
+
+    @property
+    def passed(self) -> bool:
+        """Whether no pair exceeds its bound by more than noise covers: not a proof."""
+        return self.ratio <= 1 + _ROUNDING
+
+    def __str__(self) -> str:
+        """The outcome in a sentence."""
+        verdict = "no violation found" if self.passed else "VIOLATION"
+        return (
+            f"{verdict} in {self.tried} pairs under {self.neighbours.value}: the "
+            f"largest distance is {self.ratio:.6g} of the claimed sensitivity"
+        )
+
+
+def sensitivity_search(
+    query: Callable[[PyTree], Bounded],
+    records: PyTree,
+    *,
+    neighbours: Neighbours = Neighbours.REPLACE_ONE,
+    key: PRNGKey,
+    tries: int = 2000,
+    rounds: int = 20,
+) -> SensitivitySearch:
+    """NON-PRIVATE. Looks for neighbours whose values differ by more than is claimed.
+
+    Datasets start as rows of `records` in which numbers are replaced by hostile ones:
+    zeros, denormals, values up to 3e38, NaN and infinities; the pair differs in the
+    last record, which is often the opposite of another. The worst pairs are then
+    changed entry by entry as long as they get worse.
+
+    Args:
+        query: Maps records (a pytree with a leading axis, one row fewer where a record
+            is removed) to a `Bounded`; traced and mapped over datasets.
+        records: Two or more rows. Public or synthetic. Floating-point leaves are made
+            hostile; others keep values found in their column.
+        neighbours: The relation. Add-or-remove-one needs a public denominator.
+        key: A typed key.
+        tries: Datasets in the first round.
+        rounds: Rounds of refinement, of `tries / 10` datasets each.
+
+    Returns:
+        The outcome, with the worst pair.
+
+    Raises:
+        ValueError: Fewer than two rows; or `query` divides by the private number of
+            records under add-or-remove-one.
+        TypeError: `query` does not return a `Bounded`.
+
+    Privacy:
+        Opens sealed values: for public or synthetic records only.
+    """
+    check_key(key)
+    _checks.count("sensitivity_search", tries=tries)
+    if leading_axis(records, "records") < 2:
+        raise ValueError("sensitivity_search: give at least two rows of records.")
+    random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    rows = jax.tree.map(np.asarray, records)
+    compare = _comparison(query, neighbours)
+    pairs = _stack([_hostile(rows, random) for _ in range(tries)])
+    ratios, tried = compare(pairs), tries
+    for _ in range(rounds):
+        best = np.argsort(-ratios)[:_SURVIVORS]
+        parents = [jax.tree.map(lambda v, i=i: v[i], pairs) for i in best]
+        children = [
+            _mutated(parents[i % len(parents)], rows, random)
+            for i in range(max(tries // 10, 1))
+        ]
+        found = _stack(children)
+        tried += len(children)
+        pairs = jax.tree.map(
+            lambda old, new, best=best: np.concatenate([old[best], new]), pairs, found
+        )
+        ratios = np.concatenate([ratios[best], compare(found)])
+    worst = int(np.argmax(ratios))
+    left, right = _sides(jax.tree.map(lambda v: v[worst], pairs), neighbours)
+    return SensitivitySearch(tried, neighbours, float(ratios[worst]), left, right)
+
+
+def _sides(pair: PyTree, neighbours: Neighbours) -> tuple[PyTree, PyTree]:
+    """Two datasets from one array of records and, in the last row, the replacement."""
+    left = jax.tree.map(lambda v: v[:-1], pair)
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        return left, jax.tree.map(lambda v: v[:-2], pair)
+    concatenate = np.concatenate if _on_host(pair) else jnp.concatenate
+    return left, jax.tree.map(lambda v: concatenate([v[:-2], v[-1:]]), pair)
+
+
+def _on_host(tree: PyTree) -> bool:
+    return all(isinstance(v, np.ndarray) for v in jax.tree.leaves(tree))
+
+
+def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
+    """The ratios of distance over sensitivity of many pairs, in float64."""
+
+    @jax.jit
+    @jax.vmap
+    def values(pair):
+        both = [query(side) for side in _sides(pair, neighbours)]
+        for bounded in both:
+            if not isinstance(bounded, Bounded):
+                raise TypeError(
+                    "sensitivity_search: query must return a Bounded, got "
+                    f"{type(bounded).__name__}. Compute it with clipped_mean."
+                )
+        claimed = [jnp.asarray(bounded.sensitivity(neighbours)) for bounded in both]
+        return both, jnp.minimum(*claimed)
+
+    def compare(pairs):
+        (left, right), claimed = values(jax.tree.map(jnp.asarray, pairs))
+        count = len(claimed)
+        leaves = zip(opened(left), opened(right), strict=True)
+        with np.errstate(invalid="ignore"):
+            squares = [((a - b).reshape(count, -1) ** 2).sum(axis=1) for a, b in leaves]
+            ratios = np.sqrt(sum(squares)) / np.asarray(claimed, np.float64)
+        return np.where(np.isnan(ratios), np.inf, ratios)
+
+    return compare
+
+
+def _hostile(rows: PyTree, random: np.random.Generator) -> PyTree:
+    """A dataset of as many rows, and one row more as the last one's replacement."""
+    tame = random.choice([0.0, 0.5, 1.0])
+
+    def leaf(column):
+        drawn = column[random.integers(len(column), size=len(column) + 1)]
+        if np.issubdtype(column.dtype, np.floating):
+            wild = random.random(drawn.shape) >= tame
+            drawn = np.where(wild, _entries(drawn.shape, random), drawn)
+            if random.random() < 0.5:
+                drawn[-1] = -drawn[-2]
+        return drawn.astype(column.dtype)
+
+    with np.errstate(over="ignore"):
+        return jax.tree.map(leaf, rows)
+
+
+def _mutated(pair: PyTree, rows: PyTree, random: np.random.Generator) -> PyTree:
+    """The same pair with some entries rescaled, reversed or replaced."""
+
+    def leaf(values, column):
+        if not np.issubdtype(column.dtype, np.floating):
+            return values
+        factors = random.choice([-1.0, 1.0, 2.0, 0.5, 10.0, 0.1], size=values.shape)
+        change = random.choice([0, 0, 0, 1, 2], size=values.shape)
+        options = [values * factors, _entries(values.shape, random)]
+        changed = np.select([change == 1, change == 2], options, values)
+        if random.random() < 0.3:
+            changed[-1] = -changed[-2]
+        return changed.astype(column.dtype)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        return jax.tree.map(leaf, pair, rows)
+
+
+def _entries(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    values = random.choice(_SCALES, size=shape) * random.uniform(-1, 1, size=shape)
+    special = random.random(shape) < 0.1
+    return np.where(special, random.choice(_SPECIAL, size=shape), values)
+
+
+def _stack(pairs: list[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *v: np.stack(v), *pairs)

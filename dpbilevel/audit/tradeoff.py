@@ -1,0 +1,373 @@
+"""White-box trade-off audit: do runs tell two neighbours apart beyond the claim?"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+from jaxtyping import Array, Float, Key, PyTree
+
+from ..noise import PRNGKey, check_key
+from ..solvers.base import AbstractSolver
+from .claims import Claim, TradeOffCurve, gaussian_mu_of
+from .neighbours import Canary, canaries
+
+ALPHA = 1e-4  # the chance that a sound mechanism is rejected
+PILOT = 0.2  # the share of runs that chooses statistic and thresholds
+# Where the pooled pilot runs are cut: the middle sees a Gaussian shift best, the ends
+# see rare and large losses.
+_QUANTILES = (0.02, 0.2, 0.5, 0.8, 0.98, 0.998)
+_AT_ONCE = 10_000  # runs per batch, to bound memory
+_MOST_VIEWS = 32  # steps per run that an audit looks at
+
+Statistic = Callable[[Float[np.ndarray, " runs d"]], Float[np.ndarray, " runs"]]
+
+
+class SolverRun(eqx.Module):
+    """One run of a solver as an audit sees it: every view that its ledger pays for.
+
+    Unlike `dpbilevel.solve` it does not check that the data have the planned sizes, so
+    that a canary may leave out records that contribute nothing.
+
+    Args:
+        problem: The problem.
+        solver: A calibrated solver, bound to its sizes.
+        w0: The starting point.
+    """
+
+    problem: Any
+    solver: AbstractSolver
+    w0: PyTree
+
+    def __call__(self, data: PyTree, *, key: PRNGKey) -> PyTree:
+        """The solver's `adversary_view` after at most 32 of its steps.
+
+        Args:
+            data: The records. Public or synthetic.
+            key: A typed key.
+
+        Returns:
+            A pytree of views with a leading axis of steps, the last one included.
+        """
+
+        def one_step(state, key):
+            state = self.solver.step(self.problem, data, state, key=key)
+            return state, self.solver.adversary_view(state)
+
+        steps = self.solver.num_steps
+        state = self.solver.init(self.problem, self.w0)
+        _, views = jax.lax.scan(one_step, state, jax.random.split(key, steps))
+        shown = np.unique(np.linspace(0, steps - 1, min(steps, _MOST_VIEWS)).round())
+        return jax.tree.map(lambda v: v[shown.astype(int)], views)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    r"""What one threshold on the statistic showed.
+
+    Attributes:
+        threshold: Runs that reach it are taken for runs on the data, not the neighbour.
+        true_positives: Lower confidence bound on the rate of such runs that are.
+        false_positives: Upper confidence bound on the rate of those that are not.
+        measured_mu: The least Gaussian $\mu$ with these rates.
+        claimed_mu: The largest $\mu$ that the claim allows here.
+    """
+
+    threshold: float
+    true_positives: float
+    false_positives: float
+    measured_mu: float
+    claimed_mu: float
+
+    @property
+    def violated(self) -> bool:
+        """Whether more is measured than claimed."""
+        return self.measured_mu > self.claimed_mu
+
+    @property
+    def row(self) -> str:
+        """A row of the table that a `TradeOff` prints."""
+        return (
+            f"  {self.threshold:9.3g}  {self.true_positives:12.5f}  "
+            f"{self.false_positives:13.5f}  {self.measured_mu:11.3f}  "
+            f"{self.claimed_mu:10.3f}{'  violated' if self.violated else ''}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TradeOff:
+    r"""The outcome of a trade-off audit.
+
+    Attributes:
+        name: What was audited.
+        runs: Runs per side that were tested, those of the pilot not counted.
+        alpha: The chance that a mechanism which keeps its claim is rejected.
+        cuts: The pre-registered thresholds, at most six, and what they showed.
+        claim: The profile that was claimed.
+    """
+
+    name: str
+    runs: int
+    alpha: float
+    cuts: tuple[Cut, ...]
+    claim: Claim = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def violations(self) -> tuple[Cut, ...]:
+        """The thresholds at which more leaked than claimed."""
+        return tuple(cut for cut in self.cuts if cut.violated)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no violation was found: not a proof of privacy."""
+        return not self.violations
+
+    @property
+    def measured_mu(self) -> float:
+        r"""Lower confidence bound on $\mu$, at the cut nearest to its claim."""
+        return max(0.0, self._tightest.measured_mu)
+
+    @property
+    def claimed_mu(self) -> float:
+        r"""$\mu$ of the claim: exact for Gaussian claims, else its equivalent.
+
+        The equivalent is that of the Gaussian mechanism which allows as much at the
+        rates of the cut nearest to its claim.
+        """
+        return self._tightest.claimed_mu
+
+    @property
+    def _hidden(self) -> str:
+        """What a defect must stay below to go unnoticed."""
+        if self.measured_mu == 0:
+            return "too few to see even what is claimed"
+        factor = self.claimed_mu / self.measured_mu
+        return f"a defect that inflates mu by less than {factor:.2f} can hide"
+
+    @property
+    def _tightest(self) -> Cut:
+        return max(self.cuts, key=lambda c: c.measured_mu / max(c.claimed_mu, 1e-9))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome as plain numbers and text, for JSON."""
+        cuts = [vars(cut) | {"violated": cut.violated} for cut in self.cuts]
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "runs_a_side": self.runs,
+            "alpha": self.alpha,
+            "claimed_mu": self.claimed_mu,
+            "measured_mu_at_least": self.measured_mu,
+            "cuts": cuts,
+        }
+
+    def __str__(self) -> str:
+        """The outcome in words, and a row per threshold."""
+        leak = (
+            f"leaks mu of at least {self.measured_mu:.3f}, claims {self.claimed_mu:.3f}"
+        )
+        sure = f"{self.runs} runs a side, {1 - self.alpha:.2%} confidence"
+        verdict = f"no violation found at {sure}; {self._hidden}"
+        if not self.passed:
+            verdict = f"VIOLATION at {sure}"
+        lines = [f"{self.name}: {leak}", f"  {verdict}"]
+        lines += [
+            "  threshold  true pos. >=  false pos. <=  measured mu  claimed mu",
+            *(cut.row for cut in self.cuts),
+        ]
+        return "\n".join(lines)
+
+
+def trade_off(
+    run: Callable[..., PyTree],
+    data: PyTree,
+    neighbour: PyTree,
+    claim: Claim,
+    *,
+    key: PRNGKey,
+    runs: int = 50_000,
+    statistic: Statistic | None = None,
+    name: str = "mechanism",
+) -> TradeOff:
+    r"""NON-PRIVATE. Tries to tell two neighbours apart beyond what a claim allows.
+
+    Runs on either dataset give features; a statistic of them, fitted on the first fifth
+    of the runs, is cut at up to six thresholds fixed on the same fifth. The other runs
+    bound the rate of true positives from below and that of false positives from above
+    (Clopper-Pearson, Bonferroni over all bounds). $(\varepsilon, \delta(\varepsilon))$
+    differential privacy implies, for every $\varepsilon \ge 0$,
+
+    $$\mathrm{TPR} \le \delta(\varepsilon) + e^\varepsilon \mathrm{FPR}, \qquad
+    1 - \mathrm{FPR} \le \delta(\varepsilon) + e^\varepsilon (1 - \mathrm{TPR}),$$
+
+    and a cut whose bounds contradict one of these is a violation.
+
+    Args:
+        run: `run(data, *, key)` returns one run's observations, a pytree of arrays with
+            some hundred numbers at most; it is traced, and mapped over keys.
+        data: The records. Public or synthetic.
+        neighbour: Records that differ in one person's, of the same shapes.
+        claim: The profile $\delta(\varepsilon)$: `gaussian_claim`, `pure_claim`,
+            `ledger_claims` or any function of an array of epsilons.
+        key: A typed key.
+        runs: Runs per side.
+        statistic: Maps features `[runs, d]` (flattened, float64, on the host) to one
+            number a run, known to be large on `data`. By default Fisher's linear
+            discriminant.
+        name: What to call it in the result.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        ValueError: Fewer than 1000 runs.
+        TypeError: The key is not typed.
+
+    Privacy:
+        Makes thousands of releases of its data: for public or synthetic records only.
+        A pass says that no violation was found on this pair with this statistic.
+
+    References:
+        Nasr, Hayes, Steinke, Balle, Tramèr, Jagielski, Carlini and Terzis, "Tight
+        auditing of differentially private machine learning", USENIX Security 2023;
+        Dong, Roth and Su, "Gaussian differential privacy", 2022.
+    """
+    check_key(key)
+    if runs < 1000:
+        raise ValueError(
+            f"trade_off: runs must be at least 1000 to show anything, got {runs}."
+        )
+    keys = jax.random.split(key)
+    present, absent = (
+        _observe(run, records, side, runs)
+        for records, side in ((data, keys[0]), (neighbour, keys[1]))
+    )
+    pilot = int(PILOT * runs)
+    if statistic is None:
+        statistic = _discriminant(present[:pilot], absent[:pilot])
+    present, absent = statistic(present), statistic(absent)
+    pooled = np.concatenate([present[:pilot], absent[:pilot]])
+    thresholds = np.unique(np.quantile(pooled, _QUANTILES))
+    cuts = _cuts(present[pilot:], absent[pilot:], thresholds, TradeOffCurve(claim))
+    return TradeOff(name, runs - pilot, ALPHA, cuts, claim)
+
+
+def audit_solver(
+    solver: AbstractSolver,
+    *,
+    key: PRNGKey,
+    runs: int = 50_000,
+    x_in_records: bool | tuple[str, ...] = True,
+    others: float | None = None,
+) -> tuple[TradeOff, ...]:
+    """Audits a calibrated solver on worst-case records, for each kind of person.
+
+    Args:
+        solver: A calibrated solver, bound to its sizes, such as a plan's.
+        key: A typed key.
+        runs: Runs per side.
+        x_in_records: As in `canaries`.
+        others: As in `canaries`.
+
+    Returns:
+        One outcome per kind of person that the ledger charges.
+
+    Raises:
+        ValueError: As in `canaries` and `trade_off`.
+
+    Privacy:
+        Reads no records: the data are canaries.
+    """
+    found = canaries(solver, x_in_records=x_in_records, others=others)
+    return audit_canaries(found, key=key, runs=runs)
+
+
+def audit_canaries(
+    found: dict[str, Canary], *, key: PRNGKey, runs: int = 50_000
+) -> tuple[TradeOff, ...]:
+    """Audits a solver on the canaries that `canaries` made for it.
+
+    Args:
+        found: One canary per kind of person.
+        key: A typed key.
+        runs: Runs per side.
+
+    Returns:
+        One outcome per canary.
+
+    Raises:
+        ValueError: As in `trade_off`.
+
+    Privacy:
+        Reads no records: the data are canaries.
+    """
+    check_key(key)
+    keys = jax.random.split(key, len(found))
+    return tuple(
+        trade_off(
+            SolverRun(canary.problem, canary.solver, canary.w0),
+            canary.data,
+            canary.neighbour,
+            canary.claim,
+            key=subkey,
+            runs=runs,
+            name=f"{type(canary.solver).__name__}, {person}",
+        )
+        for (person, canary), subkey in zip(found.items(), keys, strict=True)
+    )
+
+
+def _observe(run, data, key, runs: int) -> Float[np.ndarray, " runs d"]:
+    """The features of many runs, flattened."""
+    if not isinstance(run, eqx.Module):
+        run = jax.tree_util.Partial(run)
+    rows = np.asarray(_features(run, data, jax.random.split(key, runs)), np.float64)
+    return np.clip(np.nan_to_num(rows), -1e30, 1e30)
+
+
+@jax.jit
+def _features(
+    run: Callable[..., PyTree], data: PyTree, keys: Key[Array, " runs"]
+) -> Float[Array, " runs d"]:
+    def one(key):
+        leaves = jax.tree.leaves(run(data, key=key))
+        flat = [jnp.ravel(v).astype(jnp.result_type(float)) for v in leaves]
+        return jnp.concatenate(flat)
+
+    return jax.lax.map(one, keys, batch_size=min(_AT_ONCE, len(keys)))
+
+
+def _discriminant(present: np.ndarray, absent: np.ndarray) -> Statistic:
+    """Fisher's linear discriminant, finite also where features do not vary."""
+    both = np.concatenate([present, absent])
+    spread = both.std(axis=0)
+    spread = np.where(spread > 0, spread, 1.0)
+    gap = (present.mean(axis=0) - absent.mean(axis=0)) / spread
+    within = (np.cov((present / spread).T) + np.cov((absent / spread).T)) / 2
+    ridge = 1e-9 * np.eye(len(gap))
+    direction = np.linalg.solve(np.atleast_2d(within) + ridge, gap) / spread
+    return lambda rows: rows @ direction
+
+
+def _cuts(
+    present: np.ndarray, absent: np.ndarray, thresholds, curve: TradeOffCurve
+) -> tuple[Cut, ...]:
+    runs, level = len(present), ALPHA / (2 * len(thresholds))
+    cuts = []
+    for threshold in thresholds:
+        found, false = (int(np.sum(side >= threshold)) for side in (present, absent))
+        low = _lower_bound(found, runs, level)
+        high = 1 - _lower_bound(runs - false, runs, level)
+        allowed = float(curve(np.asarray(high)))
+        measured, claimed = (gaussian_mu_of(rate, high) for rate in (low, allowed))
+        cuts.append(Cut(float(threshold), low, high, measured, claimed))
+    return tuple(cuts)
+
+
+def _lower_bound(hits: int, runs: int, level: float) -> float:
+    """The Clopper-Pearson bound below a rate, wrong with probability `level`."""
+    return float(scipy.stats.beta.ppf(level, hits, runs - hits + 1)) if hits else 0.0

@@ -1,0 +1,101 @@
+"""Every solver of the package, calibrated, for audits on canary records."""
+
+import dataclasses
+import functools
+
+import jax
+
+import dpbilevel as dpb
+from dpbilevel import audit
+
+SHORT, LONG = 50_000, 200_000
+REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
+INNER = dpb.NoisyGD(2, 0.5, step_size=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Audited:
+    solver: dpb.AbstractSolver
+    x_in_records: bool | tuple[str, ...] = ("upper",)
+    exact: bool = True  # the claim is that of one Gaussian
+
+
+def noisy_gd(scale=1.0, **fields):
+    defaults = {"num_steps": 4, "clip_norm": 0.7, "step_size": 0.1}
+    return dpb.NoisyGD(**(defaults | fields)).with_noise(scale).planned(10)
+
+
+def sampled(sampling, neighbours=REPLACE, multiplier=0.5, **fields):
+    noise = dpb.Gaussian(multiplier, neighbours)
+    defaults = {"num_steps": 1, "clip_norm": 0.7, "step_size": 0.1}
+    solver = dpb.NoisyGD(sampling=sampling, noise=noise, **(defaults | fields))
+    return solver.planned(10)
+
+
+def penalty(people, scale=1.0, kind=dpb.PenaltyBilevel, **fields):
+    upper = 20 if people == "shared" else 10
+    defaults = {"num_steps": 2, "penalty": 4.0, "inner": INNER}
+    defaults |= {"upper_clip_norm": 1.5, "step_size": 0.1}
+    solver = kind(**(defaults | fields))
+    return solver.with_noise(scale).planned(dpb.Sizes(upper, 20, people))
+
+
+def refitted(scale=1.0):
+    search = penalty("overlapping", num_steps=1)
+    return dpb.Refitted(search, INNER, 0.3).with_noise(scale).planned(search.sizes)
+
+
+def localized(scale=1.0):
+    solver = dpb.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
+    return solver.with_noise(scale).planned(10)
+
+
+SOLVERS = {
+    "NoisyGD": Audited(noisy_gd()),
+    "NoisyGD, add or remove": Audited(
+        noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
+    ),
+    "NoisyGD, Poisson": Audited(
+        sampled(dpb.Poisson(0.2), ADD_OR_REMOVE, num_steps=2), exact=False
+    ),
+    "NoisyGD, Poisson, replace": Audited(sampled(dpb.Poisson(0.2)), exact=False),
+    "NoisyGD, fixed size": Audited(sampled(dpb.FixedSize(2)), exact=False),
+    "LocalizedGD": Audited(localized()),
+    # Half the noise: each level alone leaks less than both.
+    "PenaltyBilevel, disjoint": Audited(penalty("disjoint", 0.5)),
+    "PenaltyBilevel, overlapping": Audited(penalty("overlapping")),
+    "PenaltyBilevel, shared": Audited(penalty("shared"), True),
+    "PenaltyBilevel, x in lower": Audited(penalty("overlapping"), ("lower",)),
+    "PenaltyBilevel, free outer step": Audited(penalty("overlapping"), False),
+    "Refitted": Audited(refitted()),
+}
+
+
+@functools.cache
+def outcomes(name, runs=SHORT):
+    case = SOLVERS[name]
+    return audit.audit_solver(
+        case.solver,
+        key=jax.random.key(7),
+        runs=runs,
+        x_in_records=case.x_in_records,
+    )
+
+
+def audited(solver, claim=None, *, runs=SHORT, x_in_records=("upper",), **options):
+    """The audit of one solver's runs under another's claim, for the first person."""
+    canary = next(iter(audit.canaries(solver, x_in_records=x_in_records).values()))
+    return audit.trade_off(
+        audit.SolverRun(canary.problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim if claim is None else claim,
+        key=jax.random.key(8),
+        runs=runs,
+        **options,
+    )
+
+
+def claim_of(solver, x_in_records=("upper",)):
+    canaries = audit.canaries(solver, x_in_records=x_in_records)
+    return next(iter(canaries.values())).claim

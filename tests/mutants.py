@@ -1,0 +1,376 @@
+"""Deliberately broken mechanisms, each with the sound one that it was made from."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import dp_accounting
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from audit_zoo import (
+    ADD_OR_REMOVE,
+    INNER,
+    audited,
+    claim_of,
+    noisy_gd,
+    penalty,
+    sampled,
+)
+
+import dpbilevel as dpb
+from dpbilevel import audit
+from dpbilevel.noise import standard_normal
+from dpbilevel.privacy.ledger import Query
+from dpbilevel.problems.penalized import PenalizedLevel
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """An audit of the broken mechanism and the same audit of the sound one."""
+
+    of: str
+    broken: Callable[[], Any]
+    sound: Callable[[], Any]
+
+
+def survivors(mutants):
+    """The names of the mutants that no audit rejects."""
+    return [name for name, mutant in mutants.items() if mutant.broken().passed]
+
+
+@functools.cache
+def sound_noisy_gd():
+    return audited(noisy_gd())
+
+
+@functools.cache
+def sound_penalty(**fields):
+    return audited(penalty("overlapping", **fields))
+
+
+class Silent(dpb.Gaussian):
+    """Releases without noise and says nothing."""
+
+    def release(self, bounded, *, key):
+        return bounded.raw
+
+
+class SameForEveryLeaf(dpb.Gaussian):
+    def release(self, bounded, *, key):
+        std = self.noise_multiplier * bounded.sensitivity(self.neighbours)
+        return jax.tree.map(
+            lambda v: v + std * standard_normal(v, key=key), bounded.raw
+        )
+
+
+class FreshForEveryLeaf(dpb.Gaussian):
+    def release(self, bounded, *, key):
+        std = self.noise_multiplier * bounded.sensitivity(self.neighbours)
+        noise = standard_normal(bounded.raw, key=key)
+        return jax.tree.map(lambda v, z: v + std * z, bounded.raw, noise)
+
+
+class SameAtEveryStep(dpb.NoisyGD):
+    def step(self, problem, data, state, *, key):
+        return dpb.NoisyGD.step(self, problem, data, state, key=jax.random.key(0))
+
+
+class SameInEveryRun(dpb.NoisyGD):
+    """Fresh at every step of one inner run, the same again in the next."""
+
+    def step(self, problem, data, state, *, key):
+        again = jax.random.fold_in(jax.random.key(0), state.t)
+        return dpb.NoisyGD.step(self, problem, data, state, key=again)
+
+
+class StopsOnRawGradient(dpb.NoisyGD):
+    def step(self, problem, data, state, *, key):
+        exact = jax.grad(lambda w: jnp.mean(jax.vmap(problem.loss, (None, 0))(w, data)))
+        moved = dpb.NoisyGD.step(self, problem, data, state, key=key)
+        goes_on = jnp.abs(exact(state.w)) > 1e-3
+        return jax.tree.map(lambda a, b: jnp.where(goes_on, a, b), moved, state)
+
+
+class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
+    def step(self, problem, data, state, *, key):
+        level = PenalizedLevel(problem, state.x)
+        exact = level.clipped_gradient(
+            state.y, data, self.sizes, clip_norm=0.5, sampling=self.sampling, key=key
+        ).raw
+        warm = eqx.tree_at(lambda s: s.y, state, state.y - exact)
+        return dpb.PenaltyBilevel.step(self, problem, data, warm, key=key)
+
+
+class Unclipped(dpb.FiniteSum):
+    def clipped_gradient(self, w, data, sizes, *, clip_norm, sampling, key):
+        mean = jax.tree.map(
+            lambda v: v.sum(axis=0) / sizes,
+            jax.vmap(jax.grad(self.loss), (None, 0))(w, data),
+        )
+        return dpb.Bounded(mean, clip_norm / sizes)
+
+
+class ClippedAsABatch(dpb.FiniteSum):
+    def clipped_gradient(self, w, data, sizes, *, clip_norm, sampling, key):
+        mean = jnp.sum(jax.vmap(jax.grad(self.loss), (None, 0))(w, data)) / sizes
+        clipped = mean * jnp.minimum(1.0, clip_norm / jnp.abs(mean))
+        return dpb.Bounded(clipped, clip_norm / sizes)
+
+
+def on_problem(kind):
+    """Noisy gradient descent on a canary problem of another class."""
+    canary = audit.canaries(noisy_gd())["records"]
+    problem = kind(canary.problem.loss)
+    return audit.trade_off(
+        audit.SolverRun(problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim,
+        key=jax.random.key(9),
+        runs=20_000,
+    )
+
+
+class ReadsTwice(dpb.FiniteSum):
+    """Two queries on one batch or, if sound, the second one on a batch of its own."""
+
+    one_batch: bool = eqx.field(static=True, default=True)
+
+    def clipped_gradient(self, w, data, sizes, *, clip_norm, sampling, key):
+        keys = (key, key) if self.one_batch else jax.random.split(key)
+        first, second = (
+            dpb.FiniteSum.clipped_gradient(
+                self, w, data, sizes, clip_norm=clip_norm, sampling=sampling, key=k
+            )
+            for k in keys
+        )
+        return first + second
+
+    def queries(self, clip_norm, sampling, sizes):
+        roles = ("upper", "lower")
+        return tuple(Query(r, sizes, clip_norm, sampling) for r in roles), False
+
+
+TWICE = sampled(dpb.Poisson(0.1), ADD_OR_REMOVE, 0.5, num_steps=20)
+
+
+@functools.cache
+def twice():
+    """The canary, its two readings' noise, and what two batches would claim."""
+    canary = audit.canaries(TWICE)["records"]
+    problem = ReadsTwice(canary.problem.loss)
+    ledger = canary.solver.ledger(problem, canary.solver.sizes)
+    claim = audit.ledger_claims(ledger)["person"]
+    return canary, ledger.releases[0].noise_std, claim
+
+
+def reading_twice(one_batch):
+    canary, noise_std, claim = twice()
+
+    def likelihood_ratio(rows):
+        # In units of the noise, a batch with the person is 1 / 0.5 away.
+        steps = -np.diff(rows, axis=1, prepend=0.0) / (0.1 * noise_std)
+        return np.log1p(0.1 * np.expm1(2 * steps - 2)).sum(axis=1)
+
+    problem = ReadsTwice(canary.problem.loss, one_batch=one_batch)
+    return audit.trade_off(
+        audit.SolverRun(problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        claim,
+        key=jax.random.key(10),
+        statistic=likelihood_ratio,
+    )
+
+
+EPOCH = 10
+
+
+def epoch(sampling):
+    """Ten noisy sums over ten records; the largest shows where the person took part."""
+
+    def run(first, *, key):
+        key_batch, key_noise = jax.random.split(key)
+        records = jnp.full(EPOCH, -1.0).at[0].set(first)
+        if sampling == "shuffled":
+            sums = jax.random.permutation(key_batch, records)
+        else:
+            taken = jax.random.bernoulli(key_batch, 1 / EPOCH, (EPOCH, EPOCH))
+            sums = taken.astype(records.dtype) @ records
+        return jnp.max(sums + 0.5 * standard_normal(sums, key=key_noise))
+
+    present, absent = jnp.asarray(1.0), jnp.asarray(0.0)
+    return audit.trade_off(
+        run, present, absent, epoch_claim(), key=jax.random.key(11), runs=20_000
+    )
+
+
+@functools.cache
+def epoch_claim():
+    event = dpb.Poisson(1 / EPOCH).event(0.5, ADD_OR_REMOVE, EPOCH)
+    whole = dp_accounting.SelfComposedDpEvent(event, EPOCH)
+    return audit.event_claim(whole, ADD_OR_REMOVE)
+
+
+UTILITIES = (jnp.eye(10)[0], 1 - jnp.eye(10)[0])  # of two neighbours: they differ by 1
+EPSILON = 2.0
+
+
+def exponential_mechanism(sensitivity):
+    def run(utilities, *, key):
+        logits = EPSILON * utilities / (2 * sensitivity)
+        return jax.nn.one_hot(jax.random.categorical(key, logits), 10)
+
+    return audit.trade_off(
+        run,
+        *UTILITIES,
+        audit.pure_claim(EPSILON),
+        key=jax.random.key(12),
+        runs=20_000,
+    )
+
+
+def metropolis(steps):
+    """Samples the exponential mechanism by a chain from the best outcome."""
+
+    def run(utilities, *, key):
+        def move(state, key):
+            key_proposal, key_accept = jax.random.split(key)
+            proposal = jax.random.randint(key_proposal, (), 0, 10)
+            gain = EPSILON * (utilities[proposal] - utilities[state]) / 2
+            accepted = jnp.log(jax.random.uniform(key_accept)) < gain
+            return jnp.where(accepted, proposal, state), None
+
+        start = jnp.argmax(utilities).astype(jnp.int32)
+        state, _ = jax.lax.scan(move, start, jax.random.split(key, steps))
+        return jax.nn.one_hot(state, 10)
+
+    return audit.trade_off(
+        run,
+        *UTILITIES,
+        audit.pure_claim(EPSILON),
+        key=jax.random.key(13),
+        runs=20_000,
+    )
+
+
+def reuse(solver):
+    return audit.noise_reuse(solver, key=jax.random.key(14))
+
+
+def one_step_reuse(mechanism):
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=mechanism())
+    return reuse(solver.with_noise(1.0).planned(10))
+
+
+def short_penalty(inner):
+    return penalty("overlapping", num_steps=1, inner=inner)
+
+
+SUBSET = sampled(dpb.FixedSize(2))
+ADDED = noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
+
+
+def of_noisy_gd(broken, sound=sound_noisy_gd):
+    return Mutant("NoisyGD", broken, sound)
+
+
+def of_penalty(broken, sound=sound_penalty):
+    return Mutant("PenaltyBilevel, overlapping", broken, sound)
+
+
+MUTANTS = {
+    "noise x 0.9": of_noisy_gd(lambda: audited(noisy_gd(0.9), claim_of(noisy_gd()))),
+    "noise x 0.707": of_noisy_gd(
+        lambda: audited(noisy_gd(0.707), claim_of(noisy_gd()), runs=20_000)
+    ),
+    "noise x 0.9, two levels": of_penalty(
+        lambda: audited(penalty("overlapping", 0.9), claim_of(penalty("overlapping")))
+    ),
+    "replaced records with the noise for removed ones": of_noisy_gd(
+        lambda: audited(
+            dataclasses.replace(
+                ADDED, noise=dpb.Gaussian(ADDED.noise.noise_multiplier / 2)
+            ),
+            claim_of(ADDED),
+            runs=20_000,
+        )
+    ),
+    "overlapping people accounted as disjoint": of_penalty(
+        lambda: audited(
+            penalty("overlapping"), claim_of(penalty("disjoint")), runs=20_000
+        )
+    ),
+    "inner noise missing": of_penalty(
+        lambda: audited(
+            penalty(
+                "overlapping",
+                inner=dpb.NoisyGD(2, 0.5, step_size=0.1, noise=Silent()),
+            ),
+            runs=20_000,
+        )
+    ),
+    "outer noise missing": of_penalty(
+        lambda: audited(penalty("overlapping", noise=Silent()), runs=20_000)
+    ),
+    "clip removed": of_noisy_gd(
+        lambda: on_problem(Unclipped), lambda: on_problem(dpb.FiniteSum)
+    ),
+    "clip of the batch instead of the record": of_noisy_gd(
+        lambda: on_problem(ClippedAsABatch), lambda: on_problem(dpb.FiniteSum)
+    ),
+    "key reused across steps": of_noisy_gd(
+        lambda: reuse(
+            SameAtEveryStep(2, 0.7, step_size=0.1).with_noise(1.0).planned(10)
+        ),
+        lambda: reuse(noisy_gd(num_steps=2)),
+    ),
+    "key reused across leaves": of_noisy_gd(
+        lambda: one_step_reuse(SameForEveryLeaf),
+        lambda: one_step_reuse(FreshForEveryLeaf),
+    ),
+    "key reused across levels": of_penalty(
+        lambda: reuse(short_penalty(SameInEveryRun(2, 0.5, step_size=0.1))),
+        lambda: reuse(short_penalty(INNER)),
+    ),
+    "one batch accounted as two independent ones": of_noisy_gd(
+        lambda: reading_twice(True), lambda: reading_twice(False)
+    ),
+    "shuffled batches accounted as Poisson": of_noisy_gd(
+        lambda: epoch("shuffled"), lambda: epoch("Poisson")
+    ),
+    "fixed-size batches accounted as Poisson": of_noisy_gd(
+        lambda: audited(
+            SUBSET,
+            claim_of(dataclasses.replace(SUBSET, sampling=dpb.Poisson(0.2))),
+        ),
+        lambda: audited(SUBSET),
+    ),
+    "warm start from an exact iterate": of_penalty(
+        lambda: audited(
+            penalty("overlapping", kind=WarmStartsFromExactSolution), runs=20_000
+        )
+    ),
+    "stops when the raw gradient is small": of_noisy_gd(
+        lambda: audited(
+            StopsOnRawGradient(
+                4, 0.7, step_size=0.1, noise=dpb.Gaussian(None, ADD_OR_REMOVE)
+            )
+            .with_noise(1.0)
+            .planned(10),
+            runs=20_000,
+        ),
+        lambda: audited(ADDED, runs=20_000),
+    ),
+    "half the sensitivity of the utility": Mutant(
+        "exponential mechanism",
+        lambda: exponential_mechanism(0.5),
+        lambda: exponential_mechanism(1.0),
+    ),
+    "chain cut short at the exact optimum": Mutant(
+        "Metropolis sampler", lambda: metropolis(2), lambda: metropolis(60)
+    ),
+}

@@ -1,0 +1,22 @@
+"""Every deliberately broken mechanism is rejected, and the sound one passes."""
+
+import pytest
+from mutants import MUTANTS, Mutant, sound_noisy_gd, survivors
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_mechanism_is_rejected(name):
+    outcome = MUTANTS[name].broken()
+    assert not outcome.passed, str(outcome)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_sound_mechanism_passes(name):
+    outcome = MUTANTS[name].sound()
+    assert outcome.passed, str(outcome)
+
+
+def test_a_mutant_that_survives_is_named():
+    harmless = Mutant("NoisyGD", sound_noisy_gd, sound_noisy_gd)
+    caught = MUTANTS["noise x 0.707"]
+    assert survivors({"harmless": harmless, "caught": caught}) == ["harmless"]
