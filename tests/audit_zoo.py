@@ -18,6 +18,7 @@ class Audited:
     solver: dpb.AbstractSolver
     x_in_records: bool | tuple[str, ...] = ("upper",)
     exact: bool = True  # the claim is that of one Gaussian
+    precision: str = "grid"
 
 
 def noisy_gd(scale=1.0, **fields):
@@ -52,6 +53,7 @@ def localized(scale=1.0):
 
 SOLVERS = {
     "NoisyGD": Audited(noisy_gd()),
+    "NoisyGD, precision float": Audited(noisy_gd(), precision="float"),
     "NoisyGD, add or remove": Audited(
         noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
     ),
@@ -75,7 +77,7 @@ SOLVERS = {
 def outcomes(name, runs=SHORT):
     case = SOLVERS[name]
     return audit.audit_solver(
-        case.solver,
+        case.solver.with_precision(case.precision),
         key=jax.random.key(7),
         runs=runs,
         x_in_records=case.x_in_records,

@@ -98,14 +98,20 @@ class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
     def step(self, problem, data, state, *, key):
         level = PenalizedLevel(problem, state.x)
         exact = level.clipped_gradient(
-            state.y, data, self.sizes, clip_norm=0.5, sampling=self.sampling, key=key
+            state.y,
+            data,
+            self.sizes,
+            clip_norm=0.5,
+            sampling=self.sampling,
+            precision="float",
+            key=key,
         ).raw
         warm = eqx.tree_at(lambda s: s.y, state, state.y - exact)
         return dpb.PenaltyBilevel.step(self, problem, data, warm, key=key)
 
 
 class Unclipped(dpb.FiniteSum):
-    def clipped_gradient(self, w, data, sizes, *, clip_norm, sampling, key):
+    def clipped_gradient(self, w, data, sizes, *, clip_norm, **_):
         mean = jax.tree.map(
             lambda v: v.sum(axis=0) / sizes,
             jax.vmap(jax.grad(self.loss), (None, 0))(w, data),
@@ -114,7 +120,7 @@ class Unclipped(dpb.FiniteSum):
 
 
 class ClippedAsABatch(dpb.FiniteSum):
-    def clipped_gradient(self, w, data, sizes, *, clip_norm, sampling, key):
+    def clipped_gradient(self, w, data, sizes, *, clip_norm, **_):
         mean = jnp.sum(jax.vmap(jax.grad(self.loss), (None, 0))(w, data)) / sizes
         clipped = mean * jnp.minimum(1.0, clip_norm / jnp.abs(mean))
         return dpb.Bounded(clipped, clip_norm / sizes)
@@ -139,12 +145,10 @@ class ReadsTwice(dpb.FiniteSum):
 
     one_batch: bool = eqx.field(static=True, default=True)
 
-    def clipped_gradient(self, w, data, sizes, *, clip_norm, sampling, key):
+    def clipped_gradient(self, w, data, sizes, *, key, **fields):
         keys = (key, key) if self.one_batch else jax.random.split(key)
         first, second = (
-            dpb.FiniteSum.clipped_gradient(
-                self, w, data, sizes, clip_norm=clip_norm, sampling=sampling, key=k
-            )
+            dpb.FiniteSum.clipped_gradient(self, w, data, sizes, key=k, **fields)
             for k in keys
         )
         return first + second

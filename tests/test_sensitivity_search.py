@@ -14,12 +14,22 @@ RECORDS = {
 }
 
 
-def plain(records, clip_norm=1.0):
+def plain(records, clip_norm=1.0, precision="float"):
     def value(record):
         group = record["group"].astype(jnp.float32)
         return {"a": record["v"], "b": group * record["v"][0]}
 
-    return dpb.clipped_mean(value, records, clip_norm=clip_norm, denominator=float(N))
+    return dpb.clipped_mean(
+        value,
+        records,
+        clip_norm=clip_norm,
+        denominator=float(N),
+        precision=precision,
+    )
+
+
+def on_grid(records):
+    return plain(records, precision="grid")
 
 
 def one_percent_too_long(records):
@@ -42,8 +52,9 @@ def search(query, relation, records=RECORDS):
 
 
 @RELATIONS
-def test_clipped_mean_keeps_and_attains_its_sensitivity(relation):
-    found = search(plain, relation)
+@pytest.mark.parametrize("query", [plain, on_grid])
+def test_clipped_mean_keeps_and_attains_its_sensitivity(relation, query):
+    found = search(query, relation)
     assert found.passed, str(found)
     assert found.ratio > 0.99
     assert "no violation found" in str(found)

@@ -5,12 +5,20 @@ import numpy as np
 from jaxtyping import Float
 
 from ..clipping import Bounded
+from ..grid import Grid
 
 
 def opened(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
     """NON-PRIVATE. The sealed value in float64, one flat array per leaf.
 
     Args:
-        bounded: Computed from public or synthetic records.
+        bounded: Computed from public or synthetic records; or a batch of such values.
     """
-    return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]
+    if not isinstance(bounded.raw, Grid):
+        return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]
+    exponent = np.asarray(bounded.raw.exponent, np.float64)
+    # A batch of values has a batch of exponents: leading axes that the counts share.
+    return [
+        np.ravel(np.asarray(v, np.float64).T * 2.0**exponent.T, order="F")
+        for v in jax.tree.leaves(bounded.raw.counts)
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Array, Float, Key, PyTree
 
-from ..noise import PRNGKey, check_key
+from ..noise import PRNGKey, check_key, step_keys
 from ..solvers.base import AbstractSolver
 from .claims import Claim, TradeOffCurve, gaussian_mu_of
 from .neighbours import Canary, canaries
@@ -60,7 +60,8 @@ class SolverRun(eqx.Module):
 
         steps = self.solver.num_steps
         state = self.solver.init(self.problem, self.w0)
-        _, views = jax.lax.scan(one_step, state, jax.random.split(key, steps))
+        _, keys = step_keys(key, steps)
+        _, views = jax.lax.scan(one_step, state, keys)
         shown = np.unique(np.linspace(0, steps - 1, min(steps, _MOST_VIEWS)).round())
         return jax.tree.map(lambda v: v[shown.astype(int)], views)
 
