@@ -122,6 +122,14 @@ def test_pure_privacy_is_refused_for_gaussian_noise():
         calibrated(budget=dpb.PrivacyBudget(1.0, 0.0))
 
 
+def test_a_large_epsilon_is_reached_with_poisson_batches():
+    # At epsilon 12 a thousand overflows of 1e-12 would cost more than delta.
+    budget = dpb.PrivacyBudget(12.0, 1e-5)
+    plan = calibrated("poisson", budget, num_steps=1000)
+    assert delta_at(plan.solver, budget) <= 1e-5
+    assert 5 < plan.report.epsilon <= 12
+
+
 def test_a_delta_below_the_chance_of_overflow_is_refused():
     solver = dpb.NoisyGD(5, 1.0, step_size=0.1, sampling=dpb.Poisson(0.1, capacity=110))
     with pytest.raises(ValueError, match="no amount of noise reaches the budget"):

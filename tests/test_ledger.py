@@ -174,12 +174,32 @@ def test_overflowing_batches_are_charged_to_delta():
     ledger = dpb.Ledger((part,))
     assert part.failure == pytest.approx(5 * sampling.failure(REPLACE, 1000))
     event = ledger.events()["records"]
-    without = accounting.delta(event, REPLACE, 1.0)
-    slack = part.failure * (1 + math.e)
-    assert ledger.delta(1.0) == pytest.approx(without + slack, rel=1e-9)
+    without = accounting.delta(event, REPLACE, 0.2)
+    slack = part.failure * (1 + math.exp(0.2))
+    assert ledger.delta(0.2) == pytest.approx(without + slack, rel=1e-9)
+    assert slack > 1e-4 * without
     epsilon = ledger.epsilon(DELTA)
     assert ledger.delta(epsilon) <= DELTA
     assert epsilon > accounting.epsilon(event, REPLACE, DELTA)
+
+
+def test_a_larger_epsilon_never_needs_a_larger_delta():
+    # The price of an overflow alone, (1 + e^epsilon) p, would exceed one.
+    part = release(count=100, multiplier=3.0, sampling=dpb.Poisson(0.05))
+    ledger = dpb.Ledger((part,))
+    deltas = [ledger.delta(epsilon, 1e-3) for epsilon in (0.5, 2.0, 10.0, 30.0, 800.0)]
+    assert 1e-9 > deltas[2] >= deltas[3] * (1 - 1e-3) >= deltas[4] * (1 - 1e-2)
+    assert deltas[0] > deltas[1] > deltas[2]
+    # It is what some smaller epsilon pays, overflow included.
+    event = ledger.events()["records"]
+    grid = np.linspace(0.5, 4.0, 71)
+    paid = [accounting.delta(event, REPLACE, e, 1e-3) for e in grid]
+    paid += part.failure * (1 + np.exp(grid))
+    assert deltas[2] == pytest.approx(min(paid), rel=2e-2)
+    assert 0 < ledger.delta(0.0) <= 1
+    # And batches that always overflow promise nothing at any epsilon.
+    certain = release(count=3, sampling=dpb.Poisson(0.5, capacity=100))
+    assert [dpb.Ledger((certain,)).delta(e) for e in (0.0, 5.0)] == [1.0, 1.0]
 
 
 def test_no_epsilon_holds_at_a_delta_below_the_chance_of_overflow():

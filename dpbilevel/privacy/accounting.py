@@ -8,6 +8,7 @@ else.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import dp_accounting
@@ -135,13 +136,26 @@ def delta(
         An upper bound on $\delta$, exact for unsampled Gaussians; for sampled ones
         never below $2^{-50}$ a release, to cover the rounding of their composition.
     """
+    return profile(event, neighbours, interval)(epsilon)
+
+
+def profile(
+    event: dp_accounting.DpEvent, neighbours: Neighbours, interval: float = FINE
+) -> Callable[[float], float]:
+    r"""The function from $\varepsilon \ge 0$ to what `delta` returns.
+
+    Args:
+        event: A composition of events in this module's convention.
+        neighbours: The relation its multipliers refer to.
+        interval: Discretization of the privacy loss; finer is tighter and slower.
+    """
     mu = gaussian_mu(event)
     if mu is not None:
-        return float(gaussian_delta(mu, epsilon))
+        return lambda epsilon: float(gaussian_delta(mu, epsilon))
     if _hopeless(event):
-        return 1.0
-    profile = privacy_loss(event, neighbours, interval)
-    return float(profile.get_delta_for_epsilon(epsilon))
+        return lambda epsilon: 1.0
+    loss = privacy_loss(event, neighbours, interval)
+    return lambda epsilon: float(loss.get_delta_for_epsilon(epsilon))
 
 
 def epsilon(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 import dp_accounting
+import scipy.optimize
 
 from .. import _checks
 from ..clipping import Basis
@@ -216,14 +217,23 @@ class Ledger:
             epsilon: $\varepsilon \ge 0$.
             interval: Discretization of the privacy loss, where one is needed.
         """
-        worst = max(
-            (
-                accounting.delta(event, self.neighbours, epsilon, interval)
-                for event in self.events().values()
-            ),
-            default=0.0,
+        profiles = [
+            accounting.profile(event, self.neighbours, interval)
+            for event in self.events().values()
+        ]
+
+        def total(epsilon: float) -> float:
+            worst = max((profile(epsilon) for profile in profiles), default=0.0)
+            return accounting.total_variation_delta(epsilon, self.failure, worst)
+
+        if self.failure == 0:
+            return total(epsilon)
+        # The price of an overflow grows with epsilon; any smaller one holds as well.
+        high = min(epsilon, -math.log(min(self.failure, 1.0)))
+        smaller = scipy.optimize.minimize_scalar(
+            total, bounds=(0.0, high), method="bounded"
         )
-        return accounting.total_variation_delta(epsilon, self.failure, worst)
+        return min(total(epsilon), float(smaller.fun))
 
     def epsilons(
         self, delta: float, interval: float = accounting.FINE
