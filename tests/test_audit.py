@@ -58,6 +58,14 @@ def test_every_solver_of_the_package_is_audited():
     assert found == {type(solver) for _, solver, *_ in CONTRACT.values()}
 
 
+@pytest.mark.parametrize("name", CONTRACT)
+def test_an_adversary_sees_at_least_what_is_released(name):
+    problem, solver, _, w0, _ = CONTRACT[name]
+    state = solver.init(problem, w0)
+    seen = {id(leaf) for leaf in jax.tree.leaves(solver.adversary_view(state))}
+    assert seen >= {id(leaf) for leaf in jax.tree.leaves(solver.released(state))}
+
+
 @pytest.mark.parametrize(
     ("solver", "smaller"),
     [
