@@ -147,7 +147,8 @@ def clipped_mean(
         25.0
     """
     _checks.positive("clipped_mean", clip_norm=clip_norm)
-    n = _leading_axis(records)
+    n = _checks.leading_axis("records", records)
+    records = _checks.on_device(records)
     public = denominator is not None
     denominator = max(n, 1) if denominator is None else denominator
     _checks.positive("clipped_mean", denominator=denominator)
@@ -185,7 +186,7 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
 
 def _clipped_sum(fun, records, clip_norm, mask, value, rows: int) -> PyTree:
     """Sums clipped values chunk by chunk; the last chunk reaches back and masks."""
-    n = _leading_axis(records)
+    n = _checks.leading_axis("records", records)
     zero = jax.tree.map(lambda v: jnp.zeros(v.shape, _wide(v.dtype)), value)
     if n == 0:
         return zero
@@ -296,16 +297,6 @@ def _weight(value: PyTree, keep: Bool[Array, ""], clip_norm) -> Float[Array, ""]
     return jnp.where(
         keep, jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit)), 0
     )
-
-
-def _leading_axis(records: PyTree) -> int:
-    lengths = {jnp.shape(v)[:1] for v in jax.tree.leaves(records)}
-    if len(lengths) != 1 or lengths == {()}:
-        raise ValueError(
-            "records must be a pytree of arrays that share their leading axis, got "
-            f"leading lengths {sorted(lengths)}."
-        )
-    return lengths.pop()[0]
 
 
 def _value_of(fun, records) -> PyTree:
