@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 
 def concrete(value: object) -> bool:
@@ -58,6 +60,42 @@ def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> Non
                 f"{owner}: {name} must be an instance of {names}, got {what} "
                 f"{got.__name__}."
             )
+
+
+def leading_axis(name: str, records: PyTree) -> int:
+    """The common length of the leading axes of records.
+
+    Args:
+        name: What to call the records in an error.
+        records: A pytree of arrays.
+
+    Raises:
+        ValueError: No numeric arrays, or leading axes that differ; the message names
+            types and shapes, never a value.
+    """
+    lengths = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(records):
+        where, dtype = jax.tree_util.keystr(path), getattr(leaf, "dtype", None)
+        if dtype is None or not (
+            jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+        ):
+            raise ValueError(
+                f"{name}{where} must be a numeric array with one row per record, got "
+                f"{(type(leaf) if dtype is None else dtype.type).__name__}."
+            )
+        lengths[where or "value"] = leaf.shape[:1]
+    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"{name} must be a pytree of arrays that share their leading axis, one "
+            f"row per record; got leading axes {lengths}."
+        )
+    return next(iter(lengths.values()))[0]
+
+
+def on_device(records: PyTree) -> PyTree:
+    """The records as JAX arrays, without the warning that a value is too large."""
+    with np.errstate(all="ignore"):  # a warning would tell something about a value
+        return jax.tree.map(jnp.asarray, records)
 
 
 def _require(owner, values, holds, words) -> None:

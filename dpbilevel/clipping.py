@@ -169,7 +169,8 @@ def clipped_mean(
     """
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
-    n = _leading_axis(records)
+    n = _checks.leading_axis("records", records)
+    records = _checks.on_device(records)
     public = denominator is not None
     denominator = max(n, 1) if denominator is None else denominator
     _checks.positive("clipped_mean", denominator=denominator)
@@ -262,16 +263,6 @@ def _weight(value: PyTree, keep: Bool[Array, ""], limit: float) -> Float[Array, 
     norm = jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
     factor = jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit))
     return jnp.where(keep & jnp.isfinite(norm), factor, 0)
-
-
-def _leading_axis(records: PyTree) -> int:
-    lengths = {jnp.shape(v)[:1] for v in jax.tree.leaves(records)}
-    if len(lengths) != 1 or lengths == {()}:
-        raise ValueError(
-            "records must be a pytree of arrays that share their leading axis, got "
-            f"leading lengths {sorted(lengths)}."
-        )
-    return lengths.pop()[0]
 
 
 def _value_of(fun, records) -> PyTree:

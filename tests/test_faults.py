@@ -20,7 +20,7 @@ from dpbilevel.config import read_config
 from dpbilevel.runner import prepare, run
 from dpbilevel.runs import checkpoint, spending
 
-LONG = GENERATED.replace("num_steps = 3\npen", "num_steps = 99\npen")
+LONG = GENERATED.replace("num_steps = 3\npen", "num_steps = 39\npen")
 # The command line with a known key, to compare a killed run with an unharmed one.
 DRIVER = """
 import sys
@@ -64,23 +64,22 @@ def kill_after(count, command, out):
     assert process.returncode == -signal.SIGKILL
 
 
-def test_killed_runs_end_in_the_bits_of_one_that_was_left_alone(tmp_path, monkeypatch):
+def test_killed_run_ends_in_the_bits_of_one_that_was_left_alone(tmp_path, monkeypatch):
     file, killed, unharmed = tmp_path / "a.toml", tmp_path / "out", tmp_path / "free"
     file.write_text(LONG)
     command = [sys.executable, "-c", DRIVER, "run", str(file), "--chunk", "1"]
     command += ["--out", str(killed)]
     rng = np.random.default_rng(5)
     kill_after(int(rng.integers(2, 20)), command, killed)
-    kill_after(int(rng.integers(2, 20)), [*command, "--resume"], killed)
     prepared = prepare(read_config(file))
     done = checkpoint.read(killed).done
-    assert 0 < done < 100
+    assert 0 < done < 40
     run(prepared, killed, resume=True)
     monkeypatch.setattr(runner, "root_key", lambda: jax.random.key(11))
     run(prepared, unharmed, chunk=1)
     assert bits(killed) == bits(unharmed)
     (spent,) = spending.read(killed).runs
-    assert spent.resumed == 2
+    assert spent.resumed == 1
     # The control: another key ends elsewhere.
     monkeypatch.setattr(runner, "root_key", lambda: jax.random.key(12))
     run(prepared, tmp_path / "other", chunk=1)
@@ -139,7 +138,7 @@ def refused(match, prepared, out, **options):
 def test_checkpoint_of_another_config_is_refused(tmp_path, interrupted):
     (tmp_path / "b.toml").write_text(LONG)
     other = prepare(read_config(tmp_path / "b.toml"))
-    refused(r"solver\.num_steps was 3, is 99", other, interrupted)
+    refused(r"solver\.num_steps was 3, is 39", other, interrupted)
 
 
 def test_checkpoint_of_another_solver_is_refused(tmp_path, interrupted):

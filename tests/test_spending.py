@@ -146,12 +146,12 @@ def test_damaged_line_makes_the_total_a_lower_bound(prepared, tmp_path):
     assert "at least: damaged lines in spending.jsonl: 1" in text
 
 
-def test_runs_that_promise_different_things_are_not_added_up(prepared, tmp_path):
-    run(prepared, tmp_path)
-    other = prepare(config_of(".", neighbours="add_or_remove_one", epsilon=2.0))
-    run(other, tmp_path, restart=True)
-    text = str(spending.read(tmp_path))
-    assert text.count("spending: 1 run, ") == 2
+def test_runs_that_promise_different_things_are_not_added_up():
+    one = spending.Run("then", 1.0, 1e-5, "replace_one", "disjoint", "")
+    other = spending.Run("later", 2.0, 1e-5, "add_or_remove_one", "disjoint", "")
+    text = str(spending.Spending((one, other, one)))
+    assert "2 runs, together epsilon = 2 at delta = 2e-05 (replace_one" in text
+    assert "1 run, epsilon = 2 at delta = 1e-05 (add_or_remove_one" in text
     assert "under different relations or people no total is stated" in text
 
 

@@ -13,7 +13,7 @@ from .. import _checks
 from ..clipping import one_record
 from ..privacy.budget import People
 from ..sets import AbstractSet, Euclidean
-from .finite_sum import check_scalar, check_start, leading_axis
+from .finite_sum import check_scalar, check_start
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
@@ -184,7 +184,11 @@ class BilevelProblem(eqx.Module):
         Args:
             w0: The starting point `(x, y)`, or its shapes.
             data: The records, or their shapes; values are not read.
+
+        Raises:
+            ValueError: Records that are no arrays, or leading axes that differ.
         """
+        _check_records(data)
         return dataclasses.replace(self, x_in_records=self._x_readers(w0, data))
 
     def check(self, w0: PyTree, data: Levels) -> None:
@@ -200,8 +204,7 @@ class BilevelProblem(eqx.Module):
                 or a level that is declared not to read `x` does.
         """
         self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
-        for role in ROLES:  # an empty level is fine: its number may be private
-            leading_axis(getattr(data, role), f"data.{role}")
+        _check_records(data)
         if not isinstance(w0, tuple | list) or len(w0) != 2:
             raise ValueError(
                 "w0 must be a pair (x, y) of the upper and the lower starting point, "
@@ -243,8 +246,8 @@ class BilevelProblem(eqx.Module):
         natural = People.SHARED if _shared(data) else People.OVERLAPPING
         self.check_people(data, natural)
         sizes = Sizes(
-            leading_axis(data.upper, "data.upper"),
-            leading_axis(data.lower, "data.lower"),
+            _checks.leading_axis("data.upper", data.upper),
+            _checks.leading_axis("data.lower", data.lower),
             natural if people is None else people,  # type: ignore[arg-type]
         )
         self.check_people(data, sizes.people)
@@ -283,6 +286,12 @@ class BilevelProblem(eqx.Module):
             for role in ROLES
             if _reads_first(losses[role], *w0, one_record(getattr(data, role)))
         )
+
+
+def _check_records(data: Levels) -> None:
+    """Checks types and axes; an empty level is fine: its number may be private."""
+    for role in ROLES:
+        _checks.leading_axis(f"data.{role}", getattr(data, role))
 
 
 def _shared(data: object) -> bool:

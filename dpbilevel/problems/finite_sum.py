@@ -119,7 +119,7 @@ class FiniteSum(AbstractFiniteSum):
 
     def sizes_of(self, data: PyTree) -> int:
         """The length of the leading axis."""
-        return leading_axis(data, "data")
+        return _checks.leading_axis("data", data)
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Checks the shapes of `data` and that the loss is a scalar.
@@ -127,7 +127,7 @@ class FiniteSum(AbstractFiniteSum):
         Raises:
             ValueError: Leading axes differ or the loss is no floating-point scalar.
         """
-        leading_axis(data, "data")
+        _checks.leading_axis("data", data)
         check_start(w0)
         check_scalar("loss", self.loss, w0, one_record(data))
         if self.public is not None:
@@ -167,36 +167,6 @@ def batch_mean(
         denominator=batch.denominator,
         precision=precision,
     )
-
-
-def leading_axis(records: PyTree, name: str) -> int:
-    """The common length of the leading axes of `records`.
-
-    Args:
-        records: A pytree of arrays.
-        name: What to call it in an error.
-
-    Raises:
-        ValueError: No arrays, or leading axes that differ.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(records)
-    for path, leaf in leaves:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not (
-            jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-        ):
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} must be a numeric array with one "
-                f"row per record, got {dtype or type(leaf).__name__}."
-            )
-    lengths = {jax.tree_util.keystr(path): jnp.shape(v)[:1] for path, v in leaves}
-    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
-        found = {path or "value": length for path, length in lengths.items()}
-        raise ValueError(
-            f"{name} must be a pytree of arrays that share their leading axis, one "
-            f"row per record; got leading axes {found}."
-        )
-    return next(iter(lengths.values()))[0]
 
 
 def check_start(w0: PyTree) -> None:

@@ -34,13 +34,13 @@ class Table:
             name: The column's name.
 
         Raises:
-            ValueError: There is no such column; the header is public.
+            ValueError: There is no such column. What is there is not told: where a
+                file lacks its header, that would be a record.
         """
         if name not in self.columns:
-            found = ", ".join(self.columns)
             raise ValueError(
-                f"{self.name} has no column {name!r}. Its columns are: {found}. "
-                "Correct the config's [data] or the header of the file."
+                f"{self.name} has no column {name!r}. Correct the config's [data], or "
+                "the header, which must be the first row."
             )
         return self.columns[name]
 

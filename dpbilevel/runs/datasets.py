@@ -334,7 +334,9 @@ def read_csv(path: Path) -> Table:
         raise ValueError(f"{path} is empty; it needs a header and one row per record.")
     header, body = [cell.strip() for cell in rows[0]], rows[1:]
     if len(set(header)) < len(header):
-        raise ValueError(f"{path} names a column twice in its header: {header}.")
+        raise ValueError(
+            f"{path} names a column twice in its header, which must be the first row."
+        )
     columns = {
         name: [row[j].strip() if j < len(row) else "" for row in body]
         for j, name in enumerate(header)

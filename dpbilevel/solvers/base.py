@@ -226,6 +226,7 @@ def solve(
             'static_argnames="trajectory".'
         )
     problem.check(w0, data)
+    data = _checks.on_device(data)
     solver = bound_to(problem, solver, data)
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)
