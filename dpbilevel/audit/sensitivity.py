@@ -12,7 +12,6 @@ from .. import _checks
 from ..clipping import Bounded
 from ..noise import PRNGKey, check_key
 from ..privacy.budget import Neighbours
-from ..problems.finite_sum import leading_axis
 from .opened import opened
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
@@ -94,7 +93,7 @@ def sensitivity_search(
     """
     check_key(key)
     _checks.count("sensitivity_search", tries=tries)
-    if leading_axis(records, "records") < 2:
+    if _checks.leading_axis("records", records) < 2:
         raise ValueError("sensitivity_search: give at least two rows of records.")
     random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     rows = jax.tree.map(np.asarray, records)
