@@ -108,11 +108,11 @@ class PrivacyReport:
         if self.status is Status.HEURISTIC:
             claim = "no epsilon is claimed"
         else:
-            claim = f"epsilon = {_up(self.epsilon)} at delta = {_up(self.delta)}"
+            claim = f"epsilon = {rounded_up(self.epsilon)} at delta = {rounded_up(self.delta)}"
         lines = [f"{self.status.value}: {claim} ({self.relation}{people})"]
         if len(self.epsilon_by_person) > 1:
             lines += [
-                f"  {person}: epsilon = {_up(value)}"
+                f"  {person}: epsilon = {rounded_up(value)}"
                 for person, value in self.epsilon_by_person.items()
             ]
         lines += ["releases:"]
@@ -154,7 +154,7 @@ def describe(
     if ledger.failure:
         certificates = (
             "some Poisson batch overflows with probability at most "
-            f"{_up(ledger.failure, 3)}, "
+            f"{rounded_up(ledger.failure, 3)}, "
             "counted in delta",
         )
     return PrivacyReport(
@@ -265,8 +265,13 @@ def _forecast_line(row: dict[str, Any]) -> str:
     return text
 
 
-def _up(value: float, digits: int = 6) -> str:
-    """The value in few digits, rounded up: a claim is never below what was computed."""
+def rounded_up(value: float, digits: int = 6) -> str:
+    """The value in few digits, rounded up: a claim is never below what was computed.
+
+    Args:
+        value: What was computed.
+        digits: How many significant digits to show.
+    """
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(context.create_decimal(repr(float(value)))):.{digits}g}"
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..privacy.report import PrivacyReport, Status
+from ..privacy.report import PrivacyReport, Status, rounded_up
 from . import checkpoint
 
 NAME = "spending.jsonl"
@@ -180,4 +180,4 @@ def _apply(event: dict[str, Any], runs: list[Run]) -> None:
 def _cost(runs: list[Run]) -> str:
     epsilon = sum(run.epsilon for run in runs)
     delta = min(1.0, sum(run.delta for run in runs))
-    return f"epsilon = {epsilon:.6g} at delta = {delta:.6g}"
+    return f"epsilon = {rounded_up(epsilon)} at delta = {rounded_up(delta)}"
