@@ -108,7 +108,8 @@ class PrivacyReport:
         if self.status is Status.HEURISTIC:
             claim = "no epsilon is claimed"
         else:
-            claim = f"epsilon = {rounded_up(self.epsilon)} at delta = {rounded_up(self.delta)}"
+            epsilon, delta = rounded_up(self.epsilon), rounded_up(self.delta)
+            claim = f"epsilon = {epsilon} at delta = {delta}"
         lines = [f"{self.status.value}: {claim} ({self.relation}{people})"]
         if len(self.epsilon_by_person) > 1:
             lines += [
