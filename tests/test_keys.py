@@ -31,8 +31,14 @@ TWO_LEVELS = dpb.BilevelProblem(
     lower=lambda x, y, z: 0.0 * (jnp.sum(x) + jnp.sum(y) + z),
 )
 
-# One solver per scheme of sampling also under the generator that is not the default.
-CASES = [(name, True) for name in SOLVERS]
+# All solvers, those that differ only in their problem in the slow suite; one per scheme
+# of sampling also under the generator that is not the default.
+ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
+ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
+CASES = [
+    pytest.param(name, True, marks=pytest.mark.slow if name in ALIKE else ())
+    for name in SOLVERS
+]
 CASES += [(name, False) for name in ("noisy_gd_adam", "penalty_poisson", "refitted")]
 
 
