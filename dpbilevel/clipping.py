@@ -174,10 +174,10 @@ def clipped_mean(
     public = denominator is not None
     denominator = max(n, 1) if denominator is None else denominator
     _checks.positive("clipped_mean", denominator=denominator)
-    if mask is not None and mask.shape != (n,):
+    if mask is not None and (mask.shape != (n,) or mask.dtype != bool):
         raise ValueError(
-            f"clipped_mean: mask must have shape ({n},) like the records, got "
-            f"{mask.shape}."
+            f"clipped_mean: mask must be of booleans and have shape ({n},) like the "
+            f"records, got {mask.dtype} of shape {mask.shape}."
         )
     value = _value_of(fun, records)
     rows = _rows(microbatch, value, records, n)
@@ -268,6 +268,10 @@ def _weight(value: PyTree, keep: Bool[Array, ""], limit: float) -> Float[Array, 
 def _value_of(fun, records) -> PyTree:
     record = one_record(records)
     value = jax.eval_shape(fun, record)
+    if not jax.tree.leaves(value):
+        raise TypeError(
+            "clipped_mean: fun must return floating-point arrays, got none."
+        )
     for leaf in jax.tree.leaves(value):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(

@@ -322,3 +322,39 @@ def test_bad_terms_and_sets_are_refused_at_construction():
         dpb.BilevelProblem(bare, bare, x_set=dpb.Simplex)
     with pytest.raises(TypeError, match="sampling must be an instance of"):
         dpb.NoisyGD(2, 1.0, step_size=0.1, sampling="poisson")
+
+
+BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+SMALL_BOX = dpb.Box(jnp.zeros(5), jnp.ones(5))
+BAD_ARGUMENTS = {
+    "data that are no levels": ({"data": (RECORDS, RECORDS)}, r"dpbilevel\.Levels\("),
+    "a start that is no pair": ({"w0": jnp.zeros(3)}, r"w0 must be a pair \(x, y\)"),
+    "a start of words": ({"w0": ("a", "b")}, r"w0\[0\] must be a floating-point"),
+    "a start of NaN": ({"w0": (W0[0], W0[1] * jnp.nan)}, r"w0\[1\] holds NaN"),
+    "a set of another size": (
+        {"problem": dpb.BilevelProblem(bare, with_x, x_set=SMALL_BOX)},
+        r"x_set=Box.* does not fit a starting point of shape float32\[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_fit_names_what_is_wrong_before_tracing_a_loss(name):
+    arguments, message = BAD_ARGUMENTS[name]
+    fields = {"problem": dpb.BilevelProblem(bare, with_x), "data": LEVELS, "w0": W0}
+    fields |= {"solver": SOLVER, "budget": BUDGET, "key": jax.random.key(0)}
+    with pytest.raises((ValueError, TypeError), match=message):
+        dpb.fit(**(fields | arguments))
+
+
+def test_people_of_one_level_are_refused():
+    with pytest.raises(TypeError, match="is for two levels; FiniteSum has one"):
+        dpb.fit(
+            dpb.FiniteSum(lambda w, z: jnp.sum(w * z)),
+            dpb.NoisyGD(2, 1.0, step_size=0.1),
+            RECORDS,
+            jnp.zeros(3),
+            budget=BUDGET,
+            people="disjoint",
+            key=jax.random.key(0),
+        )

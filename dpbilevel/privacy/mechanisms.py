@@ -46,8 +46,8 @@ class Gaussian(eqx.Module):
             _checks.non_negative("Gaussian", noise_multiplier=self.noise_multiplier)
         if not isinstance(self.neighbours, Neighbours):
             raise TypeError(
-                "Gaussian: neighbours must be a dpbilevel.Neighbours, got "
-                f"{self.neighbours!r}."
+                "Gaussian: neighbours must be one of "
+                f"{', '.join(map(str, Neighbours))}, got {self.neighbours!r}."
             )
         _checks.one_of("Gaussian", "precision", self.precision, tuple(SUMS))
 

@@ -13,7 +13,7 @@ from .. import _checks
 from ..clipping import one_record
 from ..privacy.budget import People
 from ..sets import AbstractSet, Euclidean
-from .finite_sum import check_scalar, check_start
+from .finite_sum import check_scalar, check_set, check_start
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
@@ -186,9 +186,10 @@ class BilevelProblem(eqx.Module):
             data: The records, or their shapes; values are not read.
 
         Raises:
-            ValueError: Records that are no arrays, or leading axes that differ.
+            TypeError: As in `check`.
+            ValueError: As in `check`, but for the claim.
         """
-        _check_records(data)
+        self._check_shapes(w0, data)
         return dataclasses.replace(self, x_in_records=self._x_readers(w0, data))
 
     def check(self, w0: PyTree, data: Levels) -> None:
@@ -200,26 +201,10 @@ class BilevelProblem(eqx.Module):
 
         Raises:
             TypeError: `data` is not `Levels`.
-            ValueError: `w0` is not a pair, shapes do not fit, a loss is not a scalar,
-                or a level that is declared not to read `x` does.
+            ValueError: `w0` is not a pair of finite numbers, shapes do not fit, a loss
+                is not a scalar, or a level that is declared not to read `x` does.
         """
-        self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
-        _check_records(data)
-        if not isinstance(w0, tuple | list) or len(w0) != 2:
-            raise ValueError(
-                "w0 must be a pair (x, y) of the upper and the lower starting point, "
-                f"got {type(w0).__name__}."
-            )
-        check_start(w0)
-        for role, loss in (("upper", self.upper), ("lower", self.lower)):
-            check_scalar(role, loss, *w0, one_record(getattr(data, role)))
-        public_terms = {
-            "upper_public": self.upper_public,
-            "lower_public": self.lower_public,
-        }
-        for name, term in public_terms.items():
-            if term is not None:
-                check_scalar(name, term, *w0, of="the public term")
+        self._check_shapes(w0, data)
         undeclared = {
             role for role in self._x_readers(w0, data) if not self.reads_x(role)
         }
@@ -229,6 +214,27 @@ class BilevelProblem(eqx.Module):
                 f"{sorted(undeclared)}, but tracing shows that x meets the records "
                 "there. Declare it, or move the part that reads x to a public term."
             )
+
+    def _check_shapes(self, w0: PyTree, data: Levels) -> None:
+        self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
+        _check_records(data)
+        if not isinstance(w0, tuple | list) or len(w0) != 2:
+            raise ValueError(
+                "w0 must be a pair (x, y) of the upper and the lower starting point, "
+                f"got {type(w0).__name__}."
+            )
+        check_start(w0)
+        check_set("x_set", self.x_set, w0[0])
+        check_set("y_set", self.y_set, w0[1])
+        for role, loss in (("upper", self.upper), ("lower", self.lower)):
+            check_scalar(role, loss, *w0, one_record(getattr(data, role)))
+        public_terms = {
+            "upper_public": self.upper_public,
+            "lower_public": self.lower_public,
+        }
+        for name, term in public_terms.items():
+            if term is not None:
+                check_scalar(name, term, *w0, of="the public term")
 
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
         """The sizes of `data`.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
@@ -129,6 +130,7 @@ class FiniteSum(AbstractFiniteSum):
         """
         _checks.leading_axis("data", data)
         check_start(w0)
+        check_set("w_set", self.w_set, w0)
         check_scalar("loss", self.loss, w0, one_record(data))
         if self.public is not None:
             check_scalar("public", self.public, w0, of="the public term")
@@ -170,13 +172,13 @@ def batch_mean(
 
 
 def check_start(w0: PyTree) -> None:
-    """Raises unless `w0` holds floating-point arrays.
+    """Raises unless `w0` holds floating-point arrays of finite numbers.
 
     Args:
-        w0: The starting point.
+        w0: The starting point, public or already private.
 
     Raises:
-        ValueError: A leaf is not a floating-point array.
+        ValueError: A leaf is not a floating-point array, or holds NaN or infinity.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(w0):
         dtype = getattr(leaf, "dtype", None)
@@ -188,6 +190,38 @@ def check_start(w0: PyTree) -> None:
                 "with jnp.asarray(..., float); split other leaves off, as "
                 "equinox.partition(model, equinox.is_inexact_array) does."
             )
+        if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf, float)).all():
+            raise ValueError(
+                f"w0{jax.tree_util.keystr(path)} holds NaN or infinity; a run from "
+                "there would spend its budget on nothing."
+            )
+
+
+def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
+    """Raises unless the set holds points of the shape of `start`.
+
+    Args:
+        name: What to call the set in an error.
+        feasible: The set.
+        start: A point, or its shapes.
+
+    Raises:
+        ValueError: Projecting the point fails or changes its shape.
+    """
+    shapes = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", start)
+    try:
+        point = jax.eval_shape(feasible.project, start)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}={feasible} does not fit a starting point of shape {shapes}: "
+            f"{error}"
+        ) from error
+    found = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", point)
+    if found != shapes:
+        raise ValueError(
+            f"{name}={feasible} holds points of shape {found}, but the starting point "
+            f"has {shapes}."
+        )
 
 
 def check_scalar(

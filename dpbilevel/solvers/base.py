@@ -360,6 +360,11 @@ def fit(
     if hasattr(problem, "traced"):
         problem = problem.traced(w0, data)
         sizes = problem.sizes_of(data, people)
+    elif people is not None:
+        raise TypeError(
+            f"fit: people={people!r} is for two levels; {type(problem).__name__} has "
+            "one."
+        )
     else:
         sizes = problem.sizes_of(data)
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
