@@ -1,7 +1,9 @@
 """Argument checks: one wording for every refusal."""
 
 import math
+import os
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,20 @@ def concrete(value: object) -> bool:
     return isinstance(value, int | float | np.number | np.ndarray) or (
         isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     )
+
+
+def at_least_single(value: Any) -> Any:
+    """A number in a precision that bounds survive: float32 or more.
+
+    Args:
+        value: A number, or an array of one.
+    """
+    if isinstance(value, np.generic):
+        return float(value)
+    if isinstance(value, np.ndarray | jax.Array):
+        single = value.dtype in (jnp.float32, jnp.float64)
+        return jnp.asarray(value) if single else jnp.asarray(value, jnp.float32)
+    return value
 
 
 def positive(owner: str, **values: object) -> None:
@@ -98,6 +114,24 @@ def on_device(records: PyTree) -> PyTree:
         return jax.tree.map(jnp.asarray, records)
 
 
+def strict_floats(owner: str) -> None:
+    """Raises where the compiler may assume that no value is NaN or infinite.
+
+    Args:
+        owner: What relies on telling them.
+
+    Raises:
+        ValueError: `XLA_FLAGS` turns fast floating-point math on.
+    """
+    words = os.environ.get("XLA_FLAGS", "").lower().split()
+    if any("enable_fast_math" in word and "=false" not in word for word in words):
+        raise ValueError(
+            f"{owner}: XLA_FLAGS turns fast math on, which lets the compiler assume "
+            "that no value is NaN or infinite, so a hostile record would not be "
+            "clipped. Remove the flag and start again."
+        )
+
+
 def _require(owner, values, holds, words) -> None:
     for name, value in values.items():
         if np.ndim(value) != 0:
@@ -108,7 +142,8 @@ def _require(owner, values, holds, words) -> None:
         if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
             continue
         known = concrete(value) and not isinstance(value, bool)
-        if not known or not (math.isfinite(value) and holds(value)):
+        # On the host: comparing a device array inside a trace would not give a truth.
+        if not known or not (math.isfinite(float(value)) and holds(float(value))):
             hint = " Pass a schedule as optimizer=optax.sgd(schedule)."
             hint = hint if callable(value) else ""
             raise ValueError(f"{owner}: {name} must be {words}, got {value!r}.{hint}")

@@ -78,7 +78,7 @@ class Bounded(eqx.Module):
                 "but this mean was divided by it; give clipped_mean a public "
                 "denominator=."
             )
-        return neighbours.contributions * self.contribution
+        return neighbours.contributions * _checks.at_least_single(self.contribution)
 
     def __add__(self, other: "Bounded") -> "Bounded":
         """The sum; one person may stand behind a record of either, so shares add.
@@ -145,8 +145,8 @@ def clipped_mean(
         A `Bounded` with the shape of `fun`'s value.
 
     Raises:
-        ValueError: `clip_norm`, `denominator` or `microbatch` out of range, or leading
-            axes that differ.
+        ValueError: `clip_norm`, `denominator` or `microbatch` out of range, leading
+            axes that differ, or fast floating-point math in `XLA_FLAGS`.
         TypeError: `fun` returns values that are not floating point.
 
     Privacy:
@@ -167,6 +167,7 @@ def clipped_mean(
         >>> float(bounded.sensitivity())  # replacing one of four records
         25.0
     """
+    _checks.strict_floats("clipped_mean")
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
     n = _checks.leading_axis("records", records)
@@ -174,6 +175,7 @@ def clipped_mean(
     public = denominator is not None
     denominator = max(n, 1) if denominator is None else denominator
     _checks.positive("clipped_mean", denominator=denominator)
+    clip_norm, denominator = map(_checks.at_least_single, (clip_norm, denominator))
     if mask is not None and (mask.shape != (n,) or mask.dtype != bool):
         raise ValueError(
             f"clipped_mean: mask must be of booleans and have shape ({n},) like the "

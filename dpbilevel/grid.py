@@ -6,7 +6,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .noise import PRNGKey, standard_normal
 
@@ -14,8 +14,11 @@ from .noise import PRNGKey, standard_normal
 # root of the number of coordinates, which moves neighbours apart by at most 2**-12 of
 # it; the margin of the mechanisms covers that.
 _RELEASE_BITS = 12
-# Beyond this many steps noise could leave the range of 64-bit integers.
-_LARGEST_SCALE = 2.0**50
+# Beyond this many steps the values of a float64 normal no longer fill the grid.
+_LARGEST_SCALE = 2.0**36
+# Counts are cut here before they are shifted or added: a sum that wrapped around would
+# set neighbours apart by the whole range, a cut one never moves them apart.
+_LARGEST_COUNT = 2**61
 
 
 def wide_integers() -> contextlib.AbstractContextManager:
@@ -40,7 +43,7 @@ class Grid(eqx.Module):
     dtypes: tuple = eqx.field(static=True)
 
     def __add__(self, other: "Grid") -> "Grid":
-        """The exact sum, on the finer of the two grids, modulo 2^64 counts."""
+        """The sum on the finer of the two grids, exact below 2^61 counts."""
         with wide_integers():
             exponent = jnp.minimum(self.exponent, other.exponent)
             contribution = jnp.minimum(
@@ -56,7 +59,13 @@ class Grid(eqx.Module):
             )
         return Grid(counts, exponent, contribution, self.dtypes)
 
-    def with_noise(self, std: float | Float[Array, ""], *, key: PRNGKey) -> PyTree:
+    def with_noise(
+        self,
+        std: float | Float[Array, ""],
+        passes: Bool[Array, ""],
+        *,
+        key: PRNGKey,
+    ) -> PyTree:
         r"""The value plus Gaussian noise, both rounded to one grid.
 
         For an integer $k$, $\mathrm{round}(k + s z) = k + \mathrm{round}(s z)$: adding
@@ -65,10 +74,11 @@ class Grid(eqx.Module):
 
         Args:
             std: The noise's standard deviation.
+            passes: Whether the value is released at all, or noise alone.
             key: A typed key for this draw alone.
 
         Returns:
-            Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^50
+            Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^36
             steps.
         """
         leaves = jax.tree.leaves(self.counts)
@@ -82,7 +92,7 @@ class Grid(eqx.Module):
             exponent = floor_log2(step)
             step = jnp.ldexp(jnp.ones_like(step), exponent)
             scale = std / step
-            passes = (contribution > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
+            passes &= (contribution > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
             noise = standard_normal(
                 jax.tree.map(
                     lambda v: jax.ShapeDtypeStruct(v.shape, jnp.float64), self.counts
@@ -112,6 +122,8 @@ def floor_log2(value: Float[Array, ""]) -> Int[Array, ""]:
 def _shift(counts: Int[Array, "..."], places: Int[Array, ""]) -> Int[Array, "..."]:
     """Counts of a step finer by `places` bits, or rounded to one coarser by -places."""
     places = places.astype(jnp.int64)
-    left, right = jnp.clip(places, 0, 62), jnp.clip(-places, 0, 62)
+    left, right = jnp.clip(places, 0, 61), jnp.clip(-places, 0, 61)
+    largest = jnp.int64(_LARGEST_COUNT) >> left
     half = (jnp.int64(1) << right) >> 1
-    return ((counts << left) + half) >> right
+    shifted = ((jnp.clip(counts, -largest, largest) << left) + half) >> right
+    return jnp.where(jnp.abs(places) > 61, 0, shifted)

@@ -124,6 +124,16 @@ def test_the_noise_grid_resolves_the_role_with_the_smallest_share():
     assert np.abs(moved).max() <= 1e-7 * 2.0**-13 + 2.0**-25
 
 
+@pytest.mark.parametrize("first", [2**40, 2**61, -(2**61)])
+def test_sums_beyond_the_range_are_cut_and_never_wrap_around(first):
+    # Neighbours: one count more at the role with the large share.
+    with wide_integers():
+        small = grid_of([5], 0)
+        left, right = (grid_of([first + more], 38) + small for more in (0, 1))
+        gap = int(right.counts[0] - left.counts[0])
+    assert 0 <= gap <= 2**38
+
+
 def test_shares_too_far_apart_for_the_grid_are_refused_when_planned():
     def ledger(penalty, precision):
         problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=0.1)

@@ -111,3 +111,54 @@ def test_derivatives_through_a_release_see_released_values_only(getkey):
     # The exact map has the derivative 1 - step_size, which is about the records.
     np.testing.assert_allclose(by_start, np.eye(2), rtol=1e-6)
     np.testing.assert_allclose(by_step, -released, rtol=1e-5)
+
+
+HALF = {
+    "numpy float16": np.float16,
+    "jax float16": lambda v: jnp.asarray(v, jnp.float16),
+    "jax bfloat16": lambda v: jnp.asarray(v, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("precision", ["grid", "float"])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", HALF)
+def test_half_precision_clip_norms_get_the_full_noise(kind, jit, precision):
+    # 70 000 overflows in float16: one record's share of the mean would round to zero.
+    problem, n = dpb.FiniteSum(lambda w, z: -w * z), 70_000
+    solver = dpb.NoisyGD(1, HALF[kind](1.0), step_size=1.0).with_noise(HALF[kind](2.0))
+    solver = solver.with_precision(precision).planned(n)
+    run = jax.jit(dpb.solve) if jit else dpb.solve
+    records = jnp.zeros(n)
+    values = [
+        float(run(problem, solver, records, jnp.zeros(()), key=key).value)
+        for key in jax.random.split(jax.random.key(0), 20)
+    ]
+    std = 2.0 * 2.0 / n
+    assert 0.5 * std < np.std(values) < 2 * std
+
+
+@pytest.mark.parametrize("precision", ["grid", "float"])
+def test_noise_that_underflows_releases_nothing_of_the_value(precision):
+    @jax.jit
+    def run(records, multiplier):
+        mean = dpb.clipped_mean(
+            lambda z: z, records, clip_norm=1e-20, precision=precision
+        )
+        mechanism = dpb.Gaussian(multiplier, precision=precision)
+        return mechanism.release(mean, key=jax.random.key(0))
+
+    sides = [jnp.full(4, value) for value in (1.0, -1.0)]
+    left, right = (run(side, jnp.float32(1e-30)) for side in sides)
+    assert left == right
+    # The control: without noise the two differ.
+    left, right = (run(side, jnp.float32(0.0)) for side in sides)
+    assert left != right
+
+
+def test_fast_math_is_refused(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    with pytest.raises(ValueError, match="XLA_FLAGS turns fast math on"):
+        dpb.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    dpb.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)

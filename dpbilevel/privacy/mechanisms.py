@@ -5,6 +5,7 @@ import dataclasses
 import dp_accounting
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
@@ -80,16 +81,19 @@ class Gaussian(eqx.Module):
                 f"precision {bounded.precision!r}; give clipped_mean and Gaussian the "
                 "same precision=."
             )
-        multiplier = self._calibrated()
+        multiplier = _checks.at_least_single(self._calibrated())
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)
-        multiplier = multiplier * (1 + ROUNDING_MARGIN)
-        std = multiplier * bounded.sensitivity(self.neighbours)
+        std = multiplier * (1 + ROUNDING_MARGIN) * bounded.sensitivity(self.neighbours)
+        # Noise that underflows must not pass for the noise that nobody asked for.
+        passes = (jnp.asarray(std) != 0) | (jnp.asarray(multiplier) == 0)
         if isinstance(bounded.raw, Grid):
-            released = bounded.raw.with_noise(std, key=key)
+            released = bounded.raw.with_noise(std, passes, key=key)
         else:
             noise = standard_normal(bounded.raw, key=key)
             released = jax.tree.map(
-                lambda v, z: v.astype(z.dtype) + std * z, bounded.raw, noise
+                lambda v, z: jnp.where(passes, v, 0).astype(z.dtype) + std * z,
+                bounded.raw,
+                noise,
             )
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
