@@ -109,7 +109,10 @@ def _add_audit(commands) -> None:
     )
     audits.add_argument("config", metavar="CONFIG", help="a TOML file")
     audits.add_argument(
-        "--out", metavar="DIR", type=Path, help="write audit.json and audit.png there"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="write audit.json and audit.png to this new folder",
     )
     audits.add_argument(
         "--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)"

@@ -182,9 +182,11 @@ def test_a_problem_of_the_user_is_audited_on_neighbours_of_its_own():
 
 def test_outcome_promises_nothing_and_is_plain_json():
     passed, failed = responses(audit.pure_claim(1.0)), responses(audit.pure_claim(0.5))
-    assert "no violation found at 16000 runs a side" in str(passed)
+    runs = "16000 of 20000 runs a side (4000 for the pilot)"
+    assert f"  no violation found at {runs}" in str(passed)
+    assert f"VIOLATION at {runs}" in str(failed)
     assert "can hide" in str(passed)
-    assert "VIOLATION" in str(failed)
+    assert "if the two datasets differ in one person's records only" in str(failed)
     for outcome in (passed, failed):
         assert "verified" not in str(outcome).lower()
         assert json.loads(json.dumps(outcome.to_dict()))["passed"] == outcome.passed
@@ -194,13 +196,13 @@ def test_outcome_has_at_most_six_cuts_and_keeps_its_pilot_apart():
     outcome = outcomes("NoisyGD")[0]
     assert len(outcome.cuts) <= 6
     assert outcome.runs == 0.8 * SHORT
+    assert outcome.runs + outcome.pilot == SHORT
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
         (lambda: audit.canaries(dpb.NoisyGD(1, 1.0, step_size=1.0)), "bound to sizes"),
-        (lambda: audited(noisy_gd(), runs=10), "at least 1000"),
         (lambda: audit.pure_claim(-1.0), "non-negative"),
         (lambda: audit.epsilon_from_guesses(3, 2, 5, 0.1, 0.1), "needs 0 <="),
     ],

@@ -38,15 +38,20 @@ def test_audited_solver_claims_what_the_plan_does(folder):
     assert max(deltas) == pytest.approx(budget.delta, rel=1e-3)
 
 
-def test_audit_can_be_repeated_into_its_own_folder(folder):
-    out = str(folder / "out")
-    command = ["audit", str(folder / "a.toml"), "--out", out, "--runs", "1000"]
-    assert main(command) == 0
+def test_an_earlier_audit_is_refused_and_stays_as_it_was(folder, capsys):
+    out = folder / "out"
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    text = failure(capsys, "audit", str(folder / "a.toml"), "--out", str(out))
+    assert "holds an earlier audit; give a new folder, or move audit.json" in text
+    assert before == {file.name: file.read_bytes() for file in out.iterdir()}
 
 
 def test_audit_reads_no_records(config_of_csv, capsys):  # noqa: F811
     assert main(["audit", config_of_csv, "--runs", "1000"]) == 0
-    assert "no violation found at 800 runs a side" in capsys.readouterr().out
+    assert (
+        "no violation found at 800 of 1000 runs a side (200 for the pilot)"
+        in capsys.readouterr().out
+    )
 
 
 def test_violation_ends_with_status_one(config, capsys, monkeypatch):  # noqa: F811

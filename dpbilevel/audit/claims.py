@@ -107,6 +107,9 @@ class TradeOffCurve:
     Args:
         claim: The profile; called once, on non-negative epsilons.
 
+    Raises:
+        ValueError: The profile is NaN somewhere.
+
     References:
         Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
         ICML 2015, Theorem 2.1.
@@ -114,6 +117,11 @@ class TradeOffCurve:
 
     def __init__(self, claim: Claim):
         self._deltas = np.asarray(claim(_EPSILONS), np.float64)
+        if np.isnan(self._deltas).any():
+            raise ValueError(
+                "the claimed profile is NaN at some epsilons, which nothing could "
+                "violate; return deltas for all epsilons >= 0."
+            )
 
     def __call__(self, false_positives: Float[np.ndarray, " n"]) -> np.ndarray:
         """The bound at these false positive rates, at most 1."""

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from .. import _checks
 from ..privacy.budget import Neighbours, People
+from ..privacy.calibration import Plan
 from ..privacy.ledger import PERSON, RECORDS
 from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.finite_sum import FiniteSum
@@ -81,7 +83,9 @@ def canaries(
     Raises:
         ValueError: The solver has no noise or sizes yet, or solves another kind of
             problem.
+        TypeError: A plan instead of its solver, or no solver.
     """
+    check_solver(solver, "canaries")
     if solver.sizes is None:
         raise ValueError(
             f"canaries: {type(solver).__name__} is not bound to sizes; take it from "
@@ -113,6 +117,13 @@ def canaries(
         )
         for person, claim in claims.items()
     }
+
+
+def check_solver(solver: Any, owner: str) -> None:
+    """Raises `TypeError` if `solver` is a plan or no solver."""
+    if isinstance(solver, Plan):
+        raise TypeError(f"{owner}: got a Plan as solver; pass plan.solver.")
+    _checks.instance(owner, AbstractSolver, solver=solver)
 
 
 def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:

@@ -14,7 +14,7 @@ from ..noise import PRNGKey, check_key
 from ..problems.finite_sum import FiniteSum
 from ..solvers.base import solve
 from ..solvers.noisy_gd import NoisyGD
-from .neighbours import BEYOND
+from .neighbours import BEYOND, check_solver
 
 _LARGEST = 60.0
 
@@ -87,6 +87,7 @@ def one_run(
 
     Raises:
         ValueError: More guesses than canaries, or no noise multiplier yet.
+        TypeError: A plan instead of its solver, or no solver.
 
     Privacy:
         Reads no records: the data are canaries.
@@ -96,6 +97,7 @@ def one_run(
         NeurIPS 2023.
     """
     check_key(key)
+    check_solver(solver, "one_run")
     _checks.count("one_run", canaries=canaries, guesses=guesses)
     _checks.fraction("one_run", delta=delta, significance=significance)
     if guesses > canaries:

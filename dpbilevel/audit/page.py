@@ -52,18 +52,22 @@ def check_folder(folder: Path) -> None:
     """Refuses a folder that an audit could not be written to, before any work.
 
     Args:
-        folder: A new folder, an empty one, or one with an earlier audit.
+        folder: A new folder or an empty one.
 
     Raises:
-        ValueError: It is a file, or holds something else.
+        ValueError: It is a file, or holds an earlier audit or something else.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; give a new folder.")
     if not folder.exists():
         return
-    others = sorted(
-        file.name for file in folder.iterdir() if file.name not in (JSON, PICTURE)
-    )
+    names = {file.name for file in folder.iterdir()}
+    others = sorted(names - {JSON, PICTURE})
+    if names and not others:
+        raise ValueError(
+            f"--out {folder} holds an earlier audit; give a new folder, or move "
+            f"{' and '.join(sorted(names))} away."
+        )
     if others:
         raise ValueError(
             f"--out {folder} is not empty (it holds {others[0]!r}); give a new folder."
@@ -158,9 +162,8 @@ def _draw_one(axes, outcome: TradeOff) -> None:
     axes.set_ylim(-3.5, 3.5)
     axes.set_xlabel("false positive rate, at most")
     axes.set_ylabel("true positive rate, at least")
-    found = "no violation found" if outcome.passed else "VIOLATION"
     axes.set_title(
-        f"{outcome.name}: {found} at {outcome.runs} runs a side\n"
+        f"{outcome.name}: {outcome.verdict}\n{outcome.counted}\n"
         f"claimed μ {outcome.claimed_mu:.3f}, measured at least "
         f"{outcome.measured_mu:.3f}",
         fontsize=9,

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from ..noise import PRNGKey, check_key
 from ..privacy.mechanisms import Gaussian
 from ..solvers.base import AbstractSolver
-from .neighbours import canaries
+from .neighbours import canaries, check_solver
 from .opened import opened
 from .tradeoff import ALPHA, SolverRun
 
@@ -78,12 +78,14 @@ def noise_reuse(
 
     Raises:
         ValueError: The run makes fewer than two noise vectors, or as in `canaries`.
+        TypeError: A plan instead of its solver, or no solver.
 
     Privacy:
         Reads no records: the data are canaries. It subtracts from every release the
         value that was released.
     """
     check_key(key)
+    check_solver(solver, "noise_reuse")
     leaves = {"a": np.zeros(coordinates, "f4"), "b": np.zeros(coordinates, "f4")}
     found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
     canary = next(iter(found.values()))

@@ -6,22 +6,23 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Float, PyTree
 
 from ..noise import PRNGKey, check_key, step_keys
 from ..solvers.base import AbstractSolver
 from .claims import Claim, TradeOffCurve, gaussian_mu_of
-from .neighbours import Canary, canaries
+from .neighbours import Canary, canaries, check_solver
+from .observations import check_arguments, check_pair, observe, scores_of
 
 ALPHA = 1e-4  # the chance that a sound mechanism is rejected
 PILOT = 0.2  # the share of runs that chooses statistic and thresholds
 # Where the pooled pilot runs are cut: the middle sees a Gaussian shift best, the ends
 # see rare and large losses.
 _QUANTILES = (0.02, 0.2, 0.5, 0.8, 0.98, 0.998)
-_AT_ONCE = 10_000  # runs per batch, to bound memory
+# A pass that measures less than this share of the claim tells too little.
+_CONCLUSIVE = 0.25
 _MOST_VIEWS = 32  # steps per run that an audit looks at
 
 Statistic = Callable[[Float[np.ndarray, " runs d"]], Float[np.ndarray, " runs"]]
@@ -106,6 +107,7 @@ class TradeOff:
     Attributes:
         name: What was audited.
         runs: Runs per side that were tested, those of the pilot not counted.
+        pilot: Runs per side that chose statistic and thresholds.
         alpha: The chance that a mechanism which keeps its claim is rejected.
         cuts: The pre-registered thresholds, at most six, and what they showed.
         claim: The profile that was claimed.
@@ -113,6 +115,7 @@ class TradeOff:
 
     name: str
     runs: int
+    pilot: int
     alpha: float
     cuts: tuple[Cut, ...]
     claim: Claim = dataclasses.field(repr=False, compare=False)
@@ -126,6 +129,25 @@ class TradeOff:
     def passed(self) -> bool:
         """Whether no violation was found: not a proof of privacy."""
         return not self.violations
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether it failed, or measured at least a quarter of what is claimed."""
+        seen = self.measured_mu >= _CONCLUSIVE * self.claimed_mu > 0
+        return seen or not self.passed
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few words."""
+        if not self.passed:
+            return "VIOLATION"
+        return f"{'' if self.conclusive else 'inconclusive: '}no violation found"
+
+    @property
+    def counted(self) -> str:
+        """How many of the runs were tested, in words."""
+        total = self.runs + self.pilot
+        return f"{self.runs} of {total} runs a side ({self.pilot} for the pilot)"
 
     @property
     def measured_mu(self) -> float:
@@ -142,12 +164,19 @@ class TradeOff:
         return self._tightest.claimed_mu
 
     @property
-    def _hidden(self) -> str:
-        """What a defect must stay below to go unnoticed."""
+    def _caveat(self) -> str:
+        """What bounds the verdict: a remedy, a condition or what can hide."""
+        if not self.passed:
+            return (
+                "the claim is refuted if the two datasets differ in one person's "
+                "records only"
+            )
+        remedy = "give more runs, or a pair or statistic that shows more"
         if self.measured_mu == 0:
-            return "too few to see even what is claimed"
+            return f"nothing is seen of what is claimed either; {remedy}"
         factor = self.claimed_mu / self.measured_mu
-        return f"a defect that inflates mu by less than {factor:.2f} can hide"
+        hidden = f"a defect that inflates mu by less than {factor:.2f} can hide"
+        return hidden if self.conclusive else f"{hidden}; {remedy}"
 
     @property
     def _tightest(self) -> Cut:
@@ -159,7 +188,9 @@ class TradeOff:
         return {
             "name": self.name,
             "passed": self.passed,
+            "verdict": self.verdict,
             "runs_a_side": self.runs,
+            "pilot_runs_a_side": self.pilot,
             "alpha": self.alpha,
             "claimed_mu": self.claimed_mu,
             "measured_mu_at_least": self.measured_mu,
@@ -171,12 +202,11 @@ class TradeOff:
         leak = (
             f"leaks mu of at least {self.measured_mu:.3f}, claims {self.claimed_mu:.3f}"
         )
-        sure = f"{self.runs} runs a side, {1 - self.alpha:.2%} confidence"
-        verdict = f"no violation found at {sure}; {self._hidden}"
-        if not self.passed:
-            verdict = f"VIOLATION at {sure}"
-        lines = [f"{self.name}: {leak}", f"  {verdict}"]
-        lines += [
+        sure = f"{self.counted}, {1 - self.alpha:.2%} confidence"
+        lines = [
+            f"{self.name}: {leak}",
+            f"  {self.verdict} at {sure}",
+            f"  {self._caveat}",
             "  threshold  true pos. >=  false pos. <=  measured mu  claimed mu",
             *(cut.row for cut in self.cuts),
         ]
@@ -211,7 +241,9 @@ def trade_off(
         run: `run(data, *, key)` returns one run's observations, a pytree of arrays with
             some hundred numbers at most; it is traced, and mapped over keys.
         data: The records. Public or synthetic.
-        neighbour: Records that differ in one person's, of the same shapes.
+        neighbour: The same with one person's records changed, in the sense of the
+            claim's relation, and of the same structure and shapes. That no one else's
+            differ is up to the caller: a violation on another pair refutes nothing.
         claim: The profile $\delta(\varepsilon)$: `gaussian_claim`, `pure_claim`,
             `ledger_claims` or any function of an array of epsilons.
         key: A typed key.
@@ -225,8 +257,11 @@ def trade_off(
         The outcome.
 
     Raises:
-        ValueError: Fewer than 1000 runs.
-        TypeError: The key is not typed.
+        ValueError: Fewer than 1000 runs; or nothing could ever be found: the pair is
+            equal, all runs show the same, numbers are not finite on both sides, or
+            the statistic or the claim is NaN. Or structures or shapes differ.
+        TypeError: The key is not typed, the claim is no function, `runs` is no
+            integer, or `run` returns no numbers.
 
     Privacy:
         Makes thousands of releases of its data: for public or synthetic records only.
@@ -238,23 +273,18 @@ def trade_off(
         Dong, Roth and Su, "Gaussian differential privacy", 2022.
     """
     check_key(key)
-    if runs < 1000:
-        raise ValueError(
-            f"trade_off: runs must be at least 1000 to show anything, got {runs}."
-        )
-    keys = jax.random.split(key)
-    present, absent = (
-        _observe(run, records, side, runs)
-        for records, side in ((data, keys[0]), (neighbour, keys[1]))
-    )
+    check_arguments(run, claim, runs)
+    check_pair(data, neighbour)
+    curve = TradeOffCurve(claim)
+    present, absent = observe(run, data, neighbour, key=key, runs=runs)
     pilot = int(PILOT * runs)
     if statistic is None:
         statistic = _discriminant(present[:pilot], absent[:pilot])
-    present, absent = statistic(present), statistic(absent)
+    present, absent = (scores_of(statistic, side) for side in (present, absent))
     pooled = np.concatenate([present[:pilot], absent[:pilot]])
     thresholds = np.unique(np.quantile(pooled, _QUANTILES))
-    cuts = _cuts(present[pilot:], absent[pilot:], thresholds, TradeOffCurve(claim))
-    return TradeOff(name, runs - pilot, ALPHA, cuts, claim)
+    cuts = _cuts(present[pilot:], absent[pilot:], thresholds, curve)
+    return TradeOff(name, runs - pilot, pilot, ALPHA, cuts, claim)
 
 
 def audit_solver(
@@ -279,10 +309,12 @@ def audit_solver(
 
     Raises:
         ValueError: As in `canaries` and `trade_off`.
+        TypeError: A plan instead of its solver, or no solver.
 
     Privacy:
         Reads no records: the data are canaries.
     """
+    check_solver(solver, "audit_solver")
     found = canaries(solver, x_in_records=x_in_records, others=others)
     return audit_canaries(found, key=key, runs=runs)
 
@@ -320,26 +352,6 @@ def audit_canaries(
         )
         for (person, canary), subkey in zip(found.items(), keys, strict=True)
     )
-
-
-def _observe(run, data, key, runs: int) -> Float[np.ndarray, " runs d"]:
-    """The features of many runs, flattened."""
-    if not isinstance(run, eqx.Module):
-        run = jax.tree_util.Partial(run)
-    rows = np.asarray(_features(run, data, jax.random.split(key, runs)), np.float64)
-    return np.clip(np.nan_to_num(rows), -1e30, 1e30)
-
-
-@jax.jit
-def _features(
-    run: Callable[..., PyTree], data: PyTree, keys: Key[Array, " runs"]
-) -> Float[Array, " runs d"]:
-    def one(key):
-        leaves = jax.tree.leaves(run(data, key=key))
-        flat = [jnp.ravel(v).astype(jnp.result_type(float)) for v in leaves]
-        return jnp.concatenate(flat)
-
-    return jax.lax.map(one, keys, batch_size=min(_AT_ONCE, len(keys)))
 
 
 def _discriminant(present: np.ndarray, absent: np.ndarray) -> Statistic:

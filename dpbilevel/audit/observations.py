@@ -1,0 +1,162 @@
+"""What many runs of a mechanism show, and refusals of what could show nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, PyTree
+
+from ..noise import PRNGKey
+
+_FEWEST = 1000
+_AT_ONCE = 10_000  # runs per batch, to bound memory
+
+
+def check_arguments(run: Any, claim: Any, runs: Any) -> None:
+    """Raises unless an audit can call `run` and `claim`, and has enough runs."""
+    if not callable(run):
+        raise TypeError(
+            "trade_off: run must be a function run(data, *, key), got "
+            f"{type(run).__name__}."
+        )
+    if not callable(claim):
+        raise TypeError(
+            "trade_off: claim must be a profile, a function of epsilons, got "
+            f"{type(claim).__name__}; make one with audit.gaussian_claim(mu) or "
+            "audit.pure_claim(epsilon)."
+        )
+    if not isinstance(runs, int | np.integer) or isinstance(runs, bool):
+        raise TypeError(f"trade_off: runs must be an integer, got {runs!r}.")
+    if runs < _FEWEST:
+        raise ValueError(
+            f"trade_off: runs must be at least {_FEWEST} to show anything, got {runs}."
+        )
+
+
+def check_pair(data: PyTree, neighbour: PyTree) -> None:
+    """Raises unless two datasets have equal structure and shapes and differ."""
+    left, right = (str(jax.tree.structure(side)) for side in (data, neighbour))
+    if left != right:
+        raise ValueError(
+            "trade_off: data and neighbour must have the same structure, got "
+            f"{left} and {right}."
+        )
+    paths = jax.tree_util.tree_leaves_with_path(data)
+    same = True
+    for (path, one), other in zip(paths, jax.tree.leaves(neighbour), strict=True):
+        if np.shape(one) != np.shape(other):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"trade_off: data{where} and neighbour{where} must have the same "
+                f"shape, got {np.shape(one)} and {np.shape(other)}; give an absent "
+                "person a record that contributes nothing."
+            )
+        same &= np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
+    if same:
+        raise ValueError(
+            "trade_off: data and neighbour are equal, so that no run could tell them "
+            "apart; change one person's records in neighbour."
+        )
+
+
+def observe(
+    run: Callable[..., PyTree],
+    data: PyTree,
+    neighbour: PyTree,
+    *,
+    key: PRNGKey,
+    runs: int,
+) -> tuple[Float[np.ndarray, "runs d"], Float[np.ndarray, "runs d"]]:
+    """The features of many runs on either dataset: flattened, float64 and finite.
+
+    Args:
+        run: As in `trade_off`.
+        data: The records.
+        neighbour: Its neighbour.
+        key: A typed key.
+        runs: Runs per side.
+
+    Raises:
+        ValueError: What runs show is the same in all of them, or in part not finite.
+        TypeError: `run` returns something else than real numbers.
+    """
+    if not isinstance(run, eqx.Module):
+        run = jax.tree_util.Partial(run)
+    raw = [
+        np.asarray(_features(run, records, jax.random.split(side, runs)), np.float64)
+        for records, side in zip((data, neighbour), jax.random.split(key), strict=True)
+    ]
+    # A value that is not finite on one side only tells the two apart.
+    present, absent = (np.clip(np.nan_to_num(side), -1e30, 1e30) for side in raw)
+    first = present[0]
+    constant = np.all(present == first, axis=0) & np.all(absent == first, axis=0)
+    lost = constant & ~np.any([np.isfinite(side).any(axis=0) for side in raw], axis=0)
+    if lost.any():
+        raise ValueError(
+            f"trade_off: {lost.sum()} of {lost.size} observed numbers are not finite "
+            "in any run on either dataset, which shows nothing; use smaller steps or "
+            "records, or leave these numbers out of what run returns."
+        )
+    if constant.all():
+        raise ValueError(
+            "trade_off: every run on either dataset shows the same numbers, which "
+            "shows nothing; let run draw from its key and return what depends on "
+            "the data, and let the pair differ where run reads it."
+        )
+    return present, absent
+
+
+def scores_of(
+    statistic: Callable[[np.ndarray], np.ndarray], rows: np.ndarray
+) -> Float[np.ndarray, " runs"]:
+    """The statistic of every run, if it is one number a run."""
+    scores = np.asarray(statistic(rows), np.float64)
+    if scores.shape != rows.shape[:1]:
+        raise ValueError(
+            "trade_off: statistic must return one number a run, shape "
+            f"{rows.shape[:1]}, got shape {scores.shape}."
+        )
+    if np.isnan(scores).any():
+        raise ValueError(
+            "trade_off: statistic returned NaN, which is neither large nor small; "
+            "return numbers."
+        )
+    return np.clip(scores, -1e300, 1e300)  # quantiles of infinities are NaN
+
+
+@jax.jit
+def _features(
+    run: Callable[..., PyTree], data: PyTree, keys: Key[Array, " runs"]
+) -> Float[Array, "runs d"]:
+    def one(key):
+        leaves = _numbers(run(data, key=key))
+        flat = [jnp.ravel(v).astype(jnp.result_type(float)) for v in leaves]
+        return jnp.concatenate(flat)
+
+    return jax.lax.map(one, keys, batch_size=min(_AT_ONCE, len(keys)))
+
+
+def _numbers(shown: PyTree) -> list[Any]:
+    """The leaves of what a run returns, if these are real numbers."""
+    leaves = jax.tree.leaves(shown)
+    for leaf in leaves:
+        kind = getattr(leaf, "dtype", type(leaf))
+        known = isinstance(leaf, int | float | jax.Array | np.ndarray | np.generic)
+        real = known and any(
+            jnp.issubdtype(kind, group)
+            for group in (jnp.floating, jnp.integer, jnp.bool_)
+        )
+        if not real:
+            name = kind.__name__ if isinstance(kind, type) else kind
+            raise TypeError(
+                f"trade_off: run must return arrays of real numbers, got {name}."
+            )
+    if not sum(np.size(leaf) for leaf in leaves):
+        raise TypeError(
+            "trade_off: run must return a pytree of arrays, got one without any "
+            f"numbers ({type(shown).__name__}); return what an adversary would see."
+        )
+    return leaves
