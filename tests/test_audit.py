@@ -244,3 +244,17 @@ def test_one_run_rejects_a_claim_that_is_too_good():
     solver = dpb.NoisyGD(3, 1.0, step_size=1.0).with_noise(0.2)
     found = audit.one_run(solver, key=jax.random.key(5))
     assert not dataclasses.replace(found, claimed_epsilon=2.0).passed
+
+
+def test_a_defect_that_depends_on_the_planned_size_is_rejected():
+    class RoundsItsShare(dpb.Gaussian):
+        """Takes the sensitivity in half precision, where C / 70 000 is zero."""
+
+        def release(self, bounded, *, key):
+            share = jnp.asarray(bounded.contribution, jnp.float16).astype(jnp.float32)
+            broken = dpb.Bounded(bounded.raw, 0.01 * bounded.contribution + share)
+            return dpb.Gaussian.release(self, broken, key=key)
+
+    solver = noisy_gd(noise=RoundsItsShare())
+    assert audited(solver.planned(2), runs=SHORT // 5).passed
+    assert not audited(solver.planned(70_000_000), runs=SHORT // 5).passed

@@ -16,7 +16,7 @@ from ..privacy.calibration import Plan
 from ..privacy.ledger import PERSON, RECORDS
 from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.finite_sum import FiniteSum
-from ..sampling import FixedSize
+from ..sampling import AbstractSampling, FixedSize, FullBatch
 from ..sets import Box, Euclidean, Product
 from ..solvers.base import AbstractSolver
 from .claims import Claim, ledger_claims
@@ -63,9 +63,10 @@ def canaries(
     absent under add-or-remove-one. A person of disjoint levels has a record in one of
     them, otherwise in both. Everything is public: no records of anyone are needed.
 
-    Sizes and batch sizes are divided by a common divisor, which changes no ratio of
-    noise to sensitivity and leaves at least two of each; records that contribute
-    nothing are left out where batches cannot tell.
+    Records that contribute nothing are left out where batches cannot tell, so full
+    batches are audited at their planned sizes. Otherwise sizes and batch sizes are
+    divided by a common divisor, which changes no ratio of noise to sensitivity and
+    leaves at least two of each.
 
     Args:
         solver: A calibrated solver, bound to its sizes.
@@ -93,10 +94,13 @@ def canaries(
         )
     problem, w0 = _problem(solver, x_in_records, coordinates)
     claims = ledger_claims(solver.ledger(problem, solver.sizes))
-    small = _reduced(solver)
-    fixed = bool(_fixed_sizes(solver))
+    schemes = _sampling(solver)
+    fixed = any(isinstance(scheme, FixedSize) for scheme in schemes)
     others = (-1.0 if fixed else 0.0) if others is None else others
     everyone = fixed or others != 0
+    # At the planned sizes where they cost nothing: a defect may depend on them.
+    alone = not everyone and all(isinstance(s, FullBatch) for s in schemes)
+    small = solver if alone else _reduced(solver)
     absent = -1.0 if solver.neighbours is Neighbours.REPLACE_ONE else 0.0
 
     def data(person: str, first: float) -> PyTree:
@@ -182,16 +186,18 @@ def _switched(x, y, z):
     return z * (optax.tree.sum(y[0]) + switch * optax.tree.sum(x))
 
 
-def _fixed_sizes(solver: AbstractSolver) -> list[int]:
-    parts = jax.tree.leaves(solver, is_leaf=lambda v: isinstance(v, FixedSize))
-    return [part.size for part in parts if isinstance(part, FixedSize)]
+def _sampling(solver: AbstractSolver) -> list[AbstractSampling]:
+    """Every sampling scheme among the fields of a solver and its inner ones."""
+    parts = jax.tree.leaves(solver, is_leaf=lambda v: isinstance(v, AbstractSampling))
+    return [part for part in parts if isinstance(part, AbstractSampling)]
 
 
 def _reduced(solver: AbstractSolver) -> AbstractSolver:
     """The solver at sizes and batch sizes divided by a common divisor."""
     sizes = solver.sizes
     counts = [sizes.upper, sizes.lower] if isinstance(sizes, Sizes) else [sizes]
-    counts_of_all = [*counts, *_fixed_sizes(solver)]
+    schemes = [s for s in _sampling(solver) if isinstance(s, FixedSize)]
+    counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
     # Alone in a batch, a clip of the batch would pass for a clip of the record.
     divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
