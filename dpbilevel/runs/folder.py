@@ -97,7 +97,7 @@ def _settle(out: Path) -> None:
     if (out / checkpoint.NAME).exists():
         try:
             spending.finish(out, checkpoint.read(out).fingerprint["run"])
-        except ValueError:
+        except (ValueError, KeyError):
             pass  # damaged: whose it was cannot be told, and it is deleted all the same
     checkpoint.remove(out)
 
