@@ -9,8 +9,8 @@ from typing import Any
 
 from . import __version__
 from .config import Config, read_config
-from .runner import Prepared, prepare, run
-from .runs import results, spending
+from .runner import Prepared, check, prepare, run
+from .runs import folder, results, spending
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,18 +128,12 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     config = read_config(arguments.config)
     _check_installed(config)
+    options = {k: getattr(arguments, k) for k in ("data", "chunk", "resume", "restart")}
+    check(config, arguments.out, **options)
     prepared = prepare(config)
     print(prepared.report, flush=True)
     with _Bar(prepared) as bar:
-        run(
-            prepared,
-            arguments.out,
-            data=arguments.data,
-            chunk=arguments.chunk,
-            resume=arguments.resume,
-            restart=arguments.restart,
-            progress=bar.at,
-        )
+        run(prepared, arguments.out, **options, progress=bar.at)
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
     spent = spending.read(arguments.out)
     if len(spent.runs) > 1:
@@ -147,11 +141,11 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    spent = spending.read(arguments.folder)
+    spent = folder.spent(arguments.folder)
     try:
         print(results.load(arguments.folder))
     finally:  # what was spent counts where no result came of it, too
-        if spent.runs:
+        if spent:
             print(spent)
 
 

@@ -17,9 +17,10 @@ from .noise import root_key, step_keys
 from .privacy.calibration import calibrate
 from .privacy.report import PrivacyReport
 from .problems.bilevel import BilevelProblem, Levels
-from .runs import checkpoint, figure, results, spending
+from .runs import checkpoint, figure, folder, lock, results, spending
 from .runs.checkpoint import Checkpoint
 from .runs.data import load_levels
+from .runs.datasets import check_file
 from .runs.results import Result
 from .solvers.base import AbstractSolver, advance, bound_to
 
@@ -104,8 +105,8 @@ def run(
         The result, as written.
 
     Raises:
-        ValueError: The folder holds something else, the records do not fit the plan,
-            or what is resumed is not this run.
+        ValueError: The folder holds something else or another run is in progress in
+            it, the records do not fit the plan, or what is resumed is not this run.
         OSError: The disk refuses; a checkpoint that was written is intact.
 
     Privacy:
@@ -115,7 +116,54 @@ def run(
         its first step reads a record, so a run that never ends is counted too. The
         checkpoint is secret and is deleted at the end.
     """
-    _check_folder(out, resume, restart)
+    _check_options(out, chunk, resume, restart)
+    with lock.held(out):
+        folder.check(out, resume, restart)
+        return _run(prepared, out, data, chunk, resume, progress)
+
+
+def check(
+    config: Config,
+    out: Path,
+    *,
+    data: Path | None = None,
+    chunk: int | None = None,
+    resume: bool = False,
+    restart: bool = False,
+) -> None:
+    """Refuses what `run` would refuse before it plans or reads anything.
+
+    Args:
+        config: The config.
+        out: As in `run`.
+        data: As in `run`.
+        chunk: As in `run`.
+        resume: As in `run`.
+        restart: As in `run`.
+
+    Raises:
+        ValueError: The options exclude each other, the folder holds something else or
+            is in use, or there is no file of records.
+        OSError: The folder cannot be made or written to.
+    """
+    _check_options(out, chunk, resume, restart)
+    with lock.held(out):
+        folder.check(out, resume, restart)
+    try:
+        check_file(config.data, config.folder, data)
+    except ValueError as error:
+        raise config.place.child("data").error(str(error)) from error
+
+
+def _run(
+    prepared: Prepared,
+    out: Path,
+    data: Path | None,
+    chunk: int | None,
+    resume: bool,
+    progress: Progress,
+) -> Result:
+    """Runs in a folder that fits and is locked."""
     saved = checkpoint.read(out) if resume else None
     levels = _load(prepared, data)
     fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, saved))
@@ -124,12 +172,12 @@ def run(
     _check_same_run(saved, fingerprint, out)
     progress(saved.done)
     try:
-        run_number = saved.fingerprint["run"]
-        spending.begin(out, run_number, prepared.report, prepared.config.tables)
+        number = saved.fingerprint["run"]
+        spending.begin(out, number, prepared.report, prepared.config.tables)
         saved = _steps(prepared, levels, saved, out, progress)
         result = _result(prepared, saved)
         results.save(out, result, figure.draw(result))
-        _close(out)
+        folder.close(out, number)
     except OSError as error:
         raise OSError(
             f"{error}. The last checkpoint is intact: make room, then continue with "
@@ -174,8 +222,7 @@ def _steps(
 
 def _begun(prepared: Prepared, fingerprint: dict[str, Any], out: Path) -> Checkpoint:
     """The run before its first step, with a fresh key, written into its folder."""
-    earlier = len(spending.read(out).runs)
-    results.set_aside(out, earlier)
+    earlier = results.set_aside(out, spending.read(out).last)
     state = prepared.solver.init(prepared.problem, prepared.w0)
     start = checkpoint.leaves(prepared.solver.released(state))
     saved = Checkpoint(
@@ -185,14 +232,8 @@ def _begun(prepared: Prepared, fingerprint: dict[str, Any], out: Path) -> Checkp
         path=[v[None] for v in start],
         fingerprint=fingerprint | {"run": earlier + 1},
     )
-    checkpoint.create(out, saved)
+    checkpoint.write(out, saved)
     return saved
-
-
-def _close(out: Path) -> None:
-    """Ends a run whose result is written; again after a kill in its last moment."""
-    spending.finish(out)
-    checkpoint.remove(out)
 
 
 def _result(prepared: Prepared, saved: Checkpoint) -> Result:
@@ -247,50 +288,19 @@ def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> i
             )
         return before
     if chunk is not None:
-        if chunk < 1:
-            raise ValueError(f"--chunk must be at least 1, got {chunk}.")
         return chunk
     steps = prepared.solver.num_steps
     # A divisor: a shorter last chunk would compile the loop a second time.
     return max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
 
 
-def _check_folder(out: Path, resume: bool, restart: bool) -> None:
-    """Refuses folders that hold something else, before anything is spent."""
+def _check_options(out: Path, chunk: int | None, resume: bool, restart: bool) -> None:
     if resume and restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"--chunk must be at least 1, got {chunk}.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a new folder.")
-    spent = len(spending.read(out).runs)
-    interrupted = (out / checkpoint.NAME).exists()
-    again = (
-        "give a new folder, or --restart to add it to this folder's spending record."
-    )
-    if (out / results.RESULT).exists():
-        _close(out)
-        if not restart or not spent:
-            raise ValueError(
-                f"--out {out} holds a finished run. Running again is a second release, "
-                f"which spends the privacy budget a second time. To do that on purpose "
-                f"{again} To see the result: dpbilevel report {out}"
-            )
-    elif interrupted and not resume and not restart:
-        raise ValueError(
-            f"--out {out} holds an interrupted run. Continue it with --resume (same "
-            f"bits, no further budget). For a new release {again}"
-        )
-    elif spent and not resume and not restart:
-        raise ValueError(
-            f"--out {out} holds the spending record of earlier runs ({spent}), and "
-            f"nothing to resume. For a new release {again}"
-        )
-    if resume or spent or interrupted or not out.exists():
-        return
-    others = sorted(p.name for p in out.iterdir() if p.name != checkpoint.TEMPORARY)
-    if others:
-        raise ValueError(
-            f"--out {out} is not empty (it holds {others[0]!r}); give a new folder."
-        )
 
 
 def _fingerprint(prepared: Prepared, levels: Levels, chunk: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from test_runner import CSV_DATA, GENERATED, rows_of, write_csv
 
 import dpbilevel as dpb
 from dpbilevel.cli import main
+from dpbilevel.runs import checkpoint
 
 
 def csv_config():
@@ -137,6 +138,53 @@ def test_report_of_no_run_is_one_line(tmp_path, capsys):
     text = failure(capsys, "report", str(tmp_path / "no"))
     assert text.endswith("holds no finished run: there is no such folder.")
     assert "has no result.json" in failure(capsys, "report", str(tmp_path))
+
+
+def test_report_of_something_else_names_its_kind(config, tmp_path, capsys):
+    assert "it is a file" in failure(capsys, "report", config)
+    (tmp_path / "audit.json").write_text("{}")
+    assert "the folder of an audit" in failure(capsys, "report", str(tmp_path))
+
+
+def test_report_of_an_interrupted_restart_tells_of_the_finished_run(
+    finished, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out / "run-1")
+    (out / checkpoint.NAME).write_bytes(b"")
+    text = failure(capsys, "report", str(out))
+    assert (
+        f"--resume; an earlier one finished, see dpbilevel report {out}/run-1" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--chunk", "0"], "--chunk must be at least 1"),
+        (["--resume", "--restart"], "give --resume"),
+        (["--resume"], "nothing to resume"),
+        (["--data", "no.csv"], "[data]: no file of records at no.csv"),
+        (["--out", "."], "is not empty"),
+        (["--out", "csv.toml"], "is a file"),
+    ],
+)
+def test_mistake_in_an_option_is_told_before_any_plan(
+    config_of_csv, tmp_path, capsys, monkeypatch, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", config_of_csv, "--out", "out", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_negative_ridge_is_told_with_file_and_table(config, tmp_path, capsys):
+    bad = tmp_path / "bad.toml"
+    bad.write_text(GENERATED.replace("ridge = 0.01", "ridge = -1"))
+    text = failure(capsys, "calibrate", str(bad))
+    assert "bad.toml: [model]: source_weighting: ridge must be non-negative" in text
 
 
 def test_chunk_of_zero_is_refused(config, tmp_path, capsys):

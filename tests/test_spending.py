@@ -1,3 +1,4 @@
+import contextlib
 import json
 import re
 
@@ -7,12 +8,16 @@ from test_runner import GENERATED, Stop, config_of, stop_at
 
 from dpbilevel.cli import main
 from dpbilevel.runner import prepare, run
-from dpbilevel.runs import checkpoint, results, spending
+from dpbilevel.runs import checkpoint, folder, results, spending
 
 
 @pytest.fixture(scope="module")
 def prepared():
     return prepare(config_of("."))
+
+
+def stopped(*arguments):
+    raise Stop
 
 
 def lines_of(folder):
@@ -112,11 +117,95 @@ def test_failed_restart_leaves_the_earlier_result(tmp_path):
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
 
-def test_result_without_a_record_is_not_restarted(prepared, tmp_path):
+@pytest.mark.parametrize("content", [None, b"", b"no JSON\n", b'{"run": 1}\n[]\n'])
+@pytest.mark.parametrize("stop", [1, None])
+def test_run_without_a_record_of_it_is_not_added_to(prepared, tmp_path, content, stop):
+    with contextlib.suppress(Stop):
+        run(prepared, tmp_path, progress=stop_at(stop))
+    (tmp_path / spending.NAME).unlink()
+    if content is not None:
+        (tmp_path / spending.NAME).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"no spending record that.* give a new folder"
+    ):
+        run(prepared, tmp_path, restart=True)
+    with pytest.raises(ValueError, match=r"give a new folder") as refusal:
+        run(prepared, tmp_path)
+    assert "or --restart" not in str(refusal.value)
+    assert "what earlier runs cost is unknown" in folder.spent(tmp_path)
+
+
+def test_resumed_run_whose_record_is_lost_is_recorded_again(prepared, tmp_path):
+    with pytest.raises(Stop):
+        run(prepared, tmp_path, progress=stop_at(1))
+    (tmp_path / spending.NAME).unlink()
+    run(prepared, tmp_path, resume=True)
+    assert events_of(tmp_path) == ["started", "finished"]
+
+
+def test_report_says_that_a_lost_record_leaves_the_cost_unknown(
+    prepared, tmp_path, capsys
+):
     run(prepared, tmp_path)
     (tmp_path / spending.NAME).unlink()
-    with pytest.raises(ValueError, match="second release"):
-        run(prepared, tmp_path, restart=True)
+    assert main(["report", str(tmp_path)]) == 0
+    text = "no spending record: what earlier runs cost is unknown"
+    assert text in capsys.readouterr().out
+
+
+def test_report_of_a_moved_result_points_to_the_record(prepared, tmp_path, capsys):
+    run(prepared, tmp_path)
+    run(prepared, tmp_path, restart=True)
+    assert main(["report", str(tmp_path / "run-1")]) == 0
+    told = capsys.readouterr().out
+    assert f"in the record of its folder: dpbilevel report {tmp_path}" in told
+    assert "unknown" not in told
+
+
+def test_lost_first_line_renumbers_no_run_and_shows(prepared, tmp_path):
+    with pytest.raises(Stop):
+        run(prepared, tmp_path, progress=stop_at(1))
+    run(prepared, tmp_path, restart=True)
+    file = tmp_path / spending.NAME
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[1:]))
+    text = str(spending.read(tmp_path))
+    assert "at least: no start is recorded of run 1\n  run 2, " in text
+    assert text.endswith("finished")
+    assert "not finished" not in text
+    run(prepared, tmp_path, restart=True)
+    assert (tmp_path / "run-2" / "result.json").exists()
+    assert [r.number for r in spending.read(tmp_path).runs] == [2, 3]
+    assert all(r.finished for r in spending.read(tmp_path).runs)
+
+
+def test_lost_last_lines_overwrite_no_earlier_result(prepared, tmp_path):
+    first = run(prepared, tmp_path)
+    kept = (tmp_path / spending.NAME).read_bytes()
+    second = run(prepared, tmp_path, restart=True)
+    (tmp_path / spending.NAME).write_bytes(kept)
+    run(prepared, tmp_path, restart=True)
+    assert results.load(tmp_path / "run-1").x.tolist() == first.x.tolist()
+    assert results.load(tmp_path / "run-2").x.tolist() == second.x.tolist()
+    assert "no start is recorded of run 2\n" in str(spending.read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "missing"),
+    [([1, 2], []), ([2], ["1"]), ([1, 5, 7], ["2 to 4", "6"]), ([], [])],
+)
+def test_gaps_in_the_numbers_of_runs_are_told(numbers, missing):
+    runs = tuple(
+        spending.Run("then", 1.0, 1e-5, "replace_one", "disjoint", "", number=n)
+        for n in numbers
+    )
+    assert spending.Spending(runs).missing == missing
+
+
+def test_finishing_a_run_leaves_the_others_unfinished(prepared, tmp_path):
+    for number in (1, 2):
+        spending.begin(tmp_path, number, prepared.report, prepared.config.tables)
+    spending.finish(tmp_path, 1)
+    assert [r.finished for r in spending.read(tmp_path).runs] == [True, False]
 
 
 def test_resume_and_restart_exclude_each_other(prepared, tmp_path):
@@ -126,7 +215,7 @@ def test_resume_and_restart_exclude_each_other(prepared, tmp_path):
 
 def test_kill_in_the_last_moment_is_made_up_for(prepared, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("dpbilevel.runner._close", stop_at(tmp_path))
+        patch.setattr("dpbilevel.runs.folder.close", stopped)
         with pytest.raises(Stop):
             run(prepared, tmp_path)
     assert (tmp_path / checkpoint.NAME).exists()

@@ -47,23 +47,6 @@ class Checkpoint:
         return f"Checkpoint(done={self.done})"
 
 
-def create(folder: Path, checkpoint: Checkpoint) -> None:
-    """Creates the folder of a run, with its first checkpoint.
-
-    Args:
-        folder: The result folder; it may exist.
-        checkpoint: The run before its first step.
-
-    Raises:
-        OSError: The folder cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"cannot create the folder {folder}: {error.strerror}") from error
-    write(folder, checkpoint)
-
-
 def write(folder: Path, checkpoint: Checkpoint) -> None:
     """Replaces the folder's checkpoint in one step; readable by its owner alone.
 

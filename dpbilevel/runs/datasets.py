@@ -142,11 +142,29 @@ class CsvData(TableData):
         Raises:
             ValueError: The file is missing, or a column is.
         """
+        return self.encode(read_csv(self.file(base, override)))
+
+    def file(self, base: Path, override: Path | None) -> Path:
+        """The file that is read.
+
+        Args:
+            base: The folder of the config.
+            override: A file to read instead.
+
+        Raises:
+            ValueError: There is none.
+        """
         if override is None and not self.path:
             raise ValueError(
                 "no file of records: set path in [data], or name one with --data PATH."
             )
-        return self.encode(read_csv(override or base / self.path))
+        path = override or base / self.path
+        if not path.is_file():
+            raise ValueError(
+                f"no file of records at {path}. Put it there, or name another with "
+                "--data PATH."
+            )
+        return path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,23 +325,33 @@ SOURCES: dict[str, type] = {
 }
 
 
+def check_file(data: Data, base: Path, override: Path | None) -> None:
+    """Raises `ValueError` for a missing file of records, or one that is not read.
+
+    Args:
+        data: Where the records come from.
+        base: The folder of the config.
+        override: A file to read instead of the config's.
+    """
+    if isinstance(data, CsvData):
+        data.file(base, override)
+    else:
+        names = {cls: name for name, cls in SOURCES.items()}
+        _refuse_file(override, names[type(data)])
+
+
 def read_csv(path: Path) -> Table:
     """Reads a comma-separated file with a header; cells are stripped of spaces.
 
     Args:
-        path: The file, in UTF-8.
+        path: An existing file, in UTF-8.
 
     Returns:
         The table. A row that is too short has empty cells at its end.
 
     Raises:
-        ValueError: There is no file, or it has no header.
+        ValueError: It has no header.
     """
-    if not path.is_file():
-        raise ValueError(
-            f"no file of records at {path}. Put it there, or name another with --data "
-            "PATH."
-        )
     limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:

@@ -12,11 +12,12 @@ import numpy as np
 
 from .._version import __version__
 from ..privacy.report import PrivacyReport
-from . import checkpoint
+from . import checkpoint, lock
 
 RESULT = "result.json"
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
+_AUDIT = "audit.json"
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 
 
@@ -110,24 +111,31 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     checkpoint.replace(folder / RESULT, text.encode())
 
 
-def set_aside(folder: Path, number: int) -> None:
+def set_aside(folder: Path, number: int) -> int:
     """Moves the result of an earlier run into a folder of its own, `run-N`.
 
     Args:
         folder: The result folder.
-        number: The number of the run.
+        number: The number of the last run on record.
+
+    Returns:
+        The number of the last run: higher where a `run-N` shows that the record has
+        lost some.
 
     Raises:
         OSError: The disk refuses; what was moved is in its new place.
     """
     if not (folder / RESULT).exists():
-        return
+        return number
+    while (folder / f"run-{number}" / RESULT).exists():
+        number += 1
     aside = folder / f"run-{number}"
     aside.mkdir(exist_ok=True)
     # `result.json` says that a result is complete, so it goes last here too.
     for name in (ARRAYS, FIGURE, RESULT):
         if (folder / name).exists():
             (folder / name).replace(aside / name)
+    return number
 
 
 def load(folder: Path) -> Result:
@@ -169,11 +177,26 @@ def load(folder: Path) -> Result:
 
 
 def _why(folder: Path) -> str:
-    if not folder.is_dir():
+    if not folder.exists():
         return ": there is no such folder"
+    if not folder.is_dir():
+        return ": it is a file; give the folder that a run wrote"
+    earlier = sorted(
+        int(file.parent.name[4:])
+        for file in folder.glob(f"run-*/{RESULT}")
+        if file.parent.name[4:].isdecimal()
+    )
+    finished = ""
+    if earlier:
+        place = folder / f"run-{earlier[-1]}"
+        finished = f"; an earlier one finished, see dpbilevel report {place}"
+    if lock.in_use(folder):
+        return f": the run in it is in progress{finished}"
     if (folder / checkpoint.NAME).is_file():
         return (
             ": the run in it was interrupted; finish it with dpbilevel run CONFIG "
-            f"--out {folder} --resume"
+            f"--out {folder} --resume{finished}"
         )
-    return f": it has no {RESULT}"
+    if (folder / _AUDIT).is_file():
+        return f": it is the folder of an audit; read {folder / _AUDIT}"
+    return f": it has no {RESULT}{finished}"

@@ -28,6 +28,7 @@ class Run:
         config: The SHA-256 of the config.
         resumed: How often it was resumed: the same release, no further cost.
         finished: Whether its result was written.
+        number: Its number in the folder, as recorded.
     """
 
     started: str
@@ -38,6 +39,7 @@ class Run:
     config: str
     resumed: int = 0
     finished: bool = False
+    number: int = 1
 
     def __str__(self) -> str:
         """One line of text."""
@@ -54,14 +56,18 @@ class Spending:
         runs: The runs in the order in which they were started.
         unreadable: Lines of the record that are damaged, so that the total may be
             larger.
+        highest: The highest number of a run that any line tells of.
     """
 
     runs: tuple[Run, ...]
     unreadable: int = 0
+    highest: int = 0
 
     def __str__(self) -> str:
         """The total by basic composition, and one line per run."""
         lines = []
+        if not self.runs:
+            lines += ["spending: no spending record: what earlier runs cost is unknown"]
         for (relation, people), group in self._comparable().items():
             runs = f"{len(group)} runs, together" if len(group) > 1 else "1 run,"
             lines += [f"spending: {runs} {_cost(group)} ({relation}, people {people})"]
@@ -71,8 +77,26 @@ class Spending:
             lines += ["  under different relations or people no total is stated"]
         if self.unreadable:
             lines += [f"  at least: damaged lines in {NAME}: {self.unreadable}"]
-        lines += [f"  run {i}, {run}" for i, run in enumerate(self.runs, start=1)]
+        if self.missing:
+            lost = ", ".join(self.missing)
+            lines += [f"  at least: no start is recorded of run {lost}"]
+        lines += [f"  run {run.number}, {run}" for run in self.runs]
         return "\n".join(lines)
+
+    @property
+    def last(self) -> int:
+        """The highest number of a run; 0 where there is none."""
+        return max([self.highest, *(run.number for run in self.runs)])
+
+    @property
+    def missing(self) -> list[str]:
+        """The numbers whose start is not on record, as single ones or `A to B`."""
+        known = sorted({0, self.last + 1, *(run.number for run in self.runs)})
+        return [
+            str(a + 1) if b == a + 2 else f"{a + 1} to {b - 1}"
+            for a, b in itertools.pairwise(known)
+            if b > a + 1
+        ]
 
     def _comparable(self) -> dict[tuple[str, str], list[Run]]:
         """The runs by the promise that they make."""
@@ -96,13 +120,13 @@ def read(folder: Path) -> Spending:
     file = folder / NAME
     lines = file.read_bytes().splitlines() if file.is_file() else []
     runs: list[Run] = []
-    unreadable = 0
+    unreadable = highest = 0
     for line in lines:
         try:
-            _apply(json.loads(line), runs)
-        except (ValueError, KeyError, TypeError, IndexError):
+            highest = max(highest, _apply(json.loads(line), runs))
+        except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1
-    return Spending(tuple(runs), unreadable)
+    return Spending(tuple(runs), unreadable, highest)
 
 
 def begin(
@@ -120,7 +144,7 @@ def begin(
         OSError: The disk refuses; the record is as before.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    if number <= len(read(folder).runs):
+    if any(run.number == number for run in read(folder).runs):
         _append(folder, {"event": "resumed", "run": number, "time": now})
         return
     text = json.dumps(config, sort_keys=True)
@@ -133,16 +157,17 @@ def begin(
         config=hashlib.sha256(text.encode()).hexdigest(),
     )
     fields = dataclasses.asdict(run)
-    for counted in ("resumed", "finished"):
+    for counted in ("resumed", "finished", "number"):
         del fields[counted]
     _append(folder, {"event": "started", "run": number} | fields)
 
 
-def finish(folder: Path) -> None:
-    """Records that the last run's result is written, once.
+def finish(folder: Path, number: int) -> None:
+    """Records that a run's result is written, once.
 
     Args:
         folder: The result folder.
+        number: The run's number in the folder.
 
     Raises:
         OSError: The disk refuses; the record is as before.
@@ -150,9 +175,9 @@ def finish(folder: Path) -> None:
     Privacy:
         Without the time: how long a run took is covered by no guarantee.
     """
-    runs = read(folder).runs
+    runs = [run for run in read(folder).runs if run.number == number]
     if runs and not runs[-1].finished:
-        _append(folder, {"event": "finished", "run": len(runs)})
+        _append(folder, {"event": "finished", "run": number})
 
 
 def _append(folder: Path, event: dict[str, Any]) -> None:
@@ -164,17 +189,32 @@ def _append(folder: Path, event: dict[str, Any]) -> None:
     checkpoint.replace(file, before + end + line)
 
 
-def _apply(event: dict[str, Any], runs: list[Run]) -> None:
-    """What one line of the record adds to the runs."""
-    kind, index = event.pop("event"), event.pop("run") - 1
+def _apply(event: dict[str, Any], runs: list[Run]) -> int:
+    """What one line of the record adds to the runs; returns the run's number."""
+    kind, number = event.pop("event"), event.pop("run")
+    if type(number) is not int or number < 1:
+        raise ValueError("a run has a number from 1.")
     if kind == "started":
-        runs.append(Run(**event))
-        return
-    changes: dict[str, Any] = {
-        "resumed": {"resumed": runs[index].resumed + 1},
-        "finished": {"finished": True},
-    }[kind]
-    runs[index] = dataclasses.replace(runs[index], **changes)
+        runs.append(_checked(Run(**event, number=number)))
+        return number
+    if kind not in ("resumed", "finished"):
+        raise ValueError("no such event.")
+    found = [i for i, run in enumerate(runs) if run.number == number]
+    for i in found[-1:]:  # none where the line of its start is lost
+        if kind == "resumed":
+            runs[i] = dataclasses.replace(runs[i], resumed=runs[i].resumed + 1)
+        else:
+            runs[i] = dataclasses.replace(runs[i], finished=True)
+    return number
+
+
+def _checked(run: Run) -> Run:
+    """The run, if it can be added up and printed."""
+    if not (run.epsilon >= 0 and run.delta >= 0):
+        raise ValueError("a cost is not negative.")
+    if not all(isinstance(t, str) for t in (run.started, run.relation, run.people)):
+        raise TypeError("a text is no text.")
+    return run
 
 
 def _cost(runs: list[Run]) -> str:

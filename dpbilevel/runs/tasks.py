@@ -40,6 +40,7 @@ class SourceWeightingTask:
 
     def __post_init__(self):
         _checks.count("source_weighting", num_sources=self.num_sources)
+        _checks.non_negative("source_weighting", ridge=self.ridge)
 
     def problem(self, blocks: Blocks) -> BilevelProblem:
         """The bilevel problem.
