@@ -86,7 +86,7 @@ def test_nothing_is_released_without_a_multiplier_a_bound_or_a_typed_key(getkey)
         dpb.Gaussian(1.0).release(jnp.zeros(2), key=getkey())
     with pytest.raises(TypeError, match="must be a typed key"):
         dpb.Gaussian(1.0).release(bounded, key=jnp.zeros(2, jnp.uint32))
-    with pytest.raises(TypeError, match=r"must be a dpbilevel\.Neighbours"):
+    with pytest.raises(TypeError, match=r"must be one of Neighbours"):
         dpb.Gaussian(1.0, "replace_one")
 
 
