@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
-import optax
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from .. import _checks
 from ..clipping import Precision
@@ -17,7 +16,6 @@ from ..privacy.calibration import Plan, calibrate
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.report import PrivacyReport
-from ..sets import AbstractSet
 
 Problem = TypeVar("Problem")
 State = TypeVar("State")
@@ -393,37 +391,3 @@ def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
             f"{type(problem).__name__} as problem."
         )
     return solver
-
-
-def descent(
-    step_size: float | Float[Array, ""] | None,
-    optimizer: optax.GradientTransformation | None,
-) -> optax.GradientTransformation:
-    """The update rule that a solver's `step_size` or `optimizer` field names."""
-    return optax.sgd(step_size) if optimizer is None else optimizer
-
-
-def check_descent(owner: str, step_size, optimizer) -> None:
-    """Raises unless exactly one of `step_size` and `optimizer` is given."""
-    if (step_size is None) == (optimizer is None):
-        raise ValueError(
-            f"{owner}: give either step_size or an optax optimizer, not "
-            f"{'both' if optimizer is not None else 'neither'}."
-        )
-    if step_size is not None:
-        _checks.positive(owner, step_size=step_size)
-    if optimizer is not None:
-        _checks.instance(owner, optax.GradientTransformation, optimizer=optimizer)
-
-
-def projected_update(
-    rule: optax.GradientTransformation,
-    gradient: PyTree,
-    memory: optax.OptState,
-    w: PyTree,
-    w_set: AbstractSet,
-) -> tuple[PyTree, optax.OptState]:
-    """One update by `rule` from a released gradient, projected onto the set."""
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        updates, memory = rule.update(gradient, memory, w)
-    return w_set.project(optax.apply_updates(w, updates)), memory

@@ -16,7 +16,8 @@ from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
 from ..problems.finite_sum import AbstractFiniteSum
 from ..sampling import AbstractSampling, FullBatch
-from .base import AbstractSolver, check_descent, descent, projected_update
+from .base import AbstractSolver
+from .updates import check_descent, descent, projected_update
 
 
 class _State(eqx.Module):

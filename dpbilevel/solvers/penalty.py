@@ -20,14 +20,9 @@ from ..problems.bilevel import BilevelProblem, Constants, Levels, Sizes
 from ..problems.finite_sum import AbstractFiniteSum
 from ..problems.penalized import PenalizedLevel, levels_mean, levels_queries
 from ..sampling import AbstractSampling, FullBatch
-from .base import (
-    AbstractSolver,
-    check_descent,
-    descent,
-    inner_solve,
-    projected_update,
-)
+from .base import AbstractSolver, inner_solve
 from .outputs import Best, smallest_step
+from .updates import check_descent, descent, projected_update
 
 LOWER = "lower solution"
 PENALIZED = "penalized solution"

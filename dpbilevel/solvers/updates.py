@@ -1,0 +1,42 @@
+"""How a released gradient moves a variable: optax rules, projected onto a set."""
+
+import jax
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..sets import AbstractSet
+
+
+def descent(
+    step_size: float | Float[Array, ""] | None,
+    optimizer: optax.GradientTransformation | None,
+) -> optax.GradientTransformation:
+    """The update rule that a solver's `step_size` or `optimizer` field names."""
+    return optax.sgd(step_size) if optimizer is None else optimizer
+
+
+def check_descent(owner: str, step_size, optimizer) -> None:
+    """Raises unless exactly one of `step_size` and `optimizer` is given."""
+    if (step_size is None) == (optimizer is None):
+        raise ValueError(
+            f"{owner}: give either step_size or an optax optimizer, not "
+            f"{'both' if optimizer is not None else 'neither'}."
+        )
+    if step_size is not None:
+        _checks.positive(owner, step_size=step_size)
+    if optimizer is not None:
+        _checks.instance(owner, optax.GradientTransformation, optimizer=optimizer)
+
+
+def projected_update(
+    rule: optax.GradientTransformation,
+    gradient: PyTree,
+    memory: optax.OptState,
+    w: PyTree,
+    w_set: AbstractSet,
+) -> tuple[PyTree, optax.OptState]:
+    """One update by `rule` from a released gradient, projected onto the set."""
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        updates, memory = rule.update(gradient, memory, w)
+    return w_set.project(optax.apply_updates(w, updates)), memory
