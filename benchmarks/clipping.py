@@ -25,7 +25,7 @@ def compare(loss, w, records, chunks):
     def plain(w, records):
         return jax.grad(lambda w: jnp.mean(jax.vmap(lambda r: loss(w, r))(records)))(w)
 
-    def clipped(microbatch, precision="float"):
+    def clipped(microbatch, precision="float", noise=False):
         def run(w, records):
             bounded = dpb.clipped_mean(
                 lambda r: jax.grad(loss)(w, r),
@@ -34,6 +34,8 @@ def compare(loss, w, records, chunks):
                 microbatch=microbatch,
                 precision=precision,
             )
+            if not noise:
+                return bounded
             mechanism = dpb.Gaussian(1.0, precision=precision)
             return mechanism.release(bounded, key=jax.random.key(0))
 
@@ -43,6 +45,7 @@ def compare(loss, w, records, chunks):
         "plain gradient": plain,
         "clipped_mean, float": clipped("auto"),
         "clipped_mean, grid": clipped("auto", "grid"),
+        "clipped_mean, grid, with noise": clipped("auto", "grid", noise=True),
         "vmap, then clip": lambda w, r: naive(lambda one: jax.grad(loss)(w, one), r),
     }
     for rows in chunks:
