@@ -22,7 +22,7 @@ from audit_zoo import (
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.noise import standard_normal
+from dpbilevel.noise import standard_normal, step_keys
 from dpbilevel.privacy.ledger import Query
 from dpbilevel.problems.penalized import PenalizedLevel
 
@@ -96,6 +96,7 @@ class StopsOnRawGradient(dpb.NoisyGD):
 
 class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
     def step(self, problem, data, state, *, key):
+        key_batch, key = jax.random.split(key)
         level = PenalizedLevel(problem, state.x)
         exact = level.clipped_gradient(
             state.y,
@@ -104,7 +105,7 @@ class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
             clip_norm=0.5,
             sampling=self.sampling,
             precision="float",
-            key=key,
+            key=key_batch,
         ).raw
         warm = eqx.tree_at(lambda s: s.y, state, state.y - exact)
         return dpb.PenaltyBilevel.step(self, problem, data, warm, key=key)
@@ -249,7 +250,7 @@ def metropolis(steps):
             return jnp.where(accepted, proposal, state), None
 
         start = jnp.argmax(utilities).astype(jnp.int32)
-        state, _ = jax.lax.scan(move, start, jax.random.split(key, steps))
+        state, _ = jax.lax.scan(move, start, step_keys(key, steps)[1])
         return jax.nn.one_hot(state, 10)
 
     return audit.trade_off(
