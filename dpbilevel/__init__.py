@@ -48,3 +48,4 @@ from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
 from .solvers.refitted import Refitted as Refitted
+from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
