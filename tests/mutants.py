@@ -18,6 +18,7 @@ from audit_zoo import (
     noisy_gd,
     penalty,
     sampled,
+    single_loop,
 )
 
 import dpbilevel as dpb
@@ -92,6 +93,12 @@ class StopsOnRawGradient(dpb.NoisyGD):
         moved = dpb.NoisyGD.step(self, problem, data, state, key=key)
         goes_on = jnp.abs(exact(state.w)) > 1e-3
         return jax.tree.map(lambda a, b: jnp.where(goes_on, a, b), moved, state)
+
+
+class SilentInOneBlock(dpb.Gaussian):
+    def release(self, bounded, *, key):
+        noisy = dpb.Gaussian.release(self, bounded, key=key)
+        return dataclasses.replace(noisy, v=bounded.raw.v)
 
 
 class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
@@ -287,6 +294,10 @@ def of_penalty(broken, sound=sound_penalty):
     return Mutant("PenaltyBilevel, overlapping", broken, sound)
 
 
+def of_single_loop(broken, sound=lambda: audited(single_loop("shared"))):
+    return Mutant("SingleLoopBilevel, shared", broken, sound)
+
+
 MUTANTS = {
     "noise x 0.9": of_noisy_gd(lambda: audited(noisy_gd(0.9), claim_of(noisy_gd()))),
     "noise x 0.707": of_noisy_gd(
@@ -353,6 +364,12 @@ MUTANTS = {
             claim_of(dataclasses.replace(SUBSET, sampling=dpb.Poisson(0.2))),
         ),
         lambda: audited(SUBSET),
+    ),
+    "noise x 0.9, joint release": of_single_loop(
+        lambda: audited(single_loop("shared", 0.9), claim_of(single_loop("shared")))
+    ),
+    "one block of a joint release without noise": of_single_loop(
+        lambda: audited(single_loop("shared", noise=SilentInOneBlock()), runs=20_000)
     ),
     "warm start from an exact iterate": of_penalty(
         lambda: audited(
