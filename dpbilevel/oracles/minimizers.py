@@ -243,10 +243,15 @@ class NewtonCG(AbstractLowerSolver):
         slope, product = objective.linearized(x, state.y)
         forcing = jnp.minimum(0.5, jnp.sqrt(state.norm))
         linear_solver = ConjugateGradient(forcing, self.cg_steps)
-        direction = linear_solver.solve(
-            product, jax.tree.map(jnp.negative, slope)
-        ).value
+        downhill = jax.tree.map(jnp.negative, slope)
+        direction = linear_solver.solve(product, downhill).value
         predicted = _dot(slope, direction)
+        # Without curvature along the gradient the solve stops where it starts.
+        descends = predicted < 0
+        direction = jax.tree.map(
+            lambda d, s: jnp.where(descends, d, s), direction, downhill
+        )
+        predicted = jnp.where(descends, predicted, -(state.norm**2))
         slack = 8 * jnp.finfo(state.value.dtype).eps * jnp.abs(state.value)
 
         def moved(length):
