@@ -232,52 +232,66 @@ class NewtonCG(AbstractLowerSolver):
                 & ~state.is_stuck
             )
 
-        value, slope = objective.value_and_gradient(x, y0)
-        start = _Newton(y0, value, _norm(slope), jnp.asarray(False))
+        # The first pass of the loop searches along nothing: it evaluates the start.
+        dtype = jax.eval_shape(objective.value, x, y0).dtype
+        infinite = jnp.asarray(jnp.inf, dtype)
+        nothing = jax.tree.map(jnp.zeros_like, y0)
+        start = _Newton(
+            y0, nothing, infinite, jnp.zeros((), dtype), infinite, jnp.asarray(False)
+        )
         steps, state = jax.lax.while_loop(
-            unfinished, step, (jnp.asarray(0, jnp.int32), start)
+            unfinished, step, (jnp.asarray(-1, jnp.int32), start)
         )
         return state.y, _info(state.norm, steps, self.tolerance)
 
     def _step(self, objective, x, state: "_Newton") -> "_Newton":
-        slope, product = objective.linearized(x, state.y)
-        forcing = jnp.minimum(0.5, jnp.sqrt(state.norm))
-        linear_solver = ConjugateGradient(forcing, self.cg_steps)
-        downhill = jax.tree.map(jnp.negative, slope)
-        direction = linear_solver.solve(product, downhill).value
-        predicted = _dot(slope, direction)
-        # Without curvature along the gradient the solve stops where it starts.
-        descends = predicted < 0
-        direction = jax.tree.map(
-            lambda d, s: jnp.where(descends, d, s), direction, downhill
-        )
-        predicted = jnp.where(descends, predicted, -(state.norm**2))
         slack = 8 * jnp.finfo(state.value.dtype).eps * jnp.abs(state.value)
 
         def moved(length):
             return jax.tree.map(
-                lambda u, d: u + length.astype(u.dtype) * d, state.y, direction
+                lambda u, d: u + length.astype(u.dtype) * d, state.y, state.direction
             )
 
         def search(carry):
-            tries, length, _, _ = carry
+            tries, length, _ = carry
             length = jnp.where(tries == 0, length, length / 2)
-            value, slope = objective.value_and_gradient(x, moved(length))
-            return tries + 1, length, value, _norm(slope)
+            return tries + 1, length, objective.value(x, moved(length))
 
-        def too_long(carry):
-            tries, length, value, _ = carry
-            limit = state.value + _DECREASE * length * predicted + slack
-            return (tries < _BACKTRACKS) & ~(value <= limit)
+        def is_short(length, value):
+            decrease = _DECREASE * length * state.predicted
+            return value <= state.value - decrease + slack
 
-        one = jnp.ones((), state.value.dtype)
-        start = (jnp.asarray(0, jnp.int32), one, one * jnp.inf, state.norm)
-        _, length, value, norm = jax.lax.while_loop(too_long, search, start)
+        one = jnp.ones_like(state.value)
+        _, length, value = jax.lax.while_loop(
+            lambda c: (c[0] < _BACKTRACKS) & ~is_short(*c[1:]),
+            search,
+            (jnp.asarray(0, jnp.int32), one, jnp.nan * one),
+        )
+        found = is_short(length, value)
+        y = jax.tree.map(lambda a, b: jnp.where(found, a, b), moved(length), state.y)
+        value = jnp.where(found, value, state.value)
+        direction, predicted, norm = self._direction(objective, x, y)
         # Once values differ by rounding only, the gradient decides.
-        better = (value < state.value - slack) | (norm < state.norm)
-        chosen = _Newton(moved(length), value, norm, jnp.asarray(False))
-        stuck = state._replace(is_stuck=jnp.asarray(True))
-        return jax.tree.map(lambda a, b: jnp.where(better, a, b), chosen, stuck)
+        rounding = (state.predicted <= slack) & (norm >= state.norm)
+        return _Newton(y, direction, value, predicted, norm, ~found | rounding)
+
+    def _direction(self, objective, x, y) -> tuple[PyTree, Scalar, Scalar]:
+        """The next step, the decrease it predicts, and the gradient's norm at `y`."""
+        slope, product = objective.linearized(x, y)
+        norm = _norm(slope)
+        # At the solution no product is spent on a step that nobody takes.
+        done = norm <= self.tolerance
+        forcing = jnp.where(done, 2, jnp.minimum(0.5, jnp.sqrt(norm)))
+        downhill = jax.tree.map(jnp.negative, slope)
+        linear_solver = ConjugateGradient(forcing, self.cg_steps)
+        direction = linear_solver.solve(product, downhill).value
+        predicted = _dot(downhill, direction)
+        # Without curvature along the gradient the solve stops where it starts.
+        descends = predicted > 0
+        direction = jax.tree.map(
+            lambda d, s: jnp.where(descends, d, s), direction, downhill
+        )
+        return direction, jnp.where(descends, predicted, norm**2), norm
 
 
 class LBFGS(AbstractLowerSolver):
@@ -339,7 +353,9 @@ class _Accelerated(NamedTuple):
 
 class _Newton(NamedTuple):
     y: PyTree
+    direction: PyTree
     value: Scalar
+    predicted: Scalar
     norm: Scalar
     is_stuck: Array
 

@@ -190,8 +190,8 @@ def split(y: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def merge(y: PyTree, rest: PyTree) -> PyTree:
-    """Undoes `split`."""
-    return eqx.combine(y, rest)
+    """Undoes `split`; without a `rest`, `y` is whole already."""
+    return y if rest is None else eqx.combine(y, rest)
 
 
 def _over_records(fun: Callable, records: PyTree) -> PyTree:
