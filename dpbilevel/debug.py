@@ -11,6 +11,7 @@ import numpy as np
 import scipy.optimize
 from jaxtyping import PyTree
 
+from .oracles import objectives
 from .problems.bilevel import BilevelProblem, Levels
 
 
@@ -25,7 +26,7 @@ def upper_objective(
         y: The lower variable.
         data: The records.
     """
-    return _mean(problem.upper, problem.upper_public, x, y, data.upper)
+    return objectives.upper_objective(problem, data).value(x, y)
 
 
 def lower_objective(
@@ -39,13 +40,16 @@ def lower_objective(
         y: The lower variable.
         data: The records.
     """
-    return _mean(problem.lower, problem.lower_public, x, y, data.lower)
+    return objectives.lower_objective(problem, data).value(x, y)
 
 
 def lower_solution(
     problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
 ) -> PyTree:
     r"""NON-PRIVATE. $y^*(x)$ without a set, in float64, by L-BFGS on the host.
+
+    The check of `dpbilevel.lower_solution`: another implementation, in float64 whatever
+    the setting of JAX, and without derivatives or `jax.jit`.
 
     Args:
         problem: The problem; `y_set` is not used.
@@ -92,11 +96,6 @@ def hyper_objective(
         y = lower_solution(problem, x, y0, data)
         x, data = _as_float64(x), _as_float64(data)
         return float(upper_objective(problem, x, y, data))
-
-
-def _mean(loss, public, x, y, records) -> jax.Array:
-    mean = jnp.mean(jax.vmap(lambda record: loss(x, y, record))(records))
-    return mean if public is None else mean + public(x, y)
 
 
 def _as_float64(tree: PyTree) -> PyTree:
