@@ -23,9 +23,11 @@ from .problems.applications import penalty_tuning as penalty_tuning
 from .problems.applications import source_weighting as source_weighting
 from .problems.applications import source_weights as source_weights
 from .problems.bilevel import BilevelProblem as BilevelProblem
-from .problems.bilevel import Constants as Constants
 from .problems.bilevel import Levels as Levels
 from .problems.bilevel import Sizes as Sizes
+from .problems.constants import AbstractCertificate as AbstractCertificate
+from .problems.constants import Constants as Constants
+from .problems.constants import SecondOrderConstants as SecondOrderConstants
 from .problems.finite_sum import FiniteSum as FiniteSum
 from .problems.models import logistic_loss as logistic_loss
 from .problems.models import squared_loss as squared_loss

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..sets import Ball
-from .bilevel import BilevelProblem, Constants, Levels
+from .bilevel import BilevelProblem, Levels
+from .constants import Constants
 from .models import squared_loss
 
 Vector = Float[Array, " d"]
