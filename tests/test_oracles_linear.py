@@ -1,0 +1,111 @@
+"""Linear solvers of the oracles: fixed counts, tolerances, pytrees, tiny numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpbilevel.oracles import linear
+
+SOLVERS = [
+    linear.ConjugateGradient(),
+    linear.ConjugateGradient(tolerance=None, num_steps=40),
+    linear.Neumann(num_steps=2000, step_size=0.25),
+    linear.Cholesky(),
+]
+
+
+def system(dtype=np.float64, size=6):
+    rng = np.random.default_rng(0)
+    root = rng.normal(size=(size, size))
+    values = np.linspace(0.2, 4.0, size)
+    basis = np.linalg.qr(root)[0]
+    matrix = (basis * values) @ basis.T
+    return matrix.astype(dtype), rng.normal(size=size).astype(dtype)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("warm", [False, True])
+def test_solvers_agree_with_a_dense_solve(solver, warm):
+    with jax.enable_x64(True):
+        matrix, b = map(jnp.asarray, system())
+        exact = jnp.linalg.solve(matrix, b)
+        x0 = exact + 0.1 if warm else None
+        found = jax.jit(lambda b: solver.solve(lambda v: matrix @ v, b, x0))(b)
+        np.testing.assert_allclose(found.value, exact, rtol=1e-4)
+        residual = jnp.linalg.norm(b - matrix @ found.value)
+        np.testing.assert_allclose(found.residual_norm, residual, rtol=1e-3, atol=1e-14)
+        assert found.num_products <= 2000
+
+
+def test_pytrees_of_several_dtypes():
+    b = {"a": jnp.ones(2, jnp.bfloat16), "b": (jnp.arange(3.0),)}
+
+    def matvec(v):
+        return jax.tree.map(lambda leaf: 2 * leaf, v)
+
+    value, residual = linear.conjugate_gradient(matvec, b, num_steps=3)
+    assert jax.tree.map(lambda v: v.dtype, value) == jax.tree.map(lambda v: v.dtype, b)
+    np.testing.assert_allclose(value["b"][0], [0, 0.5, 1.0])
+    assert residual == 0
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_fixed_count_past_convergence_is_finite_in_single_precision(scale):
+    matrix, b = map(jnp.asarray, system(np.float32))
+    value, residual = linear.conjugate_gradient(
+        lambda v: matrix @ v, jnp.float32(scale) * b, num_steps=500
+    )
+    exact = np.linalg.solve(np.float64(matrix), np.float64(b))
+    np.testing.assert_allclose(np.float64(value) / scale, exact, rtol=1e-5)
+    assert residual <= 1e-5 * scale
+
+
+def test_zero_right_hand_side_has_the_zero_solution():
+    matrix, b = map(jnp.asarray, system(np.float32))
+    for x0 in (None, b):
+        value, residual = linear.conjugate_gradient(
+            lambda v: matrix @ v, 0 * b, num_steps=30, x0=x0
+        )
+        np.testing.assert_allclose(value, 0 * b, atol=1e-6)
+        assert residual <= 1e-6
+
+
+def test_a_truncated_solve_returns_its_residual_and_its_count():
+    matrix, b = map(jnp.asarray, system(np.float32))
+    solver = linear.ConjugateGradient(tolerance=1e-6, num_steps=2)
+    found = solver.solve(lambda v: matrix @ v, b)
+    assert found.num_products == 2
+    assert found.residual_norm > 1e-3
+
+
+def test_a_tolerance_stops_early_and_a_warm_start_earlier():
+    matrix, b = map(jnp.asarray, system(np.float32))
+    solver = linear.ConjugateGradient(tolerance=1e-3)
+    cold = solver.solve(lambda v: matrix @ v, b)
+    warm = solver.solve(lambda v: matrix @ v, b, cold.value)
+    assert 1 < cold.num_products < 10
+    assert warm.num_products == 1
+
+
+def test_an_indefinite_matrix_stops_and_shows_in_the_residual():
+    found = linear.ConjugateGradient().solve(lambda v: -v, jnp.ones(3))
+    assert found.num_products == 1
+    assert found.residual_norm > 1
+    assert np.all(np.isfinite(found.value))
+
+
+def test_the_fixed_count_is_differentiable():
+    matrix, b = map(jnp.asarray, system(np.float32))
+
+    def total(b):
+        return linear.conjugate_gradient(lambda v: matrix @ v, b, num_steps=30)[0].sum()
+
+    exact = np.linalg.solve(matrix, np.ones_like(b))
+    np.testing.assert_allclose(jax.grad(total)(b), exact, rtol=2e-2)
+
+
+@pytest.mark.parametrize("num_steps", [0, 2.5, True])
+def test_a_count_that_is_none_is_refused(num_steps):
+    with pytest.raises(ValueError, match="num_steps must be an integer"):
+        linear.conjugate_gradient(lambda v: v, jnp.ones(2), num_steps=num_steps)
