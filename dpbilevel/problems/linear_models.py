@@ -204,8 +204,9 @@ class TuningCertificate(AbstractCertificate):
     \|\hat v\|$.
 
     - *Stationarity*: $\Lambda y^* = -\frac{1}{n_g} \sum_i \varphi'_i a_i$, hence
-      $\|\hat s\| \le p_1 R / \sqrt\mu$ and $\|y^*\| \le p_1 R / \mu =: r$. On that ball margins
-      are at most $R r$, so $p_1$ is the slope there; repeating this keeps a bound.
+      $\|\hat s\| \le p_1 R / \sqrt\mu$ and $\|y^*\| \le p_1 R / \mu =: r$. On that
+      ball margins are at most $R r$, so $p_1$ is the slope there; repeating this keeps
+      a bound.
     - $\|\hat v\| \le \|\Lambda^{-1/2} \nabla_y F\| \le p_1 R / \sqrt\mu$, as
       $\Lambda^{1/2} H^{-1} \Lambda^{1/2} \preceq I$.
     - *An upper record*: $\nabla_y F$ moves by at most $2 p_1 R / n_f$, so

@@ -151,8 +151,9 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
                 f"{owner}: hopeless: the theorem promises a hypergradient of norm "
                 f"{promised:.3g}, but by the constants it is nowhere longer than "
                 f"{constants.upper_total:.3g}. "
-                f"K = {constants.sensitivity_constant:.3g} asks for more records, a larger epsilon or a stronger convexity of "
-                "the lower level; PenaltyBilevel does not depend on K."
+                f"K = {constants.sensitivity_constant:.3g} asks for more records, a "
+                "larger epsilon or a stronger convexity of the lower level; "
+                "PenaltyBilevel does not depend on K."
             )
         steps = math.ceil(drop / (constants.sensitivity_constant * scale))
         step_size = {"step_size": 1 / (2 * constants.smoothness)}

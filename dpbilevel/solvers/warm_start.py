@@ -1,4 +1,4 @@
-"""Two bilevel solvers, one after the other: the answer of the first starts the second."""
+"""Two bilevel solvers in turn: the released answer of one starts the other."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -99,8 +99,8 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
             return state.first, then.step(problem, data, state.then, key=key_then)
 
         # The step count is public: both runs always happen.
-        parts = jax.lax.cond(state.t < first.num_steps, go_first, go_then)
-        return _State(*parts, state.y0, state.t + 1)
+        runs = jax.lax.cond(state.t < first.num_steps, go_first, go_then)
+        return _State(runs[0], runs[1], state.y0, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The second's iterate, which is the first's answer so far until it starts."""
@@ -108,11 +108,8 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
 
     def adversary_view(self, state: _State) -> PyTree:
         """What each of the two shows."""
-        views = (
-            self.first.adversary_view(state.first),
-            self.then.adversary_view(state.then),
-        )
-        return views
+        first = self.first.adversary_view(state.first)
+        return first, self.then.adversary_view(state.then)
 
     def output(self, problem: BilevelProblem, state: _State) -> PyTree:
         """The second's answer."""
