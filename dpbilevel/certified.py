@@ -185,7 +185,8 @@ def certified_hypergradient(
     check_dtype(certificate, sizes, dtype)
     bounds = certificate.bounds(sizes, x)
     with jax.default_matmul_precision("highest"):
-        value = _hypergradient(problem, data, x, y0, bounds, effort(certificate, sizes))
+        steps = effort(certificate, sizes)
+        value = _hypergradient(problem, data, x, y0, sizes, bounds, steps)
     shares = sensitivities(certificate, sizes, dtype, x)
     shares = jax.tree.map(
         lambda v: jax.lax.stop_gradient(jnp.asarray(v, dtype)), shares
@@ -275,17 +276,17 @@ def _rounding_error(bounds: Bounds, sizes: Sizes, dtype):
     )
 
 
-def _hypergradient(problem, data, x, y0, bounds: Bounds, effort: Effort) -> PyTree:
+def _hypergradient(problem, data, x, y0, sizes, bounds: Bounds, steps: Effort):
     ball = Ball(bounds.solution_radius)
     eigenvalues = {
         "smallest": bounds.strong_convexity,
         "largest": bounds.smoothness,
     }
-    means = _Means(problem, data)
+    means = _Means(problem, data, sizes)
     y = certified.accelerated_gradient(
         functools.partial(means.lower_y, x),
         ball.project(y0),
-        num_steps=effort.lower_steps,
+        num_steps=steps.lower_steps,
         **eigenvalues,
     )
     y = ball.project(y)
@@ -293,7 +294,7 @@ def _hypergradient(problem, data, x, y0, bounds: Bounds, effort: Effort) -> PyTr
     v = certified.chebyshev(
         lambda v: jax.jvp(lambda y: means.lower_y(x, y), (y,), (v,))[1],
         right,
-        num_steps=effort.linear_steps,
+        num_steps=steps.linear_steps,
         **eigenvalues,
     )
     cross = jax.jvp(lambda y: means.lower_x(x, y), (y,), (v,))[1]
@@ -309,11 +310,13 @@ class _Means:
 
     problem: BilevelProblem
     data: Levels
+    sizes: Sizes
 
     def lower_y(self, x, y) -> PyTree:
         mean = _mean(
             lambda total: jax.grad(lambda y: total(self.problem.lower, x, y))(y),
             self.data.lower,
+            self.sizes.lower,
         )
         return _plus(mean, self.problem.lower_public, 1, x, y)
 
@@ -323,6 +326,7 @@ class _Means:
             mean = _mean(
                 lambda total: jax.grad(lambda x: total(self.problem.lower, x, y))(x),
                 self.data.lower,
+                self.sizes.lower,
             )
         return _plus(mean, self.problem.lower_public, 0, x, y)
 
@@ -330,7 +334,7 @@ class _Means:
         def gradients(total):
             return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))
 
-        mean_x, mean_y = _mean(gradients, self.data.upper)
+        mean_x, mean_y = _mean(gradients, self.data.upper, self.sizes.upper)
         public = self.problem.upper_public
         return _plus(mean_x, public, 0, x, y), _plus(mean_y, public, 1, x, y)
 
@@ -341,8 +345,8 @@ def _plus(mean: PyTree, public, argument: int, x, y) -> PyTree:
     return optax.tree.add(mean, jax.grad(public, argument)(x, y))
 
 
-def _mean(derivative: Callable, records: PyTree) -> PyTree:
-    """The mean of a derivative over the records, chunk by chunk.
+def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
+    """A derivative summed over the records chunk by chunk, over their planned number.
 
     `derivative` maps `total(loss, x, y)`, the sum of a loss over the records of a
     chunk, to the derivative of that sum.
@@ -365,12 +369,17 @@ def _mean(derivative: Callable, records: PyTree) -> PyTree:
 
         return derivative(total)
 
-    first = part(jnp.zeros((), jnp.int32))
-    rest = jnp.arange(1, -(-n // rows), dtype=jnp.int32)
-    total, _ = jax.lax.scan(
-        lambda total, index: (optax.tree.add(total, part(index)), None), first, rest
-    )
-    return jax.tree.map(lambda v: v / n, total)
+    indices = jnp.arange(-(-n // rows), dtype=jnp.int32)
+    if n == rows:
+        total = part(indices[0])
+    else:
+        empty = optax.tree.zeros_like(jax.eval_shape(part, indices[0]))
+        total, _ = jax.lax.scan(
+            lambda total, index: (optax.tree.add(total, part(index)), None),
+            empty,
+            indices,
+        )
+    return jax.tree.map(lambda v: v / size, total)
 
 
 def _readable(record: PyTree) -> PyTree:

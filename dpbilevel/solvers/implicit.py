@@ -164,6 +164,11 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         """Replace-one."""
         return self.noise.neighbours
 
+    @property
+    def basis(self) -> Basis:
+        """Constants."""
+        return Basis.CONSTANTS
+
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts at `w0 = (x, y)`; every lower solve starts at `y`."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
+from ..clipping import Basis
 from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
@@ -75,6 +76,11 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
     def neighbours(self) -> Neighbours:
         """The relation of both runs."""
         return self.first.neighbours
+
+    @property
+    def basis(self) -> Basis:
+        """The worse one's."""
+        return self.first.basis.worse(self.then.basis)
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts the first at `w0`; the second waits there."""
