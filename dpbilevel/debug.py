@@ -236,10 +236,8 @@ def _ratio(found: float, declared: float) -> float:
 def _measured(problem: BilevelProblem, w, w_other, z, z_other) -> dict[str, jax.Array]:
     """What the constants bound, at one point; strong convexity with a minus sign."""
     (x, y), (other_x, other_y) = w, w_other
-    f, g = (_derivatives(problem, role, x, y, r) for role, r in _pairs(z))
-    f_other, g_other = (
-        _derivatives(problem, role, x, y, r) for role, r in _pairs(z_other)
-    )
+    f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))
+    g, g_other = (_derivatives(problem, "lower", x, y, r[1]) for r in (z, z_other))
     in_x = _derivatives(problem, "lower", other_x, y, z[1])
     in_y = _derivatives(problem, "lower", x, other_y, z[1])
     step_x, step_y = (
