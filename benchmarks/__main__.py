@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-NAMES = ("clipping", "precision", "calibration", "census")
+NAMES = ("clipping", "precision", "calibration", "census", "implicit")
 
 
 def run(name, cores):

@@ -193,22 +193,20 @@ def certified_hypergradient(
     )
     if precision == "float":
         return Bounded(
-            value, _contribution(certificate, shares, sizes, dtype), Basis.CONSTANTS
+            value, _contribution(certificate, shares, sizes), Basis.CONSTANTS
         )
     least = jnp.minimum(shares.upper, shares.lower)
     rounded = math.sqrt(optax.tree.size(value)) * 2.0**-_BITS * least
     shares = jax.tree.map(lambda v: v + rounded, shares)
     grid = _on_grid(value, least)
-    return Bounded(
-        grid, _contribution(certificate, shares, sizes, dtype), Basis.CONSTANTS
-    )
+    return Bounded(grid, _contribution(certificate, shares, sizes), Basis.CONSTANTS)
 
 
 def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
     """The problem's certificate.
 
     Raises:
-        ValueError: It has none, or its lower level has a set.
+        ValueError: It has none, or one for other functions; its lower level has a set.
     """
     if not isinstance(problem.constants, AbstractCertificate):
         raise ValueError(
@@ -224,20 +222,53 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
             f"level, got y_set={problem.y_set}. Leave y_set out; the constants' "
             "solution_radius says where the lower solutions are."
         )
+    problem.constants.check(problem)
     return problem.constants
 
 
-def _contribution(certificate, shares: Levels, sizes: Sizes, dtype) -> Float[Array, ""]:
-    """Half the sensitivity that the noise is to be relative to.
+def planned(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> Levels:
+    r"""The sensitivities that a ledger lists: the largest ones over all x.
 
-    The ledger of disjoint people has a ratio of noise to sensitivity for each role,
-    fixed before x is known: all of the noise follows the role that needs it most.
+    Disjoint people have a ratio of noise to sensitivity per role, fixed before $x$ and
+    the dtype are known. Where the sensitivities vary with $x$, each by its own factor,
+    both roles are listed with the larger one: noise that serves the role that needs it
+    most then serves the whole budget best.
+
+    Args:
+        certificate: The bounds.
+        sizes: The planned sizes.
+        dtype: What the hypergradient will be computed in.
     """
+    shares = sensitivities(certificate, sizes, dtype)
+    if sizes.people is not People.DISJOINT:
+        return shares
+    ratios = _ratios(certificate, sizes)
+    factor = max(shares.upper / ratios.upper, shares.lower / ratios.lower)
+    return Levels(factor * ratios.upper, factor * ratios.lower)
+
+
+def _ratios(certificate, sizes: Sizes) -> Levels:
+    """What the listed sensitivities of disjoint people are proportional to."""
+    bounds = certificate.bounds(sizes)
+    error = 2 * _solve_error(bounds, effort(certificate, sizes))
+    upper, lower = float(bounds.upper + error), float(bounds.lower + error)
+    # A role whose records move nothing sees but rounding; it must not ask for much.
+    least = 1e-3 * max(upper, lower)
+    upper, lower = max(upper, least), max(lower, least)
+    return (
+        Levels(max(upper, lower), max(upper, lower))
+        if certificate.varies
+        else Levels(upper, lower)
+    )
+
+
+def _contribution(certificate, shares: Levels, sizes: Sizes) -> Float[Array, ""]:
+    """Half the sensitivity that the noise is to be relative to, as `planned` has it."""
     if sizes.people is not People.DISJOINT:
         return (shares.upper + shares.lower) / 2
-    planned = sensitivities(certificate, sizes, dtype)
-    largest = jnp.maximum(shares.upper / planned.upper, shares.lower / planned.lower)
-    return (planned.upper + planned.lower) / 2 * largest
+    ratios = _ratios(certificate, sizes)
+    factor = jnp.maximum(shares.upper / ratios.upper, shares.lower / ratios.lower)
+    return (ratios.upper + ratios.lower) / 2 * factor
 
 
 def _lower_error(bounds: Bounds, steps: int):

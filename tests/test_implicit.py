@@ -175,6 +175,10 @@ def test_a_value_that_is_not_finite_is_released_as_zero():
     class Odd(dpb.AbstractCertificate):
         second_order = EXACT.problem.constants
         assumptions = ()
+        varies = False
+
+        def check(self, problem):
+            pass
 
         def bounds(self, sizes, x=None):
             return EXACT.problem.constants.bounds(sizes, x)
@@ -287,6 +291,7 @@ def test_the_theorems_parameters(x64):
     [
         ({"constants": None}, SIZES, "linear_tuning"),
         ({"y_set": dpb.Ball(1.0)}, SIZES, "unconstrained lower level"),
+        ({"upper": dpb.logistic_loss}, SIZES, "public term of the problem was exch"),
         ({}, dpb.Sizes(10**6, 10**6), "Enable 64-bit"),
         (
             {"constants": dataclasses.replace(TUNING.constants, low=-25.0)},

@@ -106,6 +106,15 @@ class AbstractCertificate(abc.ABC):
             Numbers on the host without `x`, arrays in its dtype with it.
         """
 
+    @abc.abstractmethod
+    def check(self, problem: Any) -> None:
+        """Raises `ValueError` where the problem is visibly not the one it is for."""
+
+    @property
+    @abc.abstractmethod
+    def varies(self) -> bool:
+        """Whether the bounds depend on `x`."""
+
     @property
     @abc.abstractmethod
     def second_order(self) -> "SecondOrderConstants":
@@ -306,6 +315,14 @@ class SecondOrderConstants(AbstractCertificate):
             upper_gradient=self.upper_y,
             lower_gradient=2 * self.lower_y,
         )
+
+    def check(self, problem: Any) -> None:
+        """Nothing to see: it is the declaration that counts."""
+
+    @property
+    def varies(self) -> bool:
+        """No."""
+        return False
 
     @property
     def second_order(self) -> "SecondOrderConstants":

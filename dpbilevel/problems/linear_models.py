@@ -8,6 +8,7 @@ every record there can be.
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -170,7 +171,8 @@ def linear_tuning(
 
     problem = penalty_tuning(loss, groups, bounds=bounds)
     low, high = map(float, bounds)
-    certificate = TuningCertificate(model, float(row_norm), low, high)
+    terms = problem.upper, problem.lower, problem.upper_public, problem.lower_public
+    certificate = TuningCertificate(model, float(row_norm), low, high, terms)
     return dataclasses.replace(problem, constants=certificate)
 
 
@@ -235,6 +237,7 @@ class TuningCertificate(AbstractCertificate):
         row_norm: $R$.
         low: $l$, the least log-penalty.
         high: $u$, the largest one.
+        terms: The problem's losses and public terms, which it was proved for.
 
     Privacy:
         Proved for every record, because the loss shortens its rows; the status is
@@ -245,6 +248,29 @@ class TuningCertificate(AbstractCertificate):
     row_norm: float
     low: float
     high: float
+    terms: tuple[Callable | None, ...] = dataclasses.field(repr=False)
+
+    def check(self, problem: BilevelProblem) -> None:
+        """Refuses a problem with other functions than those of the proof.
+
+        Args:
+            problem: The problem that holds it.
+
+        Raises:
+            ValueError: A loss or a public term was exchanged.
+        """
+        terms = problem.upper, problem.lower, problem.upper_public, problem.lower_public
+        if terms != self.terms:
+            raise ValueError(
+                "linear_tuning: a loss or a public term of the problem was exchanged, "
+                "but its constants are proved for the original ones. Declare "
+                "dpbilevel.SecondOrderConstants(...) for the new problem."
+            )
+
+    @property
+    def varies(self) -> bool:
+        """Yes."""
+        return True
 
     def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
         """The bounds at `x`, or at the worst point of the box.

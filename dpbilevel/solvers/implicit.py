@@ -216,7 +216,7 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         certificate = certified.certificate_of(problem)
         dtype = jnp.result_type(float)
         certified.check_dtype(certificate, sizes, dtype)
-        shares = certified.sensitivities(certificate, sizes, dtype)
+        shares = certified.planned(certificate, sizes, dtype)
         counts = {role: getattr(sizes, role) for role in ROLES}
         # A mean of n vectors of this norm has this sensitivity.
         queries = tuple(
