@@ -255,11 +255,9 @@ def _ratios(certificate, sizes: Sizes) -> Levels:
     # A role whose records move nothing sees but rounding; it must not ask for much.
     least = 1e-3 * max(upper, lower)
     upper, lower = max(upper, least), max(lower, least)
-    return (
-        Levels(max(upper, lower), max(upper, lower))
-        if certificate.varies
-        else Levels(upper, lower)
-    )
+    if certificate.varies:
+        upper = lower = max(upper, lower)
+    return Levels(upper, lower)
 
 
 def _contribution(certificate, shares: Levels, sizes: Sizes) -> Float[Array, ""]:
