@@ -100,7 +100,8 @@ def sensitivities(
     $e = \rho L_{gy} + 8 u \beta r$ at most. Steps of the accelerated method add up to
     an error of $4 \sqrt\kappa e / \mu$ in $y$, those of the linear solver to a residual
     of at most $4 \sqrt\kappa (2 \kappa + 1) \rho L_{fy}$, and the last sums to $2 \rho
-    \bar L$.
+    \bar L$. No two values in the ball of radius $\bar L$ are further apart than $2 \bar
+    L$.
 
     Args:
         certificate: The bounds.
@@ -118,7 +119,11 @@ def sensitivities(
     bounds = certificate.bounds(sizes, x)
     error = _solve_error(bounds, effort(certificate, sizes))
     error += _rounding_error(bounds, sizes, dtype)
-    return Levels(bounds.upper + 2 * error, bounds.lower + 2 * error)
+    least = jnp.minimum if isinstance(error, jax.Array) else min
+    return Levels(
+        least(bounds.upper + 2 * error, 2 * bounds.gradient),
+        least(bounds.lower + 2 * error, 2 * bounds.gradient),
+    )
 
 
 def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> None:

@@ -45,6 +45,11 @@ class AbstractLinearModel(abc.ABC):
     def concordance(self) -> float:
         r"""$s$ with $|\varphi'''| \le s \varphi''$."""
 
+    @property
+    @abc.abstractmethod
+    def start(self) -> float:
+        r"""$\varphi_0 \ge \varphi(0, b)$; infinite where labels are not bounded."""
+
     @abc.abstractmethod
     def slope(self, margin: Any) -> Any:
         r"""$p_1 \ge |\varphi'(t, b)|$ for $|t| \le$ `margin`, non-decreasing in it."""
@@ -77,6 +82,11 @@ class Logistic(AbstractLinearModel):
     def concordance(self) -> float:
         """1."""
         return 1.0
+
+    @property
+    def start(self) -> float:
+        """The loss at margin 0, whatever the label."""
+        return math.log(2)
 
     def slope(self, margin: Any) -> Any:
         """The logistic function."""
@@ -119,6 +129,11 @@ class PseudoHuber(AbstractLinearModel):
     def concordance(self) -> float:
         """The value at the width."""
         return 1.5 / self.width
+
+    @property
+    def start(self) -> float:
+        """Infinite."""
+        return math.inf
 
     def slope(self, margin: Any) -> float:
         """The width, for every margin."""
@@ -206,13 +221,15 @@ class TuningCertificate(AbstractCertificate):
     \|\hat v\|$.
 
     - *Stationarity*: $\Lambda y^* = -\frac{1}{n_g} \sum_i \varphi'_i a_i$, hence
-      $\|\hat s\| \le p_1 R / \sqrt\mu$ and $\|y^*\| \le p_1 R / \mu =: r$. On that
-      ball margins are at most $R r$, so $p_1$ is the slope there; repeating this keeps
-      a bound.
+      $\|\hat s\| \le p_1 R / \sqrt\mu$ and $\|y^*\| \le p_1 R / \mu$. And $G(x, y^*)
+      \le G(x, 0)$, hence $\|\hat s\| \le \sqrt{2 \varphi_0}$ and $\|y^*\| \le \sqrt{2
+      \varphi_0 / \mu}$. Let $S$ and $r$ be the smaller ones. On the ball of radius $r$
+      margins are at most $R r$, so $p_1$ is the slope there; repeating this keeps a
+      bound.
     - $\|\hat v\| \le \|\Lambda^{-1/2} \nabla_y F\| \le p_1 R / \sqrt\mu$, as
       $\Lambda^{1/2} H^{-1} \Lambda^{1/2} \preceq I$.
     - *An upper record*: $\nabla_y F$ moves by at most $2 p_1 R / n_f$, so
-      $S_{up} = 2 p_1^2 R^2 / (\mu n_f)$.
+      $S_{up} = S \cdot 2 p_1 R / (n_f \sqrt\mu)$.
     - *A lower record*, between data $Z$ and $Z'$: strong convexity in the norm of
       $\Lambda$ gives $\|\Delta \hat s\| \le 2 p_1 R / (n_g \sqrt\mu)$ and $\|\Delta
       y\| \le d = 2 p_1 R / (n_g \mu)$. From $H' \Delta v = \Delta \nabla_y F -
@@ -283,11 +300,11 @@ class TuningCertificate(AbstractCertificate):
             mu, top = (np.exp(np.float64(v)) for v in (self.low, self.high))
         else:
             mu, top = jnp.exp(jnp.min(x)), jnp.exp(jnp.max(x))
-        slope, radius = self._solution(mu)
+        slope, radius, energy = self._solution(mu)
         p1, p2 = slope * self.row_norm, self.model.curvature * self.row_norm**2
         p3, n = self.model.third * self.row_norm**3, sizes.lower
         moved = 2 * p1 / (n * mu)
-        wide = (top / mu) ** 0.5
+        root, reach = mu**0.5, radius * top**0.5
         concordant = self.model.concordance * self.row_norm * moved
         module = _module(mu)
         # Beyond 1 the other bound on the others' share is the smaller one by far.
@@ -301,11 +318,11 @@ class TuningCertificate(AbstractCertificate):
             strong_convexity=mu,
             smoothness=p2 + top,
             solution_radius=radius,
-            upper=2 * p1**2 / (mu * sizes.upper),
-            lower=p1 / mu * (2 * p1 / n + others),
-            lower_error=wide * p1 * (1 + (p2 + p1 * p3 / mu) / mu),
-            linear_error=wide * p1 / mu,
-            gradient=p1**2 / mu,
+            upper=energy * 2 * p1 / (root * sizes.upper),
+            lower=2 * p1 / (n * root) * (p1 / root) + energy * others / root,
+            lower_error=top**0.5 * p1 / root + reach * (p2 + p1 * p3 / mu) / root,
+            linear_error=reach / root,
+            gradient=energy * p1 / root,
             upper_gradient=p1,
             lower_gradient=p1 + top * radius,
         )
@@ -318,7 +335,7 @@ class TuningCertificate(AbstractCertificate):
         half of $p_2 R^2$ is the spread of a record's Hessian, which is semidefinite.
         """
         mu, top = math.exp(self.low), math.exp(self.high)
-        slope, radius = self._solution(np.float64(mu))
+        slope, radius, _ = self._solution(np.float64(mu))
         p1, p2 = slope * self.row_norm, self.model.curvature * self.row_norm**2
         return SecondOrderConstants(
             strong_convexity=mu,
@@ -344,7 +361,7 @@ class TuningCertificate(AbstractCertificate):
     def assumptions(self) -> tuple[str, ...]:
         """What was proved, and from what."""
         mu, model = math.exp(self.low), self.model
-        slope, radius = self._solution(np.float64(mu))
+        slope, radius, _ = self._solution(np.float64(mu))
         return (
             f"proved for {model} on rows shortened to norm {self.row_norm:.6g} and "
             f"log-penalties in [{self.low:.6g}, {self.high:.6g}]: slope <= "
@@ -355,12 +372,15 @@ class TuningCertificate(AbstractCertificate):
             "one listed",
         )
 
-    def _solution(self, mu: Any) -> tuple[Any, Any]:
-        """Bounds on the slope and on the norm of the lower solution."""
-        slope = self.model.slope(_module(mu).inf + 0 * mu)
+    def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
+        """Bounds on the slope, on the solution's norm and on it in Lambda's norm."""
+        module, energy = _module(mu), (2 * self.model.start) ** 0.5
+        slope = self.model.slope(module.inf + 0 * mu)
         for _ in range(_REFINEMENTS):
-            slope = self.model.slope(slope * self.row_norm**2 / mu)
-        return slope, slope * self.row_norm / mu
+            radius = module.minimum(slope * self.row_norm / mu, energy / mu**0.5)
+            slope = self.model.slope(self.row_norm * radius)
+        by_slope = slope * self.row_norm / mu**0.5
+        return slope, radius, module.minimum(by_slope, energy)
 
 
 def _module(value: Any) -> Any:
