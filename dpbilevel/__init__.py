@@ -2,11 +2,23 @@
 
 from . import audit as audit
 from . import debug as debug
+from . import oracles as oracles
 from ._version import __version__ as __version__
 from .clipping import Basis as Basis
 from .clipping import Bounded as Bounded
 from .clipping import clipped_mean as clipped_mean
 from .noise import root_key as root_key
+from .oracles.hypergradients import implicit_hypergradient as implicit_hypergradient
+from .oracles.hypergradients import penalty_hypergradient as penalty_hypergradient
+from .oracles.hypergradients import unrolled_hypergradient as unrolled_hypergradient
+from .oracles.linear import Cholesky as Cholesky
+from .oracles.linear import ConjugateGradient as ConjugateGradient
+from .oracles.linear import Neumann as Neumann
+from .oracles.lower import lower_solution as lower_solution
+from .oracles.lower import lower_solve as lower_solve
+from .oracles.minimizers import LBFGS as LBFGS
+from .oracles.minimizers import AcceleratedGradient as AcceleratedGradient
+from .oracles.minimizers import NewtonCG as NewtonCG
 from .privacy.budget import Neighbours as Neighbours
 from .privacy.budget import People as People
 from .privacy.budget import PrivacyBudget as PrivacyBudget

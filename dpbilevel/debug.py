@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from . import _checks
 from .noise import PRNGKey, check_key
+from .oracles import objectives
 from .problems.bilevel import BilevelProblem, Levels
 from .problems.constants import AbstractCertificate
 
@@ -36,7 +37,7 @@ def upper_objective(
         y: The lower variable.
         data: The records.
     """
-    return _mean(problem.upper, problem.upper_public, x, y, data.upper)
+    return objectives.upper_objective(problem, data).value(x, y)
 
 
 def lower_objective(
@@ -50,13 +51,16 @@ def lower_objective(
         y: The lower variable.
         data: The records.
     """
-    return _mean(problem.lower, problem.lower_public, x, y, data.lower)
+    return objectives.lower_objective(problem, data).value(x, y)
 
 
 def lower_solution(
     problem: BilevelProblem, x: PyTree, y0: PyTree, data: Levels
 ) -> PyTree:
     r"""NON-PRIVATE. $y^*(x)$ without a set, in float64, by L-BFGS on the host.
+
+    The check of `dpbilevel.lower_solution`: another implementation, in float64 whatever
+    the setting of JAX, and without derivatives or `jax.jit`.
 
     Args:
         problem: The problem; `y_set` is not used.
@@ -293,11 +297,6 @@ def _flat(tree: PyTree) -> jax.Array:
 def _size(value: jax.Array) -> jax.Array:
     """The Euclidean norm of a vector, the largest singular value of a matrix."""
     return jnp.linalg.norm(value, 2) if value.ndim == 2 else jnp.linalg.norm(value)
-
-
-def _mean(loss, public, x, y, records) -> jax.Array:
-    mean = jnp.mean(jax.vmap(lambda record: loss(x, y, record))(records))
-    return mean if public is None else mean + public(x, y)
 
 
 def _as_float64(tree: PyTree) -> PyTree:

@@ -7,6 +7,7 @@ errors add up as in any linear recursion.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from .minimizers import AcceleratedGradient
 
 Number = float | Float[Array, ""]
 
@@ -58,17 +60,10 @@ def accelerated_gradient(
     References:
         Nesterov, "Lectures on convex optimization", 2018, Section 2.2.
     """
-    _checks.count("accelerated_gradient", num_steps=num_steps)
     root = condition_number(smallest, largest) ** 0.5
-    momentum, rate = (root - 1) / (root + 1), 1 / (_APART * largest)
-
-    def step(_, pair):
-        old, ahead = pair
-        new = _add(ahead, -rate, gradient(ahead))
-        return new, _add(new, momentum, optax.tree.sub(new, old))
-
-    solution, _ = jax.lax.fori_loop(0, num_steps, step, (start, start))
-    return solution
+    rate, momentum = 1 / (_APART * largest), (root - 1) / (root + 1)
+    solver = AcceleratedGradient(num_steps, rate, momentum, tolerance=None)
+    return solver.minimize(_Objective(gradient), None, start)[0]
 
 
 def accelerated_error(
@@ -144,6 +139,17 @@ def chebyshev_error(smallest: Number, largest: Number, num_steps: int) -> Number
     """
     root = condition_number(smallest, largest) ** 0.5
     return 2 * ((root - 1) / (root + 1)) ** num_steps
+
+
+class _Objective(NamedTuple):
+    """As much of an objective as the method asks for at a fixed x."""
+
+    of: Callable[[PyTree], PyTree]
+
+    def gradient(self, x: None, y: PyTree) -> PyTree:
+        """The gradient in y."""
+        del x
+        return self.of(y)
 
 
 def _scale(factor: Number, tree: PyTree) -> PyTree:

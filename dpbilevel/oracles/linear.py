@@ -166,7 +166,7 @@ class ConjugateGradient(AbstractLinearSolver):
             Static.
     """
 
-    tolerance: float | None = 1e-5
+    tolerance: float | Scalar | None = 1e-5
     num_steps: int = eqx.field(static=True, default=500)
 
     def __check_init__(self):
@@ -234,6 +234,31 @@ class Cholesky(AbstractLinearSolver):
         value, residual_norm = cholesky(matvec, b)
         products = sum(jnp.size(leaf) for leaf in jax.tree.leaves(b))
         return LinearSolution(value, residual_norm, jnp.asarray(products, jnp.int32))
+
+
+def differentiable_solve(
+    solver: AbstractLinearSolver, matvec: Matvec, b: PyTree, x0: PyTree | None = None
+) -> LinearSolution:
+    r"""Solves $A v = b$ with derivatives of the solution instead of the iteration.
+
+    Forward and reverse mode, to any order: a derivative of $v$ is the solution of
+    another system with $A$, by the same solver. Only `value` has one.
+
+    Args:
+        solver: The solver.
+        matvec: $v \mapsto A v$, linear; may close over what is differentiated.
+        b: The right-hand side.
+        x0: A starting point.
+    """
+
+    def solve(matvec, b):
+        found = solver.solve(matvec, b, x0)
+        return found.value, found[1:]
+
+    value, rest = jax.lax.custom_linear_solve(
+        matvec, b, solve, symmetric=True, has_aux=True
+    )
+    return LinearSolution(value, *rest)
 
 
 class _Conjugate(NamedTuple):

@@ -1,0 +1,378 @@
+"""NON-PRIVATE solvers of the lower level: gradients, Newton steps, L-BFGS."""
+
+import abc
+import math
+from typing import NamedTuple, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .. import _checks
+from ..sets import AbstractSet, Euclidean
+from .linear import ConjugateGradient
+from .objectives import AbstractObjective
+
+Scalar = Float[Array, ""]
+
+_DECREASE = 1e-4
+_BACKTRACKS = 30
+
+
+class LowerInfo(NamedTuple):
+    r"""How a lower-level solve ended.
+
+    Attributes:
+        gradient_norm: $\|\nabla_y g(x, y)\|_2$ at the answer; with a set, the norm of
+            the gradient mapping $(y - P(y - s \nabla_y g)) / s$.
+        num_steps: The steps taken.
+        converged: Whether `gradient_norm` is at most the solver's tolerance. A solver
+            without one never claims it.
+    """
+
+    gradient_norm: Scalar
+    num_steps: Int[Array, ""]
+    converged: Bool[Array, ""]
+
+
+class AbstractLowerSolver(eqx.Module):
+    r"""Minimizes $g(x, \cdot)$ for a fixed $x$."""
+
+    @abc.abstractmethod
+    def minimize(
+        self,
+        objective: AbstractObjective,
+        x: PyTree,
+        y0: PyTree,
+        y_set: AbstractSet = Euclidean(),
+    ) -> tuple[PyTree, LowerInfo]:
+        """The minimizer over a set, and how the solve ended.
+
+        Args:
+            objective: As `lower_objective` returns.
+            x: The upper variable.
+            y0: The starting point, a pytree of arrays of floats.
+            y_set: The feasible set.
+
+        Raises:
+            ValueError: The solver cannot keep to `y_set`.
+        """
+
+
+class AcceleratedGradient(AbstractLowerSolver):
+    r"""Nesterov's accelerated gradient method, projected onto the set.
+
+    $y_{k+1} = P(z_k - s \nabla_y g(z_k))$ and $z_{k+1} = y_{k+1} + \beta_k (y_{k+1} -
+    y_k)$. Without a `tolerance` exactly `num_steps` gradients are taken, whatever the
+    records are, and forward and reverse mode go through the steps.
+
+    Args:
+        num_steps: The most steps; without `tolerance`, the number of steps. Static.
+        step_size: $s$. `None` searches: from 1 on, halved until the quadratic bound of
+            smoothness $1/s$ holds; a try that fails still is a step.
+        momentum: $\beta$; `None` lets $\beta_k$ grow as for convex functions and
+            restarts it where the momentum points uphill.
+        tolerance: Stops where the gradient mapping at $z_k$ is at most that long.
+
+    References:
+        Nesterov, "Introductory lectures on convex optimization", 2.2.20; O'Donoghue and
+        Candès, "Adaptive restart for accelerated gradient schemes", gradient scheme.
+    """
+
+    num_steps: int = eqx.field(static=True, default=5000)
+    step_size: float | Scalar | None = None
+    momentum: float | Scalar | None = None
+    tolerance: float | None = 1e-6
+
+    def __check_init__(self):
+        owner = "AcceleratedGradient"
+        _checks.count(owner, num_steps=self.num_steps)
+        if self.step_size is not None:
+            _checks.positive(owner, step_size=self.step_size)
+        if self.momentum is not None:
+            _checks.non_negative(owner, momentum=self.momentum)
+        if self.tolerance is not None:
+            _checks.positive(owner, tolerance=self.tolerance)
+        elif self.step_size is None:
+            raise ValueError(
+                f"{owner}: a fixed number of steps (tolerance=None) needs a step_size, "
+                "1 over the smoothness; see AcceleratedGradient.from_constants."
+            )
+
+    @classmethod
+    def from_constants(
+        cls, num_steps: int, *, smoothness: float, strong_convexity: float
+    ) -> Self:
+        r"""A fixed number of steps, $s = 1/L$ and $\beta = (\sqrt\kappa - 1) /
+        (\sqrt\kappa + 1)$ with $\kappa = L / \mu$.
+
+        From a start at distance $D$: $g(y_k) - g(y^*) \le \frac{L + \mu}{2} D^2 (1 -
+        1/\sqrt\kappa)^k$, hence $\|y_k - y^*\| \le \sqrt{\kappa + 1}\, D\, (1 - 1 /
+        \sqrt\kappa)^{k/2}$.
+
+        Args:
+            num_steps: $k$.
+            smoothness: $L$ of $g(x, \cdot)$.
+            strong_convexity: $\mu \le L$ of $g(x, \cdot)$.
+
+        Raises:
+            ValueError: A constant out of range.
+        """  # noqa: D205
+        _checks.positive(
+            cls.__name__, smoothness=smoothness, strong_convexity=strong_convexity
+        )
+        if strong_convexity > smoothness:
+            raise ValueError(
+                f"{cls.__name__}: strong_convexity={strong_convexity} exceeds "
+                f"smoothness={smoothness}; no function has both."
+            )
+        root = math.sqrt(smoothness / strong_convexity)
+        return cls(num_steps, 1 / smoothness, (root - 1) / (root + 1), None)
+
+    def minimize(self, objective, x, y0, y_set=Euclidean()):
+        """Takes the steps, from the projection of `y0` on."""
+        y0 = y_set.project(y0)
+        dtype = jnp.result_type(*jax.tree.leaves(y0))
+        first = 1.0 if self.step_size is None else self.step_size
+        size, zero = jnp.asarray(first, dtype), jnp.zeros((), dtype)
+        start = _Accelerated(y0, y0, size, zero + 1, zero + jnp.inf)
+
+        def step(state):
+            return self._step(objective, x, state, y_set)
+
+        tolerance = self.tolerance
+        if tolerance is None:
+
+            def body(state, _):
+                return step(state), None
+
+            body = jax.checkpoint(body, prevent_cse=False)
+            state = jax.lax.scan(body, start, length=self.num_steps)[0]
+            steps = jnp.asarray(self.num_steps, jnp.int32)
+        else:
+            steps, state = jax.lax.while_loop(
+                lambda c: (c[0] < self.num_steps) & (c[1].mapping > tolerance),
+                lambda c: (c[0] + 1, step(c[1])),
+                (jnp.asarray(0, jnp.int32), start),
+            )
+        slope = objective.gradient(x, state.y)
+        _, norm = _mapping(state.y, slope, state.step_size, y_set)
+        return state.y, _info(norm, steps, self.tolerance)
+
+    def _step(self, objective, x, state: "_Accelerated", y_set) -> "_Accelerated":
+        z, size = state.z, state.step_size
+        if self.step_size is not None:
+            slope = objective.gradient(x, z)
+            y, mapping = _mapping(z, slope, size, y_set)
+            return self._accelerate(state, y, mapping)
+        value, slope = objective.value_and_gradient(x, z)
+        y, mapping = _mapping(z, slope, size, y_set)
+        move = _minus(y, z)
+        bound = value + _dot(slope, move) + _dot(move, move) / (2 * size)
+        trial = objective.value(x, y)
+        # What rounding alone can do must not halve the step for ever.
+        slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
+        fits = trial <= bound + slack
+        accepted = self._accelerate(state, y, mapping)
+        refused = state._replace(step_size=size / 2)
+        return jax.tree.map(lambda a, b: jnp.where(fits, a, b), accepted, refused)
+
+    def _accelerate(self, state: "_Accelerated", y, mapping) -> "_Accelerated":
+        move = _minus(y, state.y)
+        if self.momentum is not None:
+            momentum, age = jnp.asarray(self.momentum, state.age.dtype), state.age
+        else:
+            uphill = _dot(_minus(state.z, y), move) > 0
+            old = jnp.where(uphill, 1, state.age)
+            age = (1 + jnp.sqrt(1 + 4 * old**2)) / 2
+            momentum = (old - 1) / age
+        z = jax.tree.map(lambda u, d: u + momentum.astype(u.dtype) * d, y, move)
+        return _Accelerated(y, z, state.step_size, age, mapping)
+
+
+class NewtonCG(AbstractLowerSolver):
+    r"""Newton's method, each system solved by conjugate gradients as far as it pays.
+
+    The system of a step is solved to $\min(0.5, \sqrt{\|\nabla_y g\|})$ of its
+    right-hand side, which converges superlinearly; a halving line search accepts a
+    decrease of $10^{-4}$ of the predicted one.
+
+    Args:
+        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
+        num_steps: The most Newton steps. Static.
+        cg_steps: The most conjugate gradient steps in one of them. Static.
+
+    References:
+        Nocedal and Wright, "Numerical optimization", Algorithm 7.1.
+    """
+
+    tolerance: float = 1e-6
+    num_steps: int = eqx.field(static=True, default=50)
+    cg_steps: int = eqx.field(static=True, default=200)
+
+    def __check_init__(self):
+        _checks.positive("NewtonCG", tolerance=self.tolerance)
+        _checks.count("NewtonCG", num_steps=self.num_steps, cg_steps=self.cg_steps)
+
+    def minimize(self, objective, x, y0, y_set=Euclidean()):
+        """Takes Newton steps; for problems without a set."""
+        _check_no_set("NewtonCG", y_set)
+
+        def step(carry):
+            steps, state = carry
+            return steps + 1, self._step(objective, x, state)
+
+        def unfinished(carry):
+            steps, state = carry
+            return (
+                (steps < self.num_steps)
+                & (state.norm > self.tolerance)
+                & ~state.is_stuck
+            )
+
+        value, slope = objective.value_and_gradient(x, y0)
+        start = _Newton(y0, value, _norm(slope), jnp.asarray(False))
+        steps, state = jax.lax.while_loop(
+            unfinished, step, (jnp.asarray(0, jnp.int32), start)
+        )
+        return state.y, _info(state.norm, steps, self.tolerance)
+
+    def _step(self, objective, x, state: "_Newton") -> "_Newton":
+        slope, product = objective.linearized(x, state.y)
+        forcing = jnp.minimum(0.5, jnp.sqrt(state.norm))
+        linear_solver = ConjugateGradient(forcing, self.cg_steps)
+        downhill = jax.tree.map(jnp.negative, slope)
+        direction = linear_solver.solve(product, downhill).value
+        predicted = _dot(slope, direction)
+        # Without curvature along the gradient the solve stops where it starts.
+        descends = predicted < 0
+        direction = jax.tree.map(
+            lambda d, s: jnp.where(descends, d, s), direction, downhill
+        )
+        predicted = jnp.where(descends, predicted, -(state.norm**2))
+        slack = 8 * jnp.finfo(state.value.dtype).eps * jnp.abs(state.value)
+
+        def moved(length):
+            return jax.tree.map(
+                lambda u, d: u + length.astype(u.dtype) * d, state.y, direction
+            )
+
+        def search(carry):
+            tries, length, _, _ = carry
+            length = jnp.where(tries == 0, length, length / 2)
+            value, slope = objective.value_and_gradient(x, moved(length))
+            return tries + 1, length, value, _norm(slope)
+
+        def too_long(carry):
+            tries, length, value, _ = carry
+            limit = state.value + _DECREASE * length * predicted + slack
+            return (tries < _BACKTRACKS) & ~(value <= limit)
+
+        one = jnp.ones((), state.value.dtype)
+        start = (jnp.asarray(0, jnp.int32), one, one * jnp.inf, state.norm)
+        _, length, value, norm = jax.lax.while_loop(too_long, search, start)
+        # Once values differ by rounding only, the gradient decides.
+        better = (value < state.value - slack) | (norm < state.norm)
+        chosen = _Newton(moved(length), value, norm, jnp.asarray(False))
+        stuck = state._replace(is_stuck=jnp.asarray(True))
+        return jax.tree.map(lambda a, b: jnp.where(better, a, b), chosen, stuck)
+
+
+class LBFGS(AbstractLowerSolver):
+    r"""Limited-memory BFGS with a zoom line search, by `optax.lbfgs`.
+
+    Args:
+        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
+        num_steps: The most steps. Static.
+        memory_size: How many pairs are kept. Static.
+    """
+
+    tolerance: float = 1e-6
+    num_steps: int = eqx.field(static=True, default=500)
+    memory_size: int = eqx.field(static=True, default=10)
+
+    def __check_init__(self):
+        _checks.positive("LBFGS", tolerance=self.tolerance)
+        _checks.count("LBFGS", num_steps=self.num_steps, memory_size=self.memory_size)
+
+    def minimize(self, objective, x, y0, y_set=Euclidean()):
+        """Takes quasi-Newton steps; for problems without a set."""
+        _check_no_set("LBFGS", y_set)
+        rule = optax.lbfgs(memory_size=self.memory_size)
+
+        def step(carry):
+            steps, y, value, slope, memory = carry
+            updates, memory = rule.update(
+                slope,
+                memory,
+                y,
+                value=value,
+                grad=slope,
+                value_fn=lambda y: objective.value(x, y),
+            )
+            y = optax.apply_updates(y, updates)
+            return steps + 1, y, *objective.value_and_gradient(x, y), memory
+
+        def unfinished(carry):
+            return (carry[0] < self.num_steps) & (_norm(carry[3]) > self.tolerance)
+
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            start = (
+                jnp.asarray(0, jnp.int32),
+                y0,
+                *objective.value_and_gradient(x, y0),
+                rule.init(y0),
+            )
+            steps, y, _, slope, _ = jax.lax.while_loop(unfinished, step, start)
+        return y, _info(_norm(slope), steps, self.tolerance)
+
+
+class _Accelerated(NamedTuple):
+    y: PyTree
+    z: PyTree
+    step_size: Scalar
+    age: Scalar
+    mapping: Scalar
+
+
+class _Newton(NamedTuple):
+    y: PyTree
+    value: Scalar
+    norm: Scalar
+    is_stuck: Array
+
+
+def _check_no_set(owner: str, y_set: AbstractSet) -> None:
+    if not isinstance(y_set, Euclidean):
+        raise ValueError(
+            f"{owner}: cannot keep y in {type(y_set).__name__}; use "
+            "AcceleratedGradient, which projects, or y_set=Euclidean()."
+        )
+
+
+def _info(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
+    converged = jnp.asarray(False) if tolerance is None else norm <= tolerance
+    return LowerInfo(norm, steps, converged)
+
+
+def _mapping(z, slope, size, y_set) -> tuple[PyTree, Scalar]:
+    """The projected step from `z`, and the length of the gradient mapping there."""
+    moved = jax.tree.map(lambda u, s: u - size.astype(u.dtype) * s, z, slope)
+    if isinstance(y_set, Euclidean):
+        return moved, _norm(slope)
+    y = y_set.project(moved)
+    return y, _norm(_minus(z, y)) / size
+
+
+def _minus(one: PyTree, other: PyTree) -> PyTree:
+    return jax.tree.map(jnp.subtract, one, other)
+
+
+def _dot(one: PyTree, other: PyTree) -> Scalar:
+    return optax.tree.vdot(one, other)
+
+
+def _norm(tree: PyTree) -> Scalar:
+    return optax.tree.norm(tree)

@@ -1,0 +1,233 @@
+"""NON-PRIVATE mean losses of a level: values, gradients, Hessian products."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..problems.bilevel import BilevelProblem, Levels
+
+Scalar = Float[Array, ""]
+Variable = Literal["x", "y"]
+
+# Up to the first number of bytes, records are read in one piece, beyond it in pieces of
+# the second, by backend. On a CPU a piece stays in a core's cache between the two
+# products with the features that a Hessian product needs.
+_BYTES = {"cpu": (2**25, 2**21)}
+_BYTES_ACCELERATOR = (2**30, 2**28)
+
+
+class AbstractObjective(abc.ABC):
+    """What a minimizer over y asks of a function of x and y."""
+
+    @abc.abstractmethod
+    def value(self, x: PyTree, y: PyTree) -> Scalar:
+        """The value."""
+
+    @abc.abstractmethod
+    def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
+        """The gradient in one variable, a pytree like that variable."""
+
+    @abc.abstractmethod
+    def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
+        """The value and the gradient in y, in one pass."""
+
+    def linearized(self, x: PyTree, y: PyTree) -> tuple[PyTree, Callable]:
+        r"""$\nabla_y h$ and $v \mapsto \nabla^2_{yy} h\, v$ at a point.
+
+        All that does not depend on $v$ is computed here, once.
+        """
+        return jax.linearize(lambda y: self.gradient(x, y), y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective(AbstractObjective):
+    r"""NON-PRIVATE. $h(x, y) = \frac{1}{n} \sum_i \ell(x, y; z_i) + r(x, y)$.
+
+    Differentiable to any order, in forward and reverse mode. Long records are read in
+    pieces: beyond them, memory does not grow with $n$ but for what a linearization at a
+    point keeps, the numbers that the loss computes from one record.
+
+    Args:
+        loss: $\ell(x, y, z)$: one record's loss, a scalar.
+        public: $r(x, y)$, or `None`.
+        records: A pytree whose leaves share the leading axis of length $n$.
+        rest: The leaves of $y$ that are no arrays of floats, as `split` returns.
+    """
+
+    loss: Callable
+    public: Callable | None
+    records: PyTree
+    rest: PyTree = None
+
+    def value(self, x: PyTree, y: PyTree) -> Scalar:
+        r"""$h(x, y)$."""
+        total = _over_records(lambda *piece: self._total(x, y, *piece), self.records)
+        return total + self._public(x, y) if self.public else total
+
+    def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
+        r"""$\nabla_x h$ or $\nabla_y h$, a pytree like that variable."""
+        place = ("x", "y").index(wrt)
+        over_piece = jax.grad(self._total, place)
+        slope = _over_records(lambda *piece: over_piece(x, y, *piece), self.records)
+        if self.public is None:
+            return slope
+        public = jax.grad(self._public, place)(x, y)
+        return jax.tree.map(jnp.add, slope, public)
+
+    def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
+        r"""$h$ and $\nabla_y h$ in one pass."""
+        over_piece = jax.value_and_grad(self._total, 1)
+        pair = _over_records(lambda *piece: over_piece(x, y, *piece), self.records)
+        if self.public is None:
+            return pair
+        return jax.tree.map(jnp.add, pair, jax.value_and_grad(self._public, 1)(x, y))
+
+    def cross_product(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+        r"""$\nabla^2_{xy} h\, v$, a pytree like $x$."""
+        return jax.jvp(lambda y: self.gradient(x, y, "x"), (y,), (v,))[1]
+
+    def _total(self, x, y, piece, keep, n) -> Scalar:
+        y = merge(y, self.rest)
+        losses = jax.vmap(lambda record: self.loss(x, y, record))(piece)
+        losses = losses if keep is None else jnp.where(keep, losses, 0)
+        return jnp.sum(losses) / max(n, 1)
+
+    def _public(self, x, y) -> Scalar:
+        assert self.public is not None
+        return self.public(x, merge(y, self.rest))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedSum(AbstractObjective):
+    r"""NON-PRIVATE. $h_1 + w h_2$.
+
+    Args:
+        first: $h_1$.
+        second: $h_2$.
+        weight: $w$.
+    """
+
+    first: AbstractObjective
+    second: AbstractObjective
+    weight: Scalar
+
+    def value(self, x: PyTree, y: PyTree) -> Scalar:
+        """The value."""
+        return self._sum(self.first.value(x, y), self.second.value(x, y))
+
+    def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
+        """The gradient in one variable."""
+        pair = self.first.gradient(x, y, wrt), self.second.gradient(x, y, wrt)
+        return self._sum(*pair)
+
+    def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
+        """The value and the gradient in y."""
+        one, other = (h.value_and_gradient(x, y) for h in (self.first, self.second))
+        return self._sum(one, other)
+
+    def _sum(self, one, other):
+        return jax.tree.map(
+            lambda u, v: u + self.weight.astype(u.dtype) * v, one, other
+        )
+
+
+def upper_objective(
+    problem: BilevelProblem, data: Levels, rest: PyTree = None
+) -> Objective:
+    """NON-PRIVATE. The upper level's mean loss plus its public term.
+
+    Args:
+        problem: The problem.
+        data: The records.
+        rest: As in `Objective`.
+    """
+    return Objective(problem.upper, problem.upper_public, data.upper, rest)
+
+
+def lower_objective(
+    problem: BilevelProblem, data: Levels, rest: PyTree = None
+) -> Objective:
+    """NON-PRIVATE. The lower level's mean loss plus its public term.
+
+    Args:
+        problem: The problem.
+        data: The records.
+        rest: As in `Objective`.
+    """
+    return Objective(problem.lower, problem.lower_public, data.lower, rest)
+
+
+def split(y: PyTree) -> tuple[PyTree, PyTree]:
+    """Separates the arrays of floats of `y`, a model for instance, from the rest.
+
+    Args:
+        y: A pytree.
+
+    Returns:
+        Two pytrees with the structure of `y` and `None` where the other has a leaf.
+
+    Raises:
+        ValueError: `y` has no array of floats.
+    """
+    y = jax.tree.map(
+        lambda v: jnp.asarray(v) if isinstance(v, float | np.ndarray) else v, y
+    )
+    variable, rest = eqx.partition(y, eqx.is_inexact_array)
+    if not jax.tree.leaves(variable):
+        raise ValueError(
+            "the lower variable must be a pytree with arrays of floats, got "
+            f"{jax.tree.structure(y)}; pass y0, for instance jnp.zeros(d)."
+        )
+    return variable, rest
+
+
+def merge(y: PyTree, rest: PyTree) -> PyTree:
+    """Undoes `split`."""
+    return eqx.combine(y, rest)
+
+
+def _over_records(fun: Callable, records: PyTree) -> PyTree:
+    """The sum of `fun(piece, keep, n)` over pieces; `keep` is `None` for all rows."""
+    n = _checks.leading_axis("records", records)
+    pieces = _num_pieces(records)
+    if pieces == 1:
+        return fun(records, None, n)
+    rows = -(-n // pieces)
+
+    # Pieces are sliced again in the linear part of a linearization instead of kept.
+    def over_piece(index):
+        start = jnp.minimum(index * rows, n - rows)
+        piece = jax.tree.map(
+            lambda v: jax.lax.dynamic_slice_in_dim(jnp.asarray(v), start, rows), records
+        )
+        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
+        return fun(piece, None if rows * pieces == n else fresh, n)
+
+    over_piece = jax.checkpoint(over_piece, prevent_cse=False, policy=_is_no_slice)
+
+    def add(total, index):
+        return jax.tree.map(jnp.add, total, over_piece(index)), None
+
+    indices = jnp.arange(pieces, dtype=jnp.int32)
+    shapes = jax.eval_shape(over_piece, indices[0])
+    zero = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)
+    return jax.lax.scan(add, zero, indices)[0]
+
+
+def _is_no_slice(primitive, *_, **__) -> bool:
+    return primitive.name != "dynamic_slice"
+
+
+def _num_pieces(records: PyTree) -> int:
+    whole, piece = _BYTES.get(jax.default_backend(), _BYTES_ACCELERATOR)
+    leaves = jax.tree.leaves(records)
+    size = sum(v.size * v.dtype.itemsize for v in leaves)
+    return 1 if size <= whole else min(-(-size // piece), len(leaves[0]))

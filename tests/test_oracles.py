@@ -1,0 +1,323 @@
+"""Lower solutions and hypergradients: derivatives of every kind, and refusals."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.oracles import objectives
+
+
+@pytest.fixture
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def logistic(n=60, d=4):
+    """Penalty tuning of a logistic regression: x has one log-penalty per feature."""
+    rng = np.random.default_rng(3)
+    features = rng.normal(size=(n, d))
+    label = np.sign(features @ rng.normal(size=d) + rng.normal(size=n))
+    rows = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
+    half = n // 2
+    data = dpb.Levels(
+        jax.tree.map(lambda v: v[:half], rows), jax.tree.map(lambda v: v[half:], rows)
+    )
+    problem = dpb.penalty_tuning(dpb.logistic_loss, jnp.arange(d))
+    return problem, data, jnp.linspace(-2.0, 0.0, d), jnp.zeros(d)
+
+
+def weighted(n=40, d=3):
+    """Source weights with logits: x meets the lower level's records."""
+    problem, data, _, y0 = logistic(n, d)
+    lower = data.lower | {"source": jnp.arange(len(data.lower["label"])) % 4}
+    problem = dpb.source_weighting(dpb.logistic_loss, 4, ridge=0.1)
+    return problem, dpb.Levels(data.upper, lower), jnp.linspace(-0.5, 0.5, 4), y0
+
+
+CASES = {"penalty": logistic, "sources": weighted}
+SOLVERS = {
+    "newton": dpb.NewtonCG(1e-11),
+    "lbfgs": dpb.LBFGS(1e-11),
+    "accelerated": dpb.AcceleratedGradient(tolerance=1e-11),
+}
+EXACT = {
+    "solver": dpb.NewtonCG(1e-12),
+    "linear_solver": dpb.ConjugateGradient(1e-13),
+}
+
+
+def hyper_objective(problem, data, y0, x, **settings):
+    y = dpb.lower_solution(problem, x, data, y0=y0, **(EXACT | settings))
+    return objectives.upper_objective(problem, data).value(x, y)
+
+
+def central_difference(fun, x, step=1e-5):
+    rows = step * np.eye(x.size)
+    return np.stack([(fun(x + row) - fun(x - row)) / (2 * step) for row in rows])
+
+
+def relative(a, b):
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hypergradients_agree_with_central_differences(case, double):
+    problem, data, x, y0 = CASES[case]()
+    objective = jax.jit(functools.partial(hyper_objective, problem, data, y0))
+    expected = central_difference(objective, x)
+    assert relative(jax.jit(jax.grad(objective))(x), expected) < 1e-6
+    y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
+    for linear_solver in (
+        dpb.ConjugateGradient(1e-12),
+        dpb.ConjugateGradient(None, 30),
+        dpb.Neumann(5000, 0.5),
+        dpb.Cholesky(),
+    ):
+        gradient, solution = jax.jit(
+            functools.partial(
+                dpb.implicit_hypergradient, problem, linear_solver=linear_solver
+            )
+        )(x, y, data)
+        assert relative(gradient, expected) < 1e-6
+        assert solution.residual_norm < 1e-8
+    steps = dpb.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
+    unrolled = dpb.unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
+    assert relative(unrolled, expected) < 1e-6
+    penalized = dpb.penalty_hypergradient(
+        problem, x, data, penalty=1e4, solver=dpb.NewtonCG(1e-12), y0=y0
+    )
+    assert relative(penalized, expected) < 1e-3
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_find_the_solution_and_say_so(name, double):
+    problem, data, x, y0 = logistic()
+    y, info = jax.jit(
+        functools.partial(dpb.lower_solve, problem, solver=SOLVERS[name], y0=y0)
+    )(x, data)
+    gradient = objectives.lower_objective(problem, data).gradient(x, y)
+    assert info.converged
+    np.testing.assert_allclose(info.gradient_norm, np.linalg.norm(gradient), atol=1e-14)
+    exact = dpb.debug.lower_solution(problem, x, y0, data)
+    np.testing.assert_allclose(y, exact, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_an_unconverged_solve_says_so(name):
+    problem, data, x, y0 = logistic()
+    solver = dataclasses.replace(SOLVERS[name], num_steps=1)
+    _, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+    assert not info.converged
+    assert info.gradient_norm > 1e-3
+    assert info.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    "solver", [dpb.NewtonCG(), dpb.LBFGS()], ids=["newton", "lbfgs"]
+)
+def test_single_precision_converges(solver):
+    problem, data, x, y0 = logistic(4000)
+    _, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+    assert info.converged
+    assert info.num_steps < 40
+
+
+def test_second_derivatives_in_both_modes_and_under_vmap(double):
+    problem, data, x, y0 = logistic()
+    objective = functools.partial(hyper_objective, problem, data, y0)
+    expected = central_difference(jax.jit(jax.grad(objective)), x)
+    for hessian in (
+        jax.hessian(objective),
+        jax.jacrev(jax.jacrev(objective)),
+    ):
+        assert relative(jax.jit(hessian)(x), expected) < 1e-6
+    direction = jnp.ones_like(x)
+    slope = jax.jvp(objective, (x,), (direction,))[1]
+    np.testing.assert_allclose(slope, jax.grad(objective)(x) @ direction, rtol=1e-9)
+    points = jnp.stack([x, x - 1, x + 0.5])
+    batched = jax.jit(jax.vmap(jax.grad(objective)))(points)
+    for row, point in zip(batched, points, strict=True):
+        np.testing.assert_allclose(row, jax.grad(objective)(point), rtol=1e-8)
+
+
+def test_closures_over_the_outer_variable_and_the_data(double):
+    problem, data, x, y0 = logistic()
+
+    def closed(x, scale):
+        inner = dpb.BilevelProblem(
+            problem.upper,
+            lambda _, y, record: scale * problem.lower(x, y, record),
+            lower_public=lambda _, y: problem.lower_public(x, y),
+        )
+        return hyper_objective(inner, data, y0, x)
+
+    scale = jnp.asarray(1.5)
+    for place in (0, 1):
+        found = jax.jit(jax.grad(closed, place))(x, scale)
+        step = 1e-5
+        if place == 1:
+            expected = (closed(x, scale + step) - closed(x, scale - step)) / (2 * step)
+        else:
+            expected = central_difference(lambda x: closed(x, scale), x)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+    def moved(shift):
+        lower = data.lower | {"features": data.lower["features"] + shift}
+        return hyper_objective(problem, dpb.Levels(data.upper, lower), y0, x)
+
+    expected = (moved(1e-5) - moved(-1e-5)) / 2e-5
+    np.testing.assert_allclose(jax.grad(moved)(0.0), expected, rtol=1e-6)
+
+
+def test_the_implicit_hypergradient_is_itself_differentiable(double):
+    problem, data, x, y0 = logistic()
+
+    def gradient(x):
+        y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
+        return dpb.implicit_hypergradient(
+            problem, x, y, data, linear_solver=dpb.ConjugateGradient(1e-13)
+        )[0]
+
+    expected = central_difference(jax.jit(gradient), x)
+    assert relative(jax.jit(jax.jacrev(gradient))(x), expected) < 1e-6
+    assert relative(jax.jit(jax.jacfwd(gradient))(x), expected) < 1e-6
+
+
+def test_pieces_of_the_records_change_nothing(double, monkeypatch):
+    problem, data, x, y0 = weighted()
+    y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
+
+    def answers():
+        lower = objectives.lower_objective(problem, data)
+        objective = functools.partial(hyper_objective, problem, data, y0)
+        cholesky = {"linear_solver": dpb.Cholesky()}
+        return (
+            lower.value_and_gradient(x, y),
+            lower.gradient(x, y, "x"),
+            dpb.implicit_hypergradient(problem, x, y, data, **cholesky)[0],
+            jax.jit(jax.jacrev(jax.grad(objective)))(x),
+        )
+
+    whole = answers()
+    # Not a divisor of the rows: the last piece reaches back and masks.
+    size = sum(v.nbytes for v in jax.tree.leaves(data.lower)) // 3 + 1
+    monkeypatch.setattr(objectives, "_BYTES", {})
+    monkeypatch.setattr(objectives, "_BYTES_ACCELERATOR", (0, size))
+    pieces = answers()
+    jax.tree.map(
+        lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-8, atol=1e-12),
+        whole,
+        pieces,
+    )
+
+
+def test_a_linearization_keeps_no_copy_of_long_records(monkeypatch):
+    monkeypatch.setattr(objectives, "_BYTES", {})
+    monkeypatch.setattr(objectives, "_BYTES_ACCELERATOR", (0, 4000))
+    problem, data, x, y0 = logistic(4000, 8)
+    objective = objectives.lower_objective(problem, data)
+
+    def kept(y):
+        _, product = objective.linearized(x, y)
+        return jax.closure_convert(product, y)[1]
+
+    sizes = [v.size for v in jax.eval_shape(kept, y0)]
+    assert sum(sizes) < data.lower["features"].size
+
+
+def test_a_warm_start_takes_fewer_products():
+    problem, data, x, y0 = logistic()
+    y = dpb.lower_solution(problem, x, data, y0=y0)
+    _, cold = dpb.implicit_hypergradient(problem, x, y, data)
+    _, warm = dpb.implicit_hypergradient(problem, x, y, data, v0=cold.value)
+    assert warm.num_products == 1 < cold.num_products
+
+
+def test_a_module_is_a_lower_variable(double):
+    rng = np.random.default_rng(1)
+    rows = {"a": jnp.asarray(rng.normal(size=(30, 2))), "b": jnp.arange(30.0) / 30}
+    model = eqx.nn.MLP(2, "scalar", 3, 1, jnp.tanh, key=jax.random.key(0))
+
+    def loss(_, model, record):
+        return (model(record["a"]) - record["b"]) ** 2
+
+    def ridge(x, model):
+        leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+        return jnp.exp(x) * sum(jnp.sum(leaf**2) for leaf in leaves)
+
+    problem = dpb.BilevelProblem(loss, loss, lower_public=ridge)
+    data, x = dpb.Levels(rows, rows), jnp.asarray(0.5)
+
+    def objective(x):
+        y = dpb.lower_solution(problem, x, data, y0=model, **EXACT)
+        return jnp.mean(jax.vmap(lambda r: loss(x, y, r))(rows))
+
+    found = dpb.lower_solution(problem, x, data, y0=model, **EXACT)
+    assert isinstance(found, eqx.nn.MLP)
+    assert found.activation is model.activation
+    expected = (objective(x + 1e-5) - objective(x - 1e-5)) / 2e-5
+    np.testing.assert_allclose(jax.grad(objective)(x), expected, rtol=1e-6)
+    gradient, _ = dpb.implicit_hypergradient(problem, x, found, data)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+
+
+def test_an_accelerated_gradient_of_fixed_count_keeps_its_bound(double):
+    problem, data, x, y0 = logistic()
+    mu, smoothness = float(np.exp(-2.0)), float(np.exp(0.0)) + 2.0
+    exact = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
+    for steps in (5, 20, 80):
+        solver = dpb.AcceleratedGradient.from_constants(
+            steps, smoothness=smoothness, strong_convexity=mu
+        )
+        y, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+        kappa = smoothness / mu
+        bound = np.sqrt(kappa + 1) * (1 - kappa**-0.5) ** (steps / 2)
+        assert np.linalg.norm(y - exact) <= bound * np.linalg.norm(exact)
+        assert info.num_steps == steps
+        assert not info.converged
+
+
+def test_a_projected_solve_has_a_value_but_no_implicit_derivative(double):
+    problem, data, x, y0 = logistic()
+    problem = dataclasses.replace(problem, y_set=dpb.Ball(0.3))
+    solver = dpb.AcceleratedGradient(tolerance=1e-9)
+    y, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+    assert info.converged
+    assert abs(np.linalg.norm(y) - 0.3) < 1e-8
+    with pytest.raises(ValueError, match="inside the set only"):
+        jax.grad(
+            lambda x: dpb.lower_solution(problem, x, data, solver=solver, y0=y0).sum()
+        )(x)
+    with pytest.raises(ValueError, match="inside y_set"):
+        dpb.implicit_hypergradient(problem, x, y, data)
+    with pytest.raises(ValueError, match="use AcceleratedGradient"):
+        dpb.lower_solution(problem, x, data, y0=y0)
+    steps = dpb.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
+    unrolled = dpb.unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
+    penalized = dpb.penalty_hypergradient(
+        problem, x, data, penalty=1e4, solver=solver, y0=y0
+    )
+    assert np.linalg.norm(unrolled - penalized) < 1e-3
+
+
+def test_refusals_say_what_to_do():
+    problem, data, x, y0 = logistic()
+    with pytest.raises(ValueError, match="pass y0="):
+        dpb.lower_solution(problem, x, data)
+    with pytest.raises(ValueError, match="arrays of floats"):
+        dpb.lower_solution(problem, x, data, y0=jnp.arange(3))
+    with pytest.raises(ValueError, match="needs a step_size"):
+        dpb.AcceleratedGradient(10, tolerance=None)
+    with pytest.raises(ValueError, match="exceeds smoothness"):
+        dpb.AcceleratedGradient.from_constants(5, smoothness=1.0, strong_convexity=2.0)
+    with pytest.raises(ValueError, match="tolerance=None"):
+        dpb.unrolled_hypergradient(
+            problem, x, data, solver=dpb.AcceleratedGradient(), y0=y0
+        )
