@@ -11,6 +11,7 @@ NAMES = (
     "census",
     "hypergradient",
     "implicit",
+    "single_loop",
 )
 
 

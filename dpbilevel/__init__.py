@@ -66,4 +66,5 @@ from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
 from .solvers.refitted import Refitted as Refitted
+from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
 from .solvers.warm_start import WarmStarted as WarmStarted

@@ -41,6 +41,14 @@ def penalty(people, scale=1.0, kind=dpb.PenaltyBilevel, **fields):
     return solver.with_noise(scale).planned(dpb.Sizes(upper, 20, people))
 
 
+def single_loop(people, scale=1.0, **fields):
+    upper = 20 if people == "shared" else 10
+    defaults = {"num_steps": 3, "step_size": 0.1, "lower_step_size": 0.1}
+    defaults |= {"linear_step_size": 0.1, "upper_clip_norm": 1.5}
+    solver = dpb.SingleLoopBilevel(**(defaults | fields))
+    return solver.with_noise(scale).planned(dpb.Sizes(upper, 20, people))
+
+
 def refitted(scale=1.0):
     search = penalty("overlapping", num_steps=1)
     return dpb.Refitted(search, INNER, 0.3).with_noise(scale).planned(search.sizes)
@@ -82,6 +90,14 @@ SOLVERS = {
     "PenaltyBilevel, shared": Audited(penalty("shared"), True),
     "PenaltyBilevel, x in lower": Audited(penalty("overlapping"), ("lower",)),
     "PenaltyBilevel, free outer step": Audited(penalty("overlapping"), False),
+    "SingleLoopBilevel, disjoint": Audited(single_loop("disjoint", 0.5)),
+    # A person's two records fill different blocks here, and need not.
+    "SingleLoopBilevel, overlapping": Audited(single_loop("overlapping"), exact=False),
+    "SingleLoopBilevel, shared": Audited(single_loop("shared"), True),
+    "SingleLoopBilevel, Poisson": Audited(
+        single_loop("shared", 0.5, sampling=dpb.Poisson(0.2)), True, exact=False
+    ),
+    "SingleLoopBilevel, free x": Audited(single_loop("disjoint", 0.5), False),
     "Refitted": Audited(refitted()),
     # Half the noise: each level alone leaks less than both.
     "ImplicitBilevel, disjoint": Audited(implicit("disjoint", 0.5)),

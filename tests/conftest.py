@@ -16,10 +16,24 @@ CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", os.fspath(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
+_TESTS = itertools.count(1)
+
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, database=None, deadline=None, max_examples=40
 )
 hypothesis.settings.load_profile("fixed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Every test, with its fixtures, fails where a key is used twice."""
+    checked = item.get_closest_marker("reuses_keys") is None
+    with jax.debug_key_reuse(checked):
+        result = yield
+    # Each compiled program takes memory maps, of which Linux gives a process 65 530.
+    if next(_TESTS) % 50 == 0:
+        jax.clear_caches()
+    return result
 
 
 @pytest.fixture

@@ -20,12 +20,13 @@ from audit_zoo import (
     noisy_gd,
     penalty,
     sampled,
+    single_loop,
 )
 
 import dpbilevel as dpb
 from dpbilevel import audit, certified
 from dpbilevel.audit.neighbours import BEYOND
-from dpbilevel.noise import standard_normal
+from dpbilevel.noise import standard_normal, step_keys
 from dpbilevel.oracles import certified as solves
 from dpbilevel.privacy.ledger import Query
 from dpbilevel.problems.penalized import PenalizedLevel
@@ -98,8 +99,15 @@ class StopsOnRawGradient(dpb.NoisyGD):
         return jax.tree.map(lambda a, b: jnp.where(goes_on, a, b), moved, state)
 
 
+class SilentInOneBlock(dpb.Gaussian):
+    def release(self, bounded, *, key):
+        noisy = dpb.Gaussian.release(self, bounded, key=key)
+        return dataclasses.replace(noisy, v=bounded.raw.v)
+
+
 class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
     def step(self, problem, data, state, *, key):
+        key_batch, key = jax.random.split(key)
         level = PenalizedLevel(problem, state.x)
         exact = level.clipped_gradient(
             state.y,
@@ -108,7 +116,7 @@ class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
             clip_norm=0.5,
             sampling=self.sampling,
             precision="float",
-            key=key,
+            key=key_batch,
         ).raw
         warm = eqx.tree_at(lambda s: s.y, state, state.y - exact)
         return dpb.PenaltyBilevel.step(self, problem, data, warm, key=key)
@@ -253,7 +261,7 @@ def metropolis(steps):
             return jnp.where(accepted, proposal, state), None
 
         start = jnp.argmax(utilities).astype(jnp.int32)
-        state, _ = jax.lax.scan(move, start, jax.random.split(key, steps))
+        state, _ = jax.lax.scan(move, start, step_keys(key, steps)[1])
         return jax.nn.one_hot(state, 10)
 
     return audit.trade_off(
@@ -334,6 +342,10 @@ def of_implicit(broken, sound=sound_implicit):
     return Mutant("ImplicitBilevel, overlapping", broken, sound)
 
 
+def of_single_loop(broken, sound=lambda: audited(single_loop("shared"))):
+    return Mutant("SingleLoopBilevel, shared", broken, sound)
+
+
 MUTANTS = {
     "noise x 0.9": of_noisy_gd(lambda: audited(noisy_gd(0.9), claim_of(noisy_gd()))),
     "noise x 0.707": of_noisy_gd(
@@ -400,6 +412,12 @@ MUTANTS = {
             claim_of(dataclasses.replace(SUBSET, sampling=dpb.Poisson(0.2))),
         ),
         lambda: audited(SUBSET),
+    ),
+    "noise x 0.9, joint release": of_single_loop(
+        lambda: audited(single_loop("shared", 0.9), claim_of(single_loop("shared")))
+    ),
+    "one block of a joint release without noise": of_single_loop(
+        lambda: audited(single_loop("shared", noise=SilentInOneBlock()), runs=20_000)
     ),
     "warm start from an exact iterate": of_penalty(
         lambda: audited(

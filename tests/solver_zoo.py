@@ -54,6 +54,13 @@ def penalty(**fields):
     return dpb.PenaltyBilevel(**(defaults | fields))
 
 
+def single_loop(**fields):
+    defaults = {"num_steps": 6, "step_size": 0.5, "linear_step_size": 0.5}
+    if "lower_optimizer" not in fields:
+        defaults["lower_step_size"] = 0.5
+    return dpb.SingleLoopBilevel(**(defaults | fields))
+
+
 # name -> (problem, solver, data, w0, people)
 SOLVERS = {
     "noisy_gd": (ONE_LEVEL, dpb.NoisyGD(6, 1.0, step_size=0.5), LOWER, Y0, None),
@@ -124,6 +131,28 @@ SOLVERS = {
     "penalty_free_outer": (
         TUNING,
         penalty(),
+        LEVELS,
+        (jnp.zeros(2), Y0),
+        "disjoint",
+    ),
+    "single_loop": (WEIGHTING, single_loop(), LEVELS, (X0, Y0), "disjoint"),
+    "single_loop_poisson": (
+        WEIGHTING,
+        single_loop(sampling=POISSON, lower_optimizer=optax.adam(0.1), average="mean"),
+        LEVELS,
+        (X0, Y0),
+        "overlapping",
+    ),
+    "single_loop_shared_poisson": (
+        QUADRATIC.problem,
+        single_loop(sampling=POISSON, step_size=0.1),
+        dpb.Levels.shared(QUADRATIC.data.lower),
+        QUADRATIC.w0,
+        "shared",
+    ),
+    "single_loop_free_x": (
+        TUNING,
+        single_loop(),
         LEVELS,
         (jnp.zeros(2), Y0),
         "disjoint",

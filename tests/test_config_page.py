@@ -27,15 +27,16 @@ WHERE = {
     columns.Numeric: ["`data.numeric`"],
     columns.Categorical: ["`data.categorical`"],
     columns.Label: ["`data.label`"],
-    dpb.PenaltyBilevel: ["`solver`"],
-    dpb.NoisyGD: ["both", "both, `NoisyGD`"],
-    dpb.LocalizedGD: ["both", "both, `LocalizedGD`"],
+    dpb.PenaltyBilevel: ["`solver`", "`PenaltyBilevel`"],
+    dpb.SingleLoopBilevel: ["`solver`", "`SingleLoopBilevel`"],
+    dpb.NoisyGD: ["inner, refit", "inner, refit, `NoisyGD`"],
+    dpb.LocalizedGD: ["inner, refit", "inner, refit, `LocalizedGD`"],
     dpb.Poisson: ["`sampling`", "`sampling` (Poisson)"],
     dpb.FixedSize: ["`sampling`", "`sampling` (FixedSize)"],
     dpb.FullBatch: ["`sampling`"],
 }
 # Fields that a text file cannot hold, or that the library fills in.
-NOT_KEYS = {"noise", "optimizer", "sizes"}
+NOT_KEYS = {"noise", "optimizer", "lower_optimizer", "linear_optimizer", "sizes"}
 SELECTORS = {"type", "source"}
 
 

@@ -246,6 +246,7 @@ def run(step_size, precision, key):
     return dpb.solve(LOGISTIC, solver, logistic_records(), jnp.zeros(3), key=key).value
 
 
+@pytest.mark.reuses_keys
 def test_grid_solvers_run_under_jit_vmap_and_grad():
     keys = jax.random.split(jax.random.key(1), 3)
     grid = functools.partial(run, precision="grid")

@@ -134,6 +134,7 @@ def one_key_for_all_lanes(solver, problem, data, w, *, key):
     return jax.vmap(release)(lanes)[0]
 
 
+@pytest.mark.reuses_keys
 @pytest.mark.parametrize(
     ("place", "mutant"),
     [
@@ -179,6 +180,7 @@ def test_a_key_is_neither_drawn_from_nor_derived_from_twice():
         derive(jax.random.key(0), "noise", "sampling")
 
 
+@pytest.mark.reuses_keys
 @pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "philox4x32"])
 def test_derived_keys_are_typed_and_differ_by_domain_and_from_splits(impl):
     names = [*noise._DOMAINS]

@@ -37,6 +37,7 @@ def test_noise_has_the_standard_deviation_that_the_event_claims(
     assert scipy.stats.kstest(0.95 * sample, "norm").pvalue < ALPHA
 
 
+@pytest.mark.reuses_keys
 def test_the_released_value_is_the_mean_plus_the_noise_of_its_key(getkey):
     records = jnp.arange(6.0).reshape(3, 2)
     bounded = dpb.clipped_mean(lambda z: z, records, clip_norm=100.0)
@@ -64,6 +65,7 @@ def test_noise_is_relative_to_the_sum_of_sensitivities(getkey):
     assert np.std(released["a"]) == pytest.approx(std, rel=0.02)
 
 
+@pytest.mark.reuses_keys
 def test_a_multiplier_is_traced_not_compiled_in(getkey):
     traces = []
 
@@ -97,6 +99,7 @@ def test_scaling_and_setting_the_multiplier_keep_the_relation():
     assert mechanism.with_multiplier(5.0) == dpb.Gaussian(5.0, removal)
 
 
+@pytest.mark.reuses_keys
 def test_derivatives_through_a_release_see_released_values_only(getkey):
     problem = dpb.FiniteSum(lambda w, z: 0.5 * jnp.sum((w - z) ** 2))
     solver = dpb.NoisyGD(1, 100.0, step_size=0.25).with_noise(1e-6)

@@ -3,8 +3,15 @@
 import pytest
 from mutants import MUTANTS, Mutant, sound_noisy_gd, survivors
 
+# Those that JAX's own check of keys would stop before any run.
+REUSING = ("key reused across leaves", "one batch accounted as two independent ones")
+BROKEN = [
+    pytest.param(name, marks=pytest.mark.reuses_keys if name in REUSING else ())
+    for name in MUTANTS
+]
 
-@pytest.mark.parametrize("name", MUTANTS)
+
+@pytest.mark.parametrize("name", BROKEN)
 def test_broken_mechanism_is_rejected(name):
     outcome = MUTANTS[name].broken()
     assert not outcome.passed, str(outcome)

@@ -84,6 +84,7 @@ def test_the_realised_rate_is_what_the_bits_give_and_what_is_accounted(rate):
     assert sampling.denominator(100) == 100 * realised
 
 
+@pytest.mark.reuses_keys
 def test_a_record_is_chosen_exactly_when_its_bits_are_below_the_rate(getkey):
     key, n, sampling = getkey(), 1000, dpb.Poisson(0.25, capacity=1000)
     bits = np.asarray(jax.random.bits(key, (n,), jnp.uint32))
@@ -196,6 +197,7 @@ def test_a_full_batch_is_everything_under_either_relation(getkey):
         assert dpb.FullBatch().failure(relation, 7) == 0
 
 
+@pytest.mark.reuses_keys
 @pytest.mark.parametrize("sampling", [dpb.Poisson(0.3, N), dpb.FixedSize(5)])
 def test_the_key_and_nothing_else_decides_the_batch(sampling, getkey):
     assert len(np.unique(inclusions(sampling)[:50], axis=0)) > 10

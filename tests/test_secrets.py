@@ -103,6 +103,7 @@ def test_checkpoints_hold_the_key_to_come_and_none_that_was_used(
     assert not file.exists()
 
 
+@pytest.mark.reuses_keys
 def test_the_key_of_the_steps_to_come_gives_none_of_the_steps_done(chain):
     # What a thief of the second checkpoint can derive, two levels deep.
     thief = jax.random.wrap_key_data(chain[2][0])

@@ -16,17 +16,18 @@ def descent(
     return optax.sgd(step_size) if optimizer is None else optimizer
 
 
-def check_descent(owner: str, step_size, optimizer) -> None:
+def check_descent(owner: str, step_size, optimizer, prefix: str = "") -> None:
     """Raises unless exactly one of `step_size` and `optimizer` is given."""
+    names = f"{prefix}step_size", f"{prefix}optimizer"
     if (step_size is None) == (optimizer is None):
         raise ValueError(
-            f"{owner}: give either step_size or an optax optimizer, not "
+            f"{owner}: give either {names[0]} or an optax {names[1]}, not "
             f"{'both' if optimizer is not None else 'neither'}."
         )
     if step_size is not None:
-        _checks.positive(owner, step_size=step_size)
+        _checks.positive(owner, **{names[0]: step_size})
     if optimizer is not None:
-        _checks.instance(owner, optax.GradientTransformation, optimizer=optimizer)
+        _checks.instance(owner, optax.GradientTransformation, **{names[1]: optimizer})
 
 
 def projected_update(
