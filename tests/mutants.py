@@ -24,11 +24,12 @@ from audit_zoo import (
 )
 
 import dpbilevel as dpb
-from dpbilevel import audit, certified
+from dpbilevel import audit
 from dpbilevel.audit.neighbours import BEYOND
 from dpbilevel.noise import standard_normal, step_keys
 from dpbilevel.oracles import certified as solves
 from dpbilevel.privacy.ledger import Query
+from dpbilevel.problems import sensitivities
 from dpbilevel.problems.penalized import PenalizedLevel
 
 
@@ -303,11 +304,11 @@ def coarse_inner(kind):
         exact = jax.tree.map(jnp.subtract, start, gradient(start))
         return jax.tree.map(lambda y: y + allowed * jnp.sign(y), exact)
 
-    changes = {"effort": lambda *_: certified.Effort(1, 1)}
+    changes = {"effort": lambda *_: sensitivities.Effort(1, 1)}
     if kind is CoarseInnerLeftOut:
-        changes["_solve_error"] = lambda *_: 0.0
+        changes["solve_error"] = lambda *_: 0.0
     with (
-        mock.patch.multiple(certified, **changes),
+        mock.patch.multiple(sensitivities, **changes),
         mock.patch.object(solves, "accelerated_gradient", adversary),
     ):
         return audited(implicit("overlapping", kind=kind), runs=20_000)

@@ -11,6 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit, certified, zoo
+from dpbilevel.problems import sensitivities
 
 RADIUS = 0.7
 N = 6
@@ -251,7 +252,9 @@ def worst_neighbours(problem, x, role, rounds=12, count=300):
 
 @models
 @pytest.mark.parametrize("role", ["upper", "lower"])
-@pytest.mark.parametrize("x", [(-1.0, 1.0), (0.5, 0.3)])
+@pytest.mark.parametrize(
+    "x", [pytest.param((-1.0, 1.0), marks=pytest.mark.slow), (0.5, 0.3)]
+)
 def test_no_neighbours_are_further_apart_than_certified(model, role, x, x64):
     problem = tuning(model)
     found = worst_neighbours(problem, jnp.asarray(x), role)
@@ -265,7 +268,9 @@ def test_no_neighbours_are_further_apart_than_certified(model, role, x, x64):
 
 
 @pytest.mark.parametrize("role", ["upper", "lower"])
-@pytest.mark.parametrize("precision", ["float", "grid"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("float", marks=pytest.mark.slow), "grid"]
+)
 def test_hostile_records_move_the_computed_value_no_further(role, precision):
     problem = tuning("logistic", (0.0, 1.0))
     x = jnp.asarray([0.2, 0.4])
@@ -282,7 +287,7 @@ def test_hostile_records_move_the_computed_value_no_further(role, precision):
         bounded = certified.certified_hypergradient(
             problem, dpb.Levels(**levels), x, jnp.zeros(3), sizes, precision=precision
         )
-        claimed = certified.sensitivities(problem.constants, sizes, jnp.float32, x)
+        claimed = sensitivities.at(problem.constants, sizes, jnp.float32, x)
         half = getattr(claimed, role) / 2
         return eqx.tree_at(lambda b: b.contribution, bounded, half)
 

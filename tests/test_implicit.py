@@ -13,6 +13,7 @@ from solver_zoo import EXACT, LEVELS, Y0, implicit
 import dpbilevel as dpb
 from dpbilevel import certified, zoo
 from dpbilevel.oracles import certified as solves
+from dpbilevel.problems import sensitivities
 from dpbilevel.solvers.outputs import uniform_iterate
 
 BOX = (-1.0, 1.0)
@@ -46,7 +47,7 @@ def value_at(problem, x, data, people="overlapping"):
 
 def error_at(problem, x, sizes):
     bounds = problem.constants.bounds(sizes, x)
-    claimed = certified.sensitivities(problem.constants, sizes, jnp.float64, x)
+    claimed = sensitivities.at(problem.constants, sizes, jnp.float64, x)
     return float(claimed.upper - bounds.upper) / 2
 
 
@@ -112,17 +113,17 @@ def test_fewer_steps_would_break_a_promise(x64):
 def test_inner_errors_add_at_most_one_percent_at_every_x(bounds):
     problem = dpb.linear_tuning(dpb.Logistic(), GROUPS, bounds=bounds)
     sizes = dpb.Sizes(500, 10_000)
-    steps = certified.effort(problem.constants, sizes)
+    steps = sensitivities.effort(problem.constants, sizes)
     shares = []
     for low in np.linspace(*bounds, 9):
         for high in np.linspace(low, bounds[1], 5):
             here = problem.constants.bounds(sizes, jnp.asarray([low, high]))
-            added = 4 * certified._solve_error(here, steps)
+            added = 4 * sensitivities.solve_error(here, steps)
             shares.append(float(added / (here.upper + here.lower)))
     assert max(shares) <= 0.01
     fewer = dataclasses.replace(steps, lower_steps=steps.lower_steps - 2)
     worst = problem.constants.bounds(sizes)
-    added = 4 * certified._solve_error(worst, fewer)
+    added = 4 * sensitivities.solve_error(worst, fewer)
     assert added / (worst.upper + worst.lower) > 0.005
 
 
@@ -144,7 +145,7 @@ def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
         x = jnp.asarray(x)
         _, bounded = value_at(TUNING, x, data, "disjoint")
         std = multiplier * bounded.sensitivity()
-        own = certified.sensitivities(TUNING.constants, sizes, jnp.float64, x)
+        own = sensitivities.at(TUNING.constants, sizes, jnp.float64, x)
         seen = {role: float(std / getattr(own, role)) for role in events}
         for role, event in events.items():
             claimed = event.events[0].event.noise_multiplier
@@ -209,14 +210,11 @@ def test_the_answer_is_x_alone_and_an_iterate():
 
 def chosen_steps(count, runs, *, broken=False):
     def run(key):
-        def step(chosen, pair):
-            t, key = pair
-            t = jnp.zeros_like(t) if broken else t
-            return uniform_iterate(chosen, pair[0], t, key=key), None
-
-        steps = jnp.arange(count, dtype=jnp.int32)
-        start = jnp.asarray(-1, jnp.int32)
-        return jax.lax.scan(step, start, (steps, jax.random.split(key, count)))[0]
+        chosen = jnp.asarray(-1, jnp.int32)
+        for t, step_key in enumerate(jax.random.split(key, count)):
+            value, seen = (jnp.asarray(v, jnp.int32) for v in (t, 0 if broken else t))
+            chosen = uniform_iterate(chosen, value, seen, key=step_key)
+        return chosen
 
     keys = jax.random.split(jax.random.key(KEY), runs)
     return np.bincount(jax.jit(jax.vmap(run))(keys), minlength=count)
@@ -312,7 +310,7 @@ def test_float64_reaches_what_float32_does_not(x64):
     assert plan.report.epsilon <= 1
     # Planned for float64, records in float32: refused by shape, not by value.
     with pytest.raises(ValueError, match="in float32, rounding"):
-        certified.check_dtype(TUNING.constants, sizes, jnp.float32)
+        sensitivities.check_dtype(TUNING.constants, sizes, jnp.float32)
 
 
 def test_add_or_remove_is_refused():

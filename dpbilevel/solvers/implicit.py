@@ -16,6 +16,7 @@ from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import Ledger, Query, Release
 from ..privacy.mechanisms import Gaussian
+from ..problems import sensitivities
 from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.constants import AbstractCertificate
 from .base import AbstractSolver
@@ -215,8 +216,8 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         """
         certificate = certified.certificate_of(problem)
         dtype = jnp.result_type(float)
-        certified.check_dtype(certificate, sizes, dtype)
-        shares = certified.planned(certificate, sizes, dtype)
+        sensitivities.check_dtype(certificate, sizes, dtype)
+        shares = sensitivities.planned(certificate, sizes, dtype)
         counts = {role: getattr(sizes, role) for role in ROLES}
         # A mean of n vectors of this norm has this sensitivity.
         queries = tuple(
@@ -232,12 +233,12 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
             basis=Basis.CONSTANTS,
             value_norm=float(certificate.bounds(sizes).gradient),
         )
-        effort = certified.effort(certificate, sizes)
+        effort = sensitivities.effort(certificate, sizes)
         numerical = (
             f"{effort.lower_steps} accelerated gradient and {effort.linear_steps} "
             "Chebyshev steps per release; their errors, and rounding of per-record "
-            f"derivatives exact to {certified.UNITS} units of roundoff, are part of "
-            "the sensitivity"
+            f"derivatives exact to {sensitivities.UNITS} units of roundoff, are part "
+            "of the sensitivity"
         )
         assumptions = (*certificate.assumptions, numerical)
         return Ledger((release,), sizes.people, assumptions)
