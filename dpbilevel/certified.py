@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from . import _checks
 from .clipping import Basis, Bounded, Precision
 from .grid import Grid, floor_log2, wide_integers
-from .oracles import certified
+from .oracles import fixed_count
 from .privacy.budget import People
 from .problems import sensitivities
 from .problems.bilevel import BilevelProblem, Levels, Sizes
@@ -128,7 +128,7 @@ def _hypergradient(
         "largest": bounds.smoothness,
     }
     means = _Means(problem, data, sizes)
-    y = certified.accelerated_gradient(
+    y = fixed_count.accelerated_gradient(
         functools.partial(means.lower_y, x),
         ball.project(y0),
         num_steps=steps.lower_steps,
@@ -136,7 +136,7 @@ def _hypergradient(
     )
     y = ball.project(y)
     direct, right = means.upper(x, y)
-    v = certified.chebyshev(
+    v = fixed_count.chebyshev(
         lambda v: jax.jvp(lambda y: means.lower_y(x, y), (y,), (v,))[1],
         right,
         num_steps=steps.linear_steps,

@@ -27,7 +27,7 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.neighbours import BEYOND
 from dpbilevel.noise import standard_normal, step_keys
-from dpbilevel.oracles import certified as solves
+from dpbilevel.oracles import fixed_count as solves
 from dpbilevel.privacy.ledger import Query
 from dpbilevel.problems import sensitivities
 from dpbilevel.problems.penalized import PenalizedLevel

@@ -12,7 +12,7 @@ from solver_zoo import EXACT, LEVELS, Y0, implicit
 
 import dpbilevel as dpb
 from dpbilevel import certified, zoo
-from dpbilevel.oracles import certified as solves
+from dpbilevel.oracles import fixed_count as solves
 from dpbilevel.problems import sensitivities
 from dpbilevel.solvers.outputs import uniform_iterate
 

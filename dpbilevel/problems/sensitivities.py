@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..oracles import certified
+from ..oracles import fixed_count
 from ..privacy.budget import People
 from .bilevel import Levels, Sizes
 from .constants import AbstractCertificate, Bounds
@@ -182,13 +182,13 @@ def ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
 
 def _lower_error(bounds: Bounds, steps: int):
     radius = 2 * bounds.solution_radius
-    return certified.accelerated_error(
+    return fixed_count.accelerated_error(
         bounds.strong_convexity, bounds.smoothness, radius, steps
     )
 
 
 def _linear_error(bounds: Bounds, steps: int):
-    factor = certified.chebyshev_error(
+    factor = fixed_count.chebyshev_error(
         bounds.strong_convexity, bounds.smoothness, steps
     )
     return factor * bounds.upper_gradient
@@ -217,7 +217,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
     unit = float(jnp.finfo(dtype).eps) / 2
     n = max(sizes.upper, sizes.lower)
     mean = unit * (UNITS + min(n, ROWS) + -(-n // ROWS))
-    kappa = certified.condition_number(bounds.strong_convexity, bounds.smoothness)
+    kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
     gradient = mean * bounds.lower_gradient
     gradient += 8 * unit * bounds.smoothness * bounds.solution_radius
     lower = 4 * kappa**0.5 * gradient / bounds.strong_convexity
