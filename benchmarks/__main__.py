@@ -11,6 +11,8 @@ NAMES = (
     "census",
     "single_loop",
     "hypergradient",
+    "implicit",
+    "rates",
 )
 
 

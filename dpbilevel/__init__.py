@@ -35,10 +35,15 @@ from .problems.applications import penalty_tuning as penalty_tuning
 from .problems.applications import source_weighting as source_weighting
 from .problems.applications import source_weights as source_weights
 from .problems.bilevel import BilevelProblem as BilevelProblem
-from .problems.bilevel import Constants as Constants
 from .problems.bilevel import Levels as Levels
 from .problems.bilevel import Sizes as Sizes
+from .problems.constants import AbstractCertificate as AbstractCertificate
+from .problems.constants import Constants as Constants
+from .problems.constants import SecondOrderConstants as SecondOrderConstants
 from .problems.finite_sum import FiniteSum as FiniteSum
+from .problems.linear_models import Logistic as Logistic
+from .problems.linear_models import PseudoHuber as PseudoHuber
+from .problems.linear_models import linear_tuning as linear_tuning
 from .problems.models import logistic_loss as logistic_loss
 from .problems.models import squared_loss as squared_loss
 from .sampling import FixedSize as FixedSize
@@ -56,8 +61,10 @@ from .solvers.base import PrivateResult as PrivateResult
 from .solvers.base import Solution as Solution
 from .solvers.base import fit as fit
 from .solvers.base import solve as solve
+from .solvers.implicit import ImplicitBilevel as ImplicitBilevel
 from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
 from .solvers.refitted import Refitted as Refitted
 from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
+from .solvers.warm_start import WarmStarted as WarmStarted

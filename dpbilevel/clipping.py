@@ -30,6 +30,10 @@ class Basis(enum.Enum):
     CLIPPED = "clipped"  # enforced record by record, whatever the functions are
     CONSTANTS = "constants"  # declared Lipschitz and convexity constants
 
+    def worse(self, other: "Basis") -> "Basis":
+        """The weaker of two: what both together rest on."""
+        return self if self is other else Basis.CONSTANTS
+
 
 class Bounded(eqx.Module):
     r"""A value computed from records, sealed with the bound on one record's share.
@@ -100,7 +104,7 @@ class Bounded(eqx.Module):
         return Bounded(
             add(self.raw, other.raw),
             self.contribution + other.contribution,
-            self.basis if self.basis is other.basis else Basis.CONSTANTS,
+            self.basis.worse(other.basis),
             self.public_denominator and other.public_denominator,
         )
 

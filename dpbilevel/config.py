@@ -14,7 +14,9 @@ from .runs.tables import Place, Reader, check_choice, check_keys, check_table
 from .runs.tasks import TASKS, Task
 from .sampling import AbstractSampling
 from .solvers.base import AbstractSolver
+from .solvers.implicit import ImplicitBilevel
 from .solvers.refitted import Refitted
+from .solvers.warm_start import WarmStarted
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
@@ -158,7 +160,9 @@ def public_classes(base: type) -> dict[str, type]:
 
 def _solver(tables, place: Place, neighbours: Neighbours) -> AbstractSolver:
     solvers = public_classes(AbstractSolver)
-    del solvers[Refitted.__name__]
+    # A refit has a table of its own, and no task of a config brings a certificate.
+    for solver in (Refitted, ImplicitBilevel, WarmStarted):
+        del solvers[solver.__name__]
     bilevel = {k: v for k, v in solvers.items() if _solves(v) is BilevelProblem}
     one_level = {k: v for k, v in solvers.items() if k not in bilevel}
     reader = Reader(

@@ -28,6 +28,9 @@ _DOMAINS = {
     "outer": 0xD9B00008,
     "search": 0xD9B00009,
     "refit": 0xD9B0000A,
+    "answer": 0xD9B0000B,
+    "first": 0xD9B0000C,
+    "then": 0xD9B0000D,
 }
 
 

@@ -54,6 +54,19 @@ def refitted(scale=1.0):
     return dpb.Refitted(search, INNER, 0.3).with_noise(scale).planned(search.sizes)
 
 
+def implicit(people, scale=1.0, kind=dpb.ImplicitBilevel, **fields):
+    upper = 20 if people == "shared" else 10
+    defaults = {"num_steps": 3, "step_size": 0.1}
+    solver = kind(**(defaults | fields))
+    return solver.with_noise(scale).planned(dpb.Sizes(upper, 20, people))
+
+
+def warm_started(scale=1.0):
+    first, then = implicit("overlapping"), implicit("overlapping", num_steps=2)
+    solver = dpb.WarmStarted(first, then, 0.4)
+    return solver.with_noise(scale).planned(first.sizes)
+
+
 def localized(scale=1.0):
     solver = dpb.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
     return solver.with_noise(scale).planned(10)
@@ -86,6 +99,11 @@ SOLVERS = {
     ),
     "SingleLoopBilevel, free x": Audited(single_loop("disjoint", 0.5), False),
     "Refitted": Audited(refitted()),
+    # Half the noise: each level alone leaks less than both.
+    "ImplicitBilevel, disjoint": Audited(implicit("disjoint", 0.5)),
+    "ImplicitBilevel, overlapping": Audited(implicit("overlapping")),
+    "ImplicitBilevel, shared": Audited(implicit("shared")),
+    "WarmStarted": Audited(warm_started()),
 }
 
 

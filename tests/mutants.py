@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import dp_accounting
 import equinox as eqx
@@ -15,6 +16,7 @@ from audit_zoo import (
     INNER,
     audited,
     claim_of,
+    implicit,
     noisy_gd,
     penalty,
     sampled,
@@ -23,8 +25,11 @@ from audit_zoo import (
 
 import dpbilevel as dpb
 from dpbilevel import audit
+from dpbilevel.audit.neighbours import BEYOND
 from dpbilevel.noise import standard_normal, step_keys
+from dpbilevel.oracles import fixed_count as solves
 from dpbilevel.privacy.ledger import Query
+from dpbilevel.problems import sensitivities
 from dpbilevel.problems.penalized import PenalizedLevel
 
 
@@ -282,6 +287,46 @@ def short_penalty(inner):
     return penalty("overlapping", num_steps=1, inner=inner)
 
 
+class CoarseInner(dpb.ImplicitBilevel):
+    """Counts the error of its inner solves, as it must."""
+
+
+class CoarseInnerLeftOut(dpb.ImplicitBilevel):
+    """Takes its inner solves for exact."""
+
+
+def coarse_inner(kind):
+    """One inner step, whose error is as large as allowed and follows the data."""
+    radius = BEYOND
+    allowed = solves.accelerated_error(1.0, 1.0, 2 * radius, 1)
+
+    def adversary(gradient, start, **_):
+        exact = jax.tree.map(jnp.subtract, start, gradient(start))
+        return jax.tree.map(lambda y: y + allowed * jnp.sign(y), exact)
+
+    changes = {"effort": lambda *_: sensitivities.Effort(1, 1)}
+    if kind is CoarseInnerLeftOut:
+        changes["solve_error"] = lambda *_: 0.0
+    with (
+        mock.patch.multiple(sensitivities, **changes),
+        mock.patch.object(solves, "accelerated_gradient", adversary),
+    ):
+        return audited(implicit("overlapping", kind=kind), runs=20_000)
+
+
+class HalfSensitive(dpb.ImplicitBilevel):
+    """Takes a record's share for its sensitivity."""
+
+    def step(self, problem, data, state, *, key):
+        half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
+        return dpb.ImplicitBilevel.step(half, problem, data, state, key=key)
+
+
+@functools.cache
+def sound_implicit(**fields):
+    return audited(implicit("overlapping", **fields))
+
+
 SUBSET = sampled(dpb.FixedSize(2))
 ADDED = noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
 
@@ -292,6 +337,10 @@ def of_noisy_gd(broken, sound=sound_noisy_gd):
 
 def of_penalty(broken, sound=sound_penalty):
     return Mutant("PenaltyBilevel, overlapping", broken, sound)
+
+
+def of_implicit(broken, sound=sound_implicit):
+    return Mutant("ImplicitBilevel, overlapping", broken, sound)
 
 
 def of_single_loop(broken, sound=lambda: audited(single_loop("shared"))):
@@ -386,6 +435,12 @@ MUTANTS = {
             runs=20_000,
         ),
         lambda: audited(ADDED, runs=20_000),
+    ),
+    "half the sensitivity of the hypergradient": of_implicit(
+        lambda: audited(implicit("overlapping", kind=HalfSensitive), runs=20_000)
+    ),
+    "inner error left out of the sensitivity": of_implicit(
+        lambda: coarse_inner(CoarseInnerLeftOut), lambda: coarse_inner(CoarseInner)
     ),
     "half the sensitivity of the utility": Mutant(
         "exponential mechanism",

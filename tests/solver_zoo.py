@@ -33,10 +33,18 @@ SHARED = dpb.Levels.shared(LOWER)
 POISSON = dpb.Poisson(0.4)
 INNER = dpb.NoisyGD(3, 1.0, step_size=0.5)
 X0, Y0 = jnp.zeros(3), jnp.zeros(4)
+CERTIFIED = dpb.linear_tuning(
+    dpb.Logistic(), jnp.asarray([0, 0, 1, 1]), bounds=(0.0, 1.0)
+)
 QUADRATIC = zoo.quadratic_bilevel(
     jnp.asarray(np.random.default_rng(3).normal(size=(20, 4)), jnp.float32),
     jnp.asarray(np.random.default_rng(4).normal(size=(40, 4)), jnp.float32),
 )
+EXACT = zoo.quadratic_bilevel(QUADRATIC.data.upper, QUADRATIC.data.lower, radius=1.0)
+
+
+def implicit(**fields):
+    return dpb.ImplicitBilevel(**({"num_steps": 3, "step_size": 0.05} | fields))
 
 
 def penalty(**fields):
@@ -156,7 +164,25 @@ SOLVERS = {
         (X0, Y0),
         "disjoint",
     ),
+    "implicit": (EXACT.problem, implicit(), EXACT.data, EXACT.w0, "disjoint"),
+    "implicit_at_x": (
+        CERTIFIED,
+        implicit(step_size=None, optimizer=optax.adam(0.1)),
+        LEVELS,
+        (jnp.zeros(2), Y0),
+        "disjoint",
+    ),
+    "warm_started": (
+        EXACT.problem,
+        dpb.WarmStarted(implicit(num_steps=2), implicit(num_steps=2)),
+        EXACT.data,
+        EXACT.w0,
+        "disjoint",
+    ),
 }
+
+# Their noise follows a sensitivity that depends on released values.
+ADAPTIVE = {"implicit_at_x"}
 
 
 def sizes_of(problem, data, people):

@@ -1,5 +1,6 @@
 """Keys: named domains, nothing used twice, all draws independent of each other."""
 
+import dataclasses
 import functools
 
 import jax
@@ -24,11 +25,21 @@ GOLDEN = {
     False: [[2564806093, 4193307260], [3310167095, 3909363976]],
     True: [[8867439, 3112654548], [2580379752, 1387195833]],
 }
+EVERY_BOUND = [f.name for f in dataclasses.fields(dpb.SecondOrderConstants)]
 # No record moves anything, so that a released value is its noise.
 ONE_LEVEL = dpb.FiniteSum(lambda w, z: 0.0 * (jnp.sum(w) + z))
 TWO_LEVELS = dpb.BilevelProblem(
     upper=lambda x, y, z: 0.0 * (jnp.sum(x) + jnp.sum(y) + z),
     lower=lambda x, y, z: 0.0 * (jnp.sum(x) + jnp.sum(y) + z),
+    lower_public=lambda x, y: 0.5 * jnp.sum(y * y),
+    # Nothing moves, so any bounds hold; a wide spread leaves room for rounding.
+    constants=dpb.SecondOrderConstants(
+        **(
+            dict.fromkeys(EVERY_BOUND, 0.0)
+            | {"strong_convexity": 1.0, "lower_yy": 1.0, "solution_radius": 1.0}
+            | {"upper_x": 1.0, "upper_x_spread": 1e3}
+        )
+    ),
 )
 
 # All solvers, those that differ only in their problem in the slow suite; one per scheme

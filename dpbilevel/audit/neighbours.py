@@ -11,10 +11,12 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from ..clipping import Basis
 from ..privacy.budget import Neighbours, People
 from ..privacy.calibration import Plan
 from ..privacy.ledger import PERSON, RECORDS
 from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
+from ..problems.constants import SecondOrderConstants
 from ..problems.finite_sum import FiniteSum
 from ..sampling import AbstractSampling, FixedSize, FullBatch
 from ..sets import Box, Euclidean, Product
@@ -135,6 +137,8 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
+    if solver.basis is Basis.CONSTANTS:
+        return _certified(optax.tree.size(zeros)), (zeros, zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
             f"canaries: no worst case is known for {solver.problem_type.__name__}; "
@@ -166,6 +170,41 @@ def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
         lower_public=lambda x, y: _PUSH_LOWER * y[1],
         y_set=Product((Euclidean(), Box(-1.0, 1.0))),
         x_in_records=reads,
+    )
+
+
+@functools.cache
+def _certified(size: int) -> BilevelProblem:
+    r"""The canary of solvers that rest on constants: all of them are attained.
+
+    $f = \langle z 1 + y, x \rangle$ and $g = \frac12 \|y\|^2 - \langle z 1, y \rangle$
+    have the hypergradient $(\bar z_f + \bar z_g) 1$.
+    """
+    length = BEYOND * math.sqrt(size)
+    return BilevelProblem(
+        lambda x, y, z: z * optax.tree.sum(x),
+        lambda x, y, z: -z * optax.tree.sum(y),
+        upper_public=lambda x, y: optax.tree.vdot(x, y),
+        lower_public=lambda x, y: 0.5 * optax.tree.norm(y, squared=True),
+        x_in_records=("upper",),
+        constants=SecondOrderConstants(
+            strong_convexity=1.0,
+            solution_radius=length,
+            upper_x=2 * length,
+            upper_x_spread=length,
+            upper_y=length,  # whatever x is, it only meets zeros: G_xy and G_yyy
+            upper_xx=0.0,
+            upper_xy=1.0,
+            upper_yy=0.0,
+            lower_y=length,
+            lower_xy=0.0,
+            lower_yy=1.0,
+            lower_yy_spread=0.0,
+            lower_xy_in_x=0.0,
+            lower_yy_in_x=0.0,
+            lower_xy_in_y=0.0,
+            lower_yy_in_y=0.0,
+        ),
     )
 
 

@@ -63,6 +63,8 @@ class Release:
         mechanism: The noise, relative to the sum of the queries' sensitivities.
         joint: Whether all queries read one batch of the same records.
         basis: What the sensitivities rest on.
+        value_norm: The largest norm of the noiseless value, where it is not the sum of
+            the queries' clip norms.
 
     Privacy:
         Noise of standard deviation $m S$ with $S = \sum_r S_r$ over the roles. A person
@@ -78,8 +80,11 @@ class Release:
     mechanism: Gaussian
     joint: bool = False
     basis: Basis = Basis.CLIPPED
+    value_norm: float | None = None
 
     def __post_init__(self):
+        if self.value_norm is not None:
+            _checks.positive("Release", value_norm=self.value_norm)
         _checks.count("Release", count=self.count)
         _checks.instance("Release", tuple, queries=self.queries)
         for query in self.queries:
@@ -109,6 +114,8 @@ class Release:
     @property
     def clip_norm(self) -> float:
         """The largest norm of the noiseless value."""
+        if self.value_norm is not None:
+            return self.value_norm
         return sum(query.clip_norm for query in self.queries)
 
     @property

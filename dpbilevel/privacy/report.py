@@ -48,7 +48,7 @@ class PrivacyReport:
         epsilon_by_person: $\varepsilon$ per kind of person.
         ledger: One row per kind of release: name, count, and per role the number of
             records, sampling and sensitivity; noise multiplier and standard deviation,
-            and the clip norm.
+            and the clip norm: where nothing is clipped, the largest norm of the value.
         forecast: One row per kind of release: the noise's standard deviation over the
             clip norm, the number of coordinates at which the expected norm of the
             noise reaches the clip norm, and, where the shape is known, that norm over
@@ -231,6 +231,7 @@ def _forecast(release: Release, dimensions: dict[str, int]) -> dict[str, Any]:
     ratio = release.noise_std / release.clip_norm
     row = {
         "release": release.name,
+        "largest": "clip norm" if release.value_norm is None else "largest value",
         "noise_std_over_clip_norm": ratio,
         "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
     }
@@ -253,9 +254,11 @@ def _ledger_line(row: dict[str, Any]) -> str:
 
 
 def _forecast_line(row: dict[str, Any]) -> str:
+    # A report from before there was another bound than a clip norm has no name for it.
+    largest = row.get("largest", "clip norm")
     text = (
-        f"  {row['release']}: std is {row['noise_std_over_clip_norm']:.2g} of the clip "
-        f"norm per coordinate; noise outgrows any signal beyond "
+        f"  {row['release']}: std is {row['noise_std_over_clip_norm']:.2g} of the "
+        f"{largest} per coordinate; noise outgrows any signal beyond "
         f"{row['break_even_coordinates']:.3g} coordinates"
     )
     if "coordinates" in row:

@@ -13,6 +13,7 @@ from .. import _checks
 from ..clipping import one_record
 from ..privacy.budget import People
 from ..sets import AbstractSet, Euclidean
+from .constants import AbstractCertificate, Constants
 from .finite_sum import check_scalar, check_set, check_start
 
 Scalar = Float[Array, ""]
@@ -80,47 +81,6 @@ class Sizes:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    r"""Declared bounds on the functions of a bilevel problem.
-
-    Used to choose step sizes, penalties and iteration counts by a theorem. The
-    guarantee of the solvers that clip does not rest on them.
-
-    Args:
-        strong_convexity: $\mu_g$ of $g(x, \cdot)$.
-        upper_lipschitz: $L_0^f$, the Lipschitz constant of $f$.
-        upper_smoothness: $L_1^f$, that of its gradient.
-        lower_lipschitz: $L_0^g$, that of $g(x, \cdot; z)$.
-        lower_smoothness: $L_1^g$, that of its gradient.
-        lower_hessian_lipschitz: $L_2^g$, that of its Hessian.
-    """
-
-    strong_convexity: float
-    upper_lipschitz: float
-    upper_smoothness: float
-    lower_lipschitz: float
-    lower_smoothness: float
-    lower_hessian_lipschitz: float
-
-    def __post_init__(self):
-        _checks.positive("Constants", strong_convexity=self.strong_convexity)
-        bounds = dataclasses.asdict(self)
-        _checks.non_negative("Constants", **bounds)
-
-    @property
-    def ell(self) -> float:
-        r"""$\ell$, the largest of the bounds."""
-        bounds = dataclasses.asdict(self)
-        del bounds["strong_convexity"]
-        return max(bounds.values())
-
-    @property
-    def kappa(self) -> float:
-        r"""The condition number $\kappa = \ell / \mu_g$."""
-        return self.ell / self.strong_convexity
-
-
 def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
     if isinstance(value, bool):
         return ROLES if value else ()
@@ -152,7 +112,9 @@ class BilevelProblem(eqx.Module):
             $x$ the outer gradient is public and its release costs nothing. A claim
             that a level does not read $x$ is verified by tracing before anything
             runs; `traced` fills it in. Static.
-        constants: Declared bounds, for `from_theorem` constructors.
+        constants: Declared bounds: `Constants` to choose parameters by, or a
+            certificate such as `SecondOrderConstants` for a solver whose guarantee
+            rests on them. Static.
 
     Privacy:
         `upper` and `lower` see one record at a time and are clipped. The public terms
@@ -168,7 +130,9 @@ class BilevelProblem(eqx.Module):
     x_in_records: bool | tuple[str, ...] = eqx.field(
         static=True, default=ROLES, converter=_role_names
     )
-    constants: Constants | None = eqx.field(static=True, default=None)
+    constants: Constants | AbstractCertificate | None = eqx.field(
+        static=True, default=None
+    )
 
     def __check_init__(self):
         owner = "BilevelProblem"

@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..sets import Ball
-from .bilevel import BilevelProblem, Constants, Levels
+from ..sets import Ball, Euclidean
+from .bilevel import BilevelProblem, Levels
+from .constants import Constants, SecondOrderConstants
+from .linear_models import shortened
 from .models import squared_loss
 
 Vector = Float[Array, " d"]
@@ -38,7 +41,12 @@ class Example:
     hypergradient: Callable[[Vector], Vector]
 
 
-def quadratic_bilevel(targets: Float[Array, "n d"], centers: Float[Array, "m d"]):
+def quadratic_bilevel(
+    targets: Float[Array, "n d"],
+    centers: Float[Array, "m d"],
+    *,
+    radius: float | None = None,
+):
     r"""$f = \frac12 \|y - a\|^2$, $g = \frac12 \|y - B x - b\|^2 + \frac14 \|y\|^2$.
 
     $B$ is twice the identity; $a$ are upper records and $b$ lower ones. With means
@@ -48,20 +56,28 @@ def quadratic_bilevel(targets: Float[Array, "n d"], centers: Float[Array, "m d"]
     Args:
         targets: $a$, one row per upper record.
         centers: $b$, one row per lower record.
+        radius: $R$: records are shortened to this norm inside the losses and $x$ is
+            kept within it, so that the problem has a certificate. Its sensitivities
+            $\frac43 \cdot 2 R / n_f$ and $\frac43 \cdot 2 R / (\frac32 n_g)$ are exact.
 
     Returns:
         An `Example` with $d_x = d_y = d$.
     """
+
+    def read(record):
+        return record if radius is None else shortened(record, radius)
+
+    targets, centers = jax.vmap(read)(targets), jax.vmap(read)(centers)
     a_bar, b_bar = jnp.mean(targets, 0), jnp.mean(centers, 0)
     spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))
     gain = 2.0 / 1.5
 
     def upper(x, y, record):
         del x
-        return 0.5 * jnp.sum((y - record) ** 2)
+        return 0.5 * jnp.sum((y - read(record)) ** 2)
 
     def lower(x, y, record):
-        return 0.5 * jnp.sum((y - 2 * x - record) ** 2)
+        return 0.5 * jnp.sum((y - 2 * x - read(record)) ** 2)
 
     def lower_public(x, y):
         del x
@@ -81,7 +97,12 @@ def quadratic_bilevel(targets: Float[Array, "n d"], centers: Float[Array, "m d"]
 
     zero = jnp.zeros_like(a_bar)
     problem = BilevelProblem(
-        upper, lower, lower_public=lower_public, x_in_records=("lower",)
+        upper,
+        lower,
+        lower_public=lower_public,
+        x_set=Euclidean() if radius is None else Ball(radius),
+        x_in_records=("lower",),
+        constants=None if radius is None else _quadratic_constants(radius),
     )
     return Example(
         problem,
@@ -91,6 +112,30 @@ def quadratic_bilevel(targets: Float[Array, "n d"], centers: Float[Array, "m d"]
         penalized_solution,
         hyper_objective,
         hypergradient,
+    )
+
+
+def _quadratic_constants(radius: float) -> SecondOrderConstants:
+    """Of `quadratic_bilevel`: its Hessians read no record."""
+    return SecondOrderConstants(
+        strong_convexity=1.5,
+        solution_radius=2 * radius,
+        upper_x=0.0,
+        upper_y=3 * radius,
+        upper_y_spread=radius,
+        upper_xx=0.0,
+        upper_xy=0.0,
+        upper_yy=1.0,
+        lower_y=5 * radius,
+        lower_y_spread=radius,
+        lower_xy=2.0,
+        lower_xy_spread=0.0,
+        lower_yy=1.5,
+        lower_yy_spread=0.0,
+        lower_xy_in_x=0.0,
+        lower_yy_in_x=0.0,
+        lower_xy_in_y=0.0,
+        lower_yy_in_y=0.0,
     )
 
 

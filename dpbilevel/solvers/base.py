@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from .. import _checks
-from ..clipping import Precision
+from ..clipping import Basis, Precision
 from ..noise import PRNGKey, check_key, step_keys
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.calibration import Plan, calibrate
@@ -53,6 +53,11 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     @abc.abstractmethod
     def neighbours(self) -> Neighbours:
         """The relation that the noise refers to."""
+
+    @property
+    def basis(self) -> Basis:
+        """What the sensitivities of its releases rest on; by default on clipping."""
+        return Basis.CLIPPED
 
     @abc.abstractmethod
     def init(self, problem: Problem, w0: PyTree) -> State:

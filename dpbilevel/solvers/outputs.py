@@ -4,7 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..noise import PRNGKey
 
 
 class Best(eqx.Module):
@@ -42,3 +44,24 @@ def smallest_step(best: Best, value: PyTree, step: PyTree) -> Best:
     better = score < best.score
     pick = jax.tree.map(lambda a, b: jnp.where(better, a, b), value, best.value)
     return Best(pick, jnp.where(better, score, best.score))
+
+
+def uniform_iterate(
+    chosen: PyTree, value: PyTree, t: Int[Array, ""], *, key: PRNGKey
+) -> PyTree:
+    r"""One of the iterates, each with the same chance, without keeping them all.
+
+    Args:
+        chosen: The choice among the first $t$ iterates.
+        value: Iterate $t + 1$, which takes its place with probability $1 / (t + 1)$.
+        t: How many iterates there were; public.
+        key: A typed key of its own: the choice is independent of all noise.
+
+    Privacy:
+        Post-processing of released iterates by a coin that reads no data: free.
+
+    References:
+        Vitter, "Random sampling with a reservoir", 1985, Algorithm R with one place.
+    """
+    replaces = jax.random.randint(key, (), 0, t + 1) == 0
+    return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), value, chosen)

@@ -16,7 +16,8 @@ from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
-from ..problems.bilevel import BilevelProblem, Constants, Levels, Sizes
+from ..problems.bilevel import BilevelProblem, Levels, Sizes
+from ..problems.constants import Constants
 from ..problems.finite_sum import AbstractFiniteSum
 from ..problems.penalized import PenalizedLevel, levels_mean, levels_queries
 from ..sampling import AbstractSampling, FullBatch

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
+from ..clipping import Basis
 from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
@@ -31,7 +32,8 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
 
     The search spends most of its budget on finding $x$ and its $y$ is rough. The refit
     starts there and solves $\min_y g(x, y)$ with a reserved share of the budget. It is
-    the run's last step.
+    the run's last step. Where the search releases no $y$, the refit starts at the given
+    one and is the price of a private $y$.
 
     Args:
         search: The bilevel solver.
@@ -77,10 +79,17 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         """The relation of both runs."""
         return self.search.neighbours
 
+    @property
+    def basis(self) -> Basis:
+        """The worse one's."""
+        return self.search.basis.worse(self.refit.basis)
+
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts the search at `w0`."""
         search = self._sized(self.search).init(problem, w0)
         _, y = self.search.released(search)
+        # A search that releases no y leaves the given one to start the refit from.
+        y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
         return _State(search, y, jnp.zeros((), jnp.int32))
 
     def step(
@@ -92,11 +101,13 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         def search():
             solver = self._sized(self.search)
             new = solver.step(problem, data, state.search, key=key_search)
-            return new, self.search.released(new)[1]
+            y = self.search.released(new)[1]
+            return new, state.y if y is None else y
 
         def refit():
             x, y = self.search.output(problem, state.search)
             level = PenalizedLevel(problem, x)
+            y = state.y if y is None else y
             solver = self._sized(self.refit)
             return state.search, inner_solve(level, solver, data, y, key=key_refit)
 

@@ -1,0 +1,253 @@
+"""The other door to the records: hypergradients, sealed by declared constants.
+
+A hypergradient is no sum over records, so clipping does not bound what one of them
+does. A certificate does, and whatever is computed here inexactly is part of the bound.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from . import _checks
+from .clipping import Basis, Bounded, Precision
+from .grid import Grid, floor_log2, wide_integers
+from .oracles import fixed_count
+from .privacy.budget import People
+from .problems import sensitivities
+from .problems.bilevel import BilevelProblem, Levels, Sizes
+from .problems.constants import AbstractCertificate, Bounds
+from .sets import Ball, Euclidean
+
+# The step of the grid in shares of the smallest sensitivity.
+_BITS = 24
+
+
+def certified_hypergradient(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    *,
+    precision: Precision,
+) -> Bounded:
+    r"""The hypergradient at `x`, sealed with the sensitivity that constants prove.
+
+    $$\bar\nabla F(x, y) = \nabla_x F - \nabla_{xy} G\, v, \qquad \nabla_{yy} G\, v
+    \approx \nabla_y F, \qquad y \approx y^*(x),$$
+
+    by fixed numbers of accelerated gradient and Chebyshev steps. It is projected onto
+    the ball of radius $\bar L$ that holds the exact one, which sets no two values
+    further apart; where it is not finite it is zero.
+
+    Args:
+        problem: The problem, with a certificate as `constants`.
+        data: The records. One with an entry that is not finite is read as all zeros.
+        x: The upper variable, released.
+        y0: Where the lower solve starts, after projection onto the ball that holds
+            all lower solutions; public or already private.
+        sizes: The planned sizes.
+        precision: `"float"`, or `"grid"`: rounded to a public grid.
+
+    Privacy:
+        One query. Its sensitivity under replace-one is `sensitivities.at` `x`, and on
+        the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of the smaller role's
+        each. It rests on the certificate and, for rounding, on per-record derivatives
+        that are exact to 32 units of roundoff. $y$ and $v$ are not private and are not
+        returned.
+    """
+    _checks.strict_floats("certified_hypergradient")
+    certificate = certificate_of(problem)
+    dtype = jnp.result_type(*jax.tree.leaves((x, y0)))
+    sensitivities.check_dtype(certificate, sizes, dtype)
+    bounds = certificate.bounds(sizes, x)
+    with jax.default_matmul_precision("highest"):
+        steps = sensitivities.effort(certificate, sizes)
+        value = _hypergradient(problem, data, x, y0, sizes, bounds, steps)
+    shares = sensitivities.at(certificate, sizes, dtype, x)
+    shares = jax.tree.map(
+        lambda v: jax.lax.stop_gradient(jnp.asarray(v, dtype)), shares
+    )
+    if precision == "float":
+        return Bounded(
+            value, _contribution(certificate, shares, sizes), Basis.CONSTANTS
+        )
+    least = jnp.minimum(shares.upper, shares.lower)
+    rounded = math.sqrt(optax.tree.size(value)) * 2.0**-_BITS * least
+    shares = jax.tree.map(lambda v: v + rounded, shares)
+    grid = _on_grid(value, least)
+    return Bounded(grid, _contribution(certificate, shares, sizes), Basis.CONSTANTS)
+
+
+def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
+    """The problem's certificate.
+
+    Raises:
+        ValueError: It has none, or one for other functions; its lower level has a set.
+    """
+    if not isinstance(problem.constants, AbstractCertificate):
+        raise ValueError(
+            "ImplicitBilevel: its guarantee rests on bounds of the problem's "
+            f"functions, but problem.constants is {type(problem.constants).__name__}. "
+            "Declare dpbilevel.SecondOrderConstants(...), take a problem that brings "
+            "its own, such as dpbilevel.linear_tuning(...), or use PenaltyBilevel, "
+            "which clips."
+        )
+    if not isinstance(problem.y_set, Euclidean):
+        raise ValueError(
+            "ImplicitBilevel: implicit derivatives are those of an unconstrained lower "
+            f"level, got y_set={problem.y_set}. Leave y_set out; the constants' "
+            "solution_radius says where the lower solutions are."
+        )
+    problem.constants.check(problem)
+    return problem.constants
+
+
+def _contribution(certificate, shares: Levels, sizes: Sizes) -> Float[Array, ""]:
+    """Half the sensitivity that the noise is to be relative to, as `planned` has it."""
+    if sizes.people is not People.DISJOINT:
+        return (shares.upper + shares.lower) / 2
+    ratios = sensitivities.ratios(certificate, sizes)
+    factor = jnp.maximum(shares.upper / ratios.upper, shares.lower / ratios.lower)
+    return (ratios.upper + ratios.lower) / 2 * factor
+
+
+def _hypergradient(
+    problem, data, x, y0, sizes, bounds: Bounds, steps: sensitivities.Effort
+):
+    ball = Ball(bounds.solution_radius)
+    eigenvalues = {
+        "smallest": bounds.strong_convexity,
+        "largest": bounds.smoothness,
+    }
+    means = _Means(problem, data, sizes)
+    y = fixed_count.accelerated_gradient(
+        functools.partial(means.lower_y, x),
+        ball.project(y0),
+        num_steps=steps.lower_steps,
+        **eigenvalues,
+    )
+    y = ball.project(y)
+    direct, right = means.upper(x, y)
+    v = fixed_count.chebyshev(
+        lambda v: jax.jvp(lambda y: means.lower_y(x, y), (y,), (v,))[1],
+        right,
+        num_steps=steps.linear_steps,
+        **eigenvalues,
+    )
+    cross = jax.jvp(lambda y: means.lower_x(x, y), (y,), (v,))[1]
+    value = optax.tree.sub(direct, cross)
+    finite = jnp.stack([jnp.isfinite(v).all() for v in jax.tree.leaves(value)]).all()
+    value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
+    return Ball(bounds.gradient).project(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Means:
+    """Derivatives of both levels' objectives, public terms included."""
+
+    problem: BilevelProblem
+    data: Levels
+    sizes: Sizes
+
+    def lower_y(self, x, y) -> PyTree:
+        mean = _mean(
+            lambda total: jax.grad(lambda y: total(self.problem.lower, x, y))(y),
+            self.data.lower,
+            self.sizes.lower,
+        )
+        return _plus(mean, self.problem.lower_public, 1, x, y)
+
+    def lower_x(self, x, y) -> PyTree:
+        mean = optax.tree.zeros_like(x)
+        if self.problem.reads_x("lower"):
+            mean = _mean(
+                lambda total: jax.grad(lambda x: total(self.problem.lower, x, y))(x),
+                self.data.lower,
+                self.sizes.lower,
+            )
+        return _plus(mean, self.problem.lower_public, 0, x, y)
+
+    def upper(self, x, y) -> tuple[PyTree, PyTree]:
+        def gradients(total):
+            return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))
+
+        mean_x, mean_y = _mean(gradients, self.data.upper, self.sizes.upper)
+        public = self.problem.upper_public
+        return _plus(mean_x, public, 0, x, y), _plus(mean_y, public, 1, x, y)
+
+
+def _plus(mean: PyTree, public, argument: int, x, y) -> PyTree:
+    if public is None:
+        return mean
+    return optax.tree.add(mean, jax.grad(public, argument)(x, y))
+
+
+def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
+    """A derivative summed over the records chunk by chunk, over their planned number.
+
+    `derivative` maps `total(loss, x, y)`, the sum of a loss over the records of a
+    chunk, to the derivative of that sum.
+    """
+    n = _checks.leading_axis("records", records)
+    rows = min(n, sensitivities.ROWS)
+
+    def part(index):
+        start = jnp.minimum(index * rows, n - rows)
+        # The last chunk reaches back; what others have summed is left out.
+        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
+        chunk = jax.tree.map(
+            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), records
+        )
+        chunk = jax.vmap(_readable)(chunk)
+
+        def total(loss, x, y):
+            losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
+            return jnp.sum(jnp.where(fresh, losses, 0))
+
+        return derivative(total)
+
+    indices = jnp.arange(-(-n // rows), dtype=jnp.int32)
+    if n == rows:
+        total = part(indices[0])
+    else:
+        empty = optax.tree.zeros_like(jax.eval_shape(part, indices[0]))
+        total, _ = jax.lax.scan(
+            lambda total, index: (optax.tree.add(total, part(index)), None),
+            empty,
+            indices,
+        )
+    return jax.tree.map(lambda v: v / size, total)
+
+
+def _readable(record: PyTree) -> PyTree:
+    """The record, or zeros where one of its numbers is not finite."""
+    floats = [
+        jnp.isfinite(v).all()
+        for v in jax.tree.leaves(record)
+        if jnp.issubdtype(v.dtype, jnp.floating)
+    ]
+    readable = jnp.stack(floats).all() if floats else jnp.asarray(True)
+    return jax.tree.map(lambda v: jnp.where(readable, v, jnp.zeros_like(v)), record)
+
+
+def _on_grid(value: PyTree, least: Float[Array, ""]) -> Grid:
+    exponent = floor_log2(least) - _BITS
+    dtypes = tuple(v.dtype for v in jax.tree.leaves(value))
+    value = jax.lax.stop_gradient(value)
+    with wide_integers():
+
+        def count(v):
+            steps = jnp.ldexp(v.astype(jnp.float64), -exponent)
+            limit = np.float64(2.0**61)
+            return jnp.round(jnp.clip(steps, -limit, limit)).astype(jnp.int64)
+
+        counts = jax.tree.map(count, value)
+    return Grid(counts, exponent, least / 2, dtypes)

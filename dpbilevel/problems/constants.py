@@ -1,0 +1,341 @@
+r"""Declared bounds on the functions of a bilevel problem, and what follows from them.
+
+`Constants` chooses parameters. A certificate carries a guarantee: from it follow the
+sensitivity of a hypergradient, and the numbers of steps that make its numerical error
+a small part of that.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+from jaxtyping import PyTree
+
+from .. import _checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    r"""Declared bounds on the functions of a bilevel problem.
+
+    Used to choose step sizes, penalties and iteration counts by a theorem. The
+    guarantee of the solvers that clip does not rest on them.
+
+    Args:
+        strong_convexity: $\mu_g$ of $g(x, \cdot)$.
+        upper_lipschitz: $L_0^f$, the Lipschitz constant of $f$.
+        upper_smoothness: $L_1^f$, that of its gradient.
+        lower_lipschitz: $L_0^g$, that of $g(x, \cdot; z)$.
+        lower_smoothness: $L_1^g$, that of its gradient.
+        lower_hessian_lipschitz: $L_2^g$, that of its Hessian.
+    """
+
+    strong_convexity: float
+    upper_lipschitz: float
+    upper_smoothness: float
+    lower_lipschitz: float
+    lower_smoothness: float
+    lower_hessian_lipschitz: float
+
+    def __post_init__(self):
+        _checks.positive("Constants", strong_convexity=self.strong_convexity)
+        bounds = dataclasses.asdict(self)
+        _checks.non_negative("Constants", **bounds)
+
+    @property
+    def ell(self) -> float:
+        r"""$\ell$, the largest of the bounds."""
+        bounds = dataclasses.asdict(self)
+        del bounds["strong_convexity"]
+        return max(bounds.values())
+
+    @property
+    def kappa(self) -> float:
+        r"""The condition number $\kappa = \ell / \mu_g$."""
+        return self.ell / self.strong_convexity
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    r"""What a certificate proves about the hypergradient at one $x$, or at all.
+
+    With $y^*$ the lower solution, $H = \nabla_{yy} G$ and $v = H^{-1} \nabla_y F$:
+
+    Attributes:
+        strong_convexity: $\mu_g$, the least eigenvalue of $H$ anywhere.
+        smoothness: $\beta$, the largest one.
+        solution_radius: $r \ge \|y^*\|$.
+        upper: $S_{up}$, how far one replaced upper record moves the hypergradient.
+        lower: $S_{low}$, how far one replaced lower record does.
+        lower_error: $C$: $\|\bar\nabla F(x, y) - \nabla \Phi(x)\| \le C \|y - y^*\|$
+            for $\|y\| \le r$.
+        linear_error: $c$: a $v$ with $\|v - H^{-1} \nabla_y F\|_H \le \tau / \sqrt
+            \mu_g$ moves the hypergradient by at most $c \tau$.
+        gradient: $\bar L \ge \|\nabla \Phi(x)\|$.
+        upper_gradient: $L_{fy} \ge \|\nabla_y F\|$ for $\|y\| \le r$.
+        lower_gradient: A bound on the parts of $\nabla_y G$, records' and public.
+    """
+
+    strong_convexity: Any
+    smoothness: Any
+    solution_radius: Any
+    upper: Any
+    lower: Any
+    lower_error: Any
+    linear_error: Any
+    gradient: Any
+    upper_gradient: Any
+    lower_gradient: Any
+
+
+class AbstractCertificate(abc.ABC):
+    """Bounds that hold for every record, from which sensitivities are proved.
+
+    Hashable: a part of the problem that every program is compiled for.
+    """
+
+    @abc.abstractmethod
+    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+        """The bounds at `x`, or for all x of the set.
+
+        Args:
+            sizes: The planned `Sizes`.
+            x: The upper variable, released; by default the worst one is taken.
+
+        Returns:
+            Numbers on the host without `x`, arrays in its dtype with it.
+        """
+
+    @abc.abstractmethod
+    def check(self, problem: Any) -> None:
+        """Raises `ValueError` where the problem is visibly not the one it is for."""
+
+    @property
+    @abc.abstractmethod
+    def varies(self) -> bool:
+        """Whether the bounds depend on `x`."""
+
+    @property
+    @abc.abstractmethod
+    def second_order(self) -> "SecondOrderConstants":
+        """Constants for all x and all records, for the theorem and for the refuter."""
+
+    @property
+    @abc.abstractmethod
+    def assumptions(self) -> tuple[str, ...]:
+        """What is taken for granted, in the words of the report."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecondOrderConstants(AbstractCertificate):
+    r"""Declared bounds up to third derivatives, for every record and all $x \in X$.
+
+    They hold for $\|y\| \le$ `solution_radius`, those of $\nabla_{yy} G$ for all $y$.
+    $F$ and $G$ are the mean losses with their public terms, $f$ and $g$ the losses of
+    one record. A `_spread` is half the largest distance between the values of two
+    records, at most the largest norm of one: what all records have in common, and
+    public terms, cancel between neighbours. Where it is omitted, the bound on the whole
+    is taken, which must then hold for each record too.
+
+    Args:
+        strong_convexity: $\mu_g$ of $G(x, \cdot)$.
+        solution_radius: $r \ge \|y^*(x)\|$.
+        upper_x: $L_{fx} \ge \|\nabla_x F\|$.
+        upper_y: $L_{fy} \ge \|\nabla_y F\|$.
+        upper_xx: $\beta_{fxx} \ge \|\nabla_{xx} F\|$.
+        upper_xy: $\beta_{fxy} \ge \|\nabla_{xy} F\|$.
+        upper_yy: $\beta_{fyy} \ge \|\nabla_{yy} F\|$.
+        lower_y: $L_{gy} \ge \|\nabla_y g\|$, and of the gradient of the public term.
+        lower_xy: $\beta_{gxy} \ge \|\nabla_{xy} G\|$.
+        lower_yy: $\beta_{gyy} \ge \|\nabla_{yy} G\|$.
+        lower_xy_in_x: $M_{gxy}$, the Lipschitz constant of $\nabla_{xy} G$ in $x$.
+        lower_yy_in_x: $M_{gyy}$, that of $\nabla_{yy} G$ in $x$.
+        lower_xy_in_y: $C_{gxy}$, that of $\nabla_{xy} G$ in $y$.
+        lower_yy_in_y: $C_{gyy}$, that of $\nabla_{yy} G$ in $y$.
+        upper_x_spread: $L^d_{fx}$.
+        upper_y_spread: $L^d_{fy}$.
+        lower_y_spread: $L^d_{gy}$.
+        lower_xy_spread: $\beta^d_{gxy}$.
+        lower_yy_spread: $\beta^d_{gyy}$.
+
+    Privacy:
+        A guarantee that rests on them is void if a single possible record, also one
+        whose numbers are all zero, violates one.
+
+    References:
+        Lowy and Liu, "Differentially private bilevel optimization: efficient
+        algorithms with near-optimal rates", Assumptions 2.1 and 2.2.
+    """
+
+    strong_convexity: float
+    solution_radius: float
+    upper_x: float
+    upper_y: float
+    upper_xx: float
+    upper_xy: float
+    upper_yy: float
+    lower_y: float
+    lower_xy: float
+    lower_yy: float
+    lower_xy_in_x: float
+    lower_yy_in_x: float
+    lower_xy_in_y: float
+    lower_yy_in_y: float
+    upper_x_spread: float | None = None
+    upper_y_spread: float | None = None
+    lower_y_spread: float | None = None
+    lower_xy_spread: float | None = None
+    lower_yy_spread: float | None = None
+
+    def __post_init__(self):
+        owner = "SecondOrderConstants"
+        for name, value in dataclasses.asdict(self).items():
+            whole = name.removesuffix("_spread")
+            if value is None:
+                value = getattr(self, whole)
+            _checks.non_negative(owner, **{name: value})
+            # Plain numbers: they are compared and hashed.
+            object.__setattr__(self, name, float(value))
+        _checks.positive(
+            owner,
+            strong_convexity=self.strong_convexity,
+            solution_radius=self.solution_radius,
+        )
+        if self.lower_yy < self.strong_convexity:
+            raise ValueError(
+                f"{owner}: lower_yy={self.lower_yy} bounds the largest eigenvalue of "
+                "a matrix whose smallest one is at least strong_convexity="
+                f"{self.strong_convexity}; it cannot be below."
+            )
+
+    @property
+    def upper_total(self) -> float:
+        r"""$\bar L = L_{fx} + \beta_{gxy} L_{fy} / \mu_g \ge \|\nabla \Phi\|$."""
+        return self.upper_x + self.lower_xy * self.upper_y / self.strong_convexity
+
+    @property
+    def error_constant(self) -> float:
+        r"""$C$: the hypergradient at an inexact $y$ is off by $C \|y - y^*\|$.
+
+        $$C = \beta_{fxy} + \frac{\beta_{fyy} \beta_{gxy}}{\mu} + L_{fy} \Bigl(
+        \frac{C_{gxy}}{\mu} + \frac{C_{gyy} \beta_{gxy}}{\mu^2} \Bigr).$$
+
+        References:
+            Lowy and Liu, equation (11).
+        """
+        mu, cross = self.strong_convexity, self.lower_xy
+        return (
+            self.upper_xy
+            + self.upper_yy * cross / mu
+            + self.upper_y
+            * (self.lower_xy_in_y / mu + self.lower_yy_in_y * cross / mu**2)
+        )
+
+    @property
+    def sensitivity_constant(self) -> float:
+        r"""$K$: the paper's sensitivity is $4 K / n$; ours at most $K / n$.
+
+        $$K = 2 \Bigl[ \frac{\beta_{fxy} L_{gy}}{\mu} + 2 \bar L + \frac{\beta_{gxy}
+        \beta_{fyy} L_{gy}}{\mu^2} + \frac{L_{fy} C_{gxy} L_{gy}}{\mu^2} + \frac{L_{fy}
+        \beta_{gxy} L_{gy} C_{gyy}}{\mu^3} + \frac{L_{fy} \beta_{gyy}
+        \beta_{gxy}}{\mu^2} \Bigr]$$
+
+        with the parts of $L_{gy}$ and $\beta_{gyy}$ that depend on records.
+
+        References:
+            Lowy and Liu, equation (12).
+        """
+        mu, cross = self.strong_convexity, self.lower_xy
+        moved = self._spread("lower_y") / mu
+        return 2 * (
+            self.upper_xy * moved
+            + 2 * self.upper_total
+            + cross * self.upper_yy * moved / mu
+            + self.upper_y * self.lower_xy_in_y * moved / mu
+            + self.upper_y * cross * moved * self.lower_yy_in_y / mu**2
+            + self.upper_y * self._spread("lower_yy") * cross / mu**2
+        )
+
+    @property
+    def smoothness(self) -> float:
+        r"""$\beta_\Phi$, the Lipschitz constant of $\nabla \Phi$.
+
+        $$\beta_\Phi = \beta_{fxx} + \frac{2 \beta_{fxy} \beta_{gxy}}{\mu} +
+        \frac{\beta_{gxy}^2 \beta_{fyy}}{\mu^2} + \frac{L_{fy} \beta_{gxy}}{\mu^2}
+        \Bigl(M_{gyy} + \frac{C_{gyy} \beta_{gxy}}{\mu}\Bigr) + \frac{L_{fy} C_{gxy}
+        \beta_{gxy}}{\mu^2} + \frac{L_{fy} M_{gxy}}{\mu}.$$
+
+        References:
+            Lowy and Liu, equation (28).
+        """
+        mu, moves = self.strong_convexity, self.lower_xy / self.strong_convexity
+        return (
+            self.upper_xx
+            + 2 * self.upper_xy * moves
+            + moves**2 * self.upper_yy
+            + self.upper_y
+            / mu
+            * moves
+            * (self.lower_yy_in_x + self.lower_yy_in_y * moves)
+            + self.upper_y / mu * (self.lower_xy_in_y * moves + self.lower_xy_in_x)
+        )
+
+    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+        r"""The same for all x.
+
+        A replaced lower record changes $\nabla_y G$ by at most $2 L^d_{gy} / n_g$, so
+        $y^*$ by at most $d = 2 L^d_{gy} / (\mu n_g)$. The hypergradient at the new
+        data and solution differs by $C d$ through the solution, and at a fixed $y$
+        through the two Hessian blocks:
+
+        $$S_{low} = C d + L_{fy} \Bigl[ \frac{2 \beta_{gxy} \beta^d_{gyy}}{\mu^2 n_g} +
+        \frac{2 \beta^d_{gxy}}{\mu n_g} \Bigr], \qquad S_{up} = \frac{2}{n_f} \Bigl(
+        L^d_{fx} + \frac{\beta_{gxy} L^d_{fy}}{\mu} \Bigr).$$
+
+        Args:
+            sizes: The planned sizes.
+            x: Not read.
+        """
+        del x
+        mu, cross = self.strong_convexity, self.lower_xy
+        moved = 2 * self._spread("lower_y") / (mu * sizes.lower)
+        blocks = (
+            cross * self._spread("lower_yy") / mu**2 + self._spread("lower_xy") / mu
+        )
+        record = self._spread("upper_x") + cross * self._spread("upper_y") / mu
+        return Bounds(
+            strong_convexity=mu,
+            smoothness=self.lower_yy,
+            solution_radius=self.solution_radius,
+            upper=2 * record / sizes.upper,
+            lower=self.error_constant * moved + 2 * self.upper_y * blocks / sizes.lower,
+            lower_error=self.error_constant,
+            linear_error=cross / mu,
+            gradient=self.upper_total,
+            upper_gradient=self.upper_y,
+            lower_gradient=2 * self.lower_y,
+        )
+
+    def check(self, problem: Any) -> None:
+        """Nothing to see: it is the declaration that counts."""
+
+    @property
+    def varies(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def second_order(self) -> "SecondOrderConstants":
+        """Itself."""
+        return self
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Every declared constant."""
+        declared = ", ".join(
+            f"{name} = {value:.6g}" for name, value in dataclasses.asdict(self).items()
+        )
+        return (f"declared for every possible record and all x of the set: {declared}",)
+
+    def _spread(self, name: str) -> float:
+        return getattr(self, f"{name}_spread")

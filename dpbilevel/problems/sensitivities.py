@@ -1,0 +1,229 @@
+"""How far one record moves a hypergradient that is computed inexactly, and how exactly.
+
+Everything here is known before any data is seen, or from the released x.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..oracles import fixed_count
+from ..privacy.budget import People
+from .bilevel import Levels, Sizes
+from .constants import AbstractCertificate, Bounds
+
+# How much of the sensitivity both inexact solves may add, and how much rounding may.
+_SOLVES, _ROUNDING = 0.01, 0.05
+_MOST_STEPS = 100_000
+# Rows that are summed at once, and the units of roundoff granted to one record's loss.
+ROWS, UNITS = 4096, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How many steps the two inner solves take, fixed before any data is seen.
+
+    Attributes:
+        lower_steps: Accelerated gradient steps for the lower solution.
+        linear_steps: Chebyshev steps for the linear system.
+    """
+
+    lower_steps: int
+    linear_steps: int
+
+
+@functools.lru_cache
+def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
+    r"""The fewest steps whose errors add at most 1 % to the sum of sensitivities.
+
+    An error of $e$ in the hypergradient adds $2 e$ to the sensitivity of either role.
+    Both solves get the same share: $C \alpha, c \tau \le (S_{up} + S_{low}) / 800$ at
+    the worst $x$.
+
+    Args:
+        certificate: The bounds.
+        sizes: The planned sizes.
+
+    Raises:
+        ValueError: The condition number asks for more steps than anyone would run.
+    """
+    bounds = certificate.bounds(sizes)
+    allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)
+
+    def fewest(error: Callable[[int], float]) -> int:
+        # Both errors fall geometrically, so two of them tell the rate.
+        one, two = error(2), error(4)
+        if one <= allowed:
+            return 1 if error(1) <= allowed else 2
+        rate = math.log(two / one) / 2 if two > 0 else -math.inf
+        steps = 2 + math.ceil(math.log(allowed / one) / rate) if rate < 0 else math.inf
+        if allowed == 0 or steps > _MOST_STEPS:
+            raise ValueError(
+                "ImplicitBilevel: the constants ask for more than "
+                f"{_MOST_STEPS} inner steps, with smoothness {bounds.smoothness:.3g} "
+                f"and strong convexity {bounds.strong_convexity:.3g}. Raise the strong "
+                "convexity (mu_g) by a larger public penalty, or use PenaltyBilevel, "
+                "which needs no constants."
+            )
+        return int(steps)
+
+    return Effort(
+        fewest(lambda k: bounds.lower_error * _lower_error(bounds, k)),
+        fewest(lambda m: bounds.linear_error * _linear_error(bounds, m)),
+    )
+
+
+def at(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: Any, x: PyTree | None = None
+) -> Levels:
+    r"""How far one replaced record of each level moves the computed hypergradient.
+
+    $S_r + 2 (C \alpha + c \tau + \omega)$ with $\alpha$ and $\tau$ what the fixed
+    numbers of steps guarantee at this $x$, and $\omega$ a bound on floating-point
+    rounding to first order in the unit roundoff $u$. With $\rho = u (32 + \text{rows} +
+    \text{chunks})$ the relative error of a mean over records, every gradient is off by
+    $e = \rho L_{gy} + 8 u \beta r$ at most. Steps of the accelerated method add up to
+    an error of $4 \sqrt\kappa e / \mu$ in $y$, those of the linear solver to a residual
+    of at most $4 \sqrt\kappa (2 \kappa + 1) \rho L_{fy}$, and the last sums to $2 \rho
+    \bar L$. No two values in the ball of radius $\bar L$ are further apart than $2 \bar
+    L$.
+
+    Args:
+        certificate: The bounds.
+        sizes: The planned sizes.
+        dtype: What the hypergradient is computed in.
+        x: The upper variable; by default the worst.
+
+    Returns:
+        The sensitivities of a change in either level: on the host without `x`.
+
+    References:
+        Schmidt, Le Roux and Bach, "Convergence rates of inexact proximal-gradient
+        methods for convex optimization", 2011, Proposition 4, for accumulated errors.
+    """
+    bounds = certificate.bounds(sizes, x)
+    error = solve_error(bounds, effort(certificate, sizes))
+    error += rounding_error(bounds, sizes, dtype)
+    least = jnp.minimum if isinstance(error, jax.Array) else min
+    return Levels(
+        least(bounds.upper + 2 * error, 2 * bounds.gradient),
+        least(bounds.lower + 2 * error, 2 * bounds.gradient),
+    )
+
+
+def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> None:
+    """Refuses a plan whose rounding the dtype makes a large part of the sensitivity.
+
+    Args:
+        certificate: The bounds.
+        sizes: The planned sizes.
+        dtype: What the hypergradient is computed in.
+
+    Raises:
+        ValueError: Rounding would add more than 5 % to the sum of sensitivities.
+    """
+    bounds = certificate.bounds(sizes)
+    added = 4 * rounding_error(bounds, sizes, dtype)
+    if not added <= _ROUNDING * (bounds.upper + bounds.lower):
+        raise ValueError(
+            f"ImplicitBilevel: in {jnp.dtype(dtype).name}, rounding may move the "
+            f"hypergradient by as much as {added / (bounds.upper + bounds.lower):.2g} "
+            "of what a record may, so the inner accuracy that the sensitivity needs is "
+            "out of reach. Enable 64-bit with jax.config.update('jax_enable_x64', "
+            "True) and give float64 records and starting point, or raise the strong "
+            "convexity (mu_g) by a larger public penalty."
+        )
+
+
+def planned(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> Levels:
+    r"""The sensitivities that a ledger lists: the largest ones over all x.
+
+    Disjoint people have a ratio of noise to sensitivity per role, fixed before $x$ and
+    the dtype are known. Where the sensitivities vary with $x$, each by its own factor,
+    both roles are listed with the larger one: noise that serves the role that needs it
+    most then serves the whole budget best.
+
+    Args:
+        certificate: The bounds.
+        sizes: The planned sizes.
+        dtype: What the hypergradient will be computed in.
+    """
+    shares = at(certificate, sizes, dtype)
+    if sizes.people is not People.DISJOINT:
+        return shares
+    listed = ratios(certificate, sizes)
+    factor = max(shares.upper / listed.upper, shares.lower / listed.lower)
+    return Levels(factor * listed.upper, factor * listed.lower)
+
+
+def ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
+    """What the listed sensitivities of disjoint people are proportional to.
+
+    Args:
+        certificate: The bounds.
+        sizes: The planned sizes.
+    """
+    bounds = certificate.bounds(sizes)
+    error = 2 * solve_error(bounds, effort(certificate, sizes))
+    upper, lower = float(bounds.upper + error), float(bounds.lower + error)
+    # A role whose records move nothing sees but rounding; it must not ask for much.
+    least = 1e-3 * max(upper, lower)
+    upper, lower = max(upper, least), max(lower, least)
+    if certificate.varies:
+        upper = lower = max(upper, lower)
+    return Levels(upper, lower)
+
+
+def _lower_error(bounds: Bounds, steps: int):
+    radius = 2 * bounds.solution_radius
+    return fixed_count.accelerated_error(
+        bounds.strong_convexity, bounds.smoothness, radius, steps
+    )
+
+
+def _linear_error(bounds: Bounds, steps: int):
+    factor = fixed_count.chebyshev_error(
+        bounds.strong_convexity, bounds.smoothness, steps
+    )
+    return factor * bounds.upper_gradient
+
+
+def solve_error(bounds: Bounds, effort: Effort) -> Any:
+    """How far both inexact solves move the hypergradient.
+
+    Args:
+        bounds: The bounds at an x.
+        effort: The numbers of steps.
+    """
+    return bounds.lower_error * _lower_error(
+        bounds, effort.lower_steps
+    ) + bounds.linear_error * _linear_error(bounds, effort.linear_steps)
+
+
+def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+    """How far rounding moves the hypergradient, to first order; see `at`.
+
+    Args:
+        bounds: The bounds at an x.
+        sizes: The planned sizes.
+        dtype: What it is computed in.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+    n = max(sizes.upper, sizes.lower)
+    mean = unit * (UNITS + min(n, ROWS) + -(-n // ROWS))
+    kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
+    gradient = mean * bounds.lower_gradient
+    gradient += 8 * unit * bounds.smoothness * bounds.solution_radius
+    lower = 4 * kappa**0.5 * gradient / bounds.strong_convexity
+    linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
+    return (
+        bounds.lower_error * lower
+        + bounds.linear_error * linear
+        + 2 * mean * bounds.gradient
+    )
