@@ -93,9 +93,11 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
         ValueError: It has none, or one for other functions; its lower level has a set.
     """
     if not isinstance(problem.constants, AbstractCertificate):
+        none = problem.constants is None
+        kind = None if none else f"of type {type(problem.constants).__name__}"
         raise ValueError(
             "ImplicitBilevel: its guarantee rests on bounds of the problem's "
-            f"functions, but problem.constants is {type(problem.constants).__name__}. "
+            f"functions, but problem.constants is {kind}. "
             "Declare dpbilevel.SecondOrderConstants(...), take a problem that brings "
             "its own, such as dpbilevel.linear_tuning(...), or use PenaltyBilevel, "
             "which clips."

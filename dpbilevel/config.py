@@ -18,6 +18,8 @@ from .solvers.implicit import ImplicitBilevel
 from .solvers.refitted import Refitted
 from .solvers.warm_start import WarmStarted
 
+# A refit has a table of its own, and no task of a config brings a certificate.
+_PYTHON_ONLY = (Refitted.__name__, ImplicitBilevel.__name__, WarmStarted.__name__)
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
 
@@ -160,9 +162,8 @@ def public_classes(base: type) -> dict[str, type]:
 
 def _solver(tables, place: Place, neighbours: Neighbours) -> AbstractSolver:
     solvers = public_classes(AbstractSolver)
-    # A refit has a table of its own, and no task of a config brings a certificate.
-    for solver in (Refitted, ImplicitBilevel, WarmStarted):
-        del solvers[solver.__name__]
+    for name in _PYTHON_ONLY:
+        del solvers[name]
     bilevel = {k: v for k, v in solvers.items() if _solves(v) is BilevelProblem}
     one_level = {k: v for k, v in solvers.items() if k not in bilevel}
     reader = Reader(
@@ -170,7 +171,14 @@ def _solver(tables, place: Place, neighbours: Neighbours) -> AbstractSolver:
         _mechanisms(neighbours),
         frozenset({"sizes"}),
     )
-    solver = reader.build_named(bilevel, tables["solver"], place.child("solver"))
+    where = place.child("solver")
+    check_table(tables["solver"], where)
+    if tables["solver"].get("type") in _PYTHON_ONLY:
+        raise where.error(
+            f'type = "{tables["solver"]["type"]}" is for Python only: its parts are '
+            f"not written in a config. Choose from {', '.join(sorted(bilevel))}."
+        )
+    solver = reader.build_named(bilevel, tables["solver"], where)
     if "refit" not in tables:
         return solver
     where = place.child("refit")

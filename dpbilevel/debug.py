@@ -115,8 +115,9 @@ class ConstantsSearch:
 
     Attributes:
         tried: How many points were looked at.
-        ratios: By name, the largest value found over the declared one; 0 where both
-            are 0, infinite where only the declared one is.
+        ratios: By name, the largest value found over the declared one, and for
+            `strong_convexity` the declared one over the least found: above 1 is a
+            violation. 0 where both are 0, infinite where only the declared one is.
     """
 
     tried: int
@@ -136,7 +137,12 @@ class ConstantsSearch:
         """The outcome in a few lines."""
         verdict = f"VIOLATED: {', '.join(self.violated)}" if self.violated else "none"
         lines = [f"constants violated at {self.tried} points: {verdict}"]
-        lines += [f"  {k}: {v:.3g} of the declared" for k, v in self.ratios.items()]
+        lines += [
+            f"  {k}: the declared one is {v:.3g} of the least found"
+            if k == "strong_convexity"
+            else f"  {k}: the largest found is {v:.3g} of the declared one"
+            for k, v in self.ratios.items()
+        ]
         return "\n".join(lines)
 
 

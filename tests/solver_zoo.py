@@ -138,7 +138,7 @@ SOLVERS = {
     "single_loop": (WEIGHTING, single_loop(), LEVELS, (X0, Y0), "disjoint"),
     "single_loop_poisson": (
         WEIGHTING,
-        single_loop(sampling=POISSON, lower_optimizer=optax.adam(0.1), average="mean"),
+        single_loop(sampling=POISSON, lower_optimizer=optax.adam(0.1), answer="mean"),
         LEVELS,
         (X0, Y0),
         "overlapping",

@@ -151,10 +151,26 @@ def test_bad_source_weighting_is_named(arguments, message):
 
 
 def test_bad_penalty_tuning_is_named():
-    with pytest.raises(ValueError, match="bounds must be increasing"):
-        dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0]), bounds=(1.0, 0.0))
+    for bounds in ((1.0, 0.0), (-jnp.inf, 0.0), (0.0, jnp.nan)):
+        with pytest.raises(ValueError, match="two finite, increasing numbers"):
+            dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0]), bounds=bounds)
+    with pytest.raises(ValueError, match="counted from 0, got -1"):
+        dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0, -1]))
     with pytest.raises(ValueError, match="groups must hold integers"):
         dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0.5]))
+
+
+def test_record_of_an_unknown_source_weighs_nothing_even_unclipped():
+    problem = dpb.source_weighting(dpb.logistic_loss, 2)
+    record = {"features": jnp.ones(3), "label": jnp.asarray(1.0)}
+    gradients = [
+        jax.grad(problem.lower, (0, 1))(
+            jnp.zeros(2), jnp.ones(3), record | {"source": jnp.asarray(source)}
+        )
+        for source in (7, -1, 0)
+    ]
+    sizes = [sum(float(jnp.abs(v).sum()) for v in pair) for pair in gradients]
+    assert sizes[0] == sizes[1] == 0 < sizes[2]
 
 
 def test_x_of_another_size_than_the_sources_is_refused():

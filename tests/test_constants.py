@@ -314,3 +314,24 @@ def test_declared_constants_must_make_sense():
 def test_the_problem_of_a_linear_model_refuses_other_models():
     with pytest.raises(TypeError, match="AbstractLinearModel"):
         dpb.linear_tuning(dpb.logistic_loss, GROUPS, bounds=(0.0, 1.0))
+
+
+def test_an_exchanged_box_is_refused_and_a_smaller_one_is_not():
+    problem = dpb.linear_tuning(dpb.Logistic(), [0, 1], bounds=(-1.0, 1.0))
+    wide = dataclasses.replace(problem, x_set=dpb.Box(-3 * jnp.ones(2), jnp.ones(2)))
+    narrow = dataclasses.replace(problem, x_set=dpb.Box(jnp.zeros(2), jnp.ones(2)))
+    for other in (wide, dataclasses.replace(problem, x_set=dpb.Euclidean())):
+        with pytest.raises(ValueError, match=r"x_set was exchanged.*\[-1, 1\]"):
+            other.constants.check(other)
+    narrow.constants.check(narrow)
+    problem.constants.check(problem)
+
+
+def test_derivatives_in_the_features_pass_the_shortening():
+    rows = jnp.asarray([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
+    slopes = jax.vmap(jax.jacobian(lambda row: linear_models.shortened(row, 1.0)))(rows)
+    unit = rows[0] / 5
+    np.testing.assert_allclose(
+        slopes[0], (jnp.eye(2) - jnp.outer(unit, unit)) / 5, atol=1e-4
+    )
+    np.testing.assert_allclose(slopes[1:], jnp.stack([jnp.eye(2)] * 2))

@@ -323,7 +323,7 @@ def test_add_or_remove_is_refused():
     ("fields", "message"),
     [
         ({"num_steps": 0}, "num_steps must be an integer"),
-        ({"step_size": None}, "step_size or an optax optimizer"),
+        ({"step_size": None}, "give one of step_size and optimizer"),
         ({"answer": "best"}, "answer must be one of"),
     ],
 )

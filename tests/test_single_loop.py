@@ -97,12 +97,12 @@ def test_three_steps_equal_the_pseudocode_in_numpy(x64):
     np.testing.assert_allclose(found.y, y, rtol=1e-10)
 
 
-@pytest.mark.parametrize("average", ["last", "mean"])
-def test_without_noise_it_reaches_the_closed_form_optimum(x64, average):
+@pytest.mark.parametrize("answer", ["last", "mean"])
+def test_without_noise_it_reaches_the_closed_form_optimum(x64, answer):
     example = quadratic()
-    found = solved(example, noiseless(4000, average=average))
+    found = solved(example, noiseless(4000, answer=answer))
     gradient = np.abs(example.hypergradient(found.x)).max()
-    assert gradient < (1e-9 if average == "last" else 3e-2)
+    assert gradient < (1e-9 if answer == "last" else 3e-2)
 
 
 def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
@@ -242,7 +242,10 @@ def test_the_x_block_is_free_exactly_where_no_record_meets_x():
         solver_of().with_noise(1.0).ledger(problem, sizes).releases[0].name
         for problem in (TUNING, WEIGHTING)
     ]
-    assert names == ["joint direction of y and v", "joint direction of y, v and x"]
+    assert names == [
+        "directions of (y / 1.41, v / 1.41)",
+        "directions of (y / 1.58, v / 1.58, x / 2.24)",
+    ]
     plan = dpb.calibrate(
         TUNING,
         solver_of(),
@@ -281,16 +284,16 @@ def test_optax_optimizers_replace_the_step_sizes_of_all_blocks():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"step_size": None}, "give either step_size or an optax optimizer, not nei"),
+        ({"step_size": None}, "give one of step_size and optimizer .*, got neither"),
         (
             {"lower_optimizer": optax.sgd(1.0)},
-            "either lower_step_size or an optax lower_optimizer, not both",
+            "give one of lower_step_size and lower_optimizer .*, got both",
         ),
         ({"linear_step_size": -1.0}, "linear_step_size must be"),
         ({"hessian_clip_norm": 0.0}, "hessian_clip_norm must be"),
         ({"shares": (1.0, 1.0)}, "for y, v and x"),
         ({"shares": (1.0, 0.0, 1.0)}, "shares must be"),
-        ({"average": "best"}, "average must be one of"),
+        ({"answer": "best"}, "answer must be one of"),
     ],
 )
 def test_a_wrong_field_is_named_with_the_remedy(fields, message):

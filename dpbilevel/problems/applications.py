@@ -1,5 +1,6 @@
 """Bilevel problems people have: weighting data sources, tuning penalties."""
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -72,8 +73,8 @@ def source_weighting(
         index = source(record)
         known = (index >= 0) & (index < num_sources)
         weight = source_weights(x, parametrization)[jnp.where(known, index, 0)]
-        # A record of no known source has no influence: NaN is clipped to zero.
-        return jnp.where(known, num_sources * weight, jnp.nan) * loss(y, record)
+        # A record of no known source has no influence, whoever solves the problem.
+        return jnp.where(known, num_sources * weight, 0.0) * loss(y, record)
 
     def lower_public(x, y):
         del x
@@ -126,7 +127,8 @@ def penalty_tuning(
         log-penalty per group.
 
     Raises:
-        ValueError: Bounds out of order or groups that are not integers.
+        ValueError: Bounds that are not finite or out of order, groups that are not
+            integers of at least 0.
 
     References:
         Kornowski, "Differentially private bilevel optimization", Section 7 (one
@@ -134,13 +136,21 @@ def penalty_tuning(
         see the documentation).
     """
     low, high = bounds
-    if not low < high:
-        raise ValueError(f"penalty_tuning: bounds must be increasing, got {bounds}.")
+    if not (low < high and math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(
+            f"penalty_tuning: bounds must be two finite, increasing numbers, got "
+            f"{bounds}."
+        )
     for leaf in jax.tree.leaves(groups):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
             raise ValueError(
                 "penalty_tuning: groups must hold integers, the group of each "
                 f"coefficient, got {jnp.result_type(leaf)}."
+            )
+        if int(jnp.min(leaf)) < 0:
+            raise ValueError(
+                "penalty_tuning: groups must be counted from 0, got "
+                f"{int(jnp.min(leaf))}."
             )
     num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))
 

@@ -141,6 +141,8 @@ class BilevelProblem(eqx.Module):
             if not callable(term) and not (term is None and "public" in name):
                 raise TypeError(f"{owner}: {name} must be a function, got {term!r}.")
         _checks.instance(owner, AbstractSet, x_set=self.x_set, y_set=self.y_set)
+        kinds = (Constants, AbstractCertificate, type(None))
+        _checks.instance(owner, kinds, constants=self.constants)
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
         """The same problem with `x_in_records` decided by tracing the functions.

@@ -160,7 +160,8 @@ class SecondOrderConstants(AbstractCertificate):
 
     Privacy:
         A guarantee that rests on them is void if a single possible record, also one
-        whose numbers are all zero, violates one.
+        whose numbers are all zero, violates one. A loss that is not finite for some
+        record violates them.
 
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
@@ -189,6 +190,11 @@ class SecondOrderConstants(AbstractCertificate):
 
     def __post_init__(self):
         owner = "SecondOrderConstants"
+        _checks.positive(
+            owner,
+            strong_convexity=self.strong_convexity,
+            solution_radius=self.solution_radius,
+        )
         for name, value in dataclasses.asdict(self).items():
             whole = name.removesuffix("_spread")
             if value is None:
@@ -196,11 +202,6 @@ class SecondOrderConstants(AbstractCertificate):
             _checks.non_negative(owner, **{name: value})
             # Plain numbers: they are compared and hashed.
             object.__setattr__(self, name, float(value))
-        _checks.positive(
-            owner,
-            strong_convexity=self.strong_convexity,
-            solution_radius=self.solution_radius,
-        )
         if self.lower_yy < self.strong_convexity:
             raise ValueError(
                 f"{owner}: lower_yy={self.lower_yy} bounds the largest eigenvalue of "

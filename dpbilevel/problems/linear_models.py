@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
+from ..sets import Box
 from .applications import penalty_tuning
 from .bilevel import BilevelProblem
 from .constants import AbstractCertificate, Bounds, SecondOrderConstants
@@ -179,12 +180,12 @@ def linear_tuning(
     _checks.positive("linear_tuning", row_norm=row_norm)
 
     def loss(y: Float[Array, " d"], record: Record) -> Scalar:
-        row = shortened(record["features"], row_norm)
-        label = record["label"]
+        row = shortened(record["features"].astype(y.dtype), row_norm)
+        label = record["label"].astype(y.dtype)
         label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
         return model.loss(row @ y, label)
 
-    problem = penalty_tuning(loss, groups, bounds=bounds)
+    problem = penalty_tuning(loss, jnp.asarray(groups), bounds=bounds)
     low, high = map(float, bounds)
     terms = problem.upper, problem.lower, problem.upper_public, problem.lower_public
     certificate = TuningCertificate(model, float(row_norm), low, high, terms)
@@ -198,14 +199,15 @@ def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:
         row: One record's features.
         norm: The public norm.
     """
-    row = jax.lax.stop_gradient(row)
-    length = jnp.sqrt(jnp.sum(row * row))
-    usable = jnp.isfinite(length)
+    usable = jnp.isfinite(jnp.sum(row * row))
     row = jnp.where(usable, row, jnp.zeros_like(row))
+    square = jnp.sum(row * row)
+    # Zero has no derivative under the root.
+    length = jnp.sqrt(jnp.where(square > 0, square, 1))
     epsilon = float(jnp.finfo(row.dtype).eps)
     # Worst-case relative rounding of the norm, as where records are clipped.
     length = length * (1 + (row.size + 32) * epsilon / 4)
-    longer = usable & (length > norm)
+    longer = (square > 0) & (length > norm)
     return row * jnp.where(longer, norm / jnp.where(longer, length, 1), 1)
 
 
@@ -274,8 +276,17 @@ class TuningCertificate(AbstractCertificate):
             problem: The problem that holds it.
 
         Raises:
-            ValueError: A loss or a public term was exchanged.
+            ValueError: A loss, a public term or the box was exchanged.
         """
+        box = problem.x_set
+        known = not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(box))
+        # Inside a program the box has no values; then it was checked when planned.
+        if not isinstance(box, Box) or (known and not self._holds(box)):
+            raise ValueError(
+                "linear_tuning: x_set was exchanged, but the constants are proved for "
+                f"log-penalties in [{self.low:.6g}, {self.high:.6g}]. Call "
+                "linear_tuning with the bounds you want."
+            )
         terms = problem.upper, problem.lower, problem.upper_public, problem.lower_public
         if terms != self.terms:
             raise ValueError(
@@ -283,6 +294,13 @@ class TuningCertificate(AbstractCertificate):
                 "but its constants are proved for the original ones. Declare "
                 "dpbilevel.SecondOrderConstants(...) for the new problem."
             )
+
+    def _holds(self, box: Box) -> bool:
+        """Whether the bounds are proved on all of the box."""
+        low, high = np.asarray(box.lower).min(), np.asarray(box.upper).max()
+        # The box is in the dtype of x.
+        slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
+        return low >= self.low - slack and high <= self.high + slack
 
     @property
     def varies(self) -> bool:

@@ -131,13 +131,19 @@ def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> N
     bounds = certificate.bounds(sizes)
     added = 4 * rounding_error(bounds, sizes, dtype)
     if not added <= _ROUNDING * (bounds.upper + bounds.lower):
+        name = jnp.dtype(dtype).name
+        enable = (
+            ""
+            if name == "float64"
+            else "Enable 64-bit with jax.config.update('jax_enable_x64', True) and "
+            "give float64 records and starting point; or "
+        )
         raise ValueError(
-            f"ImplicitBilevel: in {jnp.dtype(dtype).name}, rounding may move the "
-            f"hypergradient by as much as {added / (bounds.upper + bounds.lower):.2g} "
-            "of what a record may, so the inner accuracy that the sensitivity needs is "
-            "out of reach. Enable 64-bit with jax.config.update('jax_enable_x64', "
-            "True) and give float64 records and starting point, or raise the strong "
-            "convexity (mu_g) by a larger public penalty."
+            f"ImplicitBilevel: in {name}, rounding may move the hypergradient by as "
+            f"much as {added / (bounds.upper + bounds.lower):.2g} of what a record "
+            f"may, and {_ROUNDING} is allowed. {enable}raise the strong convexity "
+            "(mu_g) by a larger public penalty, in linear_tuning by the lower end of "
+            "bounds=; or use PenaltyBilevel or SingleLoopBilevel, which clip."
         )
 
 

@@ -140,6 +140,7 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
             Lowy and Liu, Theorem C.3.
         """
         owner = "ImplicitBilevel.from_theorem"
+        _checks.instance(owner, AbstractCertificate, certificate=certificate)
         _checks.count(owner, num_records=num_records, dimension_x=dimension_x)
         _checks.positive(owner, epsilon=epsilon, initial_gap=initial_gap)
         _checks.fraction(owner, delta=delta)
@@ -157,8 +158,10 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
                 "PenaltyBilevel does not depend on K."
             )
         steps = math.ceil(drop / (constants.sensitivity_constant * scale))
-        step_size = {"step_size": 1 / (2 * constants.smoothness)}
-        return cls(num_steps=max(steps, 1), **(step_size | fields))
+        defaults: dict[str, Any] = {"num_steps": max(steps, 1)}
+        if "optimizer" not in fields:
+            defaults["step_size"] = 1 / (2 * constants.smoothness)
+        return cls(**(defaults | fields))
 
     @property
     def neighbours(self) -> Neighbours:

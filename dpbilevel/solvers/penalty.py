@@ -134,7 +134,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
                 f"{owner}: inner must be a solver of a one-level problem, such as "
                 f"NoisyGD, got {type(self.inner).__name__}."
             )
-        if len(self.shares) != 3:
+        if not isinstance(self.shares, tuple | list) or len(self.shares) != 3:
             raise ValueError(
                 f"{owner}: shares must be three positive numbers, for lower solves, "
                 f"penalized solves and outer gradients, got {self.shares}."
@@ -186,6 +186,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         _checks.positive(
             "PenaltyBilevel.from_theorem", epsilon=epsilon, initial_gap=initial_gap
         )
+        _checks.instance("PenaltyBilevel.from_theorem", Constants, constants=constants)
         ell, kappa, gap = constants.ell, constants.kappa, initial_gap
         outer_constant = gap**0.25 * ell**0.75 * kappa**1.25
         inner_constant = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)

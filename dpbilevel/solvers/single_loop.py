@@ -22,9 +22,6 @@ from .base import AbstractSolver
 from .noisy_gd import running_mean
 from .updates import check_descent, descent, projected_update
 
-JOINT = "joint direction of y, v and x"
-JOINT_FREE = "joint direction of y and v"
-
 
 class _Blocks(eqx.Module):
     """One entry for each variable; `x` is `None` where no record meets x."""
@@ -88,7 +85,7 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         shares: How the squared budget is split over $y$, $v$ and $x$: the noise of a
             block is $C_b / \sqrt{s_b}$ times a common factor. Where no record meets x,
             over the first two.
-        average: `"last"` returns the last pair, `"mean"` the average of all. Static.
+        answer: `"last"`, the last pair, or `"mean"`, the average of all. Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -126,7 +123,7 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
     shares: tuple[float, float, float] = (0.4, 0.4, 0.2)
-    average: Literal["last", "mean"] = eqx.field(static=True, default="last")
+    answer: Literal["last", "mean"] = eqx.field(static=True, default="last")
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
 
@@ -146,8 +143,8 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
             step_size = getattr(self, f"{prefix}step_size")
             optimizer = getattr(self, f"{prefix}optimizer")
             check_descent(owner, step_size, optimizer, prefix)
-        _checks.one_of(owner, "average", self.average, ("last", "mean"))
-        if len(self.shares) != 3:
+        _checks.one_of(owner, "answer", self.answer, ("last", "mean"))
+        if not isinstance(self.shares, tuple | list) or len(self.shares) != 3:
             raise ValueError(
                 f"{owner}: shares must be three positive numbers, for y, v and x, got "
                 f"{self.shares}."
@@ -193,14 +190,14 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         return state.x, state.y, state.v
 
     def output(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The last pair or the average."""
-        return (state.x, state.y) if self.average == "last" else state.mean
+        """The pair chosen by `answer`."""
+        return (state.x, state.y) if self.answer == "last" else state.mean
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """`num_steps` joint releases."""
         clip_norms = self._clip_norms(problem)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-        name = JOINT if problem.x_in_records else JOINT_FREE
+        name = _name(self._units(problem))
         release = Release(name, self.num_steps, queries, self.noise, joint)
         return Ledger((release,), sizes.people)
 
@@ -211,8 +208,11 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Two blocks like y, and one like x where records meet it."""
-        free = 2 * optax.tree.size(w0[1])
-        return {JOINT: optax.tree.size(w0[0]) + free, JOINT_FREE: free}
+        d_x, d_y = (optax.tree.size(w) for w in w0)
+        return {
+            _name(self._units_of(free)): 2 * d_y + (0 if free else d_x)
+            for free in (False, True)
+        }
 
     def _rules(self) -> _Blocks:
         return _Blocks(
@@ -222,8 +222,10 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         )
 
     def _units(self, problem: BilevelProblem) -> _Blocks:
+        return self._units_of(not problem.x_in_records)
+
+    def _units_of(self, free: bool) -> _Blocks:
         r"""$u_b = C_b / \sqrt{s_b}$, with shares that add up to one."""
-        free = not problem.x_in_records
         total = sum(self.shares[:2]) if free else sum(self.shares)
         clip_norms = (self.clip_norm, self.hessian_clip_norm, self.cross_clip_norm)
         y, v, x = (
@@ -268,6 +270,13 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         )
         released = self.noise.release(bounded, key=key_noise)
         return _with_public(problem, _scaled(released, units, 1), x, y, v)
+
+
+def _name(units: _Blocks) -> str:
+    """The release, with the units that its noise and sensitivities are given in."""
+    named = {k: v for k, v in vars(units).items() if v is not None}
+    listed = ", ".join(f"{k} / {unit:.3g}" for k, unit in named.items())
+    return f"directions of ({listed})"
 
 
 def _lower_blocks(g, x: PyTree, y: PyTree, v: PyTree) -> _Blocks:

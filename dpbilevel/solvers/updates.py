@@ -21,8 +21,8 @@ def check_descent(owner: str, step_size, optimizer, prefix: str = "") -> None:
     names = f"{prefix}step_size", f"{prefix}optimizer"
     if (step_size is None) == (optimizer is None):
         raise ValueError(
-            f"{owner}: give either {names[0]} or an optax {names[1]}, not "
-            f"{'both' if optimizer is not None else 'neither'}."
+            f"{owner}: give one of {names[0]} and {names[1]} (an optax optimizer), "
+            f"got {'both' if optimizer is not None else 'neither'}."
         )
     if step_size is not None:
         _checks.positive(owner, **{names[0]: step_size})
