@@ -49,7 +49,8 @@ def certified_hypergradient(
 
     Args:
         problem: The problem, with a certificate as `constants`.
-        data: The records. One with an entry that is not finite is read as all zeros.
+        data: The records, read in the dtype of x and y. One with an entry that is not
+            finite in it is read as all zeros.
         x: The upper variable, released.
         y0: Where the lower solve starts, after projection onto the ball that holds
             all lower solutions; public or already private.
@@ -65,7 +66,7 @@ def certified_hypergradient(
     """
     _checks.strict_floats("certified_hypergradient")
     certificate = certificate_of(problem)
-    dtype = jnp.result_type(*jax.tree.leaves((x, y0)))
+    dtype = _dtype(x, y0)
     sensitivities.check_dtype(certificate, sizes, dtype)
     bounds = certificate.bounds(sizes, x)
     with jax.default_matmul_precision("highest"):
@@ -84,6 +85,19 @@ def certified_hypergradient(
     shares = jax.tree.map(lambda v: v + rounded, shares)
     grid = _on_grid(value, least)
     return Bounded(grid, _contribution(certificate, shares, sizes), Basis.CONSTANTS)
+
+
+def _dtype(x: PyTree, y0: PyTree) -> jnp.dtype:
+    """The one dtype of the computation, which the bound on rounding refers to."""
+    dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves((x, y0))}
+    if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
+        names = ", ".join(sorted(dtype.name for dtype in dtypes))
+        raise ValueError(
+            "ImplicitBilevel: x and y must be of one dtype, float32 or float64, since "
+            f"the sensitivity includes its rounding; got {names}. Convert the starting "
+            "point, as in jax.tree.map(lambda v: v.astype(jnp.float64), w0)."
+        )
+    return dtypes.pop()
 
 
 def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
@@ -205,12 +219,12 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
         start = jnp.minimum(index * rows, n - rows)
         # The last chunk reaches back; what others have summed is left out.
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        chunk = jax.tree.map(
+        piece = jax.tree.map(
             lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), records
         )
-        chunk = jax.vmap(_readable)(chunk)
 
         def total(loss, x, y):
+            chunk = jax.vmap(functools.partial(_readable, dtype=_dtype(x, y)))(piece)
             losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
             return jnp.sum(jnp.where(fresh, losses, 0))
 
@@ -229,8 +243,12 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
     return jax.tree.map(lambda v: v / size, total)
 
 
-def _readable(record: PyTree) -> PyTree:
-    """The record, or zeros where one of its numbers is not finite."""
+def _readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
+    """The record in a dtype, or zeros where one of its numbers is not finite."""
+    record = jax.tree.map(
+        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,
+        record,
+    )
     floats = [
         jnp.isfinite(v).all()
         for v in jax.tree.leaves(record)

@@ -11,7 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit, certified, zoo
-from dpbilevel.problems import sensitivities
+from dpbilevel.problems import linear_models, sensitivities
 
 RADIUS = 0.7
 N = 6
@@ -335,3 +335,75 @@ def test_derivatives_in_the_features_pass_the_shortening():
         slopes[0], (jnp.eye(2) - jnp.outer(unit, unit)) / 5, atol=1e-4
     )
     np.testing.assert_allclose(slopes[1:], jnp.stack([jnp.eye(2)] * 2))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("norm", [1e-15, 1e-3, 1.0, 1e15])
+@pytest.mark.parametrize("size", [1e-40, 1.7e-4, 1.0, 6e4, 1e38])
+def test_no_row_is_longer_than_its_public_norm(dtype, norm, size):
+    with np.errstate(over="ignore"):
+        row = np.full(1000, size).astype(dtype)
+    found = np.asarray(linear_models.shortened(jnp.asarray(row), norm), np.float64)
+    assert np.isfinite(found).all()
+    assert np.linalg.norm(found) <= norm
+    if np.isfinite(row).all() and np.linalg.norm(row.astype(np.float64)) <= norm / 2:
+        np.testing.assert_allclose(found, row.astype(np.float64), rtol=1e-6, atol=2e-38)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [("f2", "f4"), ("f4", "f2"), ("bfloat16", "f4"), ("f2", "f2"), ("f4", "f8")],
+)
+def test_starts_of_mixed_or_half_precision_are_refused(dtypes):
+    # Promotion would compute in the coarser dtype and count the finer one's rounding.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        example = zoo.quadratic_bilevel(
+            jnp.zeros((8, 2)), jnp.zeros((8, 2)), radius=1.0
+        )
+        solver = dpb.ImplicitBilevel(2, step_size=0.1).with_noise(1.0)
+        start = tuple(jnp.zeros(2, dtype) for dtype in dtypes)
+        with pytest.raises(
+            ValueError, match="must be of one dtype, float32 or float64"
+        ):
+            dpb.solve(
+                example.problem, solver, example.data, start, key=jax.random.key(0)
+            )
+
+
+def test_records_are_read_in_the_dtype_of_the_variables():
+    with jax.enable_x64(True):
+        rows = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2)), jnp.float16)
+        values = [
+            certified_value(rows.astype(dtype), jnp.float64)
+            for dtype in (jnp.float16, jnp.float64)
+        ]
+    np.testing.assert_array_equal(*values)
+
+
+def certified_value(rows, dtype):
+    example = zoo.quadratic_bilevel(rows, rows, radius=1.0)
+    data = dpb.Levels(rows, rows)
+    sizes = example.problem.sizes_of(data)
+    start = jnp.zeros(2, dtype)
+    return certified.certified_hypergradient(
+        example.problem, data, start, start, sizes, precision="float"
+    ).raw
+
+
+@pytest.mark.parametrize("groups", [[[0], [0]], 0, [0, 0, 0]])
+def test_groups_of_another_shape_than_y_are_refused(groups):
+    # They would broadcast, and the proof is about one penalty per coefficient.
+    def penalty():
+        problem = dpb.linear_tuning(dpb.Logistic(), groups, bounds=(0.0, 1.0))
+        return problem.lower_public(jnp.zeros(1), jnp.zeros(2))
+
+    with pytest.raises(ValueError, match="groups must"):
+        penalty()
+
+
+def test_constants_of_an_exchanged_zoo_problem_are_refused():
+    example = zoo.quadratic_bilevel(jnp.zeros((8, 2)), jnp.zeros((8, 2)), radius=1.0)
+    other = dataclasses.replace(example.problem, lower=lambda x, y, z: jnp.sum(y * z))
+    with pytest.raises(ValueError, match="was exchanged"):
+        other.constants.check(other)
+    example.problem.constants.check(example.problem)

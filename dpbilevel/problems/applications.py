@@ -168,6 +168,12 @@ def penalty_tuning(
                 f"penalty_tuning: x must have shape ({num_groups},), one log-penalty "
                 f"per group, got {jnp.shape(x)}."
             )
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (groups, y)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                "penalty_tuning: groups must have the shapes of y, one group per "
+                f"coefficient, got {shapes[0]} for y of {shapes[1]}."
+            )
         terms = jax.tree.map(lambda g, v: jnp.sum(jnp.exp(x)[g] * v * v), groups, y)
         return 0.5 * optax.tree.sum(terms)
 

@@ -157,6 +157,8 @@ class SecondOrderConstants(AbstractCertificate):
         lower_y_spread: $L^d_{gy}$.
         lower_xy_spread: $\beta^d_{gxy}$.
         lower_yy_spread: $\beta^d_{gyy}$.
+        terms: The problem's `upper`, `lower`, `upper_public` and `lower_public`, if the
+            constants are to be refused for any others.
 
     Privacy:
         A guarantee that rests on them is void if a single possible record, also one
@@ -187,6 +189,7 @@ class SecondOrderConstants(AbstractCertificate):
     lower_y_spread: float | None = None
     lower_xy_spread: float | None = None
     lower_yy_spread: float | None = None
+    terms: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         owner = "SecondOrderConstants"
@@ -195,7 +198,7 @@ class SecondOrderConstants(AbstractCertificate):
             strong_convexity=self.strong_convexity,
             solution_radius=self.solution_radius,
         )
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in self._numbers().items():
             whole = name.removesuffix("_spread")
             if value is None:
                 value = getattr(self, whole)
@@ -318,7 +321,25 @@ class SecondOrderConstants(AbstractCertificate):
         )
 
     def check(self, problem: Any) -> None:
-        """Nothing to see: it is the declaration that counts."""
+        """Refuses other functions than `terms`, where they are given.
+
+        Args:
+            problem: The problem that holds the constants.
+
+        Raises:
+            ValueError: A loss or a public term was exchanged.
+        """
+        if self.terms is not None and terms_of(problem) != self.terms:
+            raise ValueError(
+                "SecondOrderConstants: a loss or a public term of the problem was "
+                "exchanged, but its constants are declared for the original ones. "
+                "Declare dpbilevel.SecondOrderConstants(...) for the new problem."
+            )
+
+    def _numbers(self) -> dict[str, Any]:
+        numbers = dict(vars(self))
+        del numbers["terms"]
+        return numbers
 
     @property
     def varies(self) -> bool:
@@ -334,9 +355,18 @@ class SecondOrderConstants(AbstractCertificate):
     def assumptions(self) -> tuple[str, ...]:
         """Every declared constant."""
         declared = ", ".join(
-            f"{name} = {value:.6g}" for name, value in dataclasses.asdict(self).items()
+            f"{name} = {value:.6g}" for name, value in self._numbers().items()
         )
         return (f"declared for every possible record and all x of the set: {declared}",)
 
     def _spread(self, name: str) -> float:
         return getattr(self, f"{name}_spread")
+
+
+def terms_of(problem: Any) -> tuple[Any, ...]:
+    """The functions that a certificate is about.
+
+    Args:
+        problem: A `BilevelProblem`.
+    """
+    return problem.upper, problem.lower, problem.upper_public, problem.lower_public

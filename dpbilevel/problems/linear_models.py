@@ -20,7 +20,12 @@ from .. import _checks
 from ..sets import Box
 from .applications import penalty_tuning
 from .bilevel import BilevelProblem
-from .constants import AbstractCertificate, Bounds, SecondOrderConstants
+from .constants import (
+    AbstractCertificate,
+    Bounds,
+    SecondOrderConstants,
+    terms_of,
+)
 from .models import Record
 
 Scalar = Float[Array, ""]
@@ -159,56 +164,75 @@ def linear_tuning(
 
     `penalty_tuning` of $\varphi(\langle \bar a, y \rangle, b)$, where $\bar a$ is the
     row $a$, shortened to the norm $R$ if it is longer. A row with an entry that is not
-    finite, or too long for its norm to be finite, is read as zeros.
+    finite is read as zeros.
 
     Args:
         model: `Logistic()` or `PseudoHuber(width)`.
         groups: The group of each coefficient, integers in $[0, k)$; public.
         bounds: $(l, u)$, the box of the log-penalties. The sensitivity grows like
             $e^{-l}$ and faster: choose $l$ no smaller than a penalty worth trying.
-        row_norm: $R > 0$; public.
+        row_norm: $R$ in [1e-15, 1e15]; public.
 
     Returns:
         A problem over `Levels(upper=validation, lower=training)` of records
         `{"features": a, "label": b}`, with $x$ of $k$ log-penalties and `constants`.
 
     Raises:
-        ValueError: As `penalty_tuning`; a norm that is not positive.
+        ValueError: As `penalty_tuning`; a norm out of range; groups that are not one
+            vector, or of another length than y.
         TypeError: `model` is no linear model.
     """
     _checks.instance("linear_tuning", AbstractLinearModel, model=model)
     _checks.positive("linear_tuning", row_norm=row_norm)
+    if not 1e-15 <= row_norm <= 1e15:
+        raise ValueError(
+            f"linear_tuning: row_norm must be between 1e-15 and 1e15, got {row_norm}. "
+            "Rescale the features by a public number."
+        )
+    groups = jnp.asarray(groups)
+    if groups.ndim != 1:
+        raise ValueError(
+            "linear_tuning: groups must be one vector, the group of each coefficient, "
+            f"got shape {groups.shape}."
+        )
 
     def loss(y: Float[Array, " d"], record: Record) -> Scalar:
-        row = shortened(record["features"].astype(y.dtype), row_norm)
+        row = shortened(record["features"], row_norm).astype(y.dtype)
         label = record["label"].astype(y.dtype)
         label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
         return model.loss(row @ y, label)
 
-    problem = penalty_tuning(loss, jnp.asarray(groups), bounds=bounds)
+    problem = penalty_tuning(loss, groups, bounds=bounds)
     low, high = map(float, bounds)
-    terms = problem.upper, problem.lower, problem.upper_public, problem.lower_public
-    certificate = TuningCertificate(model, float(row_norm), low, high, terms)
+    certificate = TuningCertificate(
+        model, float(row_norm), low, high, terms_of(problem)
+    )
     return dataclasses.replace(problem, constants=certificate)
 
 
 def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:
-    """The row, at most `norm` long after rounding; zeros where it has no finite norm.
+    """The row, at most `norm` long after rounding; zeros where an entry is not finite.
 
     Args:
         row: One record's features.
-        norm: The public norm.
+        norm: The public norm, between 1e-15 and 1e15.
+
+    Returns:
+        The row in single precision at least.
     """
-    usable = jnp.isfinite(jnp.sum(row * row))
-    row = jnp.where(usable, row, jnp.zeros_like(row))
-    square = jnp.sum(row * row)
+    wide = jnp.issubdtype(row.dtype, jnp.floating) and jnp.finfo(row.dtype).bits > 32
+    row = row if wide else row.astype(jnp.float32)
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(row), initial=0))
+    finite = jnp.isfinite(largest)
+    # Squares of the entries themselves would underflow, or overflow.
+    scale = jnp.where(finite & (largest > 0), largest, 1)
+    unit = jnp.where(finite, row, jnp.zeros_like(row)) / scale
+    square = jnp.sum(unit * unit)
     # Zero has no derivative under the root.
     length = jnp.sqrt(jnp.where(square > 0, square, 1))
-    epsilon = float(jnp.finfo(row.dtype).eps)
     # Worst-case relative rounding of the norm, as where records are clipped.
-    length = length * (1 + (row.size + 32) * epsilon / 4)
-    longer = (square > 0) & (length > norm)
-    return row * jnp.where(longer, norm / jnp.where(longer, length, 1), 1)
+    length = length * (1 + (row.size + 32) * float(jnp.finfo(row.dtype).eps) / 4)
+    return unit * jnp.where(square > 0, jnp.minimum(scale, norm / length), scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,8 +311,7 @@ class TuningCertificate(AbstractCertificate):
                 f"log-penalties in [{self.low:.6g}, {self.high:.6g}]. Call "
                 "linear_tuning with the bounds you want."
             )
-        terms = problem.upper, problem.lower, problem.upper_public, problem.lower_public
-        if terms != self.terms:
+        if terms_of(problem) != self.terms:
             raise ValueError(
                 "linear_tuning: a loss or a public term of the problem was exchanged, "
                 "but its constants are proved for the original ones. Declare "

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..sets import Ball, Euclidean
 from .bilevel import BilevelProblem, Levels
-from .constants import Constants, SecondOrderConstants
+from .constants import Constants, SecondOrderConstants, terms_of
 from .linear_models import shortened
 from .models import squared_loss
 
@@ -102,8 +102,10 @@ def quadratic_bilevel(
         lower_public=lower_public,
         x_set=Euclidean() if radius is None else Ball(radius),
         x_in_records=("lower",),
-        constants=None if radius is None else _quadratic_constants(radius),
     )
+    if radius is not None:
+        constants = _quadratic_constants(radius, terms_of(problem))
+        problem = dataclasses.replace(problem, constants=constants)
     return Example(
         problem,
         Levels(targets, centers),
@@ -115,7 +117,7 @@ def quadratic_bilevel(
     )
 
 
-def _quadratic_constants(radius: float) -> SecondOrderConstants:
+def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
     """Of `quadratic_bilevel`: its Hessians read no record."""
     return SecondOrderConstants(
         strong_convexity=1.5,
@@ -136,6 +138,7 @@ def _quadratic_constants(radius: float) -> SecondOrderConstants:
         lower_yy_in_x=0.0,
         lower_xy_in_y=0.0,
         lower_yy_in_y=0.0,
+        terms=terms,
     )
 
 
