@@ -42,13 +42,19 @@ def unrolled(name):
     release = Gaussian.release
 
     def record(self, bounded, *, key):
-        std = float(self.noise_multiplier * bounded.sensitivity(self.neighbours))
-        made.append((float(self.noise_multiplier), std))
+        multiplier = self.noise_multiplier
+        std = multiplier * bounded.sensitivity(self.neighbours)
+        jax.debug.callback(
+            lambda *v: made.append(tuple(map(float, v))), multiplier, std
+        )
         return release(self, bounded, key=key)
 
-    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gaussian, "release", record)
-        dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY))
+        # Not the shared program, which may be compiled already, without the record.
+        run = jax.jit(lambda key: dpb.solve(problem, solver, data, w0, key=key).value)
+        run(jax.random.key(KEY))
+        jax.effects_barrier()
     return sorted(made), solver.ledger(problem, solver.sizes), name in ADAPTIVE
 
 
