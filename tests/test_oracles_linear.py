@@ -95,7 +95,6 @@ INDEFINITE = {
     "zero": np.zeros(3),
     "nan": np.asarray([1.0, np.nan, 1.0]),
     "infinite": np.asarray([1.0, np.inf, 1.0]),
-    "overflow": np.asarray([1.0, 3e38, 1.0]),
 }
 FALLIBLE = {
     "tolerance": linear.ConjugateGradient(),
@@ -105,7 +104,7 @@ FALLIBLE = {
 
 
 @pytest.mark.parametrize("solver", FALLIBLE)
-@pytest.mark.parametrize("case", [case for case in INDEFINITE if case != "overflow"])
+@pytest.mark.parametrize("case", INDEFINITE)
 def test_no_answer_where_the_matrix_is_not_positive_definite(case, solver):
     diagonal = jnp.asarray(INDEFINITE[case], jnp.float32)
     b = {"a": jnp.ones(2), "b": jnp.ones(1)}
@@ -125,11 +124,11 @@ def test_no_answer_where_the_matrix_is_not_positive_definite(case, solver):
         assert np.all(np.isnan(leaf))
 
 
-def test_no_answer_where_products_overflow():
-    diagonal = jnp.asarray(INDEFINITE["overflow"], jnp.float32)
-    for solver in (FALLIBLE["tolerance"], FALLIBLE["fixed"]):
-        found = solver.solve(lambda v: diagonal * v, jnp.full(3, 10.0))
-        assert np.all(np.isnan(found.value)) or found.residual_norm < 1e-3
+def test_no_answer_where_curvatures_overflow():
+    diagonal = jnp.asarray([1.0, 3e38, 3e38])
+    for name in ("tolerance", "fixed"):
+        found = FALLIBLE[name].solve(lambda v: diagonal * v, jnp.ones(3))
+        assert np.all(np.isnan(found.value))
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -252,6 +254,19 @@ def test_the_number_of_steps_comes_first(kind):
 def test_a_momentum_that_cannot_settle_is_refused(momentum):
     with pytest.raises(ValueError, match="momentum must be at least 0 and below 1"):
         dpb.AcceleratedGradient(10, 0.1, momentum)
+
+
+def test_the_code_of_the_page_runs():
+    page = (Path(__file__).parents[1] / "docs" / "oracles.md").read_text()
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(code, "docs/oracles.md", "exec"), names)
+    F, x = names["F"], names["x"]
+    steps = 1e-2 * np.eye(2, dtype=np.float32)
+    slopes = [(F(x + step) - F(x - step)) / 2e-2 for step in steps]
+    np.testing.assert_allclose(names["gradient"], slopes, rtol=1e-2, atol=1e-5)
+    curves = [(jax.grad(F)(x + step) - jax.grad(F)(x - step)) / 2e-2 for step in steps]
+    np.testing.assert_allclose(names["hessian"], curves, rtol=1e-2, atol=1e-4)
 
 
 def test_the_names_are_in_one_place():
