@@ -126,9 +126,18 @@ def test_no_answer_where_the_matrix_is_not_positive_definite(case, solver):
 
 def test_no_answer_where_curvatures_overflow():
     diagonal = jnp.asarray([1.0, 3e38, 3e38])
-    for name in ("tolerance", "fixed"):
-        found = FALLIBLE[name].solve(lambda v: diagonal * v, jnp.ones(3))
+    for solver in (linear.ConjugateGradient(), fixed(1)):
+        found = solver.solve(lambda v: diagonal * v, jnp.ones(3))
         assert np.all(np.isnan(found.value))
+
+
+def test_a_truncated_direction_is_there_for_newton_steps():
+    diagonal, b = jnp.asarray(INDEFINITE["late"]), jnp.ones(3)
+    solver = FALLIBLE["tolerance"]
+    direction, products, solves = solver.truncated(lambda v: diagonal * v, b)
+    assert not solves
+    assert products > 1
+    assert direction @ b > 0
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])

@@ -82,11 +82,20 @@ def test_a_record_with_nan_has_no_derivative(place, name):
         assert np.all(np.isnan(gradient))
 
 
-def test_a_record_with_nan_has_no_unrolled_derivative():
+def test_a_derivative_that_does_not_depend_on_the_solution_is_nan_as_well():
     problem, data, x, y0 = quadratic("b")
+    problem = dataclasses.replace(
+        problem, lower_public=lambda x, y: 0.5 * jnp.sum(y**2) - x @ y
+    )
     solver = LOWER_SOLVERS["fixed"]
     found = dpb.unrolled_hypergradient(problem, x, data, solver=solver, y0=y0)
     assert np.all(np.isnan(found))
+    for linear_solver in LINEAR_SOLVERS.values():
+        solution = functools.partial(
+            dpb.lower_solution, problem, data=data, y0=y0, linear_solver=linear_solver
+        )
+        assert np.all(np.isnan(jax.jacrev(solution)(x)))
+        assert np.all(np.isnan(jax.jacfwd(solution)(x)))
 
 
 def test_a_projected_solve_of_a_record_with_nan_has_no_answer():
