@@ -84,11 +84,15 @@ def reference(problem, x, y0, data):
     with jax.enable_x64(True):
         x, y0, data = map(widened, (x, y0, data))
         dense = y0.size <= 1000
-        solver = dpb.Cholesky() if dense else dpb.ConjugateGradient(1e-13, 5000)
+        solver = (
+            dpb.Cholesky()
+            if dense
+            else dpb.ConjugateGradient(num_steps=5000, tolerance=1e-13)
+        )
 
         @jax.jit
         def run(x, y0, data):
-            newton = dpb.NewtonCG(1e-11, cg_steps=2000)
+            newton = dpb.NewtonCG(tolerance=1e-11, cg_steps=2000)
             y, info = dpb.lower_solve(problem, x, data, solver=newton, y0=y0)
             gradient, v = dpb.implicit_hypergradient(
                 problem, x, y, data, linear_solver=solver
@@ -152,7 +156,9 @@ def at_a_solution(problem, x, y, data, exact, repeats):
     fixed = functools.partial(jaxopt.linear_solve.solve_cg, maxiter=STEPS, tol=0.0)
     candidates = {
         f"JAXopt custom_root, solve_cg, {STEPS} steps": jaxopt_at(problem, fixed),
-        f"ours, {STEPS} steps": ours_at(problem, dpb.ConjugateGradient(None, STEPS)),
+        f"ours, {STEPS} steps": ours_at(
+            problem, dpb.ConjugateGradient(num_steps=STEPS, tolerance=None)
+        ),
         "JAXopt custom_root, default": jaxopt_at(problem, None),
         "ours, default": ours_at(problem, dpb.ConjugateGradient()),
     }
@@ -270,7 +276,7 @@ def trajectory(problem, x, y, data, steps=50):
     @jax.jit
     def step(x, y, before, last, data):
         y, _ = dpb.lower_solve(problem, x, data, y0=y)
-        tight = dpb.ConjugateGradient(1e-7, 5000)
+        tight = dpb.ConjugateGradient(num_steps=5000, tolerance=1e-7)
         exact, _ = hypergradient(x, y, data, linear_solver=tight, v0=last)
         # v moves along a line for a while: the next is guessed from the last two.
         starts = (None, last, 2 * last - before)

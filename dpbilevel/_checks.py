@@ -47,6 +47,11 @@ def fraction(owner: str, **values: object) -> None:
     _require(owner, values, lambda v: 0 < v < 1, "strictly between 0 and 1")
 
 
+def proper_fraction(owner: str, **values: object) -> None:
+    """Raises `ValueError` unless every known value is at least 0 and below 1."""
+    _require(owner, values, lambda v: 0 <= v < 1, "at least 0 and below 1")
+
+
 def count(owner: str, **values: object) -> None:
     """Raises `ValueError` unless every value is a Python integer of at least 1."""
     for name, value in values.items():

@@ -43,13 +43,13 @@ def weighted(n=40, d=3):
 
 CASES = {"penalty": logistic, "sources": weighted}
 SOLVERS = {
-    "newton": dpb.NewtonCG(1e-11),
-    "lbfgs": dpb.LBFGS(1e-11),
+    "newton": dpb.NewtonCG(tolerance=1e-11),
+    "lbfgs": dpb.LBFGS(tolerance=1e-11),
     "accelerated": dpb.AcceleratedGradient(tolerance=1e-11),
 }
 EXACT = {
     "solver": dpb.AcceleratedGradient(5000, 0.5, 0.7, 1e-12),
-    "linear_solver": dpb.ConjugateGradient(1e-13),
+    "linear_solver": dpb.ConjugateGradient(tolerance=1e-13),
 }
 
 
@@ -75,8 +75,8 @@ def test_hypergradients_agree_with_central_differences(case, double):
     assert relative(jax.jit(jax.grad(objective))(x), expected) < 1e-6
     y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
     for linear_solver in (
-        dpb.ConjugateGradient(1e-12),
-        dpb.ConjugateGradient(None, 30),
+        dpb.ConjugateGradient(tolerance=1e-12),
+        dpb.ConjugateGradient(tolerance=None, num_steps=30),
         dpb.Neumann(5000, 0.5),
         dpb.Cholesky(),
     ):
@@ -91,7 +91,7 @@ def test_hypergradients_agree_with_central_differences(case, double):
     unrolled = dpb.unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
     assert relative(unrolled, expected) < 1e-6
     penalized = dpb.penalty_hypergradient(
-        problem, x, data, penalty=1e4, solver=dpb.NewtonCG(1e-12), y0=y0
+        problem, x, data, penalty=1e4, solver=dpb.NewtonCG(tolerance=1e-12), y0=y0
     )
     assert relative(penalized, expected) < 1e-3
 
@@ -183,7 +183,7 @@ def test_the_implicit_hypergradient_is_itself_differentiable(double):
     def gradient(x):
         y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
         return dpb.implicit_hypergradient(
-            problem, x, y, data, linear_solver=dpb.ConjugateGradient(1e-13)
+            problem, x, y, data, linear_solver=dpb.ConjugateGradient(tolerance=1e-13)
         )[0]
 
     expected = central_difference(jax.jit(gradient), x)
@@ -259,7 +259,7 @@ def test_a_module_is_a_lower_variable(double):
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def objective(x):
-        solver = dpb.NewtonCG(1e-12)
+        solver = dpb.NewtonCG(tolerance=1e-12)
         y = dpb.lower_solution(problem, x, data, y0=model, **EXACT | {"solver": solver})
         return objectives.upper_objective(problem, data).value(x, y), y.layers
 
@@ -315,10 +315,6 @@ def test_a_projected_solve_has_a_value_but_no_implicit_derivative(double):
 
 def test_refusals_say_what_to_do():
     problem, data, x, y0 = logistic()
-    with pytest.raises(ValueError, match="pass y0="):
-        dpb.lower_solution(problem, x, data)
-    with pytest.raises(ValueError, match="arrays of floats"):
-        dpb.lower_solution(problem, x, data, y0=jnp.arange(3))
     with pytest.raises(ValueError, match="needs a step_size"):
         dpb.AcceleratedGradient(10, tolerance=None)
     with pytest.raises(ValueError, match="exceeds smoothness"):

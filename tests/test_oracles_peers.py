@@ -38,8 +38,8 @@ def test_hypergradients_agree_with_jaxopt(loss):
                 x,
                 data,
                 y0=y0,
-                solver=dpb.NewtonCG(1e-12),
-                linear_solver=dpb.ConjugateGradient(1e-12),
+                solver=dpb.NewtonCG(tolerance=1e-12),
+                linear_solver=dpb.ConjugateGradient(tolerance=1e-12),
             )
 
         def solved(y, x):

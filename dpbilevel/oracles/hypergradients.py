@@ -6,10 +6,11 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..problems.bilevel import BilevelProblem, Levels
+from .arguments import checked
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
-from .lower import DEFAULT_LINEAR_SOLVER, check_interior
+from .lower import DEFAULT_LINEAR_SOLVER, check_interior, minimized
 from .minimizers import AbstractLowerSolver, AcceleratedGradient
-from .objectives import WeightedSum, lower_objective, split, upper_objective
+from .objectives import WeightedSum, lower_objective, poisoned, upper_objective
 
 
 def implicit_hypergradient(
@@ -41,18 +42,25 @@ def implicit_hypergradient(
         its residual and the number of Hessian products.
 
     Raises:
-        ValueError: `y_set` is not `Euclidean()`: the formula holds inside a set only.
+        TypeError: An argument of another type, such as the class of a solver.
+        ValueError: Arguments that do not fit, or `y_set` is not `Euclidean()`: the
+            formula holds inside a set only.
 
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
         algorithms with near-optimal rates", equation 9.
     """  # noqa: D205
-    check_interior("implicit_hypergradient", problem)
-    y, rest = split(y)
+    owner = "implicit_hypergradient"
+    y, rest = checked(
+        owner, problem, x, y, data, name="y", v0=v0, linear_solver=linear_solver
+    )
+    check_interior(owner, problem)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
     _, product = lower.linearized(x, y)
-    v = differentiable_solve(linear_solver, product, upper.gradient(x, y), v0)
+    slope = poisoned(upper.gradient(x, y), y)
+    start = jax.tree.map(jnp.asarray, v0)
+    v = differentiable_solve(linear_solver, product, slope, start)
     cross = lower.cross_product(x, y, v.value)
     return jax.tree.map(jnp.subtract, upper.gradient(x, y, "x"), cross), v
 
@@ -84,18 +92,21 @@ def penalty_hypergradient(
         A pytree like `x`.
 
     Raises:
-        ValueError: `penalty` out of range, or a set that `solver` cannot keep to.
+        TypeError: An argument of another type, such as the class of a solver.
+        ValueError: `penalty` out of range, arguments that do not fit, or a set that
+            `solver` cannot keep to.
 
     References:
         Kornowski, "Differentially private bilevel optimization", Section 4.
     """
-    _checks.positive("penalty_hypergradient", penalty=penalty)
-    y0, rest = split(y0)
+    owner = "penalty_hypergradient"
+    y0, rest = checked(owner, problem, x, y0, data, solver=solver)
+    _checks.positive(owner, penalty=penalty)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
-    y, _ = solver.minimize(lower, x, y0, problem.y_set)
+    y, _ = minimized(solver, lower, x, y0, problem.y_set)
     penalized = WeightedSum(lower, upper, 1 / jnp.asarray(penalty))
-    near, _ = solver.minimize(penalized, x, y, problem.y_set)
+    near, _ = minimized(solver, penalized, x, y, problem.y_set)
     slopes = lower.gradient(x, near, "x"), lower.gradient(x, y, "x")
 
     def combine(direct, above, below):
@@ -128,8 +139,10 @@ def unrolled_hypergradient(
         A pytree like `x`.
 
     Raises:
-        ValueError: `solver` stops early, which reverse mode cannot follow.
-        TypeError: `solver` is not an `AcceleratedGradient`.
+        TypeError: `solver` is not an `AcceleratedGradient`, or another argument not
+            of its type.
+        ValueError: `solver` stops early, which reverse mode cannot follow, or
+            arguments that do not fit.
     """
     owner = "unrolled_hypergradient"
     _checks.instance(owner, AcceleratedGradient, solver=solver)
@@ -138,12 +151,11 @@ def unrolled_hypergradient(
             f"{owner}: reverse mode needs a fixed number of steps; pass "
             "AcceleratedGradient(num_steps, step_size, momentum, tolerance=None)."
         )
-    y0, rest = split(y0)
+    y0, rest = checked(owner, problem, x, y0, data, solver=solver)
 
     def composed(x):
-        y, _ = solver.minimize(
-            lower_objective(problem, data, rest), x, y0, problem.y_set
-        )
+        lower = lower_objective(problem, data, rest)
+        y, _ = minimized(solver, lower, x, y0, problem.y_set)
         return upper_objective(problem, data, rest).value(x, y)
 
     return jax.grad(composed)(x)

@@ -1,7 +1,7 @@
 """Symmetric positive definite linear systems given by their products with vectors.
 
-Functions for one system, and the same methods as frozen settings that
-`implicit_hypergradient` and `lower_solution` take as `linear_solver=`.
+Frozen settings that `implicit_hypergradient` and `lower_solution` take as
+`linear_solver=`, and that solve a system of any other origin by `solve`.
 """
 
 import abc
@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 
@@ -35,111 +35,6 @@ class LinearSolution(NamedTuple):
     num_products: Int[Array, ""]
 
 
-def conjugate_gradient(
-    matvec: Matvec, b: PyTree, *, num_steps: int, x0: PyTree | None = None
-) -> tuple[PyTree, Scalar]:
-    r"""Solves $A v = b$ by a fixed number of conjugate gradient steps.
-
-    With $\kappa$ the condition number, the error in the norm $\sqrt{v^T A v}$ falls by
-    $2 ((\sqrt\kappa - 1) / (\sqrt\kappa + 1))^m$ in $m$ steps. The number of steps
-    never depends on values. Once rounding is all that is left of the residual a step is
-    zero, so more steps than needed change nothing: no division of zero by zero.
-
-    Args:
-        matvec: $v \mapsto A v$, symmetric positive definite, on pytrees like `b`.
-        b: The right-hand side: a pytree of floating-point arrays.
-        num_steps: $m \ge 1$: exactly that many products, one more with `x0`.
-        x0: A starting point; zeros when omitted.
-
-    Returns:
-        $v$ and the norm of its residual, as in `LinearSolution`.
-
-    Raises:
-        ValueError: `num_steps` is not an integer of at least 1.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from dpbilevel.oracles.linear import conjugate_gradient
-        >>> diagonal = jnp.asarray([1.0, 4.0])
-        >>> v, residual = conjugate_gradient(
-        ...     lambda v: diagonal * v, jnp.ones(2), num_steps=10
-        ... )
-        >>> [round(float(entry), 6) for entry in v]
-        [1.0, 0.25]
-    """
-    _checks.count("conjugate_gradient", num_steps=num_steps)
-    state, scale = _start(matvec, b, x0)
-    floor = _rounding(b, scale)
-    state = jax.lax.fori_loop(
-        0, num_steps, lambda _, state: _conjugate_step(matvec, state, floor), state
-    )
-    value = _scaled(scale, state.value)
-    return value, _residual_norm(matvec, value, b)
-
-
-def neumann(
-    matvec: Matvec,
-    b: PyTree,
-    *,
-    num_steps: int,
-    step_size: float | Scalar,
-    x0: PyTree | None = None,
-) -> tuple[PyTree, Scalar]:
-    r"""Solves $A v = b$ by the truncated series $\eta \sum_k (I - \eta A)^k b$.
-
-    Args:
-        matvec: $v \mapsto A v$ on pytrees like `b`.
-        b: The right-hand side.
-        num_steps: The number of terms, at least 1: as many products, one less without
-            `x0`.
-        step_size: $\eta > 0$, below 2 over the largest eigenvalue of $A$.
-        x0: A starting point; zeros when omitted.
-
-    Returns:
-        $v$ and the norm of its residual, as in `LinearSolution`.
-
-    Raises:
-        ValueError: `num_steps` or `step_size` out of range.
-    """
-    _checks.count("neumann", num_steps=num_steps)
-    _checks.positive("neumann", step_size=step_size)
-    rate = jnp.asarray(step_size)
-
-    def step(_, value):
-        return _add_scaled(value, rate, _subtract(b, matvec(value)))
-
-    steps, start = (num_steps, x0) if x0 is not None else (num_steps - 1, None)
-    if start is None:
-        start = _scaled(rate, b)
-    value = jax.lax.fori_loop(0, steps, step, start)
-    return value, _residual_norm(matvec, value, b)
-
-
-def cholesky(matvec: Matvec, b: PyTree) -> tuple[PyTree, Scalar]:
-    r"""Solves $A v = b$ by factoring $A$, formed by one product per coordinate.
-
-    For few coordinates $d$: takes $d^2$ numbers of memory and of the order of $d^3$
-    operations.
-
-    Args:
-        matvec: $v \mapsto A v$, symmetric positive definite, on pytrees like `b`.
-        b: The right-hand side: leaves of one dtype.
-
-    Returns:
-        $v$ and the norm of its residual, as in `LinearSolution`. Not finite where $A$
-        is not positive definite.
-    """
-    flat, unravel = jax.flatten_util.ravel_pytree(b)
-
-    def column(v):
-        return jax.flatten_util.ravel_pytree(matvec(unravel(v)))[0]
-
-    matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))
-    factor = jax.scipy.linalg.cho_factor(matrix, lower=True)
-    value = unravel(jax.scipy.linalg.cho_solve(factor, flat))
-    return value, _residual_norm(matvec, value, b)
-
-
 class AbstractLinearSolver(eqx.Module):
     """How to solve a symmetric positive definite system."""
 
@@ -159,15 +54,34 @@ class AbstractLinearSolver(eqx.Module):
 class ConjugateGradient(AbstractLinearSolver):
     r"""Conjugate gradients: to a tolerance, or for a fixed number of steps.
 
+    With $\kappa$ the condition number, the error in the norm $\sqrt{v^T A v}$ falls by
+    $2 ((\sqrt\kappa - 1) / (\sqrt\kappa + 1))^m$ in $m$ steps. Once rounding is all
+    that is left of the residual a step is zero, so more steps than needed change
+    nothing: no division of zero by zero.
+
+    Where the numbers are not finite, or a direction shows that $A$ is not positive
+    definite while a relative residual of more than about $\sqrt\varepsilon$ is left,
+    the answer is NaN: what was found until then solves nothing.
+
     Args:
-        tolerance: Stops once $\|b - A v\| \le$ tolerance $\cdot \|b\|$. `None` never
-            stops early, as `conjugate_gradient`: the number of products is then public.
         num_steps: The most steps, or the number of steps where `tolerance` is `None`.
             Static.
+        tolerance: Stops once $\|b - A v\| \le$ tolerance $\cdot \|b\|$. `None` never
+            stops early: `num_steps` products whatever the values are, one more with
+            `x0`, and forward and reverse mode go through the steps.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from dpbilevel.oracles import ConjugateGradient
+        >>> diagonal = jnp.asarray([1.0, 4.0])
+        >>> solver = ConjugateGradient(num_steps=10, tolerance=None)
+        >>> v = solver.solve(lambda v: diagonal * v, jnp.ones(2)).value
+        >>> [round(float(entry), 6) for entry in v]
+        [1.0, 0.25]
     """
 
-    tolerance: float | Scalar | None = 1e-5
     num_steps: int = eqx.field(static=True, default=500)
+    tolerance: float | Scalar | None = 1e-5
 
     def __check_init__(self):
         _checks.count("ConjugateGradient", num_steps=self.num_steps)
@@ -176,37 +90,56 @@ class ConjugateGradient(AbstractLinearSolver):
 
     def solve(self, matvec, b, x0=None):
         """Solves the system; `num_products` tells when it stopped."""
-        first = 0 if x0 is None else 1
-        if self.tolerance is None:
-            value, residual_norm = conjugate_gradient(
-                matvec, b, num_steps=self.num_steps, x0=x0
-            )
-            products = jnp.asarray(self.num_steps + first, jnp.int32)
-            return LinearSolution(value, residual_norm, products)
+        value, products, solves = self.truncated(matvec, b, x0)
+        value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), value)
+        return LinearSolution(value, _residual_norm(matvec, value, b), products)
+
+    def truncated(
+        self, matvec: Matvec, b: PyTree, x0: PyTree | None = None
+    ) -> tuple[PyTree, Int[Array, ""], Bool[Array, ""]]:
+        """The last iterate before a direction without curvature, for Newton's method.
+
+        Args:
+            matvec: As in `solve`.
+            b: The right-hand side.
+            x0: A starting point; zeros when omitted.
+
+        Returns:
+            The iterate, the number of products, and whether `solve` stands by it.
+        """
         state, scale = _start(matvec, b, x0)
         floor = _rounding(b, scale)
-        enough = jnp.asarray(self.tolerance, floor.dtype) ** 2 * _unit_square(b, scale)
+        small = _indistinct(b, jnp.maximum(state.square, _unit_square(b, scale)))
+
+        def step(carry):
+            steps, state = carry
+            return steps + 1, _conjugate_step(matvec, state, floor, small)
 
         def unfinished(carry):
             steps, state = carry
             return (steps < self.num_steps) & (state.square > enough) & ~state.is_stuck
 
-        def step(carry):
-            steps, state = carry
-            return steps + 1, _conjugate_step(matvec, state, floor)
-
         start = (jnp.asarray(0, jnp.int32), state)
-        steps, state = jax.lax.while_loop(unfinished, step, start)
-        value = _scaled(scale, state.value)
-        return LinearSolution(value, _residual_norm(matvec, value, b), steps + first)
+        if self.tolerance is None:
+            steps, state = jax.lax.fori_loop(
+                0, self.num_steps, lambda _, carry: step(carry), start
+            )
+        else:
+            tolerance = jnp.asarray(self.tolerance, floor.dtype)
+            enough = tolerance**2 * _unit_square(b, scale)
+            steps, state = jax.lax.while_loop(unfinished, step, start)
+        solves = jnp.isfinite(state.square) & ~state.is_indefinite
+        products = steps + (0 if x0 is None else 1)
+        return _scaled(scale, state.value), products, solves
 
 
 class Neumann(AbstractLinearSolver):
-    """The truncated Neumann series, as `neumann`.
+    r"""The truncated series $\eta \sum_k (I - \eta A)^k b$.
 
     Args:
-        num_steps: The number of terms. Static.
-        step_size: Positive, below 2 over the largest eigenvalue.
+        num_steps: The number of terms: as many products, one less without `x0`.
+            Static.
+        step_size: $\eta > 0$, below 2 over the largest eigenvalue of $A$.
     """
 
     num_steps: int = eqx.field(static=True)
@@ -218,22 +151,40 @@ class Neumann(AbstractLinearSolver):
 
     def solve(self, matvec, b, x0=None):
         """Sums the series, from `x0` on."""
-        value, residual_norm = neumann(
-            matvec, b, num_steps=self.num_steps, step_size=self.step_size, x0=x0
-        )
+        rate = jnp.asarray(self.step_size)
+
+        def step(_, value):
+            return _add_scaled(value, rate, _subtract(b, matvec(value)))
+
         products = self.num_steps - (x0 is None)
-        return LinearSolution(value, residual_norm, jnp.asarray(products, jnp.int32))
+        start = _scaled(rate, b) if x0 is None else x0
+        value = jax.lax.fori_loop(0, products, step, start)
+        return LinearSolution(
+            value, _residual_norm(matvec, value, b), jnp.asarray(products, jnp.int32)
+        )
 
 
 class Cholesky(AbstractLinearSolver):
-    """A dense factorization, as `cholesky`: exact, for few coordinates."""
+    """A factorization of $A$, formed by one product per coordinate.
+
+    For few coordinates $d$, in leaves of one dtype: takes $d^2$ numbers of memory and
+    of the order of $d^3$ operations. NaN where $A$ is not positive definite.
+    """
 
     def solve(self, matvec, b, x0=None):
         """Factors the matrix; has no use for `x0`."""
         del x0
-        value, residual_norm = cholesky(matvec, b)
-        products = sum(jnp.size(leaf) for leaf in jax.tree.leaves(b))
-        return LinearSolution(value, residual_norm, jnp.asarray(products, jnp.int32))
+        flat, unravel = jax.flatten_util.ravel_pytree(b)
+
+        def column(v):
+            return jax.flatten_util.ravel_pytree(matvec(unravel(v)))[0]
+
+        matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))
+        factor = jax.scipy.linalg.cho_factor(matrix, lower=True)
+        value = unravel(jax.scipy.linalg.cho_solve(factor, flat))
+        return LinearSolution(
+            value, _residual_norm(matvec, value, b), jnp.asarray(flat.size, jnp.int32)
+        )
 
 
 def differentiable_solve(
@@ -267,6 +218,7 @@ class _Conjugate(NamedTuple):
     direction: PyTree
     square: Scalar
     is_stuck: Array
+    is_indefinite: Array
 
 
 def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Scalar]:
@@ -280,14 +232,18 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
     residual = _scaled(1 / scale, residual)
     value = jax.tree.map(jnp.zeros_like, b) if x0 is None else _scaled(1 / scale, x0)
     square = _dot(residual, residual)
-    return _Conjugate(value, residual, residual, square, jnp.asarray(False)), scale
+    no = jnp.asarray(False)
+    return _Conjugate(value, residual, residual, square, no, no), scale
 
 
-def _conjugate_step(matvec: Matvec, state: _Conjugate, floor: Scalar) -> _Conjugate:
+def _conjugate_step(
+    matvec: Matvec, state: _Conjugate, floor: Scalar, small: Scalar
+) -> _Conjugate:
     """One step; a zero one where only rounding is left or no curvature."""
     product = matvec(state.direction)
     curvature = _dot(state.direction, product)
-    moves = (state.square > floor) & (curvature > 0)
+    is_curved = (curvature > 0) & jnp.isfinite(curvature)
+    moves = (state.square > floor) & is_curved
     length = jnp.where(moves, state.square / jnp.where(moves, curvature, 1), 0)
     residual = _add_scaled(state.residual, -length, product)
     square = _dot(residual, residual)
@@ -298,6 +254,7 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, floor: Scalar) -> _Conjug
         _add_scaled(residual, share, state.direction),
         square,
         ~moves,
+        state.is_indefinite | (~is_curved & ~(state.square <= small)),
     )
 
 
@@ -305,6 +262,11 @@ def _rounding(b: PyTree, scale: Scalar) -> Scalar:
     """The squared residual below which only rounding is left."""
     epsilon = min(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(b))
     return (0.01 * epsilon) ** 2 * _unit_square(b, scale)
+
+
+def _indistinct(b: PyTree, square: Scalar) -> Scalar:
+    """The squared residual below which rounding may hide a positive curvature."""
+    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(b)) * square
 
 
 def _unit_square(b: PyTree, scale: Scalar) -> Scalar:

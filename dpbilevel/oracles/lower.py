@@ -1,14 +1,17 @@
 """NON-PRIVATE answers of the lower level, with implicit derivatives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..problems.bilevel import BilevelProblem, Levels
-from ..sets import Euclidean
+from ..sets import AbstractSet, Euclidean
+from .arguments import checked
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo, NewtonCG
-from .objectives import lower_objective, merge, split
+from .objectives import AbstractObjective, lower_objective, merge, poisoned
 
 DEFAULT_SOLVER = NewtonCG()
 DEFAULT_LINEAR_SOLVER = ConjugateGradient()
@@ -40,11 +43,14 @@ def lower_solution(
         linear_solver: Solves the system of a derivative.
 
     Returns:
-        A pytree like `y0`.
+        A pytree like `y0`; NaN where the gradient at the solver's answer is not finite,
+        as with a NaN in a record.
 
     Raises:
-        ValueError: No `y0`, or a set that `solver` cannot keep to. On differentiation,
-            any `y_set` but `Euclidean()`: the formula holds inside a set only.
+        TypeError: An argument of another type, such as the class of a solver.
+        ValueError: No `y0`, arguments that do not fit, or a set that `solver` cannot
+            keep to. On differentiation, any `y_set` but `Euclidean()`: the formula
+            holds inside a set only.
 
     Example:
         >>> import jax, jax.numpy as jnp, dpbilevel as dpb
@@ -54,9 +60,8 @@ def lower_solution(
         ... )
         Array([2.], dtype=float32)
     """
-    return lower_solve(
-        problem, x, data, solver=solver, y0=y0, linear_solver=linear_solver
-    )[0]
+    owner = "lower_solution"
+    return _solve(owner, problem, x, data, solver, y0, linear_solver)[0]
 
 
 def lower_solve(
@@ -82,26 +87,58 @@ def lower_solve(
         `lower_solution`'s value and a `LowerInfo`, which has no derivative.
 
     Raises:
+        TypeError: As `lower_solution`.
         ValueError: As `lower_solution`.
     """
-    if y0 is None:
-        raise ValueError(
-            "lower_solution: the shape of y is not known without a starting point; "
-            "pass y0=, for instance jnp.zeros(d)."
-        )
-    y0, rest = split(y0)
+    return _solve("lower_solve", problem, x, data, solver, y0, linear_solver)
+
+
+def minimized(
+    solver: AbstractLowerSolver,
+    objective: AbstractObjective,
+    x: PyTree,
+    y0: PyTree,
+    y_set: AbstractSet,
+) -> tuple[PyTree, LowerInfo]:
+    """As `solver.minimize`, but NaN where a solver met numbers that are not finite.
+
+    Args:
+        solver: The solver.
+        objective: What it minimizes over y.
+        x: The upper variable.
+        y0: The starting point, a pytree of arrays of floats.
+        y_set: The feasible set.
+    """
+    y, info = solver.minimize(objective, x, y0, y_set)
+    return poisoned(y, info.gradient_norm), info
+
+
+def _solve(
+    owner: str, problem, x, data, solver, y0, linear_solver
+) -> tuple[PyTree, LowerInfo]:
+    y0, rest = checked(
+        owner,
+        problem,
+        x,
+        y0,
+        data,
+        roles=("lower",),
+        solver=solver,
+        linear_solver=linear_solver,
+    )
     objective = lower_objective(problem, data, rest)
     if not isinstance(problem.y_set, Euclidean):
-        y, info = solver.minimize(objective, x, y0, problem.y_set)
-        return merge(_without_derivative(y), rest), info
+        y, info = minimized(solver, objective, x, y0, problem.y_set)
+        return merge(_without_derivative(owner, y), rest), info
 
     def solve(_, y0):
-        y, info = solver.minimize(objective, x, y0)
+        y, info = minimized(solver, objective, x, y0, problem.y_set)
         # The derivative rule of custom_root takes no integers beside the root.
         return y, tuple(v.astype(info.gradient_norm.dtype) for v in info)
 
     y, (norm, steps, converged) = jax.lax.custom_root(
-        lambda y: objective.gradient(x, y),
+        # A Hessian that does not depend on y would be finite where y is not.
+        lambda y: poisoned(objective.gradient(x, y), y),
         y0,
         solve,
         lambda product, b: differentiable_solve(linear_solver, product, b).value,
@@ -122,16 +159,17 @@ def check_interior(owner: str, problem: BilevelProblem) -> None:
         )
 
 
-@jax.custom_jvp
-def _without_derivative(y):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_derivative(owner, y):
+    del owner
     return y
 
 
 @_without_derivative.defjvp
-def _refuse(primals, tangents):
+def _refuse(owner, primals, tangents):
     del primals, tangents
     raise ValueError(
-        "lower_solution: cannot be differentiated with a y_set other than Euclidean(): "
+        f"{owner}: cannot be differentiated with a y_set other than Euclidean(): "
         "the implicit derivative holds inside the set only. If y*(x) never touches the "
         "boundary, pass dataclasses.replace(problem, y_set=Euclidean())."
     )

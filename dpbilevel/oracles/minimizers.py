@@ -72,8 +72,8 @@ class AcceleratedGradient(AbstractLowerSolver):
         num_steps: The most steps; without `tolerance`, the number of steps. Static.
         step_size: $s$. `None` searches: from 1 on, halved until the quadratic bound of
             smoothness $1/s$ holds; a try that fails still is a step.
-        momentum: $\beta$; `None` lets $\beta_k$ grow as for convex functions and
-            restarts it where the momentum points uphill.
+        momentum: $\beta$ in $[0, 1)$; `None` lets $\beta_k$ grow as for convex
+            functions and restarts it where the momentum points uphill.
         tolerance: Stops where the gradient mapping at $z_k$ is at most that long.
 
     References:
@@ -92,7 +92,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         if self.step_size is not None:
             _checks.positive(owner, step_size=self.step_size)
         if self.momentum is not None:
-            _checks.non_negative(owner, momentum=self.momentum)
+            _checks.proper_fraction(owner, momentum=self.momentum)
         if self.tolerance is not None:
             _checks.positive(owner, tolerance=self.tolerance)
         elif self.step_size is None:
@@ -200,16 +200,16 @@ class NewtonCG(AbstractLowerSolver):
     decrease of $10^{-4}$ of the predicted one.
 
     Args:
-        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
         num_steps: The most Newton steps. Static.
+        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
         cg_steps: The most conjugate gradient steps in one of them. Static.
 
     References:
         Nocedal and Wright, "Numerical optimization", Algorithm 7.1.
     """
 
-    tolerance: float = 1e-6
     num_steps: int = eqx.field(static=True, default=50)
+    tolerance: float = 1e-6
     cg_steps: int = eqx.field(static=True, default=200)
 
     def __check_init__(self):
@@ -283,8 +283,8 @@ class NewtonCG(AbstractLowerSolver):
         done = norm <= self.tolerance
         forcing = jnp.where(done, 2, jnp.minimum(0.5, jnp.sqrt(norm)))
         downhill = jax.tree.map(jnp.negative, slope)
-        linear_solver = ConjugateGradient(forcing, self.cg_steps)
-        direction = linear_solver.solve(product, downhill).value
+        linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
+        direction = linear_solver.truncated(product, downhill)[0]
         predicted = _dot(downhill, direction)
         # Without curvature along the gradient the solve stops where it starts.
         descends = predicted > 0
@@ -298,13 +298,13 @@ class LBFGS(AbstractLowerSolver):
     r"""Limited-memory BFGS with a zoom line search, by `optax.lbfgs`.
 
     Args:
-        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
         num_steps: The most steps. Static.
+        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
         memory_size: How many pairs are kept. Static.
     """
 
-    tolerance: float = 1e-6
     num_steps: int = eqx.field(static=True, default=500)
+    tolerance: float = 1e-6
     memory_size: int = eqx.field(static=True, default=10)
 
     def __check_init__(self):

@@ -173,25 +173,28 @@ def split(y: PyTree) -> tuple[PyTree, PyTree]:
 
     Returns:
         Two pytrees with the structure of `y` and `None` where the other has a leaf.
-
-    Raises:
-        ValueError: `y` has no array of floats.
     """
     y = jax.tree.map(
         lambda v: jnp.asarray(v) if isinstance(v, float | np.ndarray) else v, y
     )
-    variable, rest = eqx.partition(y, eqx.is_inexact_array)
-    if not jax.tree.leaves(variable):
-        raise ValueError(
-            "the lower variable must be a pytree with arrays of floats, got "
-            f"{jax.tree.structure(y)}; pass y0, for instance jnp.zeros(d)."
-        )
-    return variable, rest
+    return eqx.partition(y, eqx.is_inexact_array)
 
 
 def merge(y: PyTree, rest: PyTree) -> PyTree:
     """Undoes `split`; without a `rest`, `y` is whole already."""
     return y if rest is None else eqx.combine(y, rest)
+
+
+def poisoned(tree: PyTree, *by: PyTree) -> PyTree:
+    """`tree`, or NaN in all of it and its derivatives unless all `by` is finite.
+
+    Args:
+        tree: Arrays of floats.
+        *by: Arrays of floats.
+    """
+    known = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
+    factor = jnp.where(jnp.all(jnp.stack(known)), 1.0, jnp.nan)
+    return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
 
 
 def _over_records(fun: Callable, records: PyTree) -> PyTree:
