@@ -1,5 +1,7 @@
 """One instance of every solver, small, for the contract suite."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,6 +25,10 @@ def with_source(batch, num_sources=3):
     source = jnp.arange(len(batch["label"]), dtype=jnp.int32) % num_sources
     return batch | {"source": source}
 
+
+# The numbers among the fields of declared constants.
+DECLARED = [f.name for f in dataclasses.fields(dpb.SecondOrderConstants)]
+DECLARED.remove("terms")
 
 ONE_LEVEL = dpb.FiniteSum(dpb.logistic_loss, lambda w: 0.05 * jnp.sum(w * w))
 WEIGHTING = dpb.source_weighting(dpb.logistic_loss, 3, ridge=0.05)

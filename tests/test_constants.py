@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from solver_zoo import DECLARED
 
 import dpbilevel as dpb
 from dpbilevel import audit, certified, zoo
@@ -62,8 +63,7 @@ def test_constants_of_the_quadratic_problem_are_those_of_its_closed_form(x64):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_sum_of_sensitivities_is_at_most_k_over_n(seed):
-    names = [f.name for f in dataclasses.fields(dpb.SecondOrderConstants)]
-    whole = [name for name in names if "spread" not in name]
+    whole = [name for name in DECLARED if "spread" not in name]
     values = np.random.default_rng(seed).lognormal(size=len(whole))
     chosen = dict(zip(whole, values, strict=True))
     chosen["lower_yy"] += chosen["strong_convexity"]
@@ -112,9 +112,7 @@ def test_lemma_b6_misses_the_change_of_the_implicit_derivative(x64):
     assert abs(moved) > 4 * lemma
     ours = dpb.SecondOrderConstants(
         **(
-            dict.fromkeys(
-                (f.name for f in dataclasses.fields(dpb.SecondOrderConstants)), 0.0
-            )
+            dict.fromkeys(DECLARED, 0.0)
             | {"strong_convexity": mu, "lower_yy": factor * mu, "solution_radius": 1.0}
             | {"upper_y": slope, "lower_xy": cross, "lower_y": 1.0}
             | {"lower_yy_spread": (factor - 1) * mu / 2}

@@ -1,6 +1,5 @@
 """Keys: named domains, nothing used twice, all draws independent of each other."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.errors import KeyReuseError
-from solver_zoo import SOLVERS
+from solver_zoo import DECLARED, SOLVERS
 
 import dpbilevel as dpb
 from dpbilevel import noise
@@ -25,8 +24,6 @@ GOLDEN = {
     False: [[2564806093, 4193307260], [3310167095, 3909363976]],
     True: [[8867439, 3112654548], [2580379752, 1387195833]],
 }
-EVERY_BOUND = {f.name for f in dataclasses.fields(dpb.SecondOrderConstants)}
-EVERY_BOUND -= {"terms"}
 # No record moves anything, so that a released value is its noise.
 ONE_LEVEL = dpb.FiniteSum(lambda w, z: 0.0 * (jnp.sum(w) + z))
 TWO_LEVELS = dpb.BilevelProblem(
@@ -36,7 +33,7 @@ TWO_LEVELS = dpb.BilevelProblem(
     # Nothing moves, so any bounds hold; a wide spread leaves room for rounding.
     constants=dpb.SecondOrderConstants(
         **(
-            dict.fromkeys(EVERY_BOUND, 0.0)
+            dict.fromkeys(DECLARED, 0.0)
             | {"strong_convexity": 1.0, "lower_yy": 1.0, "solution_radius": 1.0}
             | {"upper_x": 1.0, "upper_x_spread": 1e3}
         )
