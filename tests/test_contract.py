@@ -16,6 +16,17 @@ from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.solvers.base import bound_to
 
 solvers = pytest.mark.parametrize("name", SOLVERS)
+# One of each class, for tests that compile programs of their own; the slow suite has
+# the others, which differ in problem, people or sampling.
+DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
+DISTINCT += ("refitted", "implicit_at_x", "warm_started")
+distinct_solvers = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DISTINCT else pytest.mark.slow)
+        for name in SOLVERS
+    ],
+)
 KEY = 0
 
 
@@ -135,7 +146,7 @@ def test_same_key_same_bits_new_key_new_bits(name):
     assert all(bool(jnp.any(a != b)) for a, b in leaves)
 
 
-@solvers
+@distinct_solvers
 def test_vmap_over_keys_equals_a_loop(name):
     problem, solver, data, w0 = calibrated(name)
     keys = jax.random.split(jax.random.key(KEY), 3)
@@ -149,7 +160,7 @@ def test_vmap_over_keys_equals_a_loop(name):
     chex.assert_trees_all_close(together, stacked, rtol=2e-4, atol=2e-4)
 
 
-@solvers
+@distinct_solvers
 def test_vmap_over_stacked_solvers_equals_a_loop(name):
     problem, quiet, data, w0 = calibrated(name, 0.5)
     _, loud, _, _ = calibrated(name, 1.0)
@@ -164,7 +175,7 @@ def test_vmap_over_stacked_solvers_equals_a_loop(name):
     chex.assert_trees_all_close(together, alone, rtol=2e-4, atol=2e-4)
 
 
-@solvers
+@distinct_solvers
 def test_float64_in_float64_out(name):
     problem, solver, data, w0 = calibrated(name)
     with jax.enable_x64(True):
@@ -234,7 +245,7 @@ def test_data_of_another_size_than_planned_are_refused(name):
         dpb.solve(problem, solver, longer, w0, key=jax.random.key(KEY))
 
 
-@solvers
+@distinct_solvers
 def test_fit_reports_the_ledger_of_what_it_ran(name):
     problem, solver, data, w0, people = SOLVERS[name]
     result = dpb.fit(

@@ -44,6 +44,7 @@ TWO_LEVELS = dpb.BilevelProblem(
 # of sampling also under the generator that is not the default.
 ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
 ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
+ALIKE += ("single_loop", "single_loop_free_x", "implicit")
 CASES = [
     pytest.param(name, True, marks=pytest.mark.slow if name in ALIKE else ())
     for name in SOLVERS
