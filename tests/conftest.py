@@ -17,6 +17,17 @@ jax.config.update("jax_compilation_cache_dir", os.fspath(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 _TESTS = itertools.count(1)
+# Most of the time of these is compiling, and what they claim does not depend on how
+# well; everything about rounding, noise and leaks runs as users compile it.
+_COMPILED_IN_HASTE = {
+    "test_contract",
+    "test_keys",
+    "test_oracles",
+    "test_oracles_linear",
+    "test_oracles_peers",
+    "test_oracles_refusals",
+    "test_warm_start",
+}
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, database=None, deadline=None, max_examples=40
@@ -28,6 +39,8 @@ hypothesis.settings.load_profile("fixed")
 def pytest_runtest_protocol(item):
     """Every test, with its fixtures, fails where a key is used twice."""
     checked = item.get_closest_marker("reuses_keys") is None
+    hasty = item.module.__name__ in _COMPILED_IN_HASTE
+    jax.config.update("jax_disable_most_optimizations", hasty)
     with jax.debug_key_reuse(checked):
         result = yield
     if next(_TESTS) % 10 == 0 and _memory_maps() > 40_000:

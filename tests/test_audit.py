@@ -18,6 +18,7 @@ from audit_zoo import (
     outcomes,
     penalty,
     sampled,
+    single_loop,
 )
 from solver_zoo import SOLVERS as CONTRACT
 
@@ -258,3 +259,30 @@ def test_a_defect_that_depends_on_the_planned_size_is_rejected():
     solver = noisy_gd(noise=RoundsItsShare())
     assert audited(solver.planned(2), runs=SHORT // 5).passed
     assert not audited(solver.planned(70_000_000), runs=SHORT // 5).passed
+
+
+def test_single_loop_leaks_nine_tenths_where_both_records_move_one_block():
+    # y stays at zero and a public push keeps v negative, so the lower record shows in
+    # its Hessian-vector product alone: on the side where the upper record pushes v.
+    problem = dpb.BilevelProblem(
+        lambda x, y, z: z * jnp.sum(y),
+        lambda x, y, z: 0.5 * z * jnp.sum(y) ** 2,
+        upper_public=lambda x, y: -100.0 * jnp.sum(y),
+        y_set=dpb.Box(0.0, 0.0),
+        x_in_records=False,
+    )
+    solver = single_loop("overlapping", num_steps=12)
+    first, second = (
+        dpb.Levels(*(jnp.zeros(n).at[0].set(z) for n in (10, 20))) for z in (1e6, -1e6)
+    )
+    (event,) = solver.ledger(problem, solver.sizes).events().values()
+    outcome = audit.trade_off(
+        audit.SolverRun(problem, solver, (jnp.zeros(1), jnp.zeros(1))),
+        first,
+        second,
+        audit.event_claim(event, dpb.Neighbours.REPLACE_ONE),
+        key=jax.random.key(9),
+        runs=SHORT,
+    )
+    assert outcome.passed, str(outcome)
+    assert outcome.measured_mu >= 0.9 * outcome.claimed_mu, str(outcome)
