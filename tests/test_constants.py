@@ -12,7 +12,8 @@ from solver_zoo import DECLARED
 
 import dpbilevel as dpb
 from dpbilevel import audit, certified, zoo
-from dpbilevel.problems import linear_models, sensitivities
+from dpbilevel.problems import sensitivities
+from dpbilevel.problems.models import shortened
 
 RADIUS = 0.7
 N = 6
@@ -327,7 +328,7 @@ def test_an_exchanged_box_is_refused_and_a_smaller_one_is_not():
 
 def test_derivatives_in_the_features_pass_the_shortening():
     rows = jnp.asarray([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
-    slopes = jax.vmap(jax.jacobian(lambda row: linear_models.shortened(row, 1.0)))(rows)
+    slopes = jax.vmap(jax.jacobian(lambda row: shortened(row, 1.0)))(rows)
     unit = rows[0] / 5
     np.testing.assert_allclose(
         slopes[0], (jnp.eye(2) - jnp.outer(unit, unit)) / 5, atol=1e-4
@@ -341,7 +342,7 @@ def test_derivatives_in_the_features_pass_the_shortening():
 def test_no_row_is_longer_than_its_public_norm(dtype, norm, size):
     with np.errstate(over="ignore"):
         row = np.full(1000, size).astype(dtype)
-    found = np.asarray(linear_models.shortened(jnp.asarray(row), norm), np.float64)
+    found = np.asarray(shortened(jnp.asarray(row), norm), np.float64)
     assert np.isfinite(found).all()
     assert np.linalg.norm(found) <= norm
     if np.isfinite(row).all() and np.linalg.norm(row.astype(np.float64)) <= norm / 2:

@@ -20,13 +20,8 @@ from .. import _checks
 from ..sets import Box
 from .applications import penalty_tuning
 from .bilevel import BilevelProblem
-from .constants import (
-    AbstractCertificate,
-    Bounds,
-    SecondOrderConstants,
-    terms_of,
-)
-from .models import Record
+from .constants import AbstractCertificate, Bounds, SecondOrderConstants, terms_of
+from .models import Record, shortened
 
 Scalar = Float[Array, ""]
 # Refinements of the bound on the solution's norm; each one is valid.
@@ -208,31 +203,6 @@ def linear_tuning(
         model, float(row_norm), low, high, terms_of(problem)
     )
     return dataclasses.replace(problem, constants=certificate)
-
-
-def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:
-    """The row, at most `norm` long after rounding; zeros where an entry is not finite.
-
-    Args:
-        row: One record's features.
-        norm: The public norm, between 1e-15 and 1e15.
-
-    Returns:
-        The row in single precision at least.
-    """
-    wide = jnp.issubdtype(row.dtype, jnp.floating) and jnp.finfo(row.dtype).bits > 32
-    row = row if wide else row.astype(jnp.float32)
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(row), initial=0))
-    finite = jnp.isfinite(largest)
-    # Squares of the entries themselves would underflow, or overflow.
-    scale = jnp.where(finite & (largest > 0), largest, 1)
-    unit = jnp.where(finite, row, jnp.zeros_like(row)) / scale
-    square = jnp.sum(unit * unit)
-    # Zero has no derivative under the root.
-    length = jnp.sqrt(jnp.where(square > 0, square, 1))
-    # Worst-case relative rounding of the norm, as where records are clipped.
-    length = length * (1 + (row.size + 32) * float(jnp.finfo(row.dtype).eps) / 4)
-    return unit * jnp.where(square > 0, jnp.minimum(scale, norm / length), scale)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Ready-made per-record losses: linear models on one record."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -25,3 +26,28 @@ def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""
         record: `{"features": a, "label": b}`.
     """
     return 0.5 * (record["features"] @ weights - record["label"]) ** 2
+
+
+def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:
+    """The row, at most `norm` long after rounding; zeros where an entry is not finite.
+
+    Args:
+        row: One record's features.
+        norm: The public norm, between 1e-15 and 1e15.
+
+    Returns:
+        The row in single precision at least.
+    """
+    wide = jnp.issubdtype(row.dtype, jnp.floating) and jnp.finfo(row.dtype).bits > 32
+    row = row if wide else row.astype(jnp.float32)
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(row), initial=0))
+    finite = jnp.isfinite(largest)
+    # Squares of the entries themselves would underflow, or overflow.
+    scale = jnp.where(finite & (largest > 0), largest, 1)
+    unit = jnp.where(finite, row, jnp.zeros_like(row)) / scale
+    square = jnp.sum(unit * unit)
+    # Zero has no derivative under the root.
+    length = jnp.sqrt(jnp.where(square > 0, square, 1))
+    # Worst-case relative rounding of the norm, as where records are clipped.
+    length = length * (1 + (row.size + 32) * float(jnp.finfo(row.dtype).eps) / 4)
+    return unit * jnp.where(square > 0, jnp.minimum(scale, norm / length), scale)

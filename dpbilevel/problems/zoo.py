@@ -11,8 +11,7 @@ from .. import _checks
 from ..sets import Ball, Euclidean
 from .bilevel import BilevelProblem, Levels
 from .constants import Constants, SecondOrderConstants, terms_of
-from .linear_models import shortened
-from .models import squared_loss
+from .models import shortened, squared_loss
 
 Vector = Float[Array, " d"]
 
