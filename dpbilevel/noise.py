@@ -1,12 +1,13 @@
 """Keyed noise: typed keys only, one flat draw per release, honest tails."""
 
+import math
 import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Key, PyTree, UInt32
 
 PRNGKey = Key[Array, ""]
 
@@ -31,6 +32,12 @@ _DOMAINS = {
     "answer": 0xD9B0000B,
     "first": 0xD9B0000C,
     "then": 0xD9B0000D,
+    "select": 0xD9B0000E,
+    "walk": 0xD9B0000F,
+    "cell": 0xD9B00010,
+    "smooth": 0xD9B00011,
+    "reject": 0xD9B00012,
+    "restart": 0xD9B00013,
 }
 
 
@@ -170,11 +177,45 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
         if kind == jnp.float64:
             dtype = jnp.float64
     sizes = [int(np.prod(s)) for s in shapes]
-    words = 3 if dtype == jnp.float64 else 2
-    bits = jax.random.bits(key, (words, sum(sizes)), jnp.uint32)
-    flat = normal_from_bits(bits, dtype)
+    flat = normal_from_bits(_words(key, sum(sizes), dtype), dtype)
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
     return treedef.unflatten([p.reshape(s) for p, s in zip(parts, shapes, strict=True)])
+
+
+def standard_exponential(
+    shape: tuple[int, ...], dtype: jnp.dtype, *, key: PRNGKey
+) -> Float[Array, "..."]:
+    r"""Independent standard exponential values, $-\log u$ with a uniform $u$.
+
+    Both $u$ and $1 - u$ keep their relative precision however small they are: $P(E
+    \ge t) = e^{-t}$ holds up to $t = 44$ in float32 and 66 in float64, and $P(E \le t)
+    = 1 - e^{-t}$ down to such probabilities.
+
+    Args:
+        shape: Of the result.
+        dtype: float32 or float64.
+        key: A typed key, used for this draw and nothing else.
+    """
+    check_key(key)
+    near_one, p = _tail(_words(key, math.prod(shape), dtype), dtype)
+    return jnp.where(near_one, -jnp.log1p(-p), -jnp.log(p)).reshape(shape)
+
+
+def standard_gumbel(
+    shape: tuple[int, ...], dtype: jnp.dtype, *, key: PRNGKey
+) -> Float[Array, "..."]:
+    r"""Independent standard Gumbel values, $-\log E$ with an exponential $E$.
+
+    The index of the largest of $\log p_i + $ Gumbel has the law $p$. As those of $E$,
+    tails reach probabilities of $2^{-64}$ in float32 and $2^{-96}$ in float64;
+    `jax.random.gumbel` in float32 stops at $2^{-23}$ by default.
+
+    Args:
+        shape: Of the result.
+        dtype: float32 or float64.
+        key: A typed key, used for this draw and nothing else.
+    """
+    return -jnp.log(standard_exponential(shape, dtype, key=key))
 
 
 def normal_from_bits(
@@ -193,11 +234,23 @@ def normal_from_bits(
     Returns:
         $\pm \Phi^{-1}(p)$ in `dtype`.
     """
-    negative = words[0] >> 31 == 1
+    negative, p = _tail(words, dtype)
+    magnitude = -jax.scipy.special.ndtri(p)
+    return jnp.where(negative, -magnitude, magnitude)
+
+
+def _words(key: PRNGKey, size: int, dtype: jnp.dtype) -> UInt32[Array, "words n"]:
+    return jax.random.bits(key, (3 if dtype == jnp.float64 else 2, size), jnp.uint32)
+
+
+def _tail(
+    words: UInt32[Array, "words n"], dtype: jnp.dtype
+) -> tuple[Bool[Array, " n"], Float[Array, " n"]]:
+    """A coin, and a uniform number in (0, 1/2) of full relative precision."""
+    coin = words[0] >> 31 == 1
     top = (words[0] & jnp.uint32(0x7FFFFFFF)).astype(dtype) * 2.0**-32
     # From the last word up, so that nothing is rounded away before it must be.
     rest = jnp.full(words.shape[1:], 0.5, dtype)
     for word in words[:0:-1]:
         rest = (word.astype(dtype) + rest) * 2.0**-32
-    magnitude = -jax.scipy.special.ndtri(top + rest * 2.0**-32)
-    return jnp.where(negative, -magnitude, magnitude)
+    return coin, top + rest * 2.0**-32

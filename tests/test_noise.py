@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel import noise
 from dpbilevel.noise import check_key, normal_from_bits, standard_normal
 
 DTYPES = {"float32": jnp.float32, "float64": jnp.float64}
@@ -159,6 +160,29 @@ def test_leaves_keys_and_lanes_are_uncorrelated(partitionable):
     assert max(correlation(*pair) for pair in pairs) < limit
     # The control: a tenth of one stream leaking into the other is seen.
     assert correlation(streams[0], streams[1] + 0.1 * streams[0]) > limit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_exponential_and_gumbel_values_follow_their_laws_into_both_tails(
+    dtype, monkeypatch
+):
+    with jax.enable_x64(True):
+        key = jax.random.key(5)
+        sample = noise.standard_exponential((50_000,), dtype, key=key)
+        gumbel = noise.standard_gumbel((50_000,), dtype, key=key)
+        assert sample.dtype == gumbel.dtype == dtype
+        assert scipy.stats.kstest(np.asarray(sample), "expon").pvalue > ALPHA
+        assert scipy.stats.kstest(np.asarray(gumbel), "gumbel_r").pvalue > ALPHA
+        # The control: values 2 % larger are seen.
+        assert scipy.stats.kstest(1.02 * np.asarray(sample), "expon").pvalue < ALPHA
+        words = 3 if dtype == "float64" else 2
+        least = np.zeros((words, 1), np.uint32)
+        monkeypatch.setattr(noise, "_words", lambda *_: least)
+        largest = noise.standard_exponential((1,), dtype, key=key)
+        np.testing.assert_allclose(largest, (32 * words + 1) * np.log(2), rtol=1e-6)
+        least = least + np.uint32([[2**31]] + [[0]] * (words - 1))
+        smallest = noise.standard_exponential((1,), dtype, key=key)
+        np.testing.assert_allclose(smallest, 2.0 ** -(32 * words + 1), rtol=1e-6)
 
 
 def test_integers_get_no_noise():
