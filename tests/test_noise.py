@@ -167,9 +167,9 @@ def test_exponential_and_gumbel_values_follow_their_laws_into_both_tails(
     dtype, monkeypatch
 ):
     with jax.enable_x64(True):
-        key = jax.random.key(5)
+        key, other, third, fourth = jax.random.split(jax.random.key(5), 4)
         sample = noise.standard_exponential((50_000,), dtype, key=key)
-        gumbel = noise.standard_gumbel((50_000,), dtype, key=key)
+        gumbel = noise.standard_gumbel((50_000,), dtype, key=other)
         assert sample.dtype == gumbel.dtype == dtype
         assert scipy.stats.kstest(np.asarray(sample), "expon").pvalue > ALPHA
         assert scipy.stats.kstest(np.asarray(gumbel), "gumbel_r").pvalue > ALPHA
@@ -178,10 +178,10 @@ def test_exponential_and_gumbel_values_follow_their_laws_into_both_tails(
         words = 3 if dtype == "float64" else 2
         least = np.zeros((words, 1), np.uint32)
         monkeypatch.setattr(noise, "_words", lambda *_: least)
-        largest = noise.standard_exponential((1,), dtype, key=key)
+        largest = noise.standard_exponential((1,), dtype, key=third)
         np.testing.assert_allclose(largest, (32 * words + 1) * np.log(2), rtol=1e-6)
         least = least + np.uint32([[2**31]] + [[0]] * (words - 1))
-        smallest = noise.standard_exponential((1,), dtype, key=key)
+        smallest = noise.standard_exponential((1,), dtype, key=fourth)
         np.testing.assert_allclose(smallest, 2.0 ** -(32 * words + 1), rtol=1e-6)
 
 
