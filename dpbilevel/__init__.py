@@ -24,6 +24,9 @@ from .privacy.budget import People as People
 from .privacy.budget import PrivacyBudget as PrivacyBudget
 from .privacy.calibration import Plan as Plan
 from .privacy.calibration import calibrate as calibrate
+from .privacy.draws import Draw as Draw
+from .privacy.draws import Exponential as Exponential
+from .privacy.draws import RegularizedExponential as RegularizedExponential
 from .privacy.ledger import Ledger as Ledger
 from .privacy.ledger import Query as Query
 from .privacy.ledger import Release as Release
@@ -46,6 +49,8 @@ from .problems.linear_models import PseudoHuber as PseudoHuber
 from .problems.linear_models import linear_tuning as linear_tuning
 from .problems.models import logistic_loss as logistic_loss
 from .problems.models import squared_loss as squared_loss
+from .samplers.base import AbstractSampler as AbstractSampler
+from .samplers.grid import Grid as Grid
 from .sampling import FixedSize as FixedSize
 from .sampling import FullBatch as FullBatch
 from .sampling import Poisson as Poisson
@@ -61,6 +66,7 @@ from .solvers.base import PrivateResult as PrivateResult
 from .solvers.base import Solution as Solution
 from .solvers.base import fit as fit
 from .solvers.base import solve as solve
+from .solvers.exponential import ExponentialMechanism as ExponentialMechanism
 from .solvers.implicit import ImplicitBilevel as ImplicitBilevel
 from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD

@@ -18,6 +18,15 @@ def concrete(value: object) -> bool:
     )
 
 
+def number(value: Any) -> Any:
+    """`value` as a float where it is known, and as it is inside a program.
+
+    Args:
+        value: A number.
+    """
+    return float(value) if concrete(value) else value
+
+
 def at_least_single(value: Any) -> Any:
     """A number in a precision that bounds survive: float32 or more.
 

@@ -66,12 +66,12 @@ def certified_hypergradient(
     """
     _checks.strict_floats("certified_hypergradient")
     certificate = certificate_of(problem)
-    dtype = _dtype(x, y0)
+    dtype = common_dtype(x, y0)
     sensitivities.check_dtype(certificate, sizes, dtype)
     bounds = certificate.bounds(sizes, x)
     with jax.default_matmul_precision("highest"):
         steps = sensitivities.effort(certificate, sizes)
-        value = _hypergradient(problem, data, x, y0, sizes, bounds, steps)
+        value = hypergradient(problem, data, x, y0, sizes, bounds, steps)
     shares = sensitivities.at(certificate, sizes, dtype, x)
     shares = jax.tree.map(
         lambda v: jax.lax.stop_gradient(jnp.asarray(v, dtype)), shares
@@ -87,7 +87,7 @@ def certified_hypergradient(
     return Bounded(grid, _contribution(certificate, shares, sizes), Basis.CONSTANTS)
 
 
-def _dtype(x: PyTree, y0: PyTree) -> jnp.dtype:
+def common_dtype(x: PyTree, y0: PyTree) -> jnp.dtype:
     """The one dtype of the computation, which the bound on rounding refers to."""
     dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves((x, y0))}
     if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
@@ -135,15 +135,32 @@ def _contribution(certificate, shares: Levels, sizes: Sizes) -> Float[Array, ""]
     return (ratios.upper + ratios.lower) / 2 * factor
 
 
-def _hypergradient(
-    problem, data, x, y0, sizes, bounds: Bounds, steps: sensitivities.Effort
-):
+def hypergradient(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    bounds: Bounds,
+    steps: sensitivities.Effort,
+) -> PyTree:
+    """The hypergradient of `certified_hypergradient`, not sealed. NON-PRIVATE.
+
+    Args:
+        problem: The problem.
+        data: The records.
+        x: The upper variable.
+        y0: Where the lower solve starts.
+        sizes: The planned sizes.
+        bounds: The certificate's bounds at `x`.
+        steps: The numbers of inner steps.
+    """
     ball = Ball(bounds.solution_radius)
     eigenvalues = {
         "smallest": bounds.strong_convexity,
         "largest": bounds.smoothness,
     }
-    means = _Means(problem, data, sizes)
+    means = Means(problem, data, sizes)
     y = fixed_count.accelerated_gradient(
         functools.partial(means.lower_y, x),
         ball.project(y0),
@@ -166,14 +183,15 @@ def _hypergradient(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Means:
-    """Derivatives of both levels' objectives, public terms included."""
+class Means:
+    """Derivatives of both levels' objectives, public terms included. NON-PRIVATE."""
 
     problem: BilevelProblem
     data: Levels
     sizes: Sizes
 
-    def lower_y(self, x, y) -> PyTree:
+    def lower_y(self, x: PyTree, y: PyTree) -> PyTree:
+        r"""$\nabla_y G$ at `x` and `y`."""
         mean = _mean(
             lambda total: jax.grad(lambda y: total(self.problem.lower, x, y))(y),
             self.data.lower,
@@ -181,7 +199,8 @@ class _Means:
         )
         return _plus(mean, self.problem.lower_public, 1, x, y)
 
-    def lower_x(self, x, y) -> PyTree:
+    def lower_x(self, x: PyTree, y: PyTree) -> PyTree:
+        r"""$\nabla_x G$ at `x` and `y`."""
         mean = optax.tree.zeros_like(x)
         if self.problem.reads_x("lower"):
             mean = _mean(
@@ -191,7 +210,9 @@ class _Means:
             )
         return _plus(mean, self.problem.lower_public, 0, x, y)
 
-    def upper(self, x, y) -> tuple[PyTree, PyTree]:
+    def upper(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
+        r"""$\nabla_x F$ and $\nabla_y F$ at `x` and `y`."""
+
         def gradients(total):
             return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))
 
@@ -224,7 +245,9 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
         )
 
         def total(loss, x, y):
-            chunk = jax.vmap(functools.partial(_readable, dtype=_dtype(x, y)))(piece)
+            chunk = jax.vmap(functools.partial(readable, dtype=common_dtype(x, y)))(
+                piece
+            )
             losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
             return jnp.sum(jnp.where(fresh, losses, 0))
 
@@ -243,7 +266,7 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
     return jax.tree.map(lambda v: v / size, total)
 
 
-def _readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
+def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
     """The record in a dtype, or zeros where one of its numbers is not finite."""
     record = jax.tree.map(
         lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,

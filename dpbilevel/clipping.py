@@ -29,10 +29,12 @@ class Basis(enum.Enum):
 
     CLIPPED = "clipped"  # enforced record by record, whatever the functions are
     CONSTANTS = "constants"  # declared Lipschitz and convexity constants
+    HOPE = "hope"  # that a sampler cut short is near its target
 
     def worse(self, other: "Basis") -> "Basis":
         """The weaker of two: what both together rest on."""
-        return self if self is other else Basis.CONSTANTS
+        order = list(Basis)
+        return max(self, other, key=order.index)
 
 
 class Bounded(eqx.Module):

@@ -59,6 +59,18 @@ class Grid(eqx.Module):
             )
         return Grid(counts, exponent, contribution, self.dtypes)
 
+    def values(self) -> PyTree:
+        """The values as floating-point leaves, each rounded once. NON-PRIVATE."""
+        with wide_integers():
+            step = jnp.ldexp(jnp.ones((), jnp.float64), self.exponent)
+            leaves = [
+                (v.astype(jnp.float64) * step).astype(dtype)
+                for v, dtype in zip(
+                    jax.tree.leaves(self.counts), self.dtypes, strict=True
+                )
+            ]
+        return jax.tree.unflatten(jax.tree.structure(self.counts), leaves)
+
     def with_noise(
         self,
         std: float | Float[Array, ""],

@@ -29,7 +29,10 @@ class AbstractSet(eqx.Module):
     @property
     @abc.abstractmethod
     def diameter(self) -> float:
-        """The largest distance between two members; `inf` when unbounded."""
+        """The largest distance between two members; `inf` when unbounded.
+
+        On the host, but inside a program whose argument the set is.
+        """
 
 
 class Euclidean(AbstractSet):
@@ -77,7 +80,7 @@ class Ball(AbstractSet):
     @property
     def diameter(self) -> float:
         """Twice the radius."""
-        return 2.0 * float(self.radius)
+        return 2.0 * _checks.number(self.radius)
 
 
 class Box(AbstractSet):
@@ -133,6 +136,8 @@ class Box(AbstractSet):
                 "Box: the diameter depends on the number of entries, which plain "
                 "numbers as bounds do not tell; give arrays shaped like w."
             )
+        if not all(map(_checks.concrete, leaves)):
+            return optax.tree.norm(optax.tree.sub(self.upper, self.lower))
         sides = jax.tree.map(
             lambda lo, hi: np.asarray(hi) - np.asarray(lo), self.lower, self.upper
         )
@@ -201,7 +206,7 @@ class Simplex(AbstractSet):
     @property
     def diameter(self) -> float:
         """The distance between two corners, `sqrt(2) * scale`."""
-        return math.sqrt(2.0) * float(self.scale)
+        return math.sqrt(2.0) * _checks.number(self.scale)
 
 
 class Product(AbstractSet):
@@ -226,7 +231,7 @@ class Product(AbstractSet):
     def diameter(self) -> float:
         """The root of the sum of squared diameters."""
         parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
-        return math.sqrt(sum(part.diameter**2 for part in parts))
+        return sum(part.diameter**2 for part in parts) ** 0.5
 
     def _map(self, fun, w):
         return jax.tree.map(fun, self.sets, w, is_leaf=_is_set)

@@ -7,16 +7,14 @@ errors add up as in any linear recursion.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
-from .minimizers import AcceleratedGradient
 
 Number = float | Float[Array, ""]
 
@@ -40,7 +38,7 @@ def accelerated_gradient(
     *,
     smallest: Number,
     largest: Number,
-    num_steps: int,
+    num_steps: int | Int[Array, ""],
 ) -> PyTree:
     r"""Minimizes a strongly convex function by a fixed number of accelerated steps.
 
@@ -52,7 +50,7 @@ def accelerated_gradient(
         start: $y_0 = u_0$.
         smallest: $\mu$.
         largest: $\beta$, also a Lipschitz constant of the gradient.
-        num_steps: $k$: exactly that many gradients.
+        num_steps: $k$: exactly that many gradients; public.
 
     Returns:
         $y_k$, off by at most `accelerated_error`.
@@ -62,8 +60,13 @@ def accelerated_gradient(
     """
     root = condition_number(smallest, largest) ** 0.5
     rate, momentum = 1 / (_APART * largest), (root - 1) / (root + 1)
-    solver = AcceleratedGradient(num_steps, rate, momentum, tolerance=None)
-    return solver.minimize(_Objective(gradient), None, start)[0]
+
+    def step(_, state):
+        ahead, last = state
+        value = _add(ahead, -rate, gradient(ahead))
+        return _add(value, momentum, optax.tree.sub(value, last)), value
+
+    return jax.lax.fori_loop(0, num_steps, step, (start, start))[1]
 
 
 def accelerated_error(
@@ -82,6 +85,29 @@ def accelerated_error(
     """
     kappa = condition_number(smallest, largest)
     return distance * (kappa + 1) ** 0.5 * (1 - kappa**-0.5) ** (num_steps / 2)
+
+
+def accelerated_steps(
+    smallest: Number, largest: Number, distance: Number, error: Number
+) -> Number:
+    r"""The fewest steps after which `accelerated_error` is at most `error`.
+
+    Args:
+        smallest: $\mu$.
+        largest: $\beta$.
+        distance: $D \ge \|y_0 - y^*\|$.
+        error: $\alpha > 0$.
+
+    Returns:
+        A whole number: a float on the host, an array for arrays.
+    """
+    kappa = condition_number(smallest, largest)
+    known = not isinstance(kappa, jax.Array)
+    module = np if known else jnp
+    ratio = distance * (kappa + 1) ** 0.5 / error
+    # One more, for the rounding of this formula.
+    steps = 2 * module.log(ratio) / -module.log1p(-(kappa**-0.5))
+    return module.ceil(module.maximum(steps, 0.0)) + 1
 
 
 def chebyshev(
@@ -139,17 +165,6 @@ def chebyshev_error(smallest: Number, largest: Number, num_steps: int) -> Number
     """
     root = condition_number(smallest, largest) ** 0.5
     return 2 * ((root - 1) / (root + 1)) ** num_steps
-
-
-class _Objective(NamedTuple):
-    """As much of an objective as the method asks for at a fixed x."""
-
-    of: Callable[[PyTree], PyTree]
-
-    def gradient(self, x: None, y: PyTree) -> PyTree:
-        """The gradient in y."""
-        del x
-        return self.of(y)
 
 
 def _scale(factor: Number, tree: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ import numpy as np
 import scipy.special
 from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
 
+from . import pure
 from .budget import Neighbours
 
 FINE = 1e-4  # discretization of the reported epsilon
@@ -42,6 +43,29 @@ def gaussian_mu(event: dp_accounting.DpEvent) -> float | None:
     """
     mu, others = _split(event)
     return None if others else mu
+
+
+def pure_epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
+    """The epsilon of every part, where all are releases without delta, else `None`.
+
+    Args:
+        event: A composition of events in this module's convention.
+    """
+    parts = _flatten(event)
+    if not all(pure.is_pure(part) for part, _ in parts):
+        return None
+    return [pure.epsilon_of(part) for part, count in parts for _ in range(count)]
+
+
+def is_exact(event: dp_accounting.DpEvent) -> bool:
+    """Whether the profile of `event` is a closed form.
+
+    Args:
+        event: A composition of events in this module's convention.
+    """
+    parts = pure_epsilons(event)
+    single = parts is not None and len(parts) <= 1
+    return single or gaussian_mu(event) is not None
 
 
 def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
@@ -152,10 +176,19 @@ def profile(
     mu = gaussian_mu(event)
     if mu is not None:
         return lambda epsilon: float(gaussian_delta(mu, epsilon))
+    parts = pure_epsilons(event)
+    if parts is not None and len(parts) == 1:
+        return lambda epsilon: float(pure.delta(parts[0], epsilon))
     if _hopeless(event):
         return lambda epsilon: 1.0
     loss = privacy_loss(event, neighbours, interval)
-    return lambda epsilon: float(loss.get_delta_for_epsilon(epsilon))
+
+    def numeric(epsilon: float) -> float:
+        if parts is not None and epsilon >= sum(parts):
+            return 0.0
+        return float(loss.get_delta_for_epsilon(epsilon))
+
+    return numeric
 
 
 def epsilon(
@@ -175,10 +208,14 @@ def epsilon(
     mu = gaussian_mu(event)
     if mu is not None:
         return gaussian_epsilon(mu, delta)
+    parts = pure_epsilons(event)
+    if parts is not None and (delta == 0 or len(parts) == 1):
+        return pure.smallest_epsilon(sum(parts), delta)
     if _hopeless(event):
         return math.inf
     profile = privacy_loss(event, neighbours, interval)
-    return float(profile.get_epsilon_for_delta(delta))
+    value = float(profile.get_epsilon_for_delta(delta))
+    return value if parts is None else min(value, sum(parts))
 
 
 def privacy_loss(
@@ -238,6 +275,13 @@ def _single(part, neighbours: Neighbours, interval: float) -> _Pld:
         case dp_accounting.GaussianDpEvent(noise_multiplier=multiplier):
             return privacy_loss_distribution.from_gaussian_mechanism(
                 multiplier, value_discretization_interval=interval
+            )
+        case dp_accounting.RandomizedResponseDpEvent():
+            parameters = common.DifferentialPrivacyParameters(
+                pure.epsilon_of(part), 0.0
+            )
+            return privacy_loss_distribution.from_privacy_parameters(
+                parameters, interval
             )
         case dp_accounting.PoissonSampledDpEvent(
             sampling_probability=rate,

@@ -71,25 +71,15 @@ def calibrate(
         and changing a field of the solver or the problem voids the report.
     """
     _check_kinds(problem, solver, budget, sizes)
-    if budget.delta == 0:
-        raise ValueError(
-            "calibrate: delta = 0 asks for pure differential privacy, but "
-            f"{type(solver).__name__} releases with Gaussian noise, which has none at "
-            "any scale. Use a delta well below 1/n."
-        )
     _checks.one_of("calibrate", "precision", precision, tuple(SUMS))
     planned = solver.planned(sizes).with_precision(precision)
 
     def ledger(scale: float) -> Ledger:
         return planned.with_noise(scale).ledger(problem, sizes)
 
-    if not ledger(1.0).releases:
-        raise ValueError(
-            f"calibrate: {type(solver).__name__} makes no release here, so there is "
-            "nothing to calibrate."
-        )
+    _check_releases(ledger(1.0), budget, type(solver).__name__)
     scale = _least_scale(ledger, budget)
-    calibrated = planned.with_noise(scale)
+    calibrated = planned.with_noise(scale).prepared(problem)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     report = describe(
         ledger(scale),
@@ -98,6 +88,27 @@ def calibrate(
         dimensions=dimensions,
     )
     return Plan(calibrated, report)
+
+
+def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
+    if not ledger.releases:
+        raise ValueError(
+            f"calibrate: {name} makes no release here, so there is nothing to "
+            "calibrate."
+        )
+    events = ledger.events().values()
+    if budget.delta == 0 and not all(map(accounting.pure_epsilons, events)):
+        raise ValueError(
+            f"calibrate: delta = 0 asks for pure differential privacy, but {name} "
+            "releases with Gaussian noise, which has none at any scale. Use a delta "
+            "well below 1/n, or ExponentialMechanism."
+        )
+    if budget.delta == 0 and ledger.failure > 0:
+        raise ValueError(
+            f"calibrate: delta = 0 asks for pure differential privacy, but the draw of "
+            f"{name} is only close to its target. Use a delta well below 1/n, or "
+            "Grid, which draws exactly."
+        )
 
 
 def _check_kinds(problem, solver, budget, sizes) -> None:
@@ -114,10 +125,7 @@ def _check_kinds(problem, solver, budget, sizes) -> None:
 
 
 def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> float:
-    exact = all(
-        accounting.gaussian_mu(event) is not None
-        for event in ledger(1.0).events().values()
-    )
+    exact = all(map(accounting.is_exact, ledger(1.0).events().values()))
 
     def excess(interval: float) -> Callable[[float], bool]:
         def unsafe(scale: float) -> bool:

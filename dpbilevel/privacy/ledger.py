@@ -1,9 +1,11 @@
 """The ledger: every release of a run, and the events each person is charged."""
 
+import abc
 import collections
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 import scipy.optimize
@@ -53,7 +55,67 @@ class Query:
 
 
 @dataclasses.dataclass(frozen=True)
-class Release:
+class AbstractRelease(abc.ABC):
+    """`count` releases of one kind, and what each person is charged for them.
+
+    Attributes:
+        name: What is released, in the words of the algorithm.
+        count: How many times.
+        queries: What it reads, one query per role.
+        basis: What the sensitivities rest on.
+        notes: What was proved about it, in the words of the report.
+    """
+
+    name: str
+    count: int
+    queries: tuple[Query, ...]
+
+    def __post_init__(self):
+        owner = type(self).__name__
+        _checks.count(owner, count=self.count)
+        _checks.instance(owner, tuple, queries=self.queries)
+        for query in self.queries:
+            _checks.instance(owner, Query, queries=query)
+        if len({query.role for query in self.queries}) != len(self.queries):
+            raise ValueError(f"{owner}: one query per role; add up the clip norms.")
+
+    if TYPE_CHECKING:
+
+        @property
+        def basis(self) -> Basis:
+            """What the sensitivities rest on."""
+
+        @property
+        def mechanism(self) -> Any:
+            """The mechanism."""
+
+    @property
+    def contribution(self) -> float:
+        """The largest share of one person with a record in every role."""
+        return sum(query.contribution for query in self.queries)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was proved about it, in the words of the report."""
+        return ()
+
+    @property
+    @abc.abstractmethod
+    def neighbours(self) -> Neighbours:
+        """The relation that the noise refers to."""
+
+    @property
+    @abc.abstractmethod
+    def failure(self) -> float:
+        """How far, in total variation, all of them are from what is charged."""
+
+    @abc.abstractmethod
+    def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
+        """The events of all `count` releases, with the kind of person they charge."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Release(AbstractRelease):
     r"""`count` releases of one kind: a sum of clipped means plus one Gaussian draw.
 
     Args:
@@ -74,24 +136,16 @@ class Release:
         is a Gaussian of multiplier $m$: sensitivities add.
     """
 
-    name: str
-    count: int
-    queries: tuple[Query, ...]
     mechanism: Gaussian
     joint: bool = False
     basis: Basis = Basis.CLIPPED
     value_norm: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if self.value_norm is not None:
             _checks.positive("Release", value_norm=self.value_norm)
-        _checks.count("Release", count=self.count)
-        _checks.instance("Release", tuple, queries=self.queries)
-        for query in self.queries:
-            _checks.instance("Release", Query, queries=query)
         _checks.instance("Release", Gaussian, mechanism=self.mechanism)
-        if len({query.role for query in self.queries}) != len(self.queries):
-            raise ValueError("Release: one query per role; add up the clip norms.")
         if self.mechanism.precision == "grid" and self.queries:
             self._check_range()
 
@@ -107,9 +161,9 @@ class Release:
             )
 
     @property
-    def contribution(self) -> float:
-        """The largest share of one person with a record in every role."""
-        return sum(query.contribution for query in self.queries)
+    def neighbours(self) -> Neighbours:
+        """The mechanism's."""
+        return self.mechanism.neighbours
 
     @property
     def clip_norm(self) -> float:
@@ -121,13 +175,13 @@ class Release:
     @property
     def noise_std(self) -> float:
         """The standard deviation of the noise in every coordinate."""
-        factor = self.mechanism.neighbours.contributions
+        factor = self.neighbours.contributions
         return self.noise_multiplier * factor * self.contribution
 
     @property
     def failure(self) -> float:
         """The probability that some batch of these releases overflows."""
-        neighbours = self.mechanism.neighbours
+        neighbours = self.neighbours
         batches = self.queries[:1] if self.joint else self.queries
         return self.count * sum(q.sampling.failure(neighbours, q.size) for q in batches)
 
@@ -139,9 +193,7 @@ class Release:
     def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
         """The events of all `count` releases, with the kind of person they charge."""
         for person, query, multiplier in self._shares(people):
-            event = query.sampling.event(
-                multiplier, self.mechanism.neighbours, query.size
-            )
+            event = query.sampling.event(multiplier, self.neighbours, query.size)
             yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
 
     def _shares(self, people: People) -> Iterator[tuple[str, Query, float]]:
@@ -177,19 +229,19 @@ class Ledger:
         composition).
     """
 
-    releases: tuple[Release, ...]
+    releases: tuple[AbstractRelease, ...]
     people: People = People.OVERLAPPING
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self):
         _checks.instance("Ledger", tuple, releases=self.releases)
         for release in self.releases:
-            _checks.instance("Ledger", Release, releases=release)
+            _checks.instance("Ledger", AbstractRelease, releases=release)
         if not isinstance(self.people, People):
             allowed = [people.value for people in People]
             _checks.one_of("Ledger", "people", self.people, allowed)
             object.__setattr__(self, "people", People(self.people))
-        relations = {release.mechanism.neighbours for release in self.releases}
+        relations = {release.neighbours for release in self.releases}
         if len(relations) > 1:
             raise ValueError(
                 "Ledger: all releases must refer to one neighbouring relation, got "
@@ -201,12 +253,16 @@ class Ledger:
     def neighbours(self) -> Neighbours:
         """The relation of every release."""
         for release in self.releases:
-            return release.mechanism.neighbours
+            return release.neighbours
         return Neighbours.REPLACE_ONE
 
     @property
     def failure(self) -> float:
-        """The probability that some batch of the run overflows."""
+        """How far the run is from what is charged, in total variation.
+
+        The chance that some batch overflows, and the distance of drawn answers from the
+        laws they stand for.
+        """
         return sum(release.failure for release in self.releases)
 
     def events(self) -> dict[str, dp_accounting.DpEvent]:

@@ -12,7 +12,8 @@ from .._version import __version__
 from ..clipping import Basis
 from . import accounting
 from .budget import PrivacyBudget
-from .ledger import Ledger, Release
+from .draws import Draw
+from .ledger import AbstractRelease, Ledger, Release
 
 
 class Status(enum.Enum):
@@ -27,6 +28,8 @@ GENERATOR = "JAX's generator of random bits is not a cryptographic one"
 IDEALISED = {
     "grid": "the normal values behind the rounded noise are as good as 96 random bits "
     "and float64 make them",
+    "draw": "draws are made in floating point from at least 64 random bits a value and "
+    "stand for draws from the exact density",
     "float": "precision float, for research: floating-point noise and sums stand for "
     "real ones",
 }
@@ -143,23 +146,16 @@ def describe(
         levels: Whether the problem has two levels, so that `people` means something.
         dimensions: Coordinates per release name, where known.
     """
+    status = _status(ledger)
     by_person = ledger.epsilons(budget.delta)
     if ledger.delta(budget.epsilon) <= budget.delta:
         # Solving for epsilon may end slightly above one that is known to hold.
         by_person = {p: min(v, budget.epsilon) for p, v in by_person.items()}
-    exact = all(
-        accounting.gaussian_mu(event) is not None for event in ledger.events().values()
-    )
+    if status is Status.HEURISTIC:
+        by_person = dict.fromkeys(by_person, math.inf)
     precisions = {release.mechanism.precision for release in ledger.releases}
-    certificates: tuple[str, ...] = ()
-    if ledger.failure:
-        certificates = (
-            "some Poisson batch overflows with probability at most "
-            f"{rounded_up(ledger.failure, 3)}, "
-            "counted in delta",
-        )
     return PrivacyReport(
-        status=_status(ledger),
+        status=status,
         epsilon=max(by_person.values(), default=0.0),
         delta=budget.delta,
         relation=ledger.neighbours.value,
@@ -176,18 +172,35 @@ def describe(
             *(IDEALISED[name] for name in sorted(precisions)),
             GENERATOR,
         ),
-        certificates=certificates,
-        accountant=(
-            "exact Gaussian composition"
-            if exact
-            else f"privacy loss distributions, discretization {accounting.FINE}"
-        ),
+        certificates=_certificates(ledger),
+        accountant=_accountant(ledger, budget),
         versions={"dpbilevel": __version__}
         | {
             name: importlib.metadata.version(name)
             for name in ("dp-accounting", "jax", "optax", "equinox")
         },
     )
+
+
+def _certificates(ledger: Ledger) -> tuple[str, ...]:
+    notes = [note for release in ledger.releases for note in release.notes]
+    overflow = sum(r.failure for r in ledger.releases if isinstance(r, Release))
+    if overflow:
+        notes.append(
+            "some Poisson batch overflows with probability at most "
+            f"{rounded_up(overflow, 3)}, counted in delta"
+        )
+    return tuple(notes)
+
+
+def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
+    events = ledger.events().values()
+    if all(accounting.gaussian_mu(event) is not None for event in events):
+        return "exact Gaussian composition"
+    exact = all(map(accounting.is_exact, events))
+    if exact or (budget.delta == 0 and all(map(accounting.pure_epsilons, events))):
+        return "exact composition of draws without delta"
+    return f"privacy loss distributions, discretization {accounting.FINE}"
 
 
 def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
@@ -201,13 +214,22 @@ def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
 
 
 def _status(ledger: Ledger) -> Status:
-    clipped = all(release.basis is Basis.CLIPPED for release in ledger.releases)
-    return Status.ENFORCED if clipped else Status.CONDITIONAL
+    worst = Basis.CLIPPED
+    for release in ledger.releases:
+        worst = worst.worse(release.basis)
+    return _STATUS[worst]
 
 
-def _row(release: Release) -> dict[str, Any]:
-    factor = release.mechanism.neighbours.contributions
-    return {
+_STATUS = {
+    Basis.CLIPPED: Status.ENFORCED,
+    Basis.CONSTANTS: Status.CONDITIONAL,
+    Basis.HOPE: Status.HEURISTIC,
+}
+
+
+def _row(release: AbstractRelease) -> dict[str, Any]:
+    factor = release.neighbours.contributions
+    row = {
         "release": release.name,
         "count": release.count,
         "roles": {
@@ -220,14 +242,25 @@ def _row(release: Release) -> dict[str, Any]:
         },
         "mechanism": type(release.mechanism).__name__,
         "precision": release.mechanism.precision,
+        "basis": release.basis.value,
+    }
+    if isinstance(release, Draw):
+        return row | {"temperature": 1 / release.rate}
+    assert isinstance(release, Release)
+    return row | {
         "noise_multiplier": release.noise_multiplier,
         "noise_std": release.noise_std,
         "clip_norm": release.clip_norm,
-        "basis": release.basis.value,
     }
 
 
-def _forecast(release: Release, dimensions: dict[str, int]) -> dict[str, Any]:
+def _forecast(release: AbstractRelease, dimensions: dict[str, int]) -> dict[str, Any]:
+    if isinstance(release, Draw):
+        row = {"release": release.name, "temperature": 1 / release.rate}
+        if release.name in dimensions:
+            row["coordinates"] = dimensions[release.name]
+        return row
+    assert isinstance(release, Release)
     ratio = release.noise_std / release.clip_norm
     row = {
         "release": release.name,
@@ -247,6 +280,11 @@ def _ledger_line(row: dict[str, Any]) -> str:
         f"sensitivity {part['sensitivity']:.3g}"
         for role, part in row["roles"].items()
     )
+    if "temperature" in row:
+        return (
+            f"  {row['count']} x {row['release']}: {row['mechanism']}, temperature "
+            f"{row['temperature']:.3g} | {roles}"
+        )
     return (
         f"  {row['count']} x {row['release']}: {row['mechanism']} noise std "
         f"{row['noise_std']:.3g} (multiplier {row['noise_multiplier']:.4g}) | {roles}"
@@ -254,6 +292,11 @@ def _ledger_line(row: dict[str, Any]) -> str:
 
 
 def _forecast_line(row: dict[str, Any]) -> str:
+    if "temperature" in row:
+        return (
+            f"  {row['release']}: scores closer than {row['temperature']:.3g} are "
+            "nearly as likely as the best"
+        )
     # A report from before there was another bound than a clip norm has no name for it.
     largest = row.get("largest", "clip norm")
     text = (

@@ -65,6 +65,7 @@ class Bounds:
         strong_convexity: $\mu_g$, the least eigenvalue of $H$ anywhere.
         smoothness: $\beta$, the largest one.
         solution_radius: $r \ge \|y^*\|$.
+        solution_shift: $d$, how far one replaced lower record moves $y^*$.
         upper: $S_{up}$, how far one replaced upper record moves the hypergradient.
         lower: $S_{low}$, how far one replaced lower record does.
         lower_error: $C$: $\|\bar\nabla F(x, y) - \nabla \Phi(x)\| \le C \|y - y^*\|$
@@ -79,6 +80,7 @@ class Bounds:
     strong_convexity: Any
     smoothness: Any
     solution_radius: Any
+    solution_shift: Any
     upper: Any
     lower: Any
     lower_error: Any
@@ -134,8 +136,8 @@ class SecondOrderConstants(AbstractCertificate):
     $F$ and $G$ are the mean losses with their public terms, $f$ and $g$ the losses of
     one record. A `_spread` is half the largest distance between the values of two
     records, at most the largest norm of one: what all records have in common, and
-    public terms, cancel between neighbours. Where it is omitted, the bound on the whole
-    is taken, which must then hold for each record too.
+    public terms, cancel between neighbours. Where it is omitted, or no smaller than the
+    bound on the whole, that bound must hold for each record too.
 
     Args:
         strong_convexity: $\mu_g$ of $G(x, \cdot)$.
@@ -211,6 +213,15 @@ class SecondOrderConstants(AbstractCertificate):
                 "a matrix whose smallest one is at least strong_convexity="
                 f"{self.strong_convexity}; it cannot be below."
             )
+
+    def record(self, name: str) -> float:
+        """A bound for every single record, from that on the mean and the spread.
+
+        Args:
+            name: Of the bound on the mean, such as `"upper_y"`.
+        """
+        whole, spread = getattr(self, name), self._spread(name)
+        return whole if spread >= whole else whole + 2 * spread
 
     @property
     def upper_total(self) -> float:
@@ -311,6 +322,7 @@ class SecondOrderConstants(AbstractCertificate):
             strong_convexity=mu,
             smoothness=self.lower_yy,
             solution_radius=self.solution_radius,
+            solution_shift=moved,
             upper=2 * record / sizes.upper,
             lower=self.error_constant * moved + 2 * self.upper_y * blocks / sizes.lower,
             lower_error=self.error_constant,

@@ -73,14 +73,22 @@ class FiniteSum(AbstractFiniteSum):
         loss: $\ell(w, z)$: one record's loss, a scalar. Static.
         public: $r(w)$: a scalar without data; costs no budget. Static.
         w_set: The feasible set.
+        lipschitz: $G$, declared: a Lipschitz constant of every possible record's loss
+            in $w$ on the set, in $\ell_2$. Only exponential mechanisms read it. Static.
+        smoothness: $\beta$, declared: that of the gradient. Static.
     """
 
     loss: Callable[[PyTree, PyTree], Scalar] = eqx.field(static=True)
     public: Callable[[PyTree], Scalar] | None = eqx.field(static=True, default=None)
     w_set: AbstractSet = Euclidean()
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    smoothness: float | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         _checks.instance("FiniteSum", AbstractSet, w_set=self.w_set)
+        for name in ("lipschitz", "smoothness"):
+            if getattr(self, name) is not None:
+                _checks.positive("FiniteSum", **{name: getattr(self, name)})
         if not callable(self.loss):
             raise TypeError(f"FiniteSum: loss must be a function, got {self.loss!r}.")
 

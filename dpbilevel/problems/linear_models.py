@@ -329,6 +329,7 @@ class TuningCertificate(AbstractCertificate):
             strong_convexity=mu,
             smoothness=p2 + top,
             solution_radius=radius,
+            solution_shift=moved,
             upper=energy * 2 * p1 / (root * sizes.upper),
             lower=2 * p1 / (n * root) * (p1 / root) + energy * others / root,
             lower_error=top**0.5 * p1 / root + reach * (p2 + p1 * p3 / mu) / root,

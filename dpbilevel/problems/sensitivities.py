@@ -220,16 +220,32 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
         sizes: The planned sizes.
         dtype: What it is computed in.
     """
-    unit = float(jnp.finfo(dtype).eps) / 2
-    n = max(sizes.upper, sizes.lower)
-    mean = unit * (UNITS + min(n, ROWS) + -(-n // ROWS))
+    mean = _mean_rounding(sizes, dtype)
     kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
-    gradient = mean * bounds.lower_gradient
-    gradient += 8 * unit * bounds.smoothness * bounds.solution_radius
-    lower = 4 * kappa**0.5 * gradient / bounds.strong_convexity
     linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
     return (
-        bounds.lower_error * lower
+        bounds.lower_error * solution_rounding(bounds, sizes, dtype)
         + bounds.linear_error * linear
         + 2 * mean * bounds.gradient
     )
+
+
+def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+    r"""How far rounding moves a computed lower solution, to first order; see `at`.
+
+    Args:
+        bounds: The bounds at an x.
+        sizes: The planned sizes.
+        dtype: What it is computed in.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+    kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
+    gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
+    gradient += 8 * unit * bounds.smoothness * bounds.solution_radius
+    return 4 * kappa**0.5 * gradient / bounds.strong_convexity
+
+
+def _mean_rounding(sizes: Sizes, dtype: Any) -> float:
+    """The relative error of a mean over records."""
+    n = max(sizes.upper, sizes.lower)
+    return float(jnp.finfo(dtype).eps) / 2 * (UNITS + min(n, ROWS) + -(-n // ROWS))

@@ -8,7 +8,7 @@ from it.
 import abc
 import dataclasses
 import math
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import equinox as eqx
 import jax
@@ -52,6 +52,29 @@ class Regularity:
             raise ValueError(
                 f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
             )
+
+    def scaled(self, rate: float, regularizer: float, reach: float) -> "Regularity":
+        r"""The regularity of $k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$ for a score $\Phi$.
+
+        Args:
+            rate: $k$.
+            regularizer: $\mu$.
+            reach: The largest norm of a point of the set.
+        """
+        quadratic = rate * regularizer
+        convexity = self.strong_convexity
+        terms = self.term_lipschitz
+        return dataclasses.replace(
+            self,
+            lipschitz=rate * self.lipschitz + (quadratic * reach if quadratic else 0.0),
+            strong_convexity=(
+                None if convexity is None else rate * convexity + quadratic
+            ),
+            smoothness=rate * self.smoothness + quadratic,
+            error=rate * self.error,
+            term_lipschitz=None if terms is None else rate * terms,
+            quadratic=quadratic,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +133,19 @@ class AbstractSumPotential(AbstractPotential):
         quadratic: $m \ge 0$; public.
     """
 
-    num_terms: eqx.AbstractVar[int]
-    quadratic: eqx.AbstractVar[Float[Array, ""] | float]
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def num_terms(self) -> int:
+            """The number of terms."""
+
+        @property
+        def quadratic(self) -> Float[Array, ""] | float:
+            """The coefficient of the quadratic part."""
+
+    else:
+        num_terms: eqx.AbstractVar[int]
+        quadratic: eqx.AbstractVar[Float[Array, ""] | float]
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import typing
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import equinox as eqx
@@ -111,6 +112,18 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         """
         changes: dict[str, Any] = {"sizes": sizes}
         return dataclasses.replace(self, **changes)
+
+    def prepared(self, problem: Problem, sizes: Any = None) -> Self:
+        """The same solver with every count that follows from problem, sizes and noise.
+
+        On the host, at the end of calibration. By default there are none.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes; the solver's own by default.
+        """
+        del problem, sizes
+        return self
 
     def with_precision(self, precision: Precision) -> Self:
         """The same solver with every mechanism in this precision.
@@ -390,9 +403,10 @@ def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
         raise TypeError(f"{owner}: got a Plan as solver; pass plan.solver.")
     _checks.instance(owner, AbstractSolver, solver=solver)
     if not isinstance(problem, solver.problem_type):
+        kinds = typing.get_args(solver.problem_type) or (solver.problem_type,)
+        names = " or a ".join(k.__name__.removeprefix("Abstract") for k in kinds)
         raise TypeError(
-            f"{owner}: {type(solver).__name__} solves a "
-            f"{solver.problem_type.__name__.removeprefix('Abstract')}, got "
+            f"{owner}: {type(solver).__name__} solves a {names}, got "
             f"{type(problem).__name__} as problem."
         )
     return solver

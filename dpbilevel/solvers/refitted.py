@@ -140,6 +140,16 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
             refit=self.refit.with_noise(scale / self.share**0.5),
         )
 
+    def prepared(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
+        """Prepares the search.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes; its own by default.
+        """
+        sizes = self.sizes if sizes is None else sizes
+        return dataclasses.replace(self, search=self.search.prepared(problem, sizes))
+
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Those of both runs."""
         refit = {f"{REFIT}: {k}": v for k, v in self.refit.dimensions(w0[1]).items()}

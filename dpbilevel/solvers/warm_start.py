@@ -134,6 +134,17 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
             then=self.then.with_noise(scale / (1 - self.split) ** 0.5),
         )
 
+    def prepared(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
+        """Prepares both.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes; its own by default.
+        """
+        sizes = self.sizes if sizes is None else sizes
+        first, then = (part.prepared(problem, sizes) for part in self._parts())
+        return dataclasses.replace(self, first=first, then=then)
+
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Those of both runs."""
         return {

@@ -1,0 +1,68 @@
+"""Releases without delta: their event, and the profile of the worst one there is."""
+
+import math
+
+import dp_accounting
+import numpy as np
+
+# Beyond this epsilon nothing is private.
+_LARGEST = 700.0
+
+
+def event(epsilon: float) -> dp_accounting.DpEvent:
+    r"""An $\varepsilon$-DP release without $\delta$, as the worst one there is.
+
+    Binary randomized response dominates every such mechanism.
+
+    Args:
+        epsilon: $\varepsilon > 0$.
+
+    References:
+        Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
+        ICML 2015, Theorem 2.
+    """
+    coin = 2 / (1 + math.exp(epsilon)) if epsilon < _LARGEST else 0.0
+    return dp_accounting.RandomizedResponseDpEvent(coin, 2)
+
+
+def is_pure(part: dp_accounting.DpEvent) -> bool:
+    """Whether a part of a composition is one of these.
+
+    Args:
+        part: An event.
+    """
+    return isinstance(part, dp_accounting.RandomizedResponseDpEvent)
+
+
+def epsilon_of(part: dp_accounting.DpEvent) -> float:
+    """The epsilon behind the coin, never less than the one that it was made from.
+
+    Args:
+        part: An event of this module.
+    """
+    coin = part.noise_parameter
+    return math.log((2 - coin) / coin) + 2.0**-50 if coin > 0 else math.inf
+
+
+def delta(total: float, epsilon: float) -> float:
+    r"""The profile of a single release without delta: $\bigl(e^{\varepsilon_0} -
+    e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$.
+
+    Args:
+        total: $\varepsilon_0$.
+        epsilon: $\varepsilon \ge 0$.
+    """  # noqa: D205
+    gap = -np.expm1(np.minimum(epsilon - total, 0.0))
+    return gap / (1 + np.exp(-total))
+
+
+def smallest_epsilon(total: float, delta: float) -> float:
+    r"""The smallest $\varepsilon$ of such a release at $\delta$:
+    $\log(e^{\varepsilon_0} - \delta (1 + e^{\varepsilon_0}))$.
+
+    Args:
+        total: $\varepsilon_0$.
+        delta: $\delta$; 0 returns $\varepsilon_0$.
+    """  # noqa: D205
+    left = 1 - delta * (1 + math.exp(-total))
+    return max(0.0, total + math.log(left)) if left > 0 else 0.0

@@ -1,0 +1,1 @@
+"""Scores of points, sealed with the sensitivity that a draw by them needs."""

@@ -1,0 +1,158 @@
+r"""What a score is: computed from records, sealed before it leaves.
+
+The modules here are the third place that reads records: mean losses of clipped range,
+and objectives of two levels whose sensitivity constants prove.
+"""
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ..clipping import Basis
+from ..privacy.draws import BoundedScore, Measure
+from ..samplers.base import AbstractPotential, Regularity
+
+# What the error of computed values may add to a spread.
+SOLVES, ROUNDING = 0.01, 0.05
+# Points whose lower levels are solved side by side.
+TOGETHER = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a score before any data is seen, or from the problem alone.
+
+    Attributes:
+        contributions: One record's share per role, in the sense of `BoundedScore`.
+        basis: What they rest on.
+        lipschitz: The Lipschitz constant of the score.
+        smoothness: That of its gradient.
+        error: How far a computed score may be off, where that is not already part of
+            the contributions.
+        num_terms: The number of records, where the score is a mean over them.
+        term_lipschitz: The Lipschitz constant of each term.
+        assumptions: What all this rests on, in the words of the report.
+    """
+
+    contributions: dict[str, Any]
+    basis: Basis
+    lipschitz: Any
+    smoothness: Any = math.inf
+    error: Any = 0.0
+    num_terms: int | None = None
+    term_lipschitz: float | None = None
+    assumptions: tuple[str, ...] = ()
+
+    def regularity(self, dimension: int, convexity: float | None) -> Regularity:
+        """As samplers want it.
+
+        Args:
+            dimension: The number of coordinates.
+            convexity: The declared strong convexity, or `None` where the score is not
+                declared convex.
+        """
+        return Regularity(
+            dimension=dimension,
+            lipschitz=float(self.lipschitz),
+            strong_convexity=convexity,
+            smoothness=float(self.smoothness),
+            error=float(self.error),
+            num_terms=self.num_terms,
+            term_lipschitz=self.term_lipschitz,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractScore(abc.ABC):
+    """A score of a problem, with one measure of its sensitivity.
+
+    Args:
+        problem: The problem.
+        measure: `"spread"` or `"slope"`, as in `BoundedScore`.
+        sizes: The planned sizes.
+    """
+
+    problem: Any
+    measure: Measure
+    sizes: Any
+
+    @abc.abstractmethod
+    def facts(self, dtype: Any) -> Facts:
+        """What is known of it where values are computed in `dtype`.
+
+        On the host, but inside a program whose argument the problem is.
+
+        Raises:
+            ValueError: Constants are missing, or `dtype` is too coarse.
+        """
+
+    @abc.abstractmethod
+    def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
+        """The score itself. NON-PRIVATE."""
+
+    def bounded(self, data: PyTree, start: PyTree) -> BoundedScore:
+        """The score, sealed.
+
+        Args:
+            data: The records.
+            start: A public point; its dtype is computed in.
+        """
+        facts = self.facts(jnp.result_type(*jax.tree.leaves(start)))
+        share = sum(facts.contributions.values())
+        raw = self.potential(data, start)
+        return BoundedScore(raw, share, self.measure, facts.basis)
+
+
+def check_error(error: Any, spread: Any, dtype: Any, remedy: str) -> None:
+    """Refuses a dtype in which computed scores are too far off.
+
+    Args:
+        error: How far one computed score may be off.
+        spread: What a record may change without it.
+        dtype: What scores are computed in.
+        remedy: What to do besides enabling 64-bit.
+
+    Raises:
+        ValueError: Four errors are more than 6 % of the spread.
+    """
+    if isinstance(error / spread, jax.Array):  # in a program: checked when planned
+        return
+    if 4 * error <= (SOLVES + ROUNDING) * spread:
+        return
+    enable = ""
+    if jnp.dtype(dtype) != jnp.float64:
+        enable = (
+            'enable 64-bit (jax.config.update("jax_enable_x64", True), with float64 '
+            "records and starting point); or "
+        )
+    raise ValueError(
+        f"ExponentialMechanism: in {jnp.dtype(dtype).name}, errors of computed scores "
+        f"may add {4 * error / spread:.2g} of what a record may change, and "
+        f"{SOLVES + ROUNDING:.2g} is allowed. {enable}{remedy}."
+    )
+
+
+def least(first: Any, second: Any) -> Any:
+    """The smaller of two numbers, on the host or in a program.
+
+    Args:
+        first: A number.
+        second: Another.
+    """
+    known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
+    return min(first, second) if known else jnp.minimum(first, second)
+
+
+def batched(potential: AbstractPotential, xs: PyTree) -> Float[Array, " m"]:
+    """A potential at many points, some of them side by side.
+
+    Args:
+        potential: The potential.
+        xs: The points, stacked.
+    """
+    return jax.lax.map(potential, xs, batch_size=TOGETHER)

@@ -1,0 +1,253 @@
+"""Scores of a bilevel problem: its hyper-objective, and the norm of its gradient."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import certified
+from ..clipping import Basis, clipped_mean
+from ..oracles import fixed_count
+from ..problems import sensitivities
+from ..problems.bilevel import BilevelProblem, Levels, Sizes
+from ..problems.constants import AbstractCertificate, Bounds
+from ..samplers.base import AbstractPotential
+from ..sets import Ball
+from .base import SOLVES, AbstractScore, Facts, batched, check_error, least
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperObjective(AbstractScore):
+    r"""$\Phi(x) = F(x, y^*(x))$, with $y^*$ found by a fixed number of steps.
+
+    One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$,
+    and by $2 B / n_f$ where losses are clipped to $[0, B]$; a lower record by $S_{low}
+    D$ and by $2 L_{fy} d$, with $d$ how far it moves $y^*$. The error $e$ of a computed
+    value, from the inner solve and from rounding, adds $4 e$ to each.
+
+    Args:
+        problem: A `BilevelProblem` with a certificate.
+        measure: As in `AbstractScore`.
+        sizes: The planned sizes.
+        clip_range: $B$, or `None`.
+    """
+
+    clip_range: Any = None
+
+    def facts(self, dtype: Any) -> Facts:
+        """Shares of both levels; the basis is the certificate."""
+        certificate, bounds = self._certificate(), self._bounds()
+        error = self._slope() * (self._target(dtype) + self._rounding(bounds, dtype))
+        error += 2 * sensitivities.UNITS * float(jnp.finfo(dtype).eps) * self._half()
+        if self.measure == "slope":
+            upper, lower = bounds.upper, bounds.lower
+        else:
+            upper, lower = self._spreads()
+            check_error(
+                error,
+                upper + lower,
+                dtype,
+                "raise the strong convexity (mu_g) by a larger public penalty",
+            )
+            upper, lower, error = upper + 4 * error, lower + 4 * error, 0.0
+        return Facts(
+            {"upper": upper / 2, "lower": lower / 2},
+            Basis.CONSTANTS,
+            bounds.gradient,
+            certificate.second_order.smoothness,
+            error,
+            assumptions=certificate.assumptions,
+        )
+
+    def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
+        """Solves the lower level anew at every point."""
+        x, y = start
+        dtype = certified.common_dtype(x, y)
+        reference = None if self.clip_range is not None else start
+        y = Ball(self._bounds().solution_radius).project(y)
+        return _Objective(
+            self.problem,
+            data,
+            y,
+            reference,
+            self._half(),
+            self._target(dtype),
+            self.sizes,
+        )
+
+    def _certificate(self) -> AbstractCertificate:
+        return certified.certificate_of(self.problem)
+
+    def _bounds(self) -> Bounds:
+        return self._certificate().bounds(self.sizes)
+
+    def _spreads(self) -> tuple[Any, Any]:
+        bounds = self._bounds()
+        upper = 4 * self._half() / self.sizes.upper
+        lower = 2 * self._slope() * bounds.solution_shift
+        if self.clip_range is not None:
+            return upper, lower
+        diameter = self.problem.x_set.diameter
+        return (
+            least(bounds.upper * diameter, upper),
+            least(bounds.lower * diameter, lower),
+        )
+
+    def _half(self) -> Any:
+        """Half the range that an upper loss is clipped to, or never leaves."""
+        if self.clip_range is not None:
+            return self.clip_range / 2
+        second = self._certificate().second_order
+        reach = 2 * second.record("upper_y") * second.solution_radius
+        if second.record("upper_x"):
+            reach += second.record("upper_x") * self.problem.x_set.diameter
+        return reach
+
+    def _slope(self) -> float:
+        """The Lipschitz constant in y of the mean of clipped losses, and public term.
+
+        Clipping leaves that of every record as it is, but not what cancels in a mean.
+        """
+        second = self._certificate().second_order
+        slope = second.record("upper_y")
+        if self.problem.upper_public is not None:
+            slope += second.upper_y + slope
+        return slope
+
+    def _target(self, dtype: Any) -> float:
+        """How far a lower solution may be off, beyond rounding."""
+        bounds = self._bounds()
+        if self.measure == "slope":
+            return float(self._rounding(bounds, dtype))
+        # Half of what is allowed beside the spread of a lower record alone.
+        return float(SOLVES / 4 * bounds.solution_shift)
+
+    def _rounding(self, bounds: Bounds, dtype: Any) -> Any:
+        return sensitivities.solution_rounding(bounds, self.sizes, dtype)
+
+
+class _Objective(AbstractPotential):
+    problem: BilevelProblem
+    data: Levels
+    y0: PyTree
+    reference: PyTree | None
+    half: Any
+    target: float = eqx.field(static=True)
+    sizes: Sizes = eqx.field(static=True)
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        y = self._solution(x)
+        upper, half = self.problem.upper, jnp.asarray(self.half)
+        dtype = certified.common_dtype(x, y)
+
+        def centered(record):
+            record = certified.readable(record, dtype)
+            value = upper(x, y, record)
+            if self.reference is None:
+                return value - half.astype(value.dtype)
+            return value - upper(*self.reference, record)
+
+        mean = clipped_mean(
+            centered,
+            self.data.upper,
+            clip_norm=half,
+            denominator=float(self.sizes.upper),
+        )
+        value = mean.raw
+        if self.problem.upper_public is not None:
+            value = value + self.problem.upper_public(x, y)
+        return value
+
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        # Points that need as many steps as their neighbours wait for nobody.
+        order = jnp.argsort(jax.vmap(self._steps)(xs))
+        values = batched(self, jax.tree.map(lambda v: v[order], xs))
+        return jnp.zeros_like(values).at[order].set(values)
+
+    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
+        certificate = certified.certificate_of(self.problem)
+        bounds = certificate.bounds(self.sizes, x)
+        steps = sensitivities.effort(certificate, self.sizes)
+        gradient = certified.hypergradient(
+            self.problem, self.data, x, self.y0, self.sizes, bounds, steps
+        )
+        return self(x), gradient
+
+    def _solution(self, x: PyTree) -> PyTree:
+        bounds = certified.certificate_of(self.problem).bounds(self.sizes, x)
+        means = certified.Means(self.problem, self.data, self.sizes)
+        with jax.default_matmul_precision("highest"):
+            y = fixed_count.accelerated_gradient(
+                lambda y: means.lower_y(x, y),
+                self.y0,
+                smallest=bounds.strong_convexity,
+                largest=bounds.smoothness,
+                num_steps=self._steps(x),
+            )
+        return Ball(bounds.solution_radius).project(y)
+
+    def _steps(self, x: PyTree) -> Int[Array, ""]:
+        certificate = certified.certificate_of(self.problem)
+        bounds = certificate.bounds(self.sizes, x)
+        radius = (
+            certified.certificate_of(self.problem).bounds(self.sizes).solution_radius
+        )
+        count = fixed_count.accelerated_steps(
+            bounds.strong_convexity, bounds.smoothness, 2 * radius, self.target
+        )
+        return jnp.asarray(count).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientNorm(AbstractScore):
+    r"""$\|\nabla \Phi(x)\|$: small at stationary points, also where none is a minimum.
+
+    A record of level $r$ moves the hypergradient by at most $S_r$, so its norm by as
+    much, and the differences between two points by $2 S_r$; the errors of the inner
+    solves are part of $S_r$.
+
+    Args:
+        problem: A `BilevelProblem` with a certificate.
+        measure: `"spread"`.
+        sizes: The planned sizes.
+    """
+
+    def facts(self, dtype: Any) -> Facts:
+        """Shares of both levels; the basis is the certificate."""
+        certificate = certified.certificate_of(self.problem)
+        sensitivities.check_dtype(certificate, self.sizes, dtype)
+        shares = sensitivities.at(certificate, self.sizes, dtype)
+        return Facts(
+            {"upper": float(shares.upper), "lower": float(shares.lower)},
+            Basis.CONSTANTS,
+            certificate.second_order.smoothness,
+            assumptions=certificate.assumptions,
+        )
+
+    def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
+        """Computes the hypergradient anew at every point."""
+        return _Norm(self.problem, data, start[1], self.sizes)
+
+
+class _Norm(AbstractPotential):
+    problem: BilevelProblem
+    data: Levels
+    y0: PyTree
+    sizes: Sizes = eqx.field(static=True)
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        certificate = certified.certificate_of(self.problem)
+        bounds = certificate.bounds(self.sizes, x)
+        steps = sensitivities.effort(certificate, self.sizes)
+        with jax.default_matmul_precision("highest"):
+            value = certified.hypergradient(
+                self.problem, self.data, x, self.y0, self.sizes, bounds, steps
+            )
+        return optax.tree.norm(value)
+
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        return batched(self, xs)
