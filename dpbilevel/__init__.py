@@ -47,6 +47,9 @@ from .problems.finite_sum import FiniteSum as FiniteSum
 from .problems.linear_models import Logistic as Logistic
 from .problems.linear_models import PseudoHuber as PseudoHuber
 from .problems.linear_models import linear_tuning as linear_tuning
+from .problems.linear_risk import linear_risk as linear_risk
+from .problems.models import absolute_loss as absolute_loss
+from .problems.models import hinge_loss as hinge_loss
 from .problems.models import logistic_loss as logistic_loss
 from .problems.models import squared_loss as squared_loss
 from .samplers.base import AbstractSampler as AbstractSampler
@@ -72,5 +75,8 @@ from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
 from .solvers.refitted import Refitted as Refitted
+from .solvers.regularized import (
+    RegularizedExponentialMechanism as RegularizedExponentialMechanism,
+)
 from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
 from .solvers.warm_start import WarmStarted as WarmStarted

@@ -219,8 +219,15 @@ class RegularizedExponential(eqx.Module):
             sensitivity: $S$ under the mechanism's relation.
             convexity: $\mu$ of the regularized score.
         """
-        multiplier = _calibrated(self, self.noise_multiplier)
-        return convexity / (multiplier * sensitivity) ** 2
+        return convexity / (self.calibrated() * sensitivity) ** 2
+
+    def calibrated(self) -> float | Float[Array, ""]:
+        """The noise multiplier.
+
+        Raises:
+            ValueError: There is none yet.
+        """
+        return _calibrated(self, self.noise_multiplier)
 
     def event(self, share: float, certificate: Certificate) -> dp_accounting.DpEvent:
         """One draw, for a person who moves the score by a share of the sensitivity.

@@ -28,6 +28,26 @@ def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""
     return 0.5 * (record["features"] @ weights - record["label"]) ** 2
 
 
+def hinge_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
+    r"""$\max(0, 1 - b \langle a, w \rangle)$ for features $a$ and label $b = \pm 1$.
+
+    Args:
+        weights: $w$.
+        record: `{"features": a, "label": b}`.
+    """
+    return jnp.maximum(0.0, 1 - record["label"] * (record["features"] @ weights))
+
+
+def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
+    r"""$|\langle a, w \rangle - b|$ for features $a$ and target $b$.
+
+    Args:
+        weights: $w$.
+        record: `{"features": a, "label": b}`.
+    """
+    return jnp.abs(record["features"] @ weights - record["label"])
+
+
 def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:
     """The row, at most `norm` long after rounding; zeros where an entry is not finite.
 

@@ -149,7 +149,7 @@ class _Objective(AbstractPotential):
             value = upper(x, y, record)
             if self.reference is None:
                 return value - half.astype(value.dtype)
-            return value - upper(*self.reference, record)
+            return value - upper(self.reference[0], self.reference[1], record)
 
         mean = clipped_mean(
             centered,

@@ -1,0 +1,81 @@
+"""Training a linear model as a one-level problem with a proved Lipschitz constant."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .. import _checks
+from ..sets import Ball
+from .finite_sum import FiniteSum
+from .models import Record, absolute_loss, hinge_loss, logistic_loss, shortened
+
+Scalar = Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    of: Callable[[Array, Record], Scalar]
+    curvature: float | None  # of the margin; None where it is not smooth
+    signed: bool  # whether the label multiplies the margin
+
+
+_LOSSES = {
+    "hinge": _Loss(hinge_loss, None, signed=True),
+    "absolute": _Loss(absolute_loss, None, signed=False),
+    "logistic": _Loss(logistic_loss, 0.25, signed=True),
+}
+
+
+def linear_risk(
+    loss: Literal["hinge", "absolute", "logistic"],
+    *,
+    radius: float,
+    row_norm: float = 1.0,
+) -> FiniteSum:
+    r"""Minimize the mean convex loss of a linear model over a ball.
+
+    Rows longer than $R$ are shortened to it, and labels of classes cut to $[-1, 1]$, so
+    that every record's loss is $R$-Lipschitz in $w$; a record with an entry that is not
+    finite is read as zeros.
+
+    Args:
+        loss: `"hinge"` (support vector machine), `"absolute"` (median regression) or
+            `"logistic"`.
+        radius: Of the ball of weights about the origin.
+        row_norm: $R$; public.
+
+    Returns:
+        A problem over records `{"features": a, "label": b}` with `lipschitz` set, and
+        `smoothness` where the loss is smooth.
+
+    Raises:
+        ValueError: An unknown loss or a number out of range.
+    """
+    owner = "linear_risk"
+    _checks.one_of(owner, "loss", loss, tuple(_LOSSES))
+    _checks.positive(owner, radius=radius, row_norm=row_norm)
+    if not 1e-15 <= row_norm <= 1e15:
+        raise ValueError(
+            f"{owner}: row_norm must be between 1e-15 and 1e15, got {row_norm}. "
+            "Rescale the features by a public number."
+        )
+    kind = _LOSSES[loss]
+
+    def record_loss(w: Float[Array, " d"], record: Record) -> Scalar:
+        row = shortened(record["features"], row_norm).astype(w.dtype)
+        label = record["label"].astype(w.dtype)
+        label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
+        if kind.signed:
+            label = jnp.clip(label, -1, 1)
+        return kind.of(w, {"features": row, "label": label})
+
+    smoothness = None if kind.curvature is None else kind.curvature * row_norm**2
+    return FiniteSum(
+        record_loss,
+        w_set=Ball(float(radius)),
+        lipschitz=float(row_norm),
+        smoothness=smoothness,
+    )

@@ -1,0 +1,270 @@
+"""The regularized exponential mechanism for convex objectives."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..clipping import Basis
+from ..noise import PRNGKey
+from ..privacy.budget import Neighbours
+from ..privacy.draws import Draw, RegularizedExponential
+from ..privacy.ledger import Ledger
+from ..problems.bilevel import BilevelProblem
+from ..problems.finite_sum import FiniteSum
+from ..samplers.base import AbstractSampler, Regularity
+from ..scores.base import AbstractScore, Facts
+from ..scores.hyper import HyperObjective
+from ..scores.mean_loss import MeanLoss
+from .base import AbstractSolver
+from .exponential import (
+    DRAW,
+    DrawState,
+    answer,
+    check_relation,
+    dimension_of,
+    feasible_set,
+    initial,
+    people_of,
+    queries_of,
+)
+
+
+class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
+    r"""Draws $x$ with a density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x\|^2))$.
+
+    For convex $\Phi$: the objective of a one-level problem, which need not be smooth,
+    or the hyper-objective of a bilevel one. One draw costs exactly what a Gaussian
+    release of multiplier $m = \sqrt{\mu / k} / S$ costs, with $S$ the Lipschitz
+    constant of the change that one record makes in $\Phi$. Its expected excess is at
+    most $d / k + \frac{\mu}{2} \max \|x\|^2$; by default $\mu$ makes that least, $\mu =
+    m S \sqrt{2 d} / D$.
+
+    Args:
+        sampler: How to draw: `AlternatingSampler`.
+        convex: Must be `True`: that $\Phi$ is convex on the set, for every possible
+            dataset. The guarantee rests on it. Static.
+        regularizer: $\mu$; `None` for the one above. The quadratic term is about the
+            origin, so the set should be.
+        strong_convexity: Of $\Phi$, declared; it adds to $\mu$. Static.
+        largest_rate: An upper bound on $k$, for the generalization of the answer.
+        mechanism: The mechanism and its noise multiplier.
+        dimension: $d$, the number of coordinates of $x$. Static.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        One draw. $S$ is $2 G / n$ for declared $G$-Lipschitz losses under replace-one,
+        $G / n$ under add-or-remove-one; for two levels, replace-one only, the
+        sensitivity of the hypergradient. Status `CONDITIONAL`: convexity is an
+        assumption of privacy here, and so are the constants. The distance of the
+        sampler's law from the target, and that which the errors of computed values
+        make, are counted in delta.
+
+    References:
+        Gopi, Lee and Liu, "Private convex optimization via exponential mechanism",
+        COLT 2022, Theorems 4, 27 and 29; Lowy and Liu, "Differentially private bilevel
+        optimization: efficient algorithms with near-optimal rates", Theorem B.8, with
+        the sensitivity of `ImplicitBilevel`.
+    """
+
+    sampler: AbstractSampler
+    convex: bool = eqx.field(static=True, kw_only=True)
+    regularizer: float | Float[Array, ""] | None = None
+    strong_convexity: float = eqx.field(static=True, default=0.0)
+    largest_rate: float | None = eqx.field(static=True, default=None)
+    mechanism: RegularizedExponential = RegularizedExponential()
+    dimension: int | None = eqx.field(static=True, default=None)
+    sizes: Any = eqx.field(static=True, default=None)
+    problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
+
+    def __check_init__(self):
+        owner = "RegularizedExponentialMechanism"
+        _checks.instance(owner, AbstractSampler, sampler=self.sampler)
+        _checks.instance(owner, RegularizedExponential, mechanism=self.mechanism)
+        if self.convex is not True:
+            raise ValueError(
+                f"{owner}: its privacy rests on convexity of the objective on every "
+                "possible dataset, which nobody can check from data. Declare "
+                "convex=True if you can prove it; otherwise use ExponentialMechanism."
+            )
+        if self.regularizer is not None:
+            _checks.non_negative(owner, regularizer=self.regularizer)
+        _checks.non_negative(owner, strong_convexity=self.strong_convexity)
+        if self.largest_rate is not None:
+            _checks.positive(owner, largest_rate=self.largest_rate)
+
+    @classmethod
+    def for_population(
+        cls,
+        sampler: AbstractSampler,
+        problem: FiniteSum,
+        *,
+        num_records: int,
+        dimension: int,
+        epsilon: float,
+        delta: float,
+        **fields: Any,
+    ) -> "RegularizedExponentialMechanism":
+        r"""The parameters for the loss on new records.
+
+        $$\mu = \frac{G}{D} \sqrt{2 \Bigl(\frac{2 \log(3 / (4 \delta)) d}{\varepsilon^2
+        n^2} + \frac{1}{2 n}\Bigr)}, \qquad k \le \frac{2 n d \mu}{G^2}.$$
+
+        Privacy may ask for a smaller $k$, which `calibrate` finds. The expected excess
+        is $O(G D (\sqrt{d \log(1/\delta)} / (\varepsilon n) + 1 / \sqrt n))$.
+
+        Args:
+            sampler: How to draw.
+            problem: A one-level problem with `lipschitz`, on a bounded set.
+            num_records: $n$.
+            dimension: $d$.
+            epsilon: $\varepsilon$.
+            delta: $\delta$ in (0, 1/10).
+            **fields: Further fields, `convex=True` among them.
+
+        References:
+            Gopi, Lee and Liu, Theorem 29.
+        """
+        owner = "RegularizedExponentialMechanism.for_population"
+        _checks.count(owner, num_records=num_records, dimension=dimension)
+        _checks.positive(owner, epsilon=epsilon)
+        _checks.fraction(owner, delta=delta)
+        facts = MeanLoss(problem, "slope", num_records).facts(jnp.result_type(float))
+        lipschitz, diameter = facts.lipschitz, float(problem.w_set.diameter)
+        private = 2 * math.log(3 / (4 * delta)) * dimension
+        private /= (epsilon * num_records) ** 2
+        regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / num_records)
+        rate = 2 * num_records * dimension * regularizer / lipschitz**2
+        defaults = {"regularizer": regularizer, "largest_rate": rate}
+        return cls(sampler, dimension=dimension, **(defaults | fields))
+
+    @property
+    def num_steps(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.mechanism.neighbours
+
+    @property
+    def basis(self) -> Basis:
+        """Constants, and convexity."""
+        return Basis.CONSTANTS
+
+    def init(self, problem: Any, w0: PyTree) -> DrawState:
+        """The public start of the sampler."""
+        return initial(problem, w0, dimension_of(self))
+
+    def step(
+        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
+    ) -> DrawState:
+        """One draw."""
+        score = self._score(problem, self.sizes)
+        facts = score.facts(jnp.result_type(*jax.tree.leaves(state.x)))
+        convexity, multiplier = self._convexity(problem, facts)
+        mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
+        x = mechanism.draw(
+            score.bounded(data, state.start),
+            self.sampler,
+            feasible_set(problem),
+            state.x,
+            regularizer=convexity - self.strong_convexity,
+            convexity=self.strong_convexity,
+            key=key,
+        )
+        return dataclasses.replace(state, x=x)
+
+    def released(self, state: DrawState) -> PyTree:
+        """The drawn `x`; no `y`."""
+        return answer(state)
+
+    def output(self, problem: Any, state: DrawState) -> PyTree:
+        """The drawn `x`; no `y`."""
+        return answer(state)
+
+    def ledger(self, problem: Any, sizes: Any) -> Ledger:
+        """One draw.
+
+        Raises:
+            ValueError: The problem lacks constants or the solver is not calibrated.
+        """
+        facts, rate, regularity, multiplier = self._plan(problem, sizes)
+        sampler = self.sampler.planned(regularity, feasible_set(problem))
+        certificate = sampler.certificate(regularity, feasible_set(problem))
+        draw = Draw(
+            DRAW,
+            1,
+            queries_of(facts, sizes),
+            dataclasses.replace(self.mechanism, noise_multiplier=multiplier),
+            rate,
+            certificate,
+            facts.basis,
+            # Densities within exp(+-2 z) of each other are tanh(z) apart at most.
+            math.tanh(rate * float(facts.error)),
+        )
+        convex = "declared: the objective is convex in x on the set, for every dataset"
+        if self.strong_convexity:
+            convex += f", and {self.strong_convexity:.6g}-strongly convex"
+        return Ledger((draw,), people_of(sizes), (convex, *facts.assumptions))
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier to `scale`."""
+        mechanism = dataclasses.replace(self.mechanism, noise_multiplier=scale)
+        return dataclasses.replace(self, mechanism=mechanism)
+
+    def prepared(self, problem: Any, sizes: Any = None) -> Self:
+        """The same solver with the counts of its sampler.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes; its own by default.
+        """
+        sizes = self.sizes if sizes is None else sizes
+        _, _, regularity, _ = self._plan(problem, sizes)
+        sampler = self.sampler.planned(regularity, feasible_set(problem))
+        return dataclasses.replace(self, sampler=sampler)
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The draw has the size of x."""
+        del w0
+        return {DRAW: dimension_of(self)}
+
+    def _plan(self, problem, sizes) -> tuple[Facts, float, Regularity, float]:
+        check_relation(self, problem)
+        facts = self._score(problem, sizes).facts(jnp.result_type(float))
+        convexity, multiplier = map(float, self._convexity(problem, facts))
+        mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
+        rate = float(mechanism.rate(self._sensitivity(facts), convexity))
+        regularity = facts.regularity(dimension_of(self), self.strong_convexity).scaled(
+            rate, convexity - self.strong_convexity, feasible_set(problem).diameter
+        )
+        return facts, rate, regularity, multiplier
+
+    def _sensitivity(self, facts: Facts) -> Any:
+        return self.neighbours.contributions * sum(facts.contributions.values())
+
+    def _convexity(self, problem, facts: Facts) -> tuple[Any, Any]:
+        r"""$\mu$ of the regularized objective, and the multiplier that bounds $k$."""
+        multiplier = self.mechanism.calibrated()
+        sensitivity = self._sensitivity(facts)
+        regularizer = self.regularizer
+        if regularizer is None:
+            diameter = feasible_set(problem).diameter
+            regularizer = multiplier * sensitivity * (2 * dimension_of(self)) ** 0.5
+            regularizer = regularizer / diameter
+        convexity = regularizer + self.strong_convexity
+        if self.largest_rate is not None:
+            least = (convexity / self.largest_rate) ** 0.5 / sensitivity
+            multiplier = jnp.maximum(multiplier, least)
+        return convexity, multiplier
+
+    def _score(self, problem, sizes) -> AbstractScore:
+        kind = MeanLoss if isinstance(problem, FiniteSum) else HyperObjective
+        return kind(problem, "slope", sizes)
