@@ -13,6 +13,7 @@ NAMES = (
     "hypergradient",
     "implicit",
     "rates",
+    "selection",
 )
 
 

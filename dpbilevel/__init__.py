@@ -46,8 +46,8 @@ from .problems.constants import SecondOrderConstants as SecondOrderConstants
 from .problems.finite_sum import FiniteSum as FiniteSum
 from .problems.linear_models import Logistic as Logistic
 from .problems.linear_models import PseudoHuber as PseudoHuber
-from .problems.linear_models import linear_tuning as linear_tuning
 from .problems.linear_risk import linear_risk as linear_risk
+from .problems.linear_tuning import linear_tuning as linear_tuning
 from .problems.models import absolute_loss as absolute_loss
 from .problems.models import hinge_loss as hinge_loss
 from .problems.models import logistic_loss as logistic_loss

@@ -9,6 +9,8 @@ import abc
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _checks
@@ -90,6 +92,25 @@ class Bounds:
     lower_gradient: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    r"""A public diagonal $M$ in which the lower level is better conditioned.
+
+    Attributes:
+        diagonal: $M$, positive, a pytree like $y$.
+        least: Its least entry.
+        smallest: A lower bound on the eigenvalues of $M^{-1/2} H M^{-1/2}$.
+        largest: An upper bound.
+        radius: At least $\|M^{1/2} y^*\|$.
+    """
+
+    diagonal: PyTree
+    least: Any
+    smallest: Any
+    largest: Any
+    radius: Any
+
+
 class AbstractCertificate(abc.ABC):
     """Bounds that hold for every record, from which sensitivities are proved.
 
@@ -107,6 +128,25 @@ class AbstractCertificate(abc.ABC):
         Returns:
             Numbers on the host without `x`, arrays in its dtype with it.
         """
+
+    def metric(self, problem: Any, sizes: Any, x: PyTree, y: PyTree) -> Metric:
+        """The metric to solve the lower level in; by default that of `y` itself.
+
+        Args:
+            problem: The problem that holds the certificate.
+            sizes: The planned sizes.
+            x: The upper variable.
+            y: A lower variable, for its shape.
+        """
+        del problem
+        bounds = self.bounds(sizes, x)
+        return Metric(
+            jax.tree.map(jnp.ones_like, y),
+            1.0,
+            bounds.strong_convexity,
+            bounds.smoothness,
+            bounds.solution_radius,
+        )
 
     @abc.abstractmethod
     def check(self, problem: Any) -> None:

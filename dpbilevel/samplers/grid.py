@@ -85,7 +85,7 @@ class Grid(AbstractSampler):
         # Unscrambled: the same points for everyone, and no seed to choose.
         points = scipy.stats.qmc.Halton(len(low), scramble=False).random(count)
         unit = jnp.asarray(points, jnp.result_type(low, float))
-        return cls(low + unit * (high - low))
+        return cls(low[None] + unit * (high - low)[None])
 
     @property
     def dimension(self) -> int:

@@ -14,7 +14,7 @@ from ..clipping import Basis, clipped_mean
 from ..oracles import fixed_count
 from ..problems import sensitivities
 from ..problems.bilevel import BilevelProblem, Levels, Sizes
-from ..problems.constants import AbstractCertificate, Bounds
+from ..problems.constants import AbstractCertificate, Bounds, Metric
 from ..samplers.base import AbstractPotential
 from ..sets import Ball
 from .base import SOLVES, AbstractScore, Facts, batched, check_error, least
@@ -178,28 +178,40 @@ class _Objective(AbstractPotential):
         return self(x), gradient
 
     def _solution(self, x: PyTree) -> PyTree:
-        bounds = certified.certificate_of(self.problem).bounds(self.sizes, x)
+        """The lower solution, found from zero in the certificate's metric."""
+        metric = self._metric(x)
         means = certified.Means(self.problem, self.data, self.sizes)
+        roots = jax.tree.map(jnp.sqrt, metric.diagonal)
+
+        def gradient(s):
+            y = jax.tree.map(jnp.divide, s, roots)
+            return jax.tree.map(jnp.divide, means.lower_y(x, y), roots)
+
         with jax.default_matmul_precision("highest"):
-            y = fixed_count.accelerated_gradient(
-                lambda y: means.lower_y(x, y),
-                self.y0,
-                smallest=bounds.strong_convexity,
-                largest=bounds.smoothness,
+            s = fixed_count.accelerated_gradient(
+                gradient,
+                optax.tree.zeros_like(self.y0),
+                smallest=metric.smallest,
+                largest=metric.largest,
                 num_steps=self._steps(x),
             )
-        return Ball(bounds.solution_radius).project(y)
+        radius = certified.certificate_of(self.problem).bounds(self.sizes, x)
+        y = jax.tree.map(jnp.divide, s, roots)
+        return Ball(radius.solution_radius).project(y)
 
     def _steps(self, x: PyTree) -> Int[Array, ""]:
-        certificate = certified.certificate_of(self.problem)
-        bounds = certificate.bounds(self.sizes, x)
-        radius = (
-            certified.certificate_of(self.problem).bounds(self.sizes).solution_radius
-        )
+        metric = self._metric(x)
         count = fixed_count.accelerated_steps(
-            bounds.strong_convexity, bounds.smoothness, 2 * radius, self.target
+            metric.smallest,
+            metric.largest,
+            metric.radius,
+            self.target * jnp.sqrt(jnp.asarray(metric.least)),
         )
         return jnp.asarray(count).astype(jnp.int32)
+
+    def _metric(self, x: PyTree) -> Metric:
+        certificate = certified.certificate_of(self.problem)
+        return certificate.metric(self.problem, self.sizes, x, self.y0)
 
 
 @dataclasses.dataclass(frozen=True)

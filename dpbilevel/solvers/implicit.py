@@ -244,6 +244,9 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
             "of the sensitivity"
         )
         assumptions = (*certificate.assumptions, numerical)
+        if certificate.varies:
+            follows = "the noise follows the sensitivity at the released x, "
+            assumptions += (follows + "at most the one listed",)
         return Ledger((release,), sizes.people, assumptions)
 
     def with_noise(self, scale: float) -> Self:
