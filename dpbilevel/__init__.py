@@ -19,6 +19,8 @@ from .oracles.lower import lower_solve as lower_solve
 from .oracles.minimizers import LBFGS as LBFGS
 from .oracles.minimizers import AcceleratedGradient as AcceleratedGradient
 from .oracles.minimizers import NewtonCG as NewtonCG
+from .planning import Recommendation as Recommendation
+from .planning import recommend as recommend
 from .privacy.budget import Neighbours as Neighbours
 from .privacy.budget import People as People
 from .privacy.budget import PrivacyBudget as PrivacyBudget

@@ -46,7 +46,7 @@ class HyperObjective(AbstractScore):
         if self.measure == "slope":
             upper, lower = bounds.upper, bounds.lower
         else:
-            upper, lower = self._spreads()
+            upper, lower = self.spreads()
             check_error(
                 error,
                 upper + lower,
@@ -85,7 +85,8 @@ class HyperObjective(AbstractScore):
     def _bounds(self) -> Bounds:
         return self._certificate().bounds(self.sizes)
 
-    def _spreads(self) -> tuple[Any, Any]:
+    def spreads(self) -> tuple[Any, Any]:
+        """How far apart an upper and a lower record move exact scores."""
         bounds = self._bounds()
         upper = 4 * self._half() / self.sizes.upper
         lower = 2 * self._slope() * bounds.solution_shift
