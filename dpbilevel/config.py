@@ -14,12 +14,23 @@ from .runs.tables import Place, Reader, check_choice, check_keys, check_table
 from .runs.tasks import TASKS, Task
 from .sampling import AbstractSampling
 from .solvers.base import AbstractSolver
+from .solvers.exponential import ExponentialMechanism
 from .solvers.implicit import ImplicitBilevel
 from .solvers.refitted import Refitted
+from .solvers.regularized import RegularizedExponentialMechanism
 from .solvers.warm_start import WarmStarted
 
 # A refit has a table of its own, and no task of a config brings a certificate.
-_PYTHON_ONLY = (Refitted.__name__, ImplicitBilevel.__name__, WarmStarted.__name__)
+_PYTHON_ONLY = tuple(
+    kind.__name__
+    for kind in (
+        Refitted,
+        ImplicitBilevel,
+        WarmStarted,
+        ExponentialMechanism,
+        RegularizedExponentialMechanism,
+    )
+)
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
 

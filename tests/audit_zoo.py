@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 
 import dpbilevel as dpb
 from dpbilevel import audit
@@ -19,6 +20,7 @@ class Audited:
     x_in_records: bool | tuple[str, ...] = ("upper",)
     exact: bool = True  # the claim is that of one Gaussian
     precision: str = "grid"
+    others: float | None = None
 
 
 def noisy_gd(scale=1.0, **fields):
@@ -67,6 +69,12 @@ def warm_started(scale=1.0):
     return solver.with_noise(scale).planned(first.sizes)
 
 
+def exponential(sizes, scale=1.0, kind=dpb.ExponentialMechanism, **fields):
+    """Two candidates at which one record makes all the difference there can be."""
+    solver = kind(dpb.Grid(jnp.asarray([-1.0, 1.0])), **fields)
+    return solver.with_noise(scale).planned(sizes)
+
+
 def localized(scale=1.0):
     solver = dpb.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
     return solver.with_noise(scale).planned(10)
@@ -104,6 +112,19 @@ SOLVERS = {
     "ImplicitBilevel, overlapping": Audited(implicit("overlapping")),
     "ImplicitBilevel, shared": Audited(implicit("shared")),
     "WarmStarted": Audited(warm_started()),
+    "ExponentialMechanism": Audited(
+        exponential(10, clip_range=1.0), others=-1.0, exact=False
+    ),
+    "ExponentialMechanism, add or remove": Audited(
+        exponential(
+            10, clip_range=1.0, mechanism=dpb.Exponential(neighbours=ADD_OR_REMOVE)
+        ),
+        others=-1.0,
+        exact=False,
+    ),
+    "ExponentialMechanism, overlapping": Audited(
+        exponential(dpb.Sizes(10, 20, "overlapping")), others=-0.1, exact=False
+    ),
 }
 
 
@@ -115,6 +136,7 @@ def outcomes(name, runs=SHORT):
         key=jax.random.key(7),
         runs=runs,
         x_in_records=case.x_in_records,
+        others=case.others,
     )
 
 

@@ -16,6 +16,7 @@ from audit_zoo import (
     INNER,
     audited,
     claim_of,
+    exponential,
     implicit,
     noisy_gd,
     penalty,
@@ -31,6 +32,7 @@ from dpbilevel.oracles import fixed_count as solves
 from dpbilevel.privacy.ledger import Query
 from dpbilevel.problems import sensitivities
 from dpbilevel.problems.penalized import PenalizedLevel
+from dpbilevel.scores.mean_loss import MeanLoss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +329,41 @@ def sound_implicit(**fields):
     return audited(implicit("overlapping", **fields))
 
 
+class Hotter(dpb.Exponential):
+    """Draws at the rate for a removed record where records are replaced, twice over."""
+
+    def rate(self, sensitivity):
+        return 4 * dpb.Exponential.rate(self, sensitivity)
+
+
+class Unbounded(MeanLoss):
+    """Seals the mean of losses as they are, with the share of clipped ones."""
+
+    def potential(self, data, start):
+        whole = dataclasses.replace(self, clip_range=1e3 * self.clip_range)
+        return MeanLoss.potential(whole, data, start)
+
+
+class DrawsUnclipped(dpb.ExponentialMechanism):
+    def _score(self, problem, sizes):
+        return Unbounded(problem, "spread", sizes, self.clip_range)
+
+
+@functools.cache
+def drawn(**fields):
+    """Audits a draw between two candidates of which the others dislike one."""
+    solver = exponential(10, clip_range=1.0, **fields)
+    canary = audit.canaries(solver, others=-0.4 / BEYOND)["records"]
+    return audit.trade_off(
+        audit.SolverRun(canary.problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim,
+        key=jax.random.key(16),
+        runs=20_000,
+    )
+
+
 SUBSET = sampled(dpb.FixedSize(2))
 ADDED = noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
 
@@ -347,7 +384,15 @@ def of_single_loop(broken, sound=lambda: audited(single_loop("shared"))):
     return Mutant("SingleLoopBilevel, shared", broken, sound)
 
 
+def of_exponential(broken):
+    return Mutant("ExponentialMechanism", broken, drawn)
+
+
 MUTANTS = {
+    "draws at a wrong rate": of_exponential(lambda: drawn(mechanism=Hotter())),
+    "draws by losses that are not clipped": of_exponential(
+        lambda: drawn(kind=DrawsUnclipped)
+    ),
     "noise x 0.9": of_noisy_gd(lambda: audited(noisy_gd(0.9), claim_of(noisy_gd()))),
     "noise x 0.707": of_noisy_gd(
         lambda: audited(noisy_gd(0.707), claim_of(noisy_gd()), runs=20_000)

@@ -49,6 +49,9 @@ QUADRATIC = zoo.quadratic_bilevel(
 EXACT = zoo.quadratic_bilevel(QUADRATIC.data.upper, QUADRATIC.data.lower, radius=1.0)
 
 
+CANDIDATES = dpb.Grid(jnp.asarray([[0.0] * 4, [0.1] * 4, [-0.1] * 4]))
+
+
 def implicit(**fields):
     return dpb.ImplicitBilevel(**({"num_steps": 3, "step_size": 0.05} | fields))
 
@@ -187,6 +190,25 @@ SOLVERS = {
     ),
 }
 
+SOLVERS |= {
+    "exponential": (
+        dataclasses.replace(ONE_LEVEL, w_set=dpb.Ball(2.0)),
+        dpb.ExponentialMechanism(CANDIDATES, clip_range=2.0),
+        LOWER,
+        Y0,
+        None,
+    ),
+    "exponential_gradient_norm": (
+        EXACT.problem,
+        dpb.ExponentialMechanism(CANDIDATES, "gradient_norm"),
+        EXACT.data,
+        EXACT.w0,
+        "disjoint",
+    ),
+}
+
+# They draw one of a few candidates.
+FEW_ANSWERS = {"exponential", "exponential_gradient_norm"}
 # Their noise follows a sensitivity that depends on released values.
 ADAPTIVE = {"implicit_at_x"}
 

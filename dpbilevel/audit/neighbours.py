@@ -19,8 +19,9 @@ from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.constants import SecondOrderConstants
 from ..problems.finite_sum import FiniteSum
 from ..sampling import AbstractSampling, FixedSize, FullBatch
-from ..sets import Box, Euclidean, Product
+from ..sets import Ball, Box, Euclidean, Product
 from ..solvers.base import AbstractSolver
+from ..solvers.exponential import ExponentialMechanism
 from .claims import Claim, ledger_claims
 
 # A record's gradient, far beyond any clip norm.
@@ -135,6 +136,8 @@ def check_solver(solver: Any, owner: str) -> None:
 def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
     """The canary problem of the solver's kind, and its starting point."""
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
+    if isinstance(solver, ExponentialMechanism) and solver.clip_range is None:
+        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
     if solver.basis is Basis.CONSTANTS:
@@ -206,6 +209,17 @@ def _certified(size: int) -> BilevelProblem:
             lower_yy_in_y=0.0,
         ),
     )
+
+
+@functools.cache
+def _bounded(size: int) -> BilevelProblem:
+    r"""The same hyper-objective $(\bar z_f + \bar z_g) \langle 1, x \rangle$ on a ball.
+
+    Draws take the range of a score from constants that hold on the set.
+    """
+    problem = _certified(size)
+    constants = dataclasses.replace(problem.constants, upper_y=1.0, upper_y_spread=0.0)
+    return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
 
 
 def _first(y: PyTree) -> PyTree:

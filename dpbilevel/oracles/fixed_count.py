@@ -102,9 +102,8 @@ def accelerated_steps(
         A whole number: a float on the host, an array for arrays.
     """
     kappa = condition_number(smallest, largest)
-    known = not isinstance(kappa, jax.Array)
-    module = np if known else jnp
     ratio = distance * (kappa + 1) ** 0.5 / error
+    module = jnp if isinstance(ratio, jax.Array) else np
     # One more, for the rounding of this formula.
     steps = 2 * module.log(ratio) / -module.log1p(-(kappa**-0.5))
     return module.ceil(module.maximum(steps, 0.0)) + 1
