@@ -218,7 +218,9 @@ def _bounded(size: int) -> BilevelProblem:
     Draws take the range of a score from constants that hold on the set.
     """
     problem = _certified(size)
-    constants = dataclasses.replace(problem.constants, upper_y=1.0, upper_y_spread=0.0)
+    declared = problem.constants
+    assert isinstance(declared, SecondOrderConstants)
+    constants = dataclasses.replace(declared, upper_y=1.0, upper_y_spread=0.0)
     return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
 
 
