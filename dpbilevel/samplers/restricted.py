@@ -20,7 +20,8 @@ from ..noise import PRNGKey, derive, standard_exponential, standard_normal
 from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .truncated import log_probability, mills_ratio, tail_exponent, truncated_normal
 
-_HALVINGS = 50
+_HALVINGS = 24
+_ROUNDING = 0.999  # what the last halvings would still gain
 _CELLS_PER_DEVIATION = 64
 _MOST_CELLS = 4096
 _LEVELS = 256
@@ -60,7 +61,7 @@ def restricted_normal(
         radius = jnp.asarray(feasible.radius, flat.dtype) / deviation
         offset = (flat - center) / deviation
         points, accepted = _ball(offset, radius, tries, key)
-        points = center + deviation * points
+        points = center[None, :] + deviation * points
     elif isinstance(feasible, Simplex):
         points, accepted = _simplex(flat, deviation, float(feasible.scale), tries, key)
     else:
@@ -236,6 +237,8 @@ def _tangent(length, radius, size):
         below = q * (1 + 2 * slope_at(q)) < size - 1
         return jnp.where(below, q, low), jnp.where(below, high, q)
 
+    if size == 1:
+        return jnp.zeros_like(length), jnp.zeros_like(length)
     most = jnp.minimum(size - 1.0, radius**2 * (1 - 1e-4)).astype(length.dtype)
     q, _ = jax.lax.fori_loop(0, _HALVINGS, halve, (jnp.zeros_like(length), most))
     return q, slope_at(q)
@@ -271,7 +274,7 @@ def _simplex(mean, deviation, scale, tries, key):
         return jnp.where(below, shift, low), jnp.where(below, high, shift)
 
     ends = (-top - size * deviation**2 / scale, scale - top)
-    shift, _ = jax.lax.fori_loop(0, _HALVINGS, halve, ends)
+    shift, _ = jax.lax.fori_loop(0, 2 * _HALVINGS, halve, ends)
     means = jnp.broadcast_to(mean + shift, (tries, size)).reshape(-1)
     zero, far = jnp.zeros_like(means), jnp.full_like(means, jnp.inf)
     values = truncated_normal(means, deviation, zero, far, key=keys[0])
@@ -323,7 +326,7 @@ def _ball_acceptance(dimension: int, radius: float, reach: float) -> float:
     # Of the two outermost intervals nothing is counted.
     chance = np.minimum(values[:, :-1], values[:, 1:]).sum(1) / _LEVELS
     drop = np.diff(proposed[:, 0])
-    return float(min(chance[0], np.min(chance[1:] * np.exp(drop))))
+    return _ROUNDING * float(min(chance[0], np.min(chance[1:] * np.exp(drop))))
 
 
 def _psi(length, radius, square):
