@@ -38,6 +38,13 @@ _DOMAINS = {
     "smooth": 0xD9B00011,
     "reject": 0xD9B00012,
     "restart": 0xD9B00013,
+    "side": 0xD9B00020,
+    "distance": 0xD9B00021,
+    "proposal": 0xD9B00022,
+    "rival": 0xD9B00023,
+    "index": 0xD9B00024,
+    "stages": 0xD9B00025,
+    "accept": 0xD9B00026,
 }
 
 

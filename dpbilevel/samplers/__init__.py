@@ -1,1 +1,6 @@
 """Samplers of the densities that exponential mechanisms draw from."""
+
+from .alternating import AlternatingSampler as AlternatingSampler
+from .envelope import ConvexEnvelope as ConvexEnvelope
+from .proximal import AbstractProximalOracle as AbstractProximalOracle
+from .rejection import StochasticRejection as StochasticRejection
