@@ -82,7 +82,7 @@ def calibrate(
     calibrated = planned.with_noise(scale).prepared(problem)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     report = describe(
-        ledger(scale),
+        calibrated.ledger(problem, sizes),
         budget,
         levels=not isinstance(sizes, int),
         dimensions=dimensions,

@@ -157,6 +157,8 @@ class AlternatingSampler(AbstractSampler):
     def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
         """The bound of the class, at the counts of this sampler.
 
+        With all of them open, `distance`, which planning will reach or refuse.
+
         `queries` is how many evaluations are needed on average; how many are made is
         in the notes. `proved` is false where the counts do not reach `distance`.
 
@@ -167,8 +169,10 @@ class AlternatingSampler(AbstractSampler):
         Raises:
             ValueError: The sampler is not planned.
         """
-        num_steps, step_size, tries = self._counts()
         _check(regularity, feasible)
+        if (self.num_steps, self.step_size, self.tries) == (None, None, None):
+            return Certificate(0, math.inf, distance=self.distance)
+        num_steps, step_size, tries = self._counts()
         chance = self.oracle.acceptance(regularity, feasible, step_size)
         mixing = _mixing(regularity, feasible, step_size, num_steps)
         bias = num_steps * self.oracle.bias(regularity, step_size)

@@ -31,6 +31,7 @@ class Regularity:
         smoothness: $\beta$, the Lipschitz constant of $\nabla U$; infinite where none
             is known.
         error: $\zeta$: what is computed differs from $U$ by at most that.
+        gradient_error: The same for a gradient, in $\ell_2$.
         num_terms: $n$, where $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
         term_lipschitz: The Lipschitz constant of every $u_i$ in $\ell_2$.
         quadratic: $m \ge 0$, of the public quadratic part of $U$.
@@ -41,13 +42,19 @@ class Regularity:
     strong_convexity: float | None = None
     smoothness: float = math.inf
     error: float = 0.0
+    gradient_error: float = 0.0
     num_terms: int | None = None
     term_lipschitz: float | None = None
     quadratic: float = 0.0
 
     def __post_init__(self):
         _checks.count("Regularity", dimension=self.dimension)
-        _checks.non_negative("Regularity", error=self.error, quadratic=self.quadratic)
+        _checks.non_negative(
+            "Regularity",
+            error=self.error,
+            gradient_error=self.gradient_error,
+            quadratic=self.quadratic,
+        )
         if not self.lipschitz >= 0:
             raise ValueError(
                 f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
@@ -72,6 +79,7 @@ class Regularity:
             ),
             smoothness=rate * self.smoothness + quadratic,
             error=rate * self.error,
+            gradient_error=rate * self.gradient_error,
             term_lipschitz=None if terms is None else rate * terms,
             quadratic=quadratic,
         )
@@ -177,7 +185,10 @@ class AbstractSampler(eqx.Module):
 
     @abc.abstractmethod
     def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
-        """What is proved of the law of `draw`, for a planned sampler.
+        """What is proved of the law of `draw`.
+
+        For a sampler whose counts are open, what planning will reach or refuse; it is
+        asked at noises far from the final one.
 
         Args:
             regularity: What is known of the potential.

@@ -250,7 +250,8 @@ class ConvexEnvelope(AbstractProximalOracle):
             key: A typed key.
         """
         key_proposal, key_accept = derive(key, "proposal", "accept")
-        curvature, c = self.curvature or 0.0, prepared.point
+        curvature = 0.0 if self.curvature is None else self.curvature
+        slack, c = 0.0 if self.slack is None else self.slack, prepared.point
         shrink = 1 / (1 + curvature * step_size)
         pulled = combination(1, y, -step_size, prepared.gradient)
         pulled = combination(1, pulled, step_size * curvature, c)
@@ -264,7 +265,7 @@ class ConvexEnvelope(AbstractProximalOracle):
         offset = optax.tree.sub(x, c)
         support = optax.tree.vdot(prepared.gradient, offset)
         support = support + 0.5 * curvature * optax.tree.vdot(offset, offset)
-        above = finite(potential(x)) - prepared.value - support + (self.slack or 0.0)
+        above = finite(potential(x)) - prepared.value - support + slack
         coin = standard_exponential((), above.dtype, key=key_accept)
         needed = jnp.asarray(self.evaluations()[0], above.dtype)
         return x, coin >= above, needed

@@ -34,6 +34,9 @@ class Facts:
         smoothness: That of its gradient.
         error: How far a computed score may be off, where that is not already part of
             the contributions.
+        gradient_error: The same for its gradient.
+        rounding: How far rounding alone moves a score that is computed exactly but for
+            that, where that is not part of the contributions either.
         num_terms: The number of records, where the score is a mean over them.
         term_lipschitz: The Lipschitz constant of each term.
         assumptions: What all this rests on, in the words of the report.
@@ -44,6 +47,8 @@ class Facts:
     lipschitz: Any
     smoothness: Any = math.inf
     error: Any = 0.0
+    gradient_error: Any = 0.0
+    rounding: Any = 0.0
     num_terms: int | None = None
     term_lipschitz: float | None = None
     assumptions: tuple[str, ...] = ()
@@ -62,6 +67,7 @@ class Facts:
             strong_convexity=convexity,
             smoothness=float(self.smoothness),
             error=float(self.error),
+            gradient_error=float(self.gradient_error),
             num_terms=self.num_terms,
             term_lipschitz=self.term_lipschitz,
         )

@@ -45,6 +45,9 @@ class HyperObjective(AbstractScore):
         error += 2 * sensitivities.UNITS * float(jnp.finfo(dtype).eps) * self._half()
         if self.measure == "slope":
             upper, lower = bounds.upper, bounds.lower
+            steps = sensitivities.effort(certificate, self.sizes)
+            gradient_error = sensitivities.solve_error(bounds, steps)
+            gradient_error += sensitivities.rounding_error(bounds, self.sizes, dtype)
         else:
             upper, lower = self.spreads()
             check_error(
@@ -54,12 +57,14 @@ class HyperObjective(AbstractScore):
                 "raise the strong convexity (mu_g) by a larger public penalty",
             )
             upper, lower, error = upper + 4 * error, lower + 4 * error, 0.0
+            gradient_error = 0.0
         return Facts(
             {"upper": upper / 2, "lower": lower / 2},
             Basis.CONSTANTS,
             bounds.gradient,
             certificate.second_order.smoothness,
             error,
+            gradient_error,
             assumptions=certificate.assumptions,
         )
 

@@ -41,10 +41,10 @@ class MeanLoss(AbstractScore):
         clipped = self.measure == "spread" and self.clip_range is not None
         reach = self.clip_range if clipped else self._declared() * self._diameter()
         if self.measure == "slope":
-            share, error = constant / n, 2 * sensitivities.UNITS * unit * reach
+            share, rounding = constant / n, 2 * sensitivities.UNITS * unit * reach
         else:
             # Clipped values lie on a grid; the mean, its multiple and the draw round.
-            share, error = reach * (1 + 2.0**-20) / n, 0.0
+            share, rounding = reach * (1 + 2.0**-20) / n, 0.0
             check_error(4 * unit * reach, 2 * share, dtype, "use fewer records")
             share += 2 * 4 * unit * reach
         assumptions: tuple[str, ...] = ()
@@ -61,10 +61,10 @@ class MeanLoss(AbstractScore):
             Basis.CLIPPED if clipped else Basis.CONSTANTS,
             math.inf if constant is None or public else constant,
             math.inf if public else self.problem.smoothness or math.inf,
-            error,
-            self.sizes,
-            None if public else constant,
-            assumptions,
+            rounding=rounding,
+            num_terms=self.sizes,
+            term_lipschitz=None if public else constant,
+            assumptions=assumptions,
         )
 
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:

@@ -141,9 +141,8 @@ class ExponentialMechanism(AbstractSolver[Any, DrawState]):
                 the default floating-point dtype is too coarse.
         """
         facts, rate = self._plan(problem, sizes)
-        sampler = self.prepared(problem, sizes).sampler
         regularity = facts.regularity(dimension_of(self), None)
-        certificate = sampler.certificate(
+        certificate = self.sampler.certificate(
             regularity.scaled(rate, 0.0, 0.0), feasible_set(problem)
         )
         queries = queries_of(facts, sizes)

@@ -196,8 +196,7 @@ class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
             ValueError: The problem lacks constants or the solver is not calibrated.
         """
         facts, rate, regularity, multiplier = self._plan(problem, sizes)
-        sampler = self.sampler.planned(regularity, feasible_set(problem))
-        certificate = sampler.certificate(regularity, feasible_set(problem))
+        certificate = self.sampler.certificate(regularity, feasible_set(problem))
         draw = Draw(
             DRAW,
             1,
@@ -207,7 +206,7 @@ class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
             certificate,
             facts.basis,
             # Densities within exp(+-2 z) of each other are tanh(z) apart at most.
-            math.tanh(rate * float(facts.error)),
+            math.tanh(rate * float(facts.error + facts.rounding)),
         )
         convex = "declared: the objective is convex in x on the set, for every dataset"
         if self.strong_convexity:
