@@ -14,6 +14,7 @@ NAMES = (
     "implicit",
     "rates",
     "selection",
+    "draws",
 )
 
 

@@ -54,8 +54,12 @@ from .problems.models import absolute_loss as absolute_loss
 from .problems.models import hinge_loss as hinge_loss
 from .problems.models import logistic_loss as logistic_loss
 from .problems.models import squared_loss as squared_loss
+from .samplers.alternating import AlternatingSampler as AlternatingSampler
 from .samplers.base import AbstractSampler as AbstractSampler
+from .samplers.envelope import ConvexEnvelope as ConvexEnvelope
 from .samplers.grid import Grid as Grid
+from .samplers.grid_walk import GridWalk as GridWalk
+from .samplers.rejection import StochasticRejection as StochasticRejection
 from .sampling import FixedSize as FixedSize
 from .sampling import FullBatch as FullBatch
 from .sampling import Poisson as Poisson

@@ -86,9 +86,10 @@ class FiniteSum(AbstractFiniteSum):
 
     def __check_init__(self):
         _checks.instance("FiniteSum", AbstractSet, w_set=self.w_set)
-        for name in ("lipschitz", "smoothness"):
-            if getattr(self, name) is not None:
-                _checks.positive("FiniteSum", **{name: getattr(self, name)})
+        if self.lipschitz is not None:
+            _checks.positive("FiniteSum", lipschitz=self.lipschitz)
+        if self.smoothness is not None:
+            _checks.non_negative("FiniteSum", smoothness=self.smoothness)
         if not callable(self.loss):
             raise TypeError(f"FiniteSum: loss must be a function, got {self.loss!r}.")
 

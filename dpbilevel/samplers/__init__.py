@@ -2,5 +2,6 @@
 
 from .alternating import AlternatingSampler as AlternatingSampler
 from .envelope import ConvexEnvelope as ConvexEnvelope
+from .grid_walk import GridWalk as GridWalk
 from .proximal import AbstractProximalOracle as AbstractProximalOracle
 from .rejection import StochasticRejection as StochasticRejection

@@ -55,12 +55,12 @@ class MeanLoss(AbstractScore):
                 f"{sensitivities.UNITS} units of roundoff of its range there",
             )
         # A public term may be as steep as it likes.
-        public = self.problem.public is not None
+        public, smoothness = self.problem.public is not None, self.problem.smoothness
         return Facts(
             {RECORDS: share},
             Basis.CLIPPED if clipped else Basis.CONSTANTS,
             math.inf if constant is None or public else constant,
-            math.inf if public else self.problem.smoothness or math.inf,
+            math.inf if public or smoothness is None else smoothness,
             rounding=rounding,
             num_terms=self.sizes,
             term_lipschitz=None if public else constant,

@@ -17,7 +17,7 @@ from ..privacy.draws import Draw, Exponential
 from ..privacy.ledger import RECORDS, Ledger, Query
 from ..problems.bilevel import BilevelProblem
 from ..problems.finite_sum import FiniteSum
-from ..samplers.base import AbstractSampler
+from ..samplers.base import AbstractSampler, Regularity
 from ..samplers.grid import Grid
 from ..scores.base import AbstractScore, Facts
 from ..scores.hyper import GradientNorm, HyperObjective
@@ -54,6 +54,9 @@ class ExponentialMechanism(AbstractSolver[Any, DrawState]):
         score: `"value"`, or `"gradient_norm"` for stationary points. Static.
         clip_range: $B$: losses of single (upper-level) records are clipped to $[0, B]$.
             Without it their range follows from declared constants.
+        convex: Whether the score is declared convex on the set for every possible
+            dataset. The mechanism does without, but the number of steps that walks are
+            certified for rests on it. Static.
         mechanism: The mechanism and its epsilon.
         dimension: The number of coordinates of $x$, which samplers on continuous sets
             must know before data is seen. Static.
@@ -78,6 +81,7 @@ class ExponentialMechanism(AbstractSolver[Any, DrawState]):
     sampler: AbstractSampler
     score: Literal["value", "gradient_norm"] = eqx.field(static=True, default="value")
     clip_range: float | Float[Array, ""] | None = None
+    convex: bool = eqx.field(static=True, default=False, kw_only=True)
     mechanism: Exponential = Exponential()
     dimension: int | None = eqx.field(static=True, default=None)
     sizes: Any = eqx.field(static=True, default=None)
@@ -140,14 +144,13 @@ class ExponentialMechanism(AbstractSolver[Any, DrawState]):
             ValueError: The problem lacks constants, the solver is not calibrated, or
                 the default floating-point dtype is too coarse.
         """
-        facts, rate = self._plan(problem, sizes)
-        regularity = facts.regularity(dimension_of(self), None)
-        certificate = self.sampler.certificate(
-            regularity.scaled(rate, 0.0, 0.0), feasible_set(problem)
-        )
+        facts, rate, regularity = self._plan(problem, sizes)
+        certificate = self.sampler.certificate(regularity, feasible_set(problem))
         queries = queries_of(facts, sizes)
         draw = Draw(DRAW, 1, queries, self.mechanism, rate, certificate, facts.basis)
-        return Ledger((draw,), people_of(sizes), facts.assumptions)
+        convex = ("declared: the score is convex on the set, for every dataset",)
+        assumptions = (*(convex if self.convex else ()), *facts.assumptions)
+        return Ledger((draw,), people_of(sizes), assumptions)
 
     def with_noise(self, scale: float) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`.
@@ -165,11 +168,8 @@ class ExponentialMechanism(AbstractSolver[Any, DrawState]):
             problem: The problem.
             sizes: The planned sizes; its own by default.
         """
-        facts, rate = self._plan(problem, self.sizes if sizes is None else sizes)
-        regularity = facts.regularity(dimension_of(self), None)
-        sampler = self.sampler.planned(
-            regularity.scaled(rate, 0.0, 0.0), feasible_set(problem)
-        )
+        *_, regularity = self._plan(problem, self.sizes if sizes is None else sizes)
+        sampler = self.sampler.planned(regularity, feasible_set(problem))
         return dataclasses.replace(self, sampler=sampler)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
@@ -177,12 +177,14 @@ class ExponentialMechanism(AbstractSolver[Any, DrawState]):
         del w0
         return {DRAW: dimension_of(self)}
 
-    def _plan(self, problem, sizes) -> tuple[Facts, float]:
+    def _plan(self, problem, sizes) -> tuple[Facts, float, Regularity]:
         check_relation(self, problem)
         facts = self._score(problem, sizes).facts(jnp.result_type(float))
         share = sum(map(float, facts.contributions.values()))
-        rate = self.mechanism.rate(self.neighbours.contributions * share)
-        return facts, float(rate)
+        rate = float(self.mechanism.rate(self.neighbours.contributions * share))
+        convexity = 0.0 if self.convex else None
+        regularity = facts.regularity(dimension_of(self), convexity)
+        return facts, rate, regularity.scaled(rate, 0.0, 0.0)
 
     def _score(self, problem, sizes) -> AbstractScore:
         if self.score == "gradient_norm":

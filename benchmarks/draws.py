@@ -1,0 +1,188 @@
+"""What a draw is worth: its excess risk, and what a certified draw costs.
+
+1. Linear losses, as in the instance behind the lower bounds, on a box of diameter 2:
+   the expected excess of the exponential mechanism (its law has a closed form), that of
+   the regularized one and of noisy gradient descent at the same epsilon, for more
+   records and more dimensions.
+2. The single losses that stochastic rejection looks at for one draw, for more records
+   and more dimensions: measured over a part of the certified steps where all of them
+   would take too long, and scaled up.
+
+Run by `python -m benchmarks draws`; tables and figure go to runs/draws.
+NON-PRIVATE evaluation: excess risks and query counts are computed from the records.
+"""
+
+import dataclasses
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpbilevel as dpb
+from dpbilevel.samplers.alternating import needed_queries
+from dpbilevel.samplers.potentials import scaled
+from dpbilevel.scores.mean_loss import MeanLoss
+
+FOLDER = pathlib.Path("runs/draws")
+EPSILON, DELTA = 1.0, 1e-6
+KEYS = 64
+RECORDS = (300, 1_000, 3_000, 10_000, 30_000)
+DIMENSIONS = (1, 2, 4, 8, 16, 32, 64)
+STEPS = 64
+
+
+def instance(n, d):
+    """Signs that lean to one side, so that the mean has a norm of about one half."""
+    rng = np.random.default_rng(0)
+    records = np.where(rng.uniform(size=(n, d)) < 0.75, 1.0, -1.0) / d**0.5
+    side = jnp.full(d, d**-0.5)
+    problem = dpb.FiniteSum(
+        lambda w, z: -(w @ z), w_set=dpb.Box(-side, side), lipschitz=1.0, smoothness=0.0
+    )
+    return problem, jnp.asarray(records)
+
+
+def pure_excess(rate, mean):
+    """The mean excess under the density exp(k <x, mean>) on the box."""
+    half, slopes = len(mean) ** -0.5, np.abs(mean)
+    turn = rate * slopes * half
+    return float(np.sum(slopes * half * (1 - 1 / np.tanh(turn) + 1 / turn)))
+
+
+def solvers(problem, n, d):
+    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9)
+    yield (
+        "regularized",
+        dpb.RegularizedExponentialMechanism(sampler, convex=True, dimension=d),
+    )
+    budget = dpb.PrivacyBudget(EPSILON, DELTA)
+    noisy = dpb.NoisyGD(STEPS, 1.0, step_size=1.0, average="mean")
+    plan = dpb.calibrate(problem, noisy, budget, sizes=n)
+    std = plan.report.ledger[0]["noise_std"]
+    # The step size of the textbook bound for averaged noisy subgradients.
+    step_size = 2.0 / math.sqrt(STEPS * (1 + d * std**2))
+    yield "noisy descent", dataclasses.replace(noisy, step_size=step_size)
+
+
+def excesses(n, d):
+    problem, records = instance(n, d)
+    mean = np.asarray(records.mean(0))
+    rows = {"exponential": pure_excess(EPSILON * n / 4, mean)}
+    budget = dpb.PrivacyBudget(EPSILON, DELTA)
+    for name, solver in solvers(problem, n, d):
+        solver = dpb.calibrate(problem, solver, budget, sizes=n).solver
+        run = jax.jit(
+            jax.vmap(
+                lambda key, solver=solver: (
+                    dpb.solve(problem, solver, records, jnp.zeros(d), key=key).value
+                )
+            )
+        )
+        found = run(jax.random.split(jax.random.key(1), KEYS))
+        best = float(np.abs(mean).sum()) * d**-0.5
+        rows[name] = best - float(np.mean(np.asarray(found) @ mean))
+    rows["bound, exponential"] = 4 * d / (EPSILON * n)
+    rows["bound, regularized"] = 4 * math.sqrt(d * math.log(1 / DELTA)) / (EPSILON * n)
+    rows["lower bound, order"] = min(1.0, d / (EPSILON * n))
+    text = ", ".join(f"{name} {value:.2e}" for name, value in rows.items())
+    print(f"n = {n}, d = {d}: {text}", flush=True)
+    return rows
+
+
+def slope(values, xs):
+    return np.polyfit(np.log(xs), np.log(values), 1)[0]
+
+
+def queries(n, d, epsilon=0.1, most=200_000):
+    """Single losses per draw: measured per step, times the certified steps."""
+    rng = np.random.default_rng(1)
+    features = rng.normal(size=(n, d))
+    data = {
+        "features": jnp.asarray(features / np.linalg.norm(features, axis=1)[:, None]),
+        "label": jnp.asarray(np.sign(rng.normal(size=n))),
+    }
+    problem = dpb.linear_risk("hinge", radius=1.0)
+    sampler = dpb.AlternatingSampler(dpb.StochasticRejection(), 1e-9)
+    solver = dpb.RegularizedExponentialMechanism(sampler, convex=True, dimension=d)
+    budget = dpb.PrivacyBudget(epsilon, DELTA)
+    solver = dpb.calibrate(problem, solver, budget, sizes=n).solver
+    _, rate, regularity, _ = solver._plan(problem, n)
+    planned = solver.sampler
+    part = dataclasses.replace(planned, tries=min(planned.tries, most))
+    potential = scaled(
+        MeanLoss(problem, "slope", n).potential(data, jnp.zeros(d)),
+        jnp.asarray(rate),
+        regularity.quadratic / rate,
+    )
+    count = jax.jit(
+        lambda key: needed_queries(
+            part, potential, problem.w_set, jnp.zeros(d), key=key
+        )
+    )(jax.random.key(2))
+    # Half of the tries of this oracle are accepted, whatever the records.
+    per_step = float(count) / min(planned.num_steps, part.tries / 2)
+    total = per_step * planned.num_steps
+    theory = (epsilon * n) ** 2 / math.log(1 / DELTA)
+    print(
+        f"n = {n}, d = {d}: {planned.num_steps} steps, {per_step:.2f} losses a step, "
+        f"{total:.2e} a draw, {total / theory:.0f} (epsilon n)^2 / log(1 / delta)",
+        flush=True,
+    )
+    return total
+
+
+def main():
+    jax.config.update("jax_enable_x64", True)
+    print("excess risk for more records, d = 8")
+    by_n = [excesses(n, 8) for n in RECORDS]
+    print("excess risk for more dimensions, n = 1000")
+    by_d = [excesses(1_000, d) for d in DIMENSIONS]
+    print("slopes: in n, and in d from 8 on")
+    for name in ("exponential", "regularized", "noisy descent"):
+        in_n = slope([row[name] for row in by_n], RECORDS)
+        in_d = slope([row[name] for row in by_d[3:]], DIMENSIONS[3:])
+        print(f"{name}: {in_n:.2f}, {in_d:.2f}")
+    print("losses that stochastic rejection looks at, epsilon = 0.1")
+    sizes = (100, 300, 1_000, 3_000, 10_000)
+    counts = [queries(n, 4) for n in sizes]
+    print(f"slope in n: {slope(counts, sizes):.2f}")
+    dimensions = (2, 8, 32, 128)
+    counts = [queries(1_000, d) for d in dimensions]
+    print(f"slope in d: {slope(counts, dimensions):.2f}")
+    draw(by_n, by_d)
+
+
+def draw(by_n, by_d):
+    """Excess risks and bounds, on logarithmic axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    styles = {
+        "exponential": ("#0072B2", "o-"),
+        "regularized": ("#E69F00", "s-"),
+        "noisy descent": ("#009E73", "D-"),
+        "bound, exponential": ("#0072B2", ":"),
+        "bound, regularized": ("#E69F00", ":"),
+        "lower bound, order": ("#555555", "--"),
+    }
+    for axes, rows, xs, label in zip(
+        panels,
+        (by_n, by_d),
+        (RECORDS, DIMENSIONS),
+        ("records, d = 8", "dimension, n = 1000"),
+        strict=True,
+    ):
+        for name, (color, style) in styles.items():
+            axes.plot(xs, [row[name] for row in rows], style, color=color, label=name)
+        axes.set(xscale="log", yscale="log", xlabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("expected excess risk")
+    panels[0].legend(frameon=False, fontsize="small")
+    figure.suptitle(f"epsilon = {EPSILON:g}; delta = {DELTA:g} but for the exponential")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(FOLDER / "figure.png")
+    print(f"figure: {FOLDER / 'figure.png'}")
