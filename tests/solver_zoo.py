@@ -52,6 +52,13 @@ EXACT = zoo.quadratic_bilevel(QUADRATIC.data.upper, QUADRATIC.data.lower, radius
 CANDIDATES = dpb.Grid(jnp.asarray([[0.0] * 4, [0.1] * 4, [-0.1] * 4]))
 
 
+LINE = dpb.FiniteSum(
+    lambda w, r: jnp.abs(w[0] - r["features"][0]),
+    w_set=dpb.Box(-jnp.ones(1), jnp.ones(1)),
+    lipschitz=1.0,
+)
+
+
 def implicit(**fields):
     return dpb.ImplicitBilevel(**({"num_steps": 3, "step_size": 0.05} | fields))
 
@@ -204,6 +211,22 @@ SOLVERS |= {
         EXACT.data,
         EXACT.w0,
         "disjoint",
+    ),
+    "exponential_walk": (
+        LINE,
+        dpb.ExponentialMechanism(dpb.GridWalk(tabulate=True), dimension=1),
+        LOWER,
+        jnp.zeros(1),
+        None,
+    ),
+    "regularized": (
+        dpb.linear_risk("logistic", radius=1.0),
+        dpb.RegularizedExponentialMechanism(
+            dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9), convex=True, dimension=4
+        ),
+        LOWER,
+        Y0,
+        None,
     ),
 }
 

@@ -301,7 +301,8 @@ class Draw(AbstractRelease):
     @property
     def failure(self) -> float:
         """The distance of the drawn law from the one that is charged."""
-        return self.count * (self.certificate.distance + self.inexact)
+        distance = self.certificate.distance if self.certificate.proved else 0.0
+        return self.count * (distance + self.inexact)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -320,8 +321,11 @@ class Draw(AbstractRelease):
         shares = {PERSON: 1.0}
         if apart or any(query.role == RECORDS for query in self.queries):
             shares = {q.role: q.contribution / self.contribution for q in self.queries}
+        certificate = self.certificate
+        if not certificate.proved:  # nothing is claimed, and the noise is that of hope
+            certificate = Certificate(certificate.num_steps, certificate.queries)
         for person, share in shares.items():
-            event = self.mechanism.event(share, self.certificate)
+            event = self.mechanism.event(share, certificate)
             yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
 
 

@@ -172,6 +172,8 @@ class AlternatingSampler(AbstractSampler):
         _check(regularity, feasible)
         if (self.num_steps, self.step_size, self.tries) == (None, None, None):
             return Certificate(0, math.inf, distance=self.distance)
+        if None in (self.num_steps, self.step_size, self.tries):
+            return self.planned(regularity, feasible).certificate(regularity, feasible)
         num_steps, step_size, tries = self._counts()
         chance = self.oracle.acceptance(regularity, feasible, step_size)
         mixing = _mixing(regularity, feasible, step_size, num_steps)

@@ -178,9 +178,12 @@ class GridWalk(AbstractSampler):
             above what was aimed at, because the walk was cut short or a count, the
             penalty or the slack was set too low. It has no `distance`.
 
-        Raises:
-            ValueError: The sampler is not planned.
+            With all counts open, what is aimed at.
         """
+        if self.num_tries is None and self.num_steps is None:
+            return Certificate(0, math.inf, log_ratio=self.log_ratio)
+        if self.num_tries is None:
+            return self.planned(regularity, feasible).certificate(regularity, feasible)
         cells, tries, _, _ = self._plan()
         bounds = self._bounds(regularity, feasible)
         steps = self.num_steps or 0
