@@ -30,7 +30,6 @@ EPSILON, DELTA = 1.0, 1e-6
 KEYS = 64
 RECORDS = (300, 1_000, 3_000, 10_000, 30_000)
 DIMENSIONS = (1, 2, 4, 8, 16, 32, 64)
-STEPS = 64
 
 
 def instance(n, d):
@@ -58,11 +57,14 @@ def solvers(problem, n, d):
         dpb.RegularizedExponentialMechanism(sampler, convex=True, dimension=d),
     )
     budget = dpb.PrivacyBudget(EPSILON, DELTA)
-    noisy = dpb.NoisyGD(STEPS, 1.0, step_size=1.0, average="mean")
+    # As many steps as make what is left of descent as small as what noise does.
+    steps = round((EPSILON * n) ** 2 / (8 * d * math.log(1 / DELTA)))
+    steps = min(max(steps, 64), 4096)
+    noisy = dpb.NoisyGD(steps, 1.0, step_size=1.0, average="mean")
     plan = dpb.calibrate(problem, noisy, budget, sizes=n)
     std = plan.report.ledger[0]["noise_std"]
     # The step size of the textbook bound for averaged noisy subgradients.
-    step_size = 2.0 / math.sqrt(STEPS * (1 + d * std**2))
+    step_size = 2.0 / math.sqrt(steps * (1 + d * std**2))
     yield "noisy descent", dataclasses.replace(noisy, step_size=step_size)
 
 
@@ -85,7 +87,7 @@ def excesses(n, d):
         rows[name] = best - float(np.mean(np.asarray(found) @ mean))
     rows["bound, exponential"] = 4 * d / (EPSILON * n)
     rows["bound, regularized"] = 4 * math.sqrt(d * math.log(1 / DELTA)) / (EPSILON * n)
-    rows["lower bound, order"] = min(1.0, d / (EPSILON * n))
+    rows["lower bound, pure, order"] = min(1.0, d / (EPSILON * n))
     text = ", ".join(f"{name} {value:.2e}" for name, value in rows.items())
     print(f"n = {n}, d = {d}: {text}", flush=True)
     return rows
@@ -167,7 +169,7 @@ def draw(by_n, by_d):
         "noisy descent": ("#009E73", "D-"),
         "bound, exponential": ("#0072B2", ":"),
         "bound, regularized": ("#E69F00", ":"),
-        "lower bound, order": ("#555555", "--"),
+        "lower bound, pure, order": ("#555555", "--"),
     }
     for axes, rows, xs, label in zip(
         panels,

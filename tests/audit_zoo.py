@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import dpbilevel as dpb
 from dpbilevel import audit
+from dpbilevel.audit.neighbours import _LIPSCHITZ
 
 SHORT, LONG = 50_000, 200_000
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -75,6 +76,14 @@ def exponential(sizes, scale=1.0, kind=dpb.ExponentialMechanism, **fields):
     return solver.with_noise(scale).planned(sizes)
 
 
+def regularized(scale=1.0, kind=dpb.RegularizedExponentialMechanism, **fields):
+    """The set is so wide that the law is that of a Gaussian release."""
+    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9)
+    defaults = {"convex": True, "regularizer": 1.0, "dimension": 1}
+    solver = kind(sampler, **(defaults | fields)).with_noise(scale).planned(10)
+    return solver.prepared(_LIPSCHITZ)
+
+
 def localized(scale=1.0):
     solver = dpb.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
     return solver.with_noise(scale).planned(10)
@@ -112,6 +121,7 @@ SOLVERS = {
     "ImplicitBilevel, overlapping": Audited(implicit("overlapping")),
     "ImplicitBilevel, shared": Audited(implicit("shared")),
     "WarmStarted": Audited(warm_started()),
+    "RegularizedExponentialMechanism": Audited(regularized()),
     "ExponentialMechanism": Audited(
         exponential(10, clip_range=1.0), others=-1.0, exact=False
     ),

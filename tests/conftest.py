@@ -21,6 +21,9 @@ _TESTS = itertools.count(1)
 # well; everything about rounding, noise and leaks runs as users compile it.
 _COMPILED_IN_HASTE = {
     "test_contract",
+    "test_exponential",
+    "test_grid_walk",
+    "test_grid_walk_draws",
     "test_keys",
     "test_oracles",
     "test_oracles_linear",

@@ -20,6 +20,7 @@ from audit_zoo import (
     implicit,
     noisy_gd,
     penalty,
+    regularized,
     sampled,
     single_loop,
 )
@@ -344,6 +345,28 @@ class Unbounded(MeanLoss):
         return MeanLoss.potential(whole, data, start)
 
 
+class SteeperThanDeclared(MeanLoss):
+    """Seals losses of any slope with the declared one."""
+
+    def potential(self, data, start):
+        steep = dataclasses.replace(
+            self.problem, loss=lambda w, z: 3 * self.problem.loss(w, z)
+        )
+        return MeanLoss.potential(dataclasses.replace(self, problem=steep), data, start)
+
+
+class DrawsBySteeper(dpb.RegularizedExponentialMechanism):
+    def _score(self, problem, sizes):
+        return SteeperThanDeclared(problem, "slope", sizes)
+
+
+class RateOfRemoved(dpb.RegularizedExponential):
+    """Takes a record's share for its sensitivity."""
+
+    def rate(self, sensitivity, convexity):
+        return dpb.RegularizedExponential.rate(self, sensitivity / 2, convexity)
+
+
 class DrawsUnclipped(dpb.ExponentialMechanism):
     def _score(self, problem, sizes):
         return Unbounded(problem, "spread", sizes, self.clip_range)
@@ -388,7 +411,21 @@ def of_exponential(broken):
     return Mutant("ExponentialMechanism", broken, drawn)
 
 
+def of_regularized(broken):
+    return Mutant(
+        "RegularizedExponentialMechanism", broken, lambda: audited(regularized())
+    )
+
+
 MUTANTS = {
+    "draws by steeper losses than declared": of_regularized(
+        lambda: audited(regularized(kind=DrawsBySteeper), runs=20_000)
+    ),
+    "draws at the rate for a removed record": of_regularized(
+        lambda: audited(
+            regularized(mechanism=RateOfRemoved()), claim_of(regularized()), runs=20_000
+        )
+    ),
     "draws at a wrong rate": of_exponential(lambda: drawn(mechanism=Hotter())),
     "draws by losses that are not clipped": of_exponential(
         lambda: drawn(kind=DrawsUnclipped)

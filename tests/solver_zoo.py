@@ -59,6 +59,14 @@ LINE = dpb.FiniteSum(
 )
 
 
+LEANING = dpb.FiniteSum(
+    lambda w, r: -w[0] * r["features"][0],
+    w_set=LINE.w_set,
+    lipschitz=1.0,
+    smoothness=0.0,
+)
+
+
 def implicit(**fields):
     return dpb.ImplicitBilevel(**({"num_steps": 3, "step_size": 0.05} | fields))
 
@@ -220,12 +228,12 @@ SOLVERS |= {
         None,
     ),
     "regularized": (
-        dpb.linear_risk("logistic", radius=1.0),
+        LEANING,
         dpb.RegularizedExponentialMechanism(
-            dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9), convex=True, dimension=4
+            dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9), convex=True, dimension=1
         ),
         LOWER,
-        Y0,
+        jnp.zeros(1),
         None,
     ),
 }

@@ -314,12 +314,11 @@ def test_planned_counts_meet_the_distance_without_waste(case):
 
 
 def test_inexact_values_cost_steps_and_tries():
-    feasible, inexact = Box(-1.0, 1.0), dataclasses.replace(KNOWN, error=0.1)
-    with pytest.raises(ValueError, match="Give gradient_error"):
-        AlternatingSampler(ConvexEnvelope(), 0.01).planned(inexact, feasible)
+    feasible = Box(-1.0, 1.0)
+    inexact = dataclasses.replace(KNOWN, error=0.1, gradient_error=0.05)
     plans = [
-        AlternatingSampler(ConvexEnvelope(error), 0.01).planned(known, feasible)
-        for error, known in ((None, KNOWN), (0.05, inexact))
+        AlternatingSampler(ConvexEnvelope(), 0.01).planned(known, feasible)
+        for known in (KNOWN, inexact)
     ]
     assert plans[0].num_steps < plans[1].num_steps
     assert plans[0].tries < plans[1].tries

@@ -147,7 +147,7 @@ def test_a_ledger_that_claims_too_much_noise_is_caught(name):
 def test_numbers_change_without_retracing(name):
     problem, solver, data, w0 = calibrated(name)
     other = jax.tree.map(lambda v: v * 1.5 if isinstance(v, float) else v, solver)
-    _, louder, _, _ = calibrated(name, 3.0)
+    louder = solver.with_noise(3.0)
     chex.clear_trace_counter()
     counted = jax.jit(chex.assert_max_traces(dpb.solve, n=1))
     for seed, same in enumerate((solver, other, louder)):
@@ -192,15 +192,18 @@ def test_vmap_over_keys_equals_a_loop(name):
 
 @distinct_solvers
 def test_vmap_over_stacked_solvers_equals_a_loop(name):
-    problem, quiet, data, w0 = calibrated(name, 0.5)
-    _, loud, _, _ = calibrated(name, 1.0)
+    problem, solver, data, w0 = calibrated(name, 0.5)
+    quiet, loud = (solver.with_noise(scale) for scale in (0.5, 1.0))
     both = jax.tree.map(lambda a, b: jnp.asarray([a, b], jnp.float32), quiet, loud)
 
     def one(solver):
         return dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY)).value
 
     together = jax.jit(jax.vmap(one))(both)
-    apart = [run(name, jax.random.key(KEY), scale).value for scale in (0.5, 1.0)]
+    apart = [
+        solve(problem, solver, data, w0, key=jax.random.key(KEY)).value
+        for solver in (quiet, loud)
+    ]
     alone = jax.tree.map(lambda *v: jnp.stack(v), *apart)
     chex.assert_trees_all_close(together, alone, rtol=2e-4, atol=2e-4)
 

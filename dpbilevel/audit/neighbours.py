@@ -22,6 +22,7 @@ from ..sampling import AbstractSampling, FixedSize, FullBatch
 from ..sets import Ball, Box, Euclidean, Product
 from ..solvers.base import AbstractSolver
 from ..solvers.exponential import ExponentialMechanism
+from ..solvers.regularized import RegularizedExponentialMechanism
 from .claims import Claim, ledger_claims
 
 # A record's gradient, far beyond any clip norm.
@@ -138,6 +139,8 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
     if isinstance(solver, ExponentialMechanism) and solver.clip_range is None:
         return _bounded(optax.tree.size(zeros)), (zeros, zeros)
+    if isinstance(solver, RegularizedExponentialMechanism):
+        return _LIPSCHITZ, zeros
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
     if solver.basis is Basis.CONSTANTS:
@@ -156,6 +159,13 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
 
 
 _LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
+# The same with records of the length that is declared.
+_LIPSCHITZ = FiniteSum(
+    lambda w, z: jnp.clip(z, -1.0, 1.0) * optax.tree.sum(w),
+    w_set=Ball(10.0),
+    lipschitz=1.0,
+    smoothness=0.0,
+)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .. import _checks
 from ..noise import PRNGKey, derive, standard_exponential
 from ..sets import AbstractSet
 from . import restricted
@@ -69,7 +68,6 @@ class ConvexEnvelope(AbstractProximalOracle):
     $\rho_0$ is $L + \epsilon$ and $\rho_{i+1} = \beta \eta \rho_i + 2 \epsilon$.
 
     Args:
-        gradient_error: $\epsilon$; needed where the values are inexact.
         gradient_steps: $J$. Static; planned.
         draw_tries: Of one Gaussian draw on the set. Static; planned.
         curvature: $\alpha$; set by planning.
@@ -81,16 +79,11 @@ class ConvexEnvelope(AbstractProximalOracle):
         Oracle", COLT 2021.
     """
 
-    gradient_error: float | None = None
     gradient_steps: int | None = eqx.field(static=True, default=None)
     draw_tries: int | None = eqx.field(static=True, default=None)
     curvature: float | None = None
     slack: float | None = None
     draws: ClassVar[int] = 1
-
-    def __check_init__(self):
-        if self.gradient_error is not None:
-            _checks.non_negative("ConvexEnvelope", gradient_error=self.gradient_error)
 
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
         r"""The larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$.
@@ -100,15 +93,8 @@ class ConvexEnvelope(AbstractProximalOracle):
             feasible: The set.
 
         Raises:
-            ValueError: Inexact values without a bound on the error of gradients, or no
-                finite Lipschitz constant.
+            ValueError: No finite Lipschitz constant.
         """
-        if regularity.error > 0 and self.gradient_error is None:
-            raise ValueError(
-                "ConvexEnvelope: values are inexact by up to "
-                f"{regularity.error}, so gradients may be too. Give gradient_error, a "
-                "bound on their error in l2."
-            )
         if not regularity.lipschitz < math.inf:
             raise ValueError(
                 "ConvexEnvelope: needs a finite Lipschitz constant of the potential, "
@@ -192,7 +178,7 @@ class ConvexEnvelope(AbstractProximalOracle):
             step_size: $\eta$.
         """
         weight = 1 / (1 + (regularity.strong_convexity or 0.0) * step_size)
-        steepest = regularity.lipschitz + (self.gradient_error or 0.0)
+        steepest = regularity.lipschitz + regularity.gradient_error
         return math.sqrt(step_size * weight), weight, weight * step_size * steepest
 
     def evaluations(self) -> tuple[float, int]:
@@ -284,7 +270,7 @@ class ConvexEnvelope(AbstractProximalOracle):
     def _accepted(self, regularity, feasible, step_size, steps: int) -> float:
         dimension, steepest = regularity.dimension, regularity.lipschitz
         curvature = regularity.strong_convexity or 0.0
-        smoothness, error = regularity.smoothness, self.gradient_error or 0.0
+        smoothness, error = regularity.smoothness, regularity.gradient_error
         residual = steepest + error
         for _ in range(steps):
             residual = smoothness * step_size * residual + 2 * error
@@ -299,6 +285,6 @@ class ConvexEnvelope(AbstractProximalOracle):
         return math.exp(-loss - 2 * self._slack(regularity, feasible))
 
     def _slack(self, regularity, feasible) -> float:
-        error = self.gradient_error or 0.0
+        error = regularity.gradient_error
         width = restricted.diameter(feasible, regularity.dimension)
         return 2 * regularity.error + error * width
