@@ -11,6 +11,7 @@ from .. import _checks
 from ..clipping import SUMS, Precision
 from . import accounting
 from .budget import PrivacyBudget
+from .draws import Draw
 from .ledger import Ledger
 from .report import PrivacyReport, describe
 
@@ -63,7 +64,8 @@ def calibrate(
     Raises:
         ValueError: Gaussian noise with `delta = 0`; a sampling scheme that the
             relation does not admit; a budget that no noise reaches, for instance a
-            delta smaller than the chance of an overflowing batch.
+            delta smaller than the chance of an overflowing batch; scores that are
+            computed too coarsely for the budget.
 
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
@@ -79,6 +81,7 @@ def calibrate(
 
     _check_releases(ledger(1.0), budget, type(solver).__name__)
     scale = _least_scale(ledger, budget)
+    _check_accuracy(ledger(scale), budget, type(solver).__name__)
     calibrated = planned.with_noise(scale).prepared(problem)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     report = describe(
@@ -109,6 +112,18 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
             f"{name} is only close to its target. Use a delta well below 1/n, or "
             "Grid, which draws exactly."
         )
+
+
+def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
+    """Refuses a plan whose noise only serves to hide the errors of computed scores."""
+    inexact = sum(r.count * r.inexact for r in ledger.releases if isinstance(r, Draw))
+    if accounting.total_variation_delta(budget.epsilon, inexact) <= budget.delta / 2:
+        return
+    raise ValueError(
+        f"calibrate: the errors of the scores that {name} computes would take most of "
+        f"delta = {budget.delta:.3g}. Enable 64-bit: jax.config.update("
+        '"jax_enable_x64", True), with float64 records and starting point.'
+    )
 
 
 def _check_kinds(problem, solver, budget, sizes) -> None:
