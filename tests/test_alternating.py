@@ -117,6 +117,7 @@ def test_a_stochastic_try_has_the_law_of_the_sum():
     assert np.mean(queries) == pytest.approx(2 * (math.e - 1), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_try_that_reaches_every_stage_is_told_from_a_stochastic_one(monkeypatch):
     def always(stages, dtype, key):
         return jnp.ones(stages, bool)

@@ -78,6 +78,7 @@ def pvalue_in_disc(points, scale=1.0):
     return pvalue_in_plane(points, potential, gauge, (0.5, -0.5), (1.5, 0.5))
 
 
+@pytest.mark.slow
 def test_drawn_points_have_the_law_on_a_disc_and_no_other_temperature():
     points = disc_points()
     assert pvalue_in_disc(points) > ALPHA

@@ -182,6 +182,7 @@ def test_draws_on_two_corners_are_normal_values_on_an_interval(mean):
     assert pvalue(np.asarray(sample)[:, 0], hot, 0, scale) < ALPHA
 
 
+@pytest.mark.slow
 def test_draws_on_three_corners_have_the_marginal_of_the_normal_there():
     mean, deviation = np.asarray([0.5, -0.2, 0.4]), 0.3
     sample = points(
