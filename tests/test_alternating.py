@@ -117,7 +117,6 @@ def test_a_stochastic_try_has_the_law_of_the_sum():
     assert np.mean(queries) == pytest.approx(2 * (math.e - 1), rel=0.01)
 
 
-@pytest.mark.slow
 def test_a_try_that_reaches_every_stage_is_told_from_a_stochastic_one(monkeypatch):
     def always(stages, dtype, key):
         return jnp.ones(stages, bool)
@@ -197,7 +196,9 @@ def draws(sampler, potential, feasible, start, count, seed=5):
     return np.asarray(batch(jax.random.split(jax.random.key(seed), count)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"]
+)
 def test_draws_of_a_kink_have_its_law_and_no_other_temperature(dtype):
     feasible = Box(-1.0, 1.0)
     with jax.enable_x64(dtype == "float64"):
