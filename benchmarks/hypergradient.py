@@ -178,7 +178,7 @@ def products(problem, x, y, data, repeats):
 
     def product(count):
         def run(x, y, data):
-            linear = lower_objective(problem, data).linearized(x, y)[1]
+            linear = lower_objective(problem, data).linearized(x, y)[-1]
             return jax.lax.fori_loop(0, count, lambda _, v: v + 1e-3 * linear(v), y)
 
         return run

@@ -226,7 +226,7 @@ def test_a_linearization_keeps_no_copy_of_long_records(monkeypatch):
     objective = objectives.lower_objective(problem, data)
 
     def kept(y):
-        _, product = objective.linearized(x, y)
+        *_, product = objective.linearized(x, y)
         return jax.closure_convert(product, y)[1]
 
     sizes = [v.size for v in jax.eval_shape(kept, y0)]

@@ -57,7 +57,7 @@ def implicit_hypergradient(
     check_interior(owner, problem)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
-    _, product = lower.linearized(x, y)
+    *_, product = lower.linearized(x, y)
     slope = poisoned(upper.gradient(x, y), y)
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, product, slope, start)
