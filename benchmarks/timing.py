@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 
-def ratios(candidates, *arguments, reference, repeats=50):
+def ratios(candidates, *arguments, reference, repeats=50, builds=1):
     """Median time of each candidate and its median ratio to the reference.
 
     Args:
@@ -14,16 +14,21 @@ def ratios(candidates, *arguments, reference, repeats=50):
         *arguments: What each is called with.
         reference: The name that ratios refer to.
         repeats: Rounds; every round times every candidate once.
+        builds: How often each is compiled, with nothing traced before; the median
+            counts.
 
     Returns:
         A dict from name to (seconds, ratio, seconds to compile).
     """
-    compiled, compile_time = {}, {}
-    for name, fun in candidates.items():
-        start = time.perf_counter()
-        compiled[name] = jax.jit(fun).lower(*arguments).compile()
-        compile_time[name] = time.perf_counter() - start
-        jax.block_until_ready(compiled[name](*arguments))
+    compiled, built = {}, {name: [] for name in candidates}
+    for _ in range(builds):
+        for name, fun in candidates.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            compiled[name] = jax.jit(fun).lower(*arguments).compile()
+            built[name].append(time.perf_counter() - start)
+    for run in compiled.values():
+        jax.block_until_ready(run(*arguments))
     times = {name: [] for name in candidates}
     order = np.random.default_rng(0)
     for _ in range(repeats):
@@ -34,7 +39,7 @@ def ratios(candidates, *arguments, reference, repeats=50):
             times[name].append(time.perf_counter() - start)
     base = np.asarray(times[reference])
     return {
-        name: (np.median(t), np.median(np.asarray(t) / base), compile_time[name])
+        name: (np.median(t), np.median(np.asarray(t) / base), np.median(built[name]))
         for name, t in times.items()
     }
 

@@ -27,7 +27,7 @@ def implicit_hypergradient(
 
     At $y = y^*(x)$ the gradient of $F$; elsewhere off by at most $C \|y - y^*(x)\|$.
     The Hessian is never formed: its products come from one linearization of
-    $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass the last $v$ as `v0`.
+    $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `extrapolated` solutions.
 
     Args:
         problem: The problem.
@@ -35,7 +35,8 @@ def implicit_hypergradient(
         y: The lower variable; a module's arrays are the variable.
         data: The records.
         linear_solver: Solves for $v$.
-        v0: A starting point of that solve, such as `solution.value` of an earlier call.
+        v0: A starting point of that solve: `solution.value` of an earlier call, or
+            `extrapolated(last, before)` of the last two.
 
     Returns:
         The gradient, a pytree like `x`, and the `LinearSolution` with $v$, the norm of

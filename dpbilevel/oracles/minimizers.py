@@ -196,8 +196,9 @@ class NewtonCG(AbstractLowerSolver):
     r"""Newton's method, each system solved by conjugate gradients as far as it pays.
 
     The system of a step is solved to $\min(0.5, \sqrt{\|\nabla_y g\|})$ of its
-    right-hand side, which converges superlinearly; a halving line search accepts a
-    decrease of $10^{-4}$ of the predicted one.
+    right-hand side, which converges superlinearly, and no further than a tenth of the
+    tolerance; a halving line search accepts a decrease of $10^{-4}$ of the predicted
+    one. A try reads the records once: value, gradient and linearization together.
 
     Args:
         num_steps: The most Newton steps. Static.
@@ -273,7 +274,10 @@ class NewtonCG(AbstractLowerSolver):
 
     def _direction(self, product, slope, norm, needed) -> tuple[PyTree, Scalar]:
         """The next step and the decrease it predicts."""
-        forcing = jnp.where(needed, jnp.minimum(0.5, jnp.sqrt(norm)), 2)
+        wanted = jnp.minimum(0.5, jnp.sqrt(norm))
+        # A residual far below the tolerance is as good as none.
+        forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
+        forcing = jnp.where(needed, forcing, 2)
         downhill = jax.tree.map(jnp.negative, slope)
         linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
         direction = linear_solver.truncated(product, downhill)[0]
