@@ -242,7 +242,7 @@ def optimistix_at_our_accuracy(problem, x, y0, data, exact, target, repeats):
         report(rows, pair, (single, double), exact)
 
 
-def trajectory(problem, x, y, data, steps=50, seconds=300):
+def trajectory(problem, x, y, data, steps=50, seconds=180):
     """Hessian products of outer steps: cold, from the last v, extrapolated.
 
     A step moves no coordinate of x by more than 0.1; none starts after `seconds`.
@@ -250,29 +250,30 @@ def trajectory(problem, x, y, data, steps=50, seconds=300):
     hypergradient = functools.partial(dpb.implicit_hypergradient, problem)
 
     @jax.jit
-    def step(x, y, before, last, data):
+    def step(x, y, solutions, data):
         y, _ = dpb.lower_solve(problem, x, data, y0=y)
+        starts = [dpb.oracles.extrapolated(solutions[:k]) for k in range(4)]
         tight = dpb.ConjugateGradient(num_steps=5000, tolerance=1e-7)
-        exact, _ = hypergradient(x, y, data, linear_solver=tight, v0=last)
-        starts = (None, last, dpb.oracles.extrapolated(last, before))
+        exact, _ = hypergradient(x, y, data, linear_solver=tight, v0=starts[-1])
         found = [hypergradient(x, y, data, v0=start) for start in starts]
         length = jnp.linalg.norm(exact)
         errors = [jnp.linalg.norm(g - exact) / length for g, _ in found]
         counts = [solution.num_products for _, solution in found]
-        return exact, y, found[2][1].value, counts, errors
+        return exact, y, found[-1][1].value, counts, errors
 
-    before = last = jnp.zeros_like(y)
+    # Zeros where there is no solution yet: one program for all steps.
+    solutions = 3 * [jnp.zeros_like(y)]
     counts, errors, step_size, start = [], [], None, time.perf_counter()
     while len(counts) < steps and time.perf_counter() - start < seconds:
-        gradient, y, v, count, error = step(x, y, before, last, data)
-        before, last = (v, v) if step_size is None else (last, v)
+        gradient, y, v, count, error = step(x, y, solutions, data)
+        solutions = [v, *solutions][:3]
         step_size = step_size or 0.1 / jnp.max(jnp.abs(gradient))
         x = x - step_size * gradient
         counts.append(count)
         errors.append(error)
     total, error = np.sum(counts, 0), np.median(errors, 0)
     print(f"{len(counts)} outer steps: products, of a cold start's, median error")
-    names = ("cold start", "v0 = last v", "v0 = extrapolated(last, before)")
+    names = ("cold start", "last solution", "last two", "last three")
     for name, products, wrong in zip(names, total, error, strict=True):
         print(f"  {name:38s}{products:8d}{products / total[0]:8.2f}{wrong:10.1e}")
 

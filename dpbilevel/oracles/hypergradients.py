@@ -27,7 +27,7 @@ def implicit_hypergradient(
 
     At $y = y^*(x)$ the gradient of $F$; elsewhere off by at most $C \|y - y^*(x)\|$.
     The Hessian is never formed: its products come from one linearization of
-    $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `extrapolated` solutions.
+    $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `v0`.
 
     Args:
         problem: The problem.
@@ -36,7 +36,7 @@ def implicit_hypergradient(
         data: The records.
         linear_solver: Solves for $v$.
         v0: A starting point of that solve: `solution.value` of an earlier call, or
-            `extrapolated(last, before)` of the last two.
+            `extrapolated` from the last ones.
 
     Returns:
         The gradient, a pytree like `x`, and the `LinearSolution` with $v$, the norm of

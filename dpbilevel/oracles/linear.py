@@ -5,7 +5,8 @@ Frozen settings that `implicit_hypergradient` and `lower_solution` take as
 """
 
 import abc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -193,26 +194,38 @@ class Cholesky(AbstractLinearSolver):
         )
 
 
-def extrapolated(last: PyTree, before: PyTree) -> PyTree:
-    r"""$2 v_t - v_{t-1}$: where to start the next system of a trajectory.
+def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
+    r"""Where to start the next system of a trajectory, from the solutions so far.
 
-    Along a smooth trajectory with steps of size $h$ it is off by $O(h^2)$, the last
-    solution alone by $O(h)$. An error of the two solves enters threefold at most.
+    The value at the next step of the polynomial through the last $k$ of them,
+
+    $$\sum_{j=1}^k (-1)^{j-1} \binom{k}{j} v_{t+1-j}.$$
+
+    Along a smooth trajectory with steps of size $h$ it is off by $O(h^k)$, and the
+    error of a single solve enters it $2^k - 1$ times at most.
 
     Args:
-        last: $v_t$, `value` of the last `LinearSolution`.
-        before: $v_{t-1}$, of the one before; `last` again where there is none.
+        solutions: $v_t, v_{t-1}, \dots$, the latest first: `value` of each
+            `LinearSolution`. All of them are used; three are a good number.
 
     Returns:
-        A pytree like `last`, for `x0` of a solver or `v0` of a hypergradient.
+        A pytree like each, for `x0` of a solver or `v0` of a hypergradient; `None`
+        without solutions.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from dpbilevel.oracles import extrapolated
-        >>> extrapolated(jnp.asarray([1.0, 3.0]), jnp.asarray([0.5, 4.0])).tolist()
-        [1.5, 2.0]
+        >>> squares = [jnp.asarray([9.0]), jnp.asarray([4.0]), jnp.asarray([1.0])]
+        >>> extrapolated(squares[:2]).tolist(), extrapolated(squares).tolist()
+        ([14.0], [16.0])
     """
-    return jax.tree.map(lambda v, u: 2 * v - u, last, before)
+    if not solutions:
+        return None
+    count = len(solutions)
+    weights = [(-1) ** j * math.comb(count, j + 1) for j in range(count)]
+    return jax.tree.map(
+        lambda *vs: sum(w * v for w, v in zip(weights, vs, strict=True)), *solutions
+    )
 
 
 def differentiable_solve(
