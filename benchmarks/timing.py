@@ -6,7 +6,9 @@ import jax
 import numpy as np
 
 
-def ratios(candidates, *arguments, reference, repeats=50):
+def ratios(
+    candidates, *arguments, reference, repeats=50, builds=1, clock=time.perf_counter
+):
     """Median time of each candidate and its median ratio to the reference.
 
     Args:
@@ -14,27 +16,34 @@ def ratios(candidates, *arguments, reference, repeats=50):
         *arguments: What each is called with.
         reference: The name that ratios refer to.
         repeats: Rounds; every round times every candidate once.
+        builds: How often each is compiled, with nothing traced before; the median
+            counts.
+        clock: Tells the time in seconds; `time.process_time` leaves out what other
+            jobs on the core take, and counts every core of this one.
 
     Returns:
         A dict from name to (seconds, ratio, seconds to compile).
     """
-    compiled, compile_time = {}, {}
-    for name, fun in candidates.items():
-        start = time.perf_counter()
-        compiled[name] = jax.jit(fun).lower(*arguments).compile()
-        compile_time[name] = time.perf_counter() - start
-        jax.block_until_ready(compiled[name](*arguments))
+    compiled, built = {}, {name: [] for name in candidates}
+    for _ in range(builds):
+        for name, fun in candidates.items():
+            jax.clear_caches()
+            start = clock()
+            compiled[name] = jax.jit(fun).lower(*arguments).compile()
+            built[name].append(clock() - start)
+    for run in compiled.values():
+        jax.block_until_ready(run(*arguments))
     times = {name: [] for name in candidates}
     order = np.random.default_rng(0)
     for _ in range(repeats):
         # Each finds in the caches what its predecessor left there.
         for name in order.permutation(list(compiled)):
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(compiled[name](*arguments))
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     base = np.asarray(times[reference])
     return {
-        name: (np.median(t), np.median(np.asarray(t) / base), compile_time[name])
+        name: (np.median(t), np.median(np.asarray(t) / base), np.median(built[name]))
         for name, t in times.items()
     }
 

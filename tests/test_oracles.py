@@ -226,7 +226,7 @@ def test_a_linearization_keeps_no_copy_of_long_records(monkeypatch):
     objective = objectives.lower_objective(problem, data)
 
     def kept(y):
-        _, product = objective.linearized(x, y)
+        *_, product = objective.linearized(x, y)
         return jax.closure_convert(product, y)[1]
 
     sizes = [v.size for v in jax.eval_shape(kept, y0)]
@@ -239,6 +239,46 @@ def test_a_warm_start_takes_fewer_products():
     _, cold = dpb.implicit_hypergradient(problem, x, y, data)
     _, warm = dpb.implicit_hypergradient(problem, x, y, data, v0=cold.value)
     assert warm.num_products == 1 < cold.num_products
+
+
+def test_an_extrapolated_start_halves_the_products_of_a_trajectory():
+    problem, data, x, y = logistic(200, 20)
+
+    @jax.jit
+    def step(x, y, solutions):
+        y = dpb.lower_solution(problem, x, data, y0=y)
+        exact, _ = dpb.implicit_hypergradient(
+            problem, x, y, data, linear_solver=dpb.Cholesky()
+        )
+        starts = [dpb.oracles.extrapolated(solutions[:k]) for k in range(4)]
+        found = [
+            dpb.implicit_hypergradient(problem, x, y, data, v0=v0) for v0 in starts
+        ]
+        counts = jnp.stack([v.num_products for _, v in found])
+        return exact, y, found[-1][1].value, counts, [g - exact for g, _ in found]
+
+    solutions = 3 * [jnp.zeros_like(y)]
+    total, step_size = 0, None
+    for _ in range(20):
+        exact, y, v, counts, wrong = step(x, y, solutions)
+        solutions = [v, *solutions][:3]
+        step_size = step_size or 0.05 / jnp.max(jnp.abs(exact))
+        x = x - step_size * exact
+        total = total + counts
+        assert np.linalg.norm(wrong, axis=1).max() < 1e-4 * np.linalg.norm(exact)
+    assert list(total) == sorted(total, reverse=True)
+    assert 2 * total[3] <= total[0]
+
+
+def test_extrapolation_is_exact_on_polynomials_and_keeps_dtypes():
+    square = {"a": jnp.asarray([1.0, 2.0]), "b": jnp.ones(3, jnp.bfloat16)}
+    at = [jax.tree.map(lambda v, t=t: v * t**2, square) for t in (3, 2, 1, 0)]
+    assert dpb.oracles.extrapolated([]) is None
+    for count, exact in ((1, False), (2, False), (3, True)):
+        found = dpb.oracles.extrapolated(at[1 : 1 + count])
+        assert bool(jnp.all(found["a"] == at[0]["a"])) == exact
+        assert bool(jnp.all(found["b"] == at[0]["b"])) == exact
+        assert found["b"].dtype == jnp.bfloat16
 
 
 def test_a_module_is_a_lower_variable(double):

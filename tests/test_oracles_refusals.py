@@ -281,7 +281,8 @@ def test_the_code_of_the_page_runs():
 def test_the_names_are_in_one_place():
     names = """lower_solution lower_solve implicit_hypergradient penalty_hypergradient
     unrolled_hypergradient NewtonCG LBFGS AcceleratedGradient ConjugateGradient Neumann
-    Cholesky LowerInfo LinearSolution AbstractLowerSolver AbstractLinearSolver"""
+    Cholesky LowerInfo LinearSolution AbstractLowerSolver AbstractLinearSolver
+    extrapolated"""
     for name in names.split():
         assert callable(getattr(dpb.oracles, name))
         assert getattr(dpb, name, getattr(dpb.oracles, name)) is getattr(

@@ -13,6 +13,7 @@ from .linear import Cholesky as Cholesky
 from .linear import ConjugateGradient as ConjugateGradient
 from .linear import LinearSolution as LinearSolution
 from .linear import Neumann as Neumann
+from .linear import extrapolated as extrapolated
 from .lower import lower_solution as lower_solution
 from .lower import lower_solve as lower_solve
 from .minimizers import LBFGS as LBFGS

@@ -27,7 +27,7 @@ def implicit_hypergradient(
 
     At $y = y^*(x)$ the gradient of $F$; elsewhere off by at most $C \|y - y^*(x)\|$.
     The Hessian is never formed: its products come from one linearization of
-    $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass the last $v$ as `v0`.
+    $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `v0`.
 
     Args:
         problem: The problem.
@@ -35,7 +35,8 @@ def implicit_hypergradient(
         y: The lower variable; a module's arrays are the variable.
         data: The records.
         linear_solver: Solves for $v$.
-        v0: A starting point of that solve, such as `solution.value` of an earlier call.
+        v0: A starting point of that solve: `solution.value` of an earlier call, or
+            `extrapolated` from the last ones.
 
     Returns:
         The gradient, a pytree like `x`, and the `LinearSolution` with $v$, the norm of
@@ -57,7 +58,7 @@ def implicit_hypergradient(
     check_interior(owner, problem)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
-    _, product = lower.linearized(x, y)
+    *_, product = lower.linearized(x, y)
     slope = poisoned(upper.gradient(x, y), y)
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, product, slope, start)

@@ -5,7 +5,8 @@ Frozen settings that `implicit_hypergradient` and `lower_solution` take as
 """
 
 import abc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -108,16 +109,16 @@ class ConjugateGradient(AbstractLinearSolver):
             The iterate, the number of products, and whether `solve` stands by it.
         """
         state, scale = _start(matvec, b, x0)
-        floor = _rounding(b, scale)
-        small = _indistinct(b, jnp.maximum(state.square, _unit_square(b, scale)))
+        unit = _unit_square(b, scale)
+        floor = _rounding(b) ** 2 * unit
 
         def step(carry):
             steps, state = carry
-            return steps + 1, _conjugate_step(matvec, state, floor, small)
+            return steps + 1, _conjugate_step(matvec, state, floor)
 
         def unfinished(carry):
             steps, state = carry
-            return (steps < self.num_steps) & (state.square > enough) & ~state.is_stuck
+            return (steps < self.num_steps) & (state.square > enough) & state.is_curved
 
         start = (jnp.asarray(0, jnp.int32), state)
         if self.tolerance is None:
@@ -126,11 +127,17 @@ class ConjugateGradient(AbstractLinearSolver):
             )
         else:
             tolerance = jnp.asarray(self.tolerance, floor.dtype)
-            enough = tolerance**2 * _unit_square(b, scale)
+            enough = jnp.maximum(tolerance, _rounding(b)) ** 2 * unit
             steps, state = jax.lax.while_loop(unfinished, step, start)
-        solves = jnp.isfinite(state.square) & ~state.is_indefinite
+        # Rounding may hide a positive curvature from a small residual.
+        small = _epsilon(b, max) * jnp.maximum(start[1].square, unit)
+        solves = state.is_curved | (state.square <= small)
         products = steps + (0 if x0 is None else 1)
-        return _scaled(scale, state.value), products, solves
+        return (
+            _scaled(scale, state.value),
+            products,
+            solves & jnp.isfinite(state.square),
+        )
 
 
 class Neumann(AbstractLinearSolver):
@@ -187,6 +194,40 @@ class Cholesky(AbstractLinearSolver):
         )
 
 
+def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
+    r"""Where to start the next system of a trajectory, from the solutions so far.
+
+    The value at the next step of the polynomial through the last $k$ of them,
+
+    $$\sum_{j=1}^k (-1)^{j-1} \binom{k}{j} v_{t+1-j}.$$
+
+    Along a smooth trajectory with steps of size $h$ it is off by $O(h^k)$, and the
+    error of a single solve enters it $2^k - 1$ times at most.
+
+    Args:
+        solutions: $v_t, v_{t-1}, \dots$, the latest first: `value` of each
+            `LinearSolution`. All of them are used; three are a good number.
+
+    Returns:
+        A pytree like each, for `x0` of a solver or `v0` of a hypergradient; `None`
+        without solutions.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from dpbilevel.oracles import extrapolated
+        >>> squares = [jnp.asarray([9.0]), jnp.asarray([4.0]), jnp.asarray([1.0])]
+        >>> extrapolated(squares[:2]).tolist(), extrapolated(squares).tolist()
+        ([14.0], [16.0])
+    """
+    if not solutions:
+        return None
+    count = len(solutions)
+    weights = [(-1) ** j * math.comb(count, j + 1) for j in range(count)]
+    return jax.tree.map(
+        lambda *vs: sum(w * v for w, v in zip(weights, vs, strict=True)), *solutions
+    )
+
+
 def differentiable_solve(
     solver: AbstractLinearSolver, matvec: Matvec, b: PyTree, x0: PyTree | None = None
 ) -> LinearSolution:
@@ -217,8 +258,7 @@ class _Conjugate(NamedTuple):
     residual: PyTree
     direction: PyTree
     square: Scalar
-    is_stuck: Array
-    is_indefinite: Array
+    is_curved: Array
 
 
 def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Scalar]:
@@ -232,17 +272,14 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
     residual = _scaled(1 / scale, residual)
     value = jax.tree.map(jnp.zeros_like, b) if x0 is None else _scaled(1 / scale, x0)
     square = _dot(residual, residual)
-    no = jnp.asarray(False)
-    return _Conjugate(value, residual, residual, square, no, no), scale
+    return _Conjugate(value, residual, residual, square, jnp.asarray(True)), scale
 
 
-def _conjugate_step(
-    matvec: Matvec, state: _Conjugate, floor: Scalar, small: Scalar
-) -> _Conjugate:
-    """One step; a zero one where only rounding is left or no curvature."""
+def _conjugate_step(matvec: Matvec, state: _Conjugate, floor: Scalar) -> _Conjugate:
+    """One step; a zero one where only rounding is left or once curvature was not."""
     product = matvec(state.direction)
     curvature = _dot(state.direction, product)
-    is_curved = (curvature > 0) & jnp.isfinite(curvature)
+    is_curved = state.is_curved & (curvature > 0) & jnp.isfinite(curvature)
     moves = (state.square > floor) & is_curved
     length = jnp.where(moves, state.square / jnp.where(moves, curvature, 1), 0)
     residual = _add_scaled(state.residual, -length, product)
@@ -253,20 +290,17 @@ def _conjugate_step(
         residual,
         _add_scaled(residual, share, state.direction),
         square,
-        ~moves,
-        state.is_indefinite | (~is_curved & ~(state.square <= small)),
+        is_curved,
     )
 
 
-def _rounding(b: PyTree, scale: Scalar) -> Scalar:
-    """The squared residual below which only rounding is left."""
-    epsilon = min(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(b))
-    return (0.01 * epsilon) ** 2 * _unit_square(b, scale)
+def _rounding(b: PyTree) -> float:
+    """The relative residual below which only rounding is left."""
+    return 0.01 * _epsilon(b, min)
 
 
-def _indistinct(b: PyTree, square: Scalar) -> Scalar:
-    """The squared residual below which rounding may hide a positive curvature."""
-    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(b)) * square
+def _epsilon(b: PyTree, among: Callable) -> float:
+    return among(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(b))
 
 
 def _unit_square(b: PyTree, scale: Scalar) -> Scalar:

@@ -18,7 +18,7 @@ from .objectives import AbstractObjective
 Scalar = Float[Array, ""]
 
 _DECREASE = 1e-4
-_BACKTRACKS = 30
+_SHORTEST = 2.0**-30
 
 
 class LowerInfo(NamedTuple):
@@ -196,8 +196,9 @@ class NewtonCG(AbstractLowerSolver):
     r"""Newton's method, each system solved by conjugate gradients as far as it pays.
 
     The system of a step is solved to $\min(0.5, \sqrt{\|\nabla_y g\|})$ of its
-    right-hand side, which converges superlinearly; a halving line search accepts a
-    decrease of $10^{-4}$ of the predicted one.
+    right-hand side, which converges superlinearly, and no further than a tenth of the
+    tolerance; a halving line search accepts a decrease of $10^{-4}$ of the predicted
+    one. A try reads the records once: value, gradient and linearization together.
 
     Args:
         num_steps: The most Newton steps. Static.
@@ -220,68 +221,63 @@ class NewtonCG(AbstractLowerSolver):
         """Takes Newton steps; for problems without a set."""
         _check_no_set("NewtonCG", y_set)
 
-        def step(carry):
-            steps, state = carry
-            return steps + 1, self._step(objective, x, state)
-
-        def unfinished(carry):
-            steps, state = carry
+        def unfinished(state):
             return (
-                (steps < self.num_steps)
+                (state.steps < self.num_steps)
                 & (state.norm > self.tolerance)
                 & ~state.is_stuck
             )
 
-        # The first pass of the loop searches along nothing: it evaluates the start.
+        # The first pass of the loop moves along nothing: it evaluates the start.
         dtype = jax.eval_shape(objective.value, x, y0).dtype
-        infinite = jnp.asarray(jnp.inf, dtype)
         nothing = jax.tree.map(jnp.zeros_like, y0)
-        start = _Newton(
-            y0, nothing, infinite, jnp.zeros((), dtype), infinite, jnp.asarray(False)
+        zero, infinite = jnp.zeros((), dtype), jnp.asarray(jnp.inf, dtype)
+        steps = jnp.asarray(-1, jnp.int32)
+        no = jnp.asarray(False)
+        start = _Newton(y0, nothing, infinite, zero, infinite, zero + 1, steps, no)
+        state = jax.lax.while_loop(
+            unfinished, lambda state: self._step(objective, x, state), start
         )
-        steps, state = jax.lax.while_loop(
-            unfinished, step, (jnp.asarray(-1, jnp.int32), start)
-        )
-        return state.y, _info(state.norm, steps, self.tolerance)
+        return state.y, _info(state.norm, state.steps, self.tolerance)
 
     def _step(self, objective, x, state: "_Newton") -> "_Newton":
-        slack = 8 * jnp.finfo(state.value.dtype).eps * jnp.abs(state.value)
-
-        def moved(length):
-            return jax.tree.map(
-                lambda u, d: u + length.astype(u.dtype) * d, state.y, state.direction
-            )
-
-        def search(carry):
-            tries, length, _ = carry
-            length = jnp.where(tries == 0, length, length / 2)
-            return tries + 1, length, objective.value(x, moved(length))
-
-        def is_short(length, value):
-            decrease = _DECREASE * length * state.predicted
-            return value <= state.value - decrease + slack
-
-        one = jnp.ones_like(state.value)
-        _, length, value = jax.lax.while_loop(
-            lambda c: (c[0] < _BACKTRACKS) & ~is_short(*c[1:]),
-            search,
-            (jnp.asarray(0, jnp.int32), one, jnp.nan * one),
+        """Tries one length: one pass evaluates and linearizes, accepted or not."""
+        y = jax.tree.map(
+            lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
         )
-        found = is_short(length, value)
-        y = jax.tree.map(lambda a, b: jnp.where(found, a, b), moved(length), state.y)
-        value = jnp.where(found, value, state.value)
-        direction, predicted, norm = self._direction(objective, x, y)
-        # Once values differ by rounding only, the gradient decides.
-        rounding = (state.predicted <= slack) & (norm >= state.norm)
-        return _Newton(y, direction, value, predicted, norm, ~found | rounding)
-
-    def _direction(self, objective, x, y) -> tuple[PyTree, Scalar, Scalar]:
-        """The next step, the decrease it predicts, and the gradient's norm at `y`."""
-        slope, product = objective.linearized(x, y)
+        value, slope, product = objective.linearized(x, y)
         norm = _norm(slope)
-        # At the solution no product is spent on a step that nobody takes.
-        done = norm <= self.tolerance
-        forcing = jnp.where(done, 2, jnp.minimum(0.5, jnp.sqrt(norm)))
+        slack = 8 * jnp.finfo(value.dtype).eps * jnp.abs(state.value)
+        decrease = _DECREASE * state.length * state.predicted
+        # Once values differ by rounding only, the gradient decides.
+        is_rounding = (state.predicted <= slack) & (norm >= state.norm)
+        is_short = (value <= state.value - decrease + slack) & ~is_rounding
+        accepted = is_short | (state.steps < 0)
+        # No product is spent on a direction that nobody takes.
+        needed = accepted & (norm > self.tolerance)
+        direction, predicted = self._direction(product, slope, norm, needed)
+        moved = _Newton(
+            y,
+            direction,
+            value,
+            predicted,
+            norm,
+            jnp.ones_like(value),
+            state.steps + 1,
+            jnp.asarray(False),
+        )
+        shorter = state.length / 2
+        kept = state._replace(
+            length=shorter, is_stuck=is_rounding | (shorter < _SHORTEST)
+        )
+        return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), moved, kept)
+
+    def _direction(self, product, slope, norm, needed) -> tuple[PyTree, Scalar]:
+        """The next step and the decrease it predicts."""
+        wanted = jnp.minimum(0.5, jnp.sqrt(norm))
+        # A residual far below the tolerance is as good as none.
+        forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
+        forcing = jnp.where(needed, forcing, 2)
         downhill = jax.tree.map(jnp.negative, slope)
         linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
         direction = linear_solver.truncated(product, downhill)[0]
@@ -291,7 +287,7 @@ class NewtonCG(AbstractLowerSolver):
         direction = jax.tree.map(
             lambda d, s: jnp.where(descends, d, s), direction, downhill
         )
-        return direction, jnp.where(descends, predicted, norm**2), norm
+        return direction, jnp.where(descends, predicted, norm**2)
 
 
 class LBFGS(AbstractLowerSolver):
@@ -357,6 +353,8 @@ class _Newton(NamedTuple):
     value: Scalar
     predicted: Scalar
     norm: Scalar
+    length: Scalar
+    steps: Array
     is_stuck: Array
 
 
