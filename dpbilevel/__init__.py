@@ -71,8 +71,6 @@ from .sets import NonNegative as NonNegative
 from .sets import Product as Product
 from .sets import Simplex as Simplex
 from .solvers.base import AbstractSolver as AbstractSolver
-from .solvers.base import PrivateResult as PrivateResult
-from .solvers.base import Solution as Solution
 from .solvers.base import fit as fit
 from .solvers.base import solve as solve
 from .solvers.exponential import ExponentialMechanism as ExponentialMechanism
@@ -85,4 +83,6 @@ from .solvers.regularized import (
     RegularizedExponentialMechanism as RegularizedExponentialMechanism,
 )
 from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
+from .solvers.solution import PrivateResult as PrivateResult
+from .solvers.solution import Solution as Solution
 from .solvers.warm_start import WarmStarted as WarmStarted

@@ -22,7 +22,8 @@ from .oracles import fixed_count
 from .privacy.budget import People
 from .problems import sensitivities
 from .problems.bilevel import BilevelProblem, Levels, Sizes
-from .problems.constants import AbstractCertificate, Bounds
+from .problems.bounds import Bounds
+from .problems.constants import AbstractCertificate
 from .sets import Ball, Euclidean
 
 # The step of the grid in shares of the smallest sensitivity.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _checks
+from .bounds import Bounds, Metric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,60 +56,6 @@ class Constants:
     def kappa(self) -> float:
         r"""The condition number $\kappa = \ell / \mu_g$."""
         return self.ell / self.strong_convexity
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    r"""What a certificate proves about the hypergradient at one $x$, or at all.
-
-    With $y^*$ the lower solution, $H = \nabla_{yy} G$ and $v = H^{-1} \nabla_y F$:
-
-    Attributes:
-        strong_convexity: $\mu_g$, the least eigenvalue of $H$ anywhere.
-        smoothness: $\beta$, the largest one.
-        solution_radius: $r \ge \|y^*\|$.
-        solution_shift: $d$, how far one replaced lower record moves $y^*$.
-        upper: $S_{up}$, how far one replaced upper record moves the hypergradient.
-        lower: $S_{low}$, how far one replaced lower record does.
-        lower_error: $C$: $\|\bar\nabla F(x, y) - \nabla \Phi(x)\| \le C \|y - y^*\|$
-            for $\|y\| \le r$.
-        linear_error: $c$: a $v$ with $\|v - H^{-1} \nabla_y F\|_H \le \tau / \sqrt
-            \mu_g$ moves the hypergradient by at most $c \tau$.
-        gradient: $\bar L \ge \|\nabla \Phi(x)\|$.
-        upper_gradient: $L_{fy} \ge \|\nabla_y F\|$ for $\|y\| \le r$.
-        lower_gradient: A bound on the parts of $\nabla_y G$, records' and public.
-    """
-
-    strong_convexity: Any
-    smoothness: Any
-    solution_radius: Any
-    solution_shift: Any
-    upper: Any
-    lower: Any
-    lower_error: Any
-    linear_error: Any
-    gradient: Any
-    upper_gradient: Any
-    lower_gradient: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    r"""A public diagonal $M$ in which the lower level is better conditioned.
-
-    Attributes:
-        diagonal: $M$, positive, a pytree like $y$.
-        least: Its least entry.
-        smallest: A lower bound on the eigenvalues of $M^{-1/2} H M^{-1/2}$.
-        largest: An upper bound.
-        radius: At least $\|M^{1/2} y^*\|$.
-    """
-
-    diagonal: PyTree
-    least: Any
-    smallest: Any
-    largest: Any
-    radius: Any
 
 
 class AbstractCertificate(abc.ABC):

@@ -19,13 +19,8 @@ from .. import _checks
 from ..sets import Box
 from .applications import penalty_tuning
 from .bilevel import BilevelProblem
-from .constants import (
-    AbstractCertificate,
-    Bounds,
-    Metric,
-    SecondOrderConstants,
-    terms_of,
-)
+from .bounds import Bounds, Metric
+from .constants import AbstractCertificate, SecondOrderConstants, terms_of
 from .linear_models import AbstractLinearModel, module_of
 from .models import Record, shortened
 

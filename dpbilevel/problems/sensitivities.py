@@ -16,7 +16,8 @@ from jaxtyping import PyTree
 from ..oracles import fixed_count
 from ..privacy.budget import People
 from .bilevel import Levels, Sizes
-from .constants import AbstractCertificate, Bounds
+from .bounds import Bounds
+from .constants import AbstractCertificate
 
 # How much of the sensitivity both inexact solves may add, and how much rounding may.
 _SOLVES, _ROUNDING = 0.01, 0.05

@@ -14,7 +14,8 @@ from ..clipping import Basis, clipped_mean
 from ..oracles import fixed_count
 from ..problems import sensitivities
 from ..problems.bilevel import BilevelProblem, Levels, Sizes
-from ..problems.constants import AbstractCertificate, Bounds, Metric
+from ..problems.bounds import Bounds, Metric
+from ..problems.constants import AbstractCertificate
 from ..samplers.base import AbstractPotential
 from ..sets import Ball
 from .base import SOLVES, AbstractScore, Facts, batched, check_error, least

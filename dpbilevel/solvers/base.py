@@ -16,7 +16,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.calibration import Plan, calibrate
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
-from ..privacy.report import PrivacyReport
+from .solution import PrivateResult, Solution
 
 Problem = TypeVar("Problem")
 State = TypeVar("State")
@@ -114,15 +114,12 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         return dataclasses.replace(self, **changes)
 
     def prepared(self, problem: Problem, sizes: Any = None) -> Self:
-        """The same solver with every count that follows from problem, sizes and noise.
-
-        On the host, at the end of calibration. By default there are none.
+        """With every count that follows from the noise: the last step of calibration.
 
         Args:
             problem: The problem.
             sizes: The planned sizes; the solver's own by default.
         """
-        del problem, sizes
         return self
 
     def with_precision(self, precision: Precision) -> Self:
@@ -140,61 +137,6 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The number of coordinates of each release, by its name in the ledger."""
-
-
-class Solution(eqx.Module):
-    """What a run releases.
-
-    Attributes:
-        value: The released answer: `w` for one level, `(x, y)` for two; `y` is `None`
-            where a solver does not release it.
-        trajectory: The released iterates with a leading axis of steps, or `None`.
-    """
-
-    value: PyTree
-    trajectory: PyTree | None = None
-
-    @property
-    def x(self) -> PyTree:
-        """The upper variable of a two-level answer."""
-        return self._pair()[0]
-
-    @property
-    def y(self) -> PyTree:
-        """The lower variable of a two-level answer."""
-        return self._pair()[1]
-
-    def _pair(self) -> tuple[PyTree, PyTree]:
-        if not isinstance(self.value, tuple) or len(self.value) != 2:
-            raise AttributeError(
-                "only the solution of a bilevel problem has x and y; use .value."
-            )
-        return self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class PrivateResult:
-    """A released answer and its guarantee.
-
-    Attributes:
-        value: As in `Solution`.
-        report: The guarantee.
-        trajectory: As in `Solution`.
-    """
-
-    value: PyTree
-    report: PrivacyReport
-    trajectory: PyTree | None = None
-
-    @property
-    def x(self) -> PyTree:
-        """The upper variable of a two-level answer."""
-        return Solution(self.value).x
-
-    @property
-    def y(self) -> PyTree:
-        """The lower variable of a two-level answer."""
-        return Solution(self.value).y
 
 
 def solve(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -12,30 +12,24 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..clipping import Basis
 from ..noise import PRNGKey
-from ..privacy.budget import Neighbours
 from ..privacy.draws import Draw, RegularizedExponential
 from ..privacy.ledger import Ledger
-from ..problems.bilevel import BilevelProblem
 from ..problems.finite_sum import FiniteSum
 from ..samplers.base import AbstractSampler, Regularity
 from ..scores.base import AbstractScore, Facts
 from ..scores.hyper import HyperObjective
 from ..scores.mean_loss import MeanLoss
-from .base import AbstractSolver
-from .exponential import (
+from .drawing import (
     DRAW,
+    AbstractDrawSolver,
     DrawState,
-    answer,
-    check_relation,
-    dimension_of,
     feasible_set,
-    initial,
     people_of,
     queries_of,
 )
 
 
-class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
+class RegularizedExponentialMechanism(AbstractDrawSolver):
     r"""Draws $x$ with a density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x\|^2))$.
 
     For convex $\Phi$: the objective of a one-level problem, which need not be smooth,
@@ -80,7 +74,6 @@ class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
     mechanism: RegularizedExponential = RegularizedExponential()
     dimension: int | None = eqx.field(static=True, default=None)
     sizes: Any = eqx.field(static=True, default=None)
-    problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
 
     def __check_init__(self):
         owner = "RegularizedExponentialMechanism"
@@ -144,23 +137,9 @@ class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
     @property
-    def num_steps(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.mechanism.neighbours
-
-    @property
     def basis(self) -> Basis:
         """Constants, and convexity."""
         return Basis.CONSTANTS
-
-    def init(self, problem: Any, w0: PyTree) -> DrawState:
-        """The public start of the sampler."""
-        return initial(problem, w0, dimension_of(self))
 
     def step(
         self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
@@ -180,14 +159,6 @@ class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
             key=key,
         )
         return dataclasses.replace(state, x=x)
-
-    def released(self, state: DrawState) -> PyTree:
-        """The drawn `x`; no `y`."""
-        return answer(state)
-
-    def output(self, problem: Any, state: DrawState) -> PyTree:
-        """The drawn `x`; no `y`."""
-        return answer(state)
 
     def ledger(self, problem: Any, sizes: Any) -> Ledger:
         """One draw.
@@ -218,30 +189,22 @@ class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=scale)
         return dataclasses.replace(self, mechanism=mechanism)
 
-    def prepared(self, problem: Any, sizes: Any = None) -> Self:
-        """The same solver with the counts of its sampler.
+    def regularity(self, problem: Any, sizes: Any) -> Regularity:
+        """That of the regularized score, times its rate.
 
         Args:
             problem: The problem.
-            sizes: The planned sizes; its own by default.
+            sizes: The planned sizes.
         """
-        sizes = self.sizes if sizes is None else sizes
-        _, _, regularity, _ = self._plan(problem, sizes)
-        sampler = self.sampler.planned(regularity, feasible_set(problem))
-        return dataclasses.replace(self, sampler=sampler)
-
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The draw has the size of x."""
-        del w0
-        return {DRAW: dimension_of(self)}
+        return self._plan(problem, sizes)[2]
 
     def _plan(self, problem, sizes) -> tuple[Facts, float, Regularity, float]:
-        check_relation(self, problem)
+        self.check_relation(problem)
         facts = self._score(problem, sizes).facts(jnp.result_type(float))
         convexity, multiplier = map(float, self._convexity(problem, facts))
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
         rate = float(mechanism.rate(self._sensitivity(facts), convexity))
-        regularity = facts.regularity(dimension_of(self), self.strong_convexity).scaled(
+        regularity = facts.regularity(self.coordinates(), self.strong_convexity).scaled(
             rate, convexity - self.strong_convexity, feasible_set(problem).diameter
         )
         return facts, rate, regularity, multiplier
@@ -256,7 +219,7 @@ class RegularizedExponentialMechanism(AbstractSolver[Any, DrawState]):
         regularizer = self.regularizer
         if regularizer is None:
             diameter = feasible_set(problem).diameter
-            regularizer = multiplier * sensitivity * (2 * dimension_of(self)) ** 0.5
+            regularizer = multiplier * sensitivity * (2 * self.coordinates()) ** 0.5
             regularizer = regularizer / diameter
         convexity = regularizer + self.strong_convexity
         if self.largest_rate is not None:
