@@ -164,7 +164,9 @@ def queries(n, d, epsilon=0.1, most=200_000):
         "label": jnp.asarray(np.sign(rng.normal(size=n))),
     }
     problem = dpb.linear_risk("hinge", radius=1.0)
-    sampler = dpb.AlternatingSampler(dpb.StochasticRejection(), 1e-9)
+    sampler = dpb.AlternatingSampler(
+        dpb.StochasticRejection(), 1e-9, max_queries=10**12
+    )
     solver = dpb.RegularizedExponentialMechanism(sampler, convex=True, dimension=d)
     budget = dpb.PrivacyBudget(epsilon, DELTA)
     solver = dpb.calibrate(problem, solver, budget, sizes=n).solver

@@ -111,7 +111,7 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
         none = problem.constants is None
         kind = None if none else f"of type {type(problem.constants).__name__}"
         raise ValueError(
-            "ImplicitBilevel: its guarantee rests on bounds of the problem's "
+            "BilevelProblem: this solver's guarantee rests on bounds of the problem's "
             f"functions, but problem.constants is {kind}. "
             "Declare dpbilevel.SecondOrderConstants(...), take a problem that brings "
             "its own, such as dpbilevel.linear_tuning(...), or use PenaltyBilevel, "
@@ -119,7 +119,7 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
         )
     if not isinstance(problem.y_set, Euclidean):
         raise ValueError(
-            "ImplicitBilevel: implicit derivatives are those of an unconstrained lower "
+            "BilevelProblem: implicit derivatives are those of an unconstrained lower "
             f"level, got y_set={problem.y_set}. Leave y_set out; the constants' "
             "solution_radius says where the lower solutions are."
         )
@@ -267,12 +267,22 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
     return jax.tree.map(lambda v: v / size, total)
 
 
+def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
+    """The records with their floating-point entries in a dtype.
+
+    Args:
+        records: One or many.
+        dtype: The dtype.
+    """
+    return jax.tree.map(
+        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,
+        records,
+    )
+
+
 def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
     """The record in a dtype, or zeros where one of its numbers is not finite."""
-    record = jax.tree.map(
-        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,
-        record,
-    )
+    record = wide(record, dtype)
     floats = [
         jnp.isfinite(v).all()
         for v in jax.tree.leaves(record)

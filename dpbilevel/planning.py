@@ -9,9 +9,11 @@ import scipy.optimize
 from . import _checks, certified
 from .privacy import accounting
 from .privacy.budget import People, PrivacyBudget
+from .privacy.calibration import calibrate
 from .problems.bilevel import BilevelProblem, Sizes
 from .problems.constants import SecondOrderConstants
 from .samplers.base import AbstractSampler
+from .samplers.grid import Grid
 from .scores.hyper import HyperObjective
 from .solvers.base import AbstractSolver
 from .solvers.exponential import ExponentialMechanism
@@ -28,7 +30,8 @@ class Recommendation:
         solver: To be calibrated for the budget; `None` for the trivial answer, the
             public starting point.
         bounds: The expected norm of the hypergradient at the answer that each method
-            promises; infinite where it does not serve the budget or the set.
+            promises; infinite where it does not serve the budget, the set, the dtype or
+            the sampler.
         reason: Why, in a sentence.
     """
 
@@ -62,11 +65,12 @@ def recommend(
       promise $\frac{1}{T} \sum_t E \|\nabla \Phi(x_t)\|^2 \le \frac{8 \beta \Delta}{3
       T} + \frac{d T m^2 S^2}{3}$; the best $T$ makes the root of it $\bigl(\tfrac23
       \sqrt{8 \beta \Delta d}\, m S\bigr)^{1/2}$.
-    - *gradient_norm*: the exponential mechanism on $\|\nabla \Phi\|$ with $k =
-      \varepsilon / (2 S)$. A score that is $L$-Lipschitz on a convex set of diameter
-      $D$ exceeds its minimum in expectation by at most $\frac{d}{k} \bigl(1 + \log(1 +
-      \frac{k L D}{d})\bigr)$, as comparing with the uniform law on the set shrunk
-      towards the minimum shows; here $L = \beta$, and the minimum is taken to be 0.
+    - *gradient_norm*: the exponential mechanism on the norm of the gradient mapping,
+      which is zero somewhere on a compact set, with $k = \varepsilon / (2 S)$. A score
+      that is $L$-Lipschitz on a convex set of diameter $D$ exceeds its minimum in
+      expectation by at most $\frac{d}{k} \bigl(1 + \log(1 + \frac{k L D}{d})\bigr)$,
+      as comparing with the uniform law on the set shrunk towards the minimum shows;
+      here $L = \beta + 2$.
     - *warm_started*: the exponential mechanism on $\Phi$ with half of the budget makes
       $\Delta$ as small as that bound with $L = \bar L$; then implicit steps.
 
@@ -84,7 +88,9 @@ def recommend(
         constants allow: in practice every method does better, and the order may differ.
 
     Raises:
-        ValueError: The problem has no certificate.
+        ValueError: The problem has no certificate, or the candidates of a `Grid` have
+            another dimension.
+        TypeError: The problem has one level.
 
     Privacy:
         Reads no data.
@@ -94,11 +100,17 @@ def recommend(
         algorithms with near-optimal rates", bound (3) and Appendix C.3.
     """
     owner = "recommend"
+    _checks.instance(owner, BilevelProblem, problem=problem)
     _checks.instance(owner, PrivacyBudget, budget=budget)
     _checks.instance(owner, Sizes, sizes=sizes)
     _checks.instance(owner, AbstractSampler, sampler=sampler)
     _checks.count(owner, dimension_x=dimension_x)
     _checks.positive(owner, initial_gap=initial_gap)
+    if isinstance(sampler, Grid) and sampler.dimension != dimension_x:
+        raise ValueError(
+            f"{owner}: dimension_x={dimension_x}, but the candidates have "
+            f"{sampler.dimension} coordinates."
+        )
     certificate = certified.certificate_of(problem)
     bounds = certificate.bounds(sizes)
     case = _Case(
@@ -113,8 +125,14 @@ def recommend(
         "trivial": float(bounds.gradient),
         "implicit": case.implicit(initial_gap),
         "warm_started": case.warm_started(),
-        "gradient_norm": case.excess(case.constants.smoothness, 2 * case.sensitivity),
+        "gradient_norm": case.excess(
+            case.constants.smoothness + 2, 2 * case.sensitivity
+        ),
     }
+    for name in ("warm_started", "gradient_norm"):
+        solver = case.solver(name, initial_gap, sampler)
+        if not _serves(problem, solver, budget, sizes):
+            promises[name] = math.inf
     choice = min(promises, key=promises.__getitem__)
     return Recommendation(
         choice, case.solver(choice, initial_gap, sampler), promises, _REASONS[choice]
@@ -177,6 +195,20 @@ class _Case:
             return accounting.gaussian_delta(math.exp(log_mu), epsilon) - delta
 
         return math.exp(-scipy.optimize.brentq(excess, -30.0, 10.0))
+
+
+def _serves(
+    problem: BilevelProblem,
+    solver: AbstractSolver | None,
+    budget: PrivacyBudget,
+    sizes: Sizes,
+) -> bool:
+    """Whether the sampler, the dtype and the accountant can do it."""
+    try:
+        calibrate(problem, solver, budget, sizes=sizes)
+    except ValueError:
+        return False
+    return True
 
 
 def _total(shares: tuple[Any, Any], sizes: Sizes) -> float:

@@ -34,6 +34,11 @@ class AbstractSet(eqx.Module):
         On the host, but inside a program whose argument the set is.
         """
 
+    @property
+    @abc.abstractmethod
+    def reach(self) -> float:
+        """At least the largest norm of a member; `inf` when unbounded."""
+
 
 class Euclidean(AbstractSet):
     """The whole space: every finite pytree."""
@@ -46,6 +51,11 @@ class Euclidean(AbstractSet):
         """Whether every entry is finite."""
         del tolerance
         return _all(jax.tree.map(jnp.isfinite, w))
+
+    @property
+    def reach(self) -> float:
+        """Always `inf`."""
+        return math.inf
 
     @property
     def diameter(self) -> float:
@@ -76,6 +86,12 @@ class Ball(AbstractSet):
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Whether the distance to the center is at most `radius + tolerance`."""
         return optax.tree.norm(_minus(w, self.center)) <= self.radius + tolerance
+
+    @property
+    def reach(self) -> float:
+        """The norm of the center plus the radius."""
+        center = 0.0 if self.center is None else optax.tree.norm(self.center)
+        return _checks.number(center) + _checks.number(self.radius)
 
     @property
     def diameter(self) -> float:
@@ -120,6 +136,21 @@ class Box(AbstractSet):
                 lower,
                 upper,
             )
+        )
+
+    @property
+    def reach(self) -> float:
+        """The norm of both corners together.
+
+        Raises:
+            ValueError: As `diameter`.
+        """
+        return (
+            _checks.number(
+                (optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2)
+                ** 0.5
+            )
+            + 0 * self.diameter
         )
 
     @property
@@ -170,6 +201,11 @@ class NonNegative(AbstractSet):
         return _all(jax.tree.map(lambda v: v >= -tolerance, w))
 
     @property
+    def reach(self) -> float:
+        """Always `inf`."""
+        return math.inf
+
+    @property
     def diameter(self) -> float:
         """Always `inf`."""
         return math.inf
@@ -204,6 +240,11 @@ class Simplex(AbstractSet):
         )
 
     @property
+    def reach(self) -> float:
+        """That of a corner."""
+        return _checks.number(self.scale)
+
+    @property
     def diameter(self) -> float:
         """The distance between two corners, `sqrt(2) * scale`."""
         return math.sqrt(2.0) * _checks.number(self.scale)
@@ -226,6 +267,12 @@ class Product(AbstractSet):
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Whether every part is in its own set."""
         return _all(self._map(lambda part, v: part.contains(v, tolerance), w))
+
+    @property
+    def reach(self) -> float:
+        """The root of the sum of squares."""
+        parts = jax.tree.leaves(self.sets, is_leaf=_is_set)
+        return sum(part.reach**2 for part in parts) ** 0.5
 
     @property
     def diameter(self) -> float:

@@ -288,7 +288,7 @@ def test_candidates_outside_the_set_are_refused():
 REFUSALS = {
     "no constants": (
         lambda: dpb.calibrate(MEDIAN, dpb.ExponentialMechanism(GRID), PURE, sizes=50),
-        r"clip_range=B.*lipschitz=G",
+        r"lipschitz=G.*clip_range=B",
     ),
     "clip range of a gradient": (
         lambda: dpb.ExponentialMechanism(GRID, "gradient_norm", clip_range=1.0),
@@ -332,8 +332,14 @@ REFUSALS = {
         "delta = 0 asks for pure",
     ),
     "not convex": (
-        lambda: dpb.RegularizedExponentialMechanism(GRID, convex=False),
+        lambda: dpb.RegularizedExponentialMechanism(
+            dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9), convex=False
+        ),
         "rests on convexity",
+    ),
+    "a regularized draw from single points": (
+        lambda: dpb.RegularizedExponentialMechanism(GRID, convex=True),
+        "draws from single points",
     ),
     "no candidates": (lambda: dpb.Grid(jnp.zeros((0, 1))), "at least one candidate"),
     "integer candidates": (

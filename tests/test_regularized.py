@@ -125,7 +125,8 @@ def test_a_draw_costs_what_one_gaussian_release_costs():
     assert gaussian + slack >= BUDGET.delta * (1 - 1e-3) >= 0.9 * gaussian
     rate, mu = temperature_and_regularizer(plan, smooth(), 40)
     # m = sqrt(mu / k) / S with S = 2 G / n.
-    assert math.sqrt(mu / rate) / (2 * 0.5 / 40) == pytest.approx(multiplier, rel=1e-5)
+    found = math.sqrt(mu / rate) / (2 * 0.5 / 40)
+    assert multiplier <= found <= multiplier * (1 + 2**-10)
     # The mu that makes d / k + mu D^2 / 2 least.
     best = multiplier * (2 * 0.5 / 40) * math.sqrt(2) / 2
     assert mu == pytest.approx(best, rel=1e-5)
@@ -155,7 +156,7 @@ def test_the_rate_for_the_population_is_capped():
     )
     plan = dpb.calibrate(smooth(), solver, dpb.PrivacyBudget(4.0, 1e-6), sizes=40)
     rate, mu = temperature_and_regularizer(plan, smooth(), 40)
-    assert rate == pytest.approx(2 * 40 * mu / 0.5**2, rel=1e-5)
+    assert rate == pytest.approx(2 * 40 * mu / 0.5**2, rel=2e-3)
     # What is not used of the budget is not claimed.
     assert plan.report.epsilon < 3.9
 
@@ -218,8 +219,10 @@ def test_linear_risks_are_convex_and_as_steep_as_declared(loss):
     assert 0.1 < steepness.max() <= 0.5 * (1 + 1e-4)
 
 
+@pytest.mark.usefixtures("wide")
 def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
     grid = dpb.Grid.product(*[jnp.linspace(0.0, 1.0, 3)] * 2)
+    long = dpb.Grid(jnp.zeros((1, 500)))
 
     def ask(n, epsilon=1.0, delta=1e-6, dimension=2):
         return dpb.recommend(
@@ -228,7 +231,7 @@ def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
             sizes=dpb.Sizes(n, n),
             dimension_x=dimension,
             initial_gap=0.1,
-            sampler=grid,
+            sampler=grid if dimension == 2 else long,
         )
 
     for case in (ask(10), ask(10_000), ask(3_000, dimension=500)):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _checks
@@ -80,6 +81,7 @@ def calibrate(
         return planned.with_noise(scale).ledger(problem, sizes)
 
     _check_releases(ledger(1.0), budget, type(solver).__name__)
+    _check_sampler(ledger(1.0), budget)
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
     calibrated = planned.with_noise(scale).prepared(problem)
@@ -103,8 +105,8 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
     if budget.delta == 0 and not all(map(accounting.pure_epsilons, events)):
         raise ValueError(
             f"calibrate: delta = 0 asks for pure differential privacy, but {name} "
-            "releases with Gaussian noise, which has none at any scale. Use a delta "
-            "well below 1/n, or ExponentialMechanism."
+            "releases with Gaussian noise, or draws at its price, which has none at "
+            "any scale. Use a delta well below 1/n, or ExponentialMechanism."
         )
     if budget.delta == 0 and ledger.failure > 0:
         raise ValueError(
@@ -117,13 +119,44 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
 def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
     """Refuses a plan whose noise only serves to hide the errors of computed scores."""
     inexact = sum(r.count * r.inexact for r in ledger.releases if isinstance(r, Draw))
-    if accounting.total_variation_delta(budget.epsilon, inexact) <= budget.delta / 2:
+    cost = accounting.total_variation_delta(budget.epsilon, inexact)
+    if cost <= budget.delta / 2:
         return
-    raise ValueError(
-        f"calibrate: the errors of the scores that {name} computes would take most of "
-        f"delta = {budget.delta:.3g}. Enable 64-bit: jax.config.update("
-        '"jax_enable_x64", True), with float64 records and starting point.'
+    remedy = (
+        "Already in float64: use a larger delta, fewer records or a stronger convexity "
+        "of the lower level, or ExponentialMechanism(Grid(...))."
     )
+    if jnp.result_type(float) != jnp.float64:
+        remedy = (
+            'Enable 64-bit: jax.config.update("jax_enable_x64", True), with float64 '
+            "records and starting point."
+        )
+    raise ValueError(
+        f"calibrate: the errors of the scores that {name} computes would take "
+        f"{cost:.2g} of delta = {budget.delta:.3g}. {remedy}"
+    )
+
+
+def _check_sampler(ledger: Ledger, budget: PrivacyBudget) -> None:
+    """Refuses samplers that take the budget for themselves, at any noise."""
+    for draw in (r for r in ledger.releases if isinstance(r, Draw)):
+        if not draw.certificate.proved:
+            continue
+        spent = 2 * draw.certificate.log_ratio
+        if spent >= budget.epsilon:
+            raise ValueError(
+                f"calibrate: log_ratio={draw.certificate.log_ratio:.3g} of the sampler "
+                f"alone costs {spent:.3g} of epsilon = {budget.epsilon:.3g}; give it a "
+                "smaller log_ratio."
+            )
+        distance = draw.certificate.distance
+        cost = accounting.total_variation_delta(budget.epsilon, distance)
+        if distance and cost >= budget.delta:
+            small = 0.01 * budget.delta * distance / cost
+            raise ValueError(
+                f"calibrate: distance={distance:.3g} of the sampler alone costs "
+                f"{cost:.3g} of delta = {budget.delta:.3g}; use at most {small:.1g}."
+            )
 
 
 def _check_kinds(problem, solver, budget, sizes) -> None:

@@ -199,10 +199,12 @@ class RegularizedExponential(eqx.Module):
             key: A typed key for this draw alone.
 
         Raises:
-            ValueError: The mechanism is not calibrated.
+            ValueError: The mechanism is not calibrated, or the sampler draws from
+                single points.
             TypeError: `score` is not sealed, or with another measure.
         """
         _check_score(self, score)
+        check_continuous(sampler)
         sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
         rate = self.rate(sensitivity, regularizer + convexity)
         potential = scaled(score.raw, jnp.asarray(rate), regularizer)
@@ -327,6 +329,23 @@ class Draw(AbstractRelease):
         for person, share in shares.items():
             event = self.mechanism.event(share, certificate)
             yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
+
+
+def check_continuous(sampler: AbstractSampler) -> None:
+    """Refuses samplers that draw from single points of the set.
+
+    Args:
+        sampler: The sampler of a regularized draw.
+
+    Raises:
+        ValueError: The sampler draws from a finite set.
+    """
+    if not sampler.continuous:
+        raise ValueError(
+            "RegularizedExponentialMechanism: its guarantee is about densities on a "
+            f"convex set, and {type(sampler).__name__} draws from single points of it. "
+            "Use AlternatingSampler, or ExponentialMechanism with this sampler."
+        )
 
 
 def _drawn(potential, sampler, feasible, start, key) -> PyTree:

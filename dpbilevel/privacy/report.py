@@ -28,8 +28,8 @@ GENERATOR = "JAX's generator of random bits is not a cryptographic one"
 IDEALISED = {
     "grid": "the normal values behind the rounded noise are as good as 96 random bits "
     "and float64 make them",
-    "draw": "draws are made in floating point from at least 64 random bits a value and "
-    "stand for draws from the exact density",
+    "draw": "draws are made in floating point and stand for draws from the exact "
+    "density",
     "float": "precision float, for research: floating-point noise and sums stand for "
     "real ones",
 }

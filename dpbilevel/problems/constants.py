@@ -110,6 +110,11 @@ class AbstractCertificate(abc.ABC):
         """Constants for all x and all records, for the theorem and for the refuter."""
 
     @property
+    def largest_loss(self) -> float:
+        """How large an upper record's loss may be beyond what it varies by."""
+        return 0.0
+
+    @property
     @abc.abstractmethod
     def assumptions(self) -> tuple[str, ...]:
         """What is taken for granted, in the words of the report."""

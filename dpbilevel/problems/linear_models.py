@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 from .. import _checks
 
 Scalar = Float[Array, ""]
+# In widths of a pseudo-Huber loss: far beyond, a loss is linear to 12 digits.
+_LARGEST_LABEL = 1e6
 
 
 class AbstractLinearModel(abc.ABC):
@@ -37,6 +39,11 @@ class AbstractLinearModel(abc.ABC):
     @abc.abstractmethod
     def start(self) -> float:
         r"""$\varphi_0 \ge \varphi(0, b)$; infinite where labels are not bounded."""
+
+    @property
+    def largest(self) -> float:
+        """How large a loss may be at margin 0, beyond `start`."""
+        return 0.0
 
     @abc.abstractmethod
     def slope(self, margin: Any) -> Any:
@@ -123,6 +130,11 @@ class PseudoHuber(AbstractLinearModel):
         """Infinite."""
         return math.inf
 
+    @property
+    def largest(self) -> float:
+        """That of the largest label that is not cut."""
+        return _LARGEST_LABEL * self.width**2
+
     def slope(self, margin: Any) -> float:
         """The width, for every margin."""
         del margin
@@ -130,7 +142,8 @@ class PseudoHuber(AbstractLinearModel):
 
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
         """The loss, by a quotient in which nothing cancels; huge labels are cut."""
-        label = jnp.clip(label, -1e15 * self.width, 1e15 * self.width)
+        limit = _LARGEST_LABEL * self.width
+        label = jnp.clip(label, -limit, limit)
         u = (margin - label) / self.width
         return self.width**2 * u * (u / (1 + jnp.sqrt(1 + u * u)))
 

@@ -37,9 +37,10 @@ def linear_risk(
 ) -> FiniteSum:
     r"""Minimize the mean convex loss of a linear model over a ball.
 
-    Rows longer than $R$ are shortened to it, and labels of classes cut to $[-1, 1]$, so
-    that every record's loss is $R$-Lipschitz in $w$; a record with an entry that is not
-    finite is read as zeros.
+    Rows longer than $R$ are shortened to it, labels of classes cut to $[-1, 1]$ and
+    targets to the largest margin there is, which moves no minimizer, so that every
+    record's loss is $R$-Lipschitz in $w$. A record with an entry that is not finite is
+    read as zeros.
 
     Args:
         loss: `"hinge"` (support vector machine), `"absolute"` (median regression) or
@@ -68,8 +69,9 @@ def linear_risk(
         row = shortened(record["features"], row_norm).astype(w.dtype)
         label = record["label"].astype(w.dtype)
         label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
-        if kind.signed:
-            label = jnp.clip(label, -1, 1)
+        # Beyond the largest margin a label changes an absolute loss by a constant.
+        limit = 1.0 if kind.signed else radius * row_norm
+        label = jnp.clip(label, -limit, limit)
         return kind.of(w, {"features": row, "label": label})
 
     smoothness = None if kind.curvature is None else kind.curvature * row_norm**2

@@ -265,6 +265,11 @@ class TuningCertificate(AbstractCertificate):
         )
 
     @property
+    def largest_loss(self) -> float:
+        """That of the model."""
+        return self.model.largest
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What was proved, and from what."""
         mu, model = math.exp(self.low), self.model

@@ -14,6 +14,7 @@ from .. import _checks
 from ..noise import PRNGKey, check_key, derive, standard_normal
 from ..sets import AbstractSet
 from . import restricted
+from ._walk_bounds import duration
 from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
 from .proximal import AbstractProximalOracle, combination, draw_failure
 
@@ -84,6 +85,7 @@ class AlternatingSampler(AbstractSampler):
         step_size: $\eta$; planned where omitted: the largest at which the bias is small
             enough.
         tries: $B$. Static; planned where omitted.
+        max_queries: Planning refuses to make more evaluations than that. Static.
 
     Privacy:
         None by itself: see `Certificate`. That $U$ is strongly convex on the set is
@@ -101,6 +103,7 @@ class AlternatingSampler(AbstractSampler):
     num_steps: int | None = eqx.field(static=True, default=None)
     step_size: float | None = None
     tries: int | None = eqx.field(static=True, default=None)
+    max_queries: int = eqx.field(static=True, default=10_000_000)
 
     def __check_init__(self):
         _checks.instance(
@@ -122,8 +125,8 @@ class AlternatingSampler(AbstractSampler):
 
         Raises:
             ValueError: A potential that is not known to be strongly convex, an
-                unbounded set, a step size too large for the oracle, more than a
-                billion tries, or what the oracle does not serve.
+                unbounded set, a step size too large for the oracle, more than
+                `max_queries` evaluations, or what the oracle does not serve.
         """
         _check(regularity, feasible)
         largest = self.oracle.largest_step(regularity, feasible)
@@ -150,6 +153,15 @@ class AlternatingSampler(AbstractSampler):
             tries=tries,
             share=_DRAWS * self.distance,
         )
+        total = tries * oracle.evaluations()[1]
+        if total > self.max_queries:
+            raise ValueError(
+                f"AlternatingSampler: {num_steps:.3g} certified steps in {tries:.3g} "
+                f"tries make {total:.3g} evaluations, {duration(total * 3e-5)} at 30 "
+                f"microseconds each; max_queries is {self.max_queries:.3g}. What "
+                "helps: a smooth loss with a declared smoothness, ConvexEnvelope, a "
+                "smaller epsilon or fewer records, or a larger max_queries."
+            )
         return dataclasses.replace(
             self, oracle=oracle, num_steps=num_steps, step_size=step_size, tries=tries
         )

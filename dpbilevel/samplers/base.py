@@ -8,7 +8,7 @@ from it.
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -91,7 +91,8 @@ class Certificate:
 
     Attributes:
         num_steps: How many steps it takes.
-        queries: At most how many times it evaluates the potential, or one term of it.
+        queries: How many times it evaluates the potential, or one term of it; on
+            average, where it may stop looking.
         log_ratio: $\xi$: the density of the law over the target's lies within
             $e^{\pm \xi}$.
         distance: $\eta$: the law is within $\eta$ in total variation of one for which
@@ -166,7 +167,13 @@ class AbstractSumPotential(AbstractPotential):
 
 
 class AbstractSampler(eqx.Module):
-    """Draws one point by a number of steps that is fixed before data is seen."""
+    """Draws one point by a number of steps that is fixed before data is seen.
+
+    Attributes:
+        continuous: Whether it draws from the whole set, or from points of it.
+    """
+
+    continuous: ClassVar[bool] = True
 
     @abc.abstractmethod
     def planned(self, regularity: Regularity, feasible: AbstractSet) -> Self:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ import scipy.stats.qmc
 from jaxtyping import PyTree
 
 from .. import _checks
+from ..clipping import one_record
 from ..grid import wide_integers
 from ..noise import PRNGKey, derive, standard_gumbel
+from ..problems.finite_sum import check_set
 from ..sets import AbstractSet, Box
 from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
 
@@ -37,6 +40,7 @@ class Grid(AbstractSampler):
     """
 
     candidates: PyTree
+    continuous: ClassVar[bool] = False
 
     def __check_init__(self):
         count = _checks.leading_axis("candidates", self.candidates)
@@ -97,9 +101,10 @@ class Grid(AbstractSampler):
         """Itself: there is nothing to choose.
 
         Raises:
-            ValueError: A candidate is outside the set.
+            ValueError: A candidate is outside the set, or of another shape.
         """
         del regularity
+        check_set("the problem's set", feasible, one_record(self.candidates))
         inside = jax.vmap(functools.partial(feasible.contains))(self.candidates)
         if _checks.concrete(inside) and not bool(inside.all()):
             first = int(np.argmin(np.asarray(inside)))

@@ -180,9 +180,9 @@ class GridWalk(AbstractSampler):
 
             With all counts open, what is aimed at.
         """
-        if self.num_tries is None and self.num_steps is None:
+        if self._is_open() and self.num_steps is None:
             return Certificate(0, math.inf, log_ratio=self.log_ratio)
-        if self.num_tries is None:
+        if self._is_open():
             return self.planned(regularity, feasible).certificate(regularity, feasible)
         cells, tries, _, _ = self._plan()
         bounds = self._bounds(regularity, feasible)
@@ -199,9 +199,11 @@ class GridWalk(AbstractSampler):
             and (bounds.frame.reach == 1 or bounds.penalty >= 2 * bounds.rise)
         )
         shape = "convex and " if bounds.convex else ""
+        count = f"{steps} steps on" if steps else "a table of"
         notes = [
             f"GridWalk: the potential is {shape}{regularity.lipschitz:.4g}-Lipschitz "
-            "on the set"
+            f"on the set; {count} {math.prod(cells)} cells and {tries} tries draw "
+            f"within a log ratio of {ratio:.3g}"
         ]
         if not proved:
             needed = bounds.steps(math.tanh(self.log_ratio / 4))
@@ -292,11 +294,14 @@ class GridWalk(AbstractSampler):
         slack = bounds.needed_slack if self.slack is None else float(self.slack)
         return dataclasses.replace(bounds, slack=slack)
 
+    def _is_open(self) -> bool:
+        plan = (self.cells, self.num_tries, self.penalty, self.slack)
+        walks = self.num_steps is not None or self.tabulate
+        return any(v is None for v in plan) or not walks
+
     def _plan(self):
         plan = (self.cells, self.num_tries, self.penalty, self.slack)
-        if any(v is None for v in plan) or (
-            self.num_steps is None and not self.tabulate
-        ):
+        if self._is_open():
             raise ValueError(
                 "GridWalk: not planned; call planned(regularity, feasible) first."
             )

@@ -7,13 +7,14 @@ and objectives of two levels whose sensitivity constants prove.
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ..clipping import Basis
+from ..clipping import Basis, one_record
 from ..privacy.draws import BoundedScore, Measure
 from ..samplers.base import AbstractPotential, Regularity
 
@@ -32,8 +33,8 @@ class Facts:
         basis: What they rest on.
         lipschitz: The Lipschitz constant of the score.
         smoothness: That of its gradient.
-        error: How far a computed score may be off, where that is not already part of
-            the contributions.
+        error: How far a computed score may be off; for a spread that is part of the
+            contributions as well.
         gradient_error: The same for its gradient.
         rounding: How far rounding alone moves a score that is computed exactly but for
             that, where that is not part of the contributions either.
@@ -141,6 +142,29 @@ def check_error(error: Any, spread: Any, dtype: Any, remedy: str) -> None:
         f"may add {4 * error / spread:.2g} of what a record may change, and "
         f"{SOLVES + ROUNDING:.2g} is allowed. {enable}{remedy}."
     )
+
+
+def check_loss_dtype(
+    loss: Callable, points: tuple[PyTree, ...], records: PyTree
+) -> None:
+    """Refuses a loss that is coarser than what errors are planned for.
+
+    Args:
+        loss: The loss of one record.
+        points: Its first arguments.
+        records: The records, or their shapes.
+
+    Raises:
+        ValueError: The loss returns a coarser dtype than that of the points.
+    """
+    found = jax.eval_shape(loss, *points, one_record(records)).dtype
+    wanted = jnp.result_type(*jax.tree.leaves(points))
+    if jnp.finfo(found).bits < jnp.finfo(wanted).bits:
+        raise ValueError(
+            f"a loss of dtype {found} is coarser than the starting point, {wanted}, "
+            "which errors of scores are planned for; compute the loss in the dtype of "
+            "its arguments, and give records of it."
+        )
 
 
 def least(first: Any, second: Any) -> Any:

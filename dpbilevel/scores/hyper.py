@@ -1,6 +1,7 @@
 """Scores of a bilevel problem: its hyper-objective, and the norm of its gradient."""
 
 import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +19,15 @@ from ..problems.bounds import Bounds, Metric
 from ..problems.constants import AbstractCertificate
 from ..samplers.base import AbstractPotential
 from ..sets import Ball
-from .base import SOLVES, AbstractScore, Facts, batched, check_error, least
+from .base import (
+    SOLVES,
+    AbstractScore,
+    Facts,
+    batched,
+    check_error,
+    check_loss_dtype,
+    least,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +52,8 @@ class HyperObjective(AbstractScore):
         """Shares of both levels; the basis is the certificate."""
         certificate, bounds = self._certificate(), self._bounds()
         error = self._slope() * (self._target(dtype) + self._rounding(bounds, dtype))
-        error += 2 * sensitivities.UNITS * float(jnp.finfo(dtype).eps) * self._half()
+        largest = 2 * self._half() + certificate.largest_loss
+        error += sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
         if self.measure == "slope":
             upper, lower = bounds.upper, bounds.lower
             steps = sensitivities.effort(certificate, self.sizes)
@@ -57,7 +67,7 @@ class HyperObjective(AbstractScore):
                 dtype,
                 "raise the strong convexity (mu_g) by a larger public penalty",
             )
-            upper, lower, error = upper + 4 * error, lower + 4 * error, 0.0
+            upper, lower = upper + 4 * error, lower + 4 * error
             gradient_error = 0.0
         return Facts(
             {"upper": upper / 2, "lower": lower / 2},
@@ -73,8 +83,9 @@ class HyperObjective(AbstractScore):
         """Solves the lower level anew at every point."""
         x, y = start
         dtype = certified.common_dtype(x, y)
-        reference = None if self.clip_range is not None else start
+        check_loss_dtype(self.problem.upper, (x, y), certified.wide(data.upper, dtype))
         y = Ball(self._bounds().solution_radius).project(y)
+        reference = None if self.clip_range is not None else (x, y)
         return _Objective(
             self.problem,
             data,
@@ -86,7 +97,20 @@ class HyperObjective(AbstractScore):
         )
 
     def _certificate(self) -> AbstractCertificate:
-        return certified.certificate_of(self.problem)
+        certificate = certified.certificate_of(self.problem)
+        second = certificate.second_order
+        whole = all(
+            getattr(second, f"{name}_spread") >= getattr(second, name)
+            for name in ("upper_x", "upper_y")
+        )
+        if self.problem.upper_public is not None and not whole:
+            raise ValueError(
+                "SecondOrderConstants: with upper_public a bound on the mean and half "
+                "the distance of two records do not bound the loss of one record, on "
+                "which draws rest. Leave out upper_x_spread and upper_y_spread, and "
+                "let upper_x and upper_y hold for each record too."
+            )
+        return certificate
 
     def _bounds(self) -> Bounds:
         return self._certificate().bounds(self.sizes)
@@ -223,11 +247,13 @@ class _Objective(AbstractPotential):
 
 @dataclasses.dataclass(frozen=True)
 class GradientNorm(AbstractScore):
-    r"""$\|\nabla \Phi(x)\|$: small at stationary points, also where none is a minimum.
+    r"""$\|x - \Pi_X(x - \nabla \Phi(x))\|$: zero at the stationary points of the set.
 
-    A record of level $r$ moves the hypergradient by at most $S_r$, so its norm by as
-    much, and the differences between two points by $2 S_r$; the errors of the inner
-    solves are part of $S_r$.
+    In the interior, as far as a unit step does not leave the set, that is the norm of
+    the hypergradient; where the set's boundary holds a step back, it is smaller. A
+    record of level $r$ moves the hypergradient by at most $S_r$, so, projections not
+    setting points further apart, the score by as much, and the differences between two
+    points by $2 S_r$; the errors of the inner solves are part of $S_r$.
 
     Args:
         problem: A `BilevelProblem` with a certificate.
@@ -240,10 +266,22 @@ class GradientNorm(AbstractScore):
         certificate = certified.certificate_of(self.problem)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
         shares = sensitivities.at(certificate, self.sizes, dtype)
+        bounds = certificate.bounds(self.sizes)
+        steps = sensitivities.effort(certificate, self.sizes)
+        error = sensitivities.solve_error(bounds, steps)
+        error += sensitivities.rounding_error(bounds, self.sizes, dtype)
+        # The projection of a step that leaves the set, by a few roundings.
+        diameter = self.problem.x_set.diameter
+        held = not isinstance(diameter, float) or math.isfinite(diameter)
+        rounding = 0.0
+        if held:
+            far = self.problem.x_set.reach
+            rounding = 8 * float(jnp.finfo(dtype).eps) * (far + bounds.gradient)
         return Facts(
-            {"upper": float(shares.upper), "lower": float(shares.lower)},
+            {"upper": shares.upper + rounding, "lower": shares.lower + rounding},
             Basis.CONSTANTS,
-            certificate.second_order.smoothness,
+            certificate.second_order.smoothness + 2,
+            error=error + rounding,
             assumptions=certificate.assumptions,
         )
 
@@ -266,7 +304,9 @@ class _Norm(AbstractPotential):
             value = certified.hypergradient(
                 self.problem, self.data, x, self.y0, self.sizes, bounds, steps
             )
-        return optax.tree.norm(value)
+        step = optax.tree.sub(x, value)
+        back = optax.tree.sub(step, self.problem.x_set.project(step))
+        return optax.tree.norm(optax.tree.add(value, back))
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         return batched(self, xs)

@@ -14,7 +14,10 @@ from ..privacy.ledger import RECORDS
 from ..problems import sensitivities
 from ..problems.finite_sum import FiniteSum
 from ..samplers.base import AbstractPotential, AbstractSumPotential
-from .base import AbstractScore, Facts, batched, check_error
+from .base import AbstractScore, Facts, batched, check_error, check_loss_dtype
+
+# A public term is cut at this many times the range of the losses.
+_PUBLIC = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,19 @@ class MeanLoss(AbstractScore):
         unit = float(jnp.finfo(dtype).eps) / 2
         clipped = self.measure == "spread" and self.clip_range is not None
         reach = self.clip_range if clipped else self._declared() * self._diameter()
+        public = self.problem.public is not None
+        # Clipped values lie on a grid; the mean, its multiple and the draw round.
+        error = (4 * unit * (1 + _PUBLIC * public) + 2.0**-24) * reach
         if self.measure == "slope":
-            share, rounding = constant / n, 2 * sensitivities.UNITS * unit * reach
+            self._check_public()
+            share = constant / n
+            rounding, error = 2 * sensitivities.UNITS * unit * reach, 0.0
         else:
-            # Clipped values lie on a grid; the mean, its multiple and the draw round.
             share, rounding = reach * (1 + 2.0**-20) / n, 0.0
-            check_error(4 * unit * reach, 2 * share, dtype, "use fewer records")
-            share += 2 * 4 * unit * reach
+            # What a record's own rounding moves is part of its share.
+            own = error - 2.0**-24 * reach
+            check_error(own, 2 * share, dtype, "use fewer records")
+            share += 2 * own
         assumptions: tuple[str, ...] = ()
         if not clipped:
             assumptions = (
@@ -55,12 +64,13 @@ class MeanLoss(AbstractScore):
                 f"{sensitivities.UNITS} units of roundoff of its range there",
             )
         # A public term may be as steep as it likes.
-        public, smoothness = self.problem.public is not None, self.problem.smoothness
+        smoothness = self.problem.smoothness
         return Facts(
             {RECORDS: share},
             Basis.CLIPPED if clipped else Basis.CONSTANTS,
             math.inf if constant is None or public else constant,
             math.inf if public or smoothness is None else smoothness,
+            error,
             rounding=rounding,
             num_terms=self.sizes,
             term_lipschitz=None if public else constant,
@@ -69,21 +79,30 @@ class MeanLoss(AbstractScore):
 
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
         """A clipped mean for a spread, a sum of terms for a slope."""
-        if self.measure == "slope":
-            return _Terms(self.problem, data, self.sizes)
-        if self.clip_range is not None:
-            return _ClippedMean(
-                self.problem, data, None, self.clip_range / 2, self.sizes
-            )
+        check_loss_dtype(self.problem.loss, (start,), data)
+        clipped = self.measure == "spread" and self.clip_range is not None
+        if clipped:
+            half = self.clip_range / 2
+            return _ClippedMean(self.problem, data, start, half, self.sizes, False)
         half = self._declared() * self._diameter()
-        return _ClippedMean(self.problem, data, start, half, self.sizes)
+        if self.measure == "slope":
+            return _Terms(self.problem, data, start, half, self.sizes)
+        return _ClippedMean(self.problem, data, start, half, self.sizes, True)
+
+    def _check_public(self) -> None:
+        if self.problem.public is not None:
+            raise ValueError(
+                "FiniteSum: a regularized draw knows the slope of its potential, but "
+                "not that of a public term. Leave public out; a quadratic one is "
+                "RegularizedExponentialMechanism(regularizer=)."
+            )
 
     def _declared(self) -> float:
         if self.problem.lipschitz is None:
             raise ValueError(
-                "FiniteSum: an exponential mechanism needs the range of the loss or "
-                "its Lipschitz constant. Give ExponentialMechanism(clip_range=B), "
-                "which clips losses to [0, B], or declare FiniteSum(lipschitz=G)."
+                "FiniteSum: a draw needs the Lipschitz constant of the loss, "
+                "FiniteSum(lipschitz=G), or its range: "
+                "ExponentialMechanism(Grid(...), clip_range=B) clips losses to [0, B]."
             )
         return self.problem.lipschitz
 
@@ -101,31 +120,37 @@ class MeanLoss(AbstractScore):
 class _ClippedMean(AbstractPotential):
     problem: FiniteSum
     data: PyTree
-    reference: PyTree | None  # losses are clipped about the one here, or about the half
+    start: PyTree
     half: Any
     n: int = eqx.field(static=True)
+    centered: bool = eqx.field(static=True)  # about the loss at the start
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         loss = self.problem.loss
         half = jnp.asarray(self.half)
 
-        def centered(record):
-            value = loss(x, record)
-            if self.reference is None:
-                return value - half.astype(value.dtype)
-            return value - loss(self.reference, record)
+        def value(record):
+            found = loss(x, record)
+            if self.centered:
+                return found - loss(self.start, record)
+            return found - half.astype(found.dtype)
 
         mean = clipped_mean(
-            centered,
+            value,
             self.data,
             clip_norm=half,
             denominator=float(self.n),
             precision="grid",
         )
-        value = mean.raw.values()
-        if self.problem.public is not None:
-            value = value + self.problem.public(x)
-        return value
+        total = mean.raw.values()
+        public = self.problem.public
+        if public is None:
+            return total
+        # Without data, so cutting it costs nobody privacy; uncut, it would decide how
+        # the sum is rounded.
+        limit = (_PUBLIC * half).astype(total.dtype)
+        more = (public(x) - public(self.start)).astype(total.dtype)
+        return total + jnp.clip(jnp.nan_to_num(more), -limit, limit)
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         return batched(self, xs)
@@ -134,6 +159,8 @@ class _ClippedMean(AbstractPotential):
 class _Terms(AbstractSumPotential):
     problem: FiniteSum
     data: PyTree
+    start: PyTree
+    half: Any  # how far a loss is from that at the start, by its constant
     num_terms: int = eqx.field(static=True)
     quadratic: float = 0.0
 
@@ -145,7 +172,6 @@ class _Terms(AbstractSumPotential):
         return self._loss(x, jax.tree.map(lambda v: v[index], self.data))
 
     def _loss(self, x, record):
-        value = self.problem.loss(x, record)
-        if self.problem.public is not None:
-            value = value + self.problem.public(x)
-        return jnp.where(jnp.isfinite(value), value, 0)
+        value = self.problem.loss(x, record) - self.problem.loss(self.start, record)
+        limit = jnp.asarray(self.half).astype(value.dtype)
+        return jnp.clip(jnp.where(jnp.isfinite(value), value, 0), -limit, limit)

@@ -45,6 +45,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         sampler: How it draws.
         mechanism: What makes the draw private.
         dimension: The declared number of coordinates of x.
+        dtype: What the plan takes scores to be computed in; set by `calibrate`.
     """
 
     if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
@@ -61,10 +62,15 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         def dimension(self) -> int | None:
             """The declared number of coordinates of x."""
 
+        @property
+        def dtype(self) -> str | None:
+            """What the plan takes scores to be computed in."""
+
     else:
         sampler: eqx.AbstractVar[AbstractSampler]
         mechanism: eqx.AbstractVar[Any]
         dimension: eqx.AbstractVar[int | None]
+        dtype: eqx.AbstractVar[str | None]
     problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
 
     @abc.abstractmethod
@@ -101,6 +107,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 f"has {optax.tree.size(x)}; give candidates, or dimension=, of that "
                 "size."
             )
+        self._check_dtype(w0)
         x = feasible_set(problem).project(x)
         return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
 
@@ -121,7 +128,8 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """
         regularity = self.regularity(problem, self.sizes if sizes is None else sizes)
         sampler = self.sampler.planned(regularity, feasible_set(problem))
-        changes: dict[str, Any] = {"sampler": sampler}
+        dtype = jnp.result_type(float).name
+        changes: dict[str, Any] = {"sampler": sampler, "dtype": dtype}
         return dataclasses.replace(self, **changes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
@@ -148,20 +156,36 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return self.dimension
 
     def check_relation(self, problem: Any) -> None:
-        """Raises unless the problem's sensitivity is proved under the relation.
+        """Raises unless everything that is proved holds under the relation.
+
+        With a private number of records over a public denominator no constant bounds
+        the mean loss, on which all but draws from single points rest.
 
         Args:
             problem: The problem.
 
         Raises:
-            ValueError: Two levels under add-or-remove-one.
+            ValueError: Add-or-remove-one with two levels or a continuous sampler.
         """
-        two = isinstance(problem, BilevelProblem)
-        if two and self.neighbours is not Neighbours.REPLACE_ONE:
+        if self.neighbours is Neighbours.REPLACE_ONE:
+            return
+        if isinstance(problem, BilevelProblem) or self.sampler.continuous:
             raise ValueError(
-                f"{type(self).__name__}: with two levels its sensitivity is proved "
-                f"under replace-one only, got {self.neighbours}."
+                f"{type(self).__name__}: with two levels, or a sampler on a "
+                "continuous set, what it rests on is proved under replace-one only, "
+                f"got {self.neighbours}. Use Neighbours.REPLACE_ONE, or "
+                "ExponentialMechanism(Grid(...)) on one level."
             )
+
+    def _check_dtype(self, w0: PyTree) -> None:
+        found = jnp.result_type(*jax.tree.leaves(w0))
+        if self.dtype is None or jnp.finfo(found).bits >= jnp.finfo(self.dtype).bits:
+            return
+        raise ValueError(
+            f"{type(self).__name__}: planned for scores computed in {self.dtype}, but "
+            f"the starting point is of {found.name}; give {self.dtype} records and "
+            "starting point, or calibrate without 64-bit."
+        )
 
 
 def feasible_set(problem: Any) -> Any:

@@ -12,6 +12,7 @@ from ..clipping import Basis
 from ..noise import PRNGKey
 from ..privacy.draws import Draw, Exponential
 from ..privacy.ledger import Ledger
+from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..problems.finite_sum import FiniteSum
 from ..samplers.base import AbstractSampler, Regularity
 from ..scores.base import AbstractScore, Facts
@@ -37,15 +38,18 @@ class ExponentialMechanism(AbstractDrawSolver):
 
     Args:
         sampler: How to draw: `Grid`, `GridWalk`.
-        score: `"value"`, or `"gradient_norm"` for stationary points. Static.
-        clip_range: $B$: losses of single (upper-level) records are clipped to $[0, B]$.
-            Without it their range follows from declared constants.
+        score: `"value"`, or `"gradient_norm"`, the norm of the gradient mapping, for
+            stationary points. Static.
+        clip_range: $B$: losses of single (upper-level) records are clipped to $[0, B]$:
+            below 0 they count as 0, above $B$ as $B$, in silence; shift scores that are
+            negative. Without it their range follows from declared constants.
         convex: Whether the score is declared convex on the set for every possible
             dataset. The mechanism does without, but the number of steps that walks are
             certified for rests on it. Static.
         mechanism: The mechanism and its epsilon.
         dimension: The number of coordinates of $x$, which samplers on continuous sets
             must know before data is seen. Static.
+        dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -70,6 +74,7 @@ class ExponentialMechanism(AbstractDrawSolver):
     convex: bool = eqx.field(static=True, default=False, kw_only=True)
     mechanism: Exponential = Exponential()
     dimension: int | None = eqx.field(static=True, default=None)
+    dtype: str | None = eqx.field(static=True, default=None)
     sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
@@ -84,11 +89,17 @@ class ExponentialMechanism(AbstractDrawSolver):
                     f"{owner}: clip_range is for losses; the sensitivity of the "
                     "gradient norm follows from the problem's constants."
                 )
+            if self.convex:
+                raise ValueError(
+                    f"{owner}: a loss that is cut at clip_range is not convex in "
+                    "general; leave out clip_range, or convex=True."
+                )
 
     @property
     def basis(self) -> Basis:
-        """Constants, where no clipping enforces the range of a one-level loss."""
-        return Basis.CLIPPED if self.clip_range is not None else Basis.CONSTANTS
+        """Constants, unless clipping enforces the range and the draw is exact."""
+        enforced = self.clip_range is not None and not self.sampler.continuous
+        return Basis.CLIPPED if enforced else Basis.CONSTANTS
 
     def step(
         self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
@@ -110,9 +121,19 @@ class ExponentialMechanism(AbstractDrawSolver):
         facts, rate, regularity = self._plan(problem, sizes)
         certificate = self.sampler.certificate(regularity, feasible_set(problem))
         queries = queries_of(facts, sizes)
-        draw = Draw(DRAW, 1, queries, self.mechanism, rate, certificate, facts.basis)
-        convex = ("declared: the score is convex on the set, for every dataset",)
-        assumptions = (*(convex if self.convex else ()), *facts.assumptions)
+        basis = facts.basis.worse(self.basis)
+        draw = Draw(DRAW, 1, queries, self.mechanism, rate, certificate, basis)
+        declared = []
+        if self.convex:
+            declared.append(
+                "declared: the score is convex on the set, for every dataset"
+            )
+        if self.sampler.continuous:
+            declared.append(
+                f"the sampler rests on a score that is {float(facts.lipschitz):.6g}-"
+                "Lipschitz on the set, for every dataset"
+            )
+        assumptions = (*declared, *facts.assumptions)
         return Ledger((draw,), people_of(sizes), assumptions)
 
     def with_noise(self, scale: float) -> Self:
@@ -137,7 +158,8 @@ class ExponentialMechanism(AbstractDrawSolver):
         self.check_relation(problem)
         facts = self._score(problem, sizes).facts(jnp.result_type(float))
         share = sum(map(float, facts.contributions.values()))
-        rate = float(self.mechanism.rate(self.neighbours.contributions * share))
+        sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
+        rate = float(self.mechanism.rate(sensitivity))
         convexity = 0.0 if self.convex else None
         regularity = facts.regularity(self.coordinates(), convexity)
         return facts, rate, regularity.scaled(rate, 0.0, 0.0)

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..clipping import Basis
 from ..noise import PRNGKey
-from ..privacy.draws import Draw, RegularizedExponential
+from ..privacy.draws import Draw, RegularizedExponential, check_continuous
 from ..privacy.ledger import Ledger
+from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..problems.finite_sum import FiniteSum
 from ..samplers.base import AbstractSampler, Regularity
 from ..scores.base import AbstractScore, Facts
@@ -49,15 +50,15 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         largest_rate: An upper bound on $k$, for the generalization of the answer.
         mechanism: The mechanism and its noise multiplier.
         dimension: $d$, the number of coordinates of $x$. Static.
+        dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
-        One draw. $S$ is $2 G / n$ for declared $G$-Lipschitz losses under replace-one,
-        $G / n$ under add-or-remove-one; for two levels, replace-one only, the
-        sensitivity of the hypergradient. Status `CONDITIONAL`: convexity is an
-        assumption of privacy here, and so are the constants. The distance of the
-        sampler's law from the target, and that which the errors of computed values
-        make, are counted in delta.
+        One draw, under replace-one only. $S$ is $2 G / n$ for declared $G$-Lipschitz
+        losses, and for two levels the sensitivity of the hypergradient. Status
+        `CONDITIONAL`: convexity is an assumption of privacy here, and so are the
+        constants. The distance of the sampler's law from the target, and that which
+        the errors of computed values make, are counted in delta.
 
     References:
         Gopi, Lee and Liu, "Private convex optimization via exponential mechanism",
@@ -73,12 +74,14 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     largest_rate: float | None = eqx.field(static=True, default=None)
     mechanism: RegularizedExponential = RegularizedExponential()
     dimension: int | None = eqx.field(static=True, default=None)
+    dtype: str | None = eqx.field(static=True, default=None)
     sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         owner = "RegularizedExponentialMechanism"
         _checks.instance(owner, AbstractSampler, sampler=self.sampler)
         _checks.instance(owner, RegularizedExponential, mechanism=self.mechanism)
+        check_continuous(self.sampler)
         if self.convex is not True:
             raise ValueError(
                 f"{owner}: its privacy rests on convexity of the objective on every "
@@ -124,6 +127,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             Gopi, Lee and Liu, Theorem 29.
         """
         owner = "RegularizedExponentialMechanism.for_population"
+        _checks.instance(owner, FiniteSum, problem=problem)
         _checks.count(owner, num_records=num_records, dimension=dimension)
         _checks.positive(owner, epsilon=epsilon)
         _checks.fraction(owner, delta=delta)
@@ -203,9 +207,12 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         facts = self._score(problem, sizes).facts(jnp.result_type(float))
         convexity, multiplier = map(float, self._convexity(problem, facts))
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
-        rate = float(mechanism.rate(self._sensitivity(facts), convexity))
+        sensitivity = self._sensitivity(facts) * (1 + ROUNDING_MARGIN)
+        rate = float(mechanism.rate(sensitivity, convexity))
         regularity = facts.regularity(self.coordinates(), self.strong_convexity).scaled(
-            rate, convexity - self.strong_convexity, feasible_set(problem).diameter
+            rate,
+            convexity - self.strong_convexity,
+            feasible_set(problem).reach,
         )
         return facts, rate, regularity, multiplier
 
