@@ -22,6 +22,7 @@ class Audited:
     exact: bool = True  # the claim is that of one Gaussian
     precision: str = "grid"
     others: float | None = None
+    tolerance: float = 2e-3  # of the claim, against that of one Gaussian
 
 
 def noisy_gd(scale=1.0, **fields):
@@ -121,7 +122,8 @@ SOLVERS = {
     "ImplicitBilevel, overlapping": Audited(implicit("overlapping")),
     "ImplicitBilevel, shared": Audited(implicit("shared")),
     "WarmStarted": Audited(warm_started()),
-    "RegularizedExponentialMechanism": Audited(regularized()),
+    # Rounding of single precision is part of the claim.
+    "RegularizedExponentialMechanism": Audited(regularized(), tolerance=2e-2),
     "ExponentialMechanism": Audited(
         exponential(10, clip_range=1.0), others=-1.0, exact=False
     ),

@@ -303,7 +303,8 @@ KNOWN = Regularity(
 @pytest.mark.parametrize("case", CASES)
 def test_planned_counts_meet_the_distance_without_waste(case):
     oracle, feasible, distance = CASES[case]
-    sampler = AlternatingSampler(oracle, distance).planned(KNOWN, feasible)
+    sampler = AlternatingSampler(oracle, distance, max_queries=10**9)
+    sampler = sampler.planned(KNOWN, feasible)
     certificate = sampler.certificate(KNOWN, feasible)
     assert certificate.proved
     assert 0.5 * distance < certificate.distance <= distance
@@ -342,7 +343,7 @@ def private_erm(dimension, num_records, epsilon=1.0, delta=1e-6):
         term_lipschitz=k,
         quadratic=k * mu,
     )
-    sampler = AlternatingSampler(StochasticRejection(), 1e-7)
+    sampler = AlternatingSampler(StochasticRejection(), 1e-7, max_queries=10**12)
     sampler = sampler.planned(known, Ball(0.5))
     return sampler.certificate(known, Ball(0.5)).queries
 

@@ -49,7 +49,7 @@ def test_gaussian_solvers_leak_nine_tenths_of_what_their_ledger_claims(name, run
         events = canary.solver.ledger(canary.problem, canary.solver.sizes).events()
         person = outcome.name.split(", ")[1]
         assert outcome.claimed_mu == pytest.approx(
-            accounting.gaussian_mu(events[person]), rel=2e-3
+            accounting.gaussian_mu(events[person]), rel=case.tolerance
         )
         assert outcome.measured_mu >= 0.9 * outcome.claimed_mu
 
