@@ -148,7 +148,7 @@ def test_the_rate_for_the_population_is_capped():
     solver = dpb.RegularizedExponentialMechanism.for_population(
         sampler(),
         smooth(),
-        num_records=40,
+        sizes=40,
         dimension=1,
         epsilon=4.0,
         delta=1e-6,
@@ -159,6 +159,30 @@ def test_the_rate_for_the_population_is_capped():
     assert rate == pytest.approx(2 * 40 * mu / 0.5**2, rel=2e-3)
     # What is not used of the budget is not claimed.
     assert plan.report.epsilon < 3.9
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_population_of_a_bilevel_problem_asks_for_a_larger_regularizer():
+    example = dpb.zoo.quadratic_bilevel(
+        jnp.zeros((50, 1), jnp.float64), jnp.zeros((80, 1), jnp.float64), radius=1.0
+    )
+    sizes = dpb.Sizes(50, 80, "disjoint")
+    settings = {"dimension": 1, "epsilon": 1.0, "delta": 1e-6, "convex": True}
+    population = dpb.RegularizedExponentialMechanism.for_population(
+        sampler(), example.problem, sizes=sizes, **settings
+    )
+    empirical = regularized()
+    regularizers = []
+    for solver in (empirical, population):
+        plan = dpb.calibrate(example.problem, solver, BUDGET, sizes=sizes)
+        assert plan.report.epsilon <= 1.0
+        _, mu = temperature_and_regularizer(plan, example.problem, sizes)
+        regularizers.append(mu)
+    assert 0 < regularizers[0] < regularizers[1]
+    with pytest.raises(ValueError, match="1/10"):
+        dpb.RegularizedExponentialMechanism.for_population(
+            sampler(), example.problem, sizes=sizes, **(settings | {"delta": 0.5})
+        )
 
 
 @pytest.mark.usefixtures("wide")

@@ -29,6 +29,11 @@ from .base import (
     least,
 )
 
+_COMPUTED = (
+    "upper losses and upper_public are computed to "
+    f"{sensitivities.UNITS} units of roundoff of the range that the constants give them"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class HyperObjective(AbstractScore):
@@ -76,7 +81,7 @@ class HyperObjective(AbstractScore):
             certificate.second_order.smoothness,
             error,
             gradient_error,
-            assumptions=certificate.assumptions,
+            assumptions=(*certificate.assumptions, _COMPUTED),
         )
 
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:

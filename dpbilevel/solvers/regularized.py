@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from ..certified import certificate_of
 from ..clipping import Basis
 from ..noise import PRNGKey
 from ..privacy.draws import Draw, RegularizedExponential, check_continuous
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
+from ..problems.bilevel import BilevelProblem, Sizes
 from ..problems.finite_sum import FiniteSum
 from ..samplers.base import AbstractSampler, Regularity
 from ..scores.base import AbstractScore, Facts
@@ -98,9 +100,9 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     def for_population(
         cls,
         sampler: AbstractSampler,
-        problem: FiniteSum,
+        problem: FiniteSum | BilevelProblem,
         *,
-        num_records: int,
+        sizes: int | Sizes,
         dimension: int,
         epsilon: float,
         delta: float,
@@ -108,35 +110,50 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     ) -> "RegularizedExponentialMechanism":
         r"""The parameters for the loss on new records.
 
+        One level, with $G$-Lipschitz losses:
+
         $$\mu = \frac{G}{D} \sqrt{2 \Bigl(\frac{2 \log(3 / (4 \delta)) d}{\varepsilon^2
         n^2} + \frac{1}{2 n}\Bigr)}, \qquad k \le \frac{2 n d \mu}{G^2}.$$
 
-        Privacy may ask for a smaller $k$, which `calibrate` finds. The expected excess
-        is $O(G D (\sqrt{d \log(1/\delta)} / (\varepsilon n) + 1 / \sqrt n))$.
+        Two levels, with $G = S n / 2$ for the sensitivity $S$ of the hypergradient, $n$
+        the smaller level and $C = \beta_{gxy} (1 + \beta_{gyy} / \mu_g)$:
+
+        $$\mu = \frac{1}{D} \sqrt{\frac{G L_{fy} C}{\varepsilon n \mu_g} + \frac{G^2 d
+        \log(1/\delta)}{\varepsilon^2 n^2} + \frac{G C L_{fy}}{\mu_g \sqrt n} +
+        \frac{G \bar L}{n}}.$$
+
+        Privacy may ask for a smaller $k$, which `calibrate` finds.
 
         Args:
             sampler: How to draw.
-            problem: A one-level problem with `lipschitz`, on a bounded set.
-            num_records: $n$.
+            problem: A problem on a bounded set, with `lipschitz` or a certificate.
+            sizes: The planned number of records, or `Sizes`.
             dimension: $d$.
             epsilon: $\varepsilon$.
             delta: $\delta$ in (0, 1/10).
             **fields: Further fields, `convex=True` among them.
 
+        Raises:
+            TypeError: Another kind of problem, or of sizes.
+            ValueError: A number out of range, or constants are missing.
+
         References:
-            Gopi, Lee and Liu, Theorem 29.
+            Gopi, Lee and Liu, Theorem 29; Lowy and Liu, Theorem B.8, whose $G$ is not
+            the sensitivity (docs/privacy.md).
         """
         owner = "RegularizedExponentialMechanism.for_population"
-        _checks.instance(owner, FiniteSum, problem=problem)
-        _checks.count(owner, num_records=num_records, dimension=dimension)
+        _checks.instance(owner, (FiniteSum, BilevelProblem), problem=problem)
+        _checks.count(owner, dimension=dimension)
         _checks.positive(owner, epsilon=epsilon)
-        _checks.fraction(owner, delta=delta)
-        facts = MeanLoss(problem, "slope", num_records).facts(jnp.result_type(float))
-        lipschitz, diameter = facts.lipschitz, float(problem.w_set.diameter)
-        private = 2 * math.log(3 / (4 * delta)) * dimension
-        private /= (epsilon * num_records) ** 2
-        regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / num_records)
-        rate = 2 * num_records * dimension * regularizer / lipschitz**2
+        if not 0 < delta < 0.1:
+            raise ValueError(f"{owner}: delta must be in (0, 1/10), got {delta}.")
+        if isinstance(problem, FiniteSum):
+            _checks.count(owner, sizes=sizes)
+            regularizer, rate = _one_level(problem, sizes, dimension, epsilon, delta)
+        else:
+            _checks.instance(owner, Sizes, sizes=sizes)
+            regularizer = _two_levels(problem, sizes, dimension, epsilon, delta)
+            rate = None
         defaults = {"regularizer": regularizer, "largest_rate": rate}
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
@@ -237,3 +254,30 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     def _score(self, problem, sizes) -> AbstractScore:
         kind = MeanLoss if isinstance(problem, FiniteSum) else HyperObjective
         return kind(problem, "slope", sizes)
+
+
+def _one_level(
+    problem: FiniteSum, n: Any, dimension: int, epsilon: float, delta: float
+) -> tuple[float, float]:
+    facts = MeanLoss(problem, "slope", n).facts(jnp.result_type(float))
+    lipschitz, diameter = facts.lipschitz, float(problem.w_set.diameter)
+    private = 2 * math.log(3 / (4 * delta)) * dimension / (epsilon * n) ** 2
+    regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / n)
+    return regularizer, 2 * n * dimension * regularizer / lipschitz**2
+
+
+def _two_levels(
+    problem: BilevelProblem, sizes: Any, dimension: int, epsilon: float, delta: float
+) -> float:
+    facts = HyperObjective(problem, "slope", sizes).facts(jnp.result_type(float))
+    known = certificate_of(problem).second_order
+    n, mu = min(sizes.upper, sizes.lower), known.strong_convexity
+    slope = n * sum(map(float, facts.contributions.values()))
+    moved = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
+    square = (
+        slope * moved / (epsilon * n)
+        + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
+        + slope * moved / math.sqrt(n)
+        + slope * known.upper_total / n
+    )
+    return math.sqrt(square) / float(problem.x_set.diameter)
