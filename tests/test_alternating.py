@@ -220,6 +220,7 @@ def test_draws_of_a_sum_have_its_law_and_no_other_temperature():
     assert pvalue(sample, potential, feasible, 1.1) < ALPHA
 
 
+@pytest.mark.slow
 def test_needed_queries_are_those_that_the_certificate_expects():
     potential, feasible = hinges(0.5, 3.0), Box(1.0, 3.0)
     regularity = Regularity(1, 9.5, 3.0, num_terms=6, term_lipschitz=0.5, quadratic=3.0)
@@ -401,7 +402,10 @@ class Broken(AbstractSumPotential):
         return jnp.nan * jnp.sum(x["a"])
 
 
-@pytest.mark.parametrize("oracle", [StochasticRejection(), ConvexEnvelope()])
+@pytest.mark.parametrize(
+    "oracle",
+    [pytest.param(StochasticRejection(), marks=pytest.mark.slow), ConvexEnvelope()],
+)
 def test_a_broken_potential_gives_a_point_of_the_set(oracle):
     known = Regularity(3, 0.2, 1.0, num_terms=3, term_lipschitz=0.1, quadratic=1.0)
     sampler = AlternatingSampler(oracle, 0.1).planned(known, Ball(1.0))

@@ -97,6 +97,7 @@ def test_a_wall_in_place_of_the_extension_is_noticed(monkeypatch):
     assert pvalue_in_disc(disc_points()) < ALPHA
 
 
+@pytest.mark.slow
 def test_drawn_points_have_the_law_on_a_simplex():
     potential, regularity = peak(3, 1.5), Regularity(3, 1.5, 0.0)
     options = {"cells": (16, 16), "penalty": 2.5, "num_tries": 20}

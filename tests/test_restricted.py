@@ -130,7 +130,14 @@ def axis(size, length):
     return jnp.zeros(size).at[0].set(length)
 
 
-@pytest.mark.parametrize("length", [0.0, 0.9, 1.5])
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(0.0, marks=pytest.mark.slow),
+        0.9,
+        pytest.param(1.5, marks=pytest.mark.slow),
+    ],
+)
 def test_draws_on_a_ball_have_the_law_of_the_normal_there(length):
     size, deviation, key = 6, 0.8, jax.random.key(5)
     sample = np.asarray(points(Ball(1.0), axis(size, length), deviation, key))
@@ -154,6 +161,7 @@ def test_draws_on_a_ball_have_the_law_of_the_normal_there(length):
     assert pvalue(inside[:, 0], along, -1, 1) < ALPHA
 
 
+@pytest.mark.slow
 def test_a_ball_around_any_center_serves_pytrees():
     center = {"a": jnp.asarray([1.0, 2.0]), "b": jnp.asarray(3.0)}
     sample = jax.jit(
@@ -163,7 +171,14 @@ def test_a_ball_around_any_center_serves_pytrees():
     assert Ball(0.5, center).contains(sample)
 
 
-@pytest.mark.parametrize("mean", [(0.2, 0.1), (3.0, -3.0), (-1.0, 2.0)])
+@pytest.mark.parametrize(
+    "mean",
+    [
+        pytest.param((0.2, 0.1), marks=pytest.mark.slow),
+        (3.0, -3.0),
+        pytest.param((-1.0, 2.0), marks=pytest.mark.slow),
+    ],
+)
 def test_draws_on_two_corners_are_normal_values_on_an_interval(mean):
     deviation, scale = 0.5, 2.0
     sample = points(
@@ -204,7 +219,14 @@ def test_draws_on_three_corners_have_the_marginal_of_the_normal_there():
     assert pvalue(np.asarray(sample)[:, 0], control, 0, 1) < ALPHA
 
 
-@pytest.mark.parametrize(("size", "deviation"), [(2, 1.0), (30, 0.03), (30, 0.3)])
+@pytest.mark.parametrize(
+    ("size", "deviation"),
+    [
+        pytest.param(2, 1.0, marks=pytest.mark.slow),
+        pytest.param(30, 0.03, marks=pytest.mark.slow),
+        (30, 0.3),
+    ],
+)
 def test_a_try_on_a_ball_is_accepted_as_often_as_is_claimed(size, deviation):
     far = reach(Ball(1.0), size, deviation, 1e-9)
     bound = acceptance(Ball(1.0), size, deviation, far)

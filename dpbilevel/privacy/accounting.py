@@ -276,7 +276,7 @@ def _single(part, neighbours: Neighbours, interval: float) -> _Pld:
             return privacy_loss_distribution.from_gaussian_mechanism(
                 multiplier, value_discretization_interval=interval
             )
-        case dp_accounting.RandomizedResponseDpEvent():
+        case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
             parameters = common.DifferentialPrivacyParameters(
                 pure.epsilon_of(part), 0.0
             )

@@ -31,7 +31,8 @@ def is_pure(part: dp_accounting.DpEvent) -> bool:
     Args:
         part: An event.
     """
-    return isinstance(part, dp_accounting.RandomizedResponseDpEvent)
+    kind = dp_accounting.RandomizedResponseDpEvent
+    return isinstance(part, kind) and part.num_buckets == 2
 
 
 def epsilon_of(part: dp_accounting.DpEvent) -> float:
