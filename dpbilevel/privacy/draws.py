@@ -351,7 +351,10 @@ def check_continuous(sampler: AbstractSampler) -> None:
 def _drawn(potential, sampler, feasible, start, key) -> PyTree:
     # To derivatives the answer is a constant, as every release is.
     potential, start = jax.lax.stop_gradient((potential, start))
-    return jax.lax.stop_gradient(sampler.draw(potential, feasible, start, key=key))
+    # Errors of scores are planned for products in full precision, on every device.
+    with jax.default_matmul_precision("highest"):
+        drawn = sampler.draw(potential, feasible, start, key=key)
+    return jax.lax.stop_gradient(drawn)
 
 
 def _check_score(mechanism, score) -> None:

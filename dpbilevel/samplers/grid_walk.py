@@ -296,16 +296,13 @@ class GridWalk(AbstractSampler):
 
     def _is_open(self) -> bool:
         plan = (self.cells, self.num_tries, self.penalty, self.slack)
-        walks = self.num_steps is not None or self.tabulate
-        return any(v is None for v in plan) or not walks
+        walks = self.num_steps or self.tabulate
+        return not walks or any(v is None for v in plan)
 
     def _plan(self):
-        plan = (self.cells, self.num_tries, self.penalty, self.slack)
         if self._is_open():
-            raise ValueError(
-                "GridWalk: not planned; call planned(regularity, feasible) first."
-            )
-        return plan
+            raise ValueError("GridWalk: not planned; call planned(...) first.")
+        return self.cells, self.num_tries, self.penalty, self.slack
 
     def _refusal(self, bounds, steps, tries, total) -> str:
         size = float(min(math.prod(bounds.cells), 10**300))

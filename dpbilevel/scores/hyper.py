@@ -18,7 +18,7 @@ from ..problems.bilevel import BilevelProblem, Levels, Sizes
 from ..problems.bounds import Bounds, Metric
 from ..problems.constants import AbstractCertificate
 from ..samplers.base import AbstractPotential
-from ..sets import Ball
+from ..sets import Ball, Euclidean
 from .base import (
     SOLVES,
     AbstractScore,
@@ -205,12 +205,7 @@ class _Objective(AbstractPotential):
         return jnp.zeros_like(values).at[order].set(values)
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        certificate = certified.certificate_of(self.problem)
-        bounds = certificate.bounds(self.sizes, x)
-        steps = sensitivities.effort(certificate, self.sizes)
-        gradient = certified.hypergradient(
-            self.problem, self.data, x, self.y0, self.sizes, bounds, steps
-        )
+        gradient = _hypergradient(self.problem, self.data, x, self.y0, self.sizes)
         return self(x), gradient
 
     def _solution(self, x: PyTree) -> PyTree:
@@ -223,17 +218,16 @@ class _Objective(AbstractPotential):
             y = jax.tree.map(jnp.divide, s, roots)
             return jax.tree.map(jnp.divide, means.lower_y(x, y), roots)
 
-        with jax.default_matmul_precision("highest"):
-            s = fixed_count.accelerated_gradient(
-                gradient,
-                optax.tree.zeros_like(self.y0),
-                smallest=metric.smallest,
-                largest=metric.largest,
-                num_steps=self._steps(x),
-            )
-        radius = certified.certificate_of(self.problem).bounds(self.sizes, x)
+        s = fixed_count.accelerated_gradient(
+            gradient,
+            optax.tree.zeros_like(self.y0),
+            smallest=metric.smallest,
+            largest=metric.largest,
+            num_steps=self._steps(x),
+        )
+        bounds = certified.certificate_of(self.problem).bounds(self.sizes, x)
         y = jax.tree.map(jnp.divide, s, roots)
-        return Ball(radius.solution_radius).project(y)
+        return Ball(bounds.solution_radius).project(y)
 
     def _steps(self, x: PyTree) -> Int[Array, ""]:
         metric = self._metric(x)
@@ -276,11 +270,15 @@ class GradientNorm(AbstractScore):
         error = sensitivities.solve_error(bounds, steps)
         error += sensitivities.rounding_error(bounds, self.sizes, dtype)
         # The projection of a step that leaves the set, by a few roundings.
-        diameter = self.problem.x_set.diameter
-        held = not isinstance(diameter, float) or math.isfinite(diameter)
         rounding = 0.0
-        if held:
+        if not isinstance(self.problem.x_set, Euclidean):
             far = self.problem.x_set.reach
+            if isinstance(far, float) and math.isinf(far):
+                raise ValueError(
+                    "ExponentialMechanism: the gradient mapping on an unbounded "
+                    f"x_set={self.problem.x_set} rounds without bound; use a bounded "
+                    "set, or Euclidean()."
+                )
             rounding = 8 * float(jnp.finfo(dtype).eps) * (far + bounds.gradient)
         return Facts(
             {"upper": shares.upper + rounding, "lower": shares.lower + rounding},
@@ -302,16 +300,17 @@ class _Norm(AbstractPotential):
     sizes: Sizes = eqx.field(static=True)
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        certificate = certified.certificate_of(self.problem)
-        bounds = certificate.bounds(self.sizes, x)
-        steps = sensitivities.effort(certificate, self.sizes)
-        with jax.default_matmul_precision("highest"):
-            value = certified.hypergradient(
-                self.problem, self.data, x, self.y0, self.sizes, bounds, steps
-            )
+        value = _hypergradient(self.problem, self.data, x, self.y0, self.sizes)
         step = optax.tree.sub(x, value)
         back = optax.tree.sub(step, self.problem.x_set.project(step))
         return optax.tree.norm(optax.tree.add(value, back))
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         return batched(self, xs)
+
+
+def _hypergradient(problem, data, x, y0, sizes) -> PyTree:
+    certificate = certified.certificate_of(problem)
+    bounds = certificate.bounds(sizes, x)
+    steps = sensitivities.effort(certificate, sizes)
+    return certified.hypergradient(problem, data, x, y0, sizes, bounds, steps)
