@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpbilevel import Ball, Box, Simplex
-from dpbilevel.samplers import GridWalk, _lattice, grid_walk
+from dpbilevel.samplers import GridWalk, _cells, _lattice
 from dpbilevel.samplers.base import AbstractPotential, Regularity
 
 
@@ -54,7 +54,7 @@ class Setting:
         self.potential = potential or peak(dimension, lipschitz, bump)
         if name == "simplex":
             options = {"cells": (9, 9)} | options  # a small dense matrix
-        sampler = GridWalk(max_queries=10**30, **options)
+        sampler = GridWalk(**{"tabulate": False, "max_queries": 10**30} | options)
         self.sampler = sampler.planned(self.regularity, feasible)
         self.bounds = self.sampler._bounds(self.regularity, feasible)
         self.cells = self.sampler.cells
@@ -95,16 +95,14 @@ def transition_matrix(table, cells, index):
     ]
     where = jnp.asarray(np.repeat(index, len(words), 0), jnp.int32)
     words = jnp.asarray(np.tile(words, count), jnp.uint32)
-    proposed = grid_walk._proposals(cells, where, words)
+    proposed = _cells._proposals(cells, where, words)
 
     @jax.jit
     def threshold():
         def halve(_, ends):
             low, high = ends
             coins = (low + high) / 2
-            moved, _ = grid_walk._step(
-                energy, cells, where, energy(where), words, coins
-            )
+            moved, _ = _cells._step(energy, cells, where, energy(where), words, coins)
             moves = jnp.all(moved == proposed, axis=1)
             return jnp.where(moves, low, coins), jnp.where(moves, coins, high)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import dp_accounting
 import jax
@@ -346,6 +347,26 @@ REFUSALS = {
         lambda: dpb.Grid(jnp.zeros((2, 1), jnp.int32)),
         "floating-point",
     ),
+    "candidates of another structure": (
+        lambda: dpb.solve(
+            MEDIAN,
+            dpb.ExponentialMechanism(
+                dpb.Grid({"w": jnp.zeros((2, 1))}), clip_range=1.0
+            ).with_noise(1.0),
+            RECORDS,
+            jnp.zeros(1),
+            key=jax.random.key(0),
+        ),
+        r"a candidate is \{'w': \(1,\)\}, but the starting point is \(1,\)",
+    ),
+    "a gradient mapping on an unbounded set": (
+        lambda: GradientNorm(
+            dataclasses.replace(EXACT.problem, x_set=dpb.NonNegative()),
+            "spread",
+            SIZES,
+        ).facts(jnp.float64),
+        "rounds without bound; use a bounded set",
+    ),
     "start of another size": (
         lambda: dpb.solve(
             MEDIAN,
@@ -388,3 +409,24 @@ def test_an_unsealed_score_cannot_be_drawn_by():
         other.draw(
             sealed, GRID, UNIT, jnp.zeros(1), regularizer=1.0, key=jax.random.key(0)
         )
+
+
+def test_every_product_under_a_draw_is_computed_in_full_precision():
+    """Devices may otherwise round more than the errors that a plan counts."""
+    problem = dpb.linear_tuning(dpb.Logistic(), jnp.zeros(2, int), bounds=(0.0, 1.0))
+    rows = {"features": jnp.ones((4, 2)), "label": jnp.ones(4)}
+    data, w0 = dpb.Levels(rows, rows), (jnp.zeros(1), jnp.zeros(2))
+    solver = dpb.ExponentialMechanism(GRID, clip_range=1.0).with_noise(1.0)
+
+    def draw(data):
+        return dpb.solve(problem, solver, data, w0, key=jax.random.key(0)).x
+
+    def precisions(function):
+        text = str(jax.make_jaxpr(function)(data))
+        products = re.findall(r"dot_general\[.*?preferred", text, re.DOTALL)
+        return {"precision=(Precision.HIGHEST" in product for product in products}
+
+    assert precisions(draw) == {True}
+    # The control: the same loss outside of a draw.
+    losses = jax.vmap(lambda row: problem.lower(*w0, row))
+    assert precisions(lambda data: losses(data.lower)) == {False}

@@ -5,7 +5,7 @@ import pytest
 from lattice_zoo import CASES, Peak, Setting, law, peak, setting, transition_matrix
 
 from dpbilevel import Ball, Box, Euclidean, NonNegative, Product, Simplex
-from dpbilevel.samplers import GridWalk, grid_walk
+from dpbilevel.samplers import GridWalk, _cells
 from dpbilevel.samplers.base import Regularity
 
 EXACT = ["interval", "box", "ball", "segment", "simplex", "bumpy"]
@@ -24,9 +24,9 @@ def test_the_walk_is_reversible_lazy_and_leaves_exp_minus_h_as_it_is(name):
 
 def test_without_staying_the_walk_would_not_be_lazy(monkeypatch):
     walk = setting("box")
-    proposals = grid_walk._proposals
+    proposals = _cells._proposals
     always = lambda cells, index, words: proposals(cells, index, words | 1 << 31)  # noqa: E731
-    monkeypatch.setattr(grid_walk, "_proposals", always)
+    monkeypatch.setattr(_cells, "_proposals", always)
     with jax.enable_x64(True):
         hasty = transition_matrix(walk.table, walk.cells, walk.index)
     assert np.diag(hasty).min() < 0.4
@@ -134,25 +134,25 @@ def test_without_the_penalty_the_extension_is_not_convex():
 )
 def test_sets_without_a_lattice_are_refused(feasible, dimension, message):
     with pytest.raises(ValueError, match=message):
-        GridWalk().planned(Regularity(dimension, 1.0, 0.0), feasible)
+        GridWalk(tabulate=False).planned(Regularity(dimension, 1.0, 0.0), feasible)
 
 
 def test_more_evaluations_than_anyone_runs_are_refused_with_their_number_and_time():
     regularity = Regularity(6, 20.0, 0.0)
     message = r"T = 3\.\d+e\+08 certified steps .* evaluations .* days .*num_steps"
     with pytest.raises(ValueError, match=message):
-        GridWalk().planned(regularity, Box(0.0, 1.0))
+        GridWalk(tabulate=False).planned(regularity, Box(0.0, 1.0))
     with pytest.raises(ValueError, match="a table of"):
         GridWalk(tabulate=True).planned(regularity, Box(0.0, 1.0))
     with pytest.raises(ValueError, match=r"tabulate=True, .*declared convex"):
-        GridWalk().planned(Regularity(2, 20.0), Box(0.0, 1.0))
+        GridWalk(tabulate=False).planned(Regularity(2, 20.0), Box(0.0, 1.0))
     with pytest.raises(ValueError, match="needs the Lipschitz constant"):
-        GridWalk().planned(Regularity(2, np.inf), Box(0.0, 1.0))
+        GridWalk(tabulate=False).planned(Regularity(2, np.inf), Box(0.0, 1.0))
 
 
 def test_fewer_steps_than_certified_prove_nothing_and_say_so():
     regularity, feasible = Regularity(1, 4.0, 0.0), CASES["interval"][0]
-    certified = GridWalk().planned(regularity, feasible)
+    certified = GridWalk(tabulate=False).planned(regularity, feasible)
     assert certified.certificate(regularity, feasible).proved
     short = GridWalk(num_steps=certified.num_steps // 2).planned(regularity, feasible)
     certificate = short.certificate(regularity, feasible)
@@ -163,17 +163,24 @@ def test_fewer_steps_than_certified_prove_nothing_and_say_so():
     assert not certified.certificate(steep, feasible).proved
     inexact = Regularity(1, 4.0, 0.0, error=0.1)
     assert not certified.certificate(inexact, feasible).proved
-    assert GridWalk().planned(inexact, feasible).certificate(inexact, feasible).proved
+    assert (
+        GridWalk(tabulate=False)
+        .planned(inexact, feasible)
+        .certificate(inexact, feasible)
+        .proved
+    )
 
 
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="not planned"):
-        GridWalk().draw(peak(1, 1.0), Ball(1.0), jnp.zeros(1), key=jax.random.key(0))
+        GridWalk(tabulate=False).draw(
+            peak(1, 1.0), Ball(1.0), jnp.zeros(1), key=jax.random.key(0)
+        )
     with pytest.raises(ValueError, match="without a walk"):
         GridWalk(tabulate=True, num_steps=3)
     with pytest.raises(ValueError, match="num_tries must be an integer"):
         GridWalk(num_tries=0)
-    planned = GridWalk().planned(Regularity(1, 1.0, 0.0), Ball(1.0))
+    planned = GridWalk(tabulate=False).planned(Regularity(1, 1.0, 0.0), Ball(1.0))
     with pytest.raises(ValueError, match="planned for 1 axes, but the points have 2"):
         planned.draw(peak(2, 1.0), Ball(1.0), jnp.zeros(2), key=jax.random.key(0))
 
@@ -181,7 +188,9 @@ def test_misuse_is_refused():
 def test_an_error_of_the_values_is_paid_for_in_steps_and_tries():
     feasible = Ball(0.5)
     exact, inexact = (
-        GridWalk(max_queries=10**12).planned(Regularity(2, 1.0, 0.0, error=e), feasible)
+        GridWalk(tabulate=False, max_queries=10**12).planned(
+            Regularity(2, 1.0, 0.0, error=e), feasible
+        )
         for e in (0.0, 0.05)
     )
     assert inexact.num_steps > exact.num_steps

@@ -220,13 +220,18 @@ def test_a_walk_cut_short_is_heuristic_and_claims_no_epsilon():
 
 def test_a_certified_walk_is_pure_and_charged_for_its_error():
     problem = dpb.FiniteSum(steep, w_set=LINE, lipschitz=1.0)
-    solver = dpb.ExponentialMechanism(dpb.GridWalk(), convex=True, dimension=1)
+    walk = dpb.GridWalk(tabulate=False)
+    solver = dpb.ExponentialMechanism(walk, convex=True, dimension=1)
     plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=10)
     assert plan.report.status is dpb.Status.CONDITIONAL
     assert plan.report.delta == 0
     # epsilon of the density and twice the log ratio of the walk.
     assert float(plan.solver.mechanism.epsilon) == pytest.approx(0.98, rel=1e-6)
-    too_far = dpb.ExponentialMechanism(dpb.GridWalk(), convex=True, dimension=1)
+    # Left to itself the sampler takes the table, which is smaller.
+    free = dpb.ExponentialMechanism(dpb.GridWalk(), convex=True, dimension=1)
+    chosen = dpb.calibrate(problem, free, dpb.PrivacyBudget(1.0, 0.0), sizes=10)
+    assert chosen.solver.sampler.tabulate
+    too_far = dpb.ExponentialMechanism(walk, convex=True, dimension=1)
     with pytest.raises(ValueError, match="certified steps"):
         dpb.calibrate(problem, too_far, dpb.PrivacyBudget(1e3, 0.0), sizes=10**4)
 

@@ -56,15 +56,13 @@ def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
     """
     bounds = certificate.bounds(sizes)
     allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)
+    ends = bounds.strong_convexity, bounds.smoothness
 
-    def fewest(error: Callable[[int], float]) -> int:
-        # Both errors fall geometrically, so two of them tell the rate.
-        one, two = error(2), error(4)
-        if one <= allowed:
-            return 1 if error(1) <= allowed else 2
-        rate = math.log(two / one) / 2 if two > 0 else -math.inf
-        steps = 2 + math.ceil(math.log(allowed / one) / rate) if rate < 0 else math.inf
-        if allowed == 0 or steps > _MOST_STEPS:
+    def fewest(steps: Callable[[Any], Any], factor: Any) -> int:
+        count = 1.0 if factor == 0 else math.inf
+        if factor > 0 and allowed > 0:
+            count = steps(allowed / factor)
+        if not count <= _MOST_STEPS:
             raise ValueError(
                 "ImplicitBilevel: the constants ask for more than "
                 f"{_MOST_STEPS} inner steps, with smoothness {bounds.smoothness:.3g} "
@@ -72,11 +70,19 @@ def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
                 "convexity (mu_g) by a larger public penalty, or use PenaltyBilevel, "
                 "which needs no constants."
             )
-        return int(steps)
+        return int(count)
 
     return Effort(
-        fewest(lambda k: bounds.lower_error * _lower_error(bounds, k)),
-        fewest(lambda m: bounds.linear_error * _linear_error(bounds, m)),
+        fewest(
+            lambda error: fixed_count.accelerated_steps(
+                *ends, 2 * bounds.solution_radius, error
+            ),
+            bounds.lower_error,
+        ),
+        fewest(
+            lambda factor: fixed_count.chebyshev_steps(*ends, factor),
+            bounds.linear_error * bounds.upper_gradient,
+        ),
     )
 
 
@@ -89,10 +95,11 @@ def at(
     numbers of steps guarantee at this $x$, and $\omega$ a bound on floating-point
     rounding to first order in the unit roundoff $u$. With $\rho = u (32 + \text{rows} +
     \text{chunks})$ the relative error of a mean over records, every gradient is off by
-    $e = \rho L_{gy} + 8 u \beta r$ at most. Steps of the accelerated method add up to
-    an error of $4 \sqrt\kappa e / \mu$ in $y$, those of the linear solver to a residual
-    of at most $4 \sqrt\kappa (2 \kappa + 1) \rho L_{fy}$, and the last sums to $2 \rho
-    \bar L$. No two values in the ball of radius $\bar L$ are further apart than $2 \bar
+    $e = \rho L_{gy} + 100 u \beta r$ at most, where the last term also stands for the
+    sums that a step of the accelerated method makes. Its steps add up to an error of $2
+    e / \mu$ in $y$, those of the linear solver to a residual of at most $4 \sqrt\kappa
+    (2 \kappa + 1) \rho L_{fy}$, and the last sums to $2 \rho \bar L$. No two values in
+    the ball of radius $\bar L$ are further apart than $2 \bar
     L$.
 
     Args:
@@ -103,10 +110,6 @@ def at(
 
     Returns:
         The sensitivities of a change in either level: on the host without `x`.
-
-    References:
-        Schmidt, Le Roux and Bach, "Convergence rates of inexact proximal-gradient
-        methods for convex optimization", 2011, Proposition 4, for accumulated errors.
     """
     bounds = certificate.bounds(sizes, x)
     error = solve_error(bounds, effort(certificate, sizes))
@@ -240,10 +243,9 @@ def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
         dtype: What it is computed in.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
-    kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
     gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
-    gradient += 8 * unit * bounds.smoothness * bounds.solution_radius
-    return 4 * kappa**0.5 * gradient / bounds.strong_convexity
+    gradient += 100 * unit * bounds.smoothness * bounds.solution_radius
+    return 2 * gradient / bounds.strong_convexity
 
 
 def _mean_rounding(sizes: Sizes, dtype: Any) -> float:

@@ -133,7 +133,17 @@ class Grid(AbstractSampler):
 
         What is known of a potential holds on the set, so candidates are projected onto
         it. A potential that is not finite counts as the largest one there is.
+
+        Raises:
+            ValueError: A candidate is of another structure than `start`.
         """
+        found, wanted = _shapes(one_record(self.candidates)), _shapes(start)
+        if found != wanted:
+            raise ValueError(
+                f"Grid: a candidate is {found}, but the starting point is {wanted}; "
+                "stack points of the starting point's structure and shapes along a new "
+                "leading axis of every leaf."
+            )
         (key,) = derive(key, "select")
         points = jax.tree.map(
             lambda v, like: jnp.asarray(v, jnp.asarray(like).dtype),
@@ -152,3 +162,7 @@ class Grid(AbstractSampler):
         places = jnp.arange(len(best), dtype=jnp.int32)
         index = jnp.min(jnp.where(best, places, len(best) - 1))
         return jax.tree.map(lambda v: v[index], points)
+
+
+def _shapes(point: PyTree) -> PyTree:
+    return jax.tree.map(jnp.shape, point)

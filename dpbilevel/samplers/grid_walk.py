@@ -8,17 +8,15 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..noise import PRNGKey, derive, standard_exponential, standard_gumbel, step_keys
+from ..noise import PRNGKey, derive, standard_exponential
 from ..sets import AbstractSet
-from . import _lattice
+from . import _cells, _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
 from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
 
-_BLOCK = 128  # steps whose random numbers are drawn in one call
 _SPREAD = 0.5  # of e^-h in a cell, as planned
 
 
@@ -87,7 +85,8 @@ class GridWalk(AbstractSampler):
             Static.
         num_steps: $T$; certified when omitted. Fewer than certified make the run
             HEURISTIC. Static.
-        tabulate: Whether to draw the cell from a table of all cells. Static.
+        tabulate: Whether to draw the cell from a table of all cells; by default where
+            that takes fewer evaluations than the certified walk. Static.
         max_queries: Planning refuses more evaluations than this, unless `num_steps` is
             given. Static.
         num_tries: $M$; planned when omitted. Static.
@@ -113,7 +112,7 @@ class GridWalk(AbstractSampler):
 
     log_ratio: float = eqx.field(static=True, default=0.01)
     num_steps: int | None = eqx.field(static=True, default=None)
-    tabulate: bool = eqx.field(static=True, default=False)
+    tabulate: bool | None = eqx.field(static=True, default=None)
     max_queries: int = eqx.field(static=True, default=10_000_000)
     num_tries: int | None = eqx.field(static=True, default=None)
     cells: tuple[int, ...] | None = eqx.field(static=True, default=None)
@@ -145,20 +144,17 @@ class GridWalk(AbstractSampler):
                 evaluations while `num_steps` was left open.
         """
         bounds = self._bounds(regularity, feasible)
-        mixing = 0.0 if self.tabulate else math.tanh(self.log_ratio / 4)
-        part = self.log_ratio if self.tabulate else self.log_ratio / 2
-        tries: float | None = self.num_tries
-        if tries is None:
-            tries = bounds.tries(mixing, -math.expm1(-part))
-        steps: float | None = self.num_steps
-        if steps is None and not self.tabulate:
-            steps = bounds.steps(mixing)
-        total = queries(bounds.cells, steps, tries)
+        ways = (True, False) if self.tabulate is None else (self.tabulate,)
+        if self.num_steps is not None:
+            ways = (False,)
+        plans = [(way, *self._counts(bounds, way)) for way in ways]
+        tabulate, steps, tries, total = min(plans, key=lambda plan: plan[-1])
         limited = tries if self.num_steps else total
         if limited > self.max_queries:
             raise ValueError(self._refusal(bounds, steps, tries, total))
         return dataclasses.replace(
             self,
+            tabulate=tabulate,
             num_steps=None if steps is None else math.ceil(steps),
             num_tries=math.ceil(tries),
             cells=bounds.cells,
@@ -256,9 +252,9 @@ class GridWalk(AbstractSampler):
         key_walk, key_cell, key_accept = derive(key, "walk", "cell", "restart")
         shape = (tries, len(cells))
         if self.tabulate:
-            index, lowest = _from_table(energy, cells, tries, key=key_walk)
+            index, lowest = _cells.from_table(energy, cells, tries, key=key_walk)
         else:
-            index, lowest = _walk(
+            index, lowest = _cells.from_walks(
                 energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
             )
         offset = jax.random.uniform(key_cell, shape, flat.dtype)
@@ -294,6 +290,18 @@ class GridWalk(AbstractSampler):
         slack = bounds.needed_slack if self.slack is None else float(self.slack)
         return dataclasses.replace(bounds, slack=slack)
 
+    def _counts(self, bounds: WalkBounds, tabulate: bool):
+        """Steps or `None`, tries, and evaluations in all, one way or the other."""
+        mixing = 0.0 if tabulate else math.tanh(self.log_ratio / 4)
+        part = self.log_ratio if tabulate else self.log_ratio / 2
+        tries: float | None = self.num_tries
+        if tries is None:
+            tries = bounds.tries(mixing, -math.expm1(-part))
+        steps: float | None = self.num_steps
+        if steps is None and not tabulate:
+            steps = bounds.steps(mixing)
+        return steps, tries, queries(bounds.cells, steps, tries)
+
     def _is_open(self) -> bool:
         plan = (self.cells, self.num_tries, self.penalty, self.slack)
         walks = self.num_steps or self.tabulate
@@ -308,11 +316,11 @@ class GridWalk(AbstractSampler):
         size = float(min(math.prod(bounds.cells), 10**300))
         asked = (
             f"a table of {size:.3g} cells"
-            if self.tabulate
+            if steps is None
             else f"T = {steps:.3g} certified steps on {size:.3g} cells"
         )
         remedies = ["fewer dimensions", "a Grid of candidates", "a larger max_queries"]
-        if not self.tabulate:
+        if steps is not None:
             if size <= self.max_queries:
                 remedies.append("tabulate=True, which needs no steps")
             if not bounds.convex:
@@ -324,78 +332,3 @@ class GridWalk(AbstractSampler):
             f"max_queries is {self.max_queries:.3g}. What helps: "
             f"{', '.join(remedies)}."
         )
-
-
-def _from_table(energy, cells, tries, *, key):
-    """Exact draws of cells, and their energies."""
-    index = np.stack(np.unravel_index(np.arange(math.prod(cells)), cells), axis=-1)
-    table = energy(jnp.asarray(index, jnp.int32))
-
-    def one(key):
-        noise = standard_gumbel(table.shape, table.dtype, key=key)
-        return jnp.argmax(noise - table)
-
-    chosen = jax.lax.map(one, step_keys(key, tries)[1])
-    return jnp.asarray(index, jnp.int32)[chosen], table[chosen]
-
-
-def _walk(energy, cells, tries, num_steps, dtype, *, key):
-    """The last cells of independent walks from the middle, and their energies."""
-
-    def block(state, drawn):
-        start, key = drawn
-        key_moves, key_coins = derive(key, "walk", "restart")
-        words = jax.random.bits(key_moves, (length, tries), jnp.uint32)
-        coins = standard_exponential((length, tries), dtype, key=key_coins)
-        # What is left of the last block stays where it is.
-        counts = start + jnp.arange(length, dtype=jnp.int32)
-        words = jnp.where((counts < num_steps)[:, None], words, jnp.uint32(0))
-
-        def one(state, drawn):
-            return _step(energy, cells, *state, *drawn), None
-
-        return jax.lax.scan(one, state, (words, coins))[0], None
-
-    middle = jnp.asarray([[count // 2 for count in cells]], jnp.int32)
-    index = jnp.broadcast_to(middle, (tries, len(cells)))
-    state = (index, jnp.broadcast_to(energy(middle), (tries,)))
-    length = min(num_steps, _BLOCK)
-    starts = jnp.arange(0, num_steps, length, dtype=jnp.int32)
-    _, keys = step_keys(key, len(starts))
-    return jax.lax.scan(block, state, (starts, keys))[0]
-
-
-def _step(
-    energy,
-    cells: tuple[int, ...],
-    index: Int[Array, "m n"],
-    energies: Float[Array, " m"],
-    words: UInt32[Array, " m"],
-    coins: Float[Array, " m"],
-) -> tuple[Int[Array, "m n"], Float[Array, " m"]]:
-    """One step of every walk: where it is afterwards, and the energy there."""
-    proposed = _proposals(cells, index, words)
-    raised = energy(proposed)
-    moves = coins >= raised - energies
-    return (
-        jnp.where(moves[:, None], proposed, index),
-        jnp.where(moves, raised, energies),
-    )
-
-
-def _proposals(
-    cells: tuple[int, ...], index: Int[Array, "m n"], words: UInt32[Array, " m"]
-) -> Int[Array, "m n"]:
-    """The neighbours that random words propose; walks that stay propose themselves.
-
-    The top bit tells whether to move and the next one which way, so that a move and
-    its reverse have exactly the same probability; the others choose the axis.
-    """
-    n = len(cells)
-    axis = (words & jnp.uint32(2**30 - 1)) % jnp.uint32(n)
-    sign = jnp.where(words >> 30 & 1 == 1, 1, -1)
-    sign = jnp.where(words >> 31 == 1, sign, 0)
-    along = jnp.arange(n, dtype=jnp.uint32)[None] == axis[:, None]
-    moved = index + jnp.where(along, sign[:, None], 0).astype(index.dtype)
-    beyond = (moved < 0) | (moved >= jnp.asarray(cells, index.dtype)[None])
-    return jnp.where(jnp.any(beyond, axis=1, keepdims=True), index, moved)
