@@ -54,6 +54,8 @@ from .problems.models import absolute_loss as absolute_loss
 from .problems.models import hinge_loss as hinge_loss
 from .problems.models import logistic_loss as logistic_loss
 from .problems.models import squared_loss as squared_loss
+from .problems.saddle import SaddleProblem as SaddleProblem
+from .problems.saddle import VariationalInequality as VariationalInequality
 from .samplers.alternating import AlternatingSampler as AlternatingSampler
 from .samplers.base import AbstractSampler as AbstractSampler
 from .samplers.envelope import ConvexEnvelope as ConvexEnvelope
@@ -63,6 +65,7 @@ from .samplers.rejection import StochasticRejection as StochasticRejection
 from .sampling import FixedSize as FixedSize
 from .sampling import FullBatch as FullBatch
 from .sampling import Poisson as Poisson
+from .sampling import SinglePass as SinglePass
 from .sets import AbstractSet as AbstractSet
 from .sets import Ball as Ball
 from .sets import Box as Box
@@ -74,10 +77,12 @@ from .solvers.base import AbstractSolver as AbstractSolver
 from .solvers.base import fit as fit
 from .solvers.base import solve as solve
 from .solvers.exponential import ExponentialMechanism as ExponentialMechanism
+from .solvers.extragradient import NoisyExtragradient as NoisyExtragradient
 from .solvers.implicit import ImplicitBilevel as ImplicitBilevel
 from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
+from .solvers.proximal_point import InexactProximalPoint as InexactProximalPoint
 from .solvers.refitted import Refitted as Refitted
 from .solvers.regularized import (
     RegularizedExponentialMechanism as RegularizedExponentialMechanism,
