@@ -129,6 +129,22 @@ class Resolvent:
         r"""$\theta$, by which operator extrapolation contracts squared distances."""
         return 1 / (1 + self.strength / (self.lipschitz + self.strength))
 
+    @property
+    def distance(self) -> Number:
+        r"""A bound on the distance from the exact one: $q^N M / \lambda$ or $\zeta$."""
+        if self.inner != "picard":
+            return self.solve_error()
+        return self.contraction**self.steps * self._largest / self.strength
+
+    @property
+    def accuracy(self) -> Number:
+        r"""$\nu$: the inner inequality holds up to it at the last step."""
+        diameter = self.problem.w_set.diameter
+        if self.inner == "picard":
+            return self._largest * diameter * self.contraction**self.steps
+        slope = self.lipschitz * diameter + self._largest + 2 * self.strength * diameter
+        return slope * self.distance
+
     def step_rounding(self, dtype: Any) -> Number:
         r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
 

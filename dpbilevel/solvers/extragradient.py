@@ -11,13 +11,21 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..noise import PRNGKey, derive
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
+from ..problems import saddle_rates
 from ..problems.saddle import AbstractVariationalInequality
 from ..sampling import AbstractSampling, FullBatch
 from .base import AbstractSolver
 from .noisy_gd import running_mean
+from .saddle_choices import (
+    Passes,
+    extragradient_theorem,
+    extragradient_tuned,
+    planned,
+    scene_of,
+)
 from .updates import descent, projected_update
 
 OPERATOR = "operator"
@@ -81,6 +89,126 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
         _checks.instance(owner, Gaussian, noise=self.noise)
         _checks.count(owner, num_steps=self.num_steps)
         _checks.positive(owner, clip_norm=self.clip_norm, step_size=self.step_size)
+
+    @classmethod
+    def from_theorem(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        *,
+        dimension: int,
+        passes: Passes,
+        **fields: Any,
+    ) -> Self:
+        r"""The parameters of the paper, in whole numbers.
+
+        With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$ and $z$ the exact noise
+        multiplier,
+
+        $$B = \min(\max(\lceil a \rceil, 1), \lfloor n / 2 \rfloor), \quad T =
+        \Bigl\lfloor \frac{n}{2 B} \Bigr\rfloor, \quad \sigma = \frac{2 M z}{B},
+        \quad \gamma = \min\Bigl(\frac{D}{\sqrt{\frac72 T (M^2 / B + d \sigma^2)}},
+        \frac{1}{\sqrt3 L}\Bigr)$$
+
+        for a single pass over disjoint batches and, for several, batches of one record,
+        $T = n^2$ and $\gamma = \min(D / M, 1 / L) / (n \max(\sqrt n, a))$.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: $n \ge 2$.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+            passes: `"single"` or `"multi"`.
+            **fields: Further fields.
+
+        Returns:
+            A solver without noise, for `calibrate`. A warning where $a \ge n$: all
+            bounds are trivial.
+
+        Raises:
+            ValueError: A constant is not declared, the set is unbounded, or there are
+                fewer than two records.
+
+        References:
+            Boob and Guzman, Corollary 1 and Theorem 4; there the step size of the first
+            has no cap, and the noise of the second pays for half of the releases.
+        """
+        owner = f"{cls.__name__}.from_theorem"
+        scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
+        return cls(**(extragradient_theorem(scene, a, budget, passes) | fields))
+
+    @classmethod
+    def tuned(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        *,
+        dimension: int,
+        passes: Passes,
+        most_steps: int | None = None,
+        **fields: Any,
+    ) -> Self:
+        r"""The parameters with the least `bound`: batch and step size, or steps too.
+
+        Exact noise multipliers decide for a single pass. For several, candidates are
+        compared by a central limit theorem, the one with the fewest operator values
+        is taken among those within 5 % of the least bound, and its step size follows
+        from its exact multiplier.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: $n \ge 2$.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+            passes: `"single"` or `"multi"`.
+            most_steps: The largest number of steps to consider; $n$ by default.
+            **fields: Further fields.
+
+        Returns:
+            A solver without noise, for `calibrate`.
+
+        Raises:
+            ValueError: As `from_theorem`.
+        """
+        owner = f"{cls.__name__}.tuned"
+        most_steps = sizes if most_steps is None else most_steps
+        _checks.count(owner, most_steps=most_steps)
+        scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
+        return cls(**(extragradient_tuned(scene, budget, passes, most_steps) | fields))
+
+    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
+        r"""The bound on the expected gap of the answer: a promise, before any data.
+
+        For a single pass over fresh records `saddle_rates.extragradient_gap` bounds the
+        strong gap on the population. Otherwise that, plus $M$ times the stability of
+        the answer, bounds the weak gap. It holds for monotone operators within the
+        declared constants, a clip norm of at least `bound` and a step size of at most
+        $1 / (\sqrt3 L)$.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+
+        Raises:
+            ValueError: The solver is not calibrated or bound to sizes, or no theorem
+                covers its parameters.
+        """
+        scene, std, batch, single = planned(self, problem, dimension)
+        if self.step_size > scene.largest_step * (1 + 1e-6):
+            raise ValueError(
+                f"NoisyExtragradient.bound: no theorem covers step_size="
+                f"{self.step_size:.3g}; it must be at most {scene.largest_step:.3g}."
+            )
+        gap = saddle_rates.extragradient_gap(
+            scene, self.num_steps, self.step_size, batch, std
+        )
+        if not single:
+            gap += scene.bound * saddle_rates.extragradient_stability(
+                scene, self.num_steps, self.step_size, std
+            )
+        return float(gap)
 
     @property
     def neighbours(self) -> Neighbours:

@@ -12,9 +12,10 @@ from jaxtyping import Array, Int, PyTree
 from .. import _checks
 from ..clipping import Basis
 from ..noise import PRNGKey, derive
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import RECORDS, Ledger, Query, Release
 from ..privacy.mechanisms import Gaussian
+from ..problems import saddle_rates
 from ..problems.resolvents import Inner, Resolvent
 from ..problems.saddle import AbstractVariationalInequality
 from ..problems.sensitivities import UNITS
@@ -22,6 +23,13 @@ from ..resolvent import certified_resolvent
 from ..sampling import AbstractSampling, FullBatch
 from .base import AbstractSolver
 from .noisy_gd import running_mean
+from .saddle_choices import (
+    Passes,
+    planned,
+    proximal_theorem,
+    proximal_tuned,
+    scene_of,
+)
 
 RESOLVENT = "resolvent"
 
@@ -110,6 +118,122 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
                 "public denominator, no constant bounds an operator. Use "
                 "Neighbours.REPLACE_ONE, or NoisyExtragradient, which clips."
             )
+
+    @classmethod
+    def from_theorem(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        *,
+        dimension: int,
+        passes: Passes,
+        **fields: Any,
+    ) -> Self:
+        r"""The parameters of the paper, in whole numbers.
+
+        With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
+        batches has
+
+        $$B = \max(1, \mathrm{round}(n^{1/3})), \quad R = \lfloor n / B \rfloor, \quad
+        \lambda = \max(M / D, L) \max(n^{1/3}, a),$$
+
+        several passes over uniform subsets have $B = \lfloor \sqrt n \rfloor$, $R = n$
+        and $\lambda = \max(M / D, L) \max(\sqrt n, a)$, and both take $N = \lceil
+        \log(2 n) / \log(\lambda / L) \rceil$ steps of Picard's iteration.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: $n \ge 2$.
+            dimension: $d$, the number of coordinates.
+            passes: `"single"` or `"multi"`.
+            **fields: Further fields.
+
+        Returns:
+            A solver without noise, for `calibrate`. A warning where $a \ge n$: all
+            bounds are trivial.
+
+        Raises:
+            ValueError: A constant is not declared, the set is unbounded, or there are
+                fewer than two records.
+
+        References:
+            Boob and Guzman, Corollary 2 and Theorem 7.
+        """
+        owner = f"{cls.__name__}.from_theorem"
+        scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
+        chosen = proximal_theorem(scene, a, passes)
+        return cls(**({"dimension": dimension} | chosen | fields))
+
+    @classmethod
+    def tuned(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        *,
+        dimension: int,
+        passes: Passes,
+        most_steps: int | None = None,
+        **fields: Any,
+    ) -> Self:
+        r"""The parameters with the least `bound`: batch, strength and rounds.
+
+        Exact noise multipliers decide for a single pass. For several, candidates are
+        compared by a central limit theorem, and the one with the fewest operator values
+        is taken among those within 5 % of the least bound.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: $n \ge 2$.
+            dimension: $d$, the number of coordinates.
+            passes: `"single"` or `"multi"`.
+            most_steps: The largest number of steps to consider; $n$ by default.
+            **fields: Further fields.
+
+        Returns:
+            A solver without noise, for `calibrate`.
+
+        Raises:
+            ValueError: As `from_theorem`.
+        """
+        owner = f"{cls.__name__}.tuned"
+        most_steps = sizes if most_steps is None else most_steps
+        _checks.count(owner, most_steps=most_steps)
+        scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
+        chosen = proximal_tuned(scene, budget, passes, most_steps)
+        return cls(**({"dimension": dimension} | chosen | fields))
+
+    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
+        r"""The bound on the expected gap of the answer: a promise, before any data.
+
+        For a single pass over fresh records `saddle_rates.proximal_gap` bounds the
+        strong gap on the population. Otherwise that, plus $M$ times the stability of
+        the answer, bounds the weak gap. It holds for monotone operators within the
+        declared constants and a clip norm of at least `bound`.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+
+        Raises:
+            ValueError: The solver is not calibrated or bound to sizes, or no theorem
+                covers its parameters.
+        """
+        scene, std, batch, single = planned(self, problem, dimension)
+        assert self.sizes is not None
+        resolvent = self.resolvent(problem, self.sizes)
+        distance, accuracy = resolvent.distance, resolvent.accuracy
+        gap = saddle_rates.proximal_gap(
+            scene, self.num_steps, self.strength, batch, std, accuracy
+        )
+        if not single:
+            gap += scene.bound * saddle_rates.proximal_stability(
+                scene, self.num_steps, self.strength, distance
+            )
+        return float(gap)
 
     @property
     def neighbours(self) -> Neighbours:
