@@ -419,13 +419,12 @@ class WarmResolvent(dpb.InexactProximalPoint):
     """Starts from the resolvent that it found, not from the one it released."""
 
     def step(self, problem, data, state, *, key):
-        exact = dataclasses.replace(self, noise=dpb.Gaussian(0.0))
-        *_, key_exact = jax.random.split(key)
-        found = dpb.InexactProximalPoint.step(
-            exact, problem, data, state, key=key_exact
+        silent = dataclasses.replace(self, noise=dpb.Gaussian(0.0))
+        found, noisy = (
+            dpb.InexactProximalPoint.step(kind, problem, data, state, key=k)
+            for kind, k in zip((silent, self), jax.random.split(key), strict=True)
         )
-        noise = dpb.InexactProximalPoint.step(self, problem, data, state, key=key)
-        return dataclasses.replace(found, mean=noise.w)
+        return dataclasses.replace(found, mean=noisy.w)
 
     def released(self, state):
         return state.mean

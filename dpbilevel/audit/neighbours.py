@@ -187,9 +187,9 @@ def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
     length = BEYOND * math.sqrt(size)
     if solver.inner != "picard":
         length = float(solver.clip_norm)
-    step = solver.clip_norm / (
-        solver.strength * solver.sampling.denominator(solver.sizes)
-    )
+    assert solver.sizes is not None
+    batch = solver.sampling.denominator(solver.sizes)
+    step = solver.clip_norm / (solver.strength * batch)
     noise = 2 * step * solver.noise.event().noise_multiplier
     steps = solver.num_steps
     radius = 10 * math.sqrt(size) * (noise * math.sqrt(steps) + step * steps)
