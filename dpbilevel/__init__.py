@@ -8,6 +8,8 @@ from .clipping import Basis as Basis
 from .clipping import Bounded as Bounded
 from .clipping import clipped_mean as clipped_mean
 from .noise import root_key as root_key
+from .oracles.gaps import saddle_gap as saddle_gap
+from .oracles.gaps import variational_gap as variational_gap
 from .oracles.hypergradients import implicit_hypergradient as implicit_hypergradient
 from .oracles.hypergradients import penalty_hypergradient as penalty_hypergradient
 from .oracles.hypergradients import unrolled_hypergradient as unrolled_hypergradient
@@ -35,6 +37,7 @@ from .privacy.ledger import Release as Release
 from .privacy.mechanisms import Gaussian as Gaussian
 from .privacy.report import PrivacyReport as PrivacyReport
 from .privacy.report import Status as Status
+from .problems import saddle_zoo as saddle_zoo
 from .problems import zoo as zoo
 from .problems.applications import penalty_tuning as penalty_tuning
 from .problems.applications import source_weighting as source_weighting

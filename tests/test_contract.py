@@ -19,8 +19,7 @@ solvers = pytest.mark.parametrize("name", SOLVERS)
 # One of each class, for tests that compile programs of their own; the slow suite has
 # the others, which differ in problem, people or sampling.
 DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
-DISTINCT += ("refitted", "implicit_at_x", "warm_started", "extragradient")
-DISTINCT += ("proximal_point",)
+DISTINCT += ("refitted", "implicit_at_x", "warm_started", "proximal_point")
 distinct_solvers = pytest.mark.parametrize(
     "name",
     [
