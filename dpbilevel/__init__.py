@@ -68,7 +68,6 @@ from .samplers.rejection import StochasticRejection as StochasticRejection
 from .sampling import FixedSize as FixedSize
 from .sampling import FullBatch as FullBatch
 from .sampling import Poisson as Poisson
-from .sampling import SinglePass as SinglePass
 from .sets import AbstractSet as AbstractSet
 from .sets import Ball as Ball
 from .sets import Box as Box
@@ -76,6 +75,7 @@ from .sets import Euclidean as Euclidean
 from .sets import NonNegative as NonNegative
 from .sets import Product as Product
 from .sets import Simplex as Simplex
+from .single_pass import SinglePass as SinglePass
 from .solvers.base import AbstractSolver as AbstractSolver
 from .solvers.base import fit as fit
 from .solvers.base import solve as solve

@@ -19,8 +19,9 @@ from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.constants import SecondOrderConstants
 from ..problems.finite_sum import FiniteSum
 from ..problems.saddle import VariationalInequality
-from ..sampling import AbstractSampling, FixedSize, FullBatch, SinglePass
+from ..sampling import AbstractSampling, FixedSize, FullBatch
 from ..sets import Ball, Box, Euclidean, Product
+from ..single_pass import SinglePass
 from ..solvers.base import AbstractSolver
 from ..solvers.exponential import ExponentialMechanism
 from ..solvers.proximal_point import InexactProximalPoint

@@ -14,7 +14,8 @@ from ..privacy.calibration import least_multiplier
 from ..problems import saddle_rates
 from ..problems.saddle import AbstractVariationalInequality
 from ..problems.saddle_rates import Scene
-from ..sampling import AbstractSampling, FixedSize, SinglePass
+from ..sampling import AbstractSampling, FixedSize
+from ..single_pass import SinglePass
 
 Passes = Literal["single", "multi"]
 Fields = dict[str, Any]
