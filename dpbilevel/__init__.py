@@ -8,6 +8,8 @@ from .clipping import Basis as Basis
 from .clipping import Bounded as Bounded
 from .clipping import clipped_mean as clipped_mean
 from .noise import root_key as root_key
+from .oracles.gaps import saddle_gap as saddle_gap
+from .oracles.gaps import variational_gap as variational_gap
 from .oracles.hypergradients import implicit_hypergradient as implicit_hypergradient
 from .oracles.hypergradients import penalty_hypergradient as penalty_hypergradient
 from .oracles.hypergradients import unrolled_hypergradient as unrolled_hypergradient
@@ -35,6 +37,7 @@ from .privacy.ledger import Release as Release
 from .privacy.mechanisms import Gaussian as Gaussian
 from .privacy.report import PrivacyReport as PrivacyReport
 from .privacy.report import Status as Status
+from .problems import saddle_zoo as saddle_zoo
 from .problems import zoo as zoo
 from .problems.applications import penalty_tuning as penalty_tuning
 from .problems.applications import source_weighting as source_weighting
@@ -54,6 +57,8 @@ from .problems.models import absolute_loss as absolute_loss
 from .problems.models import hinge_loss as hinge_loss
 from .problems.models import logistic_loss as logistic_loss
 from .problems.models import squared_loss as squared_loss
+from .problems.saddle import SaddleProblem as SaddleProblem
+from .problems.saddle import VariationalInequality as VariationalInequality
 from .samplers.alternating import AlternatingSampler as AlternatingSampler
 from .samplers.base import AbstractSampler as AbstractSampler
 from .samplers.envelope import ConvexEnvelope as ConvexEnvelope
@@ -70,14 +75,17 @@ from .sets import Euclidean as Euclidean
 from .sets import NonNegative as NonNegative
 from .sets import Product as Product
 from .sets import Simplex as Simplex
+from .single_pass import SinglePass as SinglePass
 from .solvers.base import AbstractSolver as AbstractSolver
 from .solvers.base import fit as fit
 from .solvers.base import solve as solve
 from .solvers.exponential import ExponentialMechanism as ExponentialMechanism
+from .solvers.extragradient import NoisyExtragradient as NoisyExtragradient
 from .solvers.implicit import ImplicitBilevel as ImplicitBilevel
 from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
+from .solvers.proximal_point import InexactProximalPoint as InexactProximalPoint
 from .solvers.refitted import Refitted as Refitted
 from .solvers.regularized import (
     RegularizedExponentialMechanism as RegularizedExponentialMechanism,

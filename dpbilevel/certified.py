@@ -11,13 +11,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
 from . import _checks
 from .clipping import Basis, Bounded, Precision
-from .grid import Grid, floor_log2, wide_integers
+from .grid import ROUNDED_BITS, on_grid
 from .oracles import fixed_count
 from .privacy.budget import People
 from .problems import sensitivities
@@ -25,9 +24,6 @@ from .problems.bilevel import BilevelProblem, Levels, Sizes
 from .problems.bounds import Bounds
 from .problems.constants import AbstractCertificate
 from .sets import Ball, Euclidean
-
-# The step of the grid in shares of the smallest sensitivity.
-_BITS = 24
 
 
 def certified_hypergradient(
@@ -67,7 +63,7 @@ def certified_hypergradient(
     """
     _checks.strict_floats("certified_hypergradient")
     certificate = certificate_of(problem)
-    dtype = common_dtype(x, y0)
+    dtype = common_dtype((x, y0))
     sensitivities.check_dtype(certificate, sizes, dtype)
     bounds = certificate.bounds(sizes, x)
     with jax.default_matmul_precision("highest"):
@@ -82,19 +78,27 @@ def certified_hypergradient(
             value, _contribution(certificate, shares, sizes), Basis.CONSTANTS
         )
     least = jnp.minimum(shares.upper, shares.lower)
-    rounded = math.sqrt(optax.tree.size(value)) * 2.0**-_BITS * least
+    rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
     shares = jax.tree.map(lambda v: v + rounded, shares)
-    grid = _on_grid(value, least)
+    grid = on_grid(value, least)
     return Bounded(grid, _contribution(certificate, shares, sizes), Basis.CONSTANTS)
 
 
-def common_dtype(x: PyTree, y0: PyTree) -> jnp.dtype:
-    """The one dtype of the computation, which the bound on rounding refers to."""
-    dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves((x, y0))}
+def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
+    """The one dtype of the computation, which the bound on rounding refers to.
+
+    Args:
+        w: All variables, or their shapes.
+        owner: The solver to name in an error.
+
+    Raises:
+        ValueError: There are several dtypes, or one of half precision.
+    """
+    dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves(w)}
     if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
         names = ", ".join(sorted(dtype.name for dtype in dtypes))
         raise ValueError(
-            "ImplicitBilevel: x and y must be of one dtype, float32 or float64, since "
+            f"{owner}: all variables must be of one dtype, float32 or float64, since "
             f"the sensitivity includes its rounding; got {names}. Convert the starting "
             "point, as in jax.tree.map(lambda v: v.astype(jnp.float64), w0)."
         )
@@ -246,7 +250,7 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
         )
 
         def total(loss, x, y):
-            chunk = jax.vmap(functools.partial(readable, dtype=common_dtype(x, y)))(
+            chunk = jax.vmap(functools.partial(readable, dtype=common_dtype((x, y))))(
                 piece
             )
             losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
@@ -290,18 +294,3 @@ def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
     ]
     readable = jnp.stack(floats).all() if floats else jnp.asarray(True)
     return jax.tree.map(lambda v: jnp.where(readable, v, jnp.zeros_like(v)), record)
-
-
-def _on_grid(value: PyTree, least: Float[Array, ""]) -> Grid:
-    exponent = floor_log2(least) - _BITS
-    dtypes = tuple(v.dtype for v in jax.tree.leaves(value))
-    value = jax.lax.stop_gradient(value)
-    with wide_integers():
-
-        def count(v):
-            steps = jnp.ldexp(v.astype(jnp.float64), -exponent)
-            limit = np.float64(2.0**61)
-            return jnp.round(jnp.clip(steps, -limit, limit)).astype(jnp.int64)
-
-        counts = jax.tree.map(count, value)
-    return Grid(counts, exponent, least / 2, dtypes)

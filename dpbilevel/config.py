@@ -9,6 +9,7 @@ from typing import Any
 from .clipping import Precision
 from .privacy.budget import Neighbours, People, PrivacyBudget
 from .problems.bilevel import BilevelProblem, Sizes
+from .problems.finite_sum import AbstractFiniteSum
 from .runs.datasets import SOURCES, Data, Sources
 from .runs.tables import Place, Reader, check_choice, check_keys, check_table
 from .runs.tasks import TASKS, Task
@@ -176,7 +177,7 @@ def _solver(tables, place: Place, neighbours: Neighbours) -> AbstractSolver:
     for name in _PYTHON_ONLY:
         del solvers[name]
     bilevel = {k: v for k, v in solvers.items() if _solves(v) is BilevelProblem}
-    one_level = {k: v for k, v in solvers.items() if k not in bilevel}
+    one_level = {k: v for k, v in solvers.items() if _solves(v) is AbstractFiniteSum}
     reader = Reader(
         {AbstractSolver: one_level, AbstractSampling: public_classes(AbstractSampling)},
         _mechanisms(neighbours),

@@ -6,6 +6,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .noise import PRNGKey, standard_normal
@@ -19,6 +20,8 @@ _LARGEST_SCALE = 2.0**36
 # Counts are cut here before they are shifted or added: a sum that wrapped around would
 # set neighbours apart by the whole range, a cut one never moves them apart.
 _LARGEST_COUNT = 2**61
+# The step in shares of the sensitivity of a value that is rounded as a whole.
+ROUNDED_BITS = 24
 
 
 def wide_integers() -> contextlib.AbstractContextManager:
@@ -123,6 +126,30 @@ class Grid(eqx.Module):
                 for v, dtype in zip(jax.tree.leaves(values), self.dtypes, strict=True)
             ]
         return jax.tree.unflatten(jax.tree.structure(values), flat)
+
+
+def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
+    r"""A floating-point value rounded to a grid as a whole.
+
+    Two values end up at most $\sqrt d \cdot 2^{-24}$ of the sensitivity further apart.
+
+    Args:
+        value: Floating-point leaves.
+        sensitivity: How far one record moves the value; for several roles, the
+            smallest. Its power of two is the grid's, and public.
+    """
+    exponent = floor_log2(sensitivity) - ROUNDED_BITS
+    dtypes = tuple(v.dtype for v in jax.tree.leaves(value))
+    value = jax.lax.stop_gradient(value)
+    with wide_integers():
+
+        def count(v):
+            steps = jnp.ldexp(v.astype(jnp.float64), -exponent)
+            limit = np.float64(_LARGEST_COUNT)
+            return jnp.round(jnp.clip(steps, -limit, limit)).astype(jnp.int64)
+
+        counts = jax.tree.map(count, value)
+    return Grid(counts, exponent, sensitivity / 2, dtypes)
 
 
 def floor_log2(value: Float[Array, ""]) -> Int[Array, ""]:

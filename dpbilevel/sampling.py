@@ -2,13 +2,14 @@
 
 import abc
 import math
+from typing import ClassVar
 
 import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import scipy.stats
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from . import _checks
 from .noise import PRNGKey
@@ -33,17 +34,37 @@ class Batch(eqx.Module):
 
 
 class AbstractSampling(eqx.Module):
-    """A sampling scheme: draws a batch and knows the event that it amplifies."""
+    """A sampling scheme: draws a batch and knows the event that it amplifies.
+
+    Attributes:
+        numbered: Whether a batch depends on its number in the run, so that only solvers
+            that number their batches can use it.
+    """
+
+    numbered: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+    def draw(
+        self,
+        records: PyTree,
+        size: int,
+        *,
+        key: PRNGKey,
+        index: int | Int[Array, ""] | None = None,
+    ) -> Batch:
         """Draws one batch.
 
         Args:
             records: All records, with a common leading axis.
             size: The planned, public number of records.
             key: A typed key for this draw alone; as secret as the noise's.
+            index: The number of the batch in the run, from 0; read by schemes that are
+                `numbered`.
         """
+
+    @abc.abstractmethod
+    def rows(self, size: int) -> int:
+        """The most records that a batch from `size` records holds."""
 
     @abc.abstractmethod
     def denominator(self, size: int) -> float:
@@ -65,6 +86,18 @@ class AbstractSampling(eqx.Module):
             ValueError: No accountant supports this scheme under `neighbours`.
         """
 
+    def charged(self, count: int, size: int) -> int:
+        """How many of the `count` releases of one run a record is charged for.
+
+        All of them, unless a record is known to be in few batches.
+
+        Args:
+            count: The releases, each of a batch of its own.
+            size: The planned number of records.
+        """
+        del size
+        return count
+
     @abc.abstractmethod
     def failure(self, neighbours: Neighbours, size: int) -> float:
         """The probability per draw that the batch is not drawn as accounted."""
@@ -73,10 +106,21 @@ class AbstractSampling(eqx.Module):
 class FullBatch(AbstractSampling):
     """Every record, every time: no amplification, any relation."""
 
-    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+    def draw(
+        self,
+        records: PyTree,
+        size: int,
+        *,
+        key: PRNGKey,
+        index: int | Int[Array, ""] | None = None,
+    ) -> Batch:
         """Returns all records; the key is not used."""
-        del key
+        del key, index
         return Batch(records, None, self.denominator(size))
+
+    def rows(self, size: int) -> int:
+        """The number of records."""
+        return size
 
     def denominator(self, size: int) -> float:
         """The number of records."""
@@ -134,19 +178,27 @@ class Poisson(AbstractSampling):
         law = scipy.stats.binom(size + 1, self.realised_rate)
         return max(1, int(law.isf(_OVERFLOW)))
 
-    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+    def draw(
+        self,
+        records: PyTree,
+        size: int,
+        *,
+        key: PRNGKey,
+        index: int | Int[Array, ""] | None = None,
+    ) -> Batch:
         """Draws the batch as fixed-shape rows with a mask."""
+        del index
         n = jax.tree.leaves(records)[0].shape[0]
         rows = self.rows(max(n, size))
         bits = jax.random.bits(key, (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)
-        index = jnp.flatnonzero(chosen, size=rows, fill_value=0)
+        members = jnp.flatnonzero(chosen, size=rows, fill_value=0)
         mask = jnp.arange(rows) < jnp.sum(chosen)
         if n == 0:  # an empty axis cannot be indexed
             records = jax.tree.map(
                 lambda v: jnp.zeros((1, *v.shape[1:]), v.dtype), records
             )
-        batch = jax.tree.map(lambda v: jnp.take(v, index, axis=0), records)
+        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
         return Batch(batch, mask, self.denominator(size))
 
     def denominator(self, size: int) -> float:
@@ -197,12 +249,25 @@ class FixedSize(AbstractSampling):
     def __check_init__(self):
         _checks.count("FixedSize", size=self.size)
 
-    def draw(self, records: PyTree, size: int, *, key: PRNGKey) -> Batch:
+    def draw(
+        self,
+        records: PyTree,
+        size: int,
+        *,
+        key: PRNGKey,
+        index: int | Int[Array, ""] | None = None,
+    ) -> Batch:
         """Draws the subset by a random permutation."""
+        del index
         self._check_fits(size)
-        index = jax.random.permutation(key, size)[: self.size]
-        batch = jax.tree.map(lambda v: jnp.take(v, index, axis=0), records)
+        members = jax.random.permutation(key, size)[: self.size]
+        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
         return Batch(batch, None, self.denominator(size))
+
+    def rows(self, size: int) -> int:
+        """The batch size."""
+        del size
+        return self.size
 
     def denominator(self, size: int) -> float:
         """The batch size."""
@@ -239,3 +304,23 @@ class FixedSize(AbstractSampling):
             raise ValueError(
                 f"FixedSize: cannot draw a batch of {self.size} from {size} records."
             )
+
+
+def unnumbered(owner: str, sampling: AbstractSampling) -> None:
+    """Raises unless `sampling` is a scheme that any solver can draw from.
+
+    Args:
+        owner: The solver to name in an error.
+        sampling: What was given as sampling.
+
+    Raises:
+        TypeError: It is no sampling scheme.
+        ValueError: It needs the number of the batch, which the solver does not give.
+    """
+    _checks.instance(owner, AbstractSampling, sampling=sampling)
+    if sampling.numbered:
+        raise ValueError(
+            f"{owner}: {type(sampling).__name__} needs a solver that numbers its "
+            "batches, as NoisyExtragradient and InexactProximalPoint do. Use Poisson, "
+            "FixedSize or FullBatch."
+        )

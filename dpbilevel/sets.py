@@ -1,4 +1,4 @@
-"""Closed convex sets: exact projection, membership, diameter."""
+"""Closed convex sets: exact projection, membership, support function, diameter."""
 
 import abc
 import functools
@@ -26,6 +26,25 @@ class AbstractSet(eqx.Module):
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Whether `w` is in the set up to an absolute `tolerance`."""
 
+    @abc.abstractmethod
+    def support(self, g: PyTree) -> Float[Array, ""]:
+        r"""The support function $h(g) = \sup_{w \in W} \langle g, w \rangle$.
+
+        Args:
+            g: A pytree like a member.
+
+        Returns:
+            The supremum; `inf` where the set is unbounded in the direction of `g`.
+        """
+
+    def dimension(self, w: PyTree) -> int:
+        """The dimension of the affine hull.
+
+        Args:
+            w: A member, or its shapes.
+        """
+        return sum(math.prod(v.shape) for v in jax.tree.leaves(w))
+
     @property
     @abc.abstractmethod
     def diameter(self) -> float:
@@ -51,6 +70,10 @@ class Euclidean(AbstractSet):
         """Whether every entry is finite."""
         del tolerance
         return _all(jax.tree.map(jnp.isfinite, w))
+
+    def support(self, g: PyTree) -> Float[Array, ""]:
+        """Zero at zero, else `inf`."""
+        return _unbounded(_all(jax.tree.map(lambda v: v == 0, g)))
 
     @property
     def reach(self) -> float:
@@ -86,6 +109,11 @@ class Ball(AbstractSet):
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Whether the distance to the center is at most `radius + tolerance`."""
         return optax.tree.norm(_minus(w, self.center)) <= self.radius + tolerance
+
+    def support(self, g: PyTree) -> Float[Array, ""]:
+        r"""$\langle g, c \rangle + r \|g\|_2$."""
+        at_center = 0.0 if self.center is None else optax.tree.vdot(g, self.center)
+        return at_center + self.radius * optax.tree.norm(g)
 
     @property
     def reach(self) -> float:
@@ -137,6 +165,15 @@ class Box(AbstractSet):
                 upper,
             )
         )
+
+    def support(self, g: PyTree) -> Float[Array, ""]:
+        r"""$\sum_j \max(g_j l_j, g_j u_j)$."""
+
+        def largest(v, low, high):
+            ends = jnp.maximum(v * low, v * high)
+            return jnp.sum(jnp.where(v == 0, 0, ends))  # zero times inf is NaN
+
+        return optax.tree.sum(jax.tree.map(largest, g, *self._bounds(g)))
 
     @property
     def reach(self) -> float:
@@ -200,6 +237,10 @@ class NonNegative(AbstractSet):
         """Whether every entry is at least `-tolerance`."""
         return _all(jax.tree.map(lambda v: v >= -tolerance, w))
 
+    def support(self, g: PyTree) -> Float[Array, ""]:
+        """Zero where no entry is positive, else `inf`."""
+        return _unbounded(_all(jax.tree.map(lambda v: v <= 0, g)))
+
     @property
     def reach(self) -> float:
         """Always `inf`."""
@@ -228,7 +269,7 @@ class Simplex(AbstractSet):
         # A common shift of all entries leaves the projection as it is; without it the
         # sum of the result is as far from `scale` as large entries are rounded.
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers in
-            top = functools.reduce(jnp.maximum, map(jnp.max, jax.tree.leaves(w)))
+            top = _largest(w)
             shifted = jax.tree.map(lambda v: v - top.astype(v.dtype), w)
             return optax.projections.projection_simplex(shifted, self.scale)
 
@@ -238,6 +279,14 @@ class Simplex(AbstractSet):
         return NonNegative().contains(w, tolerance) & (
             jnp.abs(total - self.scale) <= tolerance * max(1, optax.tree.size(w))
         )
+
+    def support(self, g: PyTree) -> Float[Array, ""]:
+        """The largest entry times the scale."""
+        return self.scale * _largest(g)
+
+    def dimension(self, w: PyTree) -> int:
+        """One less than the number of entries."""
+        return AbstractSet.dimension(self, w) - 1
 
     @property
     def reach(self) -> float:
@@ -268,6 +317,14 @@ class Product(AbstractSet):
         """Whether every part is in its own set."""
         return _all(self._map(lambda part, v: part.contains(v, tolerance), w))
 
+    def support(self, g: PyTree) -> Float[Array, ""]:
+        """The sum over the parts."""
+        return optax.tree.sum(self._map(lambda part, v: part.support(v), g))
+
+    def dimension(self, w: PyTree) -> int:
+        """The sum over the parts."""
+        return sum(jax.tree.leaves(self._map(lambda part, v: part.dimension(v), w)))
+
     @property
     def reach(self) -> float:
         """The root of the sum of squares."""
@@ -294,6 +351,15 @@ def _minus(w: PyTree, center: PyTree | None) -> PyTree:
 
 def _plus(w: PyTree, center: PyTree | None) -> PyTree:
     return w if center is None else optax.tree.add(w, center)
+
+
+def _largest(tree: PyTree) -> Float[Array, ""]:
+    return functools.reduce(jnp.maximum, map(jnp.max, jax.tree.leaves(tree)))
+
+
+def _unbounded(zero: Bool[Array, ""]) -> Float[Array, ""]:
+    """Zero where the supremum is, else `inf`."""
+    return jnp.where(zero, 0.0, jnp.inf)
 
 
 def _all(tree: PyTree) -> Bool[Array, ""]:

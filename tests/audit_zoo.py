@@ -85,6 +85,22 @@ def regularized(scale=1.0, kind=dpb.RegularizedExponentialMechanism, **fields):
     return solver.prepared(_LIPSCHITZ)
 
 
+def extragradient(scale=1.0, kind=dpb.NoisyExtragradient, **fields):
+    defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
+    return kind(**(defaults | fields)).with_noise(scale).planned(10)
+
+
+def proximal(scale=1.0, kind=dpb.InexactProximalPoint, **fields):
+    defaults = {"num_steps": 3, "clip_norm": 0.7, "strength": 1.0, "inner_steps": 2}
+    defaults |= {"dimension": 1}
+    return kind(**(defaults | fields)).with_noise(scale).planned(10)
+
+
+def once(kind=dpb.SinglePass, **fields):
+    """Two steps on four disjoint batches, with the noise of one release."""
+    return extragradient(0.5, sampling=kind(2), **fields)
+
+
 def localized(scale=1.0):
     solver = dpb.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
     return solver.with_noise(scale).planned(10)
@@ -122,6 +138,9 @@ SOLVERS = {
     "ImplicitBilevel, overlapping": Audited(implicit("overlapping")),
     "ImplicitBilevel, shared": Audited(implicit("shared")),
     "WarmStarted": Audited(warm_started()),
+    "NoisyExtragradient": Audited(extragradient()),
+    "NoisyExtragradient, single pass": Audited(once()),
+    "InexactProximalPoint": Audited(proximal()),
     # Rounding of single precision is part of the claim.
     "RegularizedExponentialMechanism": Audited(regularized(), tolerance=2e-2),
     "ExponentialMechanism": Audited(

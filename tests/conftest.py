@@ -22,6 +22,7 @@ _TESTS = itertools.count(1)
 _COMPILED_IN_HASTE = {
     "test_contract",
     "test_exponential",
+    "test_extragradient",
     "test_grid_walk",
     "test_grid_walk_draws",
     "test_keys",
@@ -29,6 +30,7 @@ _COMPILED_IN_HASTE = {
     "test_oracles_linear",
     "test_oracles_peers",
     "test_oracles_refusals",
+    "test_saddle",
     "test_warm_start",
 }
 

@@ -17,9 +17,12 @@ from audit_zoo import (
     audited,
     claim_of,
     exponential,
+    extragradient,
     implicit,
     noisy_gd,
+    once,
     penalty,
+    proximal,
     regularized,
     sampled,
     single_loop,
@@ -388,6 +391,46 @@ def drawn(**fields):
     )
 
 
+class CountsSteps(dpb.NoisyExtragradient):
+    """Counts one release a step, as the paper does."""
+
+    def ledger(self, problem, sizes):
+        ledger = dpb.NoisyExtragradient.ledger(self, problem, sizes)
+        (release,) = ledger.releases
+        half = dataclasses.replace(release, count=self.num_steps)
+        return dataclasses.replace(ledger, releases=(half,))
+
+
+class SameBatch(dpb.SinglePass):
+    """Reads its first batch again and again."""
+
+    def draw(self, records, size, *, key, index=None):
+        return dpb.SinglePass.draw(self, records, size, key=key, index=0 * index)
+
+
+class HalfSensitiveResolvent(dpb.InexactProximalPoint):
+    """Takes the share of a record for its sensitivity."""
+
+    def step(self, problem, data, state, *, key):
+        half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
+        return dpb.InexactProximalPoint.step(half, problem, data, state, key=key)
+
+
+class WarmResolvent(dpb.InexactProximalPoint):
+    """Starts from the resolvent that it found, not from the one it released."""
+
+    def step(self, problem, data, state, *, key):
+        silent = dataclasses.replace(self, noise=dpb.Gaussian(0.0))
+        found, noisy = (
+            dpb.InexactProximalPoint.step(kind, problem, data, state, key=k)
+            for kind, k in zip((silent, self), jax.random.split(key), strict=True)
+        )
+        return dataclasses.replace(found, mean=noisy.w)
+
+    def released(self, state):
+        return state.mean
+
+
 SUBSET = sampled(dpb.FixedSize(2))
 ADDED = noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
 
@@ -408,6 +451,19 @@ def of_single_loop(broken, sound=lambda: audited(single_loop("shared"))):
     return Mutant("SingleLoopBilevel, shared", broken, sound)
 
 
+def of_extragradient(broken, sound=lambda: audited(extragradient(), runs=20_000)):
+    return Mutant("NoisyExtragradient", broken, sound)
+
+
+@functools.cache
+def sound_proximal():
+    return audited(proximal(), runs=20_000)
+
+
+def of_proximal(broken):
+    return Mutant("InexactProximalPoint", broken, sound_proximal)
+
+
 def of_exponential(broken):
     return Mutant("ExponentialMechanism", broken, drawn)
 
@@ -419,6 +475,19 @@ def of_regularized(broken):
 
 
 MUTANTS = {
+    "one of two releases a step counted": of_extragradient(
+        lambda: audited(extragradient(kind=CountsSteps), runs=20_000)
+    ),
+    "a single pass that reads one batch": of_extragradient(
+        lambda: audited(once(SameBatch), runs=20_000),
+        lambda: audited(once(), runs=20_000),
+    ),
+    "half the sensitivity of the resolvent": of_proximal(
+        lambda: audited(proximal(kind=HalfSensitiveResolvent), runs=20_000)
+    ),
+    "inner solver started from an unreleased point": of_proximal(
+        lambda: audited(proximal(kind=WarmResolvent), runs=20_000)
+    ),
     "draws by steeper losses than declared": of_regularized(
         lambda: audited(regularized(kind=DrawsBySteeper), runs=20_000)
     ),

@@ -238,6 +238,46 @@ SOLVERS |= {
     ),
 }
 
+SADDLE = dpb.SaddleProblem(
+    lambda x, y, r: (y[0] - y[1]) * jnp.dot(x, r["features"]) * r["label"],
+    lambda x, y: 0.05 * jnp.sum(x * x) - 0.05 * jnp.sum(y * y),
+    x_set=dpb.Ball(1.0),
+    y_set=dpb.Simplex(),
+    lipschitz=2.5,
+    bound=2.5,
+    public_lipschitz=0.1,
+    public_bound=0.1 * 2**0.5,
+)
+SADDLE_START = (Y0, jnp.full(2, 0.5))
+
+
+def extragradient(**fields):
+    defaults = {"num_steps": 4, "clip_norm": 1.0, "step_size": 0.2}
+    return dpb.NoisyExtragradient(**(defaults | fields))
+
+
+def proximal(**fields):
+    defaults = {"num_steps": 4, "clip_norm": 2.5, "strength": 6.0, "inner_steps": 3}
+    return dpb.InexactProximalPoint(**(defaults | fields))
+
+
+SOLVERS |= {
+    "extragradient": (
+        SADDLE,
+        extragradient(sampling=dpb.SinglePass(7)),
+        LOWER,
+        SADDLE_START,
+        None,
+    ),
+    "proximal_point": (
+        SADDLE,
+        proximal(sampling=dpb.SinglePass(10)),
+        LOWER,
+        SADDLE_START,
+        None,
+    ),
+}
+
 # They draw one of a few candidates.
 FEW_ANSWERS = {"exponential", "exponential_gradient_norm"}
 # Their noise follows a sensitivity that depends on released values.

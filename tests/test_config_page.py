@@ -33,6 +33,7 @@ WHERE = {
     dpb.LocalizedGD: ["inner, refit", "inner, refit, `LocalizedGD`"],
     dpb.Poisson: ["`sampling`", "`sampling` (Poisson)"],
     dpb.FixedSize: ["`sampling`", "`sampling` (FixedSize)"],
+    dpb.SinglePass: ["`sampling`", "`sampling` (SinglePass)"],
     dpb.FullBatch: ["`sampling`"],
 }
 # Fields that a text file cannot hold, or that the library fills in.

@@ -19,7 +19,7 @@ solvers = pytest.mark.parametrize("name", SOLVERS)
 # One of each class, for tests that compile programs of their own; the slow suite has
 # the others, which differ in problem, people or sampling.
 DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
-DISTINCT += ("refitted", "implicit_at_x", "warm_started")
+DISTINCT += ("refitted", "implicit_at_x", "warm_started", "proximal_point")
 distinct_solvers = pytest.mark.parametrize(
     "name",
     [
@@ -302,7 +302,7 @@ def test_fit_reports_the_ledger_of_what_it_ran(name):
 def test_the_answer_is_feasible(name):
     problem, solver, data, w0 = calibrated(name)
     value = run(name, jax.random.key(KEY)).value
-    if isinstance(problem, dpb.BilevelProblem):
+    if isinstance(problem, dpb.BilevelProblem | dpb.SaddleProblem):
         assert bool(problem.x_set.contains(value[0]))
         assert value[1] is None or bool(problem.y_set.contains(value[1]))
     else:

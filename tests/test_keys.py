@@ -1,5 +1,6 @@
 """Keys: named domains, nothing used twice, all draws independent of each other."""
 
+import dataclasses
 import functools
 
 import jax
@@ -40,6 +41,11 @@ TWO_LEVELS = dpb.BilevelProblem(
     ),
 )
 
+# So small a set that a released point is its noise.
+INEQUALITY = dpb.VariationalInequality(
+    lambda w, z: 0.0 * (w + z), w_set=dpb.Ball(1e-3), lipschitz=0.0, bound=1.0
+)
+
 # All solvers, those that differ only in their problem in the slow suite; one per scheme
 # of sampling also under the generator that is not the default.
 ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
@@ -60,6 +66,10 @@ def words(key):
 def wide(name):
     """The solver of the zoo on a problem with `SIZE` coordinates and records."""
     _, solver, _, _, people = SOLVERS[name]
+    if name == "proximal_point":
+        solver = dataclasses.replace(solver, dimension=SIZE, sampling=dpb.SinglePass(3))
+    if name in ("extragradient", "proximal_point"):
+        return INEQUALITY, solver.with_noise(1.0).planned(SIZE), RECORDS, ZERO
     if people is None:
         return ONE_LEVEL, solver.with_noise(1.0).planned(SIZE), RECORDS, ZERO
     shared = people == "shared"
@@ -80,8 +90,8 @@ def draws(problem, solver, data, w0):
         return released
 
     def recorded(draw):
-        def recorded_draw(self, records, size, *, key):
-            batch = draw(self, records, size, key=key)
+        def recorded_draw(self, records, size, *, key, index=None):
+            batch = draw(self, records, size, key=key, index=index)
             mask = jnp.ones(()) if batch.mask is None else batch.mask.astype("f4")
             chosen = ZERO.at[batch.records.astype(jnp.int32)].add(mask)
             jax.debug.callback(lambda v: batches.append(np.ravel(v)), chosen)

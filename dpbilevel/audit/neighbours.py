@@ -18,10 +18,13 @@ from ..privacy.ledger import PERSON, RECORDS
 from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.constants import SecondOrderConstants
 from ..problems.finite_sum import FiniteSum
+from ..problems.saddle import VariationalInequality
 from ..sampling import AbstractSampling, FixedSize, FullBatch
 from ..sets import Ball, Box, Euclidean, Product
+from ..single_pass import SinglePass
 from ..solvers.base import AbstractSolver
 from ..solvers.exponential import ExponentialMechanism
+from ..solvers.proximal_point import InexactProximalPoint
 from ..solvers.regularized import RegularizedExponentialMechanism
 from .claims import Claim, ledger_claims
 
@@ -101,7 +104,7 @@ def canaries(
     schemes = _sampling(solver)
     fixed = any(isinstance(scheme, FixedSize) for scheme in schemes)
     others = (-1.0 if fixed else 0.0) if others is None else others
-    everyone = fixed or others != 0
+    everyone = fixed or others != 0 or any(scheme.numbered for scheme in schemes)
     # At the planned sizes where they cost nothing: a defect may depend on them.
     alone = not everyone and all(isinstance(s, FullBatch) for s in schemes)
     small = solver if alone else _reduced(solver)
@@ -143,6 +146,10 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
         return _LIPSCHITZ, zeros
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
+    if isinstance(solver, InexactProximalPoint):
+        return _pulled(solver, optax.tree.size(zeros)), zeros
+    if issubclass(VariationalInequality, solver.problem_type):
+        return _PULL, zeros
     if solver.basis is Basis.CONSTANTS:
         return _certified(optax.tree.size(zeros)), (zeros, zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
@@ -166,6 +173,39 @@ _LIPSCHITZ = FiniteSum(
     lipschitz=1.0,
     smoothness=0.0,
 )
+
+
+_PULL = VariationalInequality(
+    lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w),
+)
+
+
+def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
+    """Constant operators, on a ball that the noisy points hardly leave.
+
+    Where nothing is clipped, records have the length that is declared.
+    """
+    length = BEYOND * math.sqrt(size)
+    if solver.inner != "picard":
+        length = float(solver.clip_norm)
+    assert solver.sizes is not None
+    batch = solver.sampling.denominator(solver.sizes)
+    step = solver.clip_norm / (solver.strength * batch)
+    noise = 2 * step * solver.noise.event().noise_multiplier
+    steps = solver.num_steps
+    radius = 10 * math.sqrt(size) * (noise * math.sqrt(steps) + step * steps)
+    ball = Ball(2.0 ** math.ceil(math.log2(radius)))
+    return _constant(length / math.sqrt(size) / BEYOND, length, ball.radius)
+
+
+@functools.cache
+def _constant(unit: float, length: float, radius: float) -> VariationalInequality:
+    return VariationalInequality(
+        lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, unit * z), w),
+        w_set=Ball(radius),
+        lipschitz=0.0,
+        bound=length,
+    )
 
 
 @functools.cache
@@ -263,15 +303,16 @@ def _reduced(solver: AbstractSolver) -> AbstractSolver:
     """The solver at sizes and batch sizes divided by a common divisor."""
     sizes = solver.sizes
     counts = [sizes.upper, sizes.lower] if isinstance(sizes, Sizes) else [sizes]
-    schemes = [s for s in _sampling(solver) if isinstance(s, FixedSize)]
+    kinds = FixedSize, SinglePass
+    schemes = [s for s in _sampling(solver) if isinstance(s, kinds)]
     counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
     # Alone in a batch, a clip of the batch would pass for a clip of the record.
     divisor = max(d for d in _divisors(common) if d == 1 or fewest // d >= 2)
     small = jax.tree.map(
-        lambda v: FixedSize(v.size // divisor) if isinstance(v, FixedSize) else v,
+        lambda v: type(v)(v.size // divisor) if isinstance(v, kinds) else v,
         solver,
-        is_leaf=lambda v: isinstance(v, FixedSize),
+        is_leaf=lambda v: isinstance(v, kinds),
     )
     if isinstance(sizes, Sizes):
         upper, lower = (count // divisor for count in counts)

@@ -10,10 +10,12 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..clipping import SUMS, Precision
+from ..sampling import AbstractSampling
 from . import accounting
 from .budget import PrivacyBudget
 from .draws import Draw
-from .ledger import Ledger
+from .ledger import RECORDS, Ledger, Query, Release
+from .mechanisms import Gaussian
 from .report import PrivacyReport, describe
 
 _LARGEST_SCALE = 2.0**60
@@ -93,6 +95,30 @@ def calibrate(
         dimensions=dimensions,
     )
     return Plan(calibrated, report)
+
+
+def least_multiplier(
+    sampling: AbstractSampling, count: int, size: int, budget: PrivacyBudget
+) -> float:
+    """The least noise multiplier at which Gaussian releases stay within a budget.
+
+    Under replace-one; what `calibrate` finds for a solver of these releases alone.
+
+    Args:
+        sampling: How each release's batch is drawn.
+        count: The number of releases.
+        size: The number of records.
+        budget: The guarantee to reach.
+
+    Raises:
+        ValueError: No noise reaches the budget.
+    """
+
+    def ledger(multiplier: float) -> Ledger:
+        query = Query(RECORDS, size, 1.0, sampling)
+        return Ledger((Release("query", count, (query,), Gaussian(multiplier)),))
+
+    return _least_scale(ledger, budget)
 
 
 def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:

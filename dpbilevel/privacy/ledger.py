@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import dp_accounting
 import scipy.optimize
@@ -99,6 +99,19 @@ class AbstractRelease(abc.ABC):
         """What was proved about it, in the words of the report."""
         return ()
 
+    def repeated(self, count: int) -> tuple[Self, ...]:
+        """The releases of `count` runs.
+
+        Numbered batches begin anew in every run, so a record of the first batches is
+        charged in each of them: such runs are not counted as one long run.
+
+        Args:
+            count: How many runs.
+        """
+        if any(query.sampling.numbered for query in self.queries):
+            return (self,) * count
+        return (dataclasses.replace(self, count=count * self.count),)
+
     @property
     @abc.abstractmethod
     def neighbours(self) -> Neighbours:
@@ -186,6 +199,16 @@ class Release(AbstractRelease):
         return self.count * sum(q.sampling.failure(neighbours, q.size) for q in batches)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """How often a record is charged, where that is not every time."""
+        return tuple(
+            f"{self.name}: batches are disjoint, so a record is charged for "
+            f"{charged} of {self.count} releases"
+            for query in self.queries
+            if (charged := query.sampling.charged(self.count, query.size)) < self.count
+        )
+
+    @property
     def noise_multiplier(self) -> float:
         """The noise over the sensitivity of one person with a record in every role."""
         return self.mechanism.event().noise_multiplier
@@ -194,7 +217,8 @@ class Release(AbstractRelease):
         """The events of all `count` releases, with the kind of person they charge."""
         for person, query, multiplier in self._shares(people):
             event = query.sampling.event(multiplier, self.neighbours, query.size)
-            yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
+            count = query.sampling.charged(self.count, query.size)
+            yield person, dp_accounting.SelfComposedDpEvent(event, count)
 
     def _shares(self, people: People) -> Iterator[tuple[str, Query, float]]:
         multiplier, total = self.noise_multiplier, self.contribution
@@ -333,9 +357,8 @@ class Ledger:
 
     def repeat(self, count: int) -> "Ledger":
         """The same run `count` times."""
-        releases = tuple(
-            dataclasses.replace(r, count=count * r.count) for r in self.releases
-        )
+        _checks.count("Ledger.repeat", count=count)
+        releases = tuple(part for r in self.releases for part in r.repeated(count))
         return dataclasses.replace(self, releases=releases)
 
     def named(self, run: str) -> "Ledger":

@@ -87,7 +87,7 @@ class HyperObjective(AbstractScore):
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
         """Solves the lower level anew at every point."""
         x, y = start
-        dtype = certified.common_dtype(x, y)
+        dtype = certified.common_dtype((x, y))
         check_loss_dtype(self.problem.upper, (x, y), certified.wide(data.upper, dtype))
         y = Ball(self._bounds().solution_radius).project(y)
         reference = None if self.clip_range is not None else (x, y)
@@ -178,7 +178,7 @@ class _Objective(AbstractPotential):
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         y = self._solution(x)
         upper, half = self.problem.upper, jnp.asarray(self.half)
-        dtype = certified.common_dtype(x, y)
+        dtype = certified.common_dtype((x, y))
 
         def centered(record):
             record = certified.readable(record, dtype)

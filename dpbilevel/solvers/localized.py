@@ -16,7 +16,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..problems.finite_sum import AbstractFiniteSum
-from ..sampling import AbstractSampling, FullBatch
+from ..sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
 from .base import AbstractSolver
 from .noisy_gd import GRADIENT, gradient_ledger, noisy_gradient, running_mean
@@ -72,7 +72,7 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
     problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):
-        _checks.instance(type(self).__name__, AbstractSampling, sampling=self.sampling)
+        unnumbered(type(self).__name__, self.sampling)
         _checks.instance(type(self).__name__, Gaussian, noise=self.noise)
         if not isinstance(self.radii, tuple) or not self.radii:
             raise ValueError(

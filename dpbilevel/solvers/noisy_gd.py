@@ -15,7 +15,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
 from ..problems.finite_sum import AbstractFiniteSum
-from ..sampling import AbstractSampling, FullBatch
+from ..sampling import AbstractSampling, FullBatch, unnumbered
 from .base import AbstractSolver
 from .updates import check_descent, descent, projected_update
 
@@ -70,7 +70,7 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
     problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):
-        _checks.instance(type(self).__name__, AbstractSampling, sampling=self.sampling)
+        unnumbered(type(self).__name__, self.sampling)
         _checks.instance(type(self).__name__, Gaussian, noise=self.noise)
         _checks.count("NoisyGD", num_steps=self.num_steps)
         _checks.positive("NoisyGD", clip_norm=self.clip_norm)

@@ -20,7 +20,7 @@ from ..problems.bilevel import BilevelProblem, Levels, Sizes
 from ..problems.constants import Constants
 from ..problems.finite_sum import AbstractFiniteSum
 from ..problems.penalized import PenalizedLevel, levels_mean, levels_queries
-from ..sampling import AbstractSampling, FullBatch
+from ..sampling import AbstractSampling, FullBatch, unnumbered
 from .base import AbstractSolver, inner_solve
 from .outputs import Best, smallest_step
 from .updates import check_descent, descent, projected_update
@@ -116,7 +116,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
-        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
+        unnumbered(owner, self.sampling)
         _checks.instance(owner, Gaussian, noise=self.noise)
         _checks.count(owner, num_steps=self.num_steps)
         _checks.positive(

@@ -16,7 +16,7 @@ from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
 from ..problems.bilevel import BilevelProblem, Levels, Sizes
 from ..problems.penalized import levels_mean, levels_queries
-from ..sampling import AbstractSampling, FullBatch
+from ..sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Euclidean
 from .base import AbstractSolver
 from .noisy_gd import running_mean
@@ -129,7 +129,7 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def __check_init__(self):
         owner = "SingleLoopBilevel"
-        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
+        unnumbered(owner, self.sampling)
         _checks.instance(owner, Gaussian, noise=self.noise)
         _checks.count(owner, num_steps=self.num_steps)
         _checks.positive(

@@ -12,8 +12,8 @@ class Solution(eqx.Module):
     """What a run releases.
 
     Attributes:
-        value: The released answer: `w` for one level, `(x, y)` for two; `y` is `None`
-            where a solver does not release it.
+        value: The released answer: `w` for one level, `(x, y)` for two and for saddle
+            points; `y` is `None` where a solver does not release it.
         trajectory: The released iterates with a leading axis of steps, or `None`.
     """
 
@@ -22,18 +22,19 @@ class Solution(eqx.Module):
 
     @property
     def x(self) -> PyTree:
-        """The upper variable of a two-level answer."""
+        """The upper variable of a two-level answer, the minimizer of a saddle point."""
         return self._pair()[0]
 
     @property
     def y(self) -> PyTree:
-        """The lower variable of a two-level answer."""
+        """The lower variable of a two-level answer, the maximizer of a saddle point."""
         return self._pair()[1]
 
     def _pair(self) -> tuple[PyTree, PyTree]:
         if not isinstance(self.value, tuple) or len(self.value) != 2:
             raise AttributeError(
-                "only the solution of a bilevel problem has x and y; use .value."
+                "only the solution of a bilevel problem or a saddle point has x and y; "
+                "use .value."
             )
         return self.value
 
@@ -54,10 +55,10 @@ class PrivateResult:
 
     @property
     def x(self) -> PyTree:
-        """The upper variable of a two-level answer."""
+        """The upper variable of a two-level answer, the minimizer of a saddle point."""
         return Solution(self.value).x
 
     @property
     def y(self) -> PyTree:
-        """The lower variable of a two-level answer."""
+        """The lower variable of a two-level answer, the maximizer of a saddle point."""
         return Solution(self.value).y
