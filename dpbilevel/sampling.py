@@ -15,8 +15,9 @@ from . import _checks
 from .noise import PRNGKey
 from .privacy.budget import Neighbours
 
-# The chance, per draw, that a Poisson batch outgrows a capacity chosen by us.
-_OVERFLOW = 1e-12
+# The chance, per draw, that a Poisson batch outgrows a capacity chosen by us, and that
+# a subset of fixed size has too few different members.
+_OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
 
 
 class Batch(eqx.Module):
@@ -257,10 +258,13 @@ class FixedSize(AbstractSampling):
         key: PRNGKey,
         index: int | Int[Array, ""] | None = None,
     ) -> Batch:
-        """Draws the subset by a random permutation."""
+        """Draws the subset: at a cost that grows with it alone where it is small."""
         del index
         self._check_fits(size)
-        members = jax.random.permutation(key, size)[: self.size]
+        if self._is_small(size):
+            members = _first_distinct(self.size, size, self._tries(size), key=key)
+        else:
+            members = jax.random.permutation(key, size)[: self.size]
         batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
         return Batch(batch, None, self.denominator(size))
 
@@ -295,15 +299,41 @@ class FixedSize(AbstractSampling):
         )
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Zero."""
-        del neighbours, size
-        return 0.0
+        """The probability that a small subset has too few different members."""
+        del neighbours
+        return _EXHAUSTED if self._is_small(size) else 0.0
+
+    def _is_small(self, size: int) -> bool:
+        return self.size <= size // 4
+
+    def _tries(self, size: int) -> int:
+        """How many uniform members hold enough different ones, but for `failure`.
+
+        While there are too few, the next one is known with probability (size - 1) / n
+        at most.
+        """
+        repeated, spare = (self.size - 1) / size, 1
+        while scipy.stats.binom(self.size + spare, repeated).sf(spare) > _EXHAUSTED:
+            spare += 1 + spare // 8
+        return self.size + spare
 
     def _check_fits(self, size: int) -> None:
         if self.size > size:
             raise ValueError(
                 f"FixedSize: cannot draw a batch of {self.size} from {size} records."
             )
+
+
+def _first_distinct(
+    count: int, size: int, tries: int, *, key: PRNGKey
+) -> Int[Array, " count"]:
+    """The first `count` different ones of `tries` numbers below `size`: uniform."""
+    drawn = jax.random.randint(key, (tries,), 0, size, jnp.int32)
+    order = jnp.argsort(drawn, stable=True)
+    ordered = drawn[order]
+    new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    first = jnp.zeros(tries, bool).at[order].set(new)
+    return drawn[jnp.flatnonzero(first, size=count, fill_value=0)]
 
 
 def unnumbered(owner: str, sampling: AbstractSampling) -> None:

@@ -316,7 +316,7 @@ def coarse_inner(kind):
     with (
         mock.patch.multiple(sensitivities, **changes),
         mock.patch.object(solves, "accelerated_gradient", adversary),
-        mock.patch.object(solves, "accelerated_error", lambda *_: allowed),
+        mock.patch.object(solves, "accelerated_error", return_value=allowed),
     ):
         return audited(implicit("overlapping", kind=kind), runs=20_000)
 

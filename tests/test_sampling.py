@@ -166,12 +166,34 @@ def test_fixed_size_batches_are_uniform_subsets_without_replacement(
         assert worst_binomial_pvalue(pair_counts(included), DRAWS, rate**2) < ALPHA
 
 
-def test_every_small_subset_is_equally_likely():
-    included = inclusions(dpb.FixedSize(2), n=5, draws=50_000, seed=1)
-    counts = np.unique(included @ 2 ** np.arange(5), return_counts=True)[1]
-    assert len(counts) == 10
+@pytest.mark.parametrize(("size", "n", "subsets"), [(2, 5, 10), (2, 9, 36)])
+def test_every_small_subset_is_equally_likely(size, n, subsets):
+    included = inclusions(dpb.FixedSize(size), n=n, draws=50_000, seed=1)
+    counts = np.unique(included @ 2 ** np.arange(n), return_counts=True)[1]
+    assert len(counts) == subsets
     assert scipy.stats.chisquare(counts).pvalue > ALPHA
-    assert scipy.stats.chisquare(counts + 300 * (np.arange(10) < 5)).pvalue < ALPHA
+    uneven = counts + 3000 // subsets * (np.arange(subsets) < subsets // 2)
+    assert scipy.stats.chisquare(uneven).pvalue < ALPHA
+
+
+@pytest.mark.parametrize(("size", "n"), [(1, 4), (2, 9), (10, 40), (60, 1000)])
+def test_a_small_subset_runs_out_of_members_as_rarely_as_it_is_charged(size, n):
+    sampling = dpb.FixedSize(size)
+
+    def short(tries):
+        """The probability of too few different ones, by the chain of their number."""
+        law = np.zeros(size + 1)
+        law[0] = 1.0
+        for _ in range(tries):
+            known = np.append(np.arange(size), n) / n  # enough stay enough
+            law, moved = law * known, law * (1 - known)
+            law[1:] += moved[:-1]
+        return law[:-1].sum()
+
+    tries = sampling._tries(n)
+    assert short(tries) <= sampling.failure(REPLACE, n)
+    # The control: half of the spare ones would not do.
+    assert size == 1 or short((size + tries) // 2) > sampling.failure(REPLACE, n)
 
 
 def test_fixed_size_is_refused_under_add_or_remove_with_the_reason():
