@@ -281,7 +281,7 @@ class _Game:
             self._public(ridge, strength) if ridge or strength else None,
             x_set=x_set,
             y_set=Simplex(self.scale),
-            **constants,  # type: ignore[arg-type]
+            **constants,
         )
 
     def _payoff(self) -> Callable:
