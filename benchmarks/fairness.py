@@ -269,8 +269,8 @@ def draw(results):
             axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize="small")
     figure.suptitle(
-        f"epsilon = {BUDGET.epsilon:g}, delta = {BUDGET.delta:g}, {KEYS} keys and their "
-        "median"
+        f"epsilon = {BUDGET.epsilon:g}, delta = {BUDGET.delta:g}, {KEYS} keys and "
+        "their median"
     )
     FigureCanvasAgg(figure).print_png(FOLDER / "figure.png")
     print(f"figure: {FOLDER / 'figure.png'}")
