@@ -60,15 +60,11 @@ def constant(n):
     force = min(0.6, n**-0.5 + PRIVACY / n)
     mean = jnp.full(d, force)
 
-    def gap(w):
-        return force * (jnp.sum(w) / d**0.5 + 0.5)
-
     problem = dpb.VariationalInequality(
         lambda w, z: z, w_set=dpb.Ball(0.5), lipschitz=0.0, bound=1.0
     )
-    return Family(
-        problem, jnp.zeros(d), lambda key, n: signs(key, mean, n) / d**0.5, gap
-    )
+    law = dpb.saddle_zoo.constant_operator(mean[None] / d**0.5, radius=0.5)
+    return Family(problem, law.w0, lambda key, n: signs(key, mean, n) / d**0.5, law.gap)
 
 
 def bilinear(n):
@@ -91,29 +87,21 @@ def bilinear(n):
         found = zip("abc", keys, means, units, strict=True)
         return {name: unit * signs(k, mean, n) for name, k, mean, unit in found}
 
-    def gap(w):
-        x, y = w
-        best = b @ x + radius * jnp.linalg.norm(a.T @ x - c)
-        return best + c @ y + radius * jnp.linalg.norm(a @ y + b)
-
     ball = dpb.Ball(radius)
     problem = dpb.SaddleProblem(
         payoff, x_set=ball, y_set=ball, lipschitz=0.5, bound=math.sqrt(0.5)
     )
-    return Family(problem, (jnp.zeros(SIDE), jnp.zeros(SIDE)), draw, gap)
+    law = dpb.saddle_zoo.bilinear_saddle(a[None], b[None], c[None], radius=radius)
+    return Family(problem, law.w0, draw, law.gap)
 
 
 def matrix(n):
     del n
     rng = np.random.default_rng(1)
     mean = jnp.asarray(rng.uniform(-0.6, 0.6, (SIDE, SIDE)), jnp.float32)
-    even = jnp.full(SIDE, 1 / SIDE)
-    return Family(
-        dpb.matrix_game(SIDE, SIDE),
-        (even, even),
-        lambda key, n: signs(key, mean, n),
-        lambda w: dpb.debug.matrix_gap(mean[None], *w),
-    )
+    law = dpb.saddle_zoo.matrix_game(mean[None])
+    problem = dpb.matrix_game(SIDE, SIDE)
+    return Family(problem, law.w0, lambda key, n: signs(key, mean, n), law.gap)
 
 
 FAMILIES = {"constant": constant, "bilinear": bilinear, "matrix game": matrix}

@@ -136,21 +136,6 @@ def group_losses(
     return losses @ member / jnp.sum(member, 0)
 
 
-def matrix_gap(payoffs: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    r"""NON-PRIVATE. $\max_j (\bar A^\top x)_j - \min_i (\bar A y)_i$, at least 0.
-
-    Args:
-        payoffs: $A_i$, one matrix per record, with entries in $[-1, 1]$.
-        x: The mixed strategy that minimizes.
-        y: The one that maximizes.
-
-    Returns:
-        By how much the two players could gain together: 0 at a saddle point.
-    """
-    mean = jnp.mean(payoffs, 0)
-    return jnp.max(x @ mean) - jnp.min(mean @ y)
-
-
 @dataclasses.dataclass(frozen=True)
 class ConstantsSearch:
     """The outcome of a search for violated constants. NON-PRIVATE.

@@ -248,23 +248,6 @@ def test_matrix_game_constants_are_attained_and_never_exceeded():
         assert float(jnp.max(values)) == pytest.approx(constant, rel=1e-5)
 
 
-def test_matrix_gap_is_zero_at_a_saddle_point_and_the_gap_of_the_inequality():
-    scissors = jnp.asarray([[0.0, 1.0, -1.0], [-1.0, 0.0, 1.0], [1.0, -1.0, 0.0]])
-    even = jnp.full(3, 1 / 3)
-    assert float(dpb.debug.matrix_gap(scissors[None], even, even)) == pytest.approx(0)
-    rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.dirichlet(np.ones(3)), jnp.float32) for _ in "xy")
-    problem = dpb.matrix_game(3, 3)
-    w, set_ = (x, y), problem.w_set
-    at_w = problem.record_operator(w, scissors)
-    # Of a bilinear payoff <F(v), w - v> = <F(w), w - v>, as F is linear and skew.
-    gap = set_.support(jax.tree.map(jnp.negative, at_w))
-    gap = gap + sum(jnp.vdot(a, b) for a, b in zip(at_w, w, strict=True))
-    assert float(dpb.debug.matrix_gap(scissors[None], x, y)) == pytest.approx(
-        float(gap)
-    )
-
-
 def test_private_matrix_game_finds_the_even_mixture():
     scissors = jnp.asarray([[0.0, 1.0, -1.0], [-1.0, 0.0, 1.0], [1.0, -1.0, 0.0]])
     data = jnp.tile(scissors[None], (20_000, 1, 1))
@@ -274,8 +257,9 @@ def test_private_matrix_game_finds_the_even_mixture():
     x, y = dpb.fit(
         dpb.matrix_game(3, 3), solver, data, w0, budget=budget, key=key
     ).value
-    assert float(dpb.debug.matrix_gap(data, x, y)) < 0.1
-    assert float(dpb.debug.matrix_gap(data, *w0)) == pytest.approx(2.0)
+    gap = dpb.saddle_zoo.matrix_game(scissors[None]).gap
+    assert float(gap((x, y))) < 0.1
+    assert float(gap(w0)) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
