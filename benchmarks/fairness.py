@@ -78,13 +78,12 @@ def load(columns, groups):
 def games(shares, size):
     """The game in the two methods.
 
-    The scale is the one that balances a loss of 0.5, a model of norm 15 and slopes of
-    0.3; the clip norm that of a record of a group whose weight has doubled. One step of
-    Picard's iteration makes half of the extragradient's releases and is enforced by
-    clipping; it needs float64 on full batches.
+    One step of Picard's iteration makes half of the extragradient's releases, which
+    pays for a clip norm that cuts hardly any record of a group with more weight than
+    its share. It is enforced by clipping, too, and needs float64 on full batches.
     """
     problem = dpb.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
-    extragradient = dpb.NoisyExtragradient(100, 1.5, 16.0)
+    extragradient = dpb.NoisyExtragradient(100, 1.0, 16.0)
     yield "game, extragradient", problem, extragradient, jnp.float32
     proximal = dpb.InexactProximalPoint(
         100, 1.5, 1 / 16, 1, dimension=size + len(shares)
@@ -263,14 +262,16 @@ def draw(results):
                 value = rows[f"{row}, not private"][0, part].max()
                 axes.axvline(value, color="0.4", ls=style, label=f"{row}, not private")
             axes.set_yticks(range(len(private)), private)
+            axes.xaxis.get_major_locator().set_params(nbins=5)
             axes.set_ylim(len(private) - 0.5, -0.5)
-            axes.set_xlabel(f"worst-group {label} loss (NON-PRIVATE evaluation)")
+            axes.set_xlabel(f"worst-group loss, {label} records")
             axes.set_title(name, fontsize=10, loc="left")
             axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize="small")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=2)
     figure.suptitle(
         f"epsilon = {BUDGET.epsilon:g}, delta = {BUDGET.delta:g}, {KEYS} keys and "
-        "their median"
+        "their median; NON-PRIVATE evaluation"
     )
     FigureCanvasAgg(figure).print_png(FOLDER / "figure.png")
     print(f"figure: {FOLDER / 'figure.png'}")
