@@ -166,7 +166,7 @@ def measure(name):
 def table(results):
     """Medians over keys and fitted slopes, as Markdown."""
     lines = [
-        "| family | method | least n | gap | most n | gap | slope | slope of the bound |",
+        "| family | method | from n | gap | to n | gap | slope | slope of the bound |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for family, rows in results.items():
