@@ -15,6 +15,8 @@ NAMES = (
     "rates",
     "selection",
     "draws",
+    "saddle",
+    "fairness",
 )
 
 

@@ -49,6 +49,11 @@ from .problems.constants import AbstractCertificate as AbstractCertificate
 from .problems.constants import Constants as Constants
 from .problems.constants import SecondOrderConstants as SecondOrderConstants
 from .problems.finite_sum import FiniteSum as FiniteSum
+from .problems.games import group_fair as group_fair
+from .problems.games import group_robust as group_robust
+from .problems.games import group_start as group_start
+from .problems.games import group_weights as group_weights
+from .problems.games import matrix_game as matrix_game
 from .problems.linear_models import Logistic as Logistic
 from .problems.linear_models import PseudoHuber as PseudoHuber
 from .problems.linear_risk import linear_risk as linear_risk

@@ -10,6 +10,7 @@ from .clipping import Precision
 from .privacy.budget import Neighbours, People, PrivacyBudget
 from .problems.bilevel import BilevelProblem, Sizes
 from .problems.finite_sum import AbstractFiniteSum
+from .problems.saddle import AbstractVariationalInequality, SaddleProblem
 from .runs.datasets import SOURCES, Data, Sources
 from .runs.tables import Place, Reader, check_choice, check_keys, check_table
 from .runs.tasks import TASKS, Task
@@ -35,21 +36,21 @@ _PYTHON_ONLY = tuple(
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Privacy:
     """The table `[privacy]`: all but the precision must be said.
 
     Args:
         epsilon: The budget's epsilon.
         delta: The budget's delta.
-        people: Who has records in which level.
+        people: Who has records in which level; said for two levels, and only there.
         neighbours: The neighbouring relation.
         precision: `"grid"`, or `"float"` for research.
     """
 
     epsilon: float
     delta: float
-    people: People
+    people: People | None = None
     neighbours: Neighbours
     precision: Precision = "grid"
 
@@ -91,8 +92,10 @@ class Config:
     tables: dict[str, Any]
 
     @property
-    def sizes(self) -> Sizes:
-        """The planned numbers of records."""
+    def sizes(self) -> Sizes | int:
+        """The planned numbers of records: an integer for one level."""
+        if self.privacy.people is None:
+            return self.data.training
         return Sizes(self.data.validation, self.data.training, self.privacy.people)
 
     @property
@@ -101,8 +104,8 @@ class Config:
         return Path(self.place.file).parent
 
     @property
-    def problem(self) -> BilevelProblem:
-        """The bilevel problem."""
+    def problem(self) -> BilevelProblem | SaddleProblem:
+        """The problem."""
         return self.task.problem(self.data.blocks)
 
 
@@ -151,10 +154,13 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     task: Task = reader.build(TASKS[task_name], tables["model"], model)
     table, where = tables["data"], place.child("data")
     data = reader.build_named(SOURCES, table, where, "source")
-    solver = _solver(tables, place, privacy.neighbours)
+    kind = BilevelProblem if task.two_levels else AbstractVariationalInequality
+    solver = _solver(tables, place, privacy.neighbours, kind)
     config = Config(place, task_name, task, privacy, data, solver, tables)
+    _check_people(config)
     _check_levels(config)
     _check_sources(config)
+    _check_groups(config)
     return config
 
 
@@ -172,11 +178,11 @@ def public_classes(base: type) -> dict[str, type]:
     }
 
 
-def _solver(tables, place: Place, neighbours: Neighbours) -> AbstractSolver:
+def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> AbstractSolver:
     solvers = public_classes(AbstractSolver)
     for name in _PYTHON_ONLY:
         del solvers[name]
-    bilevel = {k: v for k, v in solvers.items() if _solves(v) is BilevelProblem}
+    fitting = {k: v for k, v in solvers.items() if _solves(v) is kind}
     one_level = {k: v for k, v in solvers.items() if _solves(v) is AbstractFiniteSum}
     reader = Reader(
         {AbstractSolver: one_level, AbstractSampling: public_classes(AbstractSampling)},
@@ -188,12 +194,14 @@ def _solver(tables, place: Place, neighbours: Neighbours) -> AbstractSolver:
     if tables["solver"].get("type") in _PYTHON_ONLY:
         raise where.error(
             f'type = "{tables["solver"]["type"]}" is for Python only: its parts are '
-            f"not written in a config. Choose from {', '.join(sorted(bilevel))}."
+            f"not written in a config. Choose from {', '.join(sorted(fitting))}."
         )
-    solver = reader.build_named(bilevel, tables["solver"], where)
+    solver = reader.build_named(fitting, tables["solver"], where)
     if "refit" not in tables:
         return solver
     where = place.child("refit")
+    if kind is not BilevelProblem:
+        raise where.error("is for tasks of two levels only; remove it.")
     check_table(tables["refit"], where)
     fields = dict(tables["refit"])
     share = {"share": fields.pop("share")} if "share" in fields else {}
@@ -221,9 +229,24 @@ def _solves(solver: type) -> Any:
     return getattr(base, "__args__", (None,))[0]
 
 
+def _check_people(config: Config) -> None:
+    where, two_levels = config.place.child("privacy"), config.task.two_levels
+    if two_levels and config.privacy.people is None:
+        raise where.error(
+            "missing key 'people', which says where one person may have records: "
+            '"disjoint", "overlapping" or "shared".'
+        )
+    if not two_levels and config.privacy.people is not None:
+        raise where.error(
+            f'people is for tasks of two levels; task = "{config.task_name}" has one. '
+            "Remove it."
+        )
+
+
 def _check_levels(config: Config) -> None:
     where = config.place.child("data")
-    for name in ("training", "validation"):
+    names = ("training", "validation") if config.task.two_levels else ("training",)
+    for name in names:
         if getattr(config.data, name) < 1:
             raise where.error(f"{name} must be at least 1.")
     try:
@@ -265,4 +288,22 @@ def _check_corruption(config: Config, sources: Sources, where: Place) -> None:
         raise where.error(
             "flip corrupts labels by row number, which moves when a record is added or "
             'removed. Use neighbours = "replace_one", or column and values.'
+        )
+
+
+def _check_groups(config: Config) -> None:
+    where, groups = config.place.child("data.groups"), config.data.groups
+    if config.task_name != "group_fair":
+        if groups is not None:
+            raise where.error('is for task = "group_fair" only; remove it.')
+        return
+    if groups is None:
+        raise where.error(
+            "missing table. Learning that is fair to groups needs them: column and "
+            "values, or frequency and turn for generated records."
+        )
+    wanted = len(config.task.shares)  # type: ignore[union-attr]
+    if groups.count != wanted:
+        raise where.error(
+            f"lists {groups.count} groups, but [model] has {wanted} shares."
         )

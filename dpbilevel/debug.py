@@ -6,6 +6,7 @@ on sensitive records.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.flatten_util
@@ -19,6 +20,7 @@ from .noise import PRNGKey, check_key
 from .oracles import objectives
 from .problems.bilevel import BilevelProblem, Levels
 from .problems.constants import AbstractCertificate
+from .problems.games import read_group
 
 # Second derivatives are exact to many digits; their differences are not.
 _ROUNDING = 1e-6
@@ -107,6 +109,31 @@ def hyper_objective(
         y = lower_solution(problem, x, y0, data)
         x, data = _as_float64(x), _as_float64(data)
         return float(upper_objective(problem, x, y, data))
+
+
+def group_losses(
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    x: PyTree,
+    data: PyTree,
+    num_groups: int,
+    *,
+    group: Callable[[PyTree], jax.Array] = read_group,
+) -> jax.Array:
+    """NON-PRIVATE. The mean loss of the records of each group.
+
+    Args:
+        loss: The loss of one record, as `loss(x, record)`.
+        x: The model.
+        data: The records.
+        num_groups: The number of groups.
+        group: Reads a record's group.
+
+    Returns:
+        One mean per group; NaN for a group without records.
+    """
+    losses, index = jax.vmap(lambda record: (loss(x, record), group(record)))(data)
+    member = (index[:, None] == jnp.arange(num_groups)[None]).astype(losses.dtype)
+    return losses @ member / jnp.sum(member, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,11 @@ from .config import Config
 from .noise import root_key, step_keys
 from .privacy.calibration import calibrate
 from .privacy.report import PrivacyReport
-from .problems.bilevel import BilevelProblem, Levels
+from .problems.bilevel import BilevelProblem
+from .problems.saddle import SaddleProblem
 from .runs import checkpoint, figure, folder, lock, results, spending
 from .runs.checkpoint import Checkpoint
-from .runs.data import load_levels
+from .runs.data import load_levels, load_records
 from .runs.datasets import check_file
 from .runs.results import Result
 from .solvers.base import AbstractSolver, advance, bound_to
@@ -42,7 +43,7 @@ class Prepared:
     """
 
     config: Config
-    problem: BilevelProblem
+    problem: BilevelProblem | SaddleProblem
     solver: AbstractSolver
     w0: tuple[PyTree, PyTree]
     report: PrivacyReport
@@ -188,7 +189,7 @@ def _run(
 
 def _steps(
     prepared: Prepared,
-    levels: Levels,
+    levels: PyTree,
     saved: Checkpoint,
     out: Path,
     progress: Progress,
@@ -249,27 +250,27 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
         task=config.task_name,
         label=config.task.label,
         names=config.task.names(config.data.blocks),
-        shown=config.task.shown(x),
+        shown=config.task.shown((x, y)),
         x=np.asarray(x),
         y=None if y is None else np.asarray(y),
-        trajectory=config.task.shown(path[0]),
+        trajectory=config.task.shown(path),
         report=prepared.report,
         versions=results.versions(),
         config=config.tables,
     )
 
 
-def _load(prepared: Prepared, override: Path | None) -> Levels:
+def _load(prepared: Prepared, override: Path | None) -> PyTree:
     """The records on the device, checked against the plan."""
     config = prepared.config
     try:
-        levels = load_levels(
-            config.data,
-            config.privacy.people,
-            config.privacy.neighbours,
-            base=config.folder,
-            override=override,
-        )
+        levels: PyTree
+        places: Any = {"base": config.folder, "override": override}
+        neighbours, people = config.privacy.neighbours, config.privacy.people
+        if people is None:
+            levels = load_records(config.data, neighbours, **places)
+        else:
+            levels = load_levels(config.data, people, neighbours, **places)
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
     except ValueError as error:
@@ -303,7 +304,7 @@ def _check_options(out: Path, chunk: int | None, resume: bool, restart: bool) ->
         raise ValueError(f"--out {out} is a file; give a new folder.")
 
 
-def _fingerprint(prepared: Prepared, levels: Levels, chunk: int) -> dict[str, Any]:
+def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, Any]:
     """What the bits of a run depend on. SECRET: it holds a hash of the records."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(levels):

@@ -23,6 +23,7 @@ _COMPILED_IN_HASTE = {
     "test_contract",
     "test_exponential",
     "test_extragradient",
+    "test_games",
     "test_grid_walk",
     "test_grid_walk_draws",
     "test_keys",

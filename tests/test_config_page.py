@@ -10,7 +10,7 @@ from test_runner import GENERATED
 
 import dpbilevel as dpb
 from dpbilevel.config import Privacy, parse_config
-from dpbilevel.runs import columns, datasets, tasks
+from dpbilevel.runs import columns, datasets, sources, tasks
 from dpbilevel.runs.tables import Place
 
 PAGE = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
@@ -23,11 +23,14 @@ WHERE = {
     datasets.OpenmlData: ["`data`", LISTED, "`data` (openml)"],
     datasets.GeneratedData: ["`data`", "`data` (generated)"],
     datasets.Block: ["`data.block`"],
-    datasets.Sources: ["`data.sources`"],
+    sources.Groups: ["`data.groups`"],
+    sources.Sources: ["`data.sources`"],
     columns.Numeric: ["`data.numeric`"],
     columns.Categorical: ["`data.categorical`"],
     columns.Label: ["`data.label`"],
     dpb.PenaltyBilevel: ["`solver`", "`PenaltyBilevel`"],
+    dpb.NoisyExtragradient: ["`solver` (game)", "`NoisyExtragradient`"],
+    dpb.InexactProximalPoint: ["`solver` (game)", "`InexactProximalPoint`"],
     dpb.SingleLoopBilevel: ["`solver`", "`SingleLoopBilevel`"],
     dpb.NoisyGD: ["inner, refit", "inner, refit, `NoisyGD`"],
     dpb.LocalizedGD: ["inner, refit", "inner, refit, `LocalizedGD`"],

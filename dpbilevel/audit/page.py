@@ -44,7 +44,7 @@ def canaries_of(prepared: Prepared) -> dict[str, Canary]:
     Args:
         prepared: The plan.
     """
-    reads = prepared.problem.x_in_records
+    reads = getattr(prepared.problem, "x_in_records", True)  # a game has one level
     return canaries(prepared.solver, x_in_records=reads)
 
 

@@ -53,11 +53,13 @@ class Records:
         features: One row per record.
         label: One label per record.
         source: The source of each record, or `None`.
+        group: The group of each record, -1 for an unknown one, or `None`.
     """
 
     features: np.ndarray
     label: np.ndarray
     source: np.ndarray | None = None
+    group: np.ndarray | None = None
 
     def __repr__(self) -> str:
         """The class name; never a value."""
@@ -69,13 +71,17 @@ class Records:
         Args:
             rows: Indices.
         """
-        source = None if self.source is None else self.source[rows]
-        return Records(self.features[rows], self.label[rows], source)
+        places = (
+            None if place is None else place[rows]
+            for place in (self.source, self.group)
+        )
+        return Records(self.features[rows], self.label[rows], *places)
 
     def tree(self) -> dict[str, np.ndarray]:
         """The records as the losses of the library read them."""
         tree = {"features": self.features, "label": self.label}
-        return tree if self.source is None else tree | {"source": self.source}
+        places = {"source": self.source, "group": self.group}
+        return tree | {k: v for k, v in places.items() if v is not None}
 
 
 @dataclasses.dataclass(frozen=True)

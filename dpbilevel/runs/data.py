@@ -60,12 +60,45 @@ def load_levels(
     return Levels(Records(upper.features, upper.label).tree(), lower.tree())
 
 
+def load_records(
+    data: Data,
+    neighbours: Neighbours,
+    *,
+    base: Path,
+    override: Path | None = None,
+) -> dict[str, np.ndarray]:
+    """Reads the training records of a problem of one level.
+
+    Args:
+        data: Where they come from; validation records are left out.
+        neighbours: The relation.
+        base: As in `load_levels`.
+        override: Likewise.
+
+    Returns:
+        The records as arrays. NON-PRIVATE: this is the data.
+
+    Raises:
+        ValueError: As in `load_levels`.
+        OSError: Likewise.
+
+    Privacy:
+        As `load_levels`.
+    """
+    records = data.records(base, override)
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        training, _ = _split_by_hash(records, data)
+    else:
+        training, _ = _split_by_row(records, data, shared=False)
+    return records.take(training).tree()
+
+
 def _split_by_row(records: Records, data: Data, shared: bool):
     wanted = data.training if shared else data.training + data.validation
     rows = len(records.label)
     if rows < wanted:
         asked = f"training = {data.training}"
-        if not shared:
+        if not shared and data.validation:
             asked += f" and validation = {data.validation}"
         raise ValueError(
             f"there are {rows} records, but [data] asks for {asked}. Use smaller "

@@ -9,57 +9,9 @@ from typing import Literal
 import numpy as np
 
 from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
+from .sources import Groups, Sources
 
 CONSTANT = ("constant", 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sources:
-    r"""The sources of the training records, for source weighting.
-
-    Either a column holds the source, or sources are drawn at random and the labels of
-    source $s$ are flipped with probability `flip[s]`: a benchmark with a known answer.
-
-    Args:
-        flip: The flip probability of each source.
-        label_seed: The public seed of that corruption. Not a privacy seed.
-        column: The column that holds the source.
-        values: The public list of its values; another value makes a record without
-            influence.
-    """
-
-    flip: tuple[float, ...] = ()
-    label_seed: int = 0
-    column: str = ""
-    values: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        if bool(self.flip) == bool(self.column) or bool(self.column) != bool(
-            self.values
-        ):
-            raise ValueError(
-                "give either flip, one probability per source (a benchmark with known "
-                "corruption), or column and values (the sources of real records)."
-            )
-        if not all(0 <= p <= 1 for p in self.flip):
-            raise ValueError(f"flip must hold probabilities, got {list(self.flip)}.")
-
-    @property
-    def count(self) -> int:
-        """The number of sources."""
-        return len(self.flip or self.values)
-
-    def corrupted(self, records: Records) -> Records:
-        """Draws a source for each record and flips labels accordingly.
-
-        Args:
-            records: The training records.
-        """
-        rng = np.random.default_rng(self.label_seed)
-        source = rng.integers(0, self.count, len(records.label))
-        flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
-        label = np.where(flipped, -records.label, records.label)
-        return Records(records.features, label, source.astype(np.int32))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,20 +20,22 @@ class TableData:
 
     Args:
         training: The number of training records.
-        validation: The number of validation records.
+        validation: The number of validation records; none for one level.
         numeric: Blocks of numeric columns.
         categorical: Categorical columns.
         label: The label.
         sources: The sources of the training records.
+        groups: The groups of the records.
         split_seed: The public seed of the split. Not a privacy seed.
     """
 
     training: int
-    validation: int
     label: Label
+    validation: int = 0
     numeric: tuple[Numeric, ...] = ()
     categorical: tuple[Categorical, ...] = ()
     sources: Sources | None = None
+    groups: Groups | None = None
     split_seed: int = 0
 
     def __post_init__(self):
@@ -89,6 +43,11 @@ class TableData:
             raise ValueError(
                 "the records have no features: list columns in [[data.numeric]] or "
                 "[[data.categorical]]."
+            )
+        if self.groups is not None and not self.groups.column:
+            raise ValueError(
+                "the groups of a table are in one of its columns: give groups.column "
+                "and groups.values."
             )
 
     @property
@@ -115,11 +74,14 @@ class TableData:
         blocks = [b.features(table) for b in self._listed]
         features = unit_rows(np.concatenate(blocks, 1))
         label = self.label.values(table).astype(np.float32)
+        group = None
+        if self.groups is not None:
+            group = positions(table.column(self.groups.column), self.groups.values)
         if self.sources is None or not self.sources.column:
-            return Records(features, label)
+            return Records(features, label, group=group)
         found = positions(table.column(self.sources.column), self.sources.values)
         features = np.where(found[:, None] < 0, np.float32(np.nan), features)
-        return Records(features, label, np.maximum(found, 0))
+        return Records(features, label, np.maximum(found, 0), group)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,16 +229,18 @@ class GeneratedData:
 
     Args:
         training: The number of training records.
-        validation: The number of validation records.
+        validation: The number of validation records; none for one level.
         block: The blocks of features.
         sources: The sources of the training records.
+        groups: The groups of the records.
         data_seed: The public seed of the records. Not a privacy seed.
     """
 
     training: int
-    validation: int
     block: tuple[Block, ...]
+    validation: int = 0
     sources: Sources | None = None
+    groups: Groups | None = None
     data_seed: int = 0
 
     def __post_init__(self):
@@ -284,6 +248,11 @@ class GeneratedData:
             raise ValueError("block must list at least one block of features.")
         if self.sources is not None and self.sources.column:
             raise ValueError("generated records have no columns: give sources.flip.")
+        if self.groups is not None and self.groups.column:
+            raise ValueError(
+                "generated records have no columns: give groups.frequency and "
+                "groups.turn."
+            )
 
     @property
     def blocks(self) -> tuple[tuple[str, int], ...]:
@@ -310,9 +279,14 @@ class GeneratedData:
         rng = np.random.default_rng(self.data_seed)
         truth = np.concatenate([_coefficients(rng, block) for block in self.block])
         features = rng.standard_normal((self.training + self.validation, len(truth)))
-        chance = 1 / (1 + np.exp(-features @ truth))
+        group = None
+        if self.groups is None:
+            margin = features @ truth
+        else:
+            group, margin = self.groups.generated(rng, features, truth)
+        chance = 1 / (1 + np.exp(-margin))
         label = np.where(rng.random(len(features)) < chance, 1.0, -1.0)
-        return Records(unit_rows(features), label.astype(np.float32))
+        return Records(unit_rows(features), label.astype(np.float32), group=group)
 
 
 Data = CsvData | SklearnData | OpenmlData | GeneratedData

@@ -5,7 +5,7 @@ import io
 import numpy as np
 
 from .results import Result
-from .tasks import PenaltyTuningTask
+from .tasks import TASKS, PenaltyTuningTask
 
 # Okabe and Ito's colors, told apart by color-blind readers; black comes last.
 _COLORS = (
@@ -55,8 +55,11 @@ def _draw_path(axes, result: Result, colors) -> None:
         result.names, result.trajectory.T, colors, strict=True
     ):
         axes.plot(steps, values, color=color, label=name, linewidth=1.6)
-    refits = "refit" in result.config
-    axes.set_xlabel("step (the last one refits the model)" if refits else "outer step")
+    if "refit" in result.config:
+        steps_are = "step (the last one refits the model)"
+    else:
+        steps_are = "outer step" if TASKS[result.task].two_levels else "step"
+    axes.set_xlabel(steps_are)
     axes.set_ylabel(f"released {result.label}")
     axes.set_xlim(0, max(len(steps) - 1, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -76,6 +79,11 @@ def _draw_bars(axes, result: Result, colors) -> None:
     if result.task == "source_weighting":
         axes.axvline(1 / count, color="0.4", linestyle="--", linewidth=1)
         axes.text(1 / count, -0.75, " uniform", color="0.4", fontsize=8, va="center")
+    if result.task == "group_fair":
+        shares = result.config["model"]["shares"]
+        marks = {"color": "0.2", "marker": "|", "markersize": 16, "linestyle": ""}
+        axes.plot(shares, range(count), **marks, label="declared share")
+        axes.legend(fontsize=8, frameon=False, loc="upper right")
     if count <= _MOST_NAMED:
         labels = [_labelled(result, i) for i in range(count)]
         axes.set_yticks(range(count), labels, fontsize=8)
@@ -94,12 +102,17 @@ def _range(result: Result) -> tuple[float, float]:
     if result.task == "penalty_tuning":
         low, high = model.get("bounds", PenaltyTuningTask.bounds)
         return low, high + 0.15 * (high - low)
-    return 0.0, 1.15 * float(np.max(result.shown))
+    shares = model["shares"] if result.task == "group_fair" else ()
+    return 0.0, 1.15 * float(np.max([*result.shown, *shares]))
 
 
 def _labelled(result: Result, index: int) -> str:
-    """The name, with the corruption that the config put there."""
-    sources = result.config.get("data", {}).get("sources", {})
+    """The name, with the corruption that the config put there, or the group's value."""
+    data = result.config.get("data", {})
+    if result.task == "group_fair":
+        values = data["groups"].get("values")
+        return values[index] if values else result.names[index]
+    sources = data.get("sources", {})
     flip = sources.get("flip") if result.task == "source_weighting" else None
     name = result.names[index]
     return f"{name} ({flip[index]:.0%} flipped)" if flip else name

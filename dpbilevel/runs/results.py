@@ -13,6 +13,7 @@ import numpy as np
 from .._version import __version__
 from ..privacy.report import PrivacyReport
 from . import checkpoint, lock
+from .tasks import TASKS
 
 RESULT = "result.json"
 ARRAYS = "solution.npz"
@@ -29,10 +30,10 @@ class Result:
         task: The name of the task.
         label: What one shown value is, such as `"weight"`.
         names: What each shown value belongs to.
-        shown: The released x, as weights or log-penalties.
-        x: The released upper variable.
-        y: The released lower variable, or `None`.
-        trajectory: The released x after every step, shown, with the start as row 0.
+        shown: The released weights or log-penalties.
+        x: The released upper variable; of a game the first.
+        y: The released lower variable, or `None`; of a game the second.
+        trajectory: What is shown, after every step, with the start as row 0.
         report: The guarantee.
         versions: The software.
         config: The config as it was given.
@@ -57,13 +58,14 @@ class Result:
             f"  {name:<{width}}  {value:.4f}"
             for name, value in zip(self.names, self.shown, strict=True)
         ]
-        if self.y is not None:
-            lines += [f"released model: {self.y.size} coefficients in solution.npz"]
+        model = self.y if TASKS[self.task].two_levels else self.x
+        if model is not None:
+            lines += [f"released model: {model.size} coefficients in solution.npz"]
         return "\n".join(lines)
 
     @property
     def _of(self) -> str:
-        return "source" if self.task == "source_weighting" else "group of coefficients"
+        return TASKS[self.task].of
 
 
 def versions() -> dict[str, str]:

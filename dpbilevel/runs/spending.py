@@ -24,7 +24,7 @@ class Run:
         epsilon: The plan's epsilon; infinite where none is claimed.
         delta: The plan's delta.
         relation: The neighbouring relation.
-        people: Who may have records in which level.
+        people: Who may have records in which level; empty for one level.
         config: The SHA-256 of the config.
         resumed: How often it was resumed: the same release, no further cost.
         finished: Whether its result was written.
@@ -70,7 +70,8 @@ class Spending:
             lines += ["spending: no spending record: what earlier runs cost is unknown"]
         for (relation, people), group in self._comparable().items():
             runs = f"{len(group)} runs, together" if len(group) > 1 else "1 run,"
-            lines += [f"spending: {runs} {_cost(group)} ({relation}, people {people})"]
+            whose = f", people {people}" if people else ""
+            lines += [f"spending: {runs} {_cost(group)} ({relation}{whose})"]
         if len(self.runs) > 1:
             lines += ["  by basic composition, where they read the same records"]
         if len(lines) > 2:
@@ -153,7 +154,7 @@ def begin(
         epsilon=math.inf if report.status is Status.HEURISTIC else report.epsilon,
         delta=report.delta,
         relation=report.relation,
-        people=str(report.people),
+        people="" if report.people is None else str(report.people),
         config=hashlib.sha256(text.encode()).hexdigest(),
     )
     fields = dataclasses.asdict(run)

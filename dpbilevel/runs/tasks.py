@@ -11,12 +11,16 @@ from jaxtyping import Array, Float
 from .. import _checks
 from ..problems.applications import penalty_tuning, source_weighting, source_weights
 from ..problems.bilevel import BilevelProblem
+from ..problems.games import group_fair, group_robust, group_start, group_weights
+from ..problems.linear_models import Logistic
 from ..problems.models import logistic_loss, squared_loss
+from ..problems.saddle import SaddleProblem
 
 _LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
 
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
+Released = tuple[Float[Array, "*t k"], Float[Array, "*t d"] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class SourceWeightingTask:
 
     label = "weight"
     of = "source"
+    two_levels = True
 
     def __post_init__(self):
         _checks.count("source_weighting", num_sources=self.num_sources)
@@ -75,15 +80,16 @@ class SourceWeightingTask:
         del blocks
         return tuple(f"source {s}" for s in range(self.num_sources))
 
-    def shown(self, x: Float[Array, "*t k"]) -> np.ndarray:
-        """The weights that `x` stands for.
+    def shown(self, w: Released) -> np.ndarray:
+        """The weights that x stands for.
 
         Args:
-            x: Released upper variables, with any leading axes.
+            w: Released variables `(x, y)`, with any leading axes.
 
         Privacy:
             A function of released values: free.
         """
+        x = w[0]
         rows = jnp.reshape(jnp.asarray(x), (-1, self.num_sources))
         weights = jax.vmap(lambda row: source_weights(row, self.parametrization))(rows)
         return np.asarray(weights).reshape(np.shape(x))
@@ -105,7 +111,8 @@ class PenaltyTuningTask:
     bounds: tuple[float, float] = (-8.0, 2.0)
 
     label = "log-penalty"
-    of = "group"
+    of = "group of coefficients"
+    two_levels = True
 
     def __post_init__(self):
         low, high = self.bounds
@@ -156,23 +163,92 @@ class PenaltyTuningTask:
             for j in range(size)
         )
 
-    def shown(self, x: Float[Array, "*t k"]) -> np.ndarray:
+    def shown(self, w: Released) -> np.ndarray:
         """The log-penalties, as they are.
 
         Args:
-            x: Released upper variables, with any leading axes.
+            w: Released variables `(x, y)`, with any leading axes.
 
         Privacy:
             A function of released values: free.
         """
-        return np.asarray(x)
+        return np.asarray(w[0])
 
 
-Task = SourceWeightingTask | PenaltyTuningTask
+@dataclasses.dataclass(frozen=True)
+class GroupFairTask:
+    """Fits a logistic model to the group that is worst off.
 
-TASKS: dict[str, type] = {
+    Args:
+        shares: The declared share of each group; public, not taken from the records.
+        radius: The ball of models.
+        scale: Units of the weights; by default those that balance the bound.
+        ridge: The public ridge penalty of the model.
+        robustness: The weight of the public chi-square penalty that keeps the mixture
+            of groups near to the shares; none at 0.
+    """
+
+    shares: tuple[float, ...]
+    radius: float
+    scale: float | None = None
+    ridge: float = 0.0
+    robustness: float = 0.0
+
+    label = "weight"
+    of = "group"
+    two_levels = False
+
+    def __post_init__(self):
+        self.problem(())
+
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        fields = {"radius": self.radius, "scale": self.scale, "ridge": self.ridge}
+        if self.robustness:
+            return group_robust(Logistic(), self.shares, self.robustness, **fields)  # type: ignore[arg-type]
+        return group_fair(Logistic(), self.shares, **fields)  # type: ignore[arg-type]
+
+    def start(self, blocks: Blocks) -> Start:
+        """A model of zeros and the declared shares as weights.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        zeros = jnp.zeros(_dimension(blocks), jnp.float32)
+        return group_start(self.problem(blocks), zeros, self.shares)
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """What each weight belongs to.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return tuple(f"group {g}" for g in range(len(self.shares)))
+
+    def shown(self, w: Released) -> np.ndarray:
+        """The weights of the groups.
+
+        Args:
+            w: Released variables `(x, y)`, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        return np.asarray(group_weights(self.problem(()), jnp.asarray(w[1])))
+
+
+Task = SourceWeightingTask | PenaltyTuningTask | GroupFairTask
+
+TASKS: dict[str, type[Task]] = {
     "source_weighting": SourceWeightingTask,
     "penalty_tuning": PenaltyTuningTask,
+    "group_fair": GroupFairTask,
 }
 
 

@@ -1,0 +1,126 @@
+"""Where records belong: to sources that may be corrupted, to groups to be fair to."""
+
+import dataclasses
+
+import numpy as np
+
+from .columns import Records
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    r"""The sources of the training records, for source weighting.
+
+    Either a column holds the source, or sources are drawn at random and the labels of
+    source $s$ are flipped with probability `flip[s]`: a benchmark with a known answer.
+
+    Args:
+        flip: The flip probability of each source.
+        label_seed: The public seed of that corruption. Not a privacy seed.
+        column: The column that holds the source.
+        values: The public list of its values; another value makes a record without
+            influence.
+    """
+
+    flip: tuple[float, ...] = ()
+    label_seed: int = 0
+    column: str = ""
+    values: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if bool(self.flip) == bool(self.column) or bool(self.column) != bool(
+            self.values
+        ):
+            raise ValueError(
+                "give either flip, one probability per source (a benchmark with known "
+                "corruption), or column and values (the sources of real records)."
+            )
+        if not all(0 <= p <= 1 for p in self.flip):
+            raise ValueError(f"flip must hold probabilities, got {list(self.flip)}.")
+
+    @property
+    def count(self) -> int:
+        """The number of sources."""
+        return len(self.flip or self.values)
+
+    def corrupted(self, records: Records) -> Records:
+        """Draws a source for each record and flips labels accordingly.
+
+        Args:
+            records: The training records.
+        """
+        rng = np.random.default_rng(self.label_seed)
+        source = rng.integers(0, self.count, len(records.label))
+        flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
+        label = np.where(flipped, -records.label, records.label)
+        return Records(records.features, label, source.astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    r"""The groups of the records, for learning that is fair to them.
+
+    Either a column holds the group, or records are generated: each is in group $g$ with
+    probability `frequency[g]`, and its label follows the true coefficients turned by
+    `turn[g]` degrees towards a direction of their own, so that groups disagree.
+
+    Args:
+        column: The column that holds the group.
+        values: The public list of its values; another value makes a record without
+            influence.
+        frequency: The chance of each group, for generated records.
+        turn: The angle of each group, in degrees, for generated records.
+    """
+
+    column: str = ""
+    values: tuple[str, ...] = ()
+    frequency: tuple[float, ...] = ()
+    turn: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        listed = bool(self.column) and bool(self.values)
+        drawn = bool(self.frequency) and len(self.frequency) == len(self.turn)
+        given = (self.column, self.values), (self.frequency, self.turn)
+        if listed == drawn or any(given[listed]):
+            raise ValueError(
+                "give either column and values (the groups of real records), or "
+                "frequency and turn, one number per group each (generated records)."
+            )
+        if drawn and not (
+            min(self.frequency) >= 0 and abs(sum(self.frequency) - 1) <= 1e-6
+        ):
+            raise ValueError(
+                f"frequency must hold probabilities of sum 1, got "
+                f"{list(self.frequency)}."
+            )
+
+    @property
+    def count(self) -> int:
+        """The number of groups."""
+        return len(self.values or self.frequency)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What to call each group."""
+        return self.values or tuple(f"group {g}" for g in range(self.count))
+
+    def generated(
+        self, rng: np.random.Generator, features: np.ndarray, truth: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draws a group for each record, and its margin under the group's coefficients.
+
+        Args:
+            rng: The generator of the public records.
+            features: One row per record.
+            truth: The coefficients of a group that is not turned.
+        """
+        group = rng.choice(self.count, len(features), p=self.frequency)
+        length = float(np.linalg.norm(truth))
+        along = truth / max(length, 1e-12)
+        side = rng.standard_normal(len(truth))
+        side -= (side @ along) * along
+        side *= length / max(float(np.linalg.norm(side)), 1e-12)
+        angle = np.deg2rad(self.turn)[:, None]
+        turned = np.cos(angle) * truth + np.sin(angle) * side
+        margin = np.sum(features * turned[group], axis=1)
+        return group.astype(np.int32), margin
