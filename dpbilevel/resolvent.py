@@ -42,6 +42,14 @@ def certified_resolvent(
         private and are not returned.
     """
     _checks.strict_floats("certified_resolvent")
+    resolvent.check()
+    rows = _checks.leading_axis("records", batch.records)
+    if batch.denominator != resolvent.denominator or rows > resolvent.rows:
+        raise ValueError(
+            "certified_resolvent: the sensitivity is planned for at most "
+            f"{resolvent.rows} rows over {resolvent.denominator}, but the batch has "
+            f"{rows} over {batch.denominator}."
+        )
     dtype = common_dtype(centre, OWNER)
     size = optax.tree.size(centre)
     if size > resolvent.dimension:
@@ -78,16 +86,17 @@ def approximate_resolvent(
     """
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
-    mask = _readable(batch.records)
+    records = wide(batch.records, dtype)
+    mask = _readable(records)
     mask = mask if batch.mask is None else mask & batch.mask
-    batch = Batch(wide(batch.records, dtype), mask, batch.denominator)
+    batch = Batch(records, mask, batch.denominator)
 
     def operator(u):
         mean = problem.clipped_operator(
             u, batch, clip_norm=resolvent.largest_clip, precision=precision
         ).raw
         mean = mean.values() if precision == "grid" else mean
-        return optax.tree.add(mean, problem.public_operator(u))
+        return optax.tree.add(mean, _public(problem, u))
 
     if resolvent.inner == "picard":
         value = _picard(resolvent, operator, centre)
@@ -95,6 +104,18 @@ def approximate_resolvent(
         value = _operator_extrapolation(resolvent, operator, centre)
     finite = jnp.stack([jnp.isfinite(v).all() for v in jax.tree.leaves(value)]).all()
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), value, centre)
+
+
+def _public(problem, u: PyTree) -> PyTree:
+    """The public operator, no longer than declared: rounding is counted from that."""
+    if problem.public is None:
+        return problem.public_operator(u)
+    value = problem.public_operator(u)
+    value = jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0), value)
+    bound = jnp.asarray(problem.declared("public_bound"))
+    return optax.projections.projection_l2_ball(
+        value, bound.astype(common_dtype(value, OWNER))
+    )
 
 
 def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:

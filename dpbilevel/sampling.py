@@ -40,9 +40,11 @@ class AbstractSampling(eqx.Module):
     Attributes:
         numbered: Whether a batch depends on its number in the run, so that only solvers
             that number their batches can use it.
+        assumptions: What its accounting takes for granted.
     """
 
     numbered: ClassVar[bool] = False
+    assumptions: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def draw(

@@ -218,7 +218,11 @@ class Box(AbstractSet):
             if jax.tree.structure(bound) == like:
                 values = bound
             else:
-                values = jax.tree.map(lambda _: bound, w)
+                # An array for several leaves would be measured once.
+                values = (
+                    jax.tree.map(lambda _: bound, w) if _is_number(bound) else bound
+                )
+            _check_shapes("Box", "bounds", values, w, numbers=True)
             return jax.tree.map(
                 lambda v, b: jnp.asarray(b, jnp.asarray(v).dtype), w, values
             )
@@ -341,16 +345,44 @@ class Product(AbstractSet):
         return jax.tree.map(fun, self.sets, w, is_leaf=_is_set)
 
 
+def _is_number(bound: PyTree) -> bool:
+    return jax.tree_util.treedef_is_leaf(jax.tree.structure(bound)) and not np.ndim(
+        bound
+    )
+
+
 def _is_set(node: object) -> bool:
     return isinstance(node, AbstractSet)
 
 
 def _minus(w: PyTree, center: PyTree | None) -> PyTree:
-    return w if center is None else optax.tree.sub(w, center)
+    if center is None:
+        return w
+    _check_shapes("Ball", "center", center, w)
+    return optax.tree.sub(w, center)
 
 
 def _plus(w: PyTree, center: PyTree | None) -> PyTree:
     return w if center is None else optax.tree.add(w, center)
+
+
+def _check_shapes(
+    owner: str, name: str, part: PyTree, w: PyTree, *, numbers: bool = False
+) -> None:
+    """Raises where a part would be broadcast, which diameter and reach do not see."""
+    like: Any = jax.tree.structure(w)
+    if jax.tree.structure(part) == like:
+        pairs = zip(jax.tree.leaves(part), jax.tree.leaves(w), strict=True)
+        if all(
+            jnp.shape(p) == jnp.shape(v) or (numbers and jnp.ndim(p) == 0)
+            for p, v in pairs
+        ):
+            return
+    raise ValueError(
+        f"{owner}: {name} of shape {jax.tree.map(jnp.shape, part)} for points of shape "
+        f"{jax.tree.map(jnp.shape, w)}; give {name} shaped like the points"
+        f"{', or plain numbers' if numbers else ''}."
+    )
 
 
 def _largest(tree: PyTree) -> Float[Array, ""]:

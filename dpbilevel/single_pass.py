@@ -18,9 +18,12 @@ class SinglePass(AbstractSampling):
     r"""Disjoint batches: every record is in one of them, at most.
 
     With $k = \lfloor n / B \rfloor$ batches, batch $t$ has the records $t, t + k, t +
-    2 k, \dots$, so that sorted records do no harm; the last $n - k B$ records are in
-    none. After a pass the next one begins with the same batches. Which record is in
-    which batch is public.
+    2 k, \dots$; the last $n - k B$ records are in none. After a pass the next one
+    begins with the same batches.
+
+    The order of the records must not depend on their values: in a file sorted by a
+    private column, one replaced record moves others to other batches. Shuffle such
+    records first, with fresh randomness.
 
     Replace-one only: with a record less, the others would move to other batches.
 
@@ -38,6 +41,10 @@ class SinglePass(AbstractSampling):
 
     size: int = eqx.field(static=True)
     numbered: ClassVar[bool] = True
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "single pass: the place of a record does not depend on the values of any; "
+        "records sorted by a private column are shuffled first",
+    )
 
     def __check_init__(self):
         _checks.count("SinglePass", size=self.size)

@@ -64,3 +64,9 @@ def _memory_maps():
 def getkey():
     counter = itertools.count()
     return lambda: jax.random.fold_in(jax.random.key(20), next(counter))
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield

@@ -24,12 +24,6 @@ models = pytest.mark.parametrize("model", MODELS)
 KEY = 0
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def quadratic():
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(2, N, 3)))
     return zoo.quadratic_bilevel(rows[0], rows[1], radius=RADIUS)

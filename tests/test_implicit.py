@@ -24,12 +24,6 @@ BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 KEY = 0
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def wide(tree):
     return jax.tree.map(
         lambda v: jnp.asarray(np.asarray(v, np.float64)) if v.dtype == "f4" else v, tree

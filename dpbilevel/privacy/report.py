@@ -167,6 +167,7 @@ def describe(
         ),
         assumptions=(
             *ledger.assumptions,
+            *_of_sampling(ledger),
             *_large_delta(ledger, budget),
             TRUSTED,
             *(IDEALISED[name] for name in sorted(precisions)),
@@ -201,6 +202,12 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
     if exact or (budget.delta == 0 and all(map(accounting.pure_epsilons, events))):
         return "exact composition of draws without delta"
     return f"privacy loss distributions, discretization {accounting.FINE}"
+
+
+def _of_sampling(ledger: Ledger) -> dict[str, None]:
+    """What the sampling schemes take for granted, each once."""
+    queries = (query for release in ledger.releases for query in release.queries)
+    return dict.fromkeys(text for q in queries for text in q.sampling.assumptions)
 
 
 def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:

@@ -100,10 +100,10 @@ class Resolvent:
         """
         if self.inner == "picard":
             ratio = 0.0 if self._one_step else self.contraction
-            share = self.clip_norm / (self.strength * self.denominator)
+            share = self.clip_norm / self.strength / self.denominator
             value = (share + 2 * self.step_rounding(dtype)) * _series(ratio, self.steps)
         else:
-            share = self.problem.declared("bound") / (self.strength * self.denominator)
+            share = self.problem.declared("bound") / self.strength / self.denominator
             value = share + 2 * (self.solve_error() + self.solve_rounding(dtype))
         if precision == "grid":
             value = value * (1 + 2 * math.sqrt(self.dimension) * 2.0**-ROUNDED_BITS)
@@ -227,7 +227,8 @@ class Resolvent:
         """
         for part in _parts(self.problem.w_set):
             bounded = not _checks.concrete(part.reach) or part.reach < math.inf
-            if not isinstance(part, _SETS) or not bounded:
+            # Of exactly these types: a subclass may project otherwise.
+            if type(part) not in _SETS or not bounded:
                 raise ValueError(
                     f"{OWNER}: the sensitivity needs a bounded set with an exact "
                     f"projection, one of {[s.__name__ for s in _SETS]} or a Product of "
@@ -253,7 +254,7 @@ class Resolvent:
                 5 % to the sensitivity.
         """
         if self.inner == "picard":
-            share = self.clip_norm / (self.strength * self.denominator)
+            share = self.clip_norm / self.strength / self.denominator
             added = 2 * self.step_rounding(dtype)
             if not self._one_step and self.contraction >= 1:
                 raise ValueError(
@@ -264,6 +265,13 @@ class Resolvent:
                 )
         else:
             share, added = self._check_extrapolation(dtype)
+        farthest = float(self.problem.w_set.reach + self._largest / self.strength)
+        if not farthest**2 < float(jnp.finfo(dtype).max) / 4:
+            raise ValueError(
+                f"{OWNER}: points {farthest:.3g} from the origin overflow where their "
+                f"norm is taken in {jnp.dtype(dtype).name}; change the units of the "
+                "problem."
+            )
         if not added <= _ROUNDING * share:
             name = jnp.dtype(dtype).name
             enable = (
@@ -287,7 +295,7 @@ class Resolvent:
                 f"clipping can break; give clip_norm={bound:.3g}, the declared bound, "
                 f'or more, got {self.clip_norm:.3g}, or use inner="picard".'
             )
-        share = bound / (self.strength * self.denominator)
+        share = bound / self.strength / self.denominator
         if self.solve_error() > _SOLVE * share:
             excess = math.log(self.solve_error() / (_SOLVE * share))
             more = math.ceil(-2 * excess / math.log(self.extrapolation))
@@ -313,7 +321,7 @@ def _unit(dtype: Any) -> float:
 
 def _parts(w_set: Any) -> list[Any]:
     """The sets that a set is a product of."""
-    if not isinstance(w_set, Product):
+    if type(w_set) is not Product:
         return [w_set]
     leaves = jax.tree.leaves(
         w_set.sets, is_leaf=lambda node: isinstance(node, AbstractSet)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from .. import _checks
@@ -352,3 +353,24 @@ def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
             f"{type(problem).__name__} as problem."
         )
     return solver
+
+
+def planned_for(owner: str, dtype: str | None, w0: PyTree) -> None:
+    """Raises where a start is coarser than what errors are planned for.
+
+    Args:
+        owner: The solver to name in an error.
+        dtype: What the plan takes values to be computed in, if there is a plan.
+        w0: The start.
+
+    Raises:
+        ValueError: Its dtype is coarser.
+    """
+    found = jnp.result_type(*jax.tree.leaves(w0))
+    if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:
+        return
+    raise ValueError(
+        f"{owner}: planned for values computed in {dtype}, but the starting point is "
+        f"of {found.name}; give {dtype} records and starting point, or calibrate "
+        "without 64-bit."
+    )

@@ -19,7 +19,7 @@ from ..problems.finite_sum import FiniteSum
 from ..samplers.base import AbstractSampler, Regularity
 from ..samplers.grid import Grid
 from ..scores.base import Facts
-from .base import AbstractSolver
+from .base import AbstractSolver, planned_for
 
 DRAW = "draw of x"
 
@@ -107,7 +107,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 f"has {optax.tree.size(x)}; give candidates, or dimension=, of that "
                 "size."
             )
-        self._check_dtype(w0)
+        planned_for(type(self).__name__, self.dtype, w0)
         x = feasible_set(problem).project(x)
         return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
 
@@ -176,16 +176,6 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 f"got {self.neighbours}. Use Neighbours.REPLACE_ONE, or "
                 "ExponentialMechanism(Grid(...)) on one level."
             )
-
-    def _check_dtype(self, w0: PyTree) -> None:
-        found = jnp.result_type(*jax.tree.leaves(w0))
-        if self.dtype is None or jnp.finfo(found).bits >= jnp.finfo(self.dtype).bits:
-            return
-        raise ValueError(
-            f"{type(self).__name__}: planned for scores computed in {self.dtype}, but "
-            f"the starting point is of {found.name}; give {self.dtype} records and "
-            "starting point, or calibrate without 64-bit."
-        )
 
 
 def feasible_set(problem: Any) -> Any:

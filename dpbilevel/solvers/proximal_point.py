@@ -21,7 +21,7 @@ from ..problems.saddle import AbstractVariationalInequality
 from ..problems.sensitivities import UNITS
 from ..resolvent import certified_resolvent
 from ..sampling import AbstractSampling, FullBatch
-from .base import AbstractSolver
+from .base import AbstractSolver, planned_for
 from .noisy_gd import running_mean
 from .saddle_choices import (
     Passes,
@@ -67,6 +67,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
         sizes: The planned number of records; set by `calibrate`. Static.
+        dtype: What the plan takes resolvents to be computed in; likewise. Static.
 
     Privacy:
         `num_steps` Gaussian releases of a point of $W$. With $m$ the batch's
@@ -79,7 +80,8 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         operator is. For $N > 1$ it rests on the Lipschitz constant $L$ of records and
         public term together (status `CONDITIONAL`); monotonicity is not needed and
         clipping keeps $L$. Operator extrapolation has $2M / (\lambda m)$ plus twice
-        its error at the fixed number of steps, and rests on $L$, $M$ and monotonicity.
+        its error at the fixed number of steps, and rests on $L$, $M$ and monotonicity
+        of the records' operators and of the public one.
         Rounding is added to all of them. The projection must be exact, so sets are
         bounded: `Ball`, `Box`, `Simplex` or a `Product`. Only $w_k$ and what follows
         from it is released. Add-or-remove-one is refused.
@@ -101,6 +103,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
     noise: Gaussian = Gaussian()
     dimension: int = eqx.field(static=True, default=100)
     sizes: int | None = eqx.field(static=True, default=None)
+    dtype: str | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractVariationalInequality
 
     def __check_init__(self):
@@ -247,7 +250,12 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         return Basis.CLIPPED if one else Basis.CONSTANTS
 
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
-        """Starts at `w0`, projected onto the set."""
+        """Starts at `w0`, projected onto the set.
+
+        Raises:
+            ValueError: It is coarser than planned for.
+        """
+        planned_for(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         return _State(w, optax.tree.zeros_like(w), jnp.zeros((), jnp.int32))
 
@@ -334,6 +342,18 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         multiplier = scale * self.num_steps**0.5
         return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
 
+    def prepared(
+        self, problem: AbstractVariationalInequality, sizes: int | None = None
+    ) -> Self:
+        """The same solver, bound to the default floating-point dtype.
+
+        Args:
+            problem: The problem; not used.
+            sizes: The planned sizes; not used.
+        """
+        del problem, sizes
+        return dataclasses.replace(self, dtype=jnp.result_type(float).name)
+
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The point has as many coordinates as `w0`."""
         return {RESOLVENT: optax.tree.size(w0)}
@@ -349,7 +369,9 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
                 declared[name] = problem.declared(name)
         listed = ", ".join(f"{name}={value:.3g}" for name, value in declared.items())
         monotone = "" if self.inner == "picard" else "is monotone and "
+        public = ("the public operator is monotone",) if monotone else ()
         return (
+            *(public if problem.public is not None else ()),
             f"every possible record's operator {monotone}has the declared constants "
             f"on the whole set: {listed}",
             f"{self.inner_steps} inner steps per release; their rounding, for "

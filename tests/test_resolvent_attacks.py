@@ -1,0 +1,151 @@
+"""What was tried against the seal of resolvents and against disjoint batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.problems.resolvents import Resolvent
+from dpbilevel.resolvent import certified_resolvent
+from dpbilevel.sampling import Batch
+
+BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
+N = 1000
+
+
+def shift(w, record):
+    return record + 0 * w
+
+
+def inequality(public=None, **fields):
+    fields = {"w_set": dpb.Ball(1.0), "lipschitz": 0.0, "bound": 1.0} | fields
+    return dpb.VariationalInequality(shift, public, **fields)
+
+
+def planned(problem, **fields):
+    fields = {"clip_norm": 1.0, "strength": 2.0, "inner_steps": 1} | fields
+    return dpb.calibrate(
+        problem, dpb.InexactProximalPoint(1, **fields), BUDGET, sizes=N
+    )
+
+
+def sealed(plan, problem, records, centre):
+    batch = Batch(records, None, float(N))
+    return certified_resolvent(
+        plan.solver.resolvent(problem, N), batch, centre, precision="float"
+    )
+
+
+def test_a_public_term_beyond_its_declared_bound_does_not_spoil_rounding():
+    """Along (1, ..., 1) a simplex projects it away, but not what it rounded."""
+    problem = inequality(
+        lambda w: jnp.full_like(w, 2.0**23), w_set=dpb.Simplex(), public_bound=1.0
+    )
+    plan = planned(problem, dimension=2)
+    records = jnp.zeros((N, 2)).at[:, 0].set(0.5002)
+    neighbour = records.at[0, 0].set(-0.8)
+    seals = [sealed(plan, problem, r, jnp.full(2, 0.5)) for r in (records, neighbour)]
+    moved = float(jnp.linalg.norm(seals[0].raw - seals[1].raw))
+    assert moved <= float(seals[0].sensitivity(dpb.Neighbours.REPLACE_ONE))
+    # The control: in these units it rounds by more than that.
+    coarse = [r.mean(0)[0] + jnp.float32(2.0**23) for r in (records, neighbour)]
+    assert abs(float(coarse[0] - coarse[1])) != pytest.approx(1.3 / N, rel=0.5)
+
+
+@pytest.mark.parametrize("public", [None, lambda w: -0.5 * w])
+def test_monotonicity_of_the_public_operator_is_listed_where_privacy_rests_on_it(
+    public, x64
+):
+    constants = {} if public is None else {"public_lipschitz": 0.5, "public_bound": 0.5}
+    problem = inequality(public, **constants)
+    fields = {"inner": "operator_extrapolation", "inner_steps": 400, "dimension": 1}
+    listed = planned(problem, **fields).report.assumptions
+    assert ("the public operator is monotone" in listed) is (public is not None)
+    picard = planned(problem, inner_steps=3, dimension=1).report.assumptions
+    assert "the public operator is monotone" not in picard
+
+
+class Jumping(dpb.Ball):
+    """A set whose projection is not nonexpansive."""
+
+    def project(self, w):
+        return jnp.sign(w) * self.radius
+
+
+@pytest.mark.parametrize(
+    "w_set", [Jumping(1.0), dpb.Product((Jumping(1.0), dpb.Simplex()))]
+)
+def test_only_the_librarys_own_projections_are_trusted(w_set):
+    with pytest.raises(ValueError, match="exact projection"):
+        planned(inequality(w_set=w_set))
+
+
+def test_a_batch_of_other_numbers_than_the_seal_is_refused():
+    problem = inequality()
+    resolvent = Resolvent(problem, 1.0, 1.0, "picard", 1, 1, N, float(N))
+    for rows, denominator in ((1, 1.0), (N + 1, float(N))):
+        batch = Batch(jnp.zeros((rows, 1)), None, denominator)
+        with pytest.raises(ValueError, match="planned for at most 1000 rows"):
+            certified_resolvent(resolvent, batch, jnp.zeros(1), precision="float")
+
+
+def test_extreme_units_keep_a_sensitivity_or_are_refused():
+    problem = inequality(bound=5e29)
+    resolvent = Resolvent(problem, 5e29, 1e36, "picard", 1, 1, N, float(N))
+    contribution = jax.jit(
+        lambda strength: Resolvent(
+            problem, jnp.float32(5e29), strength, "picard", 1, 1, N, float(N)
+        ).contribution(jnp.float32, "float")
+    )(jnp.float32(1e36))
+    exact = resolvent.contribution(jnp.float32, "float")
+    np.testing.assert_allclose(contribution, exact, rtol=1e-5)
+    assert exact >= 5e29 / 1e36 / N
+    with pytest.raises(ValueError, match="change the units"):
+        planned(inequality(w_set=dpb.Ball(1e19)))
+
+
+def test_records_that_overflow_in_the_dtype_of_the_start_contribute_nothing(x64):
+    problem = inequality()
+    plan = Resolvent(problem, 1.0, 2.0, "picard", 3, 1, N, float(N))
+    batch = Batch(jnp.zeros((N, 1)).at[0].set(1e300), None, float(N))
+    centre = jnp.full(1, 0.25, jnp.float32)
+    found = certified_resolvent(plan, batch, centre, precision="float").raw
+    np.testing.assert_array_equal(found, centre)
+
+
+def test_a_plan_in_64_bits_is_not_run_in_32(x64):
+    problem = inequality()
+    plan = planned(problem, dimension=1)
+    with pytest.raises(ValueError, match="planned for values computed in float64"):
+        dpb.solve(
+            problem,
+            plan.solver,
+            jnp.zeros((N, 1), jnp.float32),
+            jnp.zeros(1, jnp.float32),
+            key=jax.random.key(0),
+        )
+
+
+@pytest.mark.parametrize(
+    ("convex", "w"),
+    [
+        (dpb.Box(jnp.zeros(1), jnp.ones(1)), jnp.zeros(50)),
+        (dpb.Box(jnp.zeros(3), jnp.ones(3)), {"a": jnp.zeros(3), "b": jnp.zeros(3)}),
+        (dpb.Ball(1.0, center=jnp.full(1, 3.0)), jnp.zeros(50)),
+        (dpb.Ball(1.0, center=3.0), jnp.zeros(50)),
+    ],
+)
+def test_sets_do_not_stretch_over_more_entries_than_they_measure(convex, w):
+    for method in (convex.project, convex.contains):
+        with pytest.raises(ValueError, match="shaped like the points"):
+            method(w)
+
+
+def test_that_places_depend_on_no_value_is_listed_for_single_passes():
+    solver = dpb.NoisyExtragradient(50, 1.0, 0.1, sampling=dpb.SinglePass(10))
+    report = dpb.calibrate(inequality(), solver, BUDGET, sizes=N).report
+    assert sum("sorted by a private column" in text for text in report.assumptions) == 1
+    full = dpb.NoisyExtragradient(50, 1.0, 0.1)
+    report = dpb.calibrate(inequality(), full, BUDGET, sizes=N).report
+    assert not any("sorted" in text for text in report.assumptions)
