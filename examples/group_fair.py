@@ -83,9 +83,10 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
     steps, fractions = 30 if smoke else 100, tuple(shares.values())
     budget = dpb.PrivacyBudget(epsilon=1.0, delta=1e-5)
 
-    game = dpb.group_fair(dpb.Logistic(), fractions, radius=10.0, scale=3.0)
+    game = dpb.group_fair(dpb.Logistic(), fractions, radius=10.0, scale=6.0)
     w0 = dpb.group_start(game, jnp.zeros(size), fractions)
-    solver = dpb.NoisyExtragradient(steps, clip_norm=1.0, step_size=16.0)
+    # A record of a group at 2.5 times its share has a gradient of up to 2.5.
+    solver = dpb.NoisyExtragradient(steps, clip_norm=3.0, step_size=8.0)
     plan = dpb.calibrate(game, solver, budget, sizes=count, w0=w0)
     print(plan.report)  # the guarantee, before any data are touched
 
@@ -117,7 +118,8 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
             tuple(shares),
             out,
         )
-    assert last["game"].max() < last["average loss"].max()
+    if not adult:
+        assert last["game"].max() < last["average loss"].max() - 0.05
 
 
 def tails(path):
