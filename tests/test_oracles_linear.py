@@ -134,9 +134,9 @@ def test_no_answer_where_curvatures_overflow():
 def test_a_truncated_direction_is_there_for_newton_steps():
     diagonal, b = jnp.asarray(INDEFINITE["late"]), jnp.ones(3)
     solver = FALLIBLE["tolerance"]
-    direction, products, solves = solver.truncated(lambda v: diagonal * v, b)
-    assert not solves
-    assert products > 1
+    assert np.all(np.isnan(solver.solve(lambda v: diagonal * v, b).value))
+    direction = solver.truncated(lambda v: diagonal * v, b)
+    assert np.all(np.isfinite(direction))
     assert direction @ b > 0
 
 

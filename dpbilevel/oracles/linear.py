@@ -21,6 +21,14 @@ Scalar = Float[Array, ""]
 Matvec = Callable[[PyTree], PyTree]
 
 
+class _Conjugate(NamedTuple):
+    value: PyTree
+    residual: PyTree
+    direction: PyTree
+    square: Scalar
+    is_curved: Array
+
+
 class LinearSolution(NamedTuple):
     r"""What a linear solver found.
 
@@ -91,25 +99,32 @@ class ConjugateGradient(AbstractLinearSolver):
 
     def solve(self, matvec, b, x0=None):
         """Solves the system; `num_products` tells when it stopped."""
-        value, products, solves = self.truncated(matvec, b, x0)
-        value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), value)
+        start, scale = _start(matvec, b, x0)
+        found, products, solves = self._iterated(
+            matvec, start, _unit_square(b, scale), b
+        )
+        value = jax.tree.map(lambda v: jnp.where(solves, v, jnp.nan), found)
+        value = _scaled(scale, value)
+        products = products + (0 if x0 is None else 1)
         return LinearSolution(value, _residual_norm(matvec, value, b), products)
 
-    def truncated(
-        self, matvec: Matvec, b: PyTree, x0: PyTree | None = None
-    ) -> tuple[PyTree, Int[Array, ""], Bool[Array, ""]]:
+    def truncated(self, matvec: Matvec, b: PyTree) -> PyTree:
         """The last iterate before a direction without curvature, for Newton's method.
 
         Args:
             matvec: As in `solve`.
-            b: The right-hand side.
-            x0: A starting point; zeros when omitted.
-
-        Returns:
-            The iterate, the number of products, and whether `solve` stands by it.
+            b: The right-hand side; of a length near one, since its square is taken.
         """
-        state, scale = _start(matvec, b, x0)
-        unit = _unit_square(b, scale)
+        square = _dot(b, b)
+        nothing = jax.tree.map(jnp.zeros_like, b)
+        start = _Conjugate(nothing, b, b, square, jnp.asarray(True))
+        return self._iterated(matvec, start, square, b)[0]
+
+    def _iterated(
+        self, matvec: Matvec, state: _Conjugate, unit: Scalar, b: PyTree
+    ) -> tuple[PyTree, Int[Array, ""], Bool[Array, ""]]:
+        """The last iterate, the number of steps, and whether `solve` stands by it."""
+        first = state.square
         floor = _rounding(b) ** 2 * unit
 
         def step(carry):
@@ -130,14 +145,9 @@ class ConjugateGradient(AbstractLinearSolver):
             enough = jnp.maximum(tolerance, _rounding(b)) ** 2 * unit
             steps, state = jax.lax.while_loop(unfinished, step, start)
         # Rounding may hide a positive curvature from a small residual.
-        small = _epsilon(b, max) * jnp.maximum(start[1].square, unit)
+        small = _epsilon(b, max) * jnp.maximum(first, unit)
         solves = state.is_curved | (state.square <= small)
-        products = steps + (0 if x0 is None else 1)
-        return (
-            _scaled(scale, state.value),
-            products,
-            solves & jnp.isfinite(state.square),
-        )
+        return state.value, steps, solves & jnp.isfinite(state.square)
 
 
 class Neumann(AbstractLinearSolver):
@@ -251,14 +261,6 @@ def differentiable_solve(
         matvec, b, solve, symmetric=True, has_aux=True
     )
     return LinearSolution(value, *rest)
-
-
-class _Conjugate(NamedTuple):
-    value: PyTree
-    residual: PyTree
-    direction: PyTree
-    square: Scalar
-    is_curved: Array
 
 
 def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Scalar]:

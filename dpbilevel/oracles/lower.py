@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from ..problems.bilevel import BilevelProblem, Levels
 from ..sets import AbstractSet, Euclidean
 from .arguments import checked
+from .layout import laid_out
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo, NewtonCG
 from .objectives import AbstractObjective, lower_objective, merge, poisoned
@@ -136,12 +137,15 @@ def _solve(
         # The derivative rule of custom_root takes no integers beside the root.
         return y, tuple(v.astype(info.gradient_norm.dtype) for v in info)
 
+    def tangent_solve(product, b):
+        return differentiable_solve(linear_solver, laid_out(product, b), b).value
+
     y, (norm, steps, converged) = jax.lax.custom_root(
         # A Hessian that does not depend on y would be finite where y is not.
         lambda y: poisoned(objective.gradient(x, y), y),
         y0,
         solve,
-        lambda product, b: differentiable_solve(linear_solver, product, b).value,
+        tangent_solve,
         has_aux=True,
     )
     info = LowerInfo(norm, steps.astype(jnp.int32), converged > 0.5)

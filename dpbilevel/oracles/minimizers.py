@@ -278,16 +278,19 @@ class NewtonCG(AbstractLowerSolver):
         # A residual far below the tolerance is as good as none.
         forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
         forcing = jnp.where(needed, forcing, 2)
-        downhill = jax.tree.map(jnp.negative, slope)
+        size = jnp.where(norm > 0, norm, 1)
+        downhill = jax.tree.map(lambda s: -s / size.astype(s.dtype), slope)
         linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
-        direction = linear_solver.truncated(product, downhill)[0]
+        direction = linear_solver.truncated(product, downhill)
         predicted = _dot(downhill, direction)
         # Without curvature along the gradient the solve stops where it starts.
         descends = predicted > 0
         direction = jax.tree.map(
-            lambda d, s: jnp.where(descends, d, s), direction, downhill
+            lambda d, s: size.astype(d.dtype) * jnp.where(descends, d, s),
+            direction,
+            downhill,
         )
-        return direction, jnp.where(descends, predicted, norm**2)
+        return direction, norm**2 * jnp.where(descends, predicted, 1)
 
 
 class LBFGS(AbstractLowerSolver):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..problems.bilevel import BilevelProblem, Levels
+from .layout import laid_out
 
 Scalar = Float[Array, ""]
 Variable = Literal["x", "y"]
@@ -50,7 +51,7 @@ class AbstractObjective(abc.ABC):
             return slope, value
 
         slope, product, value = jax.linearize(gradient, y, has_aux=True)
-        return value, slope, product
+        return value, slope, laid_out(product, y)
 
 
 @dataclasses.dataclass(frozen=True)
