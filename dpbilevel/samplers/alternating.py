@@ -210,6 +210,7 @@ class AlternatingSampler(AbstractSampler):
             queries=min(num_steps / chance, tries) * mean,
             distance=total,
             proved=serves and total <= self.distance,
+            aim=self.distance,
             notes=(
                 *(() if serves else (stale,)),
                 f"the potential is {regularity.strong_convexity:.4g}-strongly convex "

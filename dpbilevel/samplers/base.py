@@ -103,7 +103,8 @@ class Certificate:
         distance: $\eta$: the law is within $\eta$ in total variation of one for which
             `log_ratio` holds.
         proved: Whether this follows from a theorem; otherwise the sampler was cut
-            short, and no guarantee may be claimed.
+            short, or planned for another law, and no guarantee may be claimed.
+        aim: The distance that is aimed at, which noise is chosen by all the same.
         notes: What it rests on, in the words of the report.
     """
 
@@ -112,6 +113,7 @@ class Certificate:
     log_ratio: float = 0.0
     distance: float = 0.0
     proved: bool = True
+    aim: float = 0.0
     notes: tuple[str, ...] = ()
 
 
