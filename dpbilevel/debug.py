@@ -286,11 +286,12 @@ def _measured(problem: BilevelProblem, w, w_other, z, z_other) -> dict[str, jax.
         "lower_y": jnp.maximum(_size(g["record_y"]), _size(g["y"] - g["record_y"])),
         "lower_y_spread": _size(g["y"] - g_other["y"]) / 2,
     }
-    found |= {f"upper_{k}": _size(f[k]) for k in ("x", "y", "xx", "xy", "yy")}
+    found |= {f"upper_{k}": _size(f[k]) for k in ("xx", "xy", "yy")}
+    found |= {f"upper_{k}": _both(f, k) for k in ("x", "y")}
     found |= {f"upper_{k}_spread": _size(f[k] - f_other[k]) / 2 for k in ("x", "y")}
     for block in ("xy", "yy"):
         found |= {
-            f"lower_{block}": _size(g[block]),
+            f"lower_{block}": _both(g, block),
             f"lower_{block}_spread": _size(g[block] - g_other[block]) / 2,
             f"lower_{block}_in_x": _size(in_x[block] - g[block]) / step_x,
             f"lower_{block}_in_y": _size(in_y[block] - g[block]) / step_y,
@@ -313,14 +314,24 @@ def _derivatives(problem: BilevelProblem, role: str, x, y, record):
 
     gradient = jax.grad(whole, (0, 1))(flat_x, flat_y)
     second = jax.hessian(whole, (0, 1))(flat_x, flat_y)
+    first_alone = jax.grad(alone, (0, 1))(flat_x, flat_y)
+    second_alone = jax.hessian(alone, (0, 1))(flat_x, flat_y)
     return {
         "x": gradient[0],
         "y": gradient[1],
-        "record_y": jax.grad(alone, 1)(flat_x, flat_y),
+        "record_x": first_alone[0],
+        "record_y": first_alone[1],
+        "record_xy": second_alone[0][1],
+        "record_yy": second_alone[1][1],
         "xx": second[0][0],
         "xy": second[0][1],
         "yy": second[1][1],
     }
+
+
+def _both(found: dict[str, jax.Array], name: str) -> jax.Array:
+    """The larger of a derivative with the public term and of a record's alone."""
+    return jnp.maximum(_size(found[name]), _size(found[f"record_{name}"]))
 
 
 def _flat(tree: PyTree) -> jax.Array:

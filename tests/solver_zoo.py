@@ -28,7 +28,7 @@ def with_source(batch, num_sources=3):
 
 # The numbers among the fields of declared constants.
 DECLARED = [f.name for f in dataclasses.fields(dpb.SecondOrderConstants)]
-DECLARED.remove("terms")
+DECLARED = [name for name in DECLARED if name not in ("terms", "per_record")]
 
 ONE_LEVEL = dpb.FiniteSum(dpb.logistic_loss, lambda w: 0.05 * jnp.sum(w * w))
 WEIGHTING = dpb.source_weighting(dpb.logistic_loss, 3, ridge=0.05)

@@ -156,7 +156,7 @@ def test_a_start_far_out_centers_scores_no_further_out():
 
 def test_constants_that_do_not_bound_a_record_are_refused_with_a_public_term():
     declared = CERTIFIED.constants.second_order
-    constants = dataclasses.replace(declared, upper_y_spread=0.1)
+    constants = dataclasses.replace(declared, upper_y_spread=0.1, per_record=False)
     problem = dataclasses.replace(
         CERTIFIED, upper_public=lambda x, y: -jnp.sum(y), constants=constants
     )

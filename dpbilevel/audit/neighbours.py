@@ -257,6 +257,7 @@ def _certified(size: int) -> BilevelProblem:
             lower_yy_in_x=0.0,
             lower_xy_in_y=0.0,
             lower_yy_in_y=0.0,
+            per_record=True,
         ),
     )
 

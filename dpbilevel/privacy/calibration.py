@@ -203,7 +203,7 @@ def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> fl
 
     def excess(interval: float) -> Callable[[float], bool]:
         def unsafe(scale: float) -> bool:
-            return ledger(scale).delta(budget.epsilon, interval) > budget.delta
+            return ledger(scale).hoped_delta(budget.epsilon, interval) > budget.delta
 
         return unsafe
 

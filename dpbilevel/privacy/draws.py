@@ -302,14 +302,15 @@ class Draw(AbstractRelease):
 
     @property
     def failure(self) -> float:
-        """The distance of the drawn law from the one that is charged."""
-        distance = self.certificate.distance if self.certificate.proved else 0.0
+        """The distance of the drawn law from the one that is charged, or its aim."""
+        made = self.certificate
+        distance = made.distance if made.proved else made.aim
         return self.count * (distance + self.inexact)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Those of the sampler, and the distance in total variation."""
-        if not self.failure:
+        if not self.failure or not self.certificate.proved:
             return self.certificate.notes
         distance = (
             f"{self.name}: within {self.failure:.3g} of the exact law in total "

@@ -3,6 +3,7 @@
 import abc
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
@@ -20,8 +21,6 @@ from .mechanisms import Gaussian
 RECORDS = "records"  # the role of the records of a one-level problem
 ROLES = ("upper", "lower", RECORDS)
 PERSON = "person"  # whoever may have a record in either level
-
-
 # The largest sum, in shares of the role with the smallest one, that the grid holds.
 _LARGEST_RATIO = 2.0**37
 
@@ -194,9 +193,9 @@ class Release(AbstractRelease):
     @property
     def failure(self) -> float:
         """The probability that some batch of these releases overflows."""
-        neighbours = self.neighbours
         batches = self.queries[:1] if self.joint else self.queries
-        return self.count * sum(q.sampling.failure(neighbours, q.size) for q in batches)
+        chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
+        return self.count * sum(chances)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -297,13 +296,27 @@ class Ledger:
                 charged[person].append(event)
         return {p: dp_accounting.ComposedDpEvent(e) for p, e in charged.items()}
 
+    @property
+    def basis(self) -> Basis:
+        """What the guarantee rests on: the worst basis of a release."""
+        bases = (release.basis for release in self.releases)
+        return functools.reduce(Basis.worse, bases, Basis.CLIPPED)
+
     def delta(self, epsilon: float, interval: float = accounting.FINE) -> float:
         r"""The smallest $\delta$ for `epsilon`, over all kinds of people.
 
         Args:
             epsilon: $\varepsilon \ge 0$.
             interval: Discretization of the privacy loss, where one is needed.
+
+        Returns:
+            1 where a release rests on hope.
         """
+        hoped = self.hoped_delta(epsilon, interval)
+        return 1.0 if self.basis is Basis.HOPE else hoped
+
+    def hoped_delta(self, epsilon: float, interval: float) -> float:
+        """`delta` as if hopes held: no guarantee, but what noise is chosen by."""
         profiles = [
             accounting.profile(event, self.neighbours, interval)
             for event in self.events().values()
@@ -316,10 +329,8 @@ class Ledger:
         if self.failure == 0:
             return total(epsilon)
         # The price of an overflow grows with epsilon; any smaller one holds as well.
-        high = min(epsilon, -math.log(min(self.failure, 1.0)))
-        smaller = scipy.optimize.minimize_scalar(
-            total, bounds=(0.0, high), method="bounded"
-        )
+        ends = 0.0, min(epsilon, -math.log(min(self.failure, 1.0)))
+        smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
         return min(total(epsilon), float(smaller.fun))
 
     def epsilons(
@@ -330,11 +341,14 @@ class Ledger:
         Args:
             delta: $\delta$.
             interval: Discretization of the privacy loss, where one is needed.
+
+        Returns:
+            Infinite ones where a release rests on hope.
         """
-        return {
-            person: self._epsilon(event, delta, interval)
-            for person, event in self.events().items()
-        }
+        events = self.events()
+        if self.basis is Basis.HOPE:
+            return dict.fromkeys(events, math.inf)
+        return {p: self._epsilon(e, delta, interval) for p, e in events.items()}
 
     def epsilon(self, delta: float, interval: float = accounting.FINE) -> float:
         r"""The smallest $\varepsilon$ at `delta`: the largest over kinds of people.
@@ -363,9 +377,8 @@ class Ledger:
 
     def named(self, run: str) -> "Ledger":
         """The same releases, their names prefixed by the run they belong to."""
-        releases = tuple(
-            dataclasses.replace(r, name=f"{run}: {r.name}") for r in self.releases
-        )
+        names = ((r, f"{run}: {r.name}") for r in self.releases)
+        releases = tuple(dataclasses.replace(r, name=name) for r, name in names)
         return dataclasses.replace(self, releases=releases)
 
     def _epsilon(self, event, delta, interval) -> float:

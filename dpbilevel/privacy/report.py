@@ -146,13 +146,11 @@ def describe(
         levels: Whether the problem has two levels, so that `people` means something.
         dimensions: Coordinates per release name, where known.
     """
-    status = _status(ledger)
+    status = _STATUS[ledger.basis]
     by_person = ledger.epsilons(budget.delta)
     if ledger.delta(budget.epsilon) <= budget.delta:
         # Solving for epsilon may end slightly above one that is known to hold.
         by_person = {p: min(v, budget.epsilon) for p, v in by_person.items()}
-    if status is Status.HEURISTIC:
-        by_person = dict.fromkeys(by_person, math.inf)
     precisions = {release.mechanism.precision for release in ledger.releases}
     return PrivacyReport(
         status=status,
@@ -218,13 +216,6 @@ def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
         f"delta = {budget.delta:.3g} is not below one over the number of records: it "
         "allows publishing some record whole with that chance",
     )
-
-
-def _status(ledger: Ledger) -> Status:
-    worst = Basis.CLIPPED
-    for release in ledger.releases:
-        worst = worst.worse(release.basis)
-    return _STATUS[worst]
 
 
 _STATUS = {

@@ -25,7 +25,10 @@ class Bounds:
             \mu_g$ moves the hypergradient by at most $c \tau$.
         gradient: $\bar L \ge \|\nabla \Phi(x)\|$.
         upper_gradient: $L_{fy} \ge \|\nabla_y F\|$ for $\|y\| \le r$.
-        lower_gradient: A bound on the parts of $\nabla_y G$, records' and public.
+        lower_gradient: A bound on the parts of $\nabla_y G$, a record's and the public
+            one together, for $\|y\| \le 3 r$.
+        parts: The same for the other sums, as a multiple of the bounds above: more than
+            1 where records and a public term may cancel.
     """
 
     strong_convexity: Any
@@ -39,6 +42,7 @@ class Bounds:
     gradient: Any
     upper_gradient: Any
     lower_gradient: Any
+    parts: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

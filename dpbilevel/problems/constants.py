@@ -16,6 +16,9 @@ from jaxtyping import PyTree
 from .. import _checks
 from .bounds import Bounds, Metric
 
+# Bounds on sums of records and a public term that must hold for a record alone.
+_PER_RECORD = ("upper_x", "upper_y", "lower_xy", "lower_yy")
+
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
@@ -76,13 +79,13 @@ class AbstractCertificate(abc.ABC):
             Numbers on the host without `x`, arrays in its dtype with it.
         """
 
-    def metric(self, problem: Any, sizes: Any, x: PyTree, y: PyTree) -> Metric:
+    def metric(self, problem: Any, sizes: Any, x: PyTree | None, y: PyTree) -> Metric:
         """The metric to solve the lower level in; by default that of `y` itself.
 
         Args:
             problem: The problem that holds the certificate.
             sizes: The planned sizes.
-            x: The upper variable.
+            x: The upper variable; `None` for the numbers of the worst one.
             y: A lower variable, for its shape.
         """
         del problem
@@ -128,8 +131,13 @@ class SecondOrderConstants(AbstractCertificate):
     $F$ and $G$ are the mean losses with their public terms, $f$ and $g$ the losses of
     one record. A `_spread` is half the largest distance between the values of two
     records, at most the largest norm of one: what all records have in common, and
-    public terms, cancel between neighbours. Where it is omitted, or no smaller than the
-    bound on the whole, that bound must hold for each record too.
+    public terms, cancel between neighbours. Where it is omitted it is the bound on the
+    whole.
+
+    Rounding does not cancel. So `upper_x`, `upper_y`, `lower_xy` and `lower_yy` must
+    bound the same derivative of every single record's loss too. Without a public term
+    they do: a mean over copies of one record is its loss. With one that is yours to
+    make true, and to say by `per_record` where a spread is smaller than the whole.
 
     Args:
         strong_convexity: $\mu_g$ of $G(x, \cdot)$.
@@ -151,6 +159,8 @@ class SecondOrderConstants(AbstractCertificate):
         lower_y_spread: $L^d_{gy}$.
         lower_xy_spread: $\beta^d_{gxy}$.
         lower_yy_spread: $\beta^d_{gyy}$.
+        per_record: Whether, beside public terms, the four bounds above hold for every
+            single record too.
         terms: The problem's `upper`, `lower`, `upper_public` and `lower_public`, if the
             constants are to be refused for any others.
 
@@ -183,6 +193,7 @@ class SecondOrderConstants(AbstractCertificate):
     lower_y_spread: float | None = None
     lower_xy_spread: float | None = None
     lower_yy_spread: float | None = None
+    per_record: bool = False
     terms: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
@@ -205,15 +216,6 @@ class SecondOrderConstants(AbstractCertificate):
                 "a matrix whose smallest one is at least strong_convexity="
                 f"{self.strong_convexity}; it cannot be below."
             )
-
-    def record(self, name: str) -> float:
-        """A bound for every single record, from that on the mean and the spread.
-
-        Args:
-            name: Of the bound on the mean, such as `"upper_y"`.
-        """
-        whole, spread = getattr(self, name), self._spread(name)
-        return whole if spread >= whole else whole + 2 * spread
 
     @property
     def upper_total(self) -> float:
@@ -299,6 +301,11 @@ class SecondOrderConstants(AbstractCertificate):
         \frac{2 \beta^d_{gxy}}{\mu n_g} \Bigr], \qquad S_{up} = \frac{2}{n_f} \Bigl(
         L^d_{fx} + \frac{\beta_{gxy} L^d_{fy}}{\mu} \Bigr).$$
 
+        A public term is the whole less a mean over records, so at most twice the bound
+        that holds for both: the parts of a sum are at most three times its bound. For
+        $\|y\| \le 3 r$ the gradient of a record is at most $L_{gy} + 2 \beta_{gyy} r$,
+        that of the public term $L_{gy} + 4 \beta_{gyy} r$.
+
         Args:
             sizes: The planned sizes.
             x: Not read.
@@ -321,18 +328,30 @@ class SecondOrderConstants(AbstractCertificate):
             linear_error=cross / mu,
             gradient=self.upper_total,
             upper_gradient=self.upper_y,
-            lower_gradient=2 * self.lower_y,
+            lower_gradient=2 * self.lower_y + 6 * self.lower_yy * self.solution_radius,
+            parts=3.0,
         )
 
     def check(self, problem: Any) -> None:
-        """Refuses other functions than `terms`, where they are given.
+        """Refuses functions other than `terms`, and public terms beside a bare spread.
 
         Args:
             problem: The problem that holds the constants.
 
         Raises:
-            ValueError: A loss or a public term was exchanged.
+            ValueError: A loss or a public term was exchanged; a spread is smaller than
+                the whole beside a public term, and `per_record` is not declared.
         """
+        for name in () if self.per_record else _PER_RECORD:
+            public = f"{name.split('_')[0]}_public"
+            beside = getattr(problem, public) is not None
+            if beside and self._spread(name) < getattr(self, name):
+                raise ValueError(
+                    f"SecondOrderConstants: with {public}, {name} bounds no single "
+                    "record, on which rounding and draws rest: records and public term "
+                    f"may cancel. Leave out {name}_spread, or let {name} hold for each "
+                    "record too and declare per_record=True."
+                )
         if self.terms is not None and terms_of(problem) != self.terms:
             raise ValueError(
                 "SecondOrderConstants: a loss or a public term of the problem was "
@@ -342,7 +361,7 @@ class SecondOrderConstants(AbstractCertificate):
 
     def _numbers(self) -> dict[str, Any]:
         numbers = dict(vars(self))
-        del numbers["terms"]
+        del numbers["terms"], numbers["per_record"]
         return numbers
 
     @property
@@ -361,7 +380,9 @@ class SecondOrderConstants(AbstractCertificate):
         declared = ", ".join(
             f"{name} = {value:.6g}" for name, value in self._numbers().items()
         )
-        return (f"declared for every possible record and all x of the set: {declared}",)
+        also = ", of single records too" if self.per_record else ""
+        start = "declared for every possible record and all x of the set"
+        return (f"{start}{also}: {declared}",)
 
     def _spread(self, name: str) -> float:
         return getattr(self, f"{name}_spread")

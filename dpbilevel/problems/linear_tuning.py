@@ -120,6 +120,9 @@ class TuningCertificate(AbstractCertificate):
       theirs by at most $p_3 R^3 d$, or lie within $\pm s R d e^{s R d} H'$ and the same
       multiple of $H$: $t = \min(p_3 R^3 d / \mu, s R d e^{s R d})$. Then $S_{low} \le
       \|\Delta \hat s\| \|\hat v'\| + \|\hat s\| \|\Delta \hat v\|$.
+    - *Parts*: both terms of $H$ are semidefinite, $F$ has no public term and
+      $\nabla_{xy} G$ no records, so nothing cancels but in $\nabla_y G$. For $\|y\| \le
+      3 r$ its parts are at most $(p_1 + 2 p_2 R r) R$ and $3 \bar\lambda r$ long.
     - *An inexact* $y$ with $\|y\| \le r$ has $\|\Lambda^{1/2} y\| \le r
       \sqrt{\bar\lambda}$, which gives $C$ and $c$ the same way.
 
@@ -217,19 +220,21 @@ class TuningCertificate(AbstractCertificate):
             linear_error=reach / root,
             gradient=energy * p1 / root,
             upper_gradient=p1,
-            lower_gradient=p1 + top * radius,
+            lower_gradient=p1 + (2 * p2 + 3 * top) * radius,
         )
 
     def metric(
-        self, problem: BilevelProblem, sizes: Any, x: PyTree, y: PyTree
+        self, problem: BilevelProblem, sizes: Any, x: PyTree | None, y: PyTree
     ) -> Metric:
         r"""That of $\Lambda$: there the eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
         del sizes
-        assert problem.lower_public is not None
-        ones = jax.tree.map(jnp.ones_like, y)
-        pull = jax.grad(problem.lower_public, 1)
-        _, diagonal = jax.jvp(lambda y: pull(x, y), (y,), (ones,))
-        mu = jnp.exp(jnp.min(x))
+        diagonal, mu = None, np.exp(np.float64(self.low))
+        if x is not None:
+            assert problem.lower_public is not None
+            ones = jax.tree.map(jnp.ones_like, y)
+            pull = jax.grad(problem.lower_public, 1)
+            _, diagonal = jax.jvp(lambda y: pull(x, y), (y,), (ones,))
+            mu = jnp.exp(jnp.min(x))
         curvature = self.model.curvature * self.row_norm**2
         energy = self._solution(mu)[2]
         return Metric(diagonal, mu, 1.0, 1 + curvature / mu, energy)
@@ -262,6 +267,7 @@ class TuningCertificate(AbstractCertificate):
             lower_y_spread=p1,
             lower_xy_spread=0.0,
             lower_yy_spread=p2 / 2,
+            per_record=True,
         )
 
     @property

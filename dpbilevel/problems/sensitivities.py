@@ -21,7 +21,8 @@ from .constants import AbstractCertificate
 
 # How much of the sensitivity both inexact solves may add, and how much rounding may.
 _SOLVES, _ROUNDING = 0.01, 0.05
-_MOST_STEPS = 100_000
+# More inner steps than anyone would run.
+MOST_STEPS = 100_000
 # Rows that are summed at once, and the units of roundoff granted to one record's loss.
 ROWS, UNITS = 4096, 32
 
@@ -62,10 +63,10 @@ def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
         count = 1.0 if factor == 0 else math.inf
         if factor > 0 and allowed > 0:
             count = steps(allowed / factor)
-        if not count <= _MOST_STEPS:
+        if not count <= MOST_STEPS:
             raise ValueError(
                 "ImplicitBilevel: the constants ask for more than "
-                f"{_MOST_STEPS} inner steps, with smoothness {bounds.smoothness:.3g} "
+                f"{MOST_STEPS} inner steps, with smoothness {bounds.smoothness:.3g} "
                 f"and strong convexity {bounds.strong_convexity:.3g}. Raise the strong "
                 "convexity (mu_g) by a larger public penalty, or use PenaltyBilevel, "
                 "which needs no constants."
@@ -95,12 +96,13 @@ def at(
     numbers of steps guarantee at this $x$, and $\omega$ a bound on floating-point
     rounding to first order in the unit roundoff $u$. With $\rho = u (32 + \text{rows} +
     \text{chunks})$ the relative error of a mean over records, every gradient is off by
-    $e = \rho L_{gy} + 100 u \beta r$ at most, where the last term also stands for the
-    sums that a step of the accelerated method makes. Its steps add up to an error of $2
-    e / \mu$ in $y$, those of the linear solver to a residual of at most $4 \sqrt\kappa
-    (2 \kappa + 1) \rho L_{fy}$, and the last sums to $2 \rho \bar L$. No two values in
-    the ball of radius $\bar L$ are further apart than $2 \bar
-    L$.
+    $e = \rho L' + 100 u \beta r$ at most, with $L'$ the parts of $\nabla_y G$ where
+    the accelerated method looks; the last term also stands for the sums that its steps
+    make. They add up to an error of $2 e / \mu$ in $y$, those of the linear solver to a
+    residual of at most $4 \sqrt\kappa (2 \kappa + 1) \rho p L_{fy}$, and the last sums
+    to $2 \rho p \bar L$, where $p$ = `Bounds.parts`: sums round like their parts, which
+    may cancel. No two values in the ball of radius $\bar L$ are further apart than $2
+    \bar L$.
 
     Args:
         certificate: The bounds.
@@ -224,7 +226,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
         sizes: The planned sizes.
         dtype: What it is computed in.
     """
-    mean = _mean_rounding(sizes, dtype)
+    mean = _mean_rounding(sizes, dtype) * bounds.parts
     kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
     linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
     return (

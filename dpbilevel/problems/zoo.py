@@ -137,6 +137,7 @@ def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
         lower_yy_in_x=0.0,
         lower_xy_in_y=0.0,
         lower_yy_in_y=0.0,
+        per_record=True,
         terms=terms,
     )
 

@@ -32,6 +32,8 @@ class Regularity:
             is known.
         error: $\zeta$: what is computed differs from $U$ by at most that.
         gradient_error: The same for a gradient, in $\ell_2$.
+        rounding: How far rounding moves a value beyond that, and a gradient times the
+            diameter of the set.
         num_terms: $n$, where $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
         term_lipschitz: The Lipschitz constant of every $u_i$ in $\ell_2$.
         quadratic: $m \ge 0$, of the public quadratic part of $U$.
@@ -43,6 +45,7 @@ class Regularity:
     smoothness: float = math.inf
     error: float = 0.0
     gradient_error: float = 0.0
+    rounding: float = 0.0
     num_terms: int | None = None
     term_lipschitz: float | None = None
     quadratic: float = 0.0
@@ -53,6 +56,7 @@ class Regularity:
             "Regularity",
             error=self.error,
             gradient_error=self.gradient_error,
+            rounding=self.rounding,
             quadratic=self.quadratic,
         )
         if not self.lipschitz >= 0:
@@ -80,6 +84,7 @@ class Regularity:
             smoothness=rate * self.smoothness + quadratic,
             error=rate * self.error,
             gradient_error=rate * self.gradient_error,
+            rounding=rate * self.rounding,
             term_lipschitz=None if terms is None else rate * terms,
             quadratic=quadratic,
         )
@@ -98,7 +103,8 @@ class Certificate:
         distance: $\eta$: the law is within $\eta$ in total variation of one for which
             `log_ratio` holds.
         proved: Whether this follows from a theorem; otherwise the sampler was cut
-            short, and no guarantee may be claimed.
+            short, or planned for another law, and no guarantee may be claimed.
+        aim: The distance that is aimed at, which noise is chosen by all the same.
         notes: What it rests on, in the words of the report.
     """
 
@@ -107,6 +113,7 @@ class Certificate:
     log_ratio: float = 0.0
     distance: float = 0.0
     proved: bool = True
+    aim: float = 0.0
     notes: tuple[str, ...] = ()
 
 

@@ -62,7 +62,8 @@ class ConvexEnvelope(AbstractProximalOracle):
     The step size is the larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$.
 
     **Inexact values.** If values are within $\zeta$ of those of $U$ and gradients
-    within $\epsilon$, the support holds up to $\kappa = 2 \zeta + \epsilon D$: tries
+    within $\epsilon$, both with rounding, the support holds up to $\kappa = 2 \zeta +
+    \epsilon D$: tries
     are accepted with probability $e^{-R - \kappa}$, $R$ being computed, which draws
     from the density of the computed potential exactly; $E R$ grows by $\kappa$,
     $\rho_0$ is $L + \epsilon$ and $\rho_{i+1} = \beta \eta \rho_i + 2 \epsilon$.
@@ -144,6 +145,17 @@ class ConvexEnvelope(AbstractProximalOracle):
             slack=self._slack(regularity, feasible),
         )
 
+    def serves(self, regularity: Regularity, feasible: AbstractSet) -> bool:
+        """Where curvature and slack are those that it was planned for.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: The set.
+        """
+        needed = float(regularity.strong_convexity or 0.0)
+        fixed = self.curvature, self.slack
+        return fixed == (needed, self._slack(regularity, feasible))
+
     def bias(self, regularity: Regularity, step_size: float) -> float:
         """Zero: accepted tries have the law of the computed potential.
 
@@ -178,7 +190,7 @@ class ConvexEnvelope(AbstractProximalOracle):
             step_size: $\eta$.
         """
         weight = 1 / (1 + (regularity.strong_convexity or 0.0) * step_size)
-        steepest = regularity.lipschitz + regularity.gradient_error
+        steepest = regularity.lipschitz + _gradient_error(regularity, feasible)
         return math.sqrt(step_size * weight), weight, weight * step_size * steepest
 
     def evaluations(self) -> tuple[float, int]:
@@ -270,7 +282,8 @@ class ConvexEnvelope(AbstractProximalOracle):
     def _accepted(self, regularity, feasible, step_size, steps: int) -> float:
         dimension, steepest = regularity.dimension, regularity.lipschitz
         curvature = regularity.strong_convexity or 0.0
-        smoothness, error = regularity.smoothness, regularity.gradient_error
+        smoothness = regularity.smoothness
+        error = _gradient_error(regularity, feasible)
         residual = steepest + error
         for _ in range(steps):
             residual = smoothness * step_size * residual + 2 * error
@@ -285,6 +298,11 @@ class ConvexEnvelope(AbstractProximalOracle):
         return math.exp(-loss - 2 * self._slack(regularity, feasible))
 
     def _slack(self, regularity, feasible) -> float:
-        error = regularity.gradient_error
         width = restricted.diameter(feasible, regularity.dimension)
-        return 2 * regularity.error + error * width
+        value_error = regularity.error + regularity.rounding
+        return 2 * value_error + _gradient_error(regularity, feasible) * width
+
+
+def _gradient_error(regularity: Regularity, feasible: AbstractSet) -> float:
+    width = restricted.diameter(feasible, regularity.dimension)
+    return regularity.gradient_error + regularity.rounding / width

@@ -98,8 +98,9 @@ class GridWalk(AbstractSampler):
 
     Privacy:
         Nothing is released but the draw. Trip counts, shapes and the number of
-        evaluations are public; whether a try was accepted shows in no trip count. Where
-        the potential is not finite it counts as 0. In exact real arithmetic.
+        evaluations are public, as long as those inside the potential are; whether a try
+        was accepted shows in none of them. Where the potential is not finite it counts
+        as 0. In exact real arithmetic.
 
     References:
         Applegate and Kannan, "Sampling and integration of near log-concave functions",

@@ -67,6 +67,15 @@ class AbstractProximalOracle(eqx.Module):
         """
 
     @abc.abstractmethod
+    def serves(self, regularity: Regularity, feasible: AbstractSet) -> bool:
+        """Whether what planning fixed is right for such a potential.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: The set.
+        """
+
+    @abc.abstractmethod
     def bias(self, regularity: Regularity, step_size: float) -> float:
         r"""How far, in total variation, the law of an accepted try is from its target.
 

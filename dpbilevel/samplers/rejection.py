@@ -147,6 +147,17 @@ class StochasticRejection(AbstractProximalOracle):
         )
         return dataclasses.replace(self, stages=stages, draw_tries=draw_tries)
 
+    def serves(self, regularity: Regularity, feasible: AbstractSet) -> bool:
+        """Where values are exact: all that is fixed is counts.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: Not needed.
+        """
+        del feasible
+        known = None not in (regularity.num_terms, regularity.term_lipschitz)
+        return known and regularity.error == 0
+
     def bias(self, regularity: Regularity, step_size: float) -> float:
         r"""The bound of the class on the effect of clipping and of cutting.
 

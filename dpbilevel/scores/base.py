@@ -37,7 +37,8 @@ class Facts:
             contributions as well.
         gradient_error: The same for its gradient.
         rounding: How far rounding alone moves a score that is computed exactly but for
-            that, where that is not part of the contributions either.
+            that, and its gradient times the diameter of the set, where that is not part
+            of the contributions either.
         num_terms: The number of records, where the score is a mean over them.
         term_lipschitz: The Lipschitz constant of each term.
         assumptions: What all this rests on, in the words of the report.
@@ -69,6 +70,7 @@ class Facts:
             smoothness=float(self.smoothness),
             error=float(self.error),
             gradient_error=float(self.gradient_error),
+            rounding=float(self.rounding),
             num_terms=self.num_terms,
             term_lipschitz=self.term_lipschitz,
         )
@@ -102,14 +104,19 @@ class AbstractScore(abc.ABC):
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
         """The score itself. NON-PRIVATE."""
 
-    def bounded(self, data: PyTree, start: PyTree) -> BoundedScore:
+    def bounded(
+        self, data: PyTree, start: PyTree, dtype: Any | None = None
+    ) -> BoundedScore:
         """The score, sealed.
 
         Args:
             data: The records.
             start: A public point; its dtype is computed in.
+            dtype: What was planned for, if that is coarser.
         """
-        facts = self.facts(jnp.result_type(*jax.tree.leaves(start)))
+        if dtype is None:
+            dtype = jnp.result_type(*jax.tree.leaves(start))
+        facts = self.facts(dtype)
         share = sum(facts.contributions.values())
         raw = self.potential(data, start)
         return BoundedScore(raw, share, self.measure, facts.basis)

@@ -30,7 +30,7 @@ from .base import (
 )
 
 _COMPUTED = (
-    "upper losses and upper_public are computed to "
+    "upper losses and upper_public, which has no large offset, are computed to "
     f"{sensitivities.UNITS} units of roundoff of the range that the constants give them"
 )
 
@@ -49,15 +49,21 @@ class HyperObjective(AbstractScore):
         measure: As in `AbstractScore`.
         sizes: The planned sizes.
         clip_range: $B$, or `None`.
+        uniform: Whether the lower level is solved by as many steps at every point as at
+            the worst one: points that depend on records must not show in a trip count.
     """
 
     clip_range: Any = None
+    uniform: bool = False
 
     def facts(self, dtype: Any) -> Facts:
         """Shares of both levels; the basis is the certificate."""
         certificate, bounds = self._certificate(), self._bounds()
+        self._most_steps(dtype)
         error = self._slope() * (self._target(dtype) + self._rounding(bounds, dtype))
         largest = 2 * self._half() + certificate.largest_loss
+        if self.problem.upper_public is not None:
+            largest += 2 * self._reach()
         error += sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
         if self.measure == "slope":
             upper, lower = bounds.upper, bounds.lower
@@ -77,7 +83,7 @@ class HyperObjective(AbstractScore):
         return Facts(
             {"upper": upper / 2, "lower": lower / 2},
             Basis.CONSTANTS,
-            bounds.gradient,
+            self._lipschitz(),
             certificate.second_order.smoothness,
             error,
             gradient_error,
@@ -90,32 +96,20 @@ class HyperObjective(AbstractScore):
         dtype = certified.common_dtype((x, y))
         check_loss_dtype(self.problem.upper, (x, y), certified.wide(data.upper, dtype))
         y = Ball(self._bounds().solution_radius).project(y)
-        reference = None if self.clip_range is not None else (x, y)
         return _Objective(
             self.problem,
             data,
             y,
-            reference,
+            (x, y),
             self._half(),
+            self.clip_range is None,
             self._target(dtype),
+            self._most_steps(dtype) if self.uniform else None,
             self.sizes,
         )
 
     def _certificate(self) -> AbstractCertificate:
-        certificate = certified.certificate_of(self.problem)
-        second = certificate.second_order
-        whole = all(
-            getattr(second, f"{name}_spread") >= getattr(second, name)
-            for name in ("upper_x", "upper_y")
-        )
-        if self.problem.upper_public is not None and not whole:
-            raise ValueError(
-                "SecondOrderConstants: with upper_public a bound on the mean and half "
-                "the distance of two records do not bound the loss of one record, on "
-                "which draws rest. Leave out upper_x_spread and upper_y_spread, and "
-                "let upper_x and upper_y hold for each record too."
-            )
-        return certificate
+        return certified.certificate_of(self.problem)
 
     def _bounds(self) -> Bounds:
         return self._certificate().bounds(self.sizes)
@@ -137,30 +131,52 @@ class HyperObjective(AbstractScore):
         """Half the range that an upper loss is clipped to, or never leaves."""
         if self.clip_range is not None:
             return self.clip_range / 2
+        return self._reach()
+
+    def _reach(self) -> Any:
+        """How far an upper loss at any point may be from that at another."""
         second = self._certificate().second_order
-        reach = 2 * second.record("upper_y") * second.solution_radius
-        if second.record("upper_x"):
-            reach += second.record("upper_x") * self.problem.x_set.diameter
+        reach = 2 * second.upper_y * second.solution_radius
+        if second.upper_x:
+            reach += second.upper_x * self.problem.x_set.diameter
         return reach
 
     def _slope(self) -> float:
         """The Lipschitz constant in y of the mean of clipped losses, and public term.
 
-        Clipping leaves that of every record as it is, but not what cancels in a mean.
+        Clipping leaves that of every record as it is, but not what cancels in a mean:
+        a public term is at most twice as steep as the bound on the whole.
         """
-        second = self._certificate().second_order
-        slope = second.record("upper_y")
-        if self.problem.upper_public is not None:
-            slope += second.upper_y + slope
-        return slope
+        slope = self._certificate().second_order.upper_y
+        return slope if self.problem.upper_public is None else 3 * slope
+
+    def _lipschitz(self) -> Any:
+        """That of the score in x: where losses are clipped, terms may cancel less."""
+        if self.clip_range is None or self.problem.upper_public is None:
+            return self._bounds().gradient
+        return 3 * self._certificate().second_order.upper_total
 
     def _target(self, dtype: Any) -> float:
         """How far a lower solution may be off, beyond rounding."""
         bounds = self._bounds()
+        rounding = float(self._rounding(bounds, dtype))
         if self.measure == "slope":
-            return float(self._rounding(bounds, dtype))
+            return rounding
         # Half of what is allowed beside the spread of a lower record alone.
-        return float(SOLVES / 4 * bounds.solution_shift)
+        return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
+
+    def _most_steps(self, dtype: Any) -> int:
+        """What the worst point takes, on the host."""
+        metric = self._certificate().metric(self.problem, self.sizes, None, None)
+        count = _steps(metric, self._target(dtype))
+        if not count <= sensitivities.MOST_STEPS:
+            raise ValueError(
+                f"ExponentialMechanism: the constants ask for {count:.3g} steps to "
+                "solve the lower level at a point, and at most "
+                f"{sensitivities.MOST_STEPS} are made. Raise the strong convexity "
+                "(mu_g) by a larger public penalty."
+            )
+        return int(count)
 
     def _rounding(self, bounds: Bounds, dtype: Any) -> Any:
         return sensitivities.solution_rounding(bounds, self.sizes, dtype)
@@ -170,22 +186,24 @@ class _Objective(AbstractPotential):
     problem: BilevelProblem
     data: Levels
     y0: PyTree
-    reference: PyTree | None
+    reference: PyTree
     half: Any
+    centered: bool = eqx.field(static=True)  # about the losses at the reference
     target: float = eqx.field(static=True)
+    num_steps: int | None = eqx.field(static=True)  # by default what a point needs
     sizes: Sizes = eqx.field(static=True)
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         y = self._solution(x)
         upper, half = self.problem.upper, jnp.asarray(self.half)
-        dtype = certified.common_dtype((x, y))
+        dtype, (x0, y0) = certified.common_dtype((x, y)), self.reference
 
         def centered(record):
             record = certified.readable(record, dtype)
             value = upper(x, y, record)
-            if self.reference is None:
+            if not self.centered:
                 return value - half.astype(value.dtype)
-            return value - upper(self.reference[0], self.reference[1], record)
+            return value - upper(x0, y0, record)
 
         mean = clipped_mean(
             centered,
@@ -194,8 +212,9 @@ class _Objective(AbstractPotential):
             denominator=float(self.sizes.upper),
         )
         value = mean.raw
-        if self.problem.upper_public is not None:
-            value = value + self.problem.upper_public(x, y)
+        public = self.problem.upper_public
+        if public is not None:
+            value = value + (public(x, y) - public(x0, y0))
         return value
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
@@ -230,18 +249,22 @@ class _Objective(AbstractPotential):
         return Ball(bounds.solution_radius).project(y)
 
     def _steps(self, x: PyTree) -> Int[Array, ""]:
-        metric = self._metric(x)
-        count = fixed_count.accelerated_steps(
-            metric.smallest,
-            metric.largest,
-            metric.radius,
-            self.target * jnp.sqrt(jnp.asarray(metric.least)),
-        )
+        count = self.num_steps
+        if count is None:
+            count = _steps(self._metric(x), self.target)
         return jnp.asarray(count).astype(jnp.int32)
 
     def _metric(self, x: PyTree) -> Metric:
         certificate = certified.certificate_of(self.problem)
         return certificate.metric(self.problem, self.sizes, x, self.y0)
+
+
+def _steps(metric: Metric, target: float) -> Any:
+    """How many steps leave an error of at most `target` in y."""
+    error = target * metric.least**0.5
+    return fixed_count.accelerated_steps(
+        metric.smallest, metric.largest, metric.radius, error
+    )
 
 
 @dataclasses.dataclass(frozen=True)

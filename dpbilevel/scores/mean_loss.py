@@ -18,6 +18,9 @@ from .base import AbstractScore, Facts, batched, check_error, check_loss_dtype
 
 # A public term is cut at this many times the range of the losses.
 _PUBLIC = 8
+# By how much a declared range is exceeded before it is enforced, more than by rounding:
+# a loss may reach it, and at the limit itself derivatives would be cut too.
+_BEYOND = 1 + 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +52,15 @@ class MeanLoss(AbstractScore):
         if self.measure == "slope":
             self._check_public()
             share = constant / n
-            rounding, error = 2 * sensitivities.UNITS * unit * reach, 0.0
+            # Two losses, and their sum over the records in any order.
+            rounding, error = (2 * sensitivities.UNITS + n) * unit * reach, 0.0
         else:
             share, rounding = reach * (1 + 2.0**-20) / n, 0.0
-            # What a record's own rounding moves is part of its share.
+            # What a record's own rounding moves is part of its share: four scores', for
+            # a spread that is one share under add-or-remove-one.
             own = error - 2.0**-24 * reach
-            check_error(own, 2 * share, dtype, "use fewer records")
-            share += 2 * own
+            check_error(own, share, dtype, "use fewer records")
+            share += 4 * own
         assumptions: tuple[str, ...] = ()
         if not clipped:
             assumptions = (
@@ -173,5 +178,5 @@ class _Terms(AbstractSumPotential):
 
     def _loss(self, x, record):
         value = self.problem.loss(x, record) - self.problem.loss(self.start, record)
-        limit = jnp.asarray(self.half).astype(value.dtype)
+        limit = jnp.asarray(_BEYOND * self.half).astype(value.dtype)
         return jnp.clip(jnp.where(jnp.isfinite(value), value, 0), -limit, limit)

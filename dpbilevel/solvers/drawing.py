@@ -126,11 +126,13 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             problem: The problem.
             sizes: The planned sizes; its own by default.
         """
-        regularity = self.regularity(problem, self.sizes if sizes is None else sizes)
-        sampler = self.sampler.planned(regularity, feasible_set(problem))
-        dtype = jnp.result_type(float).name
-        changes: dict[str, Any] = {"sampler": sampler, "dtype": dtype}
-        return dataclasses.replace(self, **changes)
+        now: dict[str, Any] = {"dtype": jnp.result_type(float).name}
+        solver = dataclasses.replace(self, **now)
+        regularity = solver.regularity(problem, self.sizes if sizes is None else sizes)
+        counts: dict[str, Any] = {
+            "sampler": self.sampler.planned(regularity, feasible_set(problem))
+        }
+        return dataclasses.replace(solver, **counts)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The draw has the size of x."""
@@ -176,6 +178,22 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 f"got {self.neighbours}. Use Neighbours.REPLACE_ONE, or "
                 "ExponentialMechanism(Grid(...)) on one level."
             )
+
+    def planned_dtype(self) -> Any:
+        """What scores are planned for: the coarser of the plan's and the default."""
+        default = jnp.result_type(float)
+        planned = jnp.dtype(self.dtype or default)
+        return min(default, planned, key=lambda dtype: jnp.finfo(dtype).bits)
+
+    def scored_dtype(self, start: PyTree) -> Any:
+        """What a draw counts rounding in: the plan's dtype, for finer starts too.
+
+        Otherwise the draw would have another rate than its sampler was planned for.
+
+        Args:
+            start: The starting point.
+        """
+        return jnp.dtype(self.dtype or jnp.result_type(*jax.tree.leaves(start)))
 
 
 def feasible_set(problem: Any) -> Any:

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, Literal, Self
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
@@ -105,7 +104,8 @@ class ExponentialMechanism(AbstractDrawSolver):
         self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
     ) -> DrawState:
         """One draw."""
-        score = self._score(problem, self.sizes).bounded(data, state.start)
+        dtype = self.scored_dtype(state.start)
+        score = self._score(problem, self.sizes).bounded(data, state.start, dtype)
         x = self.mechanism.draw(
             score, self.sampler, feasible_set(problem), state.x, key=key
         )
@@ -156,7 +156,7 @@ class ExponentialMechanism(AbstractDrawSolver):
 
     def _plan(self, problem, sizes) -> tuple[Facts, float, Regularity]:
         self.check_relation(problem)
-        facts = self._score(problem, sizes).facts(jnp.result_type(float))
+        facts = self._score(problem, sizes).facts(self.planned_dtype())
         share = sum(map(float, facts.contributions.values()))
         sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
         rate = float(self.mechanism.rate(sensitivity))
@@ -172,5 +172,7 @@ class ExponentialMechanism(AbstractDrawSolver):
                     "problems."
                 )
             return GradientNorm(problem, "spread", sizes)
-        kind = MeanLoss if isinstance(problem, FiniteSum) else HyperObjective
-        return kind(problem, "spread", sizes, self.clip_range)
+        if isinstance(problem, FiniteSum):
+            return MeanLoss(problem, "spread", sizes, self.clip_range)
+        uniform = self.sampler.continuous
+        return HyperObjective(problem, "spread", sizes, self.clip_range, uniform)

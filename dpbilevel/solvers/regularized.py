@@ -5,7 +5,6 @@ import math
 from typing import Any, Self
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
@@ -167,11 +166,12 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     ) -> DrawState:
         """One draw."""
         score = self._score(problem, self.sizes)
-        facts = score.facts(jnp.result_type(*jax.tree.leaves(state.x)))
+        dtype = self.scored_dtype(state.start)
+        facts = score.facts(dtype)
         convexity, multiplier = self._convexity(problem, facts)
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
         x = mechanism.draw(
-            score.bounded(data, state.start),
+            score.bounded(data, state.start, dtype),
             self.sampler,
             feasible_set(problem),
             state.x,
@@ -221,7 +221,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
     def _plan(self, problem, sizes) -> tuple[Facts, float, Regularity, float]:
         self.check_relation(problem)
-        facts = self._score(problem, sizes).facts(jnp.result_type(float))
+        facts = self._score(problem, sizes).facts(self.planned_dtype())
         convexity, multiplier = map(float, self._convexity(problem, facts))
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
         sensitivity = self._sensitivity(facts) * (1 + ROUNDING_MARGIN)
@@ -252,8 +252,9 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return convexity, multiplier
 
     def _score(self, problem, sizes) -> AbstractScore:
-        kind = MeanLoss if isinstance(problem, FiniteSum) else HyperObjective
-        return kind(problem, "slope", sizes)
+        if isinstance(problem, FiniteSum):
+            return MeanLoss(problem, "slope", sizes)
+        return HyperObjective(problem, "slope", sizes, uniform=True)
 
 
 def _one_level(
