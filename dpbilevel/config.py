@@ -187,7 +187,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     reader = Reader(
         {AbstractSolver: one_level, AbstractSampling: public_classes(AbstractSampling)},
         _mechanisms(neighbours),
-        frozenset({"sizes"}),
+        frozenset({"sizes", "dtype"}),
     )
     where = place.child("solver")
     check_table(tables["solver"], where)

@@ -40,7 +40,14 @@ WHERE = {
     dpb.FullBatch: ["`sampling`"],
 }
 # Fields that a text file cannot hold, or that the library fills in.
-NOT_KEYS = {"noise", "optimizer", "lower_optimizer", "linear_optimizer", "sizes"}
+NOT_KEYS = {
+    "noise",
+    "optimizer",
+    "lower_optimizer",
+    "linear_optimizer",
+    "sizes",
+    "dtype",
+}
 SELECTORS = {"type", "source"}
 
 

@@ -139,6 +139,21 @@ def test_the_mirrored_game_is_played_by_mirrored_steps():
     np.testing.assert_allclose(here.y, there.x, rtol=1e-5)
 
 
+def test_the_second_half_of_the_path_is_averaged_where_asked():
+    made, start = example("bilinear"), point("bilinear")
+    for average, first in (("all", 0), ("second_half", 3)):
+        solver, key = extragradient(7, average=average), jax.random.key(first)
+        found = solve(made.problem, solver, made.data, start, key, trajectory=True)
+        expected = jax.tree.map(lambda v, first=first: v[first:].mean(0), found)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            found.value,
+            expected.trajectory,
+        )
+    with pytest.raises(ValueError, match="no theorem covers average='second_half'"):
+        solver.planned(N).bound(made.problem, dimension=5)
+
+
 def test_public_terms_are_free_and_count_in_the_operator():
     made = example("strong")
     game = made.problem

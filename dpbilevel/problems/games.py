@@ -229,7 +229,7 @@ def matrix_game(rows: int, columns: int) -> SaddleProblem:
     Privacy:
         The bounds are enforced by the cut, for every possible record. Where $m k$ is
         small against the number of records, one release of the noisy mean matrix,
-        solved exactly, can be more accurate: see the documentation.
+        solved exactly, can be more accurate.
 
     References:
         Boob and Guzman, 2024, Section 2.

@@ -225,7 +225,7 @@ class Resolvent:
             ValueError: An unbounded set, one with another projection than the
                 library's, or a missing constant.
         """
-        for part in _parts(self.problem.w_set):
+        for part in parts(self.problem.w_set):
             bounded = not _checks.concrete(part.reach) or part.reach < math.inf
             # Of exactly these types: a subclass may project otherwise.
             if type(part) not in _SETS or not bounded:
@@ -319,11 +319,15 @@ def _unit(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def _parts(w_set: Any) -> list[Any]:
-    """The sets that a set is a product of."""
+def parts(w_set: Any) -> list[Any]:
+    """The sets that a set is a product of.
+
+    Args:
+        w_set: A set.
+    """
     if type(w_set) is not Product:
         return [w_set]
     leaves = jax.tree.leaves(
         w_set.sets, is_leaf=lambda node: isinstance(node, AbstractSet)
     )
-    return [part for leaf in leaves for part in _parts(leaf)]
+    return [part for leaf in leaves for part in parts(leaf)]

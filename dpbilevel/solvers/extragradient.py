@@ -18,9 +18,11 @@ from ..problems import saddle_rates
 from ..problems.saddle import AbstractVariationalInequality
 from ..sampling import AbstractSampling, FullBatch
 from .base import AbstractSolver
-from .noisy_gd import running_mean
 from .saddle_choices import (
+    AVERAGES,
+    Average,
     Passes,
+    averaged,
     extragradient_theorem,
     extragradient_tuned,
     planned,
@@ -60,6 +62,9 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
         step_size: $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
         sampling: How each query's batch is drawn.
         noise: The mechanism; its multiplier is per release.
+        average: `"all"` averages all midpoints, as in the theorems, `"second_half"`
+            those from step $\lfloor T / 2 \rfloor$ on, which forgets the start and is
+            often better, without a `bound`. Static.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -80,6 +85,7 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
     step_size: float
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
+    average: Average = eqx.field(static=True, default="all")
     sizes: int | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractVariationalInequality
 
@@ -89,6 +95,7 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
         _checks.instance(owner, Gaussian, noise=self.noise)
         _checks.count(owner, num_steps=self.num_steps)
         _checks.positive(owner, clip_norm=self.clip_norm, step_size=self.step_size)
+        _checks.one_of(owner, "average", self.average, AVERAGES)
 
     @classmethod
     def from_theorem(
@@ -237,7 +244,7 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
         u = self._moved(
             problem, u, self._operator(problem, data, w, 2 * t + 1, key=key_then)
         )
-        return _State(u, w, running_mean(state.mean, w, t), t + 1)
+        return _State(u, w, averaged(self, state.mean, w, t), t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The midpoint."""
@@ -248,7 +255,7 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
         return state.w, state.u
 
     def output(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
-        """The average of the midpoints."""
+        """The average of the midpoints, or of the second half of them."""
         return state.mean
 
     def ledger(self, problem: AbstractVariationalInequality, sizes: int) -> Ledger:

@@ -22,9 +22,12 @@ from ..problems.sensitivities import UNITS
 from ..resolvent import certified_resolvent
 from ..sampling import AbstractSampling, FullBatch
 from .base import AbstractSolver, planned_for
-from .noisy_gd import running_mean
 from .saddle_choices import (
+    AVERAGES,
+    Average,
     Passes,
+    averaged,
+    coordinates,
     planned,
     proximal_theorem,
     proximal_tuned,
@@ -64,6 +67,9 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
         noise: The mechanism; its multiplier is per round.
+        average: `"all"` averages all points, as in the theorems, `"second_half"` those
+            from round $\lfloor T / 2 \rfloor$ on, which forgets the start and is often
+            better, without a `bound`. Static.
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -101,6 +107,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
     inner: Inner = eqx.field(static=True, default="picard")
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
+    average: Average = eqx.field(static=True, default="all")
     dimension: int = eqx.field(static=True, default=100)
     sizes: int | None = eqx.field(static=True, default=None)
     dtype: str | None = eqx.field(static=True, default=None)
@@ -114,6 +121,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         _checks.count(owner, **counts, dimension=self.dimension)
         _checks.positive(owner, clip_norm=self.clip_norm, strength=self.strength)
         _checks.one_of(owner, "inner", self.inner, ("picard", "operator_extrapolation"))
+        _checks.one_of(owner, "average", self.average, AVERAGES)
         if self.noise.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
@@ -149,7 +157,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
             problem: A problem with declared constants on a bounded set.
             budget: $\varepsilon$ and $\delta$ of the whole run.
             sizes: $n \ge 2$.
-            dimension: $d$, the number of coordinates.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
             passes: `"single"` or `"multi"`.
             **fields: Further fields.
 
@@ -167,7 +175,8 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         owner = f"{cls.__name__}.from_theorem"
         scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
         chosen = proximal_theorem(scene, a, passes)
-        return cls(**({"dimension": dimension} | chosen | fields))
+        size = {"dimension": coordinates(problem, dimension)}
+        return cls(**(size | chosen | fields))
 
     @classmethod
     def tuned(
@@ -191,7 +200,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
             problem: A problem with declared constants on a bounded set.
             budget: $\varepsilon$ and $\delta$ of the whole run.
             sizes: $n \ge 2$.
-            dimension: $d$, the number of coordinates.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
             passes: `"single"` or `"multi"`.
             most_steps: The largest number of steps to consider; $n$ by default.
             **fields: Further fields.
@@ -207,7 +216,8 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         _checks.count(owner, most_steps=most_steps)
         scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
         chosen = proximal_tuned(scene, budget, passes, most_steps)
-        return cls(**({"dimension": dimension} | chosen | fields))
+        size = {"dimension": coordinates(problem, dimension)}
+        return cls(**(size | chosen | fields))
 
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         r"""The bound on the expected gap of the answer: a promise, before any data.
@@ -278,7 +288,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
             resolvent, batch, centre, precision=self.noise.precision
         )
         w = self.noise.release(bounded, key=key_noise)
-        return _State(w, running_mean(state.mean, w, state.t), state.t + 1)
+        return _State(w, averaged(self, state.mean, w, state.t), state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The noisy point, which may be outside the set."""

@@ -1,23 +1,31 @@
 """Parameters of the saddle-point methods: the theorems', and the bounds' minimizers."""
 
 import math
+import typing
 import warnings
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import scipy.optimize
+from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..privacy import accounting
 from ..privacy.budget import PrivacyBudget
 from ..privacy.calibration import least_multiplier
 from ..problems import saddle_rates
+from ..problems.resolvents import parts
 from ..problems.saddle import AbstractVariationalInequality
 from ..problems.saddle_rates import Scene
 from ..sampling import AbstractSampling, FixedSize
+from ..sets import Simplex
 from ..single_pass import SinglePass
+from .noisy_gd import running_mean
 
 Passes = Literal["single", "multi"]
+Average = Literal["all", "second_half"]
+AVERAGES = typing.get_args(Average)
 Fields = dict[str, Any]
 
 
@@ -65,6 +73,29 @@ def scene_of(
     return scene, a
 
 
+def averaged(solver: Any, mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
+    """The average with one more value, from where the solver's average begins.
+
+    Args:
+        solver: Its `average` and `num_steps` are read.
+        mean: The average so far.
+        value: The value of step `t`.
+        t: The number of the step, from 0.
+    """
+    first = solver.num_steps // 2 if solver.average == "second_half" else 0
+    return running_mean(mean, value, jnp.maximum(t - first, 0))
+
+
+def coordinates(problem: AbstractVariationalInequality, dimension: int) -> int:
+    """At least the number of coordinates, from the dimension of the affine hull.
+
+    Args:
+        problem: The problem.
+        dimension: That of its set, where every simplex takes one coordinate away.
+    """
+    return dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set))
+
+
 def planned(
     solver: Any, problem: AbstractVariationalInequality, dimension: int
 ) -> tuple[Scene, float, float, bool]:
@@ -80,14 +111,19 @@ def planned(
         is read once.
 
     Raises:
-        ValueError: The solver is not bound to sizes, clips below the bound, or goes
-            over disjoint batches several times.
+        ValueError: The solver is not bound to sizes, averages another part of its
+            path, clips below the bound, or goes over disjoint batches several times.
     """
     owner = type(solver).__name__
     if solver.sizes is None:
         raise ValueError(
             f"{owner}.bound: not bound to sizes; take the solver from "
             "dpbilevel.calibrate(...).solver."
+        )
+    if solver.average != "all":
+        raise ValueError(
+            f"{owner}.bound: no theorem covers average={solver.average!r}; use "
+            'average="all".'
         )
     scene = Scene.of(problem, dimension, solver.sizes)
     if solver.clip_norm < scene.spread:
