@@ -53,11 +53,11 @@ from .problems.games import group_fair as group_fair
 from .problems.games import group_robust as group_robust
 from .problems.games import group_start as group_start
 from .problems.games import group_weights as group_weights
-from .problems.games import matrix_game as matrix_game
 from .problems.linear_models import Logistic as Logistic
 from .problems.linear_models import PseudoHuber as PseudoHuber
 from .problems.linear_risk import linear_risk as linear_risk
 from .problems.linear_tuning import linear_tuning as linear_tuning
+from .problems.matrix_games import matrix_game as matrix_game
 from .problems.models import absolute_loss as absolute_loss
 from .problems.models import hinge_loss as hinge_loss
 from .problems.models import logistic_loss as logistic_loss

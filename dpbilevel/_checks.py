@@ -158,6 +158,4 @@ def _require(owner, values, holds, words) -> None:
         known = concrete(value) and not isinstance(value, bool)
         # On the host: comparing a device array inside a trace would not give a truth.
         if not known or not (math.isfinite(float(value)) and holds(float(value))):
-            hint = " Pass a schedule as optimizer=optax.sgd(schedule)."
-            hint = hint if callable(value) else ""
-            raise ValueError(f"{owner}: {name} must be {words}, got {value!r}.{hint}")
+            raise ValueError(f"{owner}: {name} must be {words}, got {value!r}.")

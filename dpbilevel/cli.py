@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from . import __version__
 from .config import Config, read_config
 from .runner import Prepared, check, prepare, run
@@ -28,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.command(arguments) or 0
+        # Records and starts of a run are float32, and so is what a plan assumes.
+        with jax.enable_x64(False):
+            return arguments.command(arguments) or 0
     except (ValueError, OSError) as error:
         print(f"dpbilevel: error: {_sentence(error)}", file=sys.stderr)
         return 2

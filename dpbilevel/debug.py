@@ -12,6 +12,7 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import optax
 import scipy.optimize
 from jaxtyping import PyTree
 
@@ -21,6 +22,7 @@ from .oracles import objectives
 from .problems.bilevel import BilevelProblem, Levels
 from .problems.constants import AbstractCertificate
 from .problems.games import read_group
+from .problems.saddle import AbstractVariationalInequality
 
 # Second derivatives are exact to many digits; their differences are not.
 _ROUNDING = 1e-6
@@ -134,6 +136,27 @@ def group_losses(
     losses, index = jax.vmap(lambda record: (loss(x, record), group(record)))(data)
     member = (index[:, None] == jnp.arange(num_groups)[None]).astype(losses.dtype)
     return losses @ member / jnp.sum(member, 0)
+
+
+def operator_norms(
+    problem: AbstractVariationalInequality, w: PyTree, data: PyTree
+) -> jax.Array:
+    """NON-PRIVATE. How long the operator of every record is, before clipping.
+
+    Where most records of a group are longer than the clip norm, clipping undoes what
+    weighs them.
+
+    Args:
+        problem: A `SaddleProblem` or a `VariationalInequality`.
+        w: Where to look.
+        data: The records.
+
+    Returns:
+        One norm per record.
+    """
+    return jax.vmap(lambda record: optax.tree.norm(problem.record_operator(w, record)))(
+        data
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -298,8 +298,58 @@ def test_wrong_shapes_are_told_before_any_release():
     ):
         with pytest.raises(ValueError, match=said):
             dpb.solve(problem, solver, records, w0, key=jax.random.key(0))
-    with pytest.raises(TypeError, match="must be a function of"):
-        dpb.group_fair(3, SHARES)
+
+
+def test_groups_are_integers_and_truth_values_two_of_them():
+    data = two_groups()
+    flags = data | {"group": data["group"] == 1}
+    game = dpb.group_fair(dpb.logistic_loss, (0.8, 0.2))
+    w = (jnp.ones(4), jnp.asarray([0.5, 0.5]))
+    operators = [
+        jax.vmap(lambda r: game.record_operator(w, r))(d) for d in (data, flags)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *operators)
+    record = jax.tree.map(lambda v: v[0], data)
+    for group, said in (
+        (jnp.float32(1), r"must be one integer from 0 on, got float32\[\]"),
+        (jnp.ones(2, jnp.int32), r"got int32\[2\]"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            game.record_operator(w, record | {"group": group})
+    del record["group"]
+    with pytest.raises(ValueError, match="an entry 'group'; or give group="):
+        game.record_operator(w, record)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: dpb.group_fair(3, SHARES), "must be a function of"),
+        (lambda: dpb.group_fair(dpb.Logistic, SHARES), r"such as Logistic\(\)"),
+        (lambda: fair(group="site"), "group must be a function"),
+    ],
+)
+def test_what_is_no_function_is_named(build, said):
+    with pytest.raises(TypeError, match=said):
+        build()
+
+
+def test_shares_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="shares must be positive numbers"):
+        fair(shares={"a": 0.5, "b": 0.5})
+    game = dpb.group_fair(dpb.logistic_loss, (0.8, 0.2))
+    with pytest.raises(ValueError, match="group_start: shares must be positive"):
+        dpb.group_start(game, jnp.zeros(3), (0.0, 0.0))
+
+
+def test_the_norms_of_operators_tell_which_group_is_clipped():
+    data, game = two_groups(), dpb.group_fair(dpb.logistic_loss, (0.8, 0.2), scale=9.0)
+    w = (jnp.zeros(4), 9.0 * jnp.asarray([0.5, 0.5]))
+    norms = dpb.debug.operator_norms(game, w, data)
+    # 0.5 times the weight over the share, and log 2 over scale and share.
+    for group, share in ((0, 0.8), (1, 0.2)):
+        expected = np.hypot(0.25 / share, np.log(2) / (9 * share))
+        np.testing.assert_allclose(norms[data["group"] == group], expected, rtol=1e-4)
 
 
 def test_declared_constants_may_be_replaced_for_a_loss_of_ones_own():

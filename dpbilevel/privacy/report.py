@@ -186,8 +186,8 @@ def _certificates(ledger: Ledger) -> tuple[str, ...]:
     overflow = sum(r.failure for r in ledger.releases if isinstance(r, Release))
     if overflow:
         notes.append(
-            "some Poisson batch overflows with probability at most "
-            f"{rounded_up(overflow, 3)}, counted in delta"
+            "some sampled batch overflows, or a subset lacks members, with probability "
+            f"at most {rounded_up(overflow, 3)}, counted in delta"
         )
     return tuple(notes)
 

@@ -1,4 +1,4 @@
-r"""Games people have: learning that is fair to groups, robust learning, matrix games.
+r"""Games of a model against groups: learning that is fair to them, or robust.
 
 Constants of the group games. Let $p$ be the declared shares, $s$ the scale of $y$,
 $c = \max_g 1 / p_g$, rows at most $R$ long and $x$ in a ball of radius $r$, so that
@@ -45,6 +45,11 @@ def read_group(record: PyTree) -> Int[Array, ""]:
     Args:
         record: A record.
     """
+    if not isinstance(record, dict) or "group" not in record:
+        raise ValueError(
+            "group game: a record must be a dict with an entry 'group'; or give "
+            "group=, a function that reads the group of a record."
+        )
     return record["group"]
 
 
@@ -83,8 +88,8 @@ def group_fair(
             and required for a linear model.
         scale: $s > 0$; 1 for a function. For a linear model the one that balances the
             bound, $s^2 = \sqrt2 r \ell / (p_1 R)$ with $\ell$ the largest possible
-            loss. With a clip norm far below `bound`, put the loss and the norm of $x$
-            you expect there: some 2 for logistic regression.
+            loss. With a clip norm far below `bound` see docs/games.md: too small a
+            scale or clip norm counts records of small groups less.
         ridge: $\rho \ge 0$; public.
         row_norm: $R$ for a linear model: longer rows are shortened to it.
         group: Reads a record's group, an integer in $[0, k)$; a record of any other
@@ -197,64 +202,13 @@ def group_start(
 
     Raises:
         TypeError: The problem is no group game.
+        ValueError: Shares that are not positive or sum to more than 1.
     """
     _checks.instance("group_start", Simplex, y_set=problem.y_set)
-    weights = np.asarray(shares, float) / np.sum(shares)
+    values = _checked_shares("group_start", shares)
+    weights = values / np.sum(values)
     dtype = jnp.result_type(*jax.tree.leaves(x))
     return x, jnp.asarray(weights * problem.y_set.scale, dtype)  # type: ignore[attr-defined]
-
-
-def matrix_game(rows: int, columns: int) -> SaddleProblem:
-    r"""Mixed strategies for the mean of payoff matrices, one per record.
-
-    $$\min_{x \in \Delta_m} \max_{y \in \Delta_k} \frac1n \sum_i x^\top A_i y.$$
-
-    For instance $m$ plans, $k$ scenarios and the cost to each person of each plan in
-    each scenario: the answer is the mixture of plans whose mean cost is least in the
-    worst scenario. Entries are cut to $[-1, 1]$ and those that are not finite read as
-    0, so that $\|A_i y\| \le \sqrt m$, $\|A_i^\top x\| \le \sqrt k$ and $\|A_i\| \le
-    \sqrt{m k}$: hence $M = \sqrt{m + k}$ and $L = \sqrt{m k}$, both attained by a
-    matrix of ones.
-
-    Args:
-        rows: $m$.
-        columns: $k$.
-
-    Returns:
-        A problem over records `A`, of shape `(m, k)`, with all constants declared.
-
-    Raises:
-        ValueError: A number of rows or columns below 1.
-
-    Privacy:
-        The bounds are enforced by the cut, for every possible record. Where $m k$ is
-        small against the number of records, one release of the noisy mean matrix,
-        solved exactly, can be more accurate.
-
-    References:
-        Boob and Guzman, 2024, Section 2.
-    """
-    _checks.count("matrix_game", rows=rows, columns=columns)
-
-    def payoff(
-        x: Float[Array, " m"], y: Float[Array, " k"], record: Float[Array, "m k"]
-    ) -> Scalar:
-        if jnp.shape(record) != (rows, columns):
-            raise ValueError(
-                f"matrix_game: every record must be a matrix of shape ({rows}, "
-                f"{columns}), got {jnp.shape(record)}."
-            )
-        matrix = jnp.clip(record, -1, 1).astype(x.dtype)
-        matrix = jnp.where(jnp.isfinite(record), matrix, jnp.zeros_like(matrix))
-        return x @ (matrix @ y)
-
-    return SaddleProblem(
-        payoff,
-        x_set=Simplex(),
-        y_set=Simplex(),
-        lipschitz=math.sqrt(rows * columns),
-        bound=math.sqrt(rows + columns),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +248,7 @@ class _Game:
                     f"group game: y must have shape ({count},), one weight per share, "
                     f"got {jnp.shape(y)}."
                 )
-            index = group(record)
+            index = _group_index(group(record))
             known = (index >= 0) & (index < count)
             index = jnp.where(known, index, jnp.zeros_like(index))
             weight = y[index] * jnp.asarray(factors, y.dtype)[index]
@@ -334,11 +288,16 @@ def _game(owner, loss, shares, radius, scale, row_norm, group) -> _Game:
     shares = _checked_shares(owner, shares)
     positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
     _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
+    if not callable(group):
+        raise TypeError(
+            f"{owner}: group must be a function that reads the group of a record, got "
+            f"{group!r}."
+        )
     if not isinstance(loss, AbstractLinearModel):
-        if not callable(loss):
+        if not callable(loss) or isinstance(loss, type):
             raise TypeError(
-                f"{owner}: loss must be a function of (x, record) or a linear model, "
-                f"got {loss!r}."
+                f"{owner}: loss must be a function of (x, record) or a linear model "
+                f"such as Logistic(), got {loss!r}."
             )
         scale = 1.0 if scale is None else float(scale)
         return _Game(loss, shares, scale, radius, group, None, None)
@@ -371,8 +330,22 @@ def _game(owner, loss, shares, radius, scale, row_norm, group) -> _Game:
     )
 
 
+def _group_index(group: Array) -> Int[Array, ""]:
+    """The group as an integer; a truth value is one of two groups."""
+    dtype = jnp.result_type(group)
+    if jnp.shape(group) != () or jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            "group game: the group of a record must be one integer from 0 on, got "
+            f"{dtype}{list(jnp.shape(group))}."
+        )
+    return jnp.asarray(group).astype(jnp.int32)
+
+
 def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
-    values = np.asarray(shares, float)
+    try:
+        values = np.asarray(shares, float)
+    except (TypeError, ValueError):
+        values = np.zeros(0)
     good = values.ndim == 1 and values.size > 0 and bool(np.all(values > 0))
     if not good or not np.sum(values) <= 1 + 1e-6:
         raise ValueError(

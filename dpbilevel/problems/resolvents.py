@@ -283,8 +283,9 @@ class Resolvent:
             raise ValueError(
                 f"{OWNER}: in {name}, rounding may move a resolvent by as much as "
                 f"{added / share:.2g} of what a record may, and {_ROUNDING} is "
-                f"allowed: {enable}use smaller batches, a smaller dimension or set, or "
-                "a larger clip norm."
+                f"allowed: {enable}use smaller batches, dimension= the number of "
+                f"coordinates (now {self.dimension}), a smaller set, or a larger clip "
+                "norm."
             )
 
     def _check_extrapolation(self, dtype: Any) -> tuple[Number, Number]:

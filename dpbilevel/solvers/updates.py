@@ -24,6 +24,11 @@ def check_descent(owner: str, step_size, optimizer, prefix: str = "") -> None:
             f"{owner}: give one of {names[0]} and {names[1]} (an optax optimizer), "
             f"got {'both' if optimizer is not None else 'neither'}."
         )
+    if callable(step_size):
+        raise ValueError(
+            f"{owner}: {names[0]} must be a positive number, got {step_size!r}. Pass a "
+            f"schedule as {names[1]}=optax.sgd(schedule)."
+        )
     if step_size is not None:
         _checks.positive(owner, **{names[0]: step_size})
     if optimizer is not None:
