@@ -117,6 +117,7 @@ def test_a_stochastic_try_has_the_law_of_the_sum():
     assert np.mean(queries) == pytest.approx(2 * (math.e - 1), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_try_that_reaches_every_stage_is_told_from_a_stochastic_one(monkeypatch):
     def always(stages, dtype, key):
         return jnp.ones(stages, bool)
@@ -210,6 +211,7 @@ def test_draws_of_a_kink_have_its_law_and_no_other_temperature(dtype):
         assert pvalue(sample, potential, feasible, 1.1) < ALPHA
 
 
+@pytest.mark.slow
 def test_draws_of_a_sum_have_its_law_and_no_other_temperature():
     potential, feasible = hinges(0.5, 3.0), Box(1.0, 3.0)
     regularity = Regularity(1, 9.5, 3.0, num_terms=6, term_lipschitz=0.5, quadratic=3.0)

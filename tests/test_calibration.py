@@ -45,7 +45,13 @@ def with_less_noise(solver, factor):
     return dataclasses.replace(solver, noise=solver.noise.scaled(factor))
 
 
-@pytest.mark.parametrize(("name", "slack"), [(k, 2e-3) for k in SAMPLINGS])
+@pytest.mark.parametrize(
+    ("name", "slack"),
+    [
+        pytest.param(k, 2e-3, marks=pytest.mark.slow if k.startswith("tight") else ())
+        for k in SAMPLINGS
+    ],
+)
 def test_the_noise_is_safe_and_a_little_less_is_not(name, slack):
     plan = calibrated(name)
     assert delta_at(plan.solver) <= BUDGET.delta

@@ -375,7 +375,7 @@ REFUSALS = {
             jnp.zeros(2),
             key=jax.random.key(0),
         ),
-        "the plan is for 1 coordinates",
+        "give bounds shaped like the points",
     ),
     "not calibrated": (
         lambda: dpb.solve(

@@ -36,7 +36,7 @@ TWO_LEVELS = dpb.BilevelProblem(
         **(
             dict.fromkeys(DECLARED, 0.0)
             | {"strong_convexity": 1.0, "lower_yy": 1.0, "solution_radius": 1.0}
-            | {"upper_x": 1.0, "upper_x_spread": 1e3}
+            | {"upper_x": 1.0, "upper_x_spread": 1e3, "per_record": True}
         )
     ),
 )

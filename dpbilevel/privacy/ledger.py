@@ -312,26 +312,27 @@ class Ledger:
         Returns:
             1 where a release rests on hope.
         """
-        hoped = self.hoped_delta(epsilon, interval)
-        return 1.0 if self.basis is Basis.HOPE else hoped
+        hope = self.basis is Basis.HOPE
+        return 1.0 if hope else self.hoped_delta(epsilon, interval)
 
     def hoped_delta(self, epsilon: float, interval: float) -> float:
         """`delta` as if hopes held: no guarantee, but what noise is chosen by."""
-        profiles = [
-            accounting.profile(event, self.neighbours, interval)
-            for event in self.events().values()
-        ]
+        failure, events = self.failure, self.events().values()
+        profiles = [accounting.profile(e, self.neighbours, interval) for e in events]
+
+        def worst(epsilon: float) -> float:
+            return max((profile(epsilon) for profile in profiles), default=0.0)
 
         def total(epsilon: float) -> float:
-            worst = max((profile(epsilon) for profile in profiles), default=0.0)
-            return accounting.total_variation_delta(epsilon, self.failure, worst)
+            return accounting.total_variation_delta(epsilon, failure, worst(epsilon))
 
-        if self.failure == 0:
-            return total(epsilon)
+        here = total(epsilon)
+        if here <= (1 + 1e-9) * worst(epsilon):
+            return here
         # The price of an overflow grows with epsilon; any smaller one holds as well.
-        ends = 0.0, min(epsilon, -math.log(min(self.failure, 1.0)))
+        ends = 0.0, min(epsilon, -math.log(min(failure, 1.0)))
         smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
-        return min(total(epsilon), float(smaller.fun))
+        return min(here, float(smaller.fun))
 
     def epsilons(
         self, delta: float, interval: float = accounting.FINE
