@@ -21,7 +21,7 @@ from ..samplers.base import AbstractPotential, Regularity
 # What the error of computed values may add to a spread.
 SOLVES, ROUNDING = 0.01, 0.05
 # Points whose lower levels are solved side by side.
-TOGETHER = 64
+TOGETHER = 128
 
 
 @dataclasses.dataclass(frozen=True)
