@@ -197,9 +197,8 @@ def draws(sampler, potential, feasible, start, count, seed=5):
     return np.asarray(batch(jax.random.split(jax.random.key(seed), count)))
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_draws_of_a_kink_have_its_law_and_no_other_temperature(dtype):
     feasible = Box(-1.0, 1.0)
     with jax.enable_x64(dtype == "float64"):

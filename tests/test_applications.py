@@ -28,7 +28,9 @@ def two_sources(n=4000, d=5, seed=0):
     return dpb.Levels(batch(slice(half, n), label), lower)
 
 
-@pytest.mark.parametrize("parametrization", ["logits", "simplex"])
+@pytest.mark.parametrize(
+    "parametrization", ["logits", pytest.param("simplex", marks=pytest.mark.slow)]
+)
 def test_weight_goes_to_the_clean_source(parametrization):
     data = two_sources()
     problem = dpb.source_weighting(

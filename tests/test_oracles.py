@@ -191,6 +191,7 @@ def test_the_implicit_hypergradient_is_itself_differentiable(double):
     assert relative(jax.jit(jax.jacfwd(gradient))(x), expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_pieces_of_the_records_change_nothing(double, monkeypatch):
     problem, data, x, y0 = weighted()
     y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)

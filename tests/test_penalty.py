@@ -61,7 +61,9 @@ def outer_gradient(example, x, solver):
     return (x - moved) / solver.step_size
 
 
-@pytest.mark.parametrize("name", ["quadratic", "ridge"])
+@pytest.mark.parametrize(
+    "name", ["quadratic", pytest.param("ridge", marks=pytest.mark.slow)]
+)
 def test_penalty_hypergradient_converges_at_rate_one_over_penalty(name, x64):
     example = examples()[name]
     x = 0.3 * jnp.ones_like(example.w0[0])
