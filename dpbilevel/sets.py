@@ -212,16 +212,9 @@ class Box(AbstractSet):
         return math.sqrt(sum(float(np.sum(s**2)) for s in jax.tree.leaves(sides)))
 
     def _bounds(self, w: PyTree) -> tuple[PyTree, PyTree]:
-        like: Any = jax.tree.structure(w)
-
         def spread(bound):
-            if jax.tree.structure(bound) == like:
-                values = bound
-            else:
-                # An array for several leaves would be measured once.
-                values = (
-                    jax.tree.map(lambda _: bound, w) if _is_number(bound) else bound
-                )
+            # Numbers only: an array for several leaves would be measured once.
+            values = jax.tree.map(lambda _: bound, w) if _is_number(bound) else bound
             _check_shapes("Box", "bounds", values, w, numbers=True)
             return jax.tree.map(
                 lambda v, b: jnp.asarray(b, jnp.asarray(v).dtype), w, values
