@@ -1,0 +1,56 @@
+"""A mean of losses that can only be evaluated, not differentiated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+from jaxtyping import Float, PyTree
+
+from .. import _checks
+from ..sets import AbstractSet, Box
+
+
+class BlackBox(eqx.Module):
+    r"""Minimize $\frac{1}{n} \sum_i L(\theta, z_i)$ from values of $L$ alone.
+
+    Args:
+        losses: Maps a point, a float64 array of shape `(d,)`, to the losses of all $n$
+            records there, of shape `(n,)`: train a model with these hyperparameters,
+            then return every validation record's loss. Called on the host, outside
+            every trace. Static.
+        num_records: $n$, public. Static.
+        w_set: Where it may be evaluated: a `Box` with both ends.
+
+    Privacy:
+        The unit is one record: one row of what `losses` returns. A record may move its
+        own row only. Where rows are scaled, centred or otherwise computed from other
+        records, one record moves many rows and no guarantee holds; nothing can check
+        that from outside. Whatever else `losses` reads, training data above all, is
+        not protected.
+    """
+
+    losses: Callable[[Float[np.ndarray, " d"]], Float[np.ndarray, " n"]] = eqx.field(
+        static=True
+    )
+    num_records: int = eqx.field(static=True)
+    w_set: AbstractSet = Box(-1.0, 1.0)
+
+    def __check_init__(self):
+        _checks.instance("BlackBox", AbstractSet, w_set=self.w_set)
+        _checks.count("BlackBox", num_records=self.num_records)
+        if not callable(self.losses):
+            raise TypeError(
+                f"BlackBox: losses must be a function, got {self.losses!r}."
+            )
+
+    def check(self, w0: PyTree, data: Any) -> None:
+        """Refuses: a black box is run by `search`.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "solve: a BlackBox calls Python between steps, which no compiled loop can; "
+            "run it by dpbilevel.search(problem, solver, w0, key=key)."
+        )

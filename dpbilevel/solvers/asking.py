@@ -1,0 +1,104 @@
+"""Solvers that only ask for losses at points: what they have in common."""
+
+import abc
+from typing import Any, ClassVar, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..noise import PRNGKey, derive
+from ..problems.black_box import BlackBox
+from ..problems.finite_sum import FiniteSum
+from .base import AbstractSolver
+
+State = TypeVar("State")
+
+
+class Asked(eqx.Module):
+    """The points at which a step wants all records' losses.
+
+    Attributes:
+        points: One point a row; only the first `count` rows are asked for.
+        count: How many, at least 0.
+    """
+
+    points: Float[Array, "q d"]
+    count: Int[Array, ""]
+
+
+class AbstractAskingSolver(AbstractSolver[Any, State]):
+    """A solver that sees losses at points of its choice, never a derivative.
+
+    A step asks for points, which reads no record, is told the losses there, and makes
+    its release from them. Between the two, losses come from a compiled function
+    (`solve`) or from Python (`search`): the same keys give the same run.
+    """
+
+    problem_type: ClassVar[Any] = FiniteSum | BlackBox
+
+    @abc.abstractmethod
+    def ask(self, problem: Any, state: State, *, key: PRNGKey) -> Asked:
+        """The next points: a function of released values, public ones and the key.
+
+        Args:
+            problem: Its set is read.
+            state: The state.
+            key: A typed key of its own.
+        """
+
+    @abc.abstractmethod
+    def tell(
+        self,
+        problem: Any,
+        state: State,
+        asked: Asked,
+        losses: Float[Array, "n q"],
+        *,
+        key: PRNGKey,
+    ) -> State:
+        """The next state; all that is read of `losses` is released by a mechanism.
+
+        Args:
+            problem: Its set and public term are read.
+            state: The state that asked.
+            asked: The points.
+            losses: One row a record, one column a point; columns that were not asked
+                for hold zeros.
+            key: A typed key of its own.
+        """
+
+    def step(self, problem: Any, data: PyTree, state: State, *, key: PRNGKey) -> State:
+        """Asks, evaluates every record's loss at the points, and is told."""
+        key_ask, key_tell = derive(key, "ask", "tell")
+        asked = self.ask(problem, state, key=key_ask)
+        losses = losses_at(problem, asked, data)
+        return self.tell(problem, state, asked, losses, key=key_tell)
+
+
+def losses_at(
+    problem: FiniteSum, asked: Asked, data: PyTree
+) -> Float[Array, "records points"]:
+    """Every record's loss at every point that is asked for, zero elsewhere.
+
+    Args:
+        problem: The problem.
+        asked: The points.
+        data: The records.
+    """
+
+    def at_one(point, index):
+        def evaluated():
+            return jax.vmap(lambda record: problem.loss(point, record))(data)
+
+        shape = jax.eval_shape(evaluated)
+        return jax.lax.cond(
+            index < asked.count, evaluated, lambda: jnp.zeros(shape.shape, shape.dtype)
+        )
+
+    indices = jnp.arange(asked.points.shape[0])
+    _, losses = jax.lax.scan(
+        lambda _, row: (None, at_one(*row)), None, (asked.points, indices)
+    )
+    return losses.T
