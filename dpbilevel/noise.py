@@ -145,9 +145,11 @@ def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
     Returns:
         The key to go on with, and one key per step.
     """
-    return jax.lax.scan(
-        lambda key, _: tuple(derive(key, "next", "step")), key, length=count
-    )
+    return jax.lax.scan(_next_and_step, key, length=count)
+
+
+def _next_and_step(key, _):
+    return tuple(derive(key, "next", "step"))
 
 
 def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:

@@ -11,10 +11,12 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The processes of a run, and later runs, share what they compile.
+# The processes of a run, those that tests start, and later runs share what they compile.
 CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", os.fspath(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.fspath(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 _TESTS = itertools.count(1)
 # Most of the time of these is compiling, and what they claim does not depend on how
@@ -35,6 +37,32 @@ _COMPILED_IN_HASTE = {
     "test_warm_start",
 }
 
+# Nothing in these makes noise of its own, or it does so through the command line, whose
+# keys test_runner follows. Following keys costs a third of a test's time.
+_WITHOUT_KEYS = {
+    "test_accounting",
+    "test_calibration",
+    "test_cli",
+    "test_config",
+    "test_config_page",
+    "test_constants",
+    "test_faults",
+    "test_golden_accounting",
+    "test_ledger",
+    "test_lock",
+    "test_oracles",
+    "test_oracles_layout",
+    "test_oracles_linear",
+    "test_oracles_peers",
+    "test_oracles_refusals",
+    "test_report",
+    "test_saddle",
+    "test_secrets",
+    "test_sensitivity",
+    "test_sets",
+    "test_spending",
+}
+
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, database=None, deadline=None, max_examples=40
 )
@@ -43,11 +71,11 @@ hypothesis.settings.load_profile("fixed")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Every test, with its fixtures, fails where a key is used twice."""
-    checked = item.get_closest_marker("reuses_keys") is None
-    hasty = item.module.__name__ in _COMPILED_IN_HASTE
-    jax.config.update("jax_disable_most_optimizations", hasty)
-    with jax.debug_key_reuse(checked):
+    """A test that makes noise fails, fixtures included, where a key is used twice."""
+    module = item.module.__name__
+    reuses = item.get_closest_marker("reuses_keys") is not None
+    jax.config.update("jax_disable_most_optimizations", module in _COMPILED_IN_HASTE)
+    with jax.debug_key_reuse(not reuses and module not in _WITHOUT_KEYS):
         result = yield
     if next(_TESTS) % 10 == 0 and _memory_maps() > 40_000:
         jax.clear_caches()

@@ -1,6 +1,7 @@
 """WarmStarted: one solver's released answer starts the other, both are paid for."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,12 @@ def noiseless(solver):
     return solver.with_noise(0.0).planned(SIZES)
 
 
+# One program for every start.
+solve = jax.jit(functools.partial(dpb.solve, trajectory=True))
+
+
 def run(solver, w0=EXACT.w0):
-    return dpb.solve(
-        EXACT.problem,
-        solver,
-        EXACT.data,
-        w0,
-        key=jax.random.key(KEY),
-        trajectory=True,
-    )
+    return solve(EXACT.problem, solver, EXACT.data, w0, key=jax.random.key(KEY))
 
 
 def long_penalty():
