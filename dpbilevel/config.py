@@ -182,11 +182,13 @@ def public_classes(base: type) -> dict[str, type]:
 
 
 def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> AbstractSolver:
-    solvers = public_classes(AbstractSolver)
+    solvers: dict[str, Any] = public_classes(AbstractSolver)
     for name in _PYTHON_ONLY:
         del solvers[name]
-    fitting = {k: v for k, v in solvers.items() if _solves(v) is kind}
-    one_level = {k: v for k, v in solvers.items() if _solves(v) is AbstractFiniteSum}
+    fitting, one_level = (
+        {name: v for name, v in solvers.items() if v.problem_type is wanted}
+        for wanted in (kind, AbstractFiniteSum)
+    )
     reader = Reader(
         {AbstractSolver: one_level, AbstractSampling: public_classes(AbstractSampling)},
         _mechanisms(neighbours),
@@ -224,12 +226,6 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
         if "neighbours" in getattr(cls, "__dataclass_fields__", {})
         and hasattr(cls, "release")
     }
-
-
-def _solves(solver: type) -> Any:
-    """The kind of problem in the bases of a solver class."""
-    base = getattr(solver, "__orig_bases__", (None,))[0]
-    return getattr(base, "__args__", (None,))[0]
 
 
 def _check_people(config: Config) -> None:

@@ -1,9 +1,9 @@
 """Train a model that also serves other mixtures of sites than that of its records.
 
-Six in ten records are of one site, three of a second and one of a third; where the model
-is used, the mixture will be another one. The second player mixes sites, and pays for
-leaving the declared mixture: the smaller `strength`, the farther it goes. Average-loss
-training is the limit of a large strength, the game for the worst-off site that of none.
+Six in ten records are of one site, three of a second and one of a third; where the
+model is used, the mixture will be another one. The second player mixes sites, and pays
+for leaving the declared mixture: the smaller `strength`, the farther it goes. With a
+large one it is average-loss training, with none the game for the worst-off site.
 Everything is released at epsilon = 1, on the way and in the end.
 
 All losses below are NON-PRIVATE evaluation, on generated records.

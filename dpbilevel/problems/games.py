@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import _checks
 from ..sets import AbstractSet, Ball, Euclidean, Simplex
 from .linear_models import AbstractLinearModel
-from .models import Record, shortened
+from .models import Record, score, shortened
 from .saddle import SaddleProblem
 
 Scalar = Float[Array, ""]
@@ -361,6 +361,6 @@ def _linear_loss(model: AbstractLinearModel, row_norm: float) -> ModelLoss:
         row = shortened(record["features"], row_norm).astype(x.dtype)
         label = record["label"].astype(x.dtype)
         label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
-        return model.loss(row @ x, label)
+        return model.loss(score(x, row), label)
 
     return loss
