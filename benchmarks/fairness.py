@@ -28,7 +28,7 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.config import read_config
 from dpbilevel.runs.columns import positions
-from dpbilevel.runs.datasets import read_csv
+from dpbilevel.runs.files import read_csv
 
 from .census import ADULT, ROOT, quartiles
 

@@ -9,11 +9,13 @@ their bounds, on three families whose gap is known in closed form:
 - matrix game: two simplices, entries of every record's matrix -1 or 1.
 
 Records are drawn afresh for every key and the gap is that of the distribution they come
-from. The paper's schedule for many extragradient passes has n^2 steps of one record;
-here the bound is minimized over any batch size and at most as many steps as there are
-records, or as `MULTI` says.
+from. Several passes take at most as many steps as there are records, which is what the
+theory asks of NISPP; of NSEG it asks n^2, which is in reach for few records alone.
 
-Run by `python -m benchmarks saddle`; table and figure go to runs/saddle.
+A pure matrix game is small enough to release whole: the last table compares the methods
+with one noisy mean matrix whose game is solved exactly.
+
+Run by `python -m benchmarks saddle`; tables and figure go to runs/saddle.
 NON-PRIVATE evaluation: the gap is computed from the true distribution.
 """
 
@@ -26,25 +28,45 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.optimize
 
 import dpbilevel as dpb
+from dpbilevel.privacy.calibration import least_multiplier
 
 FOLDER = pathlib.Path("runs/saddle")
-SINGLE = (1_000, 3_000, 10_000, 30_000, 100_000)
-# Many passes draw a subset a query, and their accounting is slow: sizes, and the most
-# steps, in all but one family far fewer than the records that the theory asks for.
-MANY = (500, 1_000, 2_000, 5_000, 10_000)
-MULTI = {
-    "constant": (MANY, 200),
-    "bilinear": ((250, 350, 500, 1_000, 2_000), None),
-    "matrix game": (MANY, 200),
-}
 KEYS = 10
 SIDE = 5
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 # What d = 10 coordinates cost in privacy: sqrt(d log(1 / delta)) / epsilon.
 PRIVACY = math.sqrt(2 * SIDE * math.log(1 / BUDGET.delta)) / BUDGET.epsilon
 METHODS = {"NSEG": dpb.NoisyExtragradient, "NISPP": dpb.InexactProximalPoint}
+SINGLE = (1_000, 3_000, 10_000, 30_000, 100_000)
+MULTI = (500, 1_000, 2_000, 5_000, 10_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method, how often it goes over the records, and for how many of them."""
+
+    method: str
+    passes: str
+    sizes: tuple[int, ...]
+    power: int = 1  # at most n^power steps
+
+    @property
+    def name(self):
+        """What to call it in a table."""
+        steps = ", n^2 steps" if self.power == 2 else ""
+        return f"{self.method}, {self.passes} pass{steps}"
+
+
+VARIANTS = (
+    Variant("NSEG", "single", SINGLE),
+    Variant("NISPP", "single", SINGLE),
+    Variant("NSEG", "multi", MULTI),
+    Variant("NISPP", "multi", MULTI),
+    Variant("NSEG", "multi", (75, 150, 300), power=2),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +77,7 @@ class Family:
     w0: tuple
     draw: Callable  # (key, n) -> records
     gap: Callable  # w -> the strong gap on the law of the records
+    mean: object  # the record whose operator is the mean of all
 
 
 def signs(key, mean, n):
@@ -72,7 +95,14 @@ def constant(n):
         lambda w, z: z, w_set=dpb.Ball(0.5), lipschitz=0.0, bound=1.0
     )
     law = dpb.saddle_zoo.constant_operator(mean[None] / d**0.5, radius=0.5)
-    return Family(problem, law.w0, lambda key, n: signs(key, mean, n) / d**0.5, law.gap)
+    unit = 1 / d**0.5
+    return Family(
+        problem,
+        law.w0,
+        lambda key, n: unit * signs(key, mean, n),
+        law.gap,
+        unit * mean,
+    )
 
 
 def bilinear(n):
@@ -100,7 +130,7 @@ def bilinear(n):
         payoff, x_set=ball, y_set=ball, lipschitz=0.5, bound=math.sqrt(0.5)
     )
     law = dpb.saddle_zoo.bilinear_saddle(a[None], b[None], c[None], radius=radius)
-    return Family(problem, law.w0, draw, law.gap)
+    return Family(problem, law.w0, draw, law.gap, {"a": a, "b": b, "c": c})
 
 
 def matrix(n):
@@ -109,24 +139,14 @@ def matrix(n):
     mean = jnp.asarray(rng.uniform(-0.6, 0.6, (SIDE, SIDE)), float)
     law = dpb.saddle_zoo.matrix_game(mean[None])
     problem = dpb.matrix_game(SIDE, SIDE)
-    return Family(problem, law.w0, lambda key, n: signs(key, mean, n), law.gap)
+    return Family(problem, law.w0, lambda key, n: signs(key, mean, n), law.gap, mean)
 
 
 FAMILIES = {"constant": constant, "bilinear": bilinear, "matrix game": matrix}
 
 
-def gaps(name, method, passes, n):
-    """The gap per key, the promised bound, and the parameters."""
-    family = FAMILIES[name](n)
-    # Noise across a simplex is projected away, but a proximal point rounds there, too.
-    dimension = (
-        family.problem.w_set.dimension(family.w0) if method == "NSEG" else 2 * SIDE
-    )
-    most = {"most_steps": MULTI[name][1]} if passes == "multi" else {}
-    solver = METHODS[method].tuned(
-        family.problem, BUDGET, n, dimension=dimension, passes=passes, **most
-    )
-    solver = dpb.calibrate(family.problem, solver, BUDGET, sizes=n, w0=family.w0).solver
+def evaluated(family, solver, n):
+    """The gap of every key's answer, by a calibrated solver."""
 
     @jax.jit
     def one(solver, key):
@@ -135,9 +155,38 @@ def gaps(name, method, passes, n):
         answer = dpb.solve(family.problem, solver, records, family.w0, key=key_noise)
         return family.gap(answer.value)
 
-    found = [float(one(solver, k)) for k in jax.random.split(jax.random.key(0), KEYS)]
+    return [float(one(solver, k)) for k in jax.random.split(jax.random.key(0), KEYS)]
+
+
+def unhidden(family, solver):
+    """The gap of the same steps on the true mean: what is not noise or sampling."""
+    exact = dataclasses.replace(
+        solver, sampling=dpb.FullBatch(), noise=dpb.Gaussian(0.0), sizes=1
+    )
+    record = jax.tree.map(lambda v: jnp.asarray(v, float)[None], family.mean)
+    run = jax.jit(dpb.solve)
+    answer = run(family.problem, exact, record, family.w0, key=jax.random.key(0))
+    return float(family.gap(answer.value))
+
+
+def gaps(name, variant, n):
+    """The gap per key, the promised bound, the steps, and the gap without noise."""
+    family = FAMILIES[name](n)
+    # Noise across a simplex is projected away, but a proximal point rounds there, too.
+    nseg = variant.method == "NSEG"
+    dimension = family.problem.w_set.dimension(family.w0) if nseg else 2 * SIDE
+    solver = METHODS[variant.method].tuned(
+        family.problem,
+        BUDGET,
+        n,
+        dimension=dimension,
+        passes=variant.passes,
+        most_steps=n**variant.power,
+    )
+    solver = dpb.calibrate(family.problem, solver, BUDGET, sizes=n, w0=family.w0).solver
     promised = solver.bound(family.problem, dimension=dimension)
-    return found, promised, f"T = {solver.num_steps}, B = {solver.sampling.size}"
+    found = evaluated(family, solver, n)
+    return found, promised, solver.num_steps, unhidden(family, solver)
 
 
 def slope(sizes, values):
@@ -145,56 +194,137 @@ def slope(sizes, values):
 
 
 def measure(name):
-    """Rows by variant: gaps per size and key, and bounds per size."""
-    print(name, flush=True)
+    """Rows by variant: sizes, gaps per size and key, bounds and steps per size."""
+    print(f"{name}; at the start {start_gap(name):.3f}", flush=True)
     rows = {}
-    for passes in ("single", "multi"):
-        sizes = SINGLE if passes == "single" else MULTI[name][0]
-        for method in METHODS:
-            found, bounds = [], []
-            for n in sizes:
-                clock = time.perf_counter()
-                # In float32, rounding of a proximal point in large batches is refused.
-                with jax.enable_x64(method == "NISPP"):
-                    values, bound, chosen = gaps(name, method, passes, n)
-                found.append(values)
-                bounds.append(bound)
-                print(
-                    f"  {method}, {passes} pass, n = {n}: median "
-                    f"{np.median(values):.2e}, bound {bound:.2e}, {chosen}, "
-                    f"{time.perf_counter() - clock:.1f} s",
-                    flush=True,
-                )
-            rows[f"{method}, {passes} pass"] = (
-                sizes,
-                np.asarray(found),
-                bounds,
+    for variant in VARIANTS:
+        found = []
+        for n in variant.sizes:
+            clock = time.perf_counter()
+            # In float32, rounding of a proximal point in large batches is refused.
+            with jax.enable_x64(variant.method == "NISPP"):
+                found.append(gaps(name, variant, n))
+            values, bound, steps, without = found[-1]
+            print(
+                f"  {variant.name}, n = {n}: median {np.median(values):.2e}, bound "
+                f"{bound:.2e}, without noise {without:.2e}, {steps} steps, "
+                f"{time.perf_counter() - clock:.1f} s",
+                flush=True,
             )
+        values, *rest = zip(*found, strict=True)
+        rows[variant.name] = variant.sizes, np.asarray(values), *rest
     return rows
+
+
+def start_gap(name):
+    family = FAMILIES[name](MULTI[-1])
+    return float(family.gap(family.w0))
 
 
 def table(results):
     """Medians over keys and fitted slopes, as Markdown."""
     lines = [
-        "| family | method | from n | gap | to n | gap | slope | slope of the bound |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | method | n | steps | gap | without noise | slope | at the end "
+        "| of the bound |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for family, rows in results.items():
-        for name, (sizes, found, bounds) in rows.items():
+        for name, (sizes, found, bounds, steps, without) in rows.items():
             medians = np.median(found, axis=1)
-            lines.append(
-                f"| {family} | {name} | {sizes[0]} | {medians[0]:.4f} | {sizes[-1]} | "
-                f"{medians[-1]:.4f} | {slope(sizes, medians):.2f} | "
-                f"{slope(sizes, bounds):.2f} |"
+            ends = [
+                f"{pair[0]:{form}} to {pair[-1]:{form}}"
+                for pair, form in (
+                    (sizes, "d"),
+                    (steps, "d"),
+                    (medians, ".4f"),
+                    (without, ".4f"),
+                )
+            ]
+            slopes = (
+                slope(sizes, medians),
+                slope(sizes[-2:], medians[-2:]),
+                slope(sizes, bounds),
             )
+            cells = [family, name, *ends, *(f"{value:.2f}" for value in slopes)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def pure_game(n):
+    """The gap on one set of records, and that of a noisy mean matrix solved exactly."""
+    family = FAMILIES["matrix game"](n)
+    records = family.draw(jax.random.key(0), n)
+    on_records = dpb.saddle_zoo.matrix_game(records).gap
+    family = dataclasses.replace(family, draw=lambda *_: records, gap=on_records)
+    problem, dimension = family.problem, family.problem.w_set.dimension(family.w0)
+    tuned = dpb.NoisyExtragradient.tuned(
+        problem, BUDGET, n, dimension=dimension, passes="single"
+    )
+    full = dpb.NoisyExtragradient(100, problem.bound, 0.5, average="second_half")
+    lines = ["| method | gap, median | smallest | largest |", "|---|---|---|---|"]
+    rows = {
+        "one pass, tuned": tuned,
+        "all records, 100 steps of 0.5": full,
+        "noisy mean matrix, solved exactly": None,
+    }
+    for name, solver in rows.items():
+        if solver is None:
+            values = exact(family, n)
+        else:
+            plan = dpb.calibrate(problem, solver, BUDGET, sizes=n, w0=family.w0)
+            values = evaluated(family, plan.solver, n)
+        cells = (f"{f(values):.4f}" for f in (np.median, np.min, np.max))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def exact(family, n):
+    """Gaps of the saddle points of noisy mean matrices, each released once."""
+    noise = dpb.Gaussian(least_multiplier(dpb.FullBatch(), 1, n, BUDGET))
+
+    @jax.jit
+    def released(key):
+        key_data, key_noise = jax.random.split(key)
+        mean = dpb.clipped_mean(
+            lambda record: record,
+            family.draw(key_data, n),
+            clip_norm=float(SIDE),
+            denominator=float(n),
+        )
+        return noise.release(mean, key=key_noise)
+
+    keys = jax.random.split(jax.random.key(0), KEYS)
+    answers = [mixtures(np.asarray(released(key), float)) for key in keys]
+    return [float(family.gap(answer)) for answer in answers]
+
+
+def mixtures(matrix):
+    """The optimal mixtures of both players, by linear programming."""
+
+    def best(payoff):
+        """The mixture whose largest payoff over the columns is least."""
+        m, k = payoff.shape
+        found = scipy.optimize.linprog(
+            np.r_[np.zeros(m), 1],
+            A_ub=np.c_[payoff.T, -np.ones(k)],
+            b_ub=np.zeros(k),
+            A_eq=np.r_[np.ones(m), 0][None],
+            b_eq=[1],
+            bounds=[(0, None)] * m + [(None, None)],
+        )
+        return jnp.asarray(found.x[:m], jnp.float32)
+
+    return best(matrix), best(-matrix.T)
+
+
 def main():
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    pure = pure_game(SINGLE[-1])
+    print(pure, flush=True)
+    (FOLDER / "matrix_game.md").write_text(pure + "\n")
     results = {name: measure(name) for name in FAMILIES}
     text = table(results)
     print(text)
-    FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "table.md").write_text(text + "\n")
     draw(results)
 
@@ -204,16 +334,17 @@ def draw(results):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    figure = Figure(figsize=(12, 5.6), layout="constrained")
     panels = figure.subplots(1, len(results))
     styles = (
         ("#0072B2", "o-"),
         ("#E69F00", "s-"),
         ("#56B4E9", "o--"),
         ("#D55E00", "s--"),
+        ("#009E73", "^:"),
     )
     for axes, (family, rows) in zip(panels, results.items(), strict=True):
-        for (name, (sizes, found, _)), (color, style) in zip(
+        for (name, (sizes, found, *_)), (color, style) in zip(
             rows.items(), styles, strict=True
         ):
             low, middle, high = np.quantile(found, [0.25, 0.5, 0.75], axis=1)
@@ -228,7 +359,8 @@ def draw(results):
             )
         axes.set(xscale="log", yscale="log", xlabel="records", title=family)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+        axes.legend(frameon=False, fontsize="small", **below)
     panels[0].set_ylabel("strong gap on the population")
     figure.suptitle(
         f"epsilon = {BUDGET.epsilon:g}, delta = {BUDGET.delta:g}, {KEYS} keys"

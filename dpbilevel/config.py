@@ -11,9 +11,10 @@ from .privacy.budget import Neighbours, People, PrivacyBudget
 from .problems.bilevel import BilevelProblem, Sizes
 from .problems.finite_sum import AbstractFiniteSum
 from .problems.saddle import AbstractVariationalInequality, SaddleProblem
-from .runs.datasets import SOURCES, Data, Sources
+from .runs.datasets import MATRICES, SOURCES, Data, Sources
+from .runs.matrices import MatrixData
 from .runs.tables import Place, Reader, check_choice, check_keys, check_table
-from .runs.tasks import TASKS, Task
+from .runs.tasks import TASKS, GroupTask, MatrixGameTask, Task
 from .sampling import AbstractSampling
 from .solvers.base import AbstractSolver
 from .solvers.exponential import ExponentialMechanism
@@ -153,7 +154,8 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     model = place.child("model")
     task: Task = reader.build(TASKS[task_name], tables["model"], model)
     table, where = tables["data"], place.child("data")
-    data = reader.build_named(SOURCES, table, where, "source")
+    kinds = MATRICES if task_name == "matrix_game" else SOURCES
+    data = reader.build_named(kinds, table, where, "source")
     kind = BilevelProblem if task.two_levels else AbstractVariationalInequality
     solver = _solver(tables, place, privacy.neighbours, kind)
     config = Config(place, task_name, task, privacy, data, solver, tables)
@@ -161,6 +163,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     _check_levels(config)
     _check_sources(config)
     _check_groups(config)
+    _check_matrices(config)
     return config
 
 
@@ -179,11 +182,13 @@ def public_classes(base: type) -> dict[str, type]:
 
 
 def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> AbstractSolver:
-    solvers = public_classes(AbstractSolver)
+    solvers: dict[str, Any] = public_classes(AbstractSolver)
     for name in _PYTHON_ONLY:
         del solvers[name]
-    fitting = {k: v for k, v in solvers.items() if _solves(v) is kind}
-    one_level = {k: v for k, v in solvers.items() if _solves(v) is AbstractFiniteSum}
+    fitting, one_level = (
+        {name: v for name, v in solvers.items() if v.problem_type is wanted}
+        for wanted in (kind, AbstractFiniteSum)
+    )
     reader = Reader(
         {AbstractSolver: one_level, AbstractSampling: public_classes(AbstractSampling)},
         _mechanisms(neighbours),
@@ -223,12 +228,6 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
     }
 
 
-def _solves(solver: type) -> Any:
-    """The kind of problem in the bases of a solver class."""
-    base = getattr(solver, "__orig_bases__", (None,))[0]
-    return getattr(base, "__args__", (None,))[0]
-
-
 def _check_people(config: Config) -> None:
     where, two_levels = config.place.child("privacy"), config.task.two_levels
     if two_levels and config.privacy.people is None:
@@ -245,10 +244,16 @@ def _check_people(config: Config) -> None:
 
 def _check_levels(config: Config) -> None:
     where = config.place.child("data")
-    names = ("training", "validation") if config.task.two_levels else ("training",)
-    for name in names:
+    two_levels = config.task.two_levels
+    for name in ("training", "validation") if two_levels else ("training",):
         if getattr(config.data, name) < 1:
             raise where.error(f"{name} must be at least 1.")
+    if not two_levels and config.data.validation:
+        raise where.error(
+            f'validation is for tasks of two levels; task = "{config.task_name}" '
+            "would read none of them. Remove it; keep records for evaluation in "
+            "another file."
+        )
     try:
         _ = config.sizes
     except ValueError as error:
@@ -293,17 +298,31 @@ def _check_corruption(config: Config, sources: Sources, where: Place) -> None:
 
 def _check_groups(config: Config) -> None:
     where, groups = config.place.child("data.groups"), config.data.groups
-    if config.task_name != "group_fair":
+    if not isinstance(config.task, GroupTask):
         if groups is not None:
-            raise where.error('is for task = "group_fair" only; remove it.')
+            raise where.error(
+                'is for task = "group_fair" and "group_robust" only; remove it.'
+            )
         return
     if groups is None:
         raise where.error(
-            "missing table. Learning that is fair to groups needs them: column and "
-            "values, or frequency and turn for generated records."
+            "missing table. A game of groups needs them: column and values, or "
+            "frequency and turn for generated records."
         )
-    wanted = len(config.task.shares)  # type: ignore[union-attr]
+    wanted = len(config.task.shares)
     if groups.count != wanted:
         raise where.error(
             f"lists {groups.count} groups, but [model] has {wanted} shares."
+        )
+
+
+def _check_matrices(config: Config) -> None:
+    task, data = config.task, config.data
+    if not isinstance(task, MatrixGameTask) or not isinstance(data, MatrixData):
+        return
+    wanted = task.rows, task.columns
+    if data.shape != wanted:
+        raise config.place.child("data").error(
+            f"lists matrices of {data.shape[0]} rows and {data.shape[1]} columns, but "
+            f"[model] has rows = {wanted[0]} and columns = {wanted[1]}."
         )

@@ -96,6 +96,12 @@ def proximal(scale=1.0, kind=dpb.InexactProximalPoint, **fields):
     return kind(**(defaults | fields)).with_noise(scale).planned(10)
 
 
+def extrapolated(kind=dpb.InexactProximalPoint):
+    """A round of steps that leave less than a tenth of what a record moves."""
+    fields = {"inner": "operator_extrapolation", "inner_steps": 24}
+    return proximal(kind=kind, num_steps=1, **fields)
+
+
 def once(kind=dpb.SinglePass, **fields):
     """Two steps on four disjoint batches, with the noise of one release."""
     return extragradient(0.5, sampling=kind(2), **fields)
@@ -141,6 +147,8 @@ SOLVERS = {
     "NoisyExtragradient": Audited(extragradient()),
     "NoisyExtragradient, single pass": Audited(once()),
     "InexactProximalPoint": Audited(proximal()),
+    # What the inner steps leave is part of the claim.
+    "InexactProximalPoint, extrapolation": Audited(extrapolated(), exact=False),
     # Rounding of single precision is part of the claim.
     "RegularizedExponentialMechanism": Audited(regularized(), tolerance=2e-2),
     "ExponentialMechanism": Audited(

@@ -18,6 +18,7 @@ from audit_zoo import (
     claim_of,
     exponential,
     extragradient,
+    extrapolated,
     implicit,
     noisy_gd,
     once,
@@ -36,6 +37,7 @@ from dpbilevel.oracles import fixed_count as solves
 from dpbilevel.privacy.ledger import Query
 from dpbilevel.problems import sensitivities
 from dpbilevel.problems.penalized import PenalizedLevel
+from dpbilevel.problems.resolvents import Resolvent
 from dpbilevel.scores.mean_loss import MeanLoss
 
 
@@ -416,6 +418,22 @@ class HalfSensitiveResolvent(dpb.InexactProximalPoint):
         return dpb.InexactProximalPoint.step(half, problem, data, state, key=key)
 
 
+class FirstStep(Resolvent):
+    """Takes what a record moves in the first inner step for what it moves in all."""
+
+    def contribution(self, dtype, precision):
+        step = 1 / (2 * (self.lipschitz + self.strength))
+        return step * self.problem.declared("bound") / self.denominator
+
+
+class FirstStepSensitive(dpb.InexactProximalPoint):
+    """Forgets that its steps add up."""
+
+    def resolvent(self, problem, sizes):
+        found = dpb.InexactProximalPoint.resolvent(self, problem, sizes)
+        return FirstStep(**vars(found))
+
+
 class WarmResolvent(dpb.InexactProximalPoint):
     """Starts from the resolvent that it found, not from the one it released."""
 
@@ -487,6 +505,11 @@ MUTANTS = {
     ),
     "inner solver started from an unreleased point": of_proximal(
         lambda: audited(proximal(kind=WarmResolvent), runs=20_000)
+    ),
+    "steps of operator extrapolation that do not add up": Mutant(
+        "InexactProximalPoint, extrapolation",
+        lambda: audited(extrapolated(kind=FirstStepSensitive), runs=20_000),
+        lambda: audited(extrapolated(), runs=20_000),
     ),
     "draws by steeper losses than declared": of_regularized(
         lambda: audited(regularized(kind=DrawsBySteeper), runs=20_000)

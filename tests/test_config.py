@@ -1,8 +1,7 @@
-import copy
-import tomllib
 from pathlib import Path
 
 import pytest
+from config_changes import changed
 
 import dpbilevel as dpb
 from dpbilevel.config import parse_config, read_config
@@ -45,17 +44,7 @@ clip_norm = 1.0
 
 
 def parsed(*changes):
-    tables = tomllib.loads(TEXT)
-    for path, value in changes:
-        *parents, key = path.split(".")
-        table = tables
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        if value is None:
-            del table[key]
-        else:
-            table[key] = copy.deepcopy(value)
-    return parse_config(tables, Place("a.toml"))
+    return parse_config(changed(TEXT, changes), Place("a.toml"))
 
 
 def refusal(*changes):

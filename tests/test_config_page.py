@@ -10,7 +10,7 @@ from test_runner import GENERATED
 
 import dpbilevel as dpb
 from dpbilevel.config import Privacy, parse_config
-from dpbilevel.runs import columns, datasets, sources, tasks
+from dpbilevel.runs import columns, datasets, matrices, sources, tasks
 from dpbilevel.runs.tables import Place
 
 PAGE = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
@@ -22,6 +22,8 @@ WHERE = {
     datasets.SklearnData: ["`data`", LISTED, "`data` (sklearn)"],
     datasets.OpenmlData: ["`data`", LISTED, "`data` (openml)"],
     datasets.GeneratedData: ["`data`", "`data` (generated)"],
+    matrices.CsvMatrices: ["`data` (csv_matrices)"],
+    matrices.GeneratedMatrices: ["`data` (generated_matrices)"],
     datasets.Block: ["`data.block`"],
     sources.Groups: ["`data.groups`"],
     sources.Sources: ["`data.sources`"],

@@ -185,6 +185,10 @@ def test_the_theorems_parameters_are_whole_and_within_its_conditions():
     )
     assert many.num_steps == 2500
     assert many.sampling == dpb.FixedSize(1)
+    with pytest.warns(UserWarning, match="100000000 steps of one record"):
+        dpb.NoisyExtragradient.from_theorem(
+            problem, BUDGET, 10_000, dimension=4, passes="multi"
+        )
 
 
 def _hopeless_below(n, a):

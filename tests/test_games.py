@@ -295,9 +295,71 @@ def test_wrong_shapes_are_told_before_any_release():
             (jnp.ones(2), jnp.ones(3)),
             "every record must be a matrix",
         ),
+        (
+            dpb.matrix_game(2, 3),
+            jnp.zeros((9, 2, 3)),
+            (jnp.ones(3), jnp.ones(2)),
+            r"x must have shape \(2,\) and y shape \(3,\)",
+        ),
+        (fair(), data, (jnp.zeros(5), jnp.ones(3)), "one coefficient per feature"),
     ):
         with pytest.raises(ValueError, match=said):
             dpb.solve(problem, solver, records, w0, key=jax.random.key(0))
+
+
+def test_records_of_two_levels_are_refused_where_there_is_one():
+    data = two_groups()
+    game, mean = fair(shares=(0.8, 0.2)), dpb.FiniteSum(dpb.logistic_loss)
+    solver = dpb.NoisyExtragradient(1, 1.0, 0.1, noise=dpb.Gaussian(1.0))
+    w0 = dpb.group_start(game, jnp.zeros(4), (0.8, 0.2))
+    descent = dpb.NoisyGD(1, 1.0, step_size=0.1, noise=dpb.Gaussian(1.0))
+    levels, key = dpb.Levels(data, data), jax.random.key(0)
+    for problem, method, start in ((game, solver, w0), (mean, descent, w0[0])):
+        with pytest.raises(TypeError, match="such as data"):
+            dpb.solve(problem, method, levels, start, key=key)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: dpb.group_weights(fair(), (jnp.ones(3), jnp.ones(3))), "solution.y"),
+        (lambda: dpb.group_weights(fair, jnp.ones(3)), "problem must be an instance"),
+        (lambda: dpb.group_weights(dpb.matrix_game(2, 2), jnp.ones(2)), "group_fair"),
+        (
+            lambda: dpb.group_start(dpb.matrix_game(2, 2), jnp.ones(2), SHARES),
+            "needs a problem of group_fair or group_robust",
+        ),
+        (lambda: dpb.saddle_gap(fair, None, None), "saddle_gap: problem must be"),
+        (
+            lambda: dpb.variational_gap(dpb.FiniteSum(dpb.logistic_loss), None, None),
+            "variational_gap: problem must be",
+        ),
+    ],
+)
+def test_what_is_no_game_is_refused(call, said):
+    with pytest.raises(TypeError, match=said):
+        call()
+
+
+def test_starts_and_gaps_of_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match="floating-point array, got int32"):
+        dpb.group_start(fair(), jnp.zeros(4, jnp.int32), SHARES)
+    with pytest.raises(ValueError, match="one coefficient per feature"):
+        dpb.saddle_gap(fair(), (jnp.zeros(3), jnp.ones(3)), two_groups())
+    with pytest.raises(ValueError, match="must be a tuple"):
+        dpb.variational_gap(fair(), jnp.zeros(3), two_groups())
+
+
+def test_a_clip_norm_far_below_the_declared_bound_is_told_in_the_report():
+    budget, w0 = dpb.PrivacyBudget(1.0, 1e-5), (jnp.zeros(4), jnp.ones(3) / 3)
+    game = fair()
+    for part, told in ((0.25, True), (1.0, False)):
+        solver = dpb.NoisyExtragradient(2, part * game.bound, 0.1)
+        plan = dpb.calibrate(game, solver, budget, sizes=100, w0=w0)
+        assert ("clips at 0.25 of the declared bound" in str(plan.report)) == told
+    undeclared = dataclasses.replace(game, bound=None)
+    plan = dpb.calibrate(undeclared, solver, budget, sizes=100, w0=w0)
+    assert "clip_norm_over_bound" not in plan.report.forecast[0]
 
 
 def test_groups_are_integers_and_truth_values_two_of_them():

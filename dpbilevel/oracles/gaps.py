@@ -67,8 +67,11 @@ def saddle_gap(
         num_steps: Gradient steps of either problem.
 
     Raises:
-        ValueError: A Lipschitz constant is not declared.
+        TypeError: The problem is no `SaddleProblem`.
+        ValueError: A Lipschitz constant is not declared, or shapes do not fit.
     """
+    _checks.instance("saddle_gap", SaddleProblem, problem=problem)
+    problem.check(w, data)
     x_hat, y_hat = w
     smoothness = _smoothness(problem)
 
@@ -96,8 +99,9 @@ def variational_gap(
     r"""NON-PRIVATE. $\sup_{u \in W} \langle F(u), \hat w - u \rangle$, for affine $F$.
 
     For an affine monotone operator the supremum is a concave problem, solved and
-    bounded as in `saddle_gap`. For others the objective need not be concave and the
-    interval means nothing.
+    bounded as in `saddle_gap`. That the operator is affine and monotone is trusted and
+    cannot be checked: for others the objective need not be concave and the interval
+    means nothing.
 
     Args:
         problem: A problem with a declared `lipschitz` on a bounded set and with affine
@@ -107,8 +111,12 @@ def variational_gap(
         num_steps: Gradient steps.
 
     Raises:
-        ValueError: A Lipschitz constant is not declared.
+        TypeError: The problem is no variational inequality or saddle problem.
+        ValueError: A Lipschitz constant is not declared, or shapes do not fit.
     """
+    kind = AbstractVariationalInequality
+    _checks.instance("variational_gap", kind, problem=problem)
+    problem.check(w, data)
     smoothness = 2 * _smoothness(problem)
 
     def value(u):

@@ -139,6 +139,8 @@ class Release(AbstractRelease):
         basis: What the sensitivities rest on.
         value_norm: The largest norm of the noiseless value, where it is not the sum of
             the queries' clip norms.
+        clip_ratio: The clip norm over the declared bound on what is clipped, where it
+            is declared. Only the report reads it.
 
     Privacy:
         Noise of standard deviation $m S$ with $S = \sum_r S_r$ over the roles. A person
@@ -152,6 +154,7 @@ class Release(AbstractRelease):
     joint: bool = False
     basis: Basis = Basis.CLIPPED
     value_norm: float | None = None
+    clip_ratio: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -275,17 +278,11 @@ class Ledger:
     @property
     def neighbours(self) -> Neighbours:
         """The relation of every release."""
-        for release in self.releases:
-            return release.neighbours
-        return Neighbours.REPLACE_ONE
+        return next((r.neighbours for r in self.releases), Neighbours.REPLACE_ONE)
 
     @property
     def failure(self) -> float:
-        """How far the run is from what is charged, in total variation.
-
-        The chance that some batch overflows, and the distance of drawn answers from the
-        laws they stand for.
-        """
+        """In total variation: how far batches and draws are from what is charged."""
         return sum(release.failure for release in self.releases)
 
     def events(self) -> dict[str, dp_accounting.DpEvent]:

@@ -33,6 +33,8 @@ IDEALISED = {
     "float": "precision float, for research: floating-point noise and sums stand for "
     "real ones",
 }
+# A clip norm below this part of the declared bound is told in the report.
+_SHORT = 0.5
 TRUSTED = (
     "public terms, sets, counts, clip norms and the starting point hold no private data"
 )
@@ -55,7 +57,7 @@ class PrivacyReport:
         forecast: One row per kind of release: the noise's standard deviation over the
             clip norm, the number of coordinates at which the expected norm of the
             noise reaches the clip norm, and, where the shape is known, that norm over
-            the clip norm.
+            the clip norm; where a bound is declared, the clip norm over it.
         assumptions: What the guarantee takes for granted.
         certificates: Bounds proved for this run, such as the chance that a batch
             overflows.
@@ -266,6 +268,8 @@ def _forecast(release: AbstractRelease, dimensions: dict[str, int]) -> dict[str,
         "noise_std_over_clip_norm": ratio,
         "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
     }
+    if release.clip_ratio is not None:
+        row["clip_norm_over_bound"] = release.clip_ratio
     if release.name in dimensions:
         row["coordinates"] = dimensions[release.name]
         row["noise_norm_over_clip_norm"] = ratio * math.sqrt(dimensions[release.name])
@@ -307,6 +311,11 @@ def _forecast_line(row: dict[str, Any]) -> str:
         text += f"; here {row['coordinates']}: ratio {ratio:.2g}"
         if ratio > 1:
             text += " (every single release is mostly noise)"
+    if row.get("clip_norm_over_bound", 1.0) < _SHORT:
+        text += (
+            f"; clips at {row['clip_norm_over_bound']:.2g} of the declared bound, so "
+            "the longest records count less than the problem says"
+        )
     return text
 
 

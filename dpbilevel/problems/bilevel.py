@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -15,70 +14,13 @@ from ..privacy.budget import People
 from ..sets import AbstractSet, Euclidean
 from .constants import AbstractCertificate, Constants
 from .finite_sum import check_scalar, check_set, check_start
+from .levels import Levels, Sizes
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
 PublicTerm = Callable[[PyTree, PyTree], Scalar]
 
 ROLES = ("upper", "lower")
-
-
-class Levels(eqx.Module):
-    """A pair: what belongs to the upper level and what to the lower.
-
-    As data, `upper` and `lower` are pytrees whose leaves share their leading axis
-    within a level.
-
-    Attributes:
-        upper: The upper level's part.
-        lower: The lower level's part.
-        is_shared: Whether both parts are the same records. Static.
-    """
-
-    upper: Any
-    lower: Any
-    is_shared: bool = eqx.field(static=True, default=False)
-
-    @classmethod
-    def shared(cls, records: PyTree) -> Self:
-        """Data in which every record enters both levels.
-
-        Args:
-            records: A pytree whose leaves share their leading axis.
-        """
-        return cls(records, records, True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How many records each level has, and who may be behind them.
-
-    Args:
-        upper: Records of the upper level.
-        lower: Records of the lower level.
-        people: `"disjoint"` (a person has records in one level only),
-            `"overlapping"` (may have one record in each) or `"shared"` (the levels
-            are the same records).
-
-    Raises:
-        ValueError: A count below 1, unknown `people`, or shared levels that differ.
-    """
-
-    upper: int
-    lower: int
-    people: People = People.OVERLAPPING
-
-    def __post_init__(self):
-        _checks.count("Sizes", upper=self.upper, lower=self.lower)
-        allowed = [people.value for people in People]
-        if not isinstance(self.people, People):
-            _checks.one_of("Sizes", "people", self.people, allowed)
-            object.__setattr__(self, "people", People(self.people))
-        if self.people is People.SHARED and self.upper != self.lower:
-            raise ValueError(
-                f"Sizes: shared levels have equal sizes, got upper={self.upper} and "
-                f"lower={self.lower}."
-            )
 
 
 def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from ..noise import PRNGKey
 from ..privacy.ledger import RECORDS, Query
 from ..sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
+from .levels import one_level
 
 Scalar = Float[Array, ""]
 
@@ -129,7 +130,7 @@ class FiniteSum(AbstractFiniteSum):
 
     def sizes_of(self, data: PyTree) -> int:
         """The length of the leading axis."""
-        return _checks.leading_axis("data", data)
+        return one_level(data)
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Checks the shapes of `data` and that the loss is a scalar.
@@ -137,7 +138,7 @@ class FiniteSum(AbstractFiniteSum):
         Raises:
             ValueError: Leading axes differ or the loss is no floating-point scalar.
         """
-        _checks.leading_axis("data", data)
+        one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
         check_scalar("loss", self.loss, w0, one_record(data))

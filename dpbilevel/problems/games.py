@@ -30,8 +30,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
 from ..sets import AbstractSet, Ball, Euclidean, Simplex
+from .finite_sum import check_start
 from .linear_models import AbstractLinearModel
-from .models import Record, shortened
+from .models import Record, score, shortened
 from .saddle import SaddleProblem
 
 Scalar = Float[Array, ""]
@@ -82,7 +83,10 @@ def group_fair(
     Args:
         loss: $\ell(x, z)$, convex in $x$; or a linear model such as `Logistic()` for
             records `{"features": a, "label": b, "group": g}`, whose constants are
-            derived: `bound`, `lipschitz` and those of the public term.
+            derived: `bound`, `lipschitz` and those of the public term. Of a function
+            nothing is known, which clipping needs not; where a method asks for
+            constants, declare them by `dataclasses.replace(game, lipschitz=L,
+            bound=M)`, for the operator over $(x, s y)$ and every possible record.
         shares: $p$, positive, of sum at most 1: the declared share of each group.
         radius: $r$, of the ball of models about the origin; unbounded when omitted,
             and required for a linear model.
@@ -181,13 +185,18 @@ def group_weights(problem: SaddleProblem, y: Float[Array, " k"]) -> Float[Array,
         y: Its second variable, with any leading axes.
 
     Raises:
-        TypeError: The problem is no group game.
+        TypeError: The problem is no group game, or `y` is no array of numbers.
 
     Privacy:
         A function of what is released: free.
     """
-    _checks.instance("group_weights", Simplex, y_set=problem.y_set)
-    return y / problem.y_set.scale  # type: ignore[attr-defined]
+    scale = _scale_of("group_weights", problem)
+    if not hasattr(y, "dtype"):
+        raise TypeError(
+            "group_weights: y must be an array, the second variable alone, such as "
+            f"solution.y, got {type(y).__name__}."
+        )
+    return y / scale
 
 
 def group_start(
@@ -202,13 +211,27 @@ def group_start(
 
     Raises:
         TypeError: The problem is no group game.
-        ValueError: Shares that are not positive or sum to more than 1.
+        ValueError: Shares that are not positive or sum to more than 1, or a model that
+            is not of finite floating-point numbers.
     """
-    _checks.instance("group_start", Simplex, y_set=problem.y_set)
+    scale = _scale_of("group_start", problem)
+    check_start(x)
     values = _checked_shares("group_start", shares)
     weights = values / np.sum(values)
     dtype = jnp.result_type(*jax.tree.leaves(x))
-    return x, jnp.asarray(weights * problem.y_set.scale, dtype)  # type: ignore[attr-defined]
+    return x, jnp.asarray(weights * scale, dtype)
+
+
+def _scale_of(owner: str, problem: SaddleProblem) -> float:
+    """The scale of the weights of a group game."""
+    _checks.instance(owner, SaddleProblem, problem=problem)
+    y_set = problem.y_set
+    if not isinstance(y_set, Simplex) or isinstance(problem.x_set, Simplex):
+        raise TypeError(
+            f"{owner}: needs a problem of group_fair or group_robust, got one on "
+            f"{problem.x_set} and {y_set}."
+        )
+    return float(y_set.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,6 +384,6 @@ def _linear_loss(model: AbstractLinearModel, row_norm: float) -> ModelLoss:
         row = shortened(record["features"], row_norm).astype(x.dtype)
         label = record["label"].astype(x.dtype)
         label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
-        return model.loss(row @ x, label)
+        return model.loss(score(x, row), label)
 
     return loss

@@ -22,7 +22,7 @@ from .bilevel import BilevelProblem
 from .bounds import Bounds, Metric
 from .constants import AbstractCertificate, SecondOrderConstants, terms_of
 from .linear_models import AbstractLinearModel, module_of
-from .models import Record, shortened
+from .models import Record, score, shortened
 
 Scalar = Float[Array, ""]
 # Refinements of the bound on the solution's norm; each one is valid.
@@ -76,7 +76,7 @@ def linear_tuning(
         row = shortened(record["features"], row_norm).astype(y.dtype)
         label = record["label"].astype(y.dtype)
         label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
-        return model.loss(row @ y, label)
+        return model.loss(score(y, row), label)
 
     problem = penalty_tuning(loss, groups, bounds=bounds)
     low, high = map(float, bounds)

@@ -47,6 +47,11 @@ def matrix_game(rows: int, columns: int) -> SaddleProblem:
     def payoff(
         x: Float[Array, " m"], y: Float[Array, " k"], record: Float[Array, "m k"]
     ) -> Scalar:
+        if (jnp.shape(x), jnp.shape(y)) != ((rows,), (columns,)):
+            raise ValueError(
+                f"matrix_game: x must have shape ({rows},) and y shape ({columns},), "
+                f"got {jnp.shape(x)} and {jnp.shape(y)}. Start from uniform mixtures."
+            )
         if jnp.shape(record) != (rows, columns):
             raise ValueError(
                 f"matrix_game: every record must be a matrix of shape ({rows}, "

@@ -15,7 +15,7 @@ def logistic_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
         record: `{"features": a, "label": b}`; rows of norm at most 1 make every
             gradient at most 1 long.
     """
-    return jnp.logaddexp(0.0, -record["label"] * (record["features"] @ weights))
+    return jnp.logaddexp(0.0, -record["label"] * (score(weights, record["features"])))
 
 
 def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
@@ -25,7 +25,7 @@ def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""
         weights: $w$.
         record: `{"features": a, "label": b}`.
     """
-    return 0.5 * (record["features"] @ weights - record["label"]) ** 2
+    return 0.5 * (score(weights, record["features"]) - record["label"]) ** 2
 
 
 def hinge_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
@@ -35,7 +35,7 @@ def hinge_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
         weights: $w$.
         record: `{"features": a, "label": b}`.
     """
-    return jnp.maximum(0.0, 1 - record["label"] * (record["features"] @ weights))
+    return jnp.maximum(0.0, 1 - record["label"] * (score(weights, record["features"])))
 
 
 def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
@@ -45,7 +45,27 @@ def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
         weights: $w$.
         record: `{"features": a, "label": b}`.
     """
-    return jnp.abs(record["features"] @ weights - record["label"])
+    return jnp.abs(score(weights, record["features"]) - record["label"])
+
+
+def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, ""]:
+    r"""$\langle a, w \rangle$.
+
+    Args:
+        weights: $w$, or a matrix with a column per class.
+        row: $a$, one record's features.
+
+    Raises:
+        ValueError: Their lengths differ.
+    """
+    if jnp.shape(row)[-1:] != jnp.shape(weights)[:1]:
+        raise ValueError(
+            "linear model: needs one coefficient per feature, got coefficients of "
+            f"shape {jnp.shape(weights)} for a record with features of shape "
+            f"{jnp.shape(row)}. Start from jnp.zeros(d) with d the number of columns "
+            "of the features."
+        )
+    return row @ weights
 
 
 def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:

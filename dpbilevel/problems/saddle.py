@@ -16,6 +16,7 @@ from ..privacy.ledger import RECORDS, Query
 from ..sampling import AbstractSampling, Batch
 from ..sets import AbstractSet, Euclidean, Product
 from .finite_sum import check_scalar, check_set, check_start
+from .levels import one_level
 
 Scalar = Float[Array, ""]
 
@@ -141,7 +142,7 @@ class AbstractVariationalInequality(eqx.Module):
 
     def sizes_of(self, data: PyTree) -> int:
         """The length of the leading axis."""
-        return _checks.leading_axis("data", data)
+        return one_level(data)
 
 
 class SaddleProblem(AbstractVariationalInequality):
@@ -223,7 +224,7 @@ class SaddleProblem(AbstractVariationalInequality):
                 "w0 of a SaddleProblem must be a tuple (x, y) of starting points, got "
                 f"{type(w0).__name__}."
             )
-        _checks.leading_axis("data", data)
+        one_level(data)
         check_start(w0)
         check_set("x_set", self.x_set, w0[0])
         check_set("y_set", self.y_set, w0[1])
@@ -279,7 +280,7 @@ class VariationalInequality(AbstractVariationalInequality):
         Raises:
             ValueError: Leading axes differ, or an operator's value is not like `w0`.
         """
-        _checks.leading_axis("data", data)
+        one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
         _check_like("operator", w0, self.operator, w0, one_record(data))

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..sets import Simplex
+from .resolvents import parts
 from .saddle import AbstractVariationalInequality
 
 
@@ -24,6 +26,7 @@ class Scene:
         spread: $M$ of the records alone, which sampling and stability depend on.
         bound: $M$ of records and public term together.
         records: $n$.
+        coordinates: At least the number of coordinates of a point.
     """
 
     diameter: float
@@ -32,6 +35,7 @@ class Scene:
     spread: float
     bound: float
     records: int
+    coordinates: int
 
     @classmethod
     def of(
@@ -61,6 +65,8 @@ class Scene:
             spread,
             spread + problem.declared("public_bound"),
             records,
+            # The affine hull of a simplex has a dimension less.
+            dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set)),
         )
 
     @property

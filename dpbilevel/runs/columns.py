@@ -1,7 +1,7 @@
 """Columns to features by public constants: nothing is estimated from the records."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -65,6 +65,10 @@ class Records:
         """The class name; never a value."""
         return "Records(...)"
 
+    def __len__(self) -> int:
+        """The number of records."""
+        return len(self.label)
+
     def take(self, rows: np.ndarray) -> "Records":
         """The records at `rows`.
 
@@ -82,6 +86,11 @@ class Records:
         tree = {"features": self.features, "label": self.label}
         places = {"source": self.source, "group": self.group}
         return tree | {k: v for k, v in places.items() if v is not None}
+
+    def as_bytes(self) -> Iterator[bytes]:
+        """The bytes of each record's features and label."""
+        for row, label in zip(self.features, self.label, strict=True):
+            yield row.tobytes() + label.tobytes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Numeric:
                 f"columns, mean and scale need one entry per column, got "
                 f"{len(self.columns)}, {len(self.mean)} and {len(self.scale)}."
             )
-        _check_standardizing(self)
+        check_standardizing(self)
 
     @property
     def size(self) -> int:
@@ -205,7 +214,7 @@ class Label:
                 "give either positive and negative, the lists of values of the two "
                 "classes, or mean and scale, the public constants of a numeric label."
             )
-        _check_standardizing(self)
+        check_standardizing(self)
 
     def values(self, table: Table) -> np.ndarray:
         """The labels.
@@ -283,7 +292,12 @@ def _filled(cells: Cells, values: np.ndarray) -> np.ndarray:
     return np.where([cell == "" for cell in cells], 0.0, values)
 
 
-def _check_standardizing(spec: Any) -> None:
+def check_standardizing(spec: Any) -> None:
+    """Raises `ValueError` unless scales and clip are positive and means finite.
+
+    Args:
+        spec: What holds `mean`, `scale` and `clip`.
+    """
     for scale in np.ravel([] if spec.scale is None else spec.scale):
         if not (np.isfinite(scale) and scale > 0):
             raise ValueError(f"scale must be positive, got {scale:g}.")

@@ -4,11 +4,13 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import PyTree
 
 from ..privacy.budget import Neighbours, People
 from ..problems.bilevel import Levels
 from .columns import Records
 from .datasets import Data
+from .matrices import Matrices
 
 
 def load_levels(
@@ -44,11 +46,12 @@ def load_levels(
         record's place depends on another record.
     """
     records = data.records(base, override)
+    assert isinstance(records, Records)  # matrices are records of one level
     shared = people is People.SHARED
     if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         training, validation = _split_by_hash(records, data)
         if shared:
-            training = np.arange(len(records.label))
+            training = np.arange(len(records))
     else:
         training, validation = _split_by_row(records, data, shared)
     lower = records.take(training)
@@ -66,7 +69,7 @@ def load_records(
     *,
     base: Path,
     override: Path | None = None,
-) -> dict[str, np.ndarray]:
+) -> PyTree:
     """Reads the training records of a problem of one level.
 
     Args:
@@ -93,9 +96,9 @@ def load_records(
     return records.take(training).tree()
 
 
-def _split_by_row(records: Records, data: Data, shared: bool):
+def _split_by_row(records: Records | Matrices, data: Data, shared: bool):
     wanted = data.training if shared else data.training + data.validation
-    rows = len(records.label)
+    rows = len(records)
     if rows < wanted:
         asked = f"training = {data.training}"
         if not shared and data.validation:
@@ -108,12 +111,12 @@ def _split_by_row(records: Records, data: Data, shared: bool):
     return order[: data.training], order[data.training : wanted]
 
 
-def _split_by_hash(records: Records, data: Data):
+def _split_by_hash(records: Records | Matrices, data: Data):
     seed = str(data.split_seed).encode()
     bound = 2**64 * data.training // (data.training + data.validation)
     draws = [
-        int.from_bytes(hashlib.sha256(seed + row.tobytes() + b.tobytes()).digest()[:8])
-        for row, b in zip(records.features, records.label, strict=True)
+        int.from_bytes(hashlib.sha256(seed + record).digest()[:8])
+        for record in records.as_bytes()
     ]
     in_training = np.asarray([draw < bound for draw in draws], bool)
     return np.flatnonzero(in_training), np.flatnonzero(~in_training)

@@ -1,14 +1,14 @@
 """Where the records of a run come from: files, example data, generated records."""
 
-import csv
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
+from .files import CsvFile, read_csv, refuse_file
+from .matrices import CsvMatrices, GeneratedMatrices
 from .sources import Groups, Sources
 
 CONSTANT = ("constant", 1)
@@ -85,14 +85,8 @@ class TableData:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvData(TableData):
-    """Records from a comma-separated file with a header.
-
-    Args:
-        path: The file, relative to the config.
-    """
-
-    path: str = ""
+class CsvData(CsvFile, TableData):
+    """Records from a comma-separated file with a header."""
 
     def records(self, base: Path, override: Path | None) -> Records:
         """Reads and encodes the file.
@@ -105,28 +99,6 @@ class CsvData(TableData):
             ValueError: The file is missing, or a column is.
         """
         return self.encode(read_csv(self.file(base, override)))
-
-    def file(self, base: Path, override: Path | None) -> Path:
-        """The file that is read.
-
-        Args:
-            base: The folder of the config.
-            override: A file to read instead.
-
-        Raises:
-            ValueError: There is none.
-        """
-        if override is None and not self.path:
-            raise ValueError(
-                "no file of records: set path in [data], or name one with --data PATH."
-            )
-        path = override or base / self.path
-        if not path.is_file():
-            raise ValueError(
-                f"no file of records at {path}. Put it there, or name another with "
-                "--data PATH."
-            )
-        return path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +122,7 @@ class SklearnData(TableData):
             ValueError: A file was given, or a column is missing.
         """
         del base
-        _refuse_file(override, "sklearn")
+        refuse_file(override, "sklearn")
         import sklearn.datasets
 
         bunch = getattr(sklearn.datasets, f"load_{self.name}")()
@@ -186,7 +158,7 @@ class OpenmlData(TableData):
             OSError: The data set cannot be downloaded.
         """
         del base
-        _refuse_file(override, "openml")
+        refuse_file(override, "openml")
         from sklearn.datasets import fetch_openml
 
         try:
@@ -275,7 +247,7 @@ class GeneratedData:
             ValueError: A file was given.
         """
         del base
-        _refuse_file(override, "generated")
+        refuse_file(override, "generated")
         rng = np.random.default_rng(self.data_seed)
         truth = np.concatenate([_coefficients(rng, block) for block in self.block])
         features = rng.standard_normal((self.training + self.validation, len(truth)))
@@ -289,13 +261,19 @@ class GeneratedData:
         return Records(unit_rows(features), label.astype(np.float32), group=group)
 
 
-Data = CsvData | SklearnData | OpenmlData | GeneratedData
+Data = (
+    CsvData | SklearnData | OpenmlData | GeneratedData | CsvMatrices | GeneratedMatrices
+)
 
 SOURCES: dict[str, type] = {
     "csv": CsvData,
     "sklearn": SklearnData,
     "openml": OpenmlData,
     "generated": GeneratedData,
+}
+MATRICES: dict[str, type] = {
+    "csv_matrices": CsvMatrices,
+    "generated_matrices": GeneratedMatrices,
 }
 
 
@@ -307,51 +285,11 @@ def check_file(data: Data, base: Path, override: Path | None) -> None:
         base: The folder of the config.
         override: A file to read instead of the config's.
     """
-    if isinstance(data, CsvData):
+    if isinstance(data, CsvFile):
         data.file(base, override)
     else:
-        names = {cls: name for name, cls in SOURCES.items()}
-        _refuse_file(override, names[type(data)])
-
-
-def read_csv(path: Path) -> Table:
-    """Reads a comma-separated file with a header; cells are stripped of spaces.
-
-    Args:
-        path: An existing file, in UTF-8.
-
-    Returns:
-        The table. A row that is too short has empty cells at its end.
-
-    Raises:
-        ValueError: It has no header.
-    """
-    limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            rows = [row for row in csv.reader(file) if row]
-    finally:
-        csv.field_size_limit(limit)
-    if not rows:
-        raise ValueError(f"{path} is empty; it needs a header and one row per record.")
-    header, body = [cell.strip() for cell in rows[0]], rows[1:]
-    if len(set(header)) < len(header):
-        raise ValueError(
-            f"{path} names a column twice in its header, which must be the first row."
-        )
-    columns = {
-        name: [row[j].strip() if j < len(row) else "" for row in body]
-        for j, name in enumerate(header)
-    }
-    return Table(str(path), columns, len(body))
-
-
-def _refuse_file(override: Path | None, source: str) -> None:
-    if override is not None:
-        raise ValueError(
-            f'--data names a file, but the config has source = "{source}", which reads '
-            'none. Leave out --data, or use source = "csv".'
-        )
+        names = {cls: name for name, cls in (SOURCES | MATRICES).items()}
+        refuse_file(override, names[type(data)])
 
 
 def _coefficients(rng: np.random.Generator, block: Block) -> np.ndarray:

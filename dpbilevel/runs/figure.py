@@ -5,7 +5,7 @@ import io
 import numpy as np
 
 from .results import Result
-from .tasks import TASKS, PenaltyTuningTask
+from .tasks import TASKS, GroupTask, PenaltyTuningTask
 
 # Okabe and Ito's colors, told apart by color-blind readers; black comes last.
 _COLORS = (
@@ -79,7 +79,7 @@ def _draw_bars(axes, result: Result, colors) -> None:
     if result.task == "source_weighting":
         axes.axvline(1 / count, color="0.4", linestyle="--", linewidth=1)
         axes.text(1 / count, -0.75, " uniform", color="0.4", fontsize=8, va="center")
-    if result.task == "group_fair":
+    if _has_groups(result):
         shares = result.config["model"]["shares"]
         marks = {"color": "0.2", "marker": "|", "markersize": 16, "linestyle": ""}
         axes.plot(shares, range(count), **marks, label="declared share")
@@ -96,20 +96,24 @@ def _draw_bars(axes, result: Result, colors) -> None:
     axes.set_title("the released answer", fontsize=10, loc="left")
 
 
+def _has_groups(result: Result) -> bool:
+    return issubclass(TASKS[result.task], GroupTask)
+
+
 def _range(result: Result) -> tuple[float, float]:
     """The axis of the bars, with room for their values."""
     model = result.config["model"]
     if result.task == "penalty_tuning":
         low, high = model.get("bounds", PenaltyTuningTask.bounds)
         return low, high + 0.15 * (high - low)
-    shares = model["shares"] if result.task == "group_fair" else ()
+    shares = model["shares"] if _has_groups(result) else ()
     return 0.0, 1.15 * float(np.max([*result.shown, *shares]))
 
 
 def _labelled(result: Result, index: int) -> str:
     """The name, with the corruption that the config put there, or the group's value."""
     data = result.config.get("data", {})
-    if result.task == "group_fair":
+    if _has_groups(result):
         values = data["groups"].get("values")
         return values[index] if values else result.names[index]
     sources = data.get("sources", {})

@@ -13,7 +13,7 @@ import numpy as np
 from .._version import __version__
 from ..privacy.report import PrivacyReport
 from . import checkpoint, lock
-from .tasks import TASKS
+from .tasks import TASKS, MatrixGameTask
 
 RESULT = "result.json"
 ARRAYS = "solution.npz"
@@ -58,8 +58,9 @@ class Result:
             f"  {name:<{width}}  {value:.4f}"
             for name, value in zip(self.names, self.shown, strict=True)
         ]
-        model = self.y if TASKS[self.task].two_levels else self.x
-        if model is not None:
+        task = TASKS[self.task]
+        model = self.y if task.two_levels else self.x
+        if model is not None and task is not MatrixGameTask:  # else it is shown
             lines += [f"released model: {model.size} coefficients in solution.npz"]
         return "\n".join(lines)
 

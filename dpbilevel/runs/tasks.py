@@ -1,7 +1,8 @@
 """What the command line can solve: one class per application, one field per key."""
 
+import abc
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from ..problems.applications import penalty_tuning, source_weighting, source_wei
 from ..problems.bilevel import BilevelProblem
 from ..problems.games import group_fair, group_robust, group_start, group_weights
 from ..problems.linear_models import Logistic
+from ..problems.matrix_games import matrix_game
 from ..problems.models import logistic_loss, squared_loss
 from ..problems.saddle import SaddleProblem
 
@@ -175,24 +177,21 @@ class PenaltyTuningTask:
         return np.asarray(w[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupFairTask:
-    """Fits a logistic model to the group that is worst off.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupTask(abc.ABC):
+    """Fits a logistic model to groups whose weights a second player chooses.
 
     Args:
         shares: The declared share of each group; public, not taken from the records.
         radius: The ball of models.
         scale: Units of the weights; by default those that balance the bound.
         ridge: The public ridge penalty of the model.
-        robustness: The weight of the public chi-square penalty that keeps the mixture
-            of groups near to the shares; none at 0.
     """
 
     shares: tuple[float, ...]
     radius: float
     scale: float | None = None
     ridge: float = 0.0
-    robustness: float = 0.0
 
     label = "weight"
     of = "group"
@@ -201,17 +200,18 @@ class GroupFairTask:
     def __post_init__(self):
         self.problem(())
 
+    @abc.abstractmethod
     def problem(self, blocks: Blocks) -> SaddleProblem:
         """The game.
 
         Args:
             blocks: The blocks of features; not used.
         """
-        del blocks
-        fields = {"radius": self.radius, "scale": self.scale, "ridge": self.ridge}
-        if self.robustness:
-            return group_robust(Logistic(), self.shares, self.robustness, **fields)  # type: ignore[arg-type]
-        return group_fair(Logistic(), self.shares, **fields)  # type: ignore[arg-type]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What every game of groups is built from, beside loss and shares."""
+        return {"radius": self.radius, "scale": self.scale, "ridge": self.ridge}
 
     def start(self, blocks: Blocks) -> Start:
         """A model of zeros and the declared shares as weights.
@@ -243,12 +243,116 @@ class GroupFairTask:
         return np.asarray(group_weights(self.problem(()), jnp.asarray(w[1])))
 
 
-Task = SourceWeightingTask | PenaltyTuningTask | GroupFairTask
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupFairTask(GroupTask):
+    """Fits a logistic model to the group that is worst off."""
+
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return group_fair(Logistic(), self.shares, **self.fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupRobustTask(GroupTask):
+    """Fits a logistic model to the mixtures of groups near to the declared one.
+
+    Args:
+        strength: The weight of the public chi-square penalty that keeps the mixture
+            near to the shares.
+    """
+
+    strength: float
+
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return group_robust(Logistic(), self.shares, self.strength, **self.fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixGameTask:
+    """Mixes rows so that the mean payoff of the best reply among columns is least.
+
+    Args:
+        rows: The number of rows of every record's matrix.
+        columns: The number of its columns.
+    """
+
+    rows: int
+    columns: int
+
+    label = "weight"
+    of = "row and column"
+    two_levels = False
+
+    def __post_init__(self):
+        self.problem(())
+
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features: none.
+        """
+        del blocks
+        return matrix_game(self.rows, self.columns)
+
+    def start(self, blocks: Blocks) -> Start:
+        """Uniform mixtures.
+
+        Args:
+            blocks: The blocks of features: none.
+        """
+        del blocks
+        shape = self.rows, self.columns
+        x, y = (jnp.full(count, 1 / count, jnp.float32) for count in shape)
+        return x, y
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """The rows, then the columns.
+
+        Args:
+            blocks: The blocks of features: none.
+        """
+        del blocks
+        rows = (f"row {i}" for i in range(self.rows))
+        return (*rows, *(f"column {j}" for j in range(self.columns)))
+
+    def shown(self, w: Released) -> np.ndarray:
+        """Both mixtures, one behind the other.
+
+        Args:
+            w: Released variables `(x, y)`, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        return np.concatenate([np.asarray(v) for v in w], axis=-1)
+
+
+Task = (
+    SourceWeightingTask
+    | PenaltyTuningTask
+    | GroupFairTask
+    | GroupRobustTask
+    | MatrixGameTask
+)
 
 TASKS: dict[str, type[Task]] = {
     "source_weighting": SourceWeightingTask,
     "penalty_tuning": PenaltyTuningTask,
     "group_fair": GroupFairTask,
+    "group_robust": GroupRobustTask,
+    "matrix_game": MatrixGameTask,
 }
 
 

@@ -1,7 +1,7 @@
 """The noisy extragradient method for saddle points and variational inequalities."""
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -11,22 +11,22 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..noise import PRNGKey, derive
-from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.budget import PrivacyBudget
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
 from ..problems import saddle_rates
 from ..problems.saddle import AbstractVariationalInequality
+from ..problems.saddle_rates import Scene
 from ..sampling import AbstractSampling, FullBatch
-from .base import AbstractSolver
+from .saddle_base import AbstractSaddleSolver
 from .saddle_choices import (
-    AVERAGES,
     Average,
+    Fields,
     Passes,
     averaged,
     extragradient_theorem,
     extragradient_tuned,
     planned,
-    scene_of,
 )
 from .updates import descent, projected_update
 
@@ -40,7 +40,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
+class NoisyExtragradient(AbstractSaddleSolver[_State]):
     r"""Extragradient steps with clipped, noisy operators; two releases a step.
 
     $$
@@ -87,27 +87,14 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
     noise: Gaussian = Gaussian()
     average: Average = eqx.field(static=True, default="all")
     sizes: int | None = eqx.field(static=True, default=None)
-    problem_type: ClassVar[type] = AbstractVariationalInequality
 
     def __check_init__(self):
-        owner = "NoisyExtragradient"
-        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        _checks.count(owner, num_steps=self.num_steps)
-        _checks.positive(owner, clip_norm=self.clip_norm, step_size=self.step_size)
-        _checks.one_of(owner, "average", self.average, AVERAGES)
+        _checks.positive("NoisyExtragradient", step_size=self.step_size)
 
     @classmethod
-    def from_theorem(
-        cls,
-        problem: AbstractVariationalInequality,
-        budget: PrivacyBudget,
-        sizes: int,
-        *,
-        dimension: int,
-        passes: Passes,
-        **fields: Any,
-    ) -> Self:
+    def theorem_fields(
+        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+    ) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$ and $z$ the exact noise
@@ -119,71 +106,36 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
         \frac{1}{\sqrt3 L}\Bigr)$$
 
         for a single pass over disjoint batches and, for several, batches of one record,
-        $T = n^2$ and $\gamma = \min(D / M, 1 / L) / (n \max(\sqrt n, a))$.
+        $T = n^2$ and $\gamma = \min(D / M, 1 / L) / (n \max(\sqrt n, a))$: beyond a
+        thousand records more steps than can be run, so `tuned` is for those.
 
         Args:
-            problem: A problem with declared constants on a bounded set.
-            budget: $\varepsilon$ and $\delta$ of the whole run.
-            sizes: $n \ge 2$.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
+            scene: The problem as theorems see it.
+            a: $a$.
+            budget: $\varepsilon$ and $\delta$.
             passes: `"single"` or `"multi"`.
-            **fields: Further fields.
-
-        Returns:
-            A solver without noise, for `calibrate`. A warning where $a \ge n$: all
-            bounds are trivial.
-
-        Raises:
-            ValueError: A constant is not declared, the set is unbounded, or there are
-                fewer than two records.
 
         References:
             Boob and Guzman, Corollary 1 and Theorem 4; there the step size of the first
             has no cap, and the noise of the second pays for half of the releases.
         """
-        owner = f"{cls.__name__}.from_theorem"
-        scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
-        return cls(**(extragradient_theorem(scene, a, budget, passes) | fields))
+        return extragradient_theorem(scene, a, budget, passes)
 
     @classmethod
-    def tuned(
-        cls,
-        problem: AbstractVariationalInequality,
-        budget: PrivacyBudget,
-        sizes: int,
-        *,
-        dimension: int,
-        passes: Passes,
-        most_steps: int | None = None,
-        **fields: Any,
-    ) -> Self:
-        r"""The parameters with the least `bound`: batch and step size, or steps too.
+    def tuned_fields(
+        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+    ) -> Fields:
+        """Batch and step size with the least bound, for several passes steps too.
 
-        Exact noise multipliers decide for a single pass. For several, candidates are
-        compared by a central limit theorem, the one with the fewest operator values
-        is taken among those within 5 % of the least bound, and its step size follows
-        from its exact multiplier.
+        The step size of several passes follows from their exact multiplier.
 
         Args:
-            problem: A problem with declared constants on a bounded set.
-            budget: $\varepsilon$ and $\delta$ of the whole run.
-            sizes: $n \ge 2$.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
+            scene: The problem as theorems see it.
+            budget: The budget.
             passes: `"single"` or `"multi"`.
-            most_steps: The largest number of steps to consider; $n$ by default.
-            **fields: Further fields.
-
-        Returns:
-            A solver without noise, for `calibrate`.
-
-        Raises:
-            ValueError: As `from_theorem`.
+            most_steps: The largest number of steps.
         """
-        owner = f"{cls.__name__}.tuned"
-        most_steps = sizes if most_steps is None else most_steps
-        _checks.count(owner, most_steps=most_steps)
-        scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
-        return cls(**(extragradient_tuned(scene, budget, passes, most_steps) | fields))
+        return extragradient_tuned(scene, budget, passes, most_steps)
 
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         r"""The bound on the expected gap of the answer: a promise, before any data.
@@ -216,11 +168,6 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
                 scene, self.num_steps, self.step_size, std
             )
         return float(gap)
-
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.noise.neighbours
 
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
         """Starts at `w0`, projected onto the set."""
@@ -261,7 +208,14 @@ class NoisyExtragradient(AbstractSolver[AbstractVariationalInequality, _State]):
     def ledger(self, problem: AbstractVariationalInequality, sizes: int) -> Ledger:
         """`2 * num_steps` releases of the operator."""
         queries = problem.queries(self.clip_norm, self.sampling, sizes)
-        return Ledger((Release(OPERATOR, 2 * self.num_steps, queries, self.noise),))
+        release = Release(
+            OPERATOR,
+            2 * self.num_steps,
+            queries,
+            self.noise,
+            clip_ratio=self.clip_ratio(problem),
+        )
+        return Ledger((release,))
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of a release to `scale * sqrt(2 * num_steps)`."""

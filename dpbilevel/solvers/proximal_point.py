@@ -1,7 +1,7 @@
 """The noisy inexact proximal point method for saddle points and inequalities."""
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -18,20 +18,20 @@ from ..privacy.mechanisms import Gaussian
 from ..problems import saddle_rates
 from ..problems.resolvents import Inner, Resolvent
 from ..problems.saddle import AbstractVariationalInequality
+from ..problems.saddle_rates import Scene
 from ..problems.sensitivities import UNITS
 from ..resolvent import certified_resolvent
 from ..sampling import AbstractSampling, FullBatch
-from .base import AbstractSolver, planned_for
+from .base import planned_for
+from .saddle_base import AbstractSaddleSolver
 from .saddle_choices import (
-    AVERAGES,
     Average,
+    Fields,
     Passes,
     averaged,
-    coordinates,
     planned,
     proximal_theorem,
     proximal_tuned,
-    scene_of,
 )
 
 RESOLVENT = "resolvent"
@@ -43,7 +43,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]):
+class InexactProximalPoint(AbstractSaddleSolver[_State]):
     r"""Proximal point steps on batches; noise is added to the point, not the operator.
 
     $$
@@ -111,17 +111,13 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
     dimension: int = eqx.field(static=True, default=100)
     sizes: int | None = eqx.field(static=True, default=None)
     dtype: str | None = eqx.field(static=True, default=None)
-    problem_type: ClassVar[type] = AbstractVariationalInequality
 
     def __check_init__(self):
         owner = "InexactProximalPoint"
-        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        counts = {"num_steps": self.num_steps, "inner_steps": self.inner_steps}
-        _checks.count(owner, **counts, dimension=self.dimension)
-        _checks.positive(owner, clip_norm=self.clip_norm, strength=self.strength)
+        counts = {"inner_steps": self.inner_steps, "dimension": self.dimension}
+        _checks.count(owner, **counts)
+        _checks.positive(owner, strength=self.strength)
         _checks.one_of(owner, "inner", self.inner, ("picard", "operator_extrapolation"))
-        _checks.one_of(owner, "average", self.average, AVERAGES)
         if self.noise.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
@@ -131,16 +127,9 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
             )
 
     @classmethod
-    def from_theorem(
-        cls,
-        problem: AbstractVariationalInequality,
-        budget: PrivacyBudget,
-        sizes: int,
-        *,
-        dimension: int,
-        passes: Passes,
-        **fields: Any,
-    ) -> Self:
+    def theorem_fields(
+        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+    ) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
@@ -154,70 +143,32 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
         \log(2 n) / \log(\lambda / L) \rceil$ steps of Picard's iteration.
 
         Args:
-            problem: A problem with declared constants on a bounded set.
-            budget: $\varepsilon$ and $\delta$ of the whole run.
-            sizes: $n \ge 2$.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
+            scene: The problem as theorems see it.
+            a: $a$.
+            budget: Not used: the noise follows in `calibrate`.
             passes: `"single"` or `"multi"`.
-            **fields: Further fields.
-
-        Returns:
-            A solver without noise, for `calibrate`. A warning where $a \ge n$: all
-            bounds are trivial.
-
-        Raises:
-            ValueError: A constant is not declared, the set is unbounded, or there are
-                fewer than two records.
 
         References:
             Boob and Guzman, Corollary 2 and Theorem 7.
         """
-        owner = f"{cls.__name__}.from_theorem"
-        scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
-        chosen = proximal_theorem(scene, a, passes)
-        size = {"dimension": coordinates(problem, dimension)}
-        return cls(**(size | chosen | fields))
+        del budget
+        size = {"dimension": scene.coordinates}
+        return size | proximal_theorem(scene, a, passes)
 
     @classmethod
-    def tuned(
-        cls,
-        problem: AbstractVariationalInequality,
-        budget: PrivacyBudget,
-        sizes: int,
-        *,
-        dimension: int,
-        passes: Passes,
-        most_steps: int | None = None,
-        **fields: Any,
-    ) -> Self:
-        r"""The parameters with the least `bound`: batch, strength and rounds.
-
-        Exact noise multipliers decide for a single pass. For several, candidates are
-        compared by a central limit theorem, and the one with the fewest operator values
-        is taken among those within 5 % of the least bound.
+    def tuned_fields(
+        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+    ) -> Fields:
+        """Batch, strength and rounds with the least bound.
 
         Args:
-            problem: A problem with declared constants on a bounded set.
-            budget: $\varepsilon$ and $\delta$ of the whole run.
-            sizes: $n \ge 2$.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
+            scene: The problem as theorems see it.
+            budget: The budget.
             passes: `"single"` or `"multi"`.
-            most_steps: The largest number of steps to consider; $n$ by default.
-            **fields: Further fields.
-
-        Returns:
-            A solver without noise, for `calibrate`.
-
-        Raises:
-            ValueError: As `from_theorem`.
+            most_steps: The largest number of rounds.
         """
-        owner = f"{cls.__name__}.tuned"
-        most_steps = sizes if most_steps is None else most_steps
-        _checks.count(owner, most_steps=most_steps)
-        scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
-        chosen = proximal_tuned(scene, budget, passes, most_steps)
-        size = {"dimension": coordinates(problem, dimension)}
-        return cls(**(size | chosen | fields))
+        size = {"dimension": scene.coordinates}
+        return size | proximal_tuned(scene, budget, passes, most_steps)
 
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         r"""The bound on the expected gap of the answer: a promise, before any data.
@@ -247,11 +198,6 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
                 scene, self.num_steps, self.strength, distance
             )
         return float(gap)
-
-    @property
-    def neighbours(self) -> Neighbours:
-        """Replace-one."""
-        return self.noise.neighbours
 
     @property
     def basis(self) -> Basis:
@@ -344,6 +290,7 @@ class InexactProximalPoint(AbstractSolver[AbstractVariationalInequality, _State]
             self.noise,
             basis=self.basis,
             value_norm=float(problem.w_set.reach),
+            clip_ratio=self.clip_ratio(problem),
         )
         return Ledger((release,), assumptions=self._assumptions(problem))
 

@@ -15,11 +15,9 @@ from ..privacy import accounting
 from ..privacy.budget import PrivacyBudget
 from ..privacy.calibration import least_multiplier
 from ..problems import saddle_rates
-from ..problems.resolvents import parts
 from ..problems.saddle import AbstractVariationalInequality
 from ..problems.saddle_rates import Scene
 from ..sampling import AbstractSampling, FixedSize
-from ..sets import Simplex
 from ..single_pass import SinglePass
 from .noisy_gd import running_mean
 
@@ -27,6 +25,7 @@ Passes = Literal["single", "multi"]
 Average = Literal["all", "second_half"]
 AVERAGES = typing.get_args(Average)
 Fields = dict[str, Any]
+_MANY_STEPS = 10**7
 
 
 def scene_of(
@@ -84,16 +83,6 @@ def averaged(solver: Any, mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyT
     """
     first = solver.num_steps // 2 if solver.average == "second_half" else 0
     return running_mean(mean, value, jnp.maximum(t - first, 0))
-
-
-def coordinates(problem: AbstractVariationalInequality, dimension: int) -> int:
-    """At least the number of coordinates, from the dimension of the affine hull.
-
-    Args:
-        problem: The problem.
-        dimension: That of its set, where every simplex takes one coordinate away.
-    """
-    return dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set))
 
 
 def planned(
@@ -155,6 +144,13 @@ def extragradient_theorem(
         step_size = _extragradient_step(scene, steps, batch, std)
     else:
         steps, sampling = n**2, FixedSize(1)
+        if steps > _MANY_STEPS:
+            warnings.warn(
+                f"NoisyExtragradient.from_theorem: several passes take n^2 = {steps} "
+                "steps of one record, which takes hours. Use tuned(), whose most_steps "
+                "is n by default.",
+                stacklevel=4,
+            )
         step_size = 1 / (scene.scale * n * max(math.sqrt(n), a))
         step_size = min(step_size, scene.largest_step)
     return _extragradient_fields(scene, steps, step_size, sampling)
