@@ -265,6 +265,7 @@ def test_a_nan_record_leaves_the_answer_finite(name):
 
 
 def first_row_to_nan(leaf):
+    leaf = jnp.asarray(leaf)
     return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 

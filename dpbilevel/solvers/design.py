@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..noise import PRNGKey
 from ..sets import AbstractSet
@@ -19,6 +19,7 @@ from .kernels import cast
 # side of the box around the iterate in which points are sought, in reaches.
 _SCALES = (1.0, 0.5, 2.0)
 _HALF_SIDE = 2.0
+_TIE = 1e-6
 # A polish ends where a step lowers the trace by less than this share.
 _STALLED = 1e-4
 
@@ -64,15 +65,16 @@ def choose_batch(
         at_least: The fewest points: zero lets a step go without any.
         key: A typed key, for the orientation of the designs.
     """
-    # At most as many eigenvectors as there are coordinates, in a random basis where
-    # eigenvalues are equal: no direction is preferred over and over.
     basis = _directions(posterior, key=key)
+    height = posterior.kernel.radius(jnp.asarray(2, jnp.int32), posterior.nugget)
     tolerance = cast(tolerance, posterior.theta)
     first = jnp.asarray(at_least if batch is None else batch, jnp.int32)
     last = jnp.asarray(capacity if batch is None else batch, jnp.int32)
 
     def tried(count, at_hand, target):
-        start = _best_start(posterior, feasible, basis, count, capacity, at_hand)
+        start = _best_start(
+            posterior, feasible, basis, height, count, capacity, at_hand
+        )
         return _polished(posterior, feasible, start, target, polish)
 
     def narrow(carry):
@@ -100,14 +102,21 @@ def choose_batch(
 
 
 def _directions(posterior: GradientPosterior, *, key: PRNGKey) -> Float[Array, "d d"]:
-    """Unit vectors, one a row, the least known part of the gradient first."""
+    """Unit vectors, one a row, the least known part of the gradient first.
+
+    Directions of which as much is known are turned at random: none is preferred in
+    step after step.
+    """
     size = posterior.theta.size
     turn = jax.random.orthogonal(key, size, dtype=posterior.theta.dtype)
-    _, vectors = jnp.linalg.eigh(turn @ posterior.covariance @ turn.T)
+    # Equal eigenvalues are told apart, or rounding would choose among their vectors.
+    ranks = jnp.arange(size, dtype=posterior.theta.dtype) / size
+    apart = _TIE * posterior.prior_trace / size * jnp.diag(ranks)
+    _, vectors = jnp.linalg.eigh(turn @ posterior.covariance @ turn.T + apart)
     return vectors[:, ::-1].T @ turn
 
 
-def _offsets(posterior, basis, count, capacity, pairs):
+def _offsets(posterior, basis, height, count, capacity, pairs):
     r"""Offsets of `count` points: opposite pairs, and the corners of a simplex.
 
     With $r$ directions, $k$ of them spanned by pairs and the other $r - k$ by a
@@ -129,21 +138,18 @@ def _offsets(posterior, basis, count, capacity, pairs):
     # Points beyond two per direction stand further out.
     shell = 1.5 ** (row // (2 * size)).astype(basis.dtype)
     opposite = (sign * shell)[:, None] * basis[(row // 2) % size]
-    radius, height = (
-        posterior.kernel.radius(corners, posterior.nugget)
-        for corners in (flat + 1, jnp.asarray(2, jnp.int32))
-    )
+    radius = posterior.kernel.radius(flat + 1, posterior.nugget)
     is_corner = (row >= 2 * pairs) & (row - 2 * pairs <= flat)
     return jnp.where(is_corner[:, None], radius * simplex, height * opposite)
 
 
-def _best_start(posterior, feasible, basis, count, capacity, at_hand) -> Design:
+def _best_start(posterior, feasible, basis, height, count, capacity, at_hand) -> Design:
     """The best of some structured designs, and of the first points of another one."""
     size = posterior.theta.size
     mixed = jnp.clip(count - size - 1, 0, size)
     pairs = jnp.stack([mixed, (count + 1) // 2])
     shapes = jax.vmap(
-        lambda number: _offsets(posterior, basis, count, capacity, number)
+        lambda number: _offsets(posterior, basis, height, count, capacity, number)
     )(pairs)
     scales = jnp.asarray(_SCALES, shapes.dtype)[:, None, None, None]
     offsets = jnp.concatenate(

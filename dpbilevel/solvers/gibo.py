@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, Literal, NamedTuple, Self
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -60,8 +59,8 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
     \sum_i \mathrm{clip}_C(g_i) + \mathcal N(0, s^2 I)\Bigr)\Bigr).$$
 
     Points and $W_t$ are functions of released iterates and of the kernel alone. Needs
-    float64 and a vector `w0`; scale the parameters to a common box, and give `clip_norm`
-    and the kernel in these units.
+    float64 and a vector `w0`; scale the parameters to a common box, and give
+    `clip_norm` and the kernel in these units.
 
     Args:
         num_steps: The number of steps. Static.

@@ -13,7 +13,7 @@ from .. import _checks
 Scalar = Float[Array, ""]
 
 # Radii among which the best of a design is looked for, in length-scales.
-_SHORTEST, _LONGEST, _TRIED = 1e-4, 3.0, 256
+_SHORTEST, _LONGEST, _TRIED = 1e-4, 3.0, 64
 
 
 class AbstractKernel(eqx.Module):
@@ -158,7 +158,7 @@ class RBF(AbstractStationary):
 
 
 class Matern52(AbstractStationary):
-    r"""$k = \sigma^2 (1 + q + q^2 / 3) e^{-q}$, $q = \sqrt 5 \|\theta - \theta'\| / \ell$.
+    r"""$k = \sigma^2 (1 + q + q^2/3) e^{-q}$, $q = \sqrt 5 \|\theta-\theta'\|/\ell$.
 
     Twice differentiable in mean square; the roughest half-integer Matérn kernel for
     which the method's theory holds.
