@@ -45,6 +45,7 @@ from .problems.applications import source_weights as source_weights
 from .problems.bilevel import BilevelProblem as BilevelProblem
 from .problems.bilevel import Levels as Levels
 from .problems.bilevel import Sizes as Sizes
+from .problems.black_box import BlackBox as BlackBox
 from .problems.constants import AbstractCertificate as AbstractCertificate
 from .problems.constants import Constants as Constants
 from .problems.constants import SecondOrderConstants as SecondOrderConstants
@@ -86,7 +87,12 @@ from .solvers.base import fit as fit
 from .solvers.base import solve as solve
 from .solvers.exponential import ExponentialMechanism as ExponentialMechanism
 from .solvers.extragradient import NoisyExtragradient as NoisyExtragradient
+from .solvers.gibo import GradientInformativeBO as GradientInformativeBO
 from .solvers.implicit import ImplicitBilevel as ImplicitBilevel
+from .solvers.kernels import RBF as RBF
+from .solvers.kernels import AbstractKernel as AbstractKernel
+from .solvers.kernels import Matern52 as Matern52
+from .solvers.kernels import Quadratic as Quadratic
 from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel

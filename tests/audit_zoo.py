@@ -23,6 +23,7 @@ class Audited:
     precision: str = "grid"
     others: float | None = None
     tolerance: float = 2e-3  # of the claim, against that of one Gaussian
+    double: bool = False
 
 
 def noisy_gd(scale=1.0, **fields):
@@ -112,6 +113,12 @@ def localized(scale=1.0):
     return solver.with_noise(scale).planned(10)
 
 
+def gradient_informative(scale=1.0, kind=dpb.GradientInformativeBO, **fields):
+    defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
+    defaults |= {"batch": 2, "keep": 2, "polish": 0}
+    return kind(**(defaults | fields)).with_noise(scale).planned(10)
+
+
 SOLVERS = {
     "NoisyGD": Audited(noisy_gd()),
     "NoisyGD, precision float": Audited(noisy_gd(), precision="float"),
@@ -149,6 +156,7 @@ SOLVERS = {
     "InexactProximalPoint": Audited(proximal()),
     # What the inner steps leave is part of the claim.
     "InexactProximalPoint, extrapolation": Audited(extrapolated(), exact=False),
+    "GradientInformativeBO": Audited(gradient_informative(), double=True),
     # Rounding of single precision is part of the claim.
     "RegularizedExponentialMechanism": Audited(regularized(), tolerance=2e-2),
     "ExponentialMechanism": Audited(
@@ -170,13 +178,14 @@ SOLVERS = {
 @functools.cache
 def outcomes(name, runs=SHORT):
     case = SOLVERS[name]
-    return audit.audit_solver(
-        case.solver.with_precision(case.precision),
-        key=jax.random.key(7),
-        runs=runs,
-        x_in_records=case.x_in_records,
-        others=case.others,
-    )
+    with jax.enable_x64(case.double):
+        return audit.audit_solver(
+            case.solver.with_precision(case.precision),
+            key=jax.random.key(7),
+            runs=runs,
+            x_in_records=case.x_in_records,
+            others=case.others,
+        )
 
 
 def audited(solver, claim=None, *, runs=SHORT, x_in_records=("upper",), **options):

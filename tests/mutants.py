@@ -10,6 +10,7 @@ import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import mutants_gibo
 import numpy as np
 from audit_zoo import (
     ADD_OR_REMOVE,
@@ -626,3 +627,5 @@ MUTANTS = {
         "Metropolis sampler", lambda: metropolis(2), lambda: metropolis(60)
     ),
 }
+
+MUTANTS |= {name: Mutant(*parts) for name, parts in mutants_gibo.MUTANTS.items()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -278,6 +279,22 @@ SOLVERS |= {
     ),
 }
 
+IN_BOX = dataclasses.replace(ONE_LEVEL, w_set=dpb.Box(-1.0, 1.0))
+
+SOLVERS |= {
+    "gradient_informative": (
+        IN_BOX,
+        dpb.GradientInformativeBO(
+            3, 1.0, step_size=0.5, keep=8, max_batch=8, polish=2, average="tail"
+        ).planned(len(LOWER["label"])),
+        jax.tree.map(np.float64, {k: LOWER[k] for k in ("features", "label")}),
+        np.zeros(4),
+        None,
+    ),
+}
+
+# They compute in float64 or not at all.
+DOUBLE = {"gradient_informative"}
 # They draw one of a few candidates.
 FEW_ANSWERS = {"exponential", "exponential_gradient_norm"}
 # Their noise follows a sensitivity that depends on released values.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from solver_zoo import ADAPTIVE, FEW_ANSWERS, SOLVERS, sizes_of
+from solver_zoo import ADAPTIVE, DOUBLE, FEW_ANSWERS, SOLVERS, sizes_of
 
 import dpbilevel as dpb
 from dpbilevel.privacy.mechanisms import Gaussian
@@ -20,6 +20,7 @@ solvers = pytest.mark.parametrize("name", SOLVERS)
 # the others, which differ in problem, people or sampling.
 DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
 DISTINCT += ("refitted", "implicit_at_x", "warm_started", "proximal_point")
+DISTINCT += ("gradient_informative",)
 distinct_solvers = pytest.mark.parametrize(
     "name",
     [
@@ -28,6 +29,18 @@ distinct_solvers = pytest.mark.parametrize(
     ],
 )
 KEY = 0
+
+
+@pytest.fixture(autouse=True)
+def _double(request):
+    """Solvers that need float64 are run in it."""
+    name = (
+        request.node.callspec.params.get("name")
+        if hasattr(request.node, "callspec")
+        else None
+    )
+    with jax.enable_x64(name in DOUBLE):
+        yield
 
 
 # One program per solver for most tests: compiling takes the suite's time.
@@ -223,7 +236,7 @@ def widened(leaf):
     return jnp.asarray(host.astype(np.float64) if host.dtype == np.float32 else host)
 
 
-@solvers
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name not in DOUBLE])
 def test_float32_in_float32_out(name):
     value = run(name, jax.random.key(KEY)).value
     assert {v.dtype for v in jax.tree.leaves(value)} == {jnp.dtype("f4")}
@@ -252,6 +265,7 @@ def test_a_nan_record_leaves_the_answer_finite(name):
 
 
 def first_row_to_nan(leaf):
+    leaf = jnp.asarray(leaf)
     return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 

@@ -24,6 +24,7 @@ from ..sets import Ball, Box, Euclidean, Product
 from ..single_pass import SinglePass
 from ..solvers.base import AbstractSolver
 from ..solvers.exponential import ExponentialMechanism
+from ..solvers.gibo import GradientInformativeBO
 from ..solvers.proximal_point import InexactProximalPoint
 from ..solvers.regularized import RegularizedExponentialMechanism
 from .claims import Claim, ledger_claims
@@ -105,6 +106,7 @@ def canaries(
     fixed = any(isinstance(scheme, FixedSize) for scheme in schemes)
     others = (-1.0 if fixed else 0.0) if others is None else others
     everyone = fixed or others != 0 or any(scheme.numbered for scheme in schemes)
+    everyone |= isinstance(solver, GradientInformativeBO)  # has a row for each of them
     # At the planned sizes where they cost nothing: a defect may depend on them.
     alone = not everyone and all(isinstance(s, FullBatch) for s in schemes)
     small = solver if alone else _reduced(solver)
@@ -144,6 +146,8 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
         return _bounded(optax.tree.size(zeros)), (zeros, zeros)
     if isinstance(solver, RegularizedExponentialMechanism):
         return _LIPSCHITZ, zeros
+    if isinstance(solver, GradientInformativeBO):
+        return _LINEAR, jnp.ravel(zeros)
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
     if isinstance(solver, InexactProximalPoint):

@@ -1,0 +1,247 @@
+"""Kernels: covariance functions of losses, with the derivatives that methods need."""
+
+import abc
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .. import _checks
+
+Scalar = Float[Array, ""]
+
+# Radii among which the best of a design is looked for, in length-scales.
+_SHORTEST, _LONGEST, _TRIED = 1e-4, 3.0, 64
+
+
+class AbstractKernel(eqx.Module):
+    """A covariance function of losses, with its derivatives in closed form.
+
+    Attributes:
+        variance: The scale of the covariance, in squared units of the loss.
+        reach: How far from a point others tell about its gradient.
+    """
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def variance(self) -> float | Scalar:
+            """The scale of the covariance."""
+
+        @property
+        def reach(self) -> float | Scalar:
+            """How far from a point others tell about its gradient."""
+
+    else:
+        variance: eqx.AbstractVar[float | Scalar]
+        reach: eqx.AbstractVar[float | Scalar]
+
+    @abc.abstractmethod
+    def covariance(
+        self, a: Float[Array, "m d"], b: Float[Array, "k d"], near: Float[Array, " d"]
+    ) -> Float[Array, "m k"]:
+        r"""$k(a_i, b_j)$.
+
+        Args:
+            a: Points, one a row.
+            b: Points.
+            near: Where distances must be precise: their rounding grows with the
+                distance to it.
+        """
+
+    @abc.abstractmethod
+    def slope(
+        self, theta: Float[Array, " d"], z: Float[Array, "m d"]
+    ) -> Float[Array, "m d"]:
+        r"""$\nabla_\theta k(\theta, z_j)$, one a row; finite at $z_j = \theta$."""
+
+    @abc.abstractmethod
+    def prior(self, theta: Float[Array, " d"]) -> Float[Array, "d d"]:
+        r"""The covariance of $\nabla f(\theta)$ before any evaluation."""
+
+    @abc.abstractmethod
+    def radius(self, corners: Int[Array, ""], nugget: Scalar) -> Scalar:
+        r"""How far from $\theta$ the corners of a regular simplex tell most.
+
+        Args:
+            corners: How many corners, at least two; two are a pair of opposite points.
+            nugget: The variance of the noise of an evaluation.
+        """
+
+
+class AbstractStationary(AbstractKernel):
+    r"""$k(\theta, \theta') = \sigma^2 \varphi(\|\theta - \theta'\|^2 / \ell^2)$."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def lengthscale(self) -> float | Scalar:
+            """The unit of distance."""
+
+    else:
+        lengthscale: eqx.AbstractVar[float | Scalar]
+
+    @abc.abstractmethod
+    def _profile(self, s: Array) -> Array:
+        r"""$\varphi$."""
+
+    @abc.abstractmethod
+    def _decay(self, s: Array) -> Array:
+        r"""$-2 \varphi'$."""
+
+    @property
+    def reach(self) -> float | Scalar:
+        """The length-scale."""
+        return self.lengthscale
+
+    def covariance(self, a, b, near):
+        """By differences to `near`, which keep what its neighbours need."""
+        a, b = ((v - near[None]) / cast(self.reach, v) for v in (a, b))
+        squares = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None]
+        distances = jnp.maximum(squares - 2 * a @ b.T, 0)
+        return cast(self.variance, a) * self._profile(distances)
+
+    def slope(self, theta, z):
+        r"""$-\sigma^2 (-2\varphi')(s)\, (\theta - z_j) / \ell^2$."""
+        offsets = (z - theta[None]) / cast(self.reach, z)
+        decay = self._decay(jnp.sum(offsets * offsets, axis=1))
+        scale = cast(self.variance, z) / cast(self.reach, z)
+        return scale * decay[:, None] * offsets
+
+    def prior(self, theta):
+        r"""$-2 \varphi'(0)\, \sigma^2 / \ell^2$ times the identity."""
+        scale = cast(self.variance, theta) / cast(self.reach, theta) ** 2
+        unit = self._decay(jnp.zeros((), theta.dtype))
+        return scale * unit * jnp.eye(theta.size, dtype=theta.dtype)
+
+    def radius(self, corners, nugget):
+        """The best of many radii, for a simplex alone with its noise."""
+        corners = jnp.maximum(corners, 2).astype(nugget.dtype)
+        noise = nugget / cast(self.variance, nugget)
+        edge = 2 * corners / (corners - 1)  # squared, of a simplex of radius one
+
+        def explained(r):
+            apparent = self._profile(jnp.zeros_like(r)) - self._profile(edge * r * r)
+            return (r * self._decay(r * r)) ** 2 / (apparent + noise)
+
+        def best(shortest, longest):
+            exponents = jnp.linspace(0, 1, _TRIED, dtype=nugget.dtype)
+            tried = shortest * (longest / shortest) ** exponents
+            return tried[jnp.argmax(explained(tried))]
+
+        step = (_LONGEST / _SHORTEST) ** (1 / (_TRIED - 1))
+        coarse = best(cast(_SHORTEST, nugget), cast(_LONGEST, nugget))
+        return best(coarse / step, coarse * step) * cast(self.reach, nugget)
+
+
+class RBF(AbstractStationary):
+    r"""$k = \sigma^2 \exp(-\|\theta - \theta'\|^2 / (2 \ell^2))$.
+
+    Args:
+        lengthscale: $\ell > 0$, in units of the parameters.
+        variance: $\sigma^2 > 0$, in squared units of the loss.
+    """
+
+    lengthscale: float | Scalar = 1.0
+    variance: float | Scalar = 1.0
+
+    def __check_init__(self):
+        _checks.positive("RBF", lengthscale=self.lengthscale, variance=self.variance)
+
+    def _profile(self, s):
+        return jnp.exp(-s / 2)
+
+    def _decay(self, s):
+        return jnp.exp(-s / 2)
+
+
+class Matern52(AbstractStationary):
+    r"""$k = \sigma^2 (1 + q + q^2/3) e^{-q}$, $q = \sqrt 5 \|\theta-\theta'\|/\ell$.
+
+    Twice differentiable in mean square; the roughest half-integer Matérn kernel for
+    which the method's theory holds.
+
+    Args:
+        lengthscale: $\ell > 0$, in units of the parameters.
+        variance: $\sigma^2 > 0$, in squared units of the loss.
+    """
+
+    lengthscale: float | Scalar = 1.0
+    variance: float | Scalar = 1.0
+
+    def __check_init__(self):
+        owner = "Matern52"
+        _checks.positive(owner, lengthscale=self.lengthscale, variance=self.variance)
+
+    def _profile(self, s):
+        return _matern(s)
+
+    def _decay(self, s):
+        return _matern_decay(s)
+
+
+class Quadratic(AbstractKernel):
+    r"""$k = \sigma^2 (\langle \theta, \theta' \rangle + 1)^2$: losses are quadratic.
+
+    Not stationary: the method's theory does not cover it. It has $(d + 1)(d + 2)/2$
+    features, so that many points in general position tell all about the gradient.
+
+    Args:
+        variance: $\sigma^2 > 0$, in squared units of the loss.
+        reach: How far from the iterate points are looked for.
+    """
+
+    variance: float | Scalar = 1.0
+    reach: float | Scalar = 1.0
+
+    def __check_init__(self):
+        _checks.positive("Quadratic", variance=self.variance, reach=self.reach)
+
+    def covariance(self, a, b, near):
+        """As it stands; it knows no distances."""
+        return cast(self.variance, a) * (a @ b.T + 1) ** 2
+
+    def slope(self, theta, z):
+        r"""$2 \sigma^2 (\langle \theta, z_j \rangle + 1) z_j$."""
+        return 2 * cast(self.variance, z) * (z @ theta + 1)[:, None] * z
+
+    def prior(self, theta):
+        r"""$2 \sigma^2 ((\|\theta\|^2 + 1) I + \theta \theta^\top)$."""
+        eye = jnp.eye(theta.size, dtype=theta.dtype)
+        outer = theta[:, None] * theta[None]
+        return 2 * cast(self.variance, theta) * ((theta @ theta + 1) * eye + outer)
+
+    def radius(self, corners, nugget):
+        """As far as points are looked for."""
+        return cast(self.reach, nugget)
+
+
+def cast(value: float | Scalar, like: Array) -> Array:
+    """A parameter of a kernel in the precision of the points."""
+    return jnp.asarray(value, like.dtype)
+
+
+@jax.custom_jvp
+def _matern(s: Array) -> Array:
+    q = jnp.sqrt(5 * s)
+    return (1 + q + q * q / 3) * jnp.exp(-q)
+
+
+@_matern.defjvp
+def _matern_jvp(primals, tangents):
+    # The chain rule through the root would divide by zero at equal points.
+    return _matern(*primals), -_matern_decay(*primals) / 2 * tangents[0]
+
+
+@jax.custom_jvp
+def _matern_decay(s: Array) -> Array:
+    q = jnp.sqrt(5 * s)
+    return (5 / 3) * (1 + q) * jnp.exp(-q)
+
+
+@_matern_decay.defjvp
+def _matern_decay_jvp(primals, tangents):
+    (s,) = primals
+    return _matern_decay(s), -(25 / 6) * jnp.exp(-jnp.sqrt(5 * s)) * tangents[0]
