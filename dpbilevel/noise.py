@@ -45,6 +45,9 @@ _DOMAINS = {
     "index": 0xD9B00024,
     "stages": 0xD9B00025,
     "accept": 0xD9B00026,
+    "ask": 0xD9B00027,
+    "tell": 0xD9B00028,
+    "repeats": 0xD9B00029,
 }
 
 

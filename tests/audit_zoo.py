@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,22 @@ def once(kind=dpb.SinglePass, **fields):
 def localized(scale=1.0):
     solver = dpb.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
     return solver.with_noise(scale).planned(10)
+
+
+def searching(kind, *args, scale=1.0, **fields):
+    return kind(*args, **fields).with_noise(scale).planned(10)
+
+
+def random_search(kind=dpb.RandomSearch, **fields):
+    return searching(kind, 16, 1.0, **fields)
+
+
+def repeat_and_select(kind=dpb.RepeatAndSelect, **fields):
+    return searching(kind, 16, 1.0, **({"mean": 2.0} | fields))
+
+
+def noisy_ucb(kind=dpb.NoisyUCB, **fields):
+    return searching(kind, 3, 1.0, num_candidates=4, **fields)
 
 
 SOLVERS = {

@@ -22,9 +22,11 @@ from ..problems.saddle import VariationalInequality
 from ..sampling import AbstractSampling, FixedSize, FullBatch
 from ..sets import Ball, Box, Euclidean, Product
 from ..single_pass import SinglePass
+from ..solvers.asking import AbstractAskingSolver
 from ..solvers.base import AbstractSolver
 from ..solvers.exponential import ExponentialMechanism
 from ..solvers.proximal_point import InexactProximalPoint
+from ..solvers.random_search import RandomSearch
 from ..solvers.regularized import RegularizedExponentialMechanism
 from .claims import Claim, ledger_claims
 
@@ -144,6 +146,9 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
         return _bounded(optax.tree.size(zeros)), (zeros, zeros)
     if isinstance(solver, RegularizedExponentialMechanism):
         return _LIPSCHITZ, zeros
+    if isinstance(solver, AbstractAskingSolver):
+        start = jnp.zeros(optax.tree.size(zeros))
+        return _TILTED if isinstance(solver, RandomSearch) else _SHIFTED, start
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
     if isinstance(solver, InexactProximalPoint):
@@ -173,6 +178,12 @@ _LIPSCHITZ = FiniteSum(
     lipschitz=1.0,
     smoothness=0.0,
 )
+
+
+# Losses at points of a box: a record moves those of two points against each other, or
+# all of them alike.
+_TILTED = FiniteSum(lambda w, z: z * w[0], w_set=Box(-1.0, 1.0))
+_SHIFTED = FiniteSum(lambda w, z: z * jnp.ones_like(w[0]), w_set=_TILTED.w_set)
 
 
 _PULL = VariationalInequality(
