@@ -173,6 +173,10 @@ SOLVERS = {
     "ExponentialMechanism, overlapping": Audited(
         exponential(dpb.Sizes(10, 20, "overlapping")), others=-0.1, exact=False
     ),
+    "RandomSearch": Audited(random_search(), others=-1.0, exact=False),
+    "RepeatAndSelect": Audited(repeat_and_select(), exact=False),
+    "RepeatAndSelect, Poisson": Audited(repeat_and_select(shape=math.inf), exact=False),
+    "NoisyUCB": Audited(noisy_ucb()),
 }
 
 

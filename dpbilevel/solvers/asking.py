@@ -97,7 +97,7 @@ def losses_at(
             index < asked.count, evaluated, lambda: jnp.zeros(shape.shape, shape.dtype)
         )
 
-    indices = jnp.arange(asked.points.shape[0])
+    indices = jnp.arange(asked.points.shape[0], dtype=asked.count.dtype)
     _, losses = jax.lax.scan(
         lambda _, row: (None, at_one(*row)), None, (asked.points, indices)
     )

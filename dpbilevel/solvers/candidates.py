@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
@@ -159,4 +160,4 @@ def trusted(problem: Any) -> tuple[str, ...]:
 
 def _widest(box: Box) -> float:
     leaves = [v for v in jax.tree.leaves((box.lower, box.upper)) if _checks.concrete(v)]
-    return max((float(jnp.max(jnp.abs(v))) for v in leaves), default=0.0)
+    return max((float(np.max(np.abs(np.asarray(v)))) for v in leaves), default=0.0)

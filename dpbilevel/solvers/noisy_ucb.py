@@ -138,8 +138,7 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         )
         box = box_of("NoisyUCB", problem)
         found, _ = self._posterior(box, state, state.points)
-        evaluated = jnp.arange(self.num_steps) < state.t
-        best = jnp.argmin(jnp.where(evaluated, found, jnp.inf))
+        best = jnp.argmin(jnp.where(self._evaluated(state), found, jnp.inf))
         return dataclasses.replace(state, w=state.points[best])
 
     def released(self, state: _State) -> Float[Array, " d"]:
@@ -170,6 +169,10 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         del w0
         return {LOSS: 1}
 
+    def _evaluated(self, state: _State) -> Bool[Array, " steps"]:
+        """Which rows hold values."""
+        return jnp.arange(self.num_steps, dtype=jnp.int32) < state.t
+
     def _posterior(self, box, state, points):
         """Mean and deviation of the surrogate, in units of losses."""
         lower, upper = ends(box, state.w)
@@ -187,7 +190,7 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         mean, deviation = posterior(
             state.points / scale[None],
             state.values / amplitude,
-            jnp.arange(self.num_steps) < state.t,
+            self._evaluated(state),
             points / scale[None],
             (std / amplitude) ** 2,
         )
