@@ -115,8 +115,8 @@ def random_search(kind=dpb.RandomSearch, **fields):
     return searching(kind, 16, 1.0, **fields)
 
 
-def repeat_and_select(kind=dpb.RepeatAndSelect, **fields):
-    return searching(kind, 16, 1.0, **({"mean": 2.0} | fields))
+def repeat_and_select(kind=dpb.RepeatAndSelect, num_steps=16, **fields):
+    return searching(kind, num_steps, 1.0, **({"mean": 2.0} | fields))
 
 
 def noisy_ucb(kind=dpb.NoisyUCB, **fields):
