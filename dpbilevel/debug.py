@@ -145,17 +145,13 @@ def random_search(
 ) -> tuple[np.ndarray, float]:
     """NON-PRIVATE. The uniform random point with the least mean loss, and that loss.
 
-    What `RandomSearch` would find without privacy; nothing is clipped. Choosing any
-    setting of a private run by it voids that run's guarantee.
+    Choosing any setting of a private run by it voids that run's guarantee.
 
     Args:
         problem: The black box.
-        w0: A point of the box; only its shape is read.
+        w0: A point of the box, for its shape.
         num_candidates: How many points are evaluated.
         key: A typed key.
-
-    Raises:
-        ValueError: All mean losses are NaN.
     """
     check_key(key)
     with jax.enable_x64(True):

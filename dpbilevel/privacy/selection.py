@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 import dp_accounting
-from dp_accounting import dp_event
 import numpy as np
 import scipy.optimize
 import scipy.special
 import scipy.stats
+from dp_accounting import dp_event
 from jaxtyping import Float
 
 from .. import _checks
