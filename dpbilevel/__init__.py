@@ -74,6 +74,7 @@ from .samplers.rejection import StochasticRejection as StochasticRejection
 from .sampling import FixedSize as FixedSize
 from .sampling import FullBatch as FullBatch
 from .sampling import Poisson as Poisson
+from .searching import search as search
 from .sets import AbstractSet as AbstractSet
 from .sets import Ball as Ball
 from .sets import Box as Box
@@ -82,6 +83,7 @@ from .sets import NonNegative as NonNegative
 from .sets import Product as Product
 from .sets import Simplex as Simplex
 from .single_pass import SinglePass as SinglePass
+from .solvers.asking import AbstractAskingSolver as AbstractAskingSolver
 from .solvers.base import AbstractSolver as AbstractSolver
 from .solvers.base import fit as fit
 from .solvers.base import solve as solve
@@ -95,12 +97,15 @@ from .solvers.kernels import Matern52 as Matern52
 from .solvers.kernels import Quadratic as Quadratic
 from .solvers.localized import LocalizedGD as LocalizedGD
 from .solvers.noisy_gd import NoisyGD as NoisyGD
+from .solvers.noisy_ucb import NoisyUCB as NoisyUCB
 from .solvers.penalty import PenaltyBilevel as PenaltyBilevel
 from .solvers.proximal_point import InexactProximalPoint as InexactProximalPoint
+from .solvers.random_search import RandomSearch as RandomSearch
 from .solvers.refitted import Refitted as Refitted
 from .solvers.regularized import (
     RegularizedExponentialMechanism as RegularizedExponentialMechanism,
 )
+from .solvers.repeat_and_select import RepeatAndSelect as RepeatAndSelect
 from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
 from .solvers.solution import PrivateResult as PrivateResult
 from .solvers.solution import Solution as Solution

@@ -20,9 +20,11 @@ from . import _checks
 from .noise import PRNGKey, check_key
 from .oracles import objectives
 from .problems.bilevel import BilevelProblem, Levels
+from .problems.black_box import BlackBox
 from .problems.constants import AbstractCertificate
 from .problems.games import read_group
 from .problems.saddle import AbstractVariationalInequality
+from .solvers.candidates import box_of, start_of, uniform
 
 # Second derivatives are exact to many digits; their differences are not.
 _ROUNDING = 1e-6
@@ -136,6 +138,29 @@ def group_losses(
     losses, index = jax.vmap(lambda record: (loss(x, record), group(record)))(data)
     member = (index[:, None] == jnp.arange(num_groups)[None]).astype(losses.dtype)
     return losses @ member / jnp.sum(member, 0)
+
+
+def random_search(
+    problem: BlackBox, w0: np.ndarray, num_candidates: int, *, key: PRNGKey
+) -> tuple[np.ndarray, float]:
+    """NON-PRIVATE. The uniform random point with the least mean loss, and that loss.
+
+    Choosing any setting of a private run by it voids that run's guarantee.
+
+    Args:
+        problem: The black box.
+        w0: A point of the box, for its shape.
+        num_candidates: How many points are evaluated.
+        key: A typed key.
+    """
+    check_key(key)
+    with jax.enable_x64(True):
+        box = box_of("random_search", problem)
+        like = start_of("random_search", problem, np.asarray(w0, np.float64))
+        points = np.asarray(uniform(box, like, num_candidates, key=key))
+    means = [np.mean(problem.losses(point.copy())) for point in points]
+    best = int(np.nanargmin(means))
+    return points[best], float(means[best])
 
 
 def operator_norms(

@@ -47,6 +47,7 @@ _DOMAINS = {
     "accept": 0xD9B00026,
     "ask": 0xD9B00027,
     "tell": 0xD9B00028,
+    "repeats": 0xD9B00029,
 }
 
 

@@ -312,12 +312,7 @@ def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, An
     return {
         "config": json.loads(json.dumps(prepared.config.tables)),
         "plan": json.loads(prepared.report.to_json()),
-        "software": results.versions()
-        | {
-            "backend": jax.default_backend(),
-            "floats": str(jnp.result_type(float)),
-            "partitionable": jax.config.jax_threefry_partitionable,  # type: ignore[attr-defined]
-        },
+        "software": results.software(),
         "chunk": chunk,
         "records": digest.hexdigest(),
     }

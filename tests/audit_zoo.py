@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,22 @@ def gradient_informative(scale=1.0, kind=dpb.GradientInformativeBO, **fields):
     return kind(**(defaults | fields)).with_noise(scale).planned(10)
 
 
+def searching(kind, *args, scale=1.0, **fields):
+    return kind(*args, **fields).with_noise(scale).planned(10)
+
+
+def random_search(kind=dpb.RandomSearch, **fields):
+    return searching(kind, 16, 1.0, **fields)
+
+
+def repeat_and_select(kind=dpb.RepeatAndSelect, num_steps=16, **fields):
+    return searching(kind, num_steps, 1.0, **({"mean": 2.0} | fields))
+
+
+def noisy_ucb(kind=dpb.NoisyUCB, **fields):
+    return searching(kind, 3, 1.0, num_candidates=4, **fields)
+
+
 SOLVERS = {
     "NoisyGD": Audited(noisy_gd()),
     "NoisyGD, precision float": Audited(noisy_gd(), precision="float"),
@@ -172,6 +189,10 @@ SOLVERS = {
     "ExponentialMechanism, overlapping": Audited(
         exponential(dpb.Sizes(10, 20, "overlapping")), others=-0.1, exact=False
     ),
+    "RandomSearch": Audited(random_search(), others=-1.0, exact=False),
+    "RepeatAndSelect": Audited(repeat_and_select(), exact=False),
+    "RepeatAndSelect, Poisson": Audited(repeat_and_select(shape=math.inf), exact=False),
+    "NoisyUCB": Audited(noisy_ucb()),
 }
 
 

@@ -34,6 +34,7 @@ _COMPILED_IN_HASTE = {
     "test_oracles_peers",
     "test_oracles_refusals",
     "test_saddle",
+    "test_search",
     "test_warm_start",
 }
 

@@ -1,6 +1,7 @@
 """One instance of every solver, small, for the contract suite."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +290,37 @@ SOLVERS |= {
         ).planned(len(LOWER["label"])),
         jax.tree.map(np.float64, {k: LOWER[k] for k in ("features", "label")}),
         np.zeros(4),
+        None,
+    ),
+}
+
+SEARCHED = dpb.FiniteSum(
+    lambda w, r: jnp.sum((w - r["features"]) ** 2),
+    lambda w: 0.05 * jnp.sum(w * w),
+    w_set=dpb.Box(-1.0, 1.0),
+)
+
+SOLVERS |= {
+    "random_search": (SEARCHED, dpb.RandomSearch(20, 2.0), LOWER, Y0, None),
+    "repeat_and_select": (
+        SEARCHED,
+        dpb.RepeatAndSelect(12, 2.0, mean=2.0),
+        LOWER,
+        Y0,
+        None,
+    ),
+    "repeat_and_select_poisson": (
+        SEARCHED,
+        dpb.RepeatAndSelect(12, 2.0, mean=2.0, shape=math.inf),
+        LOWER,
+        Y0,
+        None,
+    ),
+    "noisy_ucb": (
+        SEARCHED,
+        dpb.NoisyUCB(4, 2.0, num_candidates=20),
+        LOWER,
+        Y0,
         None,
     ),
 }

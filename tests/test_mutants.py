@@ -1,8 +1,11 @@
 """Every deliberately broken mechanism is rejected, and the sound one passes."""
 
 import pytest
-from mutants import MUTANTS, Mutant, sound_noisy_gd, survivors
+from mutants import MUTANTS as OF_STEPS
+from mutants import Mutant, sound_noisy_gd, survivors
+from mutants_search import MUTANTS as OF_SEARCHES
 
+MUTANTS = OF_STEPS | OF_SEARCHES
 # Those that JAX's own check of keys would stop before any run.
 REUSING = ("key reused across leaves", "one batch accounted as two independent ones")
 BROKEN = [

@@ -22,10 +22,12 @@ from ..problems.saddle import VariationalInequality
 from ..sampling import AbstractSampling, FixedSize, FullBatch
 from ..sets import Ball, Box, Euclidean, Product
 from ..single_pass import SinglePass
+from ..solvers.asking import AbstractAskingSolver
 from ..solvers.base import AbstractSolver
 from ..solvers.exponential import ExponentialMechanism
 from ..solvers.gibo import GradientInformativeBO
 from ..solvers.proximal_point import InexactProximalPoint
+from ..solvers.random_search import RandomSearch
 from ..solvers.regularized import RegularizedExponentialMechanism
 from .claims import Claim, ledger_claims
 
@@ -148,6 +150,9 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
         return _LIPSCHITZ, zeros
     if isinstance(solver, GradientInformativeBO):
         return _LINEAR, jnp.ravel(zeros)
+    if isinstance(solver, AbstractAskingSolver):
+        start = jnp.zeros(optax.tree.size(zeros))
+        return _TILTED if isinstance(solver, RandomSearch) else _SHIFTED, start
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
     if isinstance(solver, InexactProximalPoint):
@@ -177,6 +182,12 @@ _LIPSCHITZ = FiniteSum(
     lipschitz=1.0,
     smoothness=0.0,
 )
+
+
+# Losses at points of a box: a record moves those of two points against each other, or
+# all of them alike.
+_TILTED = FiniteSum(lambda w, z: z * w[0], w_set=Box(-1.0, 1.0))
+_SHIFTED = FiniteSum(lambda w, z: z * jnp.ones_like(w[0]), w_set=_TILTED.w_set)
 
 
 _PULL = VariationalInequality(

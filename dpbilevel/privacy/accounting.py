@@ -1,4 +1,4 @@
-"""From events to a privacy profile: exact for Gaussians, PLD for the rest.
+"""From events to a privacy profile: exact for Gaussians, PLD for most others.
 
 One convention throughout: the noise multiplier inside an event is the noise over the
 sensitivity *under the stated relation*. dp-accounting's accountants disagree on who
@@ -16,7 +16,7 @@ import numpy as np
 import scipy.special
 from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
 
-from . import pure
+from . import pure, renyi
 from .budget import Neighbours
 
 FINE = 1e-4  # discretization of the reported epsilon
@@ -55,6 +55,15 @@ def pure_epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
     if not all(pure.is_pure(part) for part, _ in parts):
         return None
     return [pure.epsilon_of(part) for part, count in parts for _ in range(count)]
+
+
+def selects(event: dp_accounting.DpEvent) -> bool:
+    """Whether `event` is accounted for by Renyi divergences.
+
+    Args:
+        event: A composition of events in this module's convention.
+    """
+    return renyi.selects(_flatten(event))
 
 
 def is_exact(event: dp_accounting.DpEvent) -> bool:
@@ -179,6 +188,8 @@ def profile(
     parts = pure_epsilons(event)
     if parts is not None and len(parts) == 1:
         return lambda epsilon: float(pure.delta(parts[0], epsilon))
+    if selects(event):
+        return renyi.Divergences(_flatten(event)).delta
     if _hopeless(event):
         return lambda epsilon: 1.0
     loss = privacy_loss(event, neighbours, interval)
@@ -211,6 +222,8 @@ def epsilon(
     parts = pure_epsilons(event)
     if parts is not None and (delta == 0 or len(parts) == 1):
         return pure.smallest_epsilon(sum(parts), delta)
+    if selects(event):
+        return renyi.Divergences(_flatten(event)).epsilon(delta)
     if _hopeless(event):
         return math.inf
     profile = privacy_loss(event, neighbours, interval)

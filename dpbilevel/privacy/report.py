@@ -14,6 +14,7 @@ from . import accounting
 from .budget import PrivacyBudget
 from .draws import Draw
 from .ledger import AbstractRelease, Ledger, Release
+from .selection import Selection
 
 
 class Status(enum.Enum):
@@ -201,6 +202,8 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
     exact = all(map(accounting.is_exact, events))
     if exact or (budget.delta == 0 and all(map(accounting.pure_epsilons, events))):
         return "exact composition of draws without delta"
+    if any(map(accounting.selects, events)):
+        return "Renyi divergences of private selection"
     return f"privacy loss distributions, discretization {accounting.FINE}"
 
 
@@ -246,7 +249,7 @@ def _row(release: AbstractRelease) -> dict[str, Any]:
     }
     if isinstance(release, Draw):
         return row | {"temperature": 1 / release.rate}
-    assert isinstance(release, Release)
+    assert isinstance(release, Release | Selection)
     return row | {
         "noise_multiplier": release.noise_multiplier,
         "noise_std": release.noise_std,
@@ -260,7 +263,7 @@ def _forecast(release: AbstractRelease, dimensions: dict[str, int]) -> dict[str,
         if release.name in dimensions:
             row["coordinates"] = dimensions[release.name]
         return row
-    assert isinstance(release, Release)
+    assert isinstance(release, Release | Selection)
     ratio = release.noise_std / release.clip_norm
     row = {
         "release": release.name,

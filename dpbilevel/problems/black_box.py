@@ -44,6 +44,11 @@ class BlackBox(eqx.Module):
                 f"BlackBox: losses must be a function, got {self.losses!r}."
             )
 
+    def sizes_of(self, data: Any = None) -> int:
+        """The number of records; a black box keeps its data to itself."""
+        del data
+        return self.num_records
+
     def check(self, w0: PyTree, data: Any) -> None:
         """Refuses: a black box is run by `search`.
 

@@ -47,12 +47,13 @@ class Checkpoint:
         return f"Checkpoint(done={self.done})"
 
 
-def write(folder: Path, checkpoint: Checkpoint) -> None:
+def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> None:
     """Replaces the folder's checkpoint in one step; readable by its owner alone.
 
     Args:
         folder: The result folder.
         checkpoint: What to write.
+        notice: The first line of the file: what it holds, for whoever finds it.
 
     Raises:
         OSError: The disk refuses; the previous checkpoint is intact.
@@ -70,14 +71,15 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     digest = hashlib.sha256(buffer.getvalue()).hexdigest().encode()
-    replace(folder / NAME, _NOTICE + digest + b"\n" + buffer.getvalue(), mode=0o600)
+    replace(folder / NAME, notice + digest + b"\n" + buffer.getvalue(), mode=0o600)
 
 
-def read(folder: Path) -> Checkpoint:
+def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
     """Reads the checkpoint of a folder.
 
     Args:
         folder: The result folder.
+        notice: The line it begins with.
 
     Returns:
         The checkpoint.
@@ -92,9 +94,9 @@ def read(folder: Path) -> Checkpoint:
             "--resume."
         )
     content = file.read_bytes()
-    digest, _, body = content.removeprefix(_NOTICE).partition(b"\n")
+    digest, _, body = content.removeprefix(notice).partition(b"\n")
     intact = hashlib.sha256(body).hexdigest().encode() == digest
-    if not content.startswith(_NOTICE) or not intact:
+    if not content.startswith(notice) or not intact:
         raise ValueError(
             f"{file} is damaged or not a checkpoint of this version of dpbilevel, so "
             "the run cannot go on. Put back a copy of it if there is one. Otherwise "

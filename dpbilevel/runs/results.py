@@ -8,6 +8,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._version import __version__
@@ -18,6 +20,7 @@ from .tasks import TASKS, MatrixGameTask
 RESULT = "result.json"
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
+SEARCH = "search.json"  # of a search, instead of all these
 _AUDIT = "audit.json"
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 
@@ -73,6 +76,15 @@ def versions() -> dict[str, str]:
     """The software that a run's bits depend on."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"dpbilevel": __version__} | found | {"python": platform.python_version()}
+
+
+def software() -> dict[str, str | bool]:
+    """All that a run's bits depend on besides its arguments."""
+    return versions() | {
+        "backend": jax.default_backend(),
+        "floats": str(jnp.result_type(float)),
+        "partitionable": jax.config.jax_threefry_partitionable,  # type: ignore[attr-defined]
+    }
 
 
 def save(folder: Path, result: Result, figure: bytes) -> None:
@@ -200,6 +212,8 @@ def _why(folder: Path) -> str:
             ": the run in it was interrupted; finish it with dpbilevel run CONFIG "
             f"--out {folder} --resume{finished}"
         )
+    if (folder / SEARCH).is_file():
+        return f": it is the folder of a search; read {folder / SEARCH}"
     if (folder / _AUDIT).is_file():
         return f": it is the folder of an audit; read {folder / _AUDIT}"
     return f": it has no {RESULT}{finished}"

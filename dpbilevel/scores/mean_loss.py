@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -43,24 +44,18 @@ class MeanLoss(AbstractScore):
     def facts(self, dtype: Any) -> Facts:
         """One record's share is $B / n$ or $G D / n$, as a slope $G / n$."""
         constant, n = self.problem.lipschitz, self.sizes
-        unit = float(jnp.finfo(dtype).eps) / 2
+        unit = unit_of(dtype)
         clipped = self.measure == "spread" and self.clip_range is not None
         reach = self.clip_range if clipped else self._declared() * self._diameter()
         public = self.problem.public is not None
-        # Clipped values lie on a grid; the mean, its multiple and the draw round.
-        error = (4 * unit * (1 + _PUBLIC * public) + 2.0**-24) * reach
         if self.measure == "slope":
             self._check_public()
             share = constant / n
             # Two losses, and their sum over the records in any order.
             rounding, error = (2 * sensitivities.UNITS + n) * unit * reach, 0.0
         else:
-            share, rounding = reach * (1 + 2.0**-20) / n, 0.0
-            # What a record's own rounding moves is part of its share: four scores', for
-            # a spread that is one share under add-or-remove-one.
-            own = error - 2.0**-24 * reach
-            check_error(own, share, dtype, "use fewer records")
-            share += 4 * own
+            share, error = spread_of(reach, n, dtype, public)
+            rounding = 0.0
         assumptions: tuple[str, ...] = ()
         if not clipped:
             assumptions = (
@@ -122,6 +117,56 @@ class MeanLoss(AbstractScore):
         return diameter
 
 
+def unit_of(dtype: Any) -> float:
+    """The largest relative error of rounding to a dtype."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def spread_of(reach: Any, n: int, dtype: Any, public: bool) -> tuple[Any, Any]:
+    """One record's share of a mean of clipped losses, and the error of computing it.
+
+    Args:
+        reach: The length of the interval that losses are clipped to.
+        n: The planned number of records.
+        dtype: What the mean is computed in.
+        public: Whether a public term is added, by `public_part`.
+
+    Raises:
+        ValueError: The dtype is too coarse.
+    """
+    # Clipped values lie on a grid; the mean, its multiple and the draw round.
+    own = 4 * unit_of(dtype) * (1 + _PUBLIC * public) * reach
+    share = reach * (1 + 2.0**-20) / n
+    # What a record's own rounding moves is part of its share: four scores', for a
+    # spread that is one share under add-or-remove-one.
+    check_error(own, share, dtype, "use fewer records")
+    return share + 4 * own, own + 2.0**-24 * reach
+
+
+def public_part(
+    public: Callable[[PyTree], Float[Array, ""]] | None,
+    x: PyTree,
+    start: PyTree,
+    half: Float[Array, ""],
+) -> Float[Array, ""]:
+    """The public term against that at the start, cut at a multiple of the range.
+
+    Without data, so cutting it costs nobody privacy; uncut, it would decide how its sum
+    with a mean loss is rounded.
+
+    Args:
+        public: The public term, or `None` for zero.
+        x: The point.
+        start: The start.
+        half: Half the range of the losses, in the dtype of the result.
+    """
+    if public is None:
+        return jnp.zeros_like(half)
+    limit = _PUBLIC * half
+    more = (public(x) - public(start)).astype(half.dtype)
+    return jnp.clip(jnp.nan_to_num(more), -limit, limit)
+
+
 class _ClippedMean(AbstractPotential):
     problem: FiniteSum
     data: PyTree
@@ -149,13 +194,7 @@ class _ClippedMean(AbstractPotential):
         )
         total = mean.raw.values()
         public = self.problem.public
-        if public is None:
-            return total
-        # Without data, so cutting it costs nobody privacy; uncut, it would decide how
-        # the sum is rounded.
-        limit = (_PUBLIC * half).astype(total.dtype)
-        more = (public(x) - public(self.start)).astype(total.dtype)
-        return total + jnp.clip(jnp.nan_to_num(more), -limit, limit)
+        return total + public_part(public, x, self.start, half.astype(total.dtype))
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         return batched(self, xs)

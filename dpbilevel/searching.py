@@ -1,0 +1,357 @@
+"""The loop on the host that runs a solver on a black box, resumable."""
+
+import contextlib
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from . import _checks
+from .clipping import Precision
+from .grid import wide_integers
+from .noise import PRNGKey, check_key, derive, step_keys
+from .privacy.budget import Neighbours, PrivacyBudget
+from .privacy.calibration import calibrate
+from .problems.black_box import BlackBox
+from .problems.finite_sum import check_set, check_start
+from .runs import checkpoint, lock, results
+from .runs.checkpoint import Checkpoint
+from .runs.searches import Folder, Memory
+from .solvers.asking import AbstractAskingSolver
+from .solvers.base import bound_to, solver_for
+from .solvers.solution import PrivateResult, Solution
+
+
+@overload
+def search(
+    problem: BlackBox,
+    solver: AbstractAskingSolver,
+    w0: Float[Array, " d"],
+    *,
+    key: PRNGKey,
+    budget: None = None,
+    precision: Precision = "grid",
+    folder: None = None,
+    progress: bool = False,
+    trajectory: bool = False,
+) -> Solution: ...
+
+
+@overload
+def search(
+    problem: BlackBox,
+    solver: AbstractAskingSolver,
+    w0: Float[Array, " d"],
+    *,
+    key: PRNGKey,
+    budget: PrivacyBudget,
+    precision: Precision = "grid",
+    folder: Path | str | None = None,
+    progress: bool = False,
+    trajectory: bool = False,
+) -> PrivateResult: ...
+
+
+def search(
+    problem: BlackBox,
+    solver: AbstractAskingSolver,
+    w0: Float[Array, " d"],
+    *,
+    key: PRNGKey,
+    budget: PrivacyBudget | None = None,
+    precision: Precision = "grid",
+    folder: Path | str | None = None,
+    progress: bool = False,
+    trajectory: bool = False,
+) -> Solution | PrivateResult:
+    """Runs `solver` on losses that come from Python; `solve` for black boxes.
+
+    All of it is computed in float64, whatever the setting of JAX; the black box itself
+    is called under the caller's setting. With the losses of a `FiniteSum` and the same
+    key it releases what `solve` does in float64. Not for use inside `jax.jit`.
+
+    Args:
+        problem: The black box.
+        solver: A solver that asks for losses: calibrated, or with `budget` any.
+        w0: The starting point, one vector, public or already private.
+        key: One typed key; consumed by this run, or not used if it resumes another.
+        budget: The guarantee to reach: the solver is calibrated first, on the
+            problem's number of records, and its own noise is replaced.
+        precision: As in `calibrate`; read with `budget` only.
+        folder: Where to keep every evaluation as it is made. A later call with the same
+            arguments and folder goes on where the run was interrupted, without
+            evaluating again; one after the end returns the finished result. Needs
+            `budget`, so that the folder can say what its run costs.
+        progress: Whether to show a bar of steps and evaluations; needs tqdm.
+        trajectory: Whether to return the released iterates.
+
+    Returns:
+        The solution as NumPy arrays; with `budget` together with its report.
+
+    Raises:
+        TypeError: The key is not typed, the solver does not ask for losses, or the
+            black box returns something else than real numbers.
+        ValueError: The solver is not calibrated or planned for another number of
+            records, `w0` does not fit, the black box returns another shape, or the
+            folder holds something else.
+        OSError: The disk refuses.
+
+    Privacy:
+        One run under the solver's ledger. Every number of evaluations is fixed or
+        follows from released values. Errors tell types and shapes, never a loss; an
+        exception of the black box itself is passed on as it is, and is the black box's
+        to keep silent. Losses and checkpoint in the folder are SECRET, readable by
+        their owner alone, and deleted at the end; the result holds released values
+        only. A resumed run makes the releases of the interrupted one, bit for bit on
+        the same machine, and spends nothing more.
+    """
+    check_key(key)
+    _check(problem, solver, progress)
+    w0 = _start(problem, w0)
+    report = None
+    with wide_integers():
+        if budget is not None:
+            plan = calibrate(
+                problem,
+                solver,
+                budget,
+                sizes=problem.num_records,
+                w0=w0,
+                precision=precision,
+            )
+            solver, report = plan.solver, plan.report
+        solver = bound_to(problem, solver, None)  # type: ignore[assignment]
+        solver.ledger(problem, solver.sizes)  # refuses what is not calibrated
+        first = _before(problem, solver, w0, key)
+    if folder is None:
+        value, path = _run(problem, solver, first, Memory(), progress)
+    elif report is None:
+        raise ValueError(
+            "search: folder= keeps the report and the spending of the run, so it "
+            "needs budget=; leave the calibration to search."
+        )
+    else:
+        public = _described_run(problem, solver, w0) | {
+            "report": json.loads(report.to_json())
+        }
+        place = Path(folder)
+        with lock.held(place):
+            notebook = Folder(place, report, public)
+            found = notebook.finished()
+            if found is None:
+                saved = notebook.begun(first)
+                found = _run(problem, solver, saved, notebook, progress)
+                notebook.finish(*found)
+            value, path = found
+    shown = path if trajectory else None
+    if report is None:
+        return Solution(value, shown)
+    return PrivateResult(value, report, shown)
+
+
+def _run(
+    problem: BlackBox,
+    solver: AbstractAskingSolver,
+    saved: Checkpoint,
+    notebook: Memory | Folder,
+    progress: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """All steps that are left; returns the answer and the released iterates."""
+    # What is compiled must not read losses, and need not keep them alive.
+    public = dataclasses.replace(problem, losses=_unseen)
+    with wide_integers():
+        structure: Any = jax.tree.structure(solver.init(public, _point(saved)))
+    with _bar(progress, solver.num_steps, saved.done) as shown:
+        while saved.done < solver.num_steps:
+
+            def losses(number: int, point: np.ndarray, step: int = saved.done):
+                found = notebook.losses(
+                    step, number, point, lambda: _evaluate(problem, point)
+                )
+                shown(0)
+                return found
+
+            saved = _step(public, solver, structure, saved, losses)
+            notebook.keep(saved)
+            shown(1)
+    with wide_integers():
+        state = _state(structure, saved)
+        return np.asarray(solver.output(public, state)), saved.path[0]
+
+
+def _step(
+    problem: BlackBox,
+    solver: AbstractAskingSolver,
+    structure: Any,
+    saved: Checkpoint,
+    losses: Callable[[int, np.ndarray], np.ndarray],
+) -> Checkpoint:
+    """One step: asks, evaluates on the host, tells."""
+    with wide_integers():
+        # The next checkpoint holds `key`, which does not tell the noise before it.
+        key, key_ask, key_tell = _keys(saved.key)
+        # Through the host each time, as after a resume, so that no bit can differ.
+        state = _state(structure, saved)
+        asked = _ask(problem, solver, state, key=key_ask)
+        points = np.asarray(asked.points, np.float64)
+        count = int(asked.count)
+    found = np.zeros((len(points), problem.num_records))
+    for number in range(count):
+        found[number] = losses(number, points[number].copy())
+    with wide_integers():
+        table = jnp.asarray(found.T)
+        state = _tell(problem, solver, state, asked, table, key=key_tell)
+        (row,) = checkpoint.leaves(solver.released(state))
+        path = np.concatenate([saved.path[0], row[None]])
+    return dataclasses.replace(
+        saved,
+        done=saved.done + 1,
+        key=key,
+        state=checkpoint.leaves(state),
+        path=[path],
+    )
+
+
+@jax.jit
+def _keys(key):
+    """The key of the steps to come, and those of one step as `solve` has them."""
+    key, (key_step,) = step_keys(key, 1)
+    return key, *derive(key_step, "ask", "tell")
+
+
+@jax.jit
+def _ask(problem, solver, state, *, key):
+    return solver.ask(problem, state, key=key)
+
+
+@jax.jit
+def _tell(problem, solver, state, asked, losses, *, key):
+    return solver.tell(problem, state, asked, losses, key=key)
+
+
+def _before(problem, solver, w0, key) -> Checkpoint:
+    """The run before its first step."""
+    state = solver.init(problem, w0)
+    (row,) = checkpoint.leaves(solver.released(state))
+    return Checkpoint(0, key, checkpoint.leaves(state), [row[None][:0]], {})
+
+
+def _point(saved: Checkpoint) -> Array:
+    """A point of the right shape: where all states begin has the structure of all."""
+    return jnp.zeros(saved.path[0].shape[1:])
+
+
+def _state(structure: Any, saved: Checkpoint) -> PyTree:
+    return structure.unflatten([jnp.asarray(v) for v in saved.state])
+
+
+def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
+    """The losses at a point, checked without a word about their values."""
+    value, n = problem.losses(point), problem.num_records
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError):
+        found = np.asarray(None)
+    if found.dtype.kind not in "fiub":
+        raise TypeError(
+            f"search: losses must return a vector of {n} real numbers, got "
+            f"{type(value).__name__} of dtype {found.dtype}; return "
+            "numpy.asarray(..., float)."
+        )
+    if found.shape != (n,):
+        raise ValueError(
+            f"search: losses must return one loss per record, shape ({n},), got shape "
+            f"{found.shape}. Return no mean over records; where a model fails, return "
+            "NaN for every record."
+        )
+    with np.errstate(all="ignore"):  # a warning would tell something about a value
+        return found.astype(np.float64)
+
+
+def _unseen(point: np.ndarray) -> np.ndarray:
+    raise TypeError("AbstractAskingSolver: ask and tell must not call losses.")
+
+
+def _check(problem: Any, solver: Any, progress: bool) -> None:
+    _checks.instance("search", BlackBox, problem=problem)
+    solver_for(problem, solver, "search")
+    _checks.instance("search", AbstractAskingSolver, solver=solver)
+    if solver.neighbours is not Neighbours.REPLACE_ONE:
+        raise ValueError(
+            "search: a black box states its number of records, which "
+            "add-or-remove-one keeps private; use Neighbours.REPLACE_ONE."
+        )
+    if progress:
+        try:
+            import tqdm  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                "search: progress=True needs tqdm: pip install 'dpbilevel[cli]'"
+            ) from None
+
+
+def _start(problem: BlackBox, w0: Any) -> Any:
+    """The start in float64."""
+    check_start(w0)
+    with wide_integers():
+        start = jax.tree.map(lambda v: jnp.asarray(np.asarray(v, np.float64)), w0)
+        check_set("w_set", problem.w_set, start)
+        return start
+
+
+def _described_run(problem: BlackBox, solver: Any, w0: Any) -> dict[str, Any]:
+    """What must not change between the parts of a run; all of it public."""
+    described = {
+        "solver": _described(solver),
+        "box": _described(problem.w_set),
+        "records": problem.num_records,
+        "w0": _described(w0),
+        "software": results.software(),
+    }
+    return json.loads(json.dumps(described))
+
+
+def _described(value: Any) -> Any:
+    """A value as JSON has it; functions by their name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"class": type(value).__name__} | _described(fields)
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case enum.Enum():
+            return value.value
+        case dict():
+            return {str(k): _described(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_described(v) for v in value]
+        case np.ndarray() | np.generic() | jax.Array():
+            return np.asarray(value).tolist()
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+@contextlib.contextmanager
+def _bar(progress: bool, total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """What to call with 0 after an evaluation and with 1 after a step."""
+    if not progress:
+        yield lambda steps: None
+        return
+    from tqdm import tqdm
+
+    evaluations = 0
+    with tqdm(total=total, initial=done, unit="step") as bar:
+
+        def shown(steps: int) -> None:
+            nonlocal evaluations
+            evaluations += 1 - steps
+            bar.set_postfix(evaluations=evaluations)
+            bar.update(steps)
+
+        yield shown

@@ -1,0 +1,163 @@
+"""What searches by losses have in common: points of a box, and one clipped mean."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..clipping import Bounded, Precision, clipped_mean
+from ..noise import PRNGKey
+from ..privacy.ledger import RECORDS, Query
+from ..problems.black_box import BlackBox
+from ..sets import Box
+
+LOSS = "mean loss"
+
+
+def box_of(owner: str, problem: Any) -> Box:
+    """The box that is searched.
+
+    Args:
+        owner: The solver to name in an error.
+        problem: The problem.
+
+    Raises:
+        ValueError: Its set is no box, or has an end at infinity.
+    """
+    box = problem.w_set
+    if not isinstance(box, Box) or not math.isfinite(_widest(box)):
+        raise ValueError(
+            f"{owner}: draws candidates from a box with finite ends, got w_set={box}; "
+            "give the problem w_set=dpbilevel.Box(lower, upper)."
+        )
+    return box
+
+
+def start_of(owner: str, problem: Any, w0: PyTree) -> Float[Array, " d"]:
+    """The start, projected onto the box.
+
+    Args:
+        owner: The solver to name in an error.
+        problem: The problem.
+        w0: The start.
+
+    Raises:
+        ValueError: It is not one vector.
+    """
+    if getattr(w0, "ndim", None) != 1:
+        raise ValueError(
+            f"{owner}: w0 must be one vector with all coordinates, got "
+            f"{jax.tree.map(jnp.shape, w0)}; ravel it with "
+            "jax.flatten_util.ravel_pytree."
+        )
+    return box_of(owner, problem).project(jnp.asarray(w0))
+
+
+def uniform(
+    box: Box, like: Float[Array, " d"], count: int, *, key: PRNGKey
+) -> Float[Array, "count d"]:
+    """Points drawn uniformly from a box: from a public law, whatever the records are.
+
+    Args:
+        box: The box.
+        like: A point of the shape and dtype that is wanted.
+        count: How many.
+        key: A typed key for this draw alone.
+    """
+    lower, upper = ends(box, like)
+    unit = jax.random.uniform(key, (count, *like.shape), like.dtype)
+    return lower[None] + unit * (upper - lower)[None]
+
+
+def ends(
+    box: Box, like: Float[Array, " d"]
+) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+    """The two corners of a box.
+
+    Args:
+        box: The box.
+        like: A point of the shape and dtype that is wanted.
+    """
+    largest = jnp.full_like(like, jnp.finfo(like.dtype).max)
+    return box.project(-largest), box.project(largest)
+
+
+def clipped_loss(
+    losses: Float[Array, " n"],
+    clip_range: float | Float[Array, ""],
+    size: int,
+    precision: Precision,
+) -> Bounded:
+    r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
+
+    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
+
+    Args:
+        losses: One per record.
+        clip_range: $B$.
+        size: The planned number of records.
+        precision: How they are summed, as in `clipped_mean`.
+
+    Privacy:
+        One record moves the mean by at most $B / n$ under replace-one, enforced by
+        clipping.
+    """
+    reach = jnp.asarray(clip_range).astype(losses.dtype)
+
+    def centered(loss):
+        return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
+
+    return clipped_mean(
+        centered,
+        losses,
+        clip_norm=reach / 2,
+        denominator=float(size),
+        precision=precision,
+    )
+
+
+def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
+    """What `clipped_loss` reads, for the ledger.
+
+    Args:
+        clip_range: $B$.
+        size: The planned number of records.
+    """
+    return Query(RECORDS, size, float(clip_range) / 2)
+
+
+def public_values(problem: Any, points: Float[Array, "m d"]) -> Float[Array, " m"]:
+    """The public term at points; zero where there is none.
+
+    Args:
+        problem: A `FiniteSum` or a `BlackBox`.
+        points: The points.
+    """
+    public = getattr(problem, "public", None)
+    if public is None:
+        return jnp.zeros_like(points[:, 0])
+    return jax.vmap(public)(points).astype(points.dtype)
+
+
+def trusted(problem: Any) -> tuple[str, ...]:
+    """What a guarantee on a problem takes for granted, in the words of the report.
+
+    Args:
+        problem: A `FiniteSum` or a `BlackBox`.
+    """
+    if not isinstance(problem, BlackBox):
+        return ()
+    return (
+        "every record moves its own loss only, at every point",
+        "what the losses are computed from besides the records, such as training "
+        "data, is not protected",
+    )
+
+
+def _widest(box: Box) -> float:
+    leaves = [v for v in jax.tree.leaves((box.lower, box.upper)) if _checks.concrete(v)]
+    return max((float(np.max(np.abs(np.asarray(v)))) for v in leaves), default=0.0)

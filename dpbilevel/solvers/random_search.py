@@ -1,0 +1,171 @@
+"""Private random search: many public candidates, one of them drawn by its loss."""
+
+import dataclasses
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .. import _checks
+from ..noise import PRNGKey
+from ..privacy.budget import Neighbours
+from ..privacy.draws import BoundedScore, Draw, Exponential
+from ..privacy.ledger import RECORDS, Ledger, Query
+from ..privacy.mechanisms import ROUNDING_MARGIN
+from ..problems.black_box import BlackBox
+from ..samplers.base import AbstractPotential, Certificate
+from ..samplers.grid import Grid
+from ..scores.mean_loss import public_part, spread_of
+from ..sets import Euclidean
+from .asking import AbstractAskingSolver, Asked
+from .candidates import box_of, clipped_loss, start_of, trusted, uniform
+from .drawing import DRAW
+
+
+class _State(eqx.Module):
+    start: Float[Array, " d"]
+    w: Float[Array, " d"]
+
+
+class RandomSearch(AbstractAskingSolver[_State]):
+    r"""Draws one of $M$ random points with a probability $\propto \exp(-k f(w))$.
+
+    The points are uniform in the problem's box; $f$ is the mean of the losses clipped
+    to $[0, B]$, plus the public term. One step: all candidates are asked for, and one
+    is drawn and released, without its loss.
+
+    Args:
+        num_candidates: $M$, the number of evaluations. Static.
+        clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
+        mechanism: The mechanism and its epsilon.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        One draw, $\varepsilon$-DP without $\delta$, with $k = \varepsilon / o$: one
+        record moves the scores of two points by at most $o = 2 B / n$ against each
+        other under replace-one, $B / n$ under add-or-remove-one, enforced by clipping.
+        The number of candidates costs nothing.
+
+    References:
+        McSherry and Talwar, "Mechanism design via differential privacy", FOCS 2007.
+    """
+
+    num_candidates: int = eqx.field(static=True)
+    clip_range: float | Float[Array, ""]
+    mechanism: Exponential = Exponential()
+    sizes: Any = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.count("RandomSearch", num_candidates=self.num_candidates)
+        _checks.positive("RandomSearch", clip_range=self.clip_range)
+        _checks.instance("RandomSearch", Exponential, mechanism=self.mechanism)
+
+    @property
+    def num_steps(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.mechanism.neighbours
+
+    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+        """Starts at `w0`, of which only the shape matters."""
+        start = start_of("RandomSearch", problem, w0)
+        return _State(start, start)
+
+    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+        """All candidates."""
+        box = box_of("RandomSearch", problem)
+        points = uniform(box, state.start, self.num_candidates, key=key)
+        return Asked(points, jnp.asarray(self.num_candidates, jnp.int32))
+
+    def tell(
+        self,
+        problem: Any,
+        state: _State,
+        asked: Asked,
+        losses: Float[Array, "n q"],
+        *,
+        key: PRNGKey,
+    ) -> _State:
+        """One draw."""
+        numbers = jnp.arange(self.num_candidates, dtype=losses.dtype)
+        number = self.mechanism.draw(
+            self._score(problem, state, asked, losses),
+            Grid(numbers),
+            Euclidean(),
+            numbers[0],
+            key=key,
+        )
+        return _State(state.start, asked.points[number.astype(jnp.int32)])
+
+    def released(self, state: _State) -> Float[Array, " d"]:
+        """The drawn point."""
+        return state.w
+
+    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+        """The drawn point."""
+        return state.w
+
+    def ledger(self, problem: Any, sizes: int) -> Ledger:
+        """One draw."""
+        # A black box is searched in float64, whatever is the default here.
+        exact = isinstance(problem, BlackBox)
+        share = self._share(
+            problem, sizes, jnp.float64 if exact else jnp.result_type(float)
+        )
+        sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
+        draw = Draw(
+            DRAW,
+            1,
+            (Query(RECORDS, sizes, float(share) * sizes),),
+            self.mechanism,
+            float(self.mechanism.rate(sensitivity)),
+            Certificate(
+                1,
+                self.num_candidates,
+                notes=(f"drawn exactly from {self.num_candidates} random candidates",),
+            ),
+        )
+        return Ledger((draw,), assumptions=trusted(problem))
+
+    def with_noise(self, scale: float) -> Self:
+        r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
+        mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
+        return dataclasses.replace(self, mechanism=mechanism)
+
+    def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
+        """The draw has the size of `w0`."""
+        return {DRAW: w0.size}
+
+    def _share(self, problem, size, dtype):
+        public = getattr(problem, "public", None) is not None
+        return spread_of(self.clip_range, size, dtype, public)[0]
+
+    def _score(self, problem, state, asked, losses) -> BoundedScore:
+        """The candidates' scores, by their number, sealed."""
+        half = jnp.asarray(self.clip_range).astype(losses.dtype) / 2
+        public = getattr(problem, "public", None)
+
+        def scored(row):
+            point, column = row
+            mean = clipped_loss(column, self.clip_range, self.sizes, "grid")
+            # Nobody sees it: it becomes part of a score, which is sealed.
+            return mean.raw.values() + public_part(public, point, state.start, half)
+
+        scores = jax.lax.map(scored, (asked.points, losses.T))
+        share = self._share(problem, self.sizes, losses.dtype)
+        return BoundedScore(_Table(scores), share, "spread", self.basis)
+
+
+class _Table(AbstractPotential):
+    """A score of numbered points, by their number."""
+
+    scores: Float[Array, " m"]
+
+    def __call__(self, x: Float[Array, ""]) -> Float[Array, ""]:
+        return self.scores[x.astype(jnp.int32)]

@@ -1,0 +1,168 @@
+"""Deliberately broken searches by losses, each with the sound one it was made from."""
+
+import dataclasses
+import functools
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from audit_zoo import audited, noisy_ucb, random_search, repeat_and_select
+from mutants import Hotter, Mutant, Silent
+
+import dpbilevel as dpb
+from dpbilevel import audit
+from dpbilevel.noise import derive
+from dpbilevel.solvers import noisy_ucb as ucb
+from dpbilevel.solvers import random_search as em
+from dpbilevel.solvers.candidates import clipped_loss
+
+RUNS = 20_000
+
+
+def raw_mean(losses, clip_range, size, precision):
+    mean = jnp.sum(losses) / size - clip_range / 2
+    return dpb.Bounded(mean, clip_range / 2 / size)
+
+
+def clipped_as_a_mean(losses, clip_range, size, precision):
+    mean = jnp.clip(jnp.sum(losses) / size, 0, clip_range) - clip_range / 2
+    return dpb.Bounded(mean, clip_range / 2 / size)
+
+
+def raw_score(losses, clip_range, size, precision):
+    mean = raw_mean(losses, clip_range, size, precision).raw
+    return types.SimpleNamespace(raw=types.SimpleNamespace(values=lambda: mean))
+
+
+def scored_by(kind, place, score):
+    class Mutated(kind):
+        def tell(self, *args, **kwargs):
+            with mock.patch.object(place, "clipped_loss", score):
+                return kind.tell(self, *args, **kwargs)
+
+    return Mutated
+
+
+class ForgetsNoiseOnce(dpb.NoisyUCB):
+    def tell(self, problem, state, asked, losses, *, key):
+        quiet = dataclasses.replace(self, noise=Silent(self.noise.noise_multiplier))
+        first, later = (
+            dpb.NoisyUCB.tell(solver, problem, state, asked, losses, key=k)
+            for solver, k in zip((quiet, self), jax.random.split(key), strict=True)
+        )
+        return jax.tree.map(lambda a, b: jnp.where(state.t == 0, a, b), first, later)
+
+
+class CountsOneQuery(dpb.NoisyUCB):
+    def ledger(self, problem, sizes):
+        (release,) = dpb.NoisyUCB.ledger(self, problem, sizes).releases
+        return dpb.Ledger((dataclasses.replace(release, count=1),))
+
+
+class ShowsEveryRepetition(dpb.RepeatAndSelect):
+    def tell(self, problem, state, asked, losses, *, key):
+        key, again = jax.random.split(key)
+        after = dpb.RepeatAndSelect.tell(self, problem, state, asked, losses, key=again)
+        mean = clipped_loss(losses[:, 0], self.clip_range, self.sizes, "float")
+        (key,) = derive(key, "noise")
+        return dataclasses.replace(after, value=self.noise.release(mean, key=key))
+
+
+class SelectsByRawLoss(dpb.RepeatAndSelect):
+    """Shows the noisy loss of the point that is best without noise."""
+
+    def tell(self, problem, state, asked, losses, *, key):
+        quiet = dataclasses.replace(self, noise=Silent(self.noise.noise_multiplier))
+        return dpb.RepeatAndSelect.tell(quiet, problem, state, asked, losses, key=key)
+
+    def adversary_view(self, state):
+        return state.w
+
+
+class RepeatsUntilTheRawLossIsGood(dpb.RepeatAndSelect):
+    def tell(self, problem, state, asked, losses, *, key):
+        after = dpb.RepeatAndSelect.tell(self, problem, state, asked, losses, key=key)
+        good = jnp.sum(losses) <= 0
+        number = jnp.where(good, 1, self.num_steps).astype(jnp.int32)
+        return dataclasses.replace(after, repeats=number)
+
+
+def tilted(kind):
+    """A selection where a record moves two points against each other."""
+    solver = repeat_and_select(kind, 40, mean=5.0, scale=4.0)
+    canary = audit.canaries(solver)["records"]
+    problem = audit.canaries(random_search())["records"].problem
+    return audit.trade_off(
+        audit.SolverRun(problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim,
+        key=jax.random.key(9),
+        runs=RUNS,
+    )
+
+
+def audited_draw(solver):
+    canary = audit.canaries(solver, others=-1.0)["records"]
+    return audit.trade_off(
+        audit.SolverRun(canary.problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim,
+        key=jax.random.key(8),
+        runs=RUNS,
+    )
+
+
+@functools.cache
+def sound_draw():
+    return audited_draw(random_search())
+
+
+@functools.cache
+def sound_ucb():
+    return audited(noisy_ucb(), runs=RUNS)
+
+
+@functools.cache
+def selection(kind=dpb.RepeatAndSelect):
+    # So much noise that the number of repetitions tells more than their values.
+    return audited(repeat_and_select(kind, scale=3.0), runs=RUNS)
+
+
+def of_ucb(kind):
+    return Mutant("NoisyUCB", lambda: audited(noisy_ucb(kind), runs=RUNS), sound_ucb)
+
+
+def of_draw(kind=dpb.RandomSearch, **fields):
+    return Mutant(
+        "RandomSearch",
+        lambda: audited_draw(random_search(kind, **fields)),
+        sound_draw,
+    )
+
+
+def of_selection(kind):
+    return Mutant("RepeatAndSelect", lambda: selection(kind), selection)
+
+
+MUTANTS = {
+    "draws by scores that are not clipped": of_draw(
+        scored_by(dpb.RandomSearch, em, raw_score)
+    ),
+    "draws a candidate at a wrong rate": of_draw(mechanism=Hotter()),
+    "queries that are not clipped": of_ucb(scored_by(dpb.NoisyUCB, ucb, raw_mean)),
+    "queries clipped as a mean": of_ucb(
+        scored_by(dpb.NoisyUCB, ucb, clipped_as_a_mean)
+    ),
+    "noise forgotten in one query": of_ucb(ForgetsNoiseOnce),
+    "all queries counted as one": of_ucb(CountsOneQuery),
+    "every repetition is shown": of_selection(ShowsEveryRepetition),
+    "repeats until the raw loss is good": of_selection(RepeatsUntilTheRawLossIsGood),
+    "selects by the loss without noise": Mutant(
+        "RepeatAndSelect",
+        lambda: tilted(SelectsByRawLoss),
+        lambda: tilted(dpb.RepeatAndSelect),
+    ),
+}

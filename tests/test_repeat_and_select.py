@@ -1,0 +1,276 @@
+"""The best of a random number of repetitions: its law, its price, what shows of it."""
+
+import math
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.stats
+
+import dpbilevel as dpb
+from dpbilevel.privacy import accounting, renyi
+from dpbilevel.privacy.selection import Repetitions, Selection
+
+LAWS = [(5.0, 0.0), (5.0, 0.5), (10.0, 1.0), (10.0, 3.0), (10.0, math.inf)]
+laws = pytest.mark.parametrize(("mean", "shape"), LAWS)
+REPLACE = dpb.Neighbours.REPLACE_ONE
+GAUSSIAN = dp_accounting.GaussianDpEvent(2.0)
+MU = 0.5
+
+
+def chances(mean, shape, count):
+    """The law of K from the definition in the paper, term by term."""
+    k = np.arange(count + 1)
+    if math.isinf(shape):
+        return scipy.stats.poisson.pmf(k, mean)
+    gamma = Repetitions(mean, shape).gamma
+    ratios = (1 - gamma) * (k[1:-1] + shape) / (k[1:-1] + 1)
+    found = np.cumprod(np.concatenate([[1.0], ratios]))
+    return np.concatenate([[0.0], found / found.sum()])
+
+
+@laws
+def test_the_law_of_the_number_is_the_papers(mean, shape):
+    law, found = Repetitions(mean, shape), chances(mean, shape, 4000)
+    beyond = law.beyond(200)
+    np.testing.assert_allclose(
+        beyond, 1 - np.cumsum(found)[:201], rtol=1e-9, atol=1e-11
+    )
+    assert np.dot(found, np.arange(4001)) == pytest.approx(mean, rel=1e-8)
+
+
+def test_far_tails_of_the_number_keep_their_digits():
+    geometric = Repetitions(5.0, 1.0).beyond(400)
+    np.testing.assert_allclose(geometric[[100, 400]], 0.8 ** np.asarray([100, 400.0]))
+    logarithmic = Repetitions(5.0, 0.0)
+    tail = (1 - logarithmic.gamma) ** np.arange(301, 5000) / np.arange(301, 5000)
+    expected = tail.sum() / -math.log(logarithmic.gamma)
+    assert logarithmic.beyond(300)[-1] == pytest.approx(expected, rel=1e-9)
+
+
+@laws
+def test_renyi_divergences_are_those_of_the_papers_theorems(mean, shape):
+    orders = renyi._ORDERS
+    base = orders * MU**2 / 2
+    if math.isinf(shape):
+        hats = np.log1p(1 / (orders - 1))
+        gaps = np.asarray([accounting_delta(orders, base, epsilon) for epsilon in hats])
+        expected = base + mean * gaps + math.log(mean) / (orders - 1)
+    else:
+        gamma = Repetitions(mean, shape).gamma
+        inner = (1 - 1 / orders) * base + math.log(1 / gamma) / orders
+        least = (1 + shape) * inner.min()
+        expected = base + least + math.log(mean) / (orders - 1)
+        # A divergence grows with its order, so a larger order's bounds a smaller's.
+        expected = np.minimum.accumulate(expected[::-1])[::-1]
+    made = renyi.Divergences([(Repetitions(mean, shape).event(GAUSSIAN), 1)])
+    np.testing.assert_allclose(made._accountant.rdp, expected, rtol=1e-7)
+
+
+def accounting_delta(orders, divergences, epsilon):
+    terms = (orders - 1) * (divergences - epsilon + np.log1p(-1 / orders))
+    small = 0.5 * np.log1p(-np.exp(-divergences))
+    return math.exp(min((terms - np.log(orders)).min(), small.min(), 0.0))
+
+
+def selected(law, base):
+    """The law of the smallest of K outcomes, with outcomes in order."""
+    beyond = np.concatenate([[1.0], 1 - np.cumsum(base)])
+    generated = np.sum(law[:, None] * beyond[None] ** np.arange(len(law))[:, None], 0)
+    found = generated[:-1] - generated[1:]
+    return np.concatenate([found, [law[0]]])  # the last: no repetition at all
+
+
+def exact_delta(left, right, epsilon):
+    return max(
+        np.maximum(p - math.exp(epsilon) * q, 0).sum()
+        for p, q in ((left, right), (right, left))
+    )
+
+
+def binned(shift):
+    """A unit Gaussian's outcomes told in 400 bins: no more private than all of it."""
+    edges = np.concatenate([[-np.inf], np.linspace(-7, 7, 399), [np.inf]])
+    return np.diff(scipy.stats.norm.cdf(edges - shift))
+
+
+EPSILONS = (0.5, 1.0, 2.0, 3.0)
+
+
+@laws
+def test_the_claim_holds_for_the_exact_law_of_two_neighbours(mean, shape):
+    law = chances(mean, shape, 1000)
+    left, right = selected(law, binned(0.0)), selected(law, binned(MU))
+    claimed = accounting.profile(Repetitions(mean, shape).event(GAUSSIAN), REPLACE)
+    exact = np.asarray([exact_delta(left, right, e) for e in EPSILONS])
+    promised = np.asarray([claimed(e) for e in EPSILONS])
+    assert (exact <= promised).all()
+    single = accounting.gaussian_delta(MU, np.asarray(EPSILONS))
+    # The control: one repetition's price would not cover the best of many.
+    assert (exact > single).any()
+
+
+@laws
+@pytest.mark.parametrize("delta", [1e-2, 1e-5])
+def test_the_claim_is_within_a_factor_of_the_exact_epsilon(mean, shape, delta):
+    law = chances(mean, shape, 1000)
+    pair = [selected(law, binned(shift)) for shift in (0.0, MU)]
+    exact = scipy.optimize.brentq(lambda e: exact_delta(*pair, e) - delta, 0, 20)
+    event = Repetitions(mean, shape).event(GAUSSIAN)
+    claimed = accounting.epsilon(event, REPLACE, delta)
+    assert exact < claimed < 3.5 * exact
+
+
+@laws
+def test_the_number_cut_at_the_steps_is_covered_by_the_failure(mean, shape):
+    steps = 40
+    law = chances(mean, shape, 1000)
+    cut = law[: steps + 1].copy()
+    cut[steps] += law[steps + 1 :].sum()
+    pair = [selected(cut, binned(shift)) for shift in (0.0, MU)]
+    made = Selection(
+        "best",
+        1,
+        (dpb.Query("records", 10, 1.0),),
+        dpb.Gaussian(2.0),
+        Repetitions(mean, shape),
+        steps,
+    )
+    assert made.failure == pytest.approx(law[steps + 1 :].sum(), rel=1e-6, abs=1e-13)
+    ledger = dpb.Ledger((made,))
+    for epsilon in EPSILONS:
+        assert exact_delta(*pair, epsilon) <= ledger.delta(epsilon)
+
+
+def test_selections_compose_with_each_other_and_with_gaussians():
+    selection = Repetitions(10.0).event(GAUSSIAN)
+    one, two = (
+        accounting.epsilon(
+            dp_accounting.SelfComposedDpEvent(selection, count), REPLACE, 1e-5
+        )
+        for count in (1, 2)
+    )
+    both = dp_accounting.ComposedDpEvent([selection, GAUSSIAN])
+    more = accounting.epsilon(both, REPLACE, 1e-5)
+    assert one < more < two < 2 * one
+    sampled = dp_accounting.PoissonSampledDpEvent(0.1, GAUSSIAN)
+    with pytest.raises(ValueError, match="not accounted for together with private"):
+        accounting.epsilon(
+            dp_accounting.ComposedDpEvent([selection, sampled]), REPLACE, 1e-5
+        )
+
+
+def test_no_noise_is_not_private():
+    event = Repetitions(10.0).event(dp_accounting.GaussianDpEvent(0.0))
+    assert accounting.epsilon(event, REPLACE, 1e-5) == math.inf
+    assert accounting.delta(event, REPLACE, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("shape", [1.0, math.inf])
+def test_a_plan_reaches_its_budget_and_says_what_it_rests_on(shape):
+    problem = dpb.FiniteSum(
+        lambda w, z: jnp.sum((w - z) ** 2), w_set=dpb.Box(-1.0, 1.0)
+    )
+    solver = dpb.RepeatAndSelect(400, 1.0, mean=10.0, shape=shape)
+    budget = dpb.PrivacyBudget(2.0, 1e-5)
+    plan = dpb.calibrate(problem, solver, budget, sizes=100, w0=jnp.zeros(2))
+    assert 1.99 < plan.report.epsilon <= 2.0
+    assert plan.solver.ledger(problem, 100).delta(2.0) <= 1e-5
+    assert plan.report.status is dpb.Status.ENFORCED
+    assert plan.report.accountant == "Renyi divergences of private selection"
+    (note,) = plan.report.certificates
+    assert "drawn once, never shown" in note
+    assert "overflow" not in note
+    with pytest.raises(ValueError, match="has none at any scale"):
+        dpb.calibrate(problem, solver, dpb.PrivacyBudget(2.0, 0.0), sizes=100)
+
+
+def test_too_few_steps_are_refused_with_a_number_that_serves():
+    with pytest.raises(ValueError, match=r"num_steps=(\d+) makes it less") as caught:
+        dpb.RepeatAndSelect(10, 1.0, mean=10.0)
+    enough = int(str(caught.value).split("num_steps=")[2].split()[0])
+    made = [Repetitions(10.0).beyond(n)[-1] for n in (enough - 1, enough)]
+    assert made[1] < 1e-9 <= made[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mean": 1.0}, {"mean": math.nan}, {"mean": 5.0, "shape": -0.5}, {"mean": 1e999}],
+)
+def test_laws_that_are_none_are_refused(fields):
+    with pytest.raises(ValueError, match=r"RepeatAndSelect: (mean|shape) must"):
+        dpb.RepeatAndSelect(100, 1.0, **fields)
+
+
+PROBLEM = dpb.FiniteSum(lambda w, z: (w[0] - z) ** 2, w_set=dpb.Box(0.0, 1.0))
+DATA, W0 = jnp.zeros(10), jnp.full(1, 0.5)
+
+
+def exact(shape, mean=2.0):
+    """Hardly any noise, so that the answer tells the smallest of K uniform numbers."""
+    solver = dpb.RepeatAndSelect(24, 1.0, mean=mean, shape=shape)
+    return solver.with_noise(1e-4).planned(10)
+
+
+def answers(solver, runs=4000):
+    def one(key):
+        return dpb.solve(PROBLEM, solver, DATA, W0, key=key).value[0]
+
+    keys = jax.random.split(jax.random.key(3), runs)
+    return np.asarray(
+        jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=200))(keys)
+    )
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return {shape: answers(exact(shape)) for shape in (1.0, math.inf)}
+
+
+@pytest.mark.parametrize("shape", [1.0, math.inf])
+def test_the_answer_is_the_best_of_a_number_with_the_stated_law(drawn, shape):
+    def beyond(mean):
+        law = chances(mean, shape, 400)
+        return lambda v: float(np.sum(law[1:] * (1 - v) ** np.arange(1, len(law))))
+
+    found, none = drawn[shape], chances(2.0, shape, 400)[0]
+    assert np.mean(found == 0.5) == pytest.approx(none, abs=0.03)
+    points = found[found != 0.5]
+
+    def p_value(mean):
+        law = beyond(mean)
+        cdf = np.vectorize(lambda v: 1 - law(v) / law(0.0))
+        return scipy.stats.kstest(points, cdf).pvalue
+
+    assert p_value(2.0) > 1e-3
+    assert p_value(2.5) < 1e-6  # the control: another mean is seen
+
+
+class ShowsTheBestSoFar(dpb.RepeatAndSelect):
+    def released(self, state):
+        return state.best
+
+
+def shown_before_the_end(kind):
+    solver = kind(24, 1.0, mean=2.0).with_noise(0.1).planned(10)
+    run = jax.jit(dpb.solve, static_argnames="trajectory")
+    path = run(
+        PROBLEM, solver, DATA, W0, key=jax.random.key(0), trajectory=True
+    ).trajectory
+    return bool(jnp.any(path[:-1] != W0[None]))
+
+
+def test_nothing_shows_before_the_last_step():
+    assert not shown_before_the_end(dpb.RepeatAndSelect)
+    assert shown_before_the_end(ShowsTheBestSoFar)  # the control
+
+
+def test_what_is_shown_does_not_hold_the_number():
+    solver = exact(1.0)
+    state = jax.tree.map(jnp.copy, solver.init(PROBLEM, W0))
+    shown = {id(v) for v in jax.tree.leaves(solver.adversary_view(state))}
+    hidden = {id(state.repeats), id(state.best), id(state.best_value)}
+    assert not shown & hidden
