@@ -11,7 +11,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The processes of a run, those that tests start, and later runs share what they compile.
+# This run, the processes that it starts and later runs share what they compile.
 CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", os.fspath(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -154,6 +154,11 @@ class Selection(AbstractRelease):
         return None
 
     @property
+    def clip_ratio(self) -> None:
+        """None: no bound on the losses is declared."""
+        return None
+
+    @property
     def failure(self) -> float:
         """The chance of more repetitions than there are runs."""
         return self.count * float(self.repetitions.beyond(self.runs)[-1])

@@ -214,8 +214,9 @@ def _polished(posterior, feasible, start: Design, target, steps: int) -> Design:
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         number = jnp.asarray(0, jnp.int32)
-        carry = number, start.points, evaluate(start.points), rule.init(start.points)
-        carry = jax.lax.while_loop(unfinished, step, (*carry, jnp.asarray(False)))
+        memory, stalled = rule.init(start.points), jnp.asarray(False)
+        carry = number, start.points, evaluate(start.points), memory, stalled
+        carry = jax.lax.while_loop(unfinished, step, carry)
     points = _project(posterior, feasible, carry[1])
     better = carry[2][0] < start.trace
     return Design(
