@@ -65,7 +65,7 @@ VARIANTS = (
     Variant("NISPP", "single", SINGLE),
     Variant("NSEG", "multi", MULTI),
     Variant("NISPP", "multi", MULTI),
-    Variant("NSEG", "multi", (75, 150, 300), power=2),
+    Variant("NSEG", "multi", (100, 200, 400), power=2),
 )
 
 

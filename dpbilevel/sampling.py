@@ -20,6 +20,9 @@ from .privacy.budget import Neighbours
 _OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
 
 
+Index = int | Int[Array, ""] | None
+
+
 class Batch(eqx.Module):
     """Records drawn for one query.
 
@@ -48,12 +51,7 @@ class AbstractSampling(eqx.Module):
 
     @abc.abstractmethod
     def draw(
-        self,
-        records: PyTree,
-        size: int,
-        *,
-        key: PRNGKey,
-        index: int | Int[Array, ""] | None = None,
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
     ) -> Batch:
         """Draws one batch.
 
@@ -110,12 +108,7 @@ class FullBatch(AbstractSampling):
     """Every record, every time: no amplification, any relation."""
 
     def draw(
-        self,
-        records: PyTree,
-        size: int,
-        *,
-        key: PRNGKey,
-        index: int | Int[Array, ""] | None = None,
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
     ) -> Batch:
         """Returns all records; the key is not used."""
         del key, index
@@ -182,12 +175,7 @@ class Poisson(AbstractSampling):
         return max(1, int(law.isf(_OVERFLOW)))
 
     def draw(
-        self,
-        records: PyTree,
-        size: int,
-        *,
-        key: PRNGKey,
-        index: int | Int[Array, ""] | None = None,
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
     ) -> Batch:
         """Draws the batch as fixed-shape rows with a mask."""
         del index
@@ -236,39 +224,17 @@ class Poisson(AbstractSampling):
         return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
 
 
-class FixedSize(AbstractSampling):
-    """A uniformly random subset of `size` records, without replacement.
+class AbstractFixedBatch(AbstractSampling):
+    """A scheme whose batches all hold `size` records.
 
-    Replace-one only: the batch size is fixed only while the number of records is.
-    Not interchangeable with Poisson: the other records in the batch tell whether a
-    record was left out, so it has its own, larger privacy loss.
-
-    Args:
-        size: Records in a batch, at most the number of records. Static.
+    Attributes:
+        size: Records in a batch. Static.
     """
 
     size: int = eqx.field(static=True)
 
     def __check_init__(self):
-        _checks.count("FixedSize", size=self.size)
-
-    def draw(
-        self,
-        records: PyTree,
-        size: int,
-        *,
-        key: PRNGKey,
-        index: int | Int[Array, ""] | None = None,
-    ) -> Batch:
-        """Draws the subset: at a cost that grows with it alone where it is small."""
-        del index
-        self._check_fits(size)
-        if self._is_small(size):
-            members = _first_distinct(self.size, size, self._tries(size), key=key)
-        else:
-            members = jax.random.permutation(key, size)[: self.size]
-        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
-        return Batch(batch, None, self.denominator(size))
+        _checks.count(type(self).__name__, size=self.size)
 
     def rows(self, size: int) -> int:
         """The batch size."""
@@ -279,6 +245,31 @@ class FixedSize(AbstractSampling):
         """The batch size."""
         del size
         return float(self.size)
+
+
+class FixedSize(AbstractFixedBatch):
+    """A uniformly random subset of `size` records, without replacement.
+
+    Replace-one only: the batch size is fixed only while the number of records is.
+    Not interchangeable with Poisson: the other records in the batch tell whether a
+    record was left out, so it has its own, larger privacy loss.
+
+    Args:
+        size: Records in a batch, at most the number of records. Static.
+    """
+
+    def draw(
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
+    ) -> Batch:
+        """Draws the subset: at a cost that grows with it alone where it is small."""
+        del index
+        self._check_fits(size)
+        if self._is_small(size):
+            members = _first_distinct(self.size, size, self._tries(size), key=key)
+        else:
+            members = jax.random.permutation(key, size)[: self.size]
+        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
+        return Batch(batch, None, self.denominator(size))
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int

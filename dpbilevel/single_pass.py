@@ -3,18 +3,16 @@
 from typing import ClassVar
 
 import dp_accounting
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
-from . import _checks
 from .noise import PRNGKey
 from .privacy.budget import Neighbours
-from .sampling import AbstractSampling, Batch
+from .sampling import AbstractFixedBatch, Batch, Index
 
 
-class SinglePass(AbstractSampling):
+class SinglePass(AbstractFixedBatch):
     r"""Disjoint batches: every record is in one of them, at most.
 
     With $k = \lfloor n / B \rfloor$ batches, batch $t$ has the records $t, t + k, t +
@@ -39,15 +37,11 @@ class SinglePass(AbstractSampling):
         McSherry, "Privacy integrated queries", 2009, Theorem 4.
     """
 
-    size: int = eqx.field(static=True)
     numbered: ClassVar[bool] = True
     assumptions: ClassVar[tuple[str, ...]] = (
         "single pass: the place of a record does not depend on the values of any; "
         "records sorted by a private column are shuffled first",
     )
-
-    def __check_init__(self):
-        _checks.count("SinglePass", size=self.size)
 
     def batches(self, size: int) -> int:
         """The number of batches of a pass over `size` records.
@@ -65,12 +59,7 @@ class SinglePass(AbstractSampling):
         return size // self.size
 
     def draw(
-        self,
-        records: PyTree,
-        size: int,
-        *,
-        key: PRNGKey,
-        index: int | Int[Array, ""] | None = None,
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
     ) -> Batch:
         """Returns batch `index`, modulo their number; the key is not used.
 
@@ -86,16 +75,6 @@ class SinglePass(AbstractSampling):
         members = index % count + count * jnp.arange(self.size, dtype=jnp.int32)
         batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
         return Batch(batch, None, self.denominator(size))
-
-    def rows(self, size: int) -> int:
-        """The batch size."""
-        del size
-        return self.size
-
-    def denominator(self, size: int) -> float:
-        """The batch size."""
-        del size
-        return float(self.size)
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int

@@ -19,9 +19,8 @@ from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.constants import SecondOrderConstants
 from ..problems.finite_sum import FiniteSum
 from ..problems.saddle import VariationalInequality
-from ..sampling import AbstractSampling, FixedSize, FullBatch
+from ..sampling import AbstractFixedBatch, AbstractSampling, FixedSize, FullBatch
 from ..sets import Ball, Box, Euclidean, Product
-from ..single_pass import SinglePass
 from ..solvers.asking import AbstractAskingSolver
 from ..solvers.base import AbstractSolver
 from ..solvers.exponential import ExponentialMechanism
@@ -319,7 +318,7 @@ def _reduced(solver: AbstractSolver) -> AbstractSolver:
     """The solver at sizes and batch sizes divided by a common divisor."""
     sizes = solver.sizes
     counts = [sizes.upper, sizes.lower] if isinstance(sizes, Sizes) else [sizes]
-    kinds = FixedSize, SinglePass
+    kinds = AbstractFixedBatch
     schemes = [s for s in _sampling(solver) if isinstance(s, kinds)]
     counts_of_all = [*counts, *(scheme.size for scheme in schemes)]
     common, fewest = math.gcd(*counts_of_all), min(counts_of_all)
