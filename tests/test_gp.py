@@ -137,6 +137,23 @@ def test_trace_with_further_points_is_the_trace_of_all(kernel):
     np.testing.assert_allclose(jnp.trace(whole.covariance), expected, rtol=1e-6)
 
 
+@kernels
+@pytest.mark.parametrize("constant", [0.0, 10.0])
+def test_weights_and_trace_are_those_of_the_kernel_plus_a_constant(kernel, constant):
+    theta, points = rows(1, 3)[0], rows(6, 3, 2)
+    scaled = constant * float(kernel.variance)
+    dense = np.asarray(kernel.covariance(points, points, theta)) + scaled
+    slope = np.asarray(kernel.slope(theta, points)).T
+    expected = np.linalg.solve(dense + 1e-2 * np.eye(6), slope.T).T
+    posterior, trace, weights = known(
+        kernel, theta, points, nugget=1e-2, constant=constant
+    )
+    np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-10)
+    covariance = np.asarray(kernel.prior(theta)) - expected @ slope.T
+    np.testing.assert_allclose(posterior.covariance, covariance, atol=1e-9)
+    assert trace == pytest.approx(np.trace(covariance), rel=1e-9)
+
+
 def test_a_negative_trace_is_not_taken_for_precision():
     # Two equal points without a nugget: no Cholesky factor.
     empty, *_ = known(

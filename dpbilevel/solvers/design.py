@@ -213,14 +213,15 @@ def _polished(posterior, feasible, start: Design, target, steps: int) -> Design:
         return (number < steps) & (value > target) & ~stalled
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        number = jnp.asarray(0, jnp.int32)
-        memory, stalled = rule.init(start.points), jnp.asarray(False)
-        carry = number, start.points, evaluate(start.points), memory, stalled
-        carry = jax.lax.while_loop(unfinished, step, carry)
-    points = _project(posterior, feasible, carry[1])
-    better = carry[2][0] < start.trace
+        first = jnp.asarray(0, jnp.int32), start.points, evaluate(start.points)
+        memory = rule.init(start.points), jnp.asarray(False)
+        _, points, (value, _), *_ = jax.lax.while_loop(
+            unfinished, step, (*first, *memory)
+        )
+    points = _project(posterior, feasible, points)
+    better = value < start.trace
     return Design(
         jnp.where(better, points, start.points),
         start.count,
-        jnp.where(better, carry[2][0], start.trace),
+        jnp.where(better, value, start.trace),
     )

@@ -20,30 +20,34 @@ _LOST = 1e-8
 class GradientPosterior(eqx.Module):
     r"""What evaluations at some points tell about the gradient at $\theta$.
 
-    With $m$ points $D$, $K = k(D, D) + c_0 + \nu I$ and the slopes $G = \nabla_\theta
-    k(\theta, D)$, the gradient has posterior mean $W y$ with $W = G K^{-1}$, the same
-    linear map of everyone's losses, and covariance $\nabla k \nabla^\top - G K^{-1}
-    G^\top$, which does not depend on losses. The constant $c_0$ is `constant` times the
-    variance.
+    With $m$ points $D$, $K = k(D, D) + c_0 1 1^\top + \nu I$ and the slopes $G =
+    \nabla_\theta k(\theta, D)$, the gradient has posterior mean $W y$ with $W = G
+    K^{-1}$, the same linear map of everyone's losses, and covariance $\nabla k
+    \nabla^\top - G K^{-1} G^\top$, which does not depend on losses.
 
     Attributes:
+        kernel: $k$.
         theta: Where the gradient is sought.
         points: One a row.
         mask: Which rows are points; the others change nothing.
         nugget: $\nu$, the variance of an evaluation's noise, rounding included.
-        root: The Cholesky factor of $K$, the identity on rows that are no points.
+        precision: $1 / c_0$, the inverse variance of the unknown constant.
+        root: $L$, the Cholesky factor of $k(D, D) + \nu I$, the identity on rows that
+            are no points.
         explained: $L^{-1} G^\top$.
+        ones: $L^{-1} 1$.
         total: The covariance before any evaluation.
     """
 
     kernel: AbstractKernel
-    constant: Scalar
     theta: Float[Array, " d"]
     points: Float[Array, "m d"]
     mask: Bool[Array, " m"]
     nugget: Scalar
+    precision: Scalar
     root: Float[Array, "m m"]
     explained: Float[Array, "m d"]
+    ones: Float[Array, " m"]
     total: Float[Array, "d d"]
 
     @property
@@ -54,18 +58,21 @@ class GradientPosterior(eqx.Module):
     @property
     def covariance(self) -> Float[Array, "d d"]:
         """The posterior covariance of the gradient."""
-        return self.total - self.explained.T @ self.explained
+        shared, share = self._shared
+        known = self.explained.T @ self.explained
+        return self.total - known + shared[:, None] * shared[None] / share
 
     @property
     def trace(self) -> Scalar:
         """Its trace; NaN where points are too close for the nugget."""
-        return _difference(self.prior_trace, self.explained)
+        return self._trace_after(*self._shared, _square(self.explained))
 
     @property
     def weights(self) -> Float[Array, "d m"]:
         """$W$; its columns of rows that are no points are zero."""
-        solve = jax.scipy.linalg.solve_triangular
-        return solve(self.root, self.explained, trans="T", lower=True).T
+        shared, share = self._shared
+        explained = self.explained - self.ones[:, None] * (shared / share)[None]
+        return _solve(self.root, explained, trans="T").T
 
     def trace_with(
         self, points: Float[Array, "b d"], mask: Bool[Array, " b"]
@@ -79,19 +86,29 @@ class GradientPosterior(eqx.Module):
         Returns:
             Infinity where rounding left no trace, or a negative one.
         """
-        across = _masked(self._prior(self.points, points), self.mask, mask)
-        solve = jax.scipy.linalg.solve_triangular
-        known = solve(self.root, across, lower=True)
-        new = self._prior(points, points) - known.T @ known
+        across = self.kernel.covariance(self.points, points, self.theta)
+        known = _solve(self.root, _masked(across, self.mask, mask))
+        among = self.kernel.covariance(points, points, self.theta) - known.T @ known
+        root = _root(among, mask, self.nugget)
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
-        root = _root(new, mask, self.nugget)
-        gained = solve(root, jnp.where(mask[:, None], slope, 0), lower=True)
-        trace = _difference(self.trace, gained)
+        explained = _solve(root, jnp.where(mask[:, None], slope, 0))
+        ones = _solve(root, jnp.where(mask, 1 - known.T @ self.ones, 0))
+        shared, share = self._shared
+        trace = self._trace_after(
+            shared + explained.T @ ones,
+            share + _square(ones),
+            _square(self.explained) + _square(explained),
+        )
         return jnp.where(trace >= -_LOST * self.prior_trace, trace, jnp.inf)
 
-    def _prior(self, a, b):
-        constant = self.constant * cast(self.kernel.variance, a)
-        return self.kernel.covariance(a, b, self.theta) + constant
+    @property
+    def _shared(self) -> tuple[Float[Array, " d"], Scalar]:
+        """What the constant takes back of the gradient, by the rank-one update."""
+        return self.explained.T @ self.ones, self.precision + _square(self.ones)
+
+    def _trace_after(self, shared, share, explained) -> Scalar:
+        # Before any point nothing is shared, and a constant of variance zero never is.
+        return self.prior_trace - explained + _square(shared) / share
 
 
 def gradient_posterior(
@@ -121,20 +138,17 @@ def gradient_posterior(
     double("gradient_posterior", theta)
     mask = jnp.ones(len(points), bool) if mask is None else mask
     nugget, constant = cast(nugget, theta), cast(constant, theta)
-    covariance = kernel.covariance(points, points, theta)
-    whole = covariance + constant * cast(kernel.variance, theta)
-    root = _root(whole, mask, nugget)
-    slope = jnp.where(mask[:, None], kernel.slope(theta, points), 0)
-    explained = jax.scipy.linalg.solve_triangular(root, slope, lower=True)
+    root = _root(kernel.covariance(points, points, theta), mask, nugget)
     return GradientPosterior(
         kernel,
-        constant,
         theta,
         points,
         mask,
         nugget,
+        1 / (constant * cast(kernel.variance, theta)),
         root,
-        explained,
+        _solve(root, jnp.where(mask[:, None], kernel.slope(theta, points), 0)),
+        _solve(root, mask.astype(theta.dtype)),
         kernel.prior(theta),
     )
 
@@ -168,5 +182,9 @@ def _root(matrix, mask, nugget):
     return jnp.linalg.cholesky(_masked(matrix, mask, mask) + jnp.diag(diagonal))
 
 
-def _difference(trace, explained):
-    return trace - jnp.sum(explained * explained)
+def _solve(root, right, trans="N"):
+    return jax.scipy.linalg.solve_triangular(root, right, trans=trans, lower=True)
+
+
+def _square(values):
+    return jnp.sum(values * values)
