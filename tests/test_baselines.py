@@ -13,9 +13,10 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF
 
 import dpbilevel as dpb
-from dpbilevel.solvers import random_search
+from dpbilevel.scores import told
+from dpbilevel.scores.told import clipped_loss
 from dpbilevel.solvers.asking import Asked
-from dpbilevel.solvers.candidates import clipped_loss, uniform
+from dpbilevel.solvers.candidates import uniform
 from dpbilevel.solvers.noisy_ucb import posterior
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
@@ -104,18 +105,18 @@ def test_adding_or_removing_a_record_moves_scores_half_as_far():
 
 def moved_by_a_record():
     """How far a record moves scores that hold a large public term, and the claim."""
-    problem = box_problem(public=lambda w: 1e6 * (1 + w[0] ** 2))
-    solver = dpb.RandomSearch(9, 1.0, sizes=100)
+
+    def public(w):
+        return 1e6 * (1 + w[0] ** 2)
+
     line = np.linspace(-1, 1, 9, dtype=np.float32)
     points = jnp.stack([jnp.asarray(line), jnp.zeros(9)], axis=1)
-    asked = Asked(points, jnp.asarray(9, jnp.int32))
     data = np.random.default_rng(1).uniform(size=(100, 1)).astype(np.float32)
     found = []
     for first in (data[0, 0], -1.0):
         data[0] = first
         losses = jnp.asarray(np.abs(line - data))
-        state = solver.init(problem, jnp.zeros(2))
-        score = solver._score(problem, state, asked, losses)
+        score = told.numbered(losses, points, public, jnp.zeros(2), 1.0, 100)
         found.append(np.asarray(score.raw.scores, np.float64))
     sensitivity = score.sensitivity(dpb.Neighbours.REPLACE_ONE)
     return np.ptp(found[0] - found[1]), float(sensitivity)
@@ -128,7 +129,7 @@ def test_a_large_public_term_does_not_amplify_a_record(monkeypatch):
     def uncut(public, x, start, half):
         return (public(x) - public(start)).astype(half.dtype)
 
-    monkeypatch.setattr(random_search, "public_part", uncut)
+    monkeypatch.setattr(told, "public_part", uncut)
     moved, charged = moved_by_a_record()
     assert moved > charged  # the control
 

@@ -1,6 +1,7 @@
 """The host loop: what `solve` does, with losses from Python, and safe to interrupt."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -402,3 +403,10 @@ def test_the_result_file_holds_released_and_public_values(whole, tmp_path):
     assert page["value"] == result.value.tolist()
     assert page["run"]["report"]["epsilon"] == result.report.epsilon
     assert page["trajectory"] == whole[NAME].trajectory.tolist()
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "search.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "docs/search.md", "exec"), {})
+    assert "ENFORCED: epsilon = 1 at delta = 1e-06" in capsys.readouterr().out
