@@ -13,6 +13,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF
 
 import dpbilevel as dpb
+from dpbilevel import audit
 from dpbilevel.scores import told
 from dpbilevel.scores.told import clipped_loss
 from dpbilevel.solvers.asking import Asked
@@ -156,6 +157,39 @@ def test_noise_is_what_the_formulas_say():
     selection = dpb.RepeatAndSelect(200, 3.0, mean=5.0).with_noise(1 / mu)
     (release,) = selection.ledger(problem, n).releases
     assert release.noise_std == pytest.approx(3.0 / (n * mu))
+
+
+class SameNoiseInPairs(dpb.NoisyUCB):
+    """The noise of every odd step is that of the step before."""
+
+    def tell(self, problem, state, asked, losses, *, key):
+        after = dpb.NoisyUCB.tell(self, problem, state, asked, losses, key=key)
+        before = after.values[jnp.maximum(state.t - 1, 0)]
+        value = jnp.where(state.t % 2 == 1, before, after.values[state.t])
+        values = after.values.at[state.t].set(value)
+        return dataclasses.replace(after, values=values)
+
+
+def worst_correlation(kind, runs=2000):
+    """Between the noisy losses of a run."""
+    problem = box_problem(lambda w, z: 0.0 * (w[0] + z))
+    solver = kind(4, 1.0, exploration=0.0, num_candidates=4)
+    run = audit.SolverRun(problem, solver.with_noise(1.0).planned(3), jnp.zeros(2))
+
+    @jax.jit
+    def values(keys):
+        return jax.lax.map(
+            lambda key: run(jnp.zeros(3), key=key)[2][-1], keys, batch_size=200
+        )
+
+    found = values(jax.random.split(jax.random.key(4), runs))
+    table = np.abs(np.corrcoef(np.asarray(found).T))
+    return np.max(table - np.eye(4))
+
+
+def test_the_noises_of_a_run_are_uncorrelated():
+    assert worst_correlation(dpb.NoisyUCB) < 4.9 / 2000**0.5
+    assert worst_correlation(SameNoiseInPairs) > 0.9  # the control
 
 
 def test_candidates_are_uniform_in_the_box_whatever_the_records():
