@@ -17,7 +17,7 @@ from dpbilevel.scores import told
 from dpbilevel.scores.told import clipped_loss
 from dpbilevel.solvers import noisy_ucb as ucb
 
-RUNS = 20_000
+RUNS = 8_000
 
 
 def raw_mean(losses, clip_range, size, precision):

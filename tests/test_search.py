@@ -11,7 +11,7 @@ from test_secrets import children, holds, root_key
 
 import dpbilevel as dpb
 from dpbilevel import noise, searching
-from dpbilevel.runs import checkpoint, spending
+from dpbilevel.runs import checkpoint, results, spending
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
 BOX = dpb.Box(-1.0, 1.0)
@@ -155,6 +155,8 @@ def test_a_finished_folder_answers_without_an_evaluation(whole, tmp_path):
     assert again.report == first.report
     assert not losses.points
     assert len(spending.read(tmp_path / "a" / "b").runs) == 1
+    with pytest.raises(ValueError, match=r"folder of a search; read .*search.json"):
+        results.load(tmp_path / "a" / "b")
 
 
 def test_secrets_are_the_owners_alone_and_gone_at_the_end(tmp_path):
