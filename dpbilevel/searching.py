@@ -130,6 +130,7 @@ def search(
         solver = bound_to(problem, solver, None)  # type: ignore[assignment]
         solver.ledger(problem, solver.sizes)  # refuses what is not calibrated
         first = _before(problem, solver, w0, key)
+        public = _described_run(problem, solver, w0)
     if folder is None:
         value, path = _run(problem, solver, first, Memory(), progress)
     elif report is None:
@@ -138,9 +139,7 @@ def search(
             "needs budget=; leave the calibration to search."
         )
     else:
-        public = _described_run(problem, solver, w0) | {
-            "report": json.loads(report.to_json())
-        }
+        public["report"] = json.loads(report.to_json())
         place = Path(folder)
         with lock.held(place):
             notebook = Folder(place, report, public)

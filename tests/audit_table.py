@@ -3,7 +3,11 @@
 import sys
 
 from audit_zoo import LONG, SOLVERS, outcomes
-from mutants import MUTANTS, survivors
+from mutants import MUTANTS as OF_STEPS
+from mutants import survivors
+from mutants_search import MUTANTS as OF_SEARCHES
+
+MUTANTS = OF_STEPS | OF_SEARCHES
 
 
 def rejected(of):

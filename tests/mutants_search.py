@@ -13,11 +13,11 @@ from mutants import Hotter, Mutant, Silent
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.noise import derive
+from dpbilevel.scores import told
+from dpbilevel.scores.told import clipped_loss
 from dpbilevel.solvers import noisy_ucb as ucb
-from dpbilevel.solvers import random_search as em
-from dpbilevel.solvers.candidates import clipped_loss
 
-RUNS = 20_000
+RUNS = 8_000
 
 
 def raw_mean(losses, clip_range, size, precision):
@@ -149,7 +149,7 @@ def of_selection(kind):
 
 MUTANTS = {
     "draws by scores that are not clipped": of_draw(
-        scored_by(dpb.RandomSearch, em, raw_score)
+        scored_by(dpb.RandomSearch, told, raw_score)
     ),
     "draws a candidate at a wrong rate": of_draw(mechanism=Hotter()),
     "queries that are not clipped": of_ucb(scored_by(dpb.NoisyUCB, ucb, raw_mean)),

@@ -13,9 +13,11 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF
 
 import dpbilevel as dpb
-from dpbilevel.solvers import random_search
+from dpbilevel import audit
+from dpbilevel.scores import told
+from dpbilevel.scores.told import clipped_loss
 from dpbilevel.solvers.asking import Asked
-from dpbilevel.solvers.candidates import clipped_loss, uniform
+from dpbilevel.solvers.candidates import uniform
 from dpbilevel.solvers.noisy_ucb import posterior
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
@@ -104,18 +106,18 @@ def test_adding_or_removing_a_record_moves_scores_half_as_far():
 
 def moved_by_a_record():
     """How far a record moves scores that hold a large public term, and the claim."""
-    problem = box_problem(public=lambda w: 1e6 * (1 + w[0] ** 2))
-    solver = dpb.RandomSearch(9, 1.0, sizes=100)
+
+    def public(w):
+        return 1e6 * (1 + w[0] ** 2)
+
     line = np.linspace(-1, 1, 9, dtype=np.float32)
     points = jnp.stack([jnp.asarray(line), jnp.zeros(9)], axis=1)
-    asked = Asked(points, jnp.asarray(9, jnp.int32))
     data = np.random.default_rng(1).uniform(size=(100, 1)).astype(np.float32)
     found = []
     for first in (data[0, 0], -1.0):
         data[0] = first
         losses = jnp.asarray(np.abs(line - data))
-        state = solver.init(problem, jnp.zeros(2))
-        score = solver._score(problem, state, asked, losses)
+        score = told.numbered(losses, points, public, jnp.zeros(2), 1.0, 100)
         found.append(np.asarray(score.raw.scores, np.float64))
     sensitivity = score.sensitivity(dpb.Neighbours.REPLACE_ONE)
     return np.ptp(found[0] - found[1]), float(sensitivity)
@@ -128,7 +130,7 @@ def test_a_large_public_term_does_not_amplify_a_record(monkeypatch):
     def uncut(public, x, start, half):
         return (public(x) - public(start)).astype(half.dtype)
 
-    monkeypatch.setattr(random_search, "public_part", uncut)
+    monkeypatch.setattr(told, "public_part", uncut)
     moved, charged = moved_by_a_record()
     assert moved > charged  # the control
 
@@ -155,6 +157,39 @@ def test_noise_is_what_the_formulas_say():
     selection = dpb.RepeatAndSelect(200, 3.0, mean=5.0).with_noise(1 / mu)
     (release,) = selection.ledger(problem, n).releases
     assert release.noise_std == pytest.approx(3.0 / (n * mu))
+
+
+class SameNoiseInPairs(dpb.NoisyUCB):
+    """The noise of every odd step is that of the step before."""
+
+    def tell(self, problem, state, asked, losses, *, key):
+        after = dpb.NoisyUCB.tell(self, problem, state, asked, losses, key=key)
+        before = after.values[jnp.maximum(state.t - 1, 0)]
+        value = jnp.where(state.t % 2 == 1, before, after.values[state.t])
+        values = after.values.at[state.t].set(value)
+        return dataclasses.replace(after, values=values)
+
+
+def worst_correlation(kind, runs=2000):
+    """Between the noisy losses of a run."""
+    problem = box_problem(lambda w, z: 0.0 * (w[0] + z))
+    solver = kind(4, 1.0, exploration=0.0, num_candidates=4)
+    run = audit.SolverRun(problem, solver.with_noise(1.0).planned(3), jnp.zeros(2))
+
+    @jax.jit
+    def values(keys):
+        return jax.lax.map(
+            lambda key: run(jnp.zeros(3), key=key)[2][-1], keys, batch_size=200
+        )
+
+    found = values(jax.random.split(jax.random.key(4), runs))
+    table = np.abs(np.corrcoef(np.asarray(found).T))
+    return np.max(table - np.eye(4))
+
+
+def test_the_noises_of_a_run_are_uncorrelated():
+    assert worst_correlation(dpb.NoisyUCB) < 4.9 / 2000**0.5
+    assert worst_correlation(SameNoiseInPairs) > 0.9  # the control
 
 
 def test_candidates_are_uniform_in_the_box_whatever_the_records():

@@ -113,6 +113,24 @@ def test_the_claim_holds_for_the_exact_law_of_two_neighbours(mean, shape):
     assert (exact > single).any()
 
 
+def tilted(shift, share):
+    """Two kinds of candidates, which a record moves in opposite directions."""
+    sides = share * binned(shift), (1 - share) * binned(-shift)
+    return np.stack(sides, axis=1).ravel()  # in order of their values
+
+
+@laws
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.9])
+def test_the_claim_holds_where_a_record_moves_candidates_apart(mean, shape, share):
+    law = chances(mean, shape, 1000)
+    # Half the shift, so that two neighbours are one shift apart.
+    pair = [selected(law, tilted(s * MU / 2, share)) for s in (1, -1)]
+    event = Repetitions(mean, shape).event(GAUSSIAN)
+    claimed = accounting.profile(event, REPLACE)
+    for epsilon in (0.0, *EPSILONS):
+        assert 0 < exact_delta(*pair, epsilon) <= claimed(epsilon)
+
+
 @laws
 @pytest.mark.parametrize("delta", [1e-2, 1e-5])
 def test_the_claim_is_within_a_factor_of_the_exact_epsilon(mean, shape, delta):
@@ -268,9 +286,19 @@ def test_nothing_shows_before_the_last_step():
     assert shown_before_the_end(ShowsTheBestSoFar)  # the control
 
 
-def test_what_is_shown_does_not_hold_the_number():
-    solver = exact(1.0)
+class TellsTheNumber(dpb.RepeatAndSelect):
+    def adversary_view(self, state):
+        return state.w, state.value, state.repeats
+
+
+def shows_what_is_hidden(kind):
+    solver = kind(24, 1.0, mean=2.0).with_noise(0.1).planned(10)
     state = jax.tree.map(jnp.copy, solver.init(PROBLEM, W0))
     shown = {id(v) for v in jax.tree.leaves(solver.adversary_view(state))}
-    hidden = {id(state.repeats), id(state.best), id(state.best_value)}
-    assert not shown & hidden
+    hidden = {id(state.repeats), id(state.best), id(state.best_value), id(state.t)}
+    return bool(shown & hidden)
+
+
+def test_what_is_shown_does_not_hold_the_number():
+    assert not shows_what_is_hidden(dpb.RepeatAndSelect)
+    assert shows_what_is_hidden(TellsTheNumber)  # the control

@@ -1,6 +1,7 @@
 """The host loop: what `solve` does, with losses from Python, and safe to interrupt."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from test_secrets import children, holds, root_key
 
 import dpbilevel as dpb
 from dpbilevel import noise, searching
-from dpbilevel.runs import checkpoint, spending
+from dpbilevel.runs import checkpoint, results, spending
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
 BOX = dpb.Box(-1.0, 1.0)
@@ -154,6 +155,8 @@ def test_a_finished_folder_answers_without_an_evaluation(whole, tmp_path):
     assert again.report == first.report
     assert not losses.points
     assert len(spending.read(tmp_path / "a" / "b").runs) == 1
+    with pytest.raises(ValueError, match=r"folder of a search; read .*search.json"):
+        results.load(tmp_path / "a" / "b")
 
 
 def test_secrets_are_the_owners_alone_and_gone_at_the_end(tmp_path):
@@ -402,3 +405,10 @@ def test_the_result_file_holds_released_and_public_values(whole, tmp_path):
     assert page["value"] == result.value.tolist()
     assert page["run"]["report"]["epsilon"] == result.report.epsilon
     assert page["trajectory"] == whole[NAME].trajectory.tolist()
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "search.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "docs/search.md", "exec"), {})
+    assert "ENFORCED: epsilon = 1 at delta = 1e-06" in capsys.readouterr().out

@@ -1,6 +1,7 @@
-"""What searches by losses have in common: points of a box, and one clipped mean."""
+"""What searches by losses have in common: points of a box, and what they trust."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..clipping import Bounded, Precision, clipped_mean
 from ..noise import PRNGKey
-from ..privacy.ledger import RECORDS, Query
 from ..problems.black_box import BlackBox
 from ..sets import Box
 
@@ -86,48 +85,13 @@ def ends(
     return box.project(-largest), box.project(largest)
 
 
-def clipped_loss(
-    losses: Float[Array, " n"],
-    clip_range: float | Float[Array, ""],
-    size: int,
-    precision: Precision,
-) -> Bounded:
-    r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
-
-    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
+def public_of(problem: Any) -> Callable[[Any], Float[Array, ""]] | None:
+    """The public term, or `None`: a black box has none.
 
     Args:
-        losses: One per record.
-        clip_range: $B$.
-        size: The planned number of records.
-        precision: How they are summed, as in `clipped_mean`.
-
-    Privacy:
-        One record moves the mean by at most $B / n$ under replace-one, enforced by
-        clipping.
+        problem: A `FiniteSum` or a `BlackBox`.
     """
-    reach = jnp.asarray(clip_range).astype(losses.dtype)
-
-    def centered(loss):
-        return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
-
-    return clipped_mean(
-        centered,
-        losses,
-        clip_norm=reach / 2,
-        denominator=float(size),
-        precision=precision,
-    )
-
-
-def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
-    """What `clipped_loss` reads, for the ledger.
-
-    Args:
-        clip_range: $B$.
-        size: The planned number of records.
-    """
-    return Query(RECORDS, size, float(clip_range) / 2)
+    return getattr(problem, "public", None)
 
 
 def public_values(problem: Any, points: Float[Array, "m d"]) -> Float[Array, " m"]:
@@ -137,7 +101,7 @@ def public_values(problem: Any, points: Float[Array, "m d"]) -> Float[Array, " m
         problem: A `FiniteSum` or a `BlackBox`.
         points: The points.
     """
-    public = getattr(problem, "public", None)
+    public = public_of(problem)
     if public is None:
         return jnp.zeros_like(points[:, 0])
     return jax.vmap(public)(points).astype(points.dtype)

@@ -13,13 +13,12 @@ from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
+from ..scores.told import clipped_loss, loss_query
 from .asking import AbstractAskingSolver, Asked
 from .candidates import (
     LOSS,
     box_of,
-    clipped_loss,
     ends,
-    loss_query,
     public_values,
     start_of,
     trusted,

@@ -4,23 +4,23 @@ import dataclasses
 from typing import Any, Self
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .. import _checks
 from ..noise import PRNGKey
 from ..privacy.budget import Neighbours
-from ..privacy.draws import BoundedScore, Draw, Exponential
+from ..privacy.draws import Draw, Exponential
 from ..privacy.ledger import RECORDS, Ledger, Query
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..problems.black_box import BlackBox
-from ..samplers.base import AbstractPotential, Certificate
+from ..samplers.base import Certificate
 from ..samplers.grid import Grid
-from ..scores.mean_loss import public_part, spread_of
+from ..scores.mean_loss import spread_of
+from ..scores.told import numbered
 from ..sets import Euclidean
 from .asking import AbstractAskingSolver, Asked
-from .candidates import box_of, clipped_loss, start_of, trusted, uniform
+from .candidates import box_of, public_of, start_of, trusted, uniform
 from .drawing import DRAW
 
 
@@ -95,7 +95,14 @@ class RandomSearch(AbstractAskingSolver[_State]):
         """One draw."""
         numbers = jnp.arange(self.num_candidates, dtype=losses.dtype)
         number = self.mechanism.draw(
-            self._score(problem, state, asked, losses),
+            numbered(
+                losses,
+                asked.points,
+                public_of(problem),
+                state.start,
+                self.clip_range,
+                self.sizes,
+            ),
             Grid(numbers),
             Euclidean(),
             numbers[0],
@@ -115,9 +122,9 @@ class RandomSearch(AbstractAskingSolver[_State]):
         """One draw."""
         # A black box is searched in float64, whatever is the default here.
         exact = isinstance(problem, BlackBox)
-        share = self._share(
-            problem, sizes, jnp.float64 if exact else jnp.result_type(float)
-        )
+        dtype = jnp.float64 if exact else jnp.result_type(float)
+        public = public_of(problem) is not None
+        share, _ = spread_of(self.clip_range, sizes, dtype, public)
         sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
         draw = Draw(
             DRAW,
@@ -141,31 +148,3 @@ class RandomSearch(AbstractAskingSolver[_State]):
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
         """The draw has the size of `w0`."""
         return {DRAW: w0.size}
-
-    def _share(self, problem, size, dtype):
-        public = getattr(problem, "public", None) is not None
-        return spread_of(self.clip_range, size, dtype, public)[0]
-
-    def _score(self, problem, state, asked, losses) -> BoundedScore:
-        """The candidates' scores, by their number, sealed."""
-        half = jnp.asarray(self.clip_range).astype(losses.dtype) / 2
-        public = getattr(problem, "public", None)
-
-        def scored(row):
-            point, column = row
-            mean = clipped_loss(column, self.clip_range, self.sizes, "grid")
-            # Nobody sees it: it becomes part of a score, which is sealed.
-            return mean.raw.values() + public_part(public, point, state.start, half)
-
-        scores = jax.lax.map(scored, (asked.points, losses.T))
-        share = self._share(problem, self.sizes, losses.dtype)
-        return BoundedScore(_Table(scores), share, "spread", self.basis)
-
-
-class _Table(AbstractPotential):
-    """A score of numbered points, by their number."""
-
-    scores: Float[Array, " m"]
-
-    def __call__(self, x: Float[Array, ""]) -> Float[Array, ""]:
-        return self.scores[x.astype(jnp.int32)]

@@ -15,12 +15,11 @@ from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.selection import Repetitions, Selection
+from ..scores.told import clipped_loss, loss_query
 from .asking import AbstractAskingSolver, Asked
 from .candidates import (
     LOSS,
     box_of,
-    clipped_loss,
-    loss_query,
     public_values,
     start_of,
     trusted,
