@@ -1,5 +1,7 @@
 """Differentially private bilevel optimization in JAX."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import audit as audit
 from . import debug as debug
 from . import oracles as oracles
@@ -110,3 +112,16 @@ from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
 from .solvers.solution import PrivateResult as PrivateResult
 from .solvers.solution import Solution as Solution
 from .solvers.warm_start import WarmStarted as WarmStarted
+
+if TYPE_CHECKING:
+    from .private_search import PrivateSearch as PrivateSearch
+    from .private_search import Range as Range
+
+
+def __getattr__(name: str) -> Any:
+    """What needs scikit-learn is imported when it is asked for."""
+    if name in ("PrivateSearch", "Range"):
+        from . import private_search
+
+        return getattr(private_search, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

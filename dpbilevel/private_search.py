@@ -9,13 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Float
-from sklearn.base import (
-    BaseEstimator,
-    MetaEstimatorMixin,
-    clone,
-    is_classifier,
-    is_regressor,
-)
+
+try:
+    from sklearn.base import (
+        BaseEstimator,
+        MetaEstimatorMixin,
+        clone,
+        is_classifier,
+        is_regressor,
+    )
+except ImportError:
+    raise ImportError(
+        "dpbilevel.PrivateSearch needs scikit-learn: pip install 'dpbilevel[cli]'"
+    ) from None
 
 from . import _checks
 from .noise import PRNGKey, check_key

@@ -22,8 +22,12 @@ SOLVERS = {
     "random_search": dpb.RandomSearch(12, 2.0),
     "repeat_and_select": dpb.RepeatAndSelect(12, 2.0, mean=2.0),
     "noisy_ucb": dpb.NoisyUCB(4, 2.0, num_candidates=20),
+    "gradient_informative": dpb.GradientInformativeBO(
+        3, 1.0, step_size=0.3, batch=3, keep=8, polish=2
+    ),
 }
 EVALUATIONS = {"random_search": 12, "repeat_and_select": 12, "noisy_ucb": 4}
+EVALUATIONS["gradient_informative"] = 9
 NAME = "noisy_ucb"
 FINISHED = ["search.json", "spending.jsonl"]
 solvers = pytest.mark.parametrize("name", SOLVERS)

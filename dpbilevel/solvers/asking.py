@@ -102,3 +102,18 @@ def losses_at(
         lambda _, row: (None, at_one(*row)), None, (asked.points, indices)
     )
     return losses.T
+
+
+def trusted(problem: Any) -> tuple[str, ...]:
+    """What a guarantee on a problem takes for granted, in the words of the report.
+
+    Args:
+        problem: A `FiniteSum` or a `BlackBox`.
+    """
+    if not isinstance(problem, BlackBox):
+        return ()
+    return (
+        "every record moves its own loss only, at every point",
+        "what the losses are computed from besides the records, such as training "
+        "data, is not protected",
+    )

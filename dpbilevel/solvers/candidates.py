@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..noise import PRNGKey
-from ..problems.black_box import BlackBox
 from ..sets import Box
 
 LOSS = "mean loss"
@@ -105,21 +104,6 @@ def public_values(problem: Any, points: Float[Array, "m d"]) -> Float[Array, " m
     if public is None:
         return jnp.zeros_like(points[:, 0])
     return jax.vmap(public)(points).astype(points.dtype)
-
-
-def trusted(problem: Any) -> tuple[str, ...]:
-    """What a guarantee on a problem takes for granted, in the words of the report.
-
-    Args:
-        problem: A `FiniteSum` or a `BlackBox`.
-    """
-    if not isinstance(problem, BlackBox):
-        return ()
-    return (
-        "every record moves its own loss only, at every point",
-        "what the losses are computed from besides the records, such as training "
-        "data, is not protected",
-    )
 
 
 def _widest(box: Box) -> float:

@@ -17,7 +17,7 @@ from ..privacy.mechanisms import Gaussian
 from ..problems.black_box import BlackBox
 from ..problems.finite_sum import check_start
 from ..sampling import FullBatch
-from .asking import AbstractAskingSolver, Asked
+from .asking import AbstractAskingSolver, Asked, trusted
 from .design import choose_batch
 from .gp import GradientPosterior, double, gradient_posterior
 from .kernels import RBF, AbstractKernel, cast
@@ -242,7 +242,8 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
     def ledger(self, problem: Any, sizes: int) -> Ledger:
         """`num_steps` releases of the gradient."""
         query = Query(RECORDS, sizes, float(self.clip_norm), FullBatch())
-        return Ledger((Release(GRADIENT, self.num_steps, (query,), self.noise),))
+        release = Release(GRADIENT, self.num_steps, (query,), self.noise)
+        return Ledger((release,), assumptions=trusted(problem))
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""

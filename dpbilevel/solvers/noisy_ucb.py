@@ -14,14 +14,13 @@ from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
 from ..scores.told import clipped_loss, loss_query
-from .asking import AbstractAskingSolver, Asked
+from .asking import AbstractAskingSolver, Asked, trusted
 from .candidates import (
     LOSS,
     box_of,
     ends,
     public_values,
     start_of,
-    trusted,
     uniform,
 )
 

@@ -19,8 +19,8 @@ from ..samplers.grid import Grid
 from ..scores.mean_loss import spread_of
 from ..scores.told import numbered
 from ..sets import Euclidean
-from .asking import AbstractAskingSolver, Asked
-from .candidates import box_of, public_of, start_of, trusted, uniform
+from .asking import AbstractAskingSolver, Asked, trusted
+from .candidates import box_of, public_of, start_of, uniform
 from .drawing import DRAW
 
 

@@ -16,13 +16,12 @@ from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.selection import Repetitions, Selection
 from ..scores.told import clipped_loss, loss_query
-from .asking import AbstractAskingSolver, Asked
+from .asking import AbstractAskingSolver, Asked, trusted
 from .candidates import (
     LOSS,
     box_of,
     public_values,
     start_of,
-    trusted,
     uniform,
 )
 
