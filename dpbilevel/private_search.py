@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             `predict_proba`, else 0-1 loss; for regressors the squared error in units
             of the training targets' variance.
 
+        training_mu: Declared, for an estimator that trains privately: one `fit` is
+            `training_mu`-GDP towards the training records at any point of the space.
+            The report then says what all fits together are, that of `best_estimator_`
+            included.
+
     Attributes:
         best_params_: The released parameters.
         best_estimator_: The estimator fitted to the training records with them.
@@ -116,9 +122,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     Privacy:
         The unit is one validation record, $n$ is public, and the relation is the
         solver's. The training records are NOT protected: parameters, and the fitted
-        estimator above all, are functions of them. Nor are they when the estimator
-        trains privately, unless that training is accounted for apart, once for every
-        evaluation and once for `best_estimator_`. No validation loss is shown, logged
+        estimator above all, are functions of them. Where the estimator trains
+        privately, `training_mu` declares it. No validation loss is shown, logged
         or kept; a score of the answer on the same records is another release.
     """
 
@@ -130,12 +135,14 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         *,
         solver: AbstractAskingSolver | None = None,
         losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
+        training_mu: float | None = None,
     ):
         self.estimator = estimator
         self.space = space
         self.budget = budget
         self.solver = solver
         self.losses = losses
+        self.training_mu = training_mu
 
     def fit(
         self,
@@ -177,8 +184,14 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         evaluated = _Losses(self, X, y, inputs, targets)
         evaluated.check_rows_apart()
         size = sum(entry.coordinates for entry in self.space.values())
-        problem = BlackBox(evaluated, len(targets), Box(-1.0, 1.0))
-        solver = _default() if self.solver is None else self.solver
+        problem = BlackBox(
+            evaluated,
+            len(targets),
+            Box(-1.0, 1.0),
+            training_mu=self.training_mu,
+            trainings_after=2,  # the trial of rows, and `best_estimator_`
+        )
+        solver = _default(size) if self.solver is None else self.solver
         result = search(
             problem,
             solver,
@@ -250,7 +263,11 @@ class _Losses:
         self.inputs, self.targets = _without(inputs, self.usable), targets
 
     def __call__(self, point):
-        found = self._rows(self.fitted(point), self.inputs, self.targets)
+        fitted = self.fitted(point)
+        # A warning would tell something about a value.
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = self._rows(fitted, self.inputs, self.targets)
         # What cannot be read counts for nothing, and says so to nobody.
         return np.where(self.usable, found, np.nan)
 
@@ -329,8 +346,10 @@ def _without(inputs, usable):
     return np.where(mask, inputs, np.zeros((), inputs.dtype))
 
 
-def _default():
+def _default(size):
     # AdaGrad's first step would be as long for pure noise as for a steep slope, but for
     # its initial accumulator.
     rule = optax.adagrad(0.2, initial_accumulator_value=0.01)
-    return GradientInformativeBO(20, 1.0, optimizer=rule, evaluation_noise=0.02)
+    return GradientInformativeBO(
+        20, 1.0, optimizer=rule, evaluation_noise=0.02, max_batch=2 * size + 16
+    )

@@ -21,6 +21,11 @@ class BlackBox(eqx.Module):
             every trace. Static.
         num_records: $n$, public. Static.
         w_set: Where it may be evaluated: a `Box` with both ends.
+        training_mu: Declared, where `losses` trains privately on other records: one
+            training is `training_mu`-GDP towards them, whatever the point. The report
+            then says what all trainings of a search together are. Static.
+        trainings_after: How many trainings on the same records follow the search, such
+            as that of the final model; counted with the others. Static.
 
     Privacy:
         The unit is one record: one row of what `losses` returns. A record may move its
@@ -35,8 +40,14 @@ class BlackBox(eqx.Module):
     )
     num_records: int = eqx.field(static=True)
     w_set: AbstractSet = Box(-1.0, 1.0)
+    training_mu: float | None = eqx.field(static=True, default=None)
+    trainings_after: int = eqx.field(static=True, default=0)
 
     def __check_init__(self):
+        if self.training_mu is not None:
+            _checks.positive("BlackBox", training_mu=self.training_mu)
+        if self.trainings_after != 0:
+            _checks.count("BlackBox", trainings_after=self.trainings_after)
         _checks.instance("BlackBox", AbstractSet, w_set=self.w_set)
         _checks.count("BlackBox", num_records=self.num_records)
         if not callable(self.losses):

@@ -38,6 +38,11 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
 
     problem_type: ClassVar[Any] = FiniteSum | BlackBox
 
+    @property
+    @abc.abstractmethod
+    def most_evaluations(self) -> int | None:
+        """How many a run makes at most; `None` where that depends on the dimension."""
+
     @abc.abstractmethod
     def ask(self, problem: Any, state: State, *, key: PRNGKey) -> Asked:
         """The next points: a function of released values, public ones and the key.
@@ -104,16 +109,35 @@ def losses_at(
     return losses.T
 
 
-def trusted(problem: Any) -> tuple[str, ...]:
+def trusted(problem: Any, most_evaluations: int | None) -> tuple[str, ...]:
     """What a guarantee on a problem takes for granted, in the words of the report.
 
     Args:
         problem: A `FiniteSum` or a `BlackBox`.
+        most_evaluations: How many a run makes at most.
+
+    Raises:
+        ValueError: Training is declared private, but there is no public bound on the
+            number of trainings.
     """
     if not isinstance(problem, BlackBox):
         return ()
+    rows = "every record moves its own loss only, at every point"
+    if problem.training_mu is None:
+        return (
+            rows,
+            "what the losses are computed from besides the records, such as training "
+            "data, is not protected",
+        )
+    if most_evaluations is None:
+        raise ValueError(
+            "BlackBox: training_mu is charged once for every evaluation, so there must "
+            "be a public bound on their number; give the solver batch= or max_batch=."
+        )
+    count, mu = most_evaluations + problem.trainings_after, problem.training_mu
     return (
-        "every record moves its own loss only, at every point",
-        "what the losses are computed from besides the records, such as training "
-        "data, is not protected",
+        rows,
+        f"declared: one training is {mu:.4g}-GDP towards its records; {count} of them, "
+        f"the most there can be, are {mu * count**0.5:.4g}-GDP towards them, on top of "
+        "the guarantee above for a person who has records on both sides",
     )

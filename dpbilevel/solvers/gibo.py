@@ -147,6 +147,12 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
         _checks.one_of(owner, "average", self.average, ("last", "tail"))
 
     @property
+    def most_evaluations(self) -> int | None:
+        """The largest batch per step, where it is given."""
+        most = self.batch or self.max_batch
+        return None if most is None else self.num_steps * most
+
+    @property
     def neighbours(self) -> Neighbours:
         """The relation of the mechanism."""
         return self.noise.neighbours
@@ -243,7 +249,7 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
         """`num_steps` releases of the gradient."""
         query = Query(RECORDS, sizes, float(self.clip_norm), FullBatch())
         release = Release(GRADIENT, self.num_steps, (query,), self.noise)
-        return Ledger((release,), assumptions=trusted(problem))
+        return Ledger((release,), assumptions=trusted(problem, self.most_evaluations))
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""

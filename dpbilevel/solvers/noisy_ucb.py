@@ -85,6 +85,11 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         _checks.instance("NoisyUCB", Gaussian, noise=self.noise)
 
     @property
+    def most_evaluations(self) -> int:
+        """One per step."""
+        return self.num_steps
+
+    @property
     def neighbours(self) -> Neighbours:
         """The relation of the mechanism."""
         return self.noise.neighbours
@@ -155,7 +160,7 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         """`num_steps` releases of a mean loss."""
         query = loss_query(self.clip_range, sizes)
         release = Release(LOSS, self.num_steps, (query,), self.noise)
-        return Ledger((release,), assumptions=trusted(problem))
+        return Ledger((release,), assumptions=trusted(problem, self.most_evaluations))
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""

@@ -68,6 +68,11 @@ class RandomSearch(AbstractAskingSolver[_State]):
         return 1
 
     @property
+    def most_evaluations(self) -> int:
+        """One per candidate."""
+        return self.num_candidates
+
+    @property
     def neighbours(self) -> Neighbours:
         """The relation of the mechanism."""
         return self.mechanism.neighbours
@@ -138,7 +143,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
                 notes=(f"drawn exactly from {self.num_candidates} random candidates",),
             ),
         )
-        return Ledger((draw,), assumptions=trusted(problem))
+        return Ledger((draw,), assumptions=trusted(problem, self.most_evaluations))
 
     def with_noise(self, scale: float) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""

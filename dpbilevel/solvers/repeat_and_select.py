@@ -103,6 +103,11 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         return Repetitions(self.mean, self.shape)
 
     @property
+    def most_evaluations(self) -> int:
+        """One per step."""
+        return self.num_steps
+
+    @property
     def neighbours(self) -> Neighbours:
         """The relation of the mechanism."""
         return self.noise.neighbours
@@ -173,7 +178,7 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
             self.repetitions,
             self.num_steps,
         )
-        return Ledger((selection,), assumptions=trusted(problem))
+        return Ledger((selection,), assumptions=trusted(problem, self.most_evaluations))
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of every repetition to `scale`."""

@@ -1,0 +1,215 @@
+"""PrivateSearch: a scikit-learn estimator, a space and a budget."""
+
+import math
+import pickle
+
+import jax
+import numpy as np
+import pytest
+from sklearn.base import BaseEstimator, RegressorMixin, clone
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import dpbilevel as dpb
+
+BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
+RNG = np.random.default_rng(0)
+# Half of the inputs are noise, and there are few training rows: a penalty helps.
+INPUTS = RNG.normal(size=(1_060, 50))
+TARGETS = INPUTS @ np.repeat([0.1, 0.0], 25) + RNG.normal(size=1_060)
+TRAINING = INPUTS[:60], TARGETS[:60]
+PRIVATE = INPUTS[60:], TARGETS[60:]
+SPACE = {"alpha": dpb.Range(1e-4, 1e3, log=True)}
+FEW = dpb.GradientInformativeBO(
+    4, 1.0, step_size=0.4, batch=2, keep=8, polish=0, evaluation_noise=0.02
+)
+
+
+def searched(estimator=None, space=SPACE, key=0, **options):
+    training = options.pop("training", TRAINING)
+    private = options.pop("validation", PRIVATE)
+    fitting = {k: options.pop(k) for k in ("folder",) if k in options}
+    search = dpb.PrivateSearch(
+        Ridge() if estimator is None else estimator,
+        space,
+        options.pop("budget", BUDGET),
+        **({"solver": FEW} | options),
+    )
+    return search.fit(*training, validation=private, key=jax.random.key(key), **fitting)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return searched()
+
+
+def error_of(alpha):
+    fitted = Ridge(alpha=alpha).fit(*TRAINING)
+    return np.mean((fitted.predict(PRIVATE[0]) - PRIVATE[1]) ** 2)
+
+
+def test_the_released_penalty_is_better_than_the_start(found):
+    alpha = found.best_params_["alpha"]
+    start = found.parameters(np.zeros(1))["alpha"]
+    assert start == pytest.approx(10**-0.5)
+    assert error_of(alpha) < 0.9 * error_of(start)
+    assert found.best_estimator_.alpha == alpha
+    assert found.predict(PRIVATE[0]).shape == (1_000,)
+
+
+def test_the_report_is_about_validation_records(found):
+    assert found.report_.status is dpb.Status.ENFORCED
+    assert found.report_.epsilon <= BUDGET.epsilon
+    text = str(found.report_)
+    assert "every record moves its own loss only" in text
+    assert "training data, is not protected" in text
+    assert found.trajectory_.shape == (4, 1)
+
+
+def test_private_trainings_are_counted_at_most_once_an_evaluation():
+    # 4 steps of 2 points, the trial of rows and the last fit.
+    text = str(searched(training_mu=0.1).report_)
+    assert "10 of them" in text
+    assert f"{0.1 * math.sqrt(10):.4g}-GDP" in text
+    assert "is not protected" not in text
+
+
+def test_trainings_without_a_public_bound_are_refused():
+    unbounded = dpb.GradientInformativeBO(4, 1.0, step_size=0.4)
+    with pytest.raises(ValueError, match="give the solver batch= or max_batch="):
+        searched(solver=unbounded, training_mu=0.1)
+
+
+def test_nothing_of_the_validation_records_is_left_in_the_search(found):
+    content = pickle.dumps(found)
+    for row in (PRIVATE[0][0], PRIVATE[1][:10]):
+        assert np.ascontiguousarray(row).tobytes() not in content
+    # The control: what is released is there.
+    assert np.ascontiguousarray(found.trajectory_).tobytes() in content
+
+
+def test_a_search_is_cloned_and_configured_as_an_estimator():
+    search = dpb.PrivateSearch(Ridge(), SPACE, BUDGET)
+    again = clone(search.set_params(estimator__alpha=3.0))
+    assert again.get_params()["estimator__alpha"] == 3.0
+    assert not hasattr(again, "best_params_")
+
+
+def test_parameters_of_a_pipeline_and_vectors_are_set_coordinate_by_coordinate():
+    space = {
+        "ridge__alpha": dpb.Range(1.0, 100.0, log=True),
+        "ridge__tol": dpb.Range(0.0, 1.0),
+        "weights": dpb.Range(-1.0, 3.0, size=2),
+    }
+    search = dpb.PrivateSearch(None, space, BUDGET)
+    found = search.parameters(np.asarray([0.0, -1.0, 1.0, 0.5]))
+    assert found["ridge__alpha"] == pytest.approx(10.0)
+    assert found["ridge__tol"] == 0.0
+    np.testing.assert_allclose(found["weights"], [3.0, 2.0])
+    # Rounding leads out of no range.
+    assert search.parameters(np.ones(4))["ridge__alpha"] == 100.0
+
+
+def test_rows_that_cannot_be_read_count_for_nothing_and_raise_nothing():
+    broken = PRIVATE[0].copy(), PRIVATE[1].copy()
+    broken[0][0, 0], broken[1][1] = np.nan, np.inf
+    other = PRIVATE[0].copy(), PRIVATE[1].copy()
+    other[0][0], other[1][1] = 1e9, 1e200
+    points = [searched(validation=rows).trajectory_ for rows in (broken, other)]
+    bound = 0.4 * 2 * 2 * FEW.clip_norm / 1_000  # one step, two records
+    assert np.abs(points[0][0] - points[1][0]).max() <= bound * (1 + 1e-6)
+
+
+class Relative(RegressorMixin, BaseEstimator):
+    """Predicts every row by the rows beside it."""
+
+    def __init__(self, alpha=1.0):
+        self.alpha = alpha
+
+    def fit(self, X, y):
+        return self
+
+    def predict(self, X):
+        return self.alpha * (X[:, 0] - X[:, 0].mean())
+
+
+def test_losses_that_depend_on_other_rows_are_refused_before_any_private_one_is_read():
+    class Untouched:
+        def __len__(self):
+            return 1_000
+
+    with pytest.raises(ValueError, match="one validation record would move"):
+        searched(Relative(), validation=(Untouched(), Untouched()))
+
+
+def test_classifiers_are_searched_by_log_loss_and_unknown_classes_by_its_cap():
+    labels = np.where(TARGETS > 0, "yes", "no")
+    private = labels[60:].copy()
+    private[0] = "perhaps"
+    result = searched(
+        make_pipeline(StandardScaler(), LogisticRegression()),
+        {"logisticregression__C": dpb.Range(1e-3, 1e2, log=True)},
+        training=(INPUTS[:60], labels[:60]),
+        validation=(PRIVATE[0], private),
+    )
+    assert result.best_params_["logisticregression__C"] < 10**-0.5
+    assert set(result.predict(PRIVATE[0])) <= {"yes", "no"}
+
+
+def test_other_searches_serve_as_well():
+    result = searched(
+        solver=dpb.RandomSearch(30, 3.0), budget=dpb.PrivacyBudget(5.0, 0)
+    )
+    assert result.report_.delta == 0
+    assert error_of(result.best_params_["alpha"]) < error_of(1e-4)
+
+
+def test_a_folder_ends_with_released_values_only(tmp_path):
+    result = searched(folder=tmp_path / "a")
+    assert not list((tmp_path / "a").glob("*.SECRET*"))
+    again = searched(folder=tmp_path / "a")
+    assert again.best_params_ == result.best_params_
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"space": {}}, ValueError, "names no parameter"),
+        ({"space": {"alfa": dpb.Range(0, 1)}}, ValueError, "no parameter 'alfa'"),
+        ({"space": {"alpha": (0, 1)}}, TypeError, r"space\['alpha'\] must be"),
+        ({"budget": 1.0}, TypeError, "budget must be"),
+        ({"solver": dpb.NoisyGD(1, 1.0, step_size=1.0)}, TypeError, "NoisyGD"),
+        ({"losses": lambda e, X, y: 0.0}, ValueError, "one number for each"),
+        (
+            {"estimator": StandardScaler(), "space": {"copy": dpb.Range(0, 1)}},
+            ValueError,
+            "no classifier and no regressor",
+        ),
+        ({"validation": (PRIVATE[0], PRIVATE[1][1:])}, ValueError, "1000 inputs and"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        searched(**options)
+
+
+def test_an_untyped_key_is_refused():
+    with pytest.raises(TypeError, match="key"):
+        dpb.PrivateSearch(Ridge(), SPACE, BUDGET).fit(
+            *TRAINING, validation=PRIVATE, key=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.0, 1.0), "finite and increasing"),
+        ((0.0, math.inf), "finite and increasing"),
+        ((0.0, 1.0, True), "needs low above 0"),
+        ((0.0, 1.0, False, 0), "size must be an integer"),
+    ],
+)
+def test_bad_ranges_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dpb.Range(*arguments)
