@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 Record = dict[str, Float[Array, "..."]]
@@ -58,11 +59,11 @@ def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, 
     Raises:
         ValueError: Their lengths differ.
     """
-    if jnp.shape(row)[-1:] != jnp.shape(weights)[:1]:
+    if np.shape(row)[-1:] != np.shape(weights)[:1]:
         raise ValueError(
             "linear model: needs one coefficient per feature, got coefficients of "
-            f"shape {jnp.shape(weights)} for a record with features of shape "
-            f"{jnp.shape(row)}. Start from jnp.zeros(d) with d the number of columns "
+            f"shape {np.shape(weights)} for a record with features of shape "
+            f"{np.shape(row)}. Start from jnp.zeros(d) with d the number of columns "
             "of the features."
         )
     return row @ weights
