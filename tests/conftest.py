@@ -23,7 +23,6 @@ _TESTS = itertools.count(1)
 # well; everything about rounding, noise and leaks runs as users compile it.
 _COMPILED_IN_HASTE = {
     "test_contract",
-    "test_design",
     "test_exponential",
     "test_extragradient",
     "test_games",

@@ -254,6 +254,27 @@ def test_asked_by_hand_it_releases_what_solve_does():
         np.testing.assert_allclose(state.w, whole[index], atol=1e-6)
 
 
+def test_every_step_draws_noise_of_its_own():
+    solver = gibo(1.0, 3, batch=2, keep=2)
+    flat = dpb.FiniteSum(lambda w, z: 0 * jnp.sum(w * z), w_set=dpb.Euclidean())
+
+    @jax.jit
+    def paths(keys):
+        def path(key):
+            return dpb.solve(
+                flat, solver, RECORDS, np.zeros(1), key=key, trajectory=True
+            ).trajectory
+
+        return jax.vmap(path)(keys)
+
+    found = paths(jax.random.split(jax.random.key(10), 2000))[..., 0]
+    noise = np.diff(np.asarray(found), axis=1, prepend=0.0)
+    off = np.corrcoef(noise.T) - np.eye(3)
+    assert np.abs(off).max() < 5 / 2000**0.5
+    std = 0.5 * solver.ledger(flat, N).releases[0].noise_std
+    np.testing.assert_allclose(noise.std(axis=0), std, rtol=0.08)
+
+
 def test_steps_that_miss_the_tolerance_are_counted():
     assert states(gibo()).unmet == 0
     unreachable = states(gibo(tolerance=1e-9))

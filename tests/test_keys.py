@@ -48,8 +48,10 @@ INEQUALITY = dpb.VariationalInequality(
 
 # All solvers, those that differ only in their problem in the slow suite; one per scheme
 # of sampling also under the generator that is not the default.
-# A draw adds no noise; a noisy loss is one number, see test_baselines.
+# A draw adds no noise; a noisy loss is one number, see test_baselines; for inferred
+# gradients so many coordinates are too many, see test_gibo.
 UNSEEN = ("exponential", "regularized", "random_search", "repeat", "noisy_ucb")
+UNSEEN += ("gradient_informative",)
 ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
 ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
 ALIKE += ("single_loop", "single_loop_free_x", "implicit")

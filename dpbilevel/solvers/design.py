@@ -21,7 +21,7 @@ _SCALES = (1.0, 0.5, 2.0)
 _HALF_SIDE = 2.0
 _TIE = 1e-6
 # A polish ends where a step lowers the trace by less than this share.
-_STALLED = 1e-4
+_STALLED = 1e-5
 
 
 class Design(eqx.Module):
