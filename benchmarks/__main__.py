@@ -17,6 +17,8 @@ NAMES = (
     "draws",
     "saddle",
     "fairness",
+    "black_box",
+    "dimensions",
 )
 
 
