@@ -5,7 +5,7 @@ loss: the loss at the answer over that at the true length-scales.
 `GradientInformativeBO` makes 25 steps; the others get as many evaluations as it made in
 the same replication. All are private at the (epsilon, delta) of mu = 1; random search
 also at the pure epsilon that implies mu = 1, and without privacy, by true losses, as a
-reference. Seeds 0 to 9: of the generated data, starts and noise.
+reference. Seeds 0 to 5: of the generated data, starts and noise.
 
 Run by `python -m benchmarks dimensions`; table and figure go to runs/dimensions.
 """
@@ -24,7 +24,7 @@ from .tuning_tasks import length_scales
 
 FOLDER = pathlib.Path("runs/dimensions")
 DIMENSIONS = (2, 5, 10, 15, 20, 30)
-REPLICATIONS = 10
+REPLICATIONS = 6
 TRAINING, VALIDATION, NOISE = 300, 1_000, 0.05
 # mu = 1 is this at delta = 1e-5, and follows from a pure epsilon of 0.807.
 BUDGET, PURE = dpb.PrivacyBudget(4.377, 1e-5), dpb.PrivacyBudget(0.807, 0.0)
