@@ -135,7 +135,7 @@ def test_a_truncated_direction_is_there_for_newton_steps():
     diagonal, b = jnp.asarray(INDEFINITE["late"]), jnp.ones(3)
     solver = FALLIBLE["tolerance"]
     assert np.all(np.isnan(solver.solve(lambda v: diagonal * v, b).value))
-    direction = solver.truncated(lambda v: diagonal * v, b)
+    direction = solver.truncated(lambda v: diagonal * v, b / jnp.sqrt(3.0))
     assert np.all(np.isfinite(direction))
     assert direction @ b > 0
 

@@ -113,12 +113,12 @@ class ConjugateGradient(AbstractLinearSolver):
 
         Args:
             matvec: As in `solve`.
-            b: The right-hand side; of a length near one, since its square is taken.
+            b: The right-hand side, of length one.
         """
-        square = _dot(b, b)
         nothing = jax.tree.map(jnp.zeros_like, b)
-        start = _Conjugate(nothing, b, b, square, jnp.asarray(True))
-        return self._iterated(matvec, start, square, b)[0]
+        one = jnp.ones_like(_dot(b, b))
+        start = _Conjugate(nothing, b, b, one, jnp.asarray(True))
+        return self._iterated(matvec, start, one, b)[0]
 
     def _iterated(
         self, matvec: Matvec, state: _Conjugate, unit: Scalar, b: PyTree
@@ -286,7 +286,7 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, floor: Scalar) -> _Conjug
     length = jnp.where(moves, state.square / jnp.where(moves, curvature, 1), 0)
     residual = _add_scaled(state.residual, -length, product)
     square = _dot(residual, residual)
-    share = jnp.where(moves, square / jnp.where(moves, state.square, 1), 0)
+    share = jnp.where(length > 0, square / jnp.where(length > 0, state.square, 1), 0)
     return _Conjugate(
         _add_scaled(state.value, length, state.direction),
         residual,

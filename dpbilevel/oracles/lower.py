@@ -132,6 +132,11 @@ def _solve(
         y, info = minimized(solver, objective, x, y0, problem.y_set)
         return merge(_without_derivative(owner, y), rest), info
 
+    def slope(y):
+        # A Hessian that does not depend on y would be finite where y is not.
+        found = objective.gradient(x, y)
+        return jax.tree.map(lambda s, u: s * (1 + 0 * u), found, y)
+
     def solve(_, y0):
         y, info = minimized(solver, objective, x, y0, problem.y_set)
         # The derivative rule of custom_root takes no integers beside the root.
@@ -141,8 +146,7 @@ def _solve(
         return differentiable_solve(linear_solver, laid_out(product, b), b).value
 
     y, (norm, steps, converged) = jax.lax.custom_root(
-        # A Hessian that does not depend on y would be finite where y is not.
-        lambda y: poisoned(objective.gradient(x, y), y),
+        slope,
         y0,
         solve,
         tangent_solve,

@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import equinox as eqx
@@ -19,6 +20,8 @@ Scalar = Float[Array, ""]
 
 _DECREASE = 1e-4
 _SHORTEST = 2.0**-30
+# What a step may leave of the gradient before all records give the Hessian.
+_CONTRACTION = 0.5
 
 
 class LowerInfo(NamedTuple):
@@ -200,13 +203,20 @@ class NewtonCG(AbstractLowerSolver):
     tolerance; a halving line search accepts a decrease of $10^{-4}$ of the predicted
     one. A try reads the records once: value, gradient and linearization together.
 
+    Of long records every 16th gives the Hessian at first, and all of them once a step
+    leaves more than half of the gradient: fewer passes where those records are like the
+    others, and Newton's method where they are not. Values and gradients, and hence
+    where it stops, are always of all records.
+
     Args:
         num_steps: The most Newton steps. Static.
         tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
         cg_steps: The most conjugate gradient steps in one of them. Static.
 
     References:
-        Nocedal and Wright, "Numerical optimization", Algorithm 7.1.
+        Nocedal and Wright, "Numerical optimization", Algorithm 7.1; Byrd, Chin,
+        Neveitt and Nocedal, "On the use of stochastic Hessian information in
+        optimization methods for machine learning", Section 2.
     """
 
     num_steps: int = eqx.field(static=True, default=50)
@@ -234,13 +244,14 @@ class NewtonCG(AbstractLowerSolver):
         zero, infinite = jnp.zeros((), dtype), jnp.asarray(jnp.inf, dtype)
         steps = jnp.asarray(-1, jnp.int32)
         no = jnp.asarray(False)
-        start = _Newton(y0, nothing, infinite, zero, infinite, zero + 1, steps, no)
+        start = _Newton(y0, nothing, infinite, zero, infinite, zero + 1, steps, no, ~no)
+        few = objective.thinned()
         state = jax.lax.while_loop(
-            unfinished, lambda state: self._step(objective, x, state), start
+            unfinished, lambda state: self._step(objective, few, x, state), start
         )
         return state.y, _info(state.norm, state.steps, self.tolerance)
 
-    def _step(self, objective, x, state: "_Newton") -> "_Newton":
+    def _step(self, objective, few, x, state: "_Newton") -> "_Newton":
         """Tries one length: one pass evaluates and linearizes, accepted or not."""
         y = jax.tree.map(
             lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
@@ -253,24 +264,25 @@ class NewtonCG(AbstractLowerSolver):
         is_rounding = (state.predicted <= slack) & (norm >= state.norm)
         is_short = (value <= state.value - decrease + slack) & ~is_rounding
         accepted = is_short | (state.steps < 0)
+        is_rough = state.is_rough & (norm <= _CONTRACTION * state.norm)
+        if few is not None:
+            product = _alternative(is_rough, few, x, y, product)
         # No product is spent on a direction that nobody takes.
         needed = accepted & (norm > self.tolerance)
-        direction, predicted = self._direction(product, slope, norm, needed)
-        moved = _Newton(
-            y,
-            direction,
-            value,
-            predicted,
-            norm,
-            jnp.ones_like(value),
-            state.steps + 1,
-            jnp.asarray(False),
-        )
-        shorter = state.length / 2
-        kept = state._replace(
-            length=shorter, is_stuck=is_rounding | (shorter < _SHORTEST)
-        )
-        return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), moved, kept)
+
+        def move():
+            direction, predicted = self._direction(product, slope, norm, needed)
+            one, steps, no = jnp.ones_like(value), state.steps + 1, jnp.asarray(False)
+            return _Newton(
+                y, direction, value, predicted, norm, one, steps, no, is_rough
+            )
+
+        def shorten():
+            length = state.length / 2
+            is_stuck = is_rounding | (length < _SHORTEST)
+            return state._replace(length=length, is_stuck=is_stuck)
+
+        return jax.lax.cond(accepted, move, shorten)
 
     def _direction(self, product, slope, norm, needed) -> tuple[PyTree, Scalar]:
         """The next step and the decrease it predicts."""
@@ -359,6 +371,16 @@ class _Newton(NamedTuple):
     length: Scalar
     steps: Array
     is_stuck: Array
+    is_rough: Array
+
+
+def _alternative(is_rough, few: AbstractObjective, x, y, product) -> Callable:
+    """Hessian products of the thinned objective, or those of the whole one."""
+
+    def rough(v):
+        return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]
+
+    return lambda v: jax.lax.cond(is_rough, rough, product, v)
 
 
 def _check_no_set(owner: str, y_set: AbstractSet) -> None:

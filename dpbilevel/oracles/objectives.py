@@ -24,6 +24,9 @@ Variable = Literal["x", "y"]
 _BYTES = {"cpu": (2**25, 2**21)}
 _BYTES_ACCELERATOR = (2**30, 2**28)
 
+# Every how many records a thinned objective keeps one.
+_THINNED = 16
+
 
 class AbstractObjective(abc.ABC):
     """What a minimizer over y asks of a function of x and y."""
@@ -39,6 +42,13 @@ class AbstractObjective(abc.ABC):
     @abc.abstractmethod
     def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
         """The value and the gradient in y, in one pass."""
+
+    def thinned(self) -> "AbstractObjective | None":
+        """The same of few records, whose Hessian is near and costs little.
+
+        `None` where that would gain nothing.
+        """
+        return None
 
     def linearized(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree, Callable]:
         r"""$h$, $\nabla_y h$ and $v \mapsto \nabla^2_{yy} h\, v$ at a point.
@@ -100,6 +110,13 @@ class Objective(AbstractObjective):
     def cross_product(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
         r"""$\nabla^2_{xy} h\, v$, a pytree like $x$."""
         return jax.jvp(lambda y: self.gradient(x, y, "x"), (y,), (v,))[1]
+
+    def thinned(self) -> "Objective | None":
+        """Of every 16th record, where records are read in pieces."""
+        if _num_pieces(self.records) == 1:
+            return None
+        few = jax.tree.map(lambda v: v[::_THINNED], self.records)
+        return dataclasses.replace(self, records=few)
 
     def _total(self, x, y, piece, keep, n) -> Scalar:
         y = merge(y, self.rest)
