@@ -222,3 +222,20 @@ def test_choosing_points_takes_no_losses():
     expected = {"posterior", "feasible", "tolerance", "capacity", "batch", "polish"}
     expected |= {"at_least", "key", "kernel", "theta", "points", "mask", "nugget"}
     assert names == expected | {"constant"}
+
+
+@pytest.mark.parametrize(
+    ("taken_for", "error", "share"),
+    [(0.01, 0.08, 0.987), (1e-4, 0.84, 1.0), (1.0, 0.00395, 0.244)],
+)
+def test_noise_of_a_hundredth_is_amplified_where_it_is_taken_for_too_little(
+    taken_for, error, share
+):
+    nugget = taken_for**2
+    points = first(1.0, batch=16, nugget=nugget).points[:16]
+    posterior = gradient_posterior(dpb.RBF(), np.zeros(D), points, nugget=nugget)
+    noise = 0.01 * np.linalg.norm(posterior.weights, axis=1)
+    np.testing.assert_allclose(noise, error, rtol=0.06)
+    # Taken for too much, it leaves little of the gradient.
+    known = 1 - posterior.trace / posterior.prior_trace
+    np.testing.assert_allclose(known, share, atol=0.01)
