@@ -10,6 +10,9 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A tenth of the time of tracing; failures show whole tracebacks.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+jax.config.update("jax_traceback_filtering", "off")
 
 # This run, the processes that it starts and later runs share what they compile.
 CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled"

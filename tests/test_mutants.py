@@ -20,7 +20,11 @@ def test_broken_mechanism_is_rejected(name):
     assert not outcome.passed, str(outcome)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# One of all that break the same sound mechanism.
+CONTROLS = {mutant.sound: name for name, mutant in MUTANTS.items()}.values()
+
+
+@pytest.mark.parametrize("name", CONTROLS)
 def test_sound_mechanism_passes(name):
     outcome = MUTANTS[name].sound()
     assert outcome.passed, str(outcome)
