@@ -125,3 +125,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(private_search, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, those that are imported when asked for among them."""
+    return [*globals(), "PrivateSearch", "Range"]

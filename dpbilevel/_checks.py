@@ -66,8 +66,11 @@ def count(owner: str, **values: object) -> None:
     for name, value in values.items():
         whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not whole or value < 1:  # type: ignore[operator]
+            # An array may be the records themselves, given in the wrong place.
+            shape = getattr(value, "shape", ())
+            got = f"an array of shape {shape}" if shape else repr(value)
             raise ValueError(
-                f"{owner}: {name} must be an integer of at least 1, got {value!r}."
+                f"{owner}: {name} must be an integer of at least 1, got {got}."
             )
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -19,6 +20,7 @@ try:
         is_classifier,
         is_regressor,
     )
+    from sklearn.utils.validation import check_is_fitted
 except ImportError:
     raise ImportError(
         "dpbilevel.PrivateSearch needs scikit-learn: pip install 'dpbilevel[cli]'"
@@ -57,11 +59,12 @@ class Range:
     size: int | None = None
 
     def __post_init__(self):
-        finite = math.isfinite(self.low) and math.isfinite(self.high)
+        ends = (self.low, self.high)
+        finite = all(_checks.concrete(v) and math.isfinite(v) for v in ends)
         if not (finite and self.low < self.high):
             raise ValueError(
-                f"Range: low and high must be finite and increasing, got {self.low!r} "
-                f"and {self.high!r}."
+                "Range: low and high must be finite and increasing numbers, got "
+                f"{self.low!r} and {self.high!r}."
             )
         if self.log and self.low <= 0:
             raise ValueError(f"Range: log=True needs low above 0, got {self.low!r}.")
@@ -156,10 +159,15 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     ) -> "PrivateSearch":
         """Searches, then fits the estimator to the training records.
 
+        Where the estimator refuses a validation row, that row counts for nothing, and
+        where it cannot be fitted at some parameters, all rows do.
+
         Args:
-            X: Training inputs, not protected.
+            X: Training inputs, not protected: an array, a sparse matrix or a data
+                frame.
             y: Training targets, not protected.
-            validation: `(X, y)` of the private records.
+            validation: `(X, y)` of the private records, of the kinds and columns of
+                the training ones.
             key: One typed key.
             folder: Where evaluations are kept, so that a stopped search goes on; it
                 holds losses and is secret until the search is done.
@@ -169,24 +177,20 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             The fitted search.
 
         Raises:
-            TypeError: The space, the budget or the key is of another kind.
-            ValueError: An unknown parameter, rows of different numbers, or losses that
-                depend on each other's rows, as tried on training records.
+            TypeError: The estimator, the space, the budget, the losses or the key is of
+                another kind.
+            ValueError: An unknown parameter, rows of different numbers or columns, or
+                losses that depend on each other's rows, as tried on training records.
         """
         check_key(key)
         self._check()
-        inputs, targets = validation
-        if len(inputs) != len(targets):
-            raise ValueError(
-                f"PrivateSearch.fit: validation has {len(inputs)} inputs and "
-                f"{len(targets)} targets."
-            )
-        evaluated = _Losses(self, X, y, inputs, targets)
+        _check_validation(X, y, validation)
+        evaluated = _Losses(self, X, y, *validation)
         evaluated.check_rows_apart()
         size = sum(entry.coordinates for entry in self.space.values())
         problem = BlackBox(
             evaluated,
-            len(targets),
+            evaluated.size,
             Box(-1.0, 1.0),
             training_mu=self.training_mu,
             trainings_after=2,  # the trial of rows, and `best_estimator_`
@@ -226,7 +230,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
         Args:
             X: Inputs.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
         """
+        check_is_fitted(self)
         return self.best_estimator_.predict(X)
 
     def score(self, X: Any, y: Any) -> float:
@@ -235,7 +243,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         Args:
             X: Inputs; those of the private records would be a release nobody counted.
             y: Targets.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
         """
+        check_is_fitted(self)
         return self.best_estimator_.score(X, y)
 
     def _check(self) -> None:
@@ -243,9 +255,26 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         _checks.instance("PrivateSearch", dict, space=self.space)
         if not self.space:
             raise ValueError("PrivateSearch: space names no parameter.")
+        if isinstance(self.estimator, type) or not hasattr(
+            self.estimator, "get_params"
+        ):
+            raise TypeError(
+                "PrivateSearch: estimator must be a scikit-learn estimator such as "
+                f"Ridge(), an instance, got {self.estimator!r}."
+            )
+        if self.losses is not None and not callable(self.losses):
+            raise TypeError(
+                "PrivateSearch: losses must be a function of (estimator, X, y) that "
+                f"returns every row's loss, got {self.losses!r}."
+            )
         known = self.estimator.get_params()
         for name, entry in self.space.items():
-            _checks.instance("PrivateSearch", Range, **{f"space[{name!r}]": entry})
+            if not isinstance(entry, Range):
+                raise TypeError(
+                    f"PrivateSearch: space[{name!r}] must be a Range, such as "
+                    "Range(0.1, 10, log=True), got an instance of "
+                    f"{type(entry).__name__}. Lists of candidates are not searched."
+                )
             if name not in known:
                 raise ValueError(
                     f"PrivateSearch: {type(self.estimator).__name__} has no parameter "
@@ -257,17 +286,21 @@ class _Losses:
     """The black box: trains at a point and tells the private records' losses."""
 
     def __init__(self, owner: PrivateSearch, X, y, inputs, targets):
-        self.owner, self.training = owner, (X, y)
+        self.owner, self.training = owner, (_sliceable(X), y)
         self.losses = owner.losses or _default_losses(owner.estimator, y)
-        self.usable = _finite_rows(inputs)
-        self.inputs, self.targets = _without(inputs, self.usable), targets
+        self.size, self.usable = _count(inputs), _finite_rows(inputs)
+        self.inputs = _sliceable(_without(inputs, self.usable))
+        self.targets = targets
 
     def __call__(self, point):
-        fitted = self.fitted(point)
+        try:
+            fitted = self.fitted(point)
+        except Exception:  # of the training records, whatever the private ones are
+            return np.full(self.size, np.nan)
         # A warning would tell something about a value.
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = self._rows(fitted, self.inputs, self.targets)
+            found = self._apart(fitted, self.inputs, self.targets)
         # What cannot be read counts for nothing, and says so to nobody.
         return np.where(self.usable, found, np.nan)
 
@@ -278,10 +311,10 @@ class _Losses:
 
     def check_rows_apart(self):
         """Raises where a row's loss depends on the rows beside it: on public rows."""
-        X, y = (v[:_PROBED] for v in self.training)
+        X, y = (_part(v, slice(_PROBED)) for v in self.training)
         fitted = self.fitted(np.zeros(sum(r.coordinates for r in self._ranges())))
         half = len(y) // 2
-        apart = self._rows(fitted, X[:half], y[:half])
+        apart = self._rows(fitted, *(_part(v, slice(half)) for v in (X, y)))
         together = self._rows(fitted, X, y)[:half]
         if not np.allclose(apart, together, rtol=1e-5, atol=1e-8, equal_nan=True):
             raise ValueError(
@@ -293,6 +326,22 @@ class _Losses:
 
     def _ranges(self):
         return self.owner.space.values()
+
+    def _apart(self, estimator, X, y):
+        """The losses of rows; NaN for those that the estimator refuses.
+
+        An exception would tell something about a record, and the others go on.
+        """
+        try:
+            return self._rows(estimator, X, y)
+        except Exception:
+            if len(y) == 1:
+                return np.full(1, np.nan)
+        half = len(y) // 2
+        parts = [
+            [_part(v, s) for v in (X, y)] for s in (slice(half), slice(half, None))
+        ]
+        return np.concatenate([self._apart(estimator, *part) for part in parts])
 
     def _rows(self, estimator, X, y):
         found = np.asarray(self.losses(estimator, X, y), np.float64)
@@ -306,6 +355,12 @@ class _Losses:
 
 def _default_losses(estimator, training_targets):
     if is_classifier(estimator):
+        if np.ndim(training_targets) != 1:
+            raise ValueError(
+                "PrivateSearch: the default losses of a classifier need one label per "
+                f"row, got y of shape {np.shape(training_targets)}. Ravel a column, or "
+                "give losses(estimator, X, y)."
+            )
         if hasattr(estimator, "predict_proba"):
             return _log_loss
         return lambda fitted, X, y: (fitted.predict(X) != np.asarray(y)).astype(float)
@@ -330,11 +385,62 @@ def _square(prediction, y):
     return errors.reshape(len(errors), -1).mean(1)
 
 
+def _check_validation(X, y, validation):
+    """Raises unless the private records look like the training ones: shapes only."""
+    if not isinstance(validation, tuple | list) or len(validation) != 2:
+        raise TypeError(
+            "PrivateSearch.fit: validation must be (X, y) of the private records, got "
+            f"{type(validation).__name__}"
+            + (
+                f" of {len(validation)}."
+                if isinstance(validation, tuple | list)
+                else "."
+            )
+        )
+    counts = [_count(v) for v in validation]
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"PrivateSearch.fit: validation has {counts[0]} inputs and {counts[1]} "
+            "targets."
+        )
+    for name, public, private in zip("Xy", (X, y), validation, strict=True):
+        kinds = _columns(public), _columns(private)
+        if None not in kinds and kinds[0] != kinds[1]:
+            raise ValueError(
+                f"PrivateSearch.fit: {name} of validation must have the columns of the "
+                f"training {name}, {kinds[0]}, got {kinds[1]}."
+            )
+
+
+def _columns(table):
+    """What a table's columns are: names or a shape; `None` where nothing is known."""
+    names = getattr(table, "columns", None)
+    if names is not None:
+        return list(names)
+    shape = getattr(table, "shape", None)
+    return None if shape is None else tuple(shape[1:])
+
+
+def _count(table):
+    """The number of rows; sparse matrices have no length."""
+    return table.shape[0] if hasattr(table, "shape") else len(table)
+
+
+def _sliceable(table):
+    """A sparse matrix in a format that has rows; anything else as it is."""
+    return table.tocsr() if hasattr(table, "tocsr") else table
+
+
+def _part(table, rows):
+    """Rows by position, of a data frame as well."""
+    return getattr(table, "iloc", table)[rows]
+
+
 def _finite_rows(inputs):
     """Which rows of a numeric array hold finite numbers alone; all rows of others."""
-    table = getattr(inputs, "dtype", None)
-    if table is None or not np.issubdtype(table, np.number):
-        return np.ones(len(inputs), bool)
+    dense = isinstance(inputs, np.ndarray | jax.Array)
+    if not (dense and np.issubdtype(inputs.dtype, np.number)):
+        return np.ones(_count(inputs), bool)
     return np.isfinite(inputs).reshape(len(inputs), -1).all(1)
 
 

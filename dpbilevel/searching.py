@@ -114,6 +114,11 @@ def search(
     """
     check_key(key)
     _check(problem, solver, progress)
+    if folder is not None and budget is None:
+        raise ValueError(
+            "search: folder= keeps the report and the spending of the run, so it "
+            "needs budget=; leave the calibration to search."
+        )
     w0 = _start(problem, w0)
     report = None
     with wide_integers():
@@ -128,16 +133,11 @@ def search(
             )
             solver, report = plan.solver, plan.report
         solver = bound_to(problem, solver, None)  # type: ignore[assignment]
-        solver.ledger(problem, solver.sizes)  # refuses what is not calibrated
+        _check_calibrated(problem, solver)
         first = _before(problem, solver, w0, key)
         public = _described_run(problem, solver, w0)
-    if folder is None:
+    if folder is None or report is None:
         value, path = _run(problem, solver, first, Memory(), progress)
-    elif report is None:
-        raise ValueError(
-            "search: folder= keeps the report and the spending of the run, so it "
-            "needs budget=; leave the calibration to search."
-        )
     else:
         public["report"] = json.loads(report.to_json())
         place = Path(folder)
@@ -267,8 +267,8 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
     if found.shape != (n,):
         raise ValueError(
             f"search: losses must return one loss per record, shape ({n},), got shape "
-            f"{found.shape}. Return no mean over records; where a model fails, return "
-            "NaN for every record."
+            f"{found.shape}. Return no mean over records; where training on data that "
+            "are not protected fails, return NaN for every record."
         )
     with np.errstate(all="ignore"):  # a warning would tell something about a value
         return found.astype(np.float64)
@@ -276,6 +276,17 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
 
 def _unseen(point: np.ndarray) -> np.ndarray:
     raise TypeError("AbstractAskingSolver: ask and tell must not call losses.")
+
+
+def _check_calibrated(problem: BlackBox, solver: Any) -> None:
+    """Raises before the first evaluation, which may take hours."""
+    try:
+        solver.ledger(problem, solver.sizes).events()
+    except ValueError as error:
+        raise ValueError(
+            "search: the solver is not calibrated; give budget=PrivacyBudget(epsilon, "
+            f"delta), or a solver from dpbilevel.calibrate. {error}"
+        ) from None
 
 
 def _check(problem: Any, solver: Any, progress: bool) -> None:
@@ -298,6 +309,11 @@ def _check(problem: Any, solver: Any, progress: bool) -> None:
 
 def _start(problem: BlackBox, w0: Any) -> Any:
     """The start in float64."""
+    if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(w0)):
+        raise TypeError(
+            "search: calls Python between steps, so it cannot be used inside jax.jit, "
+            "jax.vmap or jax.grad; call it from plain Python."
+        )
     check_start(w0)
     with wide_integers():
         start = jax.tree.map(lambda v: jnp.asarray(np.asarray(v, np.float64)), w0)

@@ -51,7 +51,7 @@ def main(smoke: bool, out: pathlib.Path) -> None:
     robust = dpb.group_robust(dpb.Logistic(), SHARES, STRENGTH, **fields)
     fair = dpb.group_fair(dpb.Logistic(), SHARES, **fields)
     mean = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.Ball(RADIUS))
-    game = dpb.NoisyExtragradient(steps, clip_norm=3.0, step_size=6.0)
+    game = dpb.NoisyExtragradient(steps, clip_norm=6.0, step_size=6.0)
     descent = dpb.NoisyGD(steps, clip_norm=1.0, step_size=16.0)
     w0 = dpb.group_start(fair, jnp.zeros(size), SHARES)
 
@@ -86,6 +86,8 @@ def main(smoke: bool, out: pathlib.Path) -> None:
     plain, between, worst = (values[-1] for values in found.values())
     assert worst.max() < between.max() < plain.max()
     assert plain @ SHARES < worst @ SHARES
+    # Below no model at all; a clip norm of 3 counts the smallest site too little for it.
+    assert smoke or worst.max() < np.log(2)
 
 
 def means(path):

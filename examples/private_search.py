@@ -1,8 +1,8 @@
 """Tunes 13 parameters of a support vector regression on private validation records.
 
-Ten length-scales, C, epsilon and gamma of a kernel regression on scikit-learn's diabetes
-records. Training records are not protected here; the validation records are, all that is
-released of them are the parameters.
+Ten length-scales, C, epsilon and gamma of a kernel regression on scikit-learn's
+diabetes records. Training records are not protected here; the validation records are,
+all that is released of them are the parameters.
 
     python examples/private_search.py [--smoke] [--out FOLDER]
 

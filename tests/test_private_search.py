@@ -6,12 +6,15 @@ import pickle
 import jax
 import numpy as np
 import pytest
+import scipy.sparse
 from sklearn.base import BaseEstimator, RegressorMixin, clone
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import dpbilevel as dpb
+from dpbilevel import private_search
 
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 RNG = np.random.default_rng(0)
@@ -121,6 +124,73 @@ def test_rows_that_cannot_be_read_count_for_nothing_and_raise_nothing():
     assert np.abs(points[0][0] - points[1][0]).max() <= bound * (1 + 1e-6)
 
 
+def test_a_row_that_the_estimator_refuses_counts_for_nothing_and_raises_nothing():
+    """Text that no training record has, and one missing entry: NaN in their rows."""
+    inputs = np.where(INPUTS[:, :1] > 0, "above", "below").astype(object)
+    private = inputs[60:].copy()
+    private[[3, 500], 0] = "a secret", None
+    owner = dpb.PrivateSearch(make_pipeline(OneHotEncoder(), Ridge()), {}, BUDGET)
+    box = private_search._Losses(
+        owner, inputs[:60], TARGETS[:60], private, TARGETS[60:]
+    )
+    losses = box(np.zeros(0))
+    assert set(np.flatnonzero(np.isnan(losses))) == {3, 500}
+    whole = private_search._Losses(
+        owner, inputs[:60], TARGETS[:60], inputs[60:], TARGETS[60:]
+    )
+    others = np.isfinite(losses)
+    np.testing.assert_allclose(losses[others], whole(np.zeros(0))[others])
+
+
+def test_parameters_that_cannot_be_fitted_lose_every_row():
+    class Fragile(Ridge):
+        def fit(self, X, y):
+            if self.alpha < 1e-2:
+                raise RuntimeError("diverged")
+            return super().fit(X, y)
+
+    owner = dpb.PrivateSearch(Fragile(), SPACE, BUDGET)
+    box = private_search._Losses(owner, *TRAINING, *PRIVATE)
+    assert np.isnan(box(-np.ones(1))).all()
+    assert np.isfinite(box(np.ones(1))).all()
+
+
+def test_sparse_inputs_are_searched_as_dense_ones_are(found):
+    as_sparse = searched(
+        training=(scipy.sparse.coo_array(TRAINING[0]), TRAINING[1]),
+        validation=(scipy.sparse.coo_array(PRIVATE[0]), PRIVATE[1]),
+    )
+    assert np.abs(as_sparse.trajectory_ - found.trajectory_).max() < 0.05
+
+
+def test_data_frames_are_read_by_position_and_must_have_the_same_columns():
+    class Frame:
+        """What `PrivateSearch` knows of a data frame."""
+
+        def __init__(self, columns):
+            self.columns, self.shape = columns, (2, len(columns))
+
+    kinds = Frame(["a", "b"]), Frame(["a", "c"])
+    with pytest.raises(ValueError, match="must have the columns of the training X"):
+        searched(training=(kinds[0], [0, 1]), validation=(kinds[1], [0, 1]))
+
+
+def test_a_column_of_labels_is_refused_by_the_default_losses():
+    labels = (TARGETS > 0)[:, None]
+    with pytest.raises(ValueError, match="Ravel a column"):
+        searched(
+            LogisticRegression(),
+            {"C": dpb.Range(0.1, 1.0)},
+            training=(TRAINING[0], labels[:60]),
+            validation=(PRIVATE[0], labels[60:]),
+        )
+
+
+def test_nothing_is_predicted_before_fit():
+    with pytest.raises(NotFittedError, match="not fitted yet"):
+        dpb.PrivateSearch(Ridge(), SPACE, BUDGET).predict(INPUTS)
+
+
 class Relative(RegressorMixin, BaseEstimator):
     """Predicts every row by the rows beside it."""
 
@@ -177,7 +247,17 @@ def test_a_folder_ends_with_released_values_only(tmp_path):
     [
         ({"space": {}}, ValueError, "names no parameter"),
         ({"space": {"alfa": dpb.Range(0, 1)}}, ValueError, "no parameter 'alfa'"),
-        ({"space": {"alpha": (0, 1)}}, TypeError, r"space\['alpha'\] must be"),
+        ({"space": {"alpha": [0, 1]}}, TypeError, r"such as Range\(0.1, 10"),
+        ({"estimator": Ridge}, TypeError, "an instance, got"),
+        ({"losses": "accuracy"}, TypeError, "losses must be a function"),
+        ({"validation": PRIVATE[0]}, TypeError, "validation must be"),
+        ({"validation": (*PRIVATE, None)}, TypeError, "tuple of 3"),
+        ({"validation": (INPUTS[60:, 1:], TARGETS[60:])}, ValueError, r"got \(49,\)"),
+        (
+            {"validation": (INPUTS[60:], TARGETS[60:, None])},
+            ValueError,
+            "y of validation must have the columns",
+        ),
         ({"budget": 1.0}, TypeError, "budget must be"),
         ({"solver": dpb.NoisyGD(1, 1.0, step_size=1.0)}, TypeError, "NoisyGD"),
         ({"losses": lambda e, X, y: 0.0}, ValueError, "one number for each"),
@@ -206,6 +286,7 @@ def test_an_untyped_key_is_refused():
     [
         ((1.0, 1.0), "finite and increasing"),
         ((0.0, math.inf), "finite and increasing"),
+        ((None, 1.0), "finite and increasing"),
         ((0.0, 1.0, True), "needs low above 0"),
         ((0.0, 1.0, False, 0), "size must be an integer"),
     ],

@@ -411,8 +411,46 @@ def test_the_result_file_holds_released_and_public_values(whole, tmp_path):
     assert page["trajectory"] == whole[NAME].trajectory.tolist()
 
 
-def test_the_example_of_the_page_runs(capsys):
-    page = (Path(__file__).parents[1] / "docs" / "search.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
-    exec(compile(code, "docs/search.md", "exec"), {})
+def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    docs = Path(__file__).parents[1] / "docs"
+    # As the first block has them, so that nothing more is compiled.
+    names = {"solver": dpb.NoisyUCB(20, 2.0), "w0": START, "budget": BUDGET}
+    names |= {"np": np, "dpb": dpb}
+    for page in ("search.md", "black_box.md"):
+        for part in (docs / page).read_text().split("```python\n")[1:]:
+            code = part.split("```")[0]
+            if "PrivateSearch" not in code:  # the README runs the same one
+                exec(compile(code, page, "exec"), names)
     assert "ENFORCED: epsilon = 1 at delta = 1e-06" in capsys.readouterr().out
+
+
+def test_a_solver_without_noise_is_refused_before_the_first_evaluation():
+    for solver in SOLVERS.values():
+        counted = Counted()
+        with pytest.raises(ValueError, match="give budget=PrivacyBudget"):
+            dpb.search(black_box(counted), solver, START, key=jax.random.key(0))
+        assert not counted.points
+
+
+def test_a_search_inside_a_program_is_refused():
+    with pytest.raises(TypeError, match="cannot be used inside"):
+        jax.jit(
+            lambda w: (
+                dpb.search(
+                    black_box(), SOLVERS[NAME], w, budget=BUDGET, key=jax.random.key(0)
+                ).value
+            )
+        )(jnp.zeros(2))
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+def test_records_in_the_wrong_place_are_not_shown():
+    for arguments in ((RECORDS, 30), (lambda point: point, RECORDS)):
+        with pytest.raises((TypeError, ValueError)) as error:
+            dpb.BlackBox(*arguments)
+        assert "0." not in str(error.value)
+
+
+def test_lazily_imported_names_are_listed():
+    assert {"PrivateSearch", "Range", "search"} <= set(dir(dpb))

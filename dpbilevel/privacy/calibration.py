@@ -132,7 +132,8 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
         raise ValueError(
             f"calibrate: delta = 0 asks for pure differential privacy, but {name} "
             "releases with Gaussian noise, or draws at its price, which has none at "
-            "any scale. Use a delta well below 1/n, or ExponentialMechanism."
+            "any scale. Use a delta well below 1/n, or ExponentialMechanism, or, on a "
+            "black box, RandomSearch."
         )
     if budget.delta == 0 and ledger.failure > 0:
         raise ValueError(

@@ -52,7 +52,8 @@ class BlackBox(eqx.Module):
         _checks.count("BlackBox", num_records=self.num_records)
         if not callable(self.losses):
             raise TypeError(
-                f"BlackBox: losses must be a function, got {self.losses!r}."
+                "BlackBox: losses must be a function of a point that returns every "
+                f"record's loss, got {type(self.losses).__name__}."
             )
 
     def sizes_of(self, data: Any = None) -> int:
@@ -68,5 +69,5 @@ class BlackBox(eqx.Module):
         """
         raise TypeError(
             "solve: a BlackBox calls Python between steps, which no compiled loop can; "
-            "run it by dpbilevel.search(problem, solver, w0, key=key)."
+            "run it by dpbilevel.search(problem, solver, w0, budget=budget, key=key)."
         )
