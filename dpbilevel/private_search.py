@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -118,8 +119,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         solver's. The training records are NOT protected: parameters, and the fitted
         estimator above all, are functions of them. Nor are they when the estimator
         trains privately, unless that training is accounted for apart, once for every
-        evaluation and once for `best_estimator_`. No validation loss is shown, logged
-        or kept; a score of the answer on the same records is another release.
+        evaluation, once to try the losses and once for `best_estimator_`. No validation
+        loss is shown, logged or kept; a score of the answer on the same records is
+        another release. A record that makes the estimator or the losses raise has the
+        loss NaN and stops nothing; their warnings about validation records are silent.
+        Records must be read without each other: where a stray text in a column has made
+        texts of all its numbers, one record has moved every other.
     """
 
     def __init__(
@@ -163,8 +168,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
         Raises:
             TypeError: The space, the budget or the key is of another kind.
-            ValueError: An unknown parameter, rows of different numbers, or losses that
-                depend on each other's rows, as tried on training records.
+            ValueError: An unknown parameter, rows of different numbers or columns, or
+                losses that depend on each other's rows, as tried on training records.
         """
         check_key(key)
         self._check()
@@ -174,6 +179,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 f"PrivateSearch.fit: validation has {len(inputs)} inputs and "
                 f"{len(targets)} targets."
             )
+        _check_alike("inputs", X, inputs)
+        _check_alike("targets", y, targets)
         evaluated = _Losses(self, X, y, inputs, targets)
         evaluated.check_rows_apart()
         size = sum(entry.coordinates for entry in self.space.values())
@@ -246,13 +253,14 @@ class _Losses:
     def __init__(self, owner: PrivateSearch, X, y, inputs, targets):
         self.owner, self.training = owner, (X, y)
         self.losses = owner.losses or _default_losses(owner.estimator, y)
-        self.usable = _finite_rows(inputs)
-        self.inputs, self.targets = _without(inputs, self.usable), targets
+        self.inputs, self.targets = inputs, targets
 
     def __call__(self, point):
-        found = self._rows(self.fitted(point), self.inputs, self.targets)
-        # What cannot be read counts for nothing, and says so to nobody.
-        return np.where(self.usable, found, np.nan)
+        fitted = self.fitted(point)
+        # An error or a warning about a record would tell something about it.
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return self._readable(fitted, self.inputs, self.targets)
 
     def fitted(self, point):
         estimator = clone(self.owner.estimator)
@@ -277,6 +285,17 @@ class _Losses:
     def _ranges(self):
         return self.owner.space.values()
 
+    def _readable(self, fitted, X, y):
+        """The losses; rows are halved until those that raise are alone, with NaN."""
+        try:
+            return self._rows(fitted, X, y)
+        except Exception:
+            if len(y) == 1:
+                return np.full(1, np.nan)
+        half = len(y) // 2
+        parts = (X[:half], y[:half]), (X[half:], y[half:])
+        return np.concatenate([self._readable(fitted, *part) for part in parts])
+
     def _rows(self, estimator, X, y):
         found = np.asarray(self.losses(estimator, X, y), np.float64)
         if found.shape != (len(y),):
@@ -291,7 +310,7 @@ def _default_losses(estimator, training_targets):
     if is_classifier(estimator):
         if hasattr(estimator, "predict_proba"):
             return _log_loss
-        return lambda fitted, X, y: (fitted.predict(X) != np.asarray(y)).astype(float)
+        return _zero_one_loss
     if is_regressor(estimator):
         scale = float(np.var(np.asarray(training_targets, np.float64))) or 1.0
         return lambda fitted, X, y: _square(fitted.predict(X), y) / scale
@@ -304,29 +323,37 @@ def _default_losses(estimator, training_targets):
 def _log_loss(fitted, X, y):
     """The log loss of each row; a class that training did not know counts as p = 0."""
     chances = fitted.predict_proba(X)
-    hits = np.asarray(y)[:, None] == np.asarray(fitted.classes_)[None, :]
+    hits = _labels(y)[:, None] == np.asarray(fitted.classes_)[None, :]
     return -np.log(np.maximum(np.sum(chances * hits, axis=1), 1e-7))
 
 
+def _zero_one_loss(fitted, X, y):
+    return (_labels(fitted.predict(X)) != _labels(y)).astype(float)
+
+
+def _labels(y):
+    """Labels as they are: in one array one of them could change the type of all."""
+    found = np.empty(len(y), object)
+    for row, label in enumerate(y if isinstance(y, list | tuple) else np.asarray(y)):
+        found[row] = label
+    return found
+
+
 def _square(prediction, y):
-    errors = (np.asarray(prediction) - np.asarray(y, np.float64)) ** 2
-    return errors.reshape(len(errors), -1).mean(1)
+    # Row by row: (n,) less (n, 1) would be all pairs of records.
+    rows = (len(y), -1)
+    errors = np.reshape(prediction, rows) - np.asarray(y, np.float64).reshape(rows)
+    return np.mean(errors**2, axis=1)
 
 
-def _finite_rows(inputs):
-    """Which rows of a numeric array hold finite numbers alone; all rows of others."""
-    table = getattr(inputs, "dtype", None)
-    if table is None or not np.issubdtype(table, np.number):
-        return np.ones(len(inputs), bool)
-    return np.isfinite(inputs).reshape(len(inputs), -1).all(1)
-
-
-def _without(inputs, usable):
-    """The inputs with zeros in place of rows that are not usable."""
-    if usable.all():
-        return inputs
-    mask = usable.reshape(-1, *[1] * (np.ndim(inputs) - 1))
-    return np.where(mask, inputs, np.zeros((), inputs.dtype))
+def _check_alike(name, training, validation):
+    """Refuses arrays of other columns, which would make a failure of every row."""
+    shapes = [getattr(rows, "shape", None) for rows in (training, validation)]
+    if None not in shapes and shapes[0][1:] != shapes[1][1:]:
+        raise ValueError(
+            f"PrivateSearch.fit: validation {name} have shape {shapes[1]}, but the "
+            f"training ones {shapes[0]}; give both the same columns."
+        )
 
 
 def _default():
