@@ -271,7 +271,9 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
             "NaN for every record."
         )
     with np.errstate(all="ignore"):  # a warning would tell something about a value
-        return found.astype(np.float64)
+        found = found.astype(np.float64)
+    # Under jax_debug_nans JAX would raise where one record's loss is NaN.
+    return np.where(np.isnan(found), np.inf, found)
 
 
 def _unseen(point: np.ndarray) -> np.ndarray:

@@ -416,3 +416,12 @@ def test_the_example_of_the_page_runs(capsys):
     code = page.split("```python\n")[1].split("```")[0]
     exec(compile(code, "docs/search.md", "exec"), {})
     assert "ENFORCED: epsilon = 1 at delta = 1e-06" in capsys.readouterr().out
+
+
+def test_a_loss_of_nan_stops_no_run_that_is_debugged():
+    def losses(point):
+        return np.where(np.arange(30) == 3, np.nan, np.ones(30))
+
+    with jax.debug_nans(True):
+        found = search("noisy_ucb", losses).value
+    np.testing.assert_array_equal(found, search("noisy_ucb", losses).value)
