@@ -348,11 +348,11 @@ def _square(prediction, y):
 
 def _check_alike(name, training, validation):
     """Refuses arrays of other columns, which would make a failure of every row."""
-    shapes = [getattr(rows, "shape", None) for rows in (training, validation)]
-    if None not in shapes and shapes[0][1:] != shapes[1][1:]:
+    shapes = [v.shape for v in (validation, training) if hasattr(v, "shape")]
+    if len({shape[1:] for shape in shapes}) > 1:
         raise ValueError(
-            f"PrivateSearch.fit: validation {name} have shape {shapes[1]}, but the "
-            f"training ones {shapes[0]}; give both the same columns."
+            f"PrivateSearch.fit: validation {name} have shape {shapes[0]}, but the "
+            f"training ones {shapes[1]}; give both the same columns."
         )
 
 

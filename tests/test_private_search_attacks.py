@@ -1,4 +1,4 @@
-"""A validation record of a private search stops and says nothing, and moves no other."""
+"""A validation record of a private search stops, says and moves nothing but itself."""
 
 import gc
 import pickle

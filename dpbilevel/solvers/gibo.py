@@ -90,10 +90,11 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
     Privacy:
         `num_steps` Gaussian releases, each of $\ell_2$ sensitivity $2C/n$ under
         replace-one, enforced by clipping for any loss and any kernel. The relation is
-        replace-one: the state has a row for every record. All iterates, points and numbers of points are covered; losses
-        are not and stay in the state. A loss that is not finite counts as the largest
-        finite one of the same record. Protects the records whose losses are evaluated,
-        not what the losses are computed from besides, such as the training data.
+        replace-one: the state has a row for every record. All iterates, points and
+        numbers of points are covered; losses are not and stay in the state. A loss that
+        is not finite counts as the largest finite one of the same record. Protects the
+        records whose losses are evaluated, not what the losses are computed from
+        besides, such as the training data.
 
     References:
         Sopa, Marusic, Avella-Medina and Cunningham, "Scalable differentially private
