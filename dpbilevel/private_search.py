@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Float
 
 try:
+    import joblib
     from sklearn.base import (
         BaseEstimator,
         MetaEstimatorMixin,
@@ -159,8 +160,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             y: Training targets, not protected.
             validation: `(X, y)` of the private records.
             key: One typed key.
-            folder: Where evaluations are kept, so that a stopped search goes on; it
-                holds losses and is secret until the search is done.
+            folder: Where evaluations are kept, so that a stopped search goes on with
+                the same validation records in the same order; it holds losses and is
+                secret until the search is done.
             progress: Whether to show a progress bar.
 
         Returns:
@@ -184,7 +186,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         evaluated = _Losses(self, X, y, inputs, targets)
         evaluated.check_rows_apart()
         size = sum(entry.coordinates for entry in self.space.values())
-        problem = BlackBox(evaluated, len(targets), Box(-1.0, 1.0))
+        # Losses of rows in another order, as by a new split, must not join old ones.
+        records = "" if folder is None else joblib.hash((inputs, targets))
+        problem = BlackBox(evaluated, len(targets), Box(-1.0, 1.0), records)
         solver = _default() if self.solver is None else self.solver
         result = search(
             problem,

@@ -95,11 +95,25 @@ def test_a_loss_that_mixes_rows_is_refused():
         evaluated(RIDGE, V, T, centred)
 
 
-def fit(targets):
+def fit(targets, **options):
     search = PrivateSearch(
         *RIDGE[:2], dpb.PrivacyBudget(1.0, 1e-3), solver=dpb.RandomSearch(3, 2.0)
     )
-    return search.fit(X, Y, validation=(V, targets), key=jax.random.key(0))
+    validation = V, targets
+    return search.fit(X, Y, validation=validation, key=jax.random.key(0), **options)
+
+
+def test_a_search_does_not_go_on_with_records_in_another_order(tmp_path, monkeypatch):
+    def stops(*args):
+        raise RuntimeError("the cluster went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Losses, "__call__", stops)
+        with pytest.raises(RuntimeError):
+            fit(T, folder=tmp_path)
+    with pytest.raises(ValueError, match="or their order, are not those"):
+        fit(T[::-1].copy(), folder=tmp_path)
+    assert fit(T.copy(), folder=tmp_path).best_params_ == fit(T).best_params_
 
 
 def test_nothing_of_the_validation_records_stays_in_the_fitted_search():
