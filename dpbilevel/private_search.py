@@ -2,24 +2,17 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Float
 
 try:
-    from sklearn.base import (
-        BaseEstimator,
-        MetaEstimatorMixin,
-        clone,
-        is_classifier,
-        is_regressor,
-    )
+    import joblib
+    from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
     from sklearn.utils.validation import check_is_fitted
 except ImportError:
     raise ImportError(
@@ -30,12 +23,12 @@ from . import _checks
 from .noise import PRNGKey, check_key
 from .privacy.budget import PrivacyBudget
 from .problems.black_box import BlackBox
+from .row_losses import RowLosses, check_validation, count, default_losses
 from .searching import search
 from .sets import Box
 from .solvers.asking import AbstractAskingSolver
 from .solvers.gibo import GradientInformativeBO
-
-_PROBED = 64  # training rows on which losses must not depend on each other
+from .solvers.kernels import RBF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +96,18 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
             $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
-            default `GradientInformativeBO` with AdaGrad, 20 steps, for losses of order
-            one.
+            default 20 steps of `GradientInformativeBO` with AdaGrad, in units of the
+            median slope of a training record's loss, which 2d + 1 trainings on one half
+            of them and losses on the other tell.
         losses: `losses(estimator, X, y)`, the loss of every row, shape `(n,)`, each
             from its own row alone. By default log loss for classifiers with
             `predict_proba`, else 0-1 loss; for regressors the squared error in units
             of the training targets' variance.
-
         training_mu: Declared, for an estimator that trains privately: one `fit` is
             `training_mu`-GDP towards the training records at any point of the space.
             The report then says what all fits together are, that of `best_estimator_`
-            included.
+            included. Nothing else may be learned from the training records then: it
+            needs `losses`, and a `solver`.
 
     Attributes:
         best_params_: The released parameters.
@@ -126,8 +120,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         The unit is one validation record, $n$ is public, and the relation is the
         solver's. The training records are NOT protected: parameters, and the fitted
         estimator above all, are functions of them. Where the estimator trains
-        privately, `training_mu` declares it. No validation loss is shown, logged
-        or kept; a score of the answer on the same records is another release.
+        privately, `training_mu` declares it. No validation loss is shown, logged or
+        kept; a score of the answer on the same records is another release. A record
+        that makes the estimator or the losses raise has the loss NaN and stops nothing;
+        their warnings about validation records are silent. Records must be read without
+        each other: where a stray text in a column has made texts of all its numbers,
+        one record has moved every other.
     """
 
     def __init__(
@@ -169,8 +167,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             validation: `(X, y)` of the private records, of the kinds and columns of
                 the training ones.
             key: One typed key.
-            folder: Where evaluations are kept, so that a stopped search goes on; it
-                holds losses and is secret until the search is done.
+            folder: Where evaluations are kept, so that a stopped search goes on with
+                the same validation records in the same order; it holds losses and is
+                secret until the search is done.
             progress: Whether to show a progress bar.
 
         Returns:
@@ -184,18 +183,23 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         """
         check_key(key)
         self._check()
-        _check_validation(X, y, validation)
-        evaluated = _Losses(self, X, y, *validation)
-        evaluated.check_rows_apart()
+        check_validation(X, y, validation)
+        rows = self._rows(X, y)
         size = sum(entry.coordinates for entry in self.space.values())
+        rows.check_apart(np.zeros(size))
+        # Losses of rows in another order, as by a new split, must not join old ones.
+        records = "" if folder is None else joblib.hash(validation)
         problem = BlackBox(
-            evaluated,
-            evaluated.size,
+            rows.black_box(*validation),
+            count(validation[0]),
             Box(-1.0, 1.0),
+            records,
             training_mu=self.training_mu,
             trainings_after=2,  # the trial of rows, and `best_estimator_`
         )
-        solver = _default(size) if self.solver is None else self.solver
+        solver = self.solver
+        if solver is None:
+            solver = _default(size, rows.median_slope(size))
         result = search(
             problem,
             solver,
@@ -209,7 +213,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.best_params_ = self.parameters(result.value)
         self.trajectory_ = result.trajectory
         self.report_ = result.report
-        self.best_estimator_ = evaluated.fitted(result.value)
+        self.best_estimator_ = rows.fitted(result.value)
         return self
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
@@ -250,6 +254,14 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self)
         return self.best_estimator_.score(X, y)
 
+    def _rows(self, X: Any, y: Any) -> RowLosses:
+        losses = self.losses or default_losses(self.estimator, y)
+        return RowLosses(self._made, X, y, losses)
+
+    def _made(self, point: Float[np.ndarray, " d"]) -> Any:
+        """The estimator with the parameters at a point, not fitted."""
+        return clone(self.estimator).set_params(**self.parameters(point))
+
     def _check(self) -> None:
         _checks.instance("PrivateSearch", PrivacyBudget, budget=self.budget)
         _checks.instance("PrivateSearch", dict, space=self.space)
@@ -267,6 +279,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "PrivateSearch: losses must be a function of (estimator, X, y) that "
                 f"returns every row's loss, got {self.losses!r}."
             )
+        if self.training_mu is not None and None in (self.solver, self.losses):
+            raise ValueError(
+                "PrivateSearch: with training_mu the training records are protected, "
+                "so no units may be taken from them; give losses=, and solver= with a "
+                "clip norm that is known to suit them."
+            )
         known = self.estimator.get_params()
         for name, entry in self.space.items():
             if not isinstance(entry, Range):
@@ -282,180 +300,16 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 )
 
 
-class _Losses:
-    """The black box: trains at a point and tells the private records' losses."""
-
-    def __init__(self, owner: PrivateSearch, X, y, inputs, targets):
-        self.owner, self.training = owner, (_sliceable(X), y)
-        self.losses = owner.losses or _default_losses(owner.estimator, y)
-        self.size, self.usable = _count(inputs), _finite_rows(inputs)
-        self.inputs = _sliceable(_without(inputs, self.usable))
-        self.targets = targets
-
-    def __call__(self, point):
-        try:
-            fitted = self.fitted(point)
-        except Exception:  # of the training records, whatever the private ones are
-            return np.full(self.size, np.nan)
-        # A warning would tell something about a value.
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = self._apart(fitted, self.inputs, self.targets)
-        # What cannot be read counts for nothing, and says so to nobody.
-        return np.where(self.usable, found, np.nan)
-
-    def fitted(self, point):
-        estimator = clone(self.owner.estimator)
-        estimator.set_params(**self.owner.parameters(point))
-        return estimator.fit(*self.training)
-
-    def check_rows_apart(self):
-        """Raises where a row's loss depends on the rows beside it: on public rows."""
-        X, y = (_part(v, slice(_PROBED)) for v in self.training)
-        fitted = self.fitted(np.zeros(sum(r.coordinates for r in self._ranges())))
-        half = len(y) // 2
-        apart = self._rows(fitted, *(_part(v, slice(half)) for v in (X, y)))
-        together = self._rows(fitted, X, y)[:half]
-        if not np.allclose(apart, together, rtol=1e-5, atol=1e-8, equal_nan=True):
-            raise ValueError(
-                "PrivateSearch: losses of training rows change with the rows beside "
-                "them, so one validation record would move the losses of others. "
-                "Every row's loss must come from that row and the fitted estimator "
-                "alone: no scaling, ranking or mean over the rows given."
-            )
-
-    def _ranges(self):
-        return self.owner.space.values()
-
-    def _apart(self, estimator, X, y):
-        """The losses of rows; NaN for those that the estimator refuses.
-
-        An exception would tell something about a record, and the others go on.
-        """
-        try:
-            return self._rows(estimator, X, y)
-        except Exception:
-            if len(y) == 1:
-                return np.full(1, np.nan)
-        half = len(y) // 2
-        parts = [
-            [_part(v, s) for v in (X, y)] for s in (slice(half), slice(half, None))
-        ]
-        return np.concatenate([self._apart(estimator, *part) for part in parts])
-
-    def _rows(self, estimator, X, y):
-        found = np.asarray(self.losses(estimator, X, y), np.float64)
-        if found.shape != (len(y),):
-            raise ValueError(
-                "PrivateSearch: losses must return one number for each of the "
-                f"{len(y)} rows, got shape {found.shape}."
-            )
-        return found
-
-
-def _default_losses(estimator, training_targets):
-    if is_classifier(estimator):
-        if np.ndim(training_targets) != 1:
-            raise ValueError(
-                "PrivateSearch: the default losses of a classifier need one label per "
-                f"row, got y of shape {np.shape(training_targets)}. Ravel a column, or "
-                "give losses(estimator, X, y)."
-            )
-        if hasattr(estimator, "predict_proba"):
-            return _log_loss
-        return lambda fitted, X, y: (fitted.predict(X) != np.asarray(y)).astype(float)
-    if is_regressor(estimator):
-        scale = float(np.var(np.asarray(training_targets, np.float64))) or 1.0
-        return lambda fitted, X, y: _square(fitted.predict(X), y) / scale
-    raise ValueError(
-        f"PrivateSearch: {type(estimator).__name__} is no classifier and no regressor; "
-        "give losses(estimator, X, y)."
-    )
-
-
-def _log_loss(fitted, X, y):
-    """The log loss of each row; a class that training did not know counts as p = 0."""
-    chances = fitted.predict_proba(X)
-    hits = np.asarray(y)[:, None] == np.asarray(fitted.classes_)[None, :]
-    return -np.log(np.maximum(np.sum(chances * hits, axis=1), 1e-7))
-
-
-def _square(prediction, y):
-    errors = (np.asarray(prediction) - np.asarray(y, np.float64)) ** 2
-    return errors.reshape(len(errors), -1).mean(1)
-
-
-def _check_validation(X, y, validation):
-    """Raises unless the private records look like the training ones: shapes only."""
-    if not isinstance(validation, tuple | list) or len(validation) != 2:
-        raise TypeError(
-            "PrivateSearch.fit: validation must be (X, y) of the private records, got "
-            f"{type(validation).__name__}"
-            + (
-                f" of {len(validation)}."
-                if isinstance(validation, tuple | list)
-                else "."
-            )
-        )
-    counts = [_count(v) for v in validation]
-    if counts[0] != counts[1]:
-        raise ValueError(
-            f"PrivateSearch.fit: validation has {counts[0]} inputs and {counts[1]} "
-            "targets."
-        )
-    for name, public, private in zip("Xy", (X, y), validation, strict=True):
-        kinds = _columns(public), _columns(private)
-        if None not in kinds and kinds[0] != kinds[1]:
-            raise ValueError(
-                f"PrivateSearch.fit: {name} of validation must have the columns of the "
-                f"training {name}, {kinds[0]}, got {kinds[1]}."
-            )
-
-
-def _columns(table):
-    """What a table's columns are: names or a shape; `None` where nothing is known."""
-    names = getattr(table, "columns", None)
-    if names is not None:
-        return list(names)
-    shape = getattr(table, "shape", None)
-    return None if shape is None else tuple(shape[1:])
-
-
-def _count(table):
-    """The number of rows; sparse matrices have no length."""
-    return table.shape[0] if hasattr(table, "shape") else len(table)
-
-
-def _sliceable(table):
-    """A sparse matrix in a format that has rows; anything else as it is."""
-    return table.tocsr() if hasattr(table, "tocsr") else table
-
-
-def _part(table, rows):
-    """Rows by position, of a data frame as well."""
-    return getattr(table, "iloc", table)[rows]
-
-
-def _finite_rows(inputs):
-    """Which rows of a numeric array hold finite numbers alone; all rows of others."""
-    dense = isinstance(inputs, np.ndarray | jax.Array)
-    if not (dense and np.issubdtype(inputs.dtype, np.number)):
-        return np.ones(_count(inputs), bool)
-    return np.isfinite(inputs).reshape(len(inputs), -1).all(1)
-
-
-def _without(inputs, usable):
-    """The inputs with zeros in place of rows that are not usable."""
-    if usable.all():
-        return inputs
-    mask = usable.reshape(-1, *[1] * (np.ndim(inputs) - 1))
-    return np.where(mask, inputs, np.zeros((), inputs.dtype))
-
-
-def _default(size):
+def _default(size, slope):
+    """Descent along inferred gradients in units of a record's typical slope."""
     # AdaGrad's first step would be as long for pure noise as for a steep slope, but for
     # its initial accumulator.
-    rule = optax.adagrad(0.2, initial_accumulator_value=0.01)
+    rule = optax.adagrad(0.2, initial_accumulator_value=0.01 * slope**2)
     return GradientInformativeBO(
-        20, 1.0, optimizer=rule, evaluation_noise=0.02, max_batch=2 * size + 16
+        20,
+        slope,
+        optimizer=rule,
+        kernel=RBF(variance=slope**2),
+        evaluation_noise=0.02 * slope,
+        max_batch=2 * size + 16,
     )

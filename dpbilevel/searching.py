@@ -100,7 +100,7 @@ def search(
             black box returns something else than real numbers.
         ValueError: The solver is not calibrated or planned for another number of
             records, `w0` does not fit, the black box returns another shape, or the
-            folder holds something else.
+            folder holds something else or a run on other records.
         OSError: The disk refuses.
 
     Privacy:
@@ -110,7 +110,9 @@ def search(
         to keep silent. Losses and checkpoint in the folder are SECRET, readable by
         their owner alone, and deleted at the end; the result holds released values
         only. A resumed run makes the releases of the interrupted one, bit for bit on
-        the same machine, and spends nothing more.
+        the same machine, and spends nothing more: if the records are the same in the
+        same order, which `BlackBox.records` lets it check, and if the folder is no copy
+        of one that another run goes on with, whose noise it would use again.
     """
     check_key(key)
     _check(problem, solver, progress)
@@ -142,7 +144,7 @@ def search(
         public["report"] = json.loads(report.to_json())
         place = Path(folder)
         with lock.held(place):
-            notebook = Folder(place, report, public)
+            notebook = Folder(place, report, public, problem.records)
             found = notebook.finished()
             if found is None:
                 saved = notebook.begun(first)
@@ -164,7 +166,7 @@ def _run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """All steps that are left; returns the answer and the released iterates."""
     # What is compiled must not read losses, and need not keep them alive.
-    public = dataclasses.replace(problem, losses=_unseen)
+    public = dataclasses.replace(problem, losses=_unseen, records="")
     with wide_integers():
         structure: Any = jax.tree.structure(solver.init(public, _point(saved)))
     with _bar(progress, solver.num_steps, saved.done) as shown:
@@ -271,7 +273,9 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
             "are not protected fails, return NaN for every record."
         )
     with np.errstate(all="ignore"):  # a warning would tell something about a value
-        return found.astype(np.float64)
+        found = found.astype(np.float64)
+    # Under jax_debug_nans JAX would raise where one record's loss is NaN.
+    return np.where(np.isnan(found), np.inf, found)
 
 
 def _unseen(point: np.ndarray) -> np.ndarray:

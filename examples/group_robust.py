@@ -86,7 +86,7 @@ def main(smoke: bool, out: pathlib.Path) -> None:
     plain, between, worst = (values[-1] for values in found.values())
     assert worst.max() < between.max() < plain.max()
     assert plain @ SHARES < worst @ SHARES
-    # Below no model at all; a clip norm of 3 counts the smallest site too little for it.
+    # Below no model at all; a clip norm of 3 counts the smallest site too little.
     assert smoke or worst.max() < np.log(2)
 
 

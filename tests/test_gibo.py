@@ -20,6 +20,7 @@ from dpbilevel.solvers.gp import gradient_posterior
 pytestmark = pytest.mark.usefixtures("x64")
 N, D = 40, 3
 BOX = dpb.Box(-2.0, 2.0)
+ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 SQUARES = dpb.FiniteSum(lambda w, z: 0.5 * jnp.sum((w - z) ** 2), w_set=BOX)
 RECORDS = 0.5 * np.random.default_rng(0).normal(size=(N, D)) + 0.3
 START = np.ones(D)
@@ -332,6 +333,8 @@ def test_single_precision_is_refused_with_the_remedy():
         ({"keep_rule": "best"}, "keep_rule must be one of"),
         ({"average": "best"}, "average must be one of"),
         ({"step_size": None}, "give one of step_size and optimizer"),
+        # One record more would be a state of another shape, and an error.
+        ({"noise": dpb.Gaussian(None, ADD_OR_REMOVE)}, "use Neighbours.REPLACE_ONE"),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields, message):

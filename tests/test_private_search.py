@@ -14,7 +14,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import dpbilevel as dpb
-from dpbilevel import private_search
 
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 RNG = np.random.default_rng(0)
@@ -40,6 +39,10 @@ def searched(estimator=None, space=SPACE, key=0, **options):
         **({"solver": FEW} | options),
     )
     return search.fit(*training, validation=private, key=jax.random.key(key), **fitting)
+
+
+def squares(estimator, X, y):
+    return (estimator.predict(X) - y) ** 2
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def test_the_report_is_about_validation_records(found):
 
 def test_private_trainings_are_counted_at_most_once_an_evaluation():
     # 4 steps of 2 points, the trial of rows and the last fit.
-    text = str(searched(training_mu=0.1).report_)
+    text = str(searched(training_mu=0.1, losses=squares).report_)
     assert "10 of them" in text
     assert f"{0.1 * math.sqrt(10):.4g}-GDP" in text
     assert "is not protected" not in text
@@ -81,7 +84,33 @@ def test_private_trainings_are_counted_at_most_once_an_evaluation():
 def test_trainings_without_a_public_bound_are_refused():
     unbounded = dpb.GradientInformativeBO(4, 1.0, step_size=0.4)
     with pytest.raises(ValueError, match="give the solver batch= or max_batch="):
-        searched(solver=unbounded, training_mu=0.1)
+        searched(solver=unbounded, losses=squares, training_mu=0.1)
+
+
+def test_protected_training_records_tell_no_units():
+    for options in ({"losses": squares, "solver": None}, {}):
+        with pytest.raises(ValueError, match="no units may be taken from them"):
+            searched(training_mu=0.1, **options)
+
+
+def test_default_steps_are_in_units_of_the_slopes_of_training_records():
+    search = dpb.PrivateSearch(Ridge(), SPACE, BUDGET)
+    slope = search._rows(*TRAINING).median_slope(1)
+    sides = [
+        (
+            Ridge(alpha=search.parameters(np.full(1, p))["alpha"])
+            .fit(*(v[::2] for v in TRAINING))
+            .predict(TRAINING[0][1::2])
+            - TRAINING[1][1::2]
+        )
+        ** 2
+        / np.var(TRAINING[1])
+        for p in (0.3, -0.3)
+    ]
+    assert slope == pytest.approx(np.median(np.abs(sides[0] - sides[1])) / 0.6)
+    result = searched(solver=None)
+    assert result.report_.ledger[0]["clip_norm"] == pytest.approx(slope)
+    assert error_of(result.best_params_["alpha"]) < 0.9 * error_of(10**-0.5)
 
 
 def test_nothing_of_the_validation_records_is_left_in_the_search(found):
@@ -130,14 +159,10 @@ def test_a_row_that_the_estimator_refuses_counts_for_nothing_and_raises_nothing(
     private = inputs[60:].copy()
     private[[3, 500], 0] = "a secret", None
     owner = dpb.PrivateSearch(make_pipeline(OneHotEncoder(), Ridge()), {}, BUDGET)
-    box = private_search._Losses(
-        owner, inputs[:60], TARGETS[:60], private, TARGETS[60:]
-    )
-    losses = box(np.zeros(0))
+    rows = owner._rows(inputs[:60], TARGETS[:60])
+    losses = rows.black_box(private, TARGETS[60:])(np.zeros(0))
     assert set(np.flatnonzero(np.isnan(losses))) == {3, 500}
-    whole = private_search._Losses(
-        owner, inputs[:60], TARGETS[:60], inputs[60:], TARGETS[60:]
-    )
+    whole = rows.black_box(inputs[60:], TARGETS[60:])
     others = np.isfinite(losses)
     np.testing.assert_allclose(losses[others], whole(np.zeros(0))[others])
 
@@ -150,7 +175,7 @@ def test_parameters_that_cannot_be_fitted_lose_every_row():
             return super().fit(X, y)
 
     owner = dpb.PrivateSearch(Fragile(), SPACE, BUDGET)
-    box = private_search._Losses(owner, *TRAINING, *PRIVATE)
+    box = owner._rows(*TRAINING).black_box(*PRIVATE)
     assert np.isnan(box(-np.ones(1))).all()
     assert np.isfinite(box(np.ones(1))).all()
 

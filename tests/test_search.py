@@ -454,3 +454,29 @@ def test_records_in_the_wrong_place_are_not_shown():
 
 def test_lazily_imported_names_are_listed():
     assert {"PrivateSearch", "Range", "search"} <= set(dir(dpb))
+
+
+def test_a_loss_of_nan_stops_no_run_that_is_debugged():
+    def losses(point):
+        return np.where(np.arange(30) == 3, np.nan, np.ones(30))
+
+    with jax.debug_nans(True):
+        found = search("noisy_ucb", losses).value
+    np.testing.assert_array_equal(found, search("noisy_ucb", losses).value)
+
+
+def test_other_records_are_refused_and_their_hash_stays_in_the_checkpoint(tmp_path):
+    def run(records, losses=None):
+        problem = dpb.BlackBox(losses or Counted(), 30, BOX, records)
+        return searched(problem=problem, folder=tmp_path)
+
+    with pytest.raises(RuntimeError):
+        run("a1b2c3", Counted(2))
+    with pytest.raises(ValueError, match="or their order, are not those") as caught:
+        run("d4e5f6")
+    assert not [h for h in ("a1b2c3", "d4e5f6") if h in str(caught.value)]
+    assert b"a1b2c3" in (tmp_path / checkpoint.NAME).read_bytes()
+    run("a1b2c3")
+    kept = [p for p in tmp_path.iterdir() if b"a1b2c3" in p.read_bytes()]
+    assert not kept
+    assert "a1b2c3" not in repr(dpb.BlackBox(Counted(), 30, BOX, "a1b2c3"))

@@ -21,6 +21,8 @@ class BlackBox(eqx.Module):
             every trace. Static.
         num_records: $n$, public. Static.
         w_set: Where it may be evaluated: a `Box` with both ends.
+        records: What tells the records and their order from others, such as a hash of
+            them. SECRET: an interrupted run compares it before it goes on. Static.
         training_mu: Declared, where `losses` trains privately on other records: one
             training is `training_mu`-GDP towards them, whatever the point. The report
             then says what all trainings of a search together are. Static.
@@ -28,8 +30,9 @@ class BlackBox(eqx.Module):
             as that of the final model; counted with the others. Static.
 
     Privacy:
-        The unit is one record: one row of what `losses` returns. A record may move its
-        own row only. Where rows are scaled, centred or otherwise computed from other
+        The unit is one record: one row of what `losses` returns, the same row at every
+        point, also after an interruption. A record may move its own row only. Where
+        rows change places, or are scaled, centred or otherwise computed from other
         records, one record moves many rows and no guarantee holds; nothing can check
         that from outside. Whatever else `losses` reads, training data above all, is
         not protected.
@@ -40,6 +43,7 @@ class BlackBox(eqx.Module):
     )
     num_records: int = eqx.field(static=True)
     w_set: AbstractSet = Box(-1.0, 1.0)
+    records: str = eqx.field(static=True, default="", repr=False)
     training_mu: float | None = eqx.field(static=True, default=None)
     trainings_after: int = eqx.field(static=True, default=0)
 

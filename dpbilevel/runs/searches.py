@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint
 
 _PATTERN = "evaluation-*.SECRET"
 _NOTICE = (
-    b"dpbilevel search 1. SECRET: it holds the key of the noise still to come and may "
+    b"dpbilevel search 2. SECRET: it holds the key of the noise still to come and may "
     b"hold losses of single records without noise. Keep it, or delete it; do not share "
     b"it.\n"
 )
@@ -59,11 +59,13 @@ class Folder:
         path: The folder, under its lock.
         report: The guarantee of the run.
         public: What must not change between the parts of a run.
+        records: What tells its records from others; nor must that. SECRET.
     """
 
     path: Path
     report: PrivacyReport
     public: dict[str, Any]
+    records: str = dataclasses.field(default="", repr=False)
 
     def finished(self) -> tuple[np.ndarray, np.ndarray] | None:
         """The answer and the released iterates of a finished run.
@@ -100,7 +102,8 @@ class Folder:
             saved = self._interrupted()
         else:
             self._check_unused()
-            saved = dataclasses.replace(first, fingerprint=self.public)
+            parts = {"run": self.public, "records": self.records}
+            saved = dataclasses.replace(first, fingerprint=parts)
             checkpoint.write(self.path, saved, notice=_NOTICE)
         spending.begin(self.path, _NUMBER, self.report, self.public)
         return saved
@@ -182,10 +185,16 @@ class Folder:
         except ValueError:
             raise ValueError(
                 f"{self.path / checkpoint.NAME} is damaged or not of a search by this "
-                "version of dpbilevel. Put back a copy of it, or give a new folder: a "
-                "second release, on top of what this one cost."
+                "version of dpbilevel. Give a new folder: a second release, on top of "
+                "what this one cost. An older copy would use noise again."
             ) from None
-        self._check_same(saved.fingerprint)
+        self._check_same(saved.fingerprint["run"])
+        if saved.fingerprint["records"] != self.records:
+            raise ValueError(
+                f"cannot resume {self.path}: the records, or their order, are not "
+                "those the run began with. Give the same ones, or a new folder for a "
+                "second release."
+            )
         self._forget(saved.done)
         return saved
 

@@ -69,8 +69,8 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
             problem: Its set and public term are read.
             state: The state that asked.
             asked: The points.
-            losses: One row a record, one column a point; columns that were not asked
-                for hold zeros.
+            losses: One row a record, one column a point, infinity for NaN; columns
+                that were not asked for hold zeros.
             key: A typed key of its own.
         """
 
@@ -87,6 +87,8 @@ def losses_at(
 ) -> Float[Array, "records points"]:
     """Every record's loss at every point that is asked for, zero elsewhere.
 
+    NaN becomes infinity, no worse: a run that is debugged must not stop where it is.
+
     Args:
         problem: The problem.
         asked: The points.
@@ -95,7 +97,8 @@ def losses_at(
 
     def at_one(point, index):
         def evaluated():
-            return jax.vmap(lambda record: problem.loss(point, record))(data)
+            found = jax.vmap(lambda record: problem.loss(point, record))(data)
+            return jnp.where(jnp.isnan(found), jnp.inf, found)
 
         shape = jax.eval_shape(evaluated)
         return jax.lax.cond(

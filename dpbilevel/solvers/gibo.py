@@ -89,11 +89,12 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
 
     Privacy:
         `num_steps` Gaussian releases, each of $\ell_2$ sensitivity $2C/n$ under
-        replace-one ($C/n$ under add-or-remove-one), enforced by clipping for any loss
-        and any kernel. All iterates, points and numbers of points are covered; losses
-        are not and stay in the state. A loss that is not finite counts as the largest
-        finite one of the same record. Protects the records whose losses are evaluated,
-        not what the losses are computed from besides, such as the training data.
+        replace-one, enforced by clipping for any loss and any kernel. The relation is
+        replace-one: the state has a row for every record. All iterates, points and
+        numbers of points are covered; losses are not and stay in the state. A loss that
+        is not finite counts as the largest finite one of the same record. Protects the
+        records whose losses are evaluated, not what the losses are computed from
+        besides, such as the training data.
 
     References:
         Sopa, Marusic, Avella-Medina and Cunningham, "Scalable differentially private
@@ -126,6 +127,12 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
     def __check_init__(self):
         owner = type(self).__name__
         _checks.instance(owner, Gaussian, noise=self.noise)
+        if self.noise.neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                f"{owner}: keeps every record's losses, in a state whose shape would "
+                "tell their number, which add-or-remove-one keeps private; use "
+                "Neighbours.REPLACE_ONE."
+            )
         _checks.instance(owner, AbstractKernel, kernel=self.kernel)
         _checks.count(owner, num_steps=self.num_steps, keep=self.keep)
         for name in ("batch", "max_batch"):

@@ -1,0 +1,127 @@
+"""A validation record of a private search stops, says and moves nothing but itself."""
+
+import gc
+import pickle
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder
+from sklearn.svm import LinearSVC
+from sklearn.tree import DecisionTreeRegressor
+
+import dpbilevel as dpb
+from dpbilevel.private_search import PrivateSearch, Range
+from dpbilevel.row_losses import RowLosses
+
+RNG = np.random.default_rng(0)
+X, V = RNG.normal(size=(40, 3)), RNG.normal(size=(8, 3))
+Y, T = X @ [1.0, 2.0, 3.0], V @ [1.0, 2.0, 3.0]
+CLASSES, LABELS = (Y > 0).astype(int), (T > 0).astype(int)
+WORDS, TOLD = ([[word] for word in RNG.choice(["a", "b"], n)] for n in (40, 8))
+RIDGE = Ridge(), {"alpha": Range(0.1, 1.0)}, X, Y
+TREE = DecisionTreeRegressor(random_state=0), {"ccp_alpha": Range(0.1, 1.0)}, X, Y
+LOGISTIC = LogisticRegression(), {"C": Range(0.1, 1.0)}, X, CLASSES
+MARGIN = LinearSVC(random_state=0), {"C": Range(0.1, 1.0)}, X, CLASSES
+ENCODED = (
+    make_pipeline(OneHotEncoder(), Ridge()),
+    {"ridge__alpha": Range(0.1, 1.0)},
+    WORDS,
+    Y,
+)
+
+
+def with_first(rows, value):
+    rows = list(rows) if isinstance(rows, list) else rows.copy()
+    rows[0] = value
+    return rows
+
+
+def evaluated(tuned, inputs, targets, losses=None):
+    estimator, space, X, y = tuned
+    owner = PrivateSearch(estimator, space, None, losses=losses)
+    rows = owner._rows(X, y)
+    rows.check_apart(np.zeros(1))
+    black_box = rows.black_box(inputs, targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return black_box(np.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("tuned", "inputs", "targets"),
+    [
+        (RIDGE, with_first(V.tolist(), [np.nan] * 3), T),
+        (RIDGE, with_first(V.tolist(), [1.0]), T),
+        (RIDGE, with_first(V, 1e200), T),
+        (RIDGE, V, with_first(T, 1e200)),
+        (RIDGE, V, with_first(T.tolist(), "secret")),
+        (RIDGE, V, with_first(T.tolist(), 10**400)),
+        (TREE, with_first(V, 1e200), T),
+        (TREE, with_first(V, np.inf), T),
+        (LOGISTIC, V, with_first(LABELS.tolist(), "secret")),
+        (LOGISTIC, V, with_first(LABELS.tolist(), [1, 2])),
+        (LOGISTIC, with_first(V.tolist(), ["a", "b", "c"]), LABELS),
+        (MARGIN, V, with_first(LABELS.tolist(), "secret")),
+        (ENCODED, with_first(TOLD, ["secret"]), T),
+    ],
+)
+def test_a_hostile_record_is_silent_and_alone(tuned, inputs, targets):
+    plain = TOLD if tuned is ENCODED else V
+    expected = evaluated(tuned, plain, T if tuned[3] is Y else LABELS)
+    found = evaluated(tuned, inputs, targets)
+    np.testing.assert_allclose(found[1:], expected[1:], rtol=1e-12)
+    assert np.isfinite(expected).all()
+
+
+def test_targets_in_one_column_are_not_compared_with_all_predictions():
+    tuned = LinearRegression(), {"tol": Range(0.1, 1.0)}, X, Y
+    column = [[v] for v in T]
+    moved = evaluated(tuned, with_first(V, 5.0), column)
+    np.testing.assert_array_equal(moved[1:], evaluated(tuned, V, T)[1:])
+    with pytest.raises(ValueError, match="y of validation must have the columns"):
+        fit(T[:, None])
+
+
+def test_a_loss_that_mixes_rows_is_refused():
+    """The control: what the probe is for."""
+
+    def centred(fitted, X, y):
+        errors = (fitted.predict(X) - y) ** 2
+        return errors - errors.mean()
+
+    with pytest.raises(ValueError, match="change with the rows beside them"):
+        evaluated(RIDGE, V, T, centred)
+
+
+def fit(targets, **options):
+    search = PrivateSearch(
+        *RIDGE[:2], dpb.PrivacyBudget(1.0, 1e-3), solver=dpb.RandomSearch(3, 2.0)
+    )
+    validation = V, targets
+    return search.fit(X, Y, validation=validation, key=jax.random.key(0), **options)
+
+
+def test_a_search_does_not_go_on_with_records_in_another_order(tmp_path, monkeypatch):
+    def stops(*args):
+        raise RuntimeError("the cluster went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLosses, "black_box", lambda *args: stops)
+        with pytest.raises(RuntimeError):
+            fit(T, folder=tmp_path)
+    with pytest.raises(ValueError, match="or their order, are not those"):
+        fit(T[::-1].copy(), folder=tmp_path)
+    assert fit(T.copy(), folder=tmp_path).best_params_ == fit(T).best_params_
+
+
+def test_nothing_of_the_validation_records_stays_in_the_fitted_search():
+    targets = T + 0.123456789
+    search = fit(targets)
+    assert targets.tobytes()[:8] not in pickle.dumps(search)
+    assert T.tobytes()[:8] in pickle.dumps(T)  # the control
+    gc.collect()
+    assert not [o for o in gc.get_referrers(targets) if isinstance(o, tuple)]
