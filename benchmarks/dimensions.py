@@ -23,8 +23,8 @@ from .black_box import follow, made
 from .tuning_tasks import length_scales
 
 FOLDER = pathlib.Path("runs/dimensions")
-DIMENSIONS = (2, 5, 10, 15, 20, 30)
-REPLICATIONS = 6
+DIMENSIONS = (2, 5, 10, 20, 30)
+REPLICATIONS = 4
 TRAINING, VALIDATION, NOISE = 300, 1_000, 0.05
 # mu = 1 is this at delta = 1e-5, and follows from a pure epsilon of 0.807.
 BUDGET, PURE = dpb.PrivacyBudget(4.377, 1e-5), dpb.PrivacyBudget(0.807, 0.0)
@@ -45,14 +45,14 @@ def others(evaluations):
     mean = max(1.1, evaluations / 2 - 15)
     repeated = dpb.RepeatAndSelect(evaluations, CLIP_RANGE, mean, math.inf)
     yield "repeat and select", repeated, BUDGET
-    surrogate = dpb.NoisyUCB(evaluations, CLIP_RANGE, amplitude=0.3)
+    surrogate = dpb.NoisyUCB(evaluations, CLIP_RANGE, amplitude=0.3, num_candidates=300)
     yield "noisy UCB", surrogate, BUDGET
 
 
 def replication(dimension, seed):
     """The excess loss of every method, and the number of evaluations."""
     task = length_scales(dimension, TRAINING, VALIDATION, seed)
-    start = task.start(np.random.default_rng((seed, 1)))
+    start = np.full(dimension, (task.w_set.lower + task.w_set.upper) / 2)
     best, first = task.objective([task.optimum, start])
     found = {"start": first - best}
     box = task.black_box(NOISE, seed)

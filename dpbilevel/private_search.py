@@ -96,9 +96,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
             $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
-            default 20 steps of `GradientInformativeBO` with AdaGrad, in units of the
-            median slope of a training record's loss, which 2d + 1 trainings on one half
-            of them and losses on the other tell.
+            default 20 steps of `GradientInformativeBO` with AdaGrad, clipped at what
+            nine in ten gradients of a training record's loss are shorter than; 2d
+            trainings on one half of them and losses on the other tell.
         losses: `losses(estimator, X, y)`, the loss of every row, shape `(n,)`, each
             from its own row alone. By default log loss for classifiers with
             `predict_proba`, else 0-1 loss; for regressors the squared error in units
@@ -199,7 +199,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         )
         solver = self.solver
         if solver is None:
-            solver = _default(size, rows.median_slope(size))
+            solver = _default(size, rows.usual_slope(size))
         result = search(
             problem,
             solver,
@@ -301,7 +301,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
 
 def _default(size, slope):
-    """Descent along inferred gradients in units of a record's typical slope."""
+    """Descent along inferred gradients, in units of a record's usual slope."""
     # AdaGrad's first step would be as long for pure noise as for a steep slope, but for
     # its initial accumulator.
     rule = optax.adagrad(0.2, initial_accumulator_value=0.01 * slope**2)
