@@ -5,7 +5,7 @@ loss: the loss at the answer over that at the true length-scales.
 `GradientInformativeBO` makes 25 steps; the others get as many evaluations as it made in
 the same replication. All are private at the (epsilon, delta) of mu = 1; random search
 also at the pure epsilon that implies mu = 1, and without privacy, by true losses, as a
-reference. Seeds 0 to 5: of the generated data, starts and noise.
+reference. Seeds 0 to 3: of the generated data and noise; descent starts in the middle.
 
 Run by `python -m benchmarks dimensions`; table and figure go to runs/dimensions.
 """

@@ -89,8 +89,8 @@ class RowLosses:
     def usual_slope(self, size: int) -> float:
         """What the gradient of a training row's loss is shorter than, nine in ten.
 
-        In the middle, by differences, with the estimator fitted to every other training row and
-        losses of the rest; 1 where that tells nothing.
+        In the middle, by differences, with the estimator fitted to every other training
+        row and losses of the rest; 1 where that tells nothing.
 
         Args:
             size: The number of parameters.
