@@ -25,8 +25,7 @@ class _Conjugate(NamedTuple):
     value: PyTree
     residual: PyTree
     direction: PyTree
-    square: Scalar
-    is_curved: Array
+    square: Scalar  # Of the residual; with a minus once a direction had no curvature.
 
 
 class LinearSolution(NamedTuple):
@@ -117,37 +116,36 @@ class ConjugateGradient(AbstractLinearSolver):
         """
         nothing = jax.tree.map(jnp.zeros_like, b)
         one = jnp.ones_like(_dot(b, b))
-        start = _Conjugate(nothing, b, b, one, jnp.asarray(True))
+        start = _Conjugate(nothing, b, b, one)
         return self._iterated(matvec, start, one, b)[0]
 
     def _iterated(
         self, matvec: Matvec, state: _Conjugate, unit: Scalar, b: PyTree
     ) -> tuple[PyTree, Int[Array, ""], Bool[Array, ""]]:
         """The last iterate, the number of steps, and whether `solve` stands by it."""
-        first = state.square
-        floor = _rounding(b) ** 2 * unit
+        first, tolerance = state.square, self.tolerance
+        wanted = jnp.asarray(0.0 if tolerance is None else tolerance, unit.dtype)
+        enough = jnp.maximum(wanted, _rounding(b)) ** 2 * unit
 
         def step(carry):
             steps, state = carry
-            return steps + 1, _conjugate_step(matvec, state, floor)
+            return steps + 1, _conjugate_step(matvec, state, enough)
 
         def unfinished(carry):
             steps, state = carry
-            return (steps < self.num_steps) & (state.square > enough) & state.is_curved
+            return (steps < self.num_steps) & (state.square > enough)
 
         start = (jnp.asarray(0, jnp.int32), state)
-        if self.tolerance is None:
+        if tolerance is None:
             steps, state = jax.lax.fori_loop(
                 0, self.num_steps, lambda _, carry: step(carry), start
             )
         else:
-            tolerance = jnp.asarray(self.tolerance, floor.dtype)
-            enough = jnp.maximum(tolerance, _rounding(b)) ** 2 * unit
             steps, state = jax.lax.while_loop(unfinished, step, start)
         # Rounding may hide a positive curvature from a small residual.
         small = _epsilon(b, max) * jnp.maximum(first, unit)
-        solves = state.is_curved | (state.square <= small)
-        return state.value, steps, solves & jnp.isfinite(state.square)
+        solves = (state.square >= -small) & (state.square < jnp.inf)
+        return state.value, steps, solves
 
 
 class Neumann(AbstractLinearSolver):
@@ -274,25 +272,27 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
     residual = _scaled(1 / scale, residual)
     value = jax.tree.map(jnp.zeros_like, b) if x0 is None else _scaled(1 / scale, x0)
     square = _dot(residual, residual)
-    return _Conjugate(value, residual, residual, square, jnp.asarray(True)), scale
+    return _Conjugate(value, residual, residual, square), scale
 
 
-def _conjugate_step(matvec: Matvec, state: _Conjugate, floor: Scalar) -> _Conjugate:
-    """One step; a zero one where only rounding is left or once curvature was not."""
+def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conjugate:
+    """One step; a zero one where enough is done or once curvature was missing."""
     product = matvec(state.direction)
     curvature = _dot(state.direction, product)
-    is_curved = state.is_curved & (curvature > 0) & jnp.isfinite(curvature)
-    moves = (state.square > floor) & is_curved
-    length = jnp.where(moves, state.square / jnp.where(moves, curvature, 1), 0)
-    residual = _add_scaled(state.residual, -length, product)
-    square = _dot(residual, residual)
-    share = jnp.where(length > 0, square / jnp.where(length > 0, state.square, 1), 0)
+    is_curved = (state.square >= 0) & (curvature > 0) & (curvature < jnp.inf)
+    moves = is_curved & (state.square > enough)
+    # Of the curvature only this is read, below zero where it misses: one kernel less.
+    length = jnp.where(moves, state.square, jnp.where(is_curved, 0.0, -1.0))
+    length = length / jnp.where(moves, curvature, 1)
+    step = jnp.maximum(length, 0)
+    residual = _add_scaled(state.residual, -step, product)
+    square = jnp.where(length < 0, -1.0, 1.0) * _dot(residual, residual)
+    share = jnp.where(step > 0, square, 0) / jnp.where(step > 0, state.square, 1)
     return _Conjugate(
-        _add_scaled(state.value, length, state.direction),
+        _add_scaled(state.value, step, state.direction),
         residual,
         _add_scaled(residual, share, state.direction),
         square,
-        is_curved,
     )
 
 

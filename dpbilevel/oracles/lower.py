@@ -133,9 +133,10 @@ def _solve(
         return merge(_without_derivative(owner, y), rest), info
 
     def slope(y):
-        # A Hessian that does not depend on y would be finite where y is not.
-        found = objective.gradient(x, y)
-        return jax.tree.map(lambda s, u: s * (1 + 0 * u), found, y)
+        # A Hessian that does not depend on y would be finite where y is not. A factor
+        # with a derivative would make every derivative compute the gradient again.
+        factor = jax.tree.map(lambda u: 1 + 0 * jax.lax.stop_gradient(u), y)
+        return jax.tree.map(jnp.multiply, objective.gradient(x, y), factor)
 
     def solve(_, y0):
         y, info = minimized(solver, objective, x, y0, problem.y_set)

@@ -260,18 +260,19 @@ class NewtonCG(AbstractLowerSolver):
         norm = _norm(slope)
         slack = 8 * jnp.finfo(value.dtype).eps * jnp.abs(state.value)
         decrease = _DECREASE * state.length * state.predicted
-        # Once values differ by rounding only, the gradient decides.
-        is_rounding = (state.predicted <= slack) & (norm >= state.norm)
-        is_short = (value <= state.value - decrease + slack) & ~is_rounding
+
+        def is_rounding():
+            # Once values differ by rounding only, the gradient decides.
+            return (state.predicted <= slack) & (norm >= state.norm)
+
+        is_short = (value <= state.value - decrease + slack) & ~is_rounding()
         accepted = is_short | (state.steps < 0)
         is_rough = state.is_rough & (norm <= _CONTRACTION * state.norm)
         if few is not None:
             product = _alternative(is_rough, few, x, y, product)
-        # No product is spent on a direction that nobody takes.
-        needed = accepted & (norm > self.tolerance)
 
         def move():
-            direction, predicted = self._direction(product, slope, norm, needed)
+            direction, predicted = self._direction(product, slope, norm)
             one, steps, no = jnp.ones_like(value), state.steps + 1, jnp.asarray(False)
             return _Newton(
                 y, direction, value, predicted, norm, one, steps, no, is_rough
@@ -279,17 +280,18 @@ class NewtonCG(AbstractLowerSolver):
 
         def shorten():
             length = state.length / 2
-            is_stuck = is_rounding | (length < _SHORTEST)
+            is_stuck = is_rounding() | (length < _SHORTEST)
             return state._replace(length=length, is_stuck=is_stuck)
 
         return jax.lax.cond(accepted, move, shorten)
 
-    def _direction(self, product, slope, norm, needed) -> tuple[PyTree, Scalar]:
+    def _direction(self, product, slope, norm) -> tuple[PyTree, Scalar]:
         """The next step and the decrease it predicts."""
         wanted = jnp.minimum(0.5, jnp.sqrt(norm))
         # A residual far below the tolerance is as good as none.
         forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
-        forcing = jnp.where(needed, forcing, 2)
+        # No product is spent on a direction that nobody takes.
+        forcing = jnp.where(norm > self.tolerance, forcing, 2)
         size = jnp.where(norm > 0, norm, 1)
         downhill = jax.tree.map(lambda s: -s / size.astype(s.dtype), slope)
         linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
