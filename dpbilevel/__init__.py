@@ -22,7 +22,7 @@ from .oracles.lower import lower_solution as lower_solution
 from .oracles.lower import lower_solve as lower_solve
 from .oracles.minimizers import LBFGS as LBFGS
 from .oracles.minimizers import AcceleratedGradient as AcceleratedGradient
-from .oracles.minimizers import NewtonCG as NewtonCG
+from .oracles.newton import NewtonCG as NewtonCG
 from .planning import Recommendation as Recommendation
 from .planning import recommend as recommend
 from .privacy.budget import Neighbours as Neighbours

@@ -20,4 +20,4 @@ from .minimizers import LBFGS as LBFGS
 from .minimizers import AbstractLowerSolver as AbstractLowerSolver
 from .minimizers import AcceleratedGradient as AcceleratedGradient
 from .minimizers import LowerInfo as LowerInfo
-from .minimizers import NewtonCG as NewtonCG
+from .newton import NewtonCG as NewtonCG

@@ -11,7 +11,8 @@ from ..sets import AbstractSet, Euclidean
 from .arguments import checked
 from .layout import laid_out
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
-from .minimizers import AbstractLowerSolver, LowerInfo, NewtonCG
+from .minimizers import AbstractLowerSolver, LowerInfo
+from .newton import NewtonCG
 from .objectives import AbstractObjective, lower_objective, merge, poisoned
 
 DEFAULT_SOLVER = NewtonCG()

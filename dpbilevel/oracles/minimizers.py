@@ -1,8 +1,7 @@
-"""NON-PRIVATE solvers of the lower level: gradients, Newton steps, L-BFGS."""
+"""NON-PRIVATE solvers of the lower level: what they are, gradient steps, L-BFGS."""
 
 import abc
 import math
-from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import equinox as eqx
@@ -13,15 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from ..sets import AbstractSet, Euclidean
-from .linear import ConjugateGradient
 from .objectives import AbstractObjective
 
 Scalar = Float[Array, ""]
-
-_DECREASE = 1e-4
-_SHORTEST = 2.0**-30
-# What a step may leave of the gradient before all records give the Hessian.
-_CONTRACTION = 0.5
 
 
 class LowerInfo(NamedTuple):
@@ -162,7 +155,7 @@ class AcceleratedGradient(AbstractLowerSolver):
             )
         slope = objective.gradient(x, state.y)
         _, norm = _mapping(state.y, slope, state.step_size, y_set)
-        return state.y, _info(norm, steps, self.tolerance)
+        return state.y, ended(norm, steps, self.tolerance)
 
     def _step(self, objective, x, state: "_Accelerated", y_set) -> "_Accelerated":
         z, size = state.z, state.step_size
@@ -173,7 +166,11 @@ class AcceleratedGradient(AbstractLowerSolver):
         value, slope = objective.value_and_gradient(x, z)
         y, mapping = _mapping(z, slope, size, y_set)
         move = _minus(y, z)
-        bound = value + _dot(slope, move) + _dot(move, move) / (2 * size)
+        bound = (
+            value
+            + optax.tree.vdot(slope, move)
+            + optax.tree.vdot(move, move) / (2 * size)
+        )
         trial = objective.value(x, y)
         # What rounding alone can do must not halve the step for ever.
         slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
@@ -187,124 +184,12 @@ class AcceleratedGradient(AbstractLowerSolver):
         if self.momentum is not None:
             momentum, age = jnp.asarray(self.momentum, state.age.dtype), state.age
         else:
-            uphill = _dot(_minus(state.z, y), move) > 0
+            uphill = optax.tree.vdot(_minus(state.z, y), move) > 0
             old = jnp.where(uphill, 1, state.age)
             age = (1 + jnp.sqrt(1 + 4 * old**2)) / 2
             momentum = (old - 1) / age
         z = jax.tree.map(lambda u, d: u + momentum.astype(u.dtype) * d, y, move)
         return _Accelerated(y, z, state.step_size, age, mapping)
-
-
-class NewtonCG(AbstractLowerSolver):
-    r"""Newton's method, each system solved by conjugate gradients as far as it pays.
-
-    The system of a step is solved to $\min(0.5, \sqrt{\|\nabla_y g\|})$ of its
-    right-hand side, which converges superlinearly, and no further than a tenth of the
-    tolerance; a halving line search accepts a decrease of $10^{-4}$ of the predicted
-    one. A try reads the records once: value, gradient and linearization together.
-
-    Of long records every 16th gives the Hessian at first, and all of them once a step
-    leaves more than half of the gradient: fewer passes where those records are like the
-    others, and Newton's method where they are not. Values and gradients, and hence
-    where it stops, are always of all records.
-
-    Args:
-        num_steps: The most Newton steps. Static.
-        tolerance: Stops where $\|\nabla_y g\|_2$ is at most that.
-        cg_steps: The most conjugate gradient steps in one of them. Static.
-
-    References:
-        Nocedal and Wright, "Numerical optimization", Algorithm 7.1; Byrd, Chin,
-        Neveitt and Nocedal, "On the use of stochastic Hessian information in
-        optimization methods for machine learning", Section 2.
-    """
-
-    num_steps: int = eqx.field(static=True, default=50)
-    tolerance: float = 1e-6
-    cg_steps: int = eqx.field(static=True, default=200)
-
-    def __check_init__(self):
-        _checks.positive("NewtonCG", tolerance=self.tolerance)
-        _checks.count("NewtonCG", num_steps=self.num_steps, cg_steps=self.cg_steps)
-
-    def minimize(self, objective, x, y0, y_set=Euclidean()):
-        """Takes Newton steps; for problems without a set."""
-        _check_no_set("NewtonCG", y_set)
-
-        def unfinished(state):
-            return (
-                (state.steps < self.num_steps)
-                & (state.norm > self.tolerance)
-                & ~state.is_stuck
-            )
-
-        # The first pass of the loop moves along nothing: it evaluates the start.
-        dtype = jax.eval_shape(objective.value, x, y0).dtype
-        nothing = jax.tree.map(jnp.zeros_like, y0)
-        zero, infinite = jnp.zeros((), dtype), jnp.asarray(jnp.inf, dtype)
-        steps = jnp.asarray(-1, jnp.int32)
-        no = jnp.asarray(False)
-        start = _Newton(y0, nothing, infinite, zero, infinite, zero + 1, steps, no, ~no)
-        few = objective.thinned()
-        state = jax.lax.while_loop(
-            unfinished, lambda state: self._step(objective, few, x, state), start
-        )
-        return state.y, _info(state.norm, state.steps, self.tolerance)
-
-    def _step(self, objective, few, x, state: "_Newton") -> "_Newton":
-        """Tries one length: one pass evaluates and linearizes, accepted or not."""
-        y = jax.tree.map(
-            lambda u, d: u + state.length.astype(u.dtype) * d, state.y, state.direction
-        )
-        value, slope, product = objective.linearized(x, y)
-        norm = _norm(slope)
-        slack = 8 * jnp.finfo(value.dtype).eps * jnp.abs(state.value)
-        decrease = _DECREASE * state.length * state.predicted
-
-        def is_rounding():
-            # Once values differ by rounding only, the gradient decides.
-            return (state.predicted <= slack) & (norm >= state.norm)
-
-        is_short = (value <= state.value - decrease + slack) & ~is_rounding()
-        accepted = is_short | (state.steps < 0)
-        is_rough = state.is_rough & (norm <= _CONTRACTION * state.norm)
-        if few is not None:
-            product = _alternative(is_rough, few, x, y, product)
-
-        def move():
-            direction, predicted = self._direction(product, slope, norm)
-            one, steps, no = jnp.ones_like(value), state.steps + 1, jnp.asarray(False)
-            return _Newton(
-                y, direction, value, predicted, norm, one, steps, no, is_rough
-            )
-
-        def shorten():
-            length = state.length / 2
-            is_stuck = is_rounding() | (length < _SHORTEST)
-            return state._replace(length=length, is_stuck=is_stuck)
-
-        return jax.lax.cond(accepted, move, shorten)
-
-    def _direction(self, product, slope, norm) -> tuple[PyTree, Scalar]:
-        """The next step and the decrease it predicts."""
-        wanted = jnp.minimum(0.5, jnp.sqrt(norm))
-        # A residual far below the tolerance is as good as none.
-        forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
-        # No product is spent on a direction that nobody takes.
-        forcing = jnp.where(norm > self.tolerance, forcing, 2)
-        size = jnp.where(norm > 0, norm, 1)
-        downhill = jax.tree.map(lambda s: -s / size.astype(s.dtype), slope)
-        linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
-        direction = linear_solver.truncated(product, downhill)
-        predicted = _dot(downhill, direction)
-        # Without curvature along the gradient the solve stops where it starts.
-        descends = predicted > 0
-        direction = jax.tree.map(
-            lambda d, s: size.astype(d.dtype) * jnp.where(descends, d, s),
-            direction,
-            downhill,
-        )
-        return direction, norm**2 * jnp.where(descends, predicted, 1)
 
 
 class LBFGS(AbstractLowerSolver):
@@ -326,7 +211,7 @@ class LBFGS(AbstractLowerSolver):
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
         """Takes quasi-Newton steps; for problems without a set."""
-        _check_no_set("LBFGS", y_set)
+        check_no_set("LBFGS", y_set)
         rule = optax.lbfgs(memory_size=self.memory_size)
 
         def step(carry):
@@ -343,7 +228,9 @@ class LBFGS(AbstractLowerSolver):
             return steps + 1, y, *objective.value_and_gradient(x, y), memory
 
         def unfinished(carry):
-            return (carry[0] < self.num_steps) & (_norm(carry[3]) > self.tolerance)
+            return (carry[0] < self.num_steps) & (
+                optax.tree.norm(carry[3]) > self.tolerance
+            )
 
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             start = (
@@ -353,7 +240,7 @@ class LBFGS(AbstractLowerSolver):
                 rule.init(y0),
             )
             steps, y, _, slope, _ = jax.lax.while_loop(unfinished, step, start)
-        return y, _info(_norm(slope), steps, self.tolerance)
+        return y, ended(optax.tree.norm(slope), steps, self.tolerance)
 
 
 class _Accelerated(NamedTuple):
@@ -364,28 +251,16 @@ class _Accelerated(NamedTuple):
     mapping: Scalar
 
 
-class _Newton(NamedTuple):
-    y: PyTree
-    direction: PyTree
-    value: Scalar
-    predicted: Scalar
-    norm: Scalar
-    length: Scalar
-    steps: Array
-    is_stuck: Array
-    is_rough: Array
+def check_no_set(owner: str, y_set: AbstractSet) -> None:
+    """Raises where there is a set to keep y in.
 
+    Args:
+        owner: The solver to name in an error.
+        y_set: The set.
 
-def _alternative(is_rough, few: AbstractObjective, x, y, product) -> Callable:
-    """Hessian products of the thinned objective, or those of the whole one."""
-
-    def rough(v):
-        return jax.jvp(lambda y: few.gradient(x, y), (y,), (v,))[1]
-
-    return lambda v: jax.lax.cond(is_rough, rough, product, v)
-
-
-def _check_no_set(owner: str, y_set: AbstractSet) -> None:
+    Raises:
+        ValueError: It is not the whole space.
+    """
     if not isinstance(y_set, Euclidean):
         raise ValueError(
             f"{owner}: cannot keep y in {type(y_set).__name__}; use "
@@ -393,7 +268,14 @@ def _check_no_set(owner: str, y_set: AbstractSet) -> None:
         )
 
 
-def _info(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
+def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
+    """How a solve ended that stops by the norm of the gradient.
+
+    Args:
+        norm: The norm at the answer.
+        steps: The steps taken.
+        tolerance: Where it stops; `None` claims nothing.
+    """
     converged = jnp.asarray(False) if tolerance is None else norm <= tolerance
     return LowerInfo(norm, steps, converged)
 
@@ -402,18 +284,10 @@ def _mapping(z, slope, size, y_set) -> tuple[PyTree, Scalar]:
     """The projected step from `z`, and the length of the gradient mapping there."""
     moved = jax.tree.map(lambda u, s: u - size.astype(u.dtype) * s, z, slope)
     if isinstance(y_set, Euclidean):
-        return moved, _norm(slope)
+        return moved, optax.tree.norm(slope)
     y = y_set.project(moved)
-    return y, _norm(_minus(z, y)) / size
+    return y, optax.tree.norm(_minus(z, y)) / size
 
 
 def _minus(one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(jnp.subtract, one, other)
-
-
-def _dot(one: PyTree, other: PyTree) -> Scalar:
-    return optax.tree.vdot(one, other)
-
-
-def _norm(tree: PyTree) -> Scalar:
-    return optax.tree.norm(tree)
