@@ -686,7 +686,9 @@ def test_the_factor_two_of_replacing_is_applied_once_whatever_accountants_do():
     "event",
     [
         dp_accounting.RandomizedResponseDpEvent(0.5, 3),
-        dp_accounting.dp_event.RepeatAndSelectDpEvent(Gaussian(1.0), 10.0, 1.0),
+        dp_accounting.dp_event.RepeatAndSelectDpEvent(
+            Poisson(0.1, Gaussian(1.0)), 10.0, 1.0
+        ),
         dp_accounting.ZCDpEvent(0.1),
         dp_accounting.LaplaceDpEvent(1.0),
         dp_accounting.NonPrivateDpEvent(),
