@@ -100,7 +100,7 @@ class NewtonCG(AbstractLowerSolver):
             product = _alternative(is_rough, few, x, y, product)
 
         def move():
-            direction, predicted = self._direction(product, slope, norm)
+            direction, predicted = self._direction(product, slope, norm, accepted)
             one, steps, no = jnp.ones_like(value), state.steps + 1, jnp.asarray(False)
             return _Newton(
                 y, direction, value, predicted, norm, one, steps, no, is_rough
@@ -113,13 +113,14 @@ class NewtonCG(AbstractLowerSolver):
 
         return jax.lax.cond(accepted, move, shorten)
 
-    def _direction(self, product, slope, norm) -> tuple[PyTree, Scalar]:
+    def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
         """The next step and the decrease it predicts."""
         wanted = jnp.minimum(0.5, jnp.sqrt(norm))
         # A residual far below the tolerance is as good as none.
         forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
-        # No product is spent on a direction that nobody takes.
-        forcing = jnp.where(norm > self.tolerance, forcing, 2)
+        # No product is spent on a direction that nobody takes: of many problems at once
+        # all are asked for one.
+        forcing = jnp.where(accepted & (norm > self.tolerance), forcing, 2)
         size = jnp.where(norm > 0, norm, 1)
         downhill = jax.tree.map(lambda s: -s / size.astype(s.dtype), slope)
         linear_solver = ConjugateGradient(num_steps=self.cg_steps, tolerance=forcing)
