@@ -111,7 +111,9 @@ class NewtonCG(AbstractLowerSolver):
             is_stuck = is_rounding() | (length < _SHORTEST)
             return state._replace(length=length, is_stuck=is_stuck)
 
-        return jax.lax.cond(accepted, move, shorten)
+        return jax.tree.map(
+            lambda moved, kept: jnp.where(accepted, moved, kept), move(), shorten()
+        )
 
     def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
         """The next step and the decrease it predicts."""
