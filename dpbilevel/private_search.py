@@ -13,6 +13,7 @@ from jaxtyping import Float
 try:
     import joblib
     from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
+    from sklearn.utils.metaestimators import available_if
     from sklearn.utils.validation import check_is_fitted
 except ImportError:
     raise ImportError(
@@ -41,15 +42,20 @@ class Range:
         log: Whether the search moves in the value's logarithm.
         size: The length of a vector parameter, searched coordinate by coordinate;
             `None` for a number.
+        integer: Whether the value is rounded to a whole number. Losses then do not
+            tell a slope between two of them: for `RandomSearch`, or for ranges that
+            are wide.
 
     Raises:
-        ValueError: The ends are not finite and increasing, or not positive with `log`.
+        ValueError: The ends are not finite and increasing, not positive with `log`, or
+            not whole with `integer`.
     """
 
     low: float
     high: float
     log: bool = False
     size: int | None = None
+    integer: bool = False
 
     def __post_init__(self):
         ends = (self.low, self.high)
@@ -61,6 +67,11 @@ class Range:
             )
         if self.log and self.low <= 0:
             raise ValueError(f"Range: log=True needs low above 0, got {self.low!r}.")
+        if self.integer and not all(float(v).is_integer() for v in ends):
+            raise ValueError(
+                f"Range: integer=True needs whole ends, got {self.low!r} and "
+                f"{self.high!r}."
+            )
         if self.size is not None:
             _checks.count("Range", size=self.size)
 
@@ -69,16 +80,30 @@ class Range:
         """How many coordinates of the search it takes."""
         return 1 if self.size is None else self.size
 
-    def value(self, position: Float[np.ndarray, " c"]) -> float | np.ndarray:
+    def value(self, position: Float[np.ndarray, " c"]) -> float | int | np.ndarray:
         """The parameter at coordinates in [-1, 1].
 
         Args:
             position: Its coordinates.
         """
-        low, high = (math.log(v) if self.log else v for v in (self.low, self.high))
+        # Half a step more at the ends, so that every whole number has its share.
+        margin = 0.5 if self.integer else 0.0
+        ends = self.low - margin, self.high + margin
+        low, high = (math.log(v) if self.log else v for v in ends)
         inner = low + (np.asarray(position, np.float64) + 1) / 2 * (high - low)
-        found = np.clip(np.exp(inner) if self.log else inner, self.low, self.high)
-        return float(found[0]) if self.size is None else found
+        found = np.exp(inner) if self.log else inner
+        found = np.clip(np.rint(found) if self.integer else found, self.low, self.high)
+        found = found.astype(int) if self.integer else found
+        return found[0].item() if self.size is None else found
+
+
+def _has(name: str) -> Callable[[Any], bool]:
+    """Whether the estimator has a method, for `available_if`."""
+
+    def check(search):
+        return hasattr(getattr(search, "best_estimator_", search.estimator), name)
+
+    return check
 
 
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
@@ -91,7 +116,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     Args:
         estimator: A scikit-learn estimator.
         space: A `Range` per parameter, named as in `set_params`
-            (`"svr__C": Range(0.1, 10, log=True)`). Continuous parameters only.
+            (`"svr__C": Range(0.1, 10, log=True)`).
         budget: The guarantee for the validation records.
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
@@ -240,6 +265,42 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         """
         check_is_fitted(self)
         return self.best_estimator_.predict(X)
+
+    @available_if(_has("predict_proba"))
+    def predict_proba(self, X: Any) -> Any:
+        """The chances of the classes by `best_estimator_`, where it tells them.
+
+        Args:
+            X: Inputs.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.predict_proba(X)
+
+    @available_if(_has("decision_function"))
+    def decision_function(self, X: Any) -> Any:
+        """The decision function of `best_estimator_`, where it has one.
+
+        Args:
+            X: Inputs.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.decision_function(X)
+
+    @property
+    def classes_(self) -> Any:
+        """The classes of `best_estimator_`, where it has any.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.classes_
 
     def score(self, X: Any, y: Any) -> float:
         """The estimator's own score of `best_estimator_` on other records.

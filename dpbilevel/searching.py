@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import enum
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, overload
@@ -21,9 +21,9 @@ from .privacy.budget import Neighbours, PrivacyBudget
 from .privacy.calibration import calibrate
 from .problems.black_box import BlackBox
 from .problems.finite_sum import check_set, check_start
-from .runs import checkpoint, lock, results
+from .runs import checkpoint, lock
 from .runs.checkpoint import Checkpoint
-from .runs.searches import Folder, Memory
+from .runs.searches import Folder, Memory, described
 from .solvers.asking import AbstractAskingSolver
 from .solvers.base import bound_to, solver_for
 from .solvers.solution import PrivateResult, Solution
@@ -88,7 +88,8 @@ def search(
         folder: Where to keep every evaluation as it is made. A later call with the same
             arguments and folder goes on where the run was interrupted, without
             evaluating again; one after the end returns the finished result. Needs
-            `budget`, so that the folder can say what its run costs.
+            `budget`, so that the folder can say what its run costs, and
+            `BlackBox.records`, so that no other records are told to go on with.
         progress: Whether to show a bar of steps and evaluations; needs tqdm.
         trajectory: Whether to return the released iterates.
 
@@ -100,8 +101,12 @@ def search(
             black box returns something else than real numbers.
         ValueError: The solver is not calibrated or planned for another number of
             records, `w0` does not fit, the black box returns another shape, or the
-            folder holds something else or a run on other records.
+            folder holds something else or a run on other records, or nothing tells
+            which they are.
         OSError: The disk refuses.
+
+    Warns:
+        UserWarning: The solver has a remark, made from released values.
 
     Privacy:
         One run under the solver's ledger. Every number of evaluations is fixed or
@@ -111,16 +116,13 @@ def search(
         their owner alone, and deleted at the end; the result holds released values
         only. A resumed run makes the releases of the interrupted one, bit for bit on
         the same machine, and spends nothing more: if the records are the same in the
-        same order, which `BlackBox.records` lets it check, and if the folder is no copy
-        of one that another run goes on with, whose noise it would use again.
+        same order, which `BlackBox.records` tells, and if the folder is no copy of one
+        that another run goes on with, whose noise it would use again.
     """
     check_key(key)
     _check(problem, solver, progress)
-    if folder is not None and budget is None:
-        raise ValueError(
-            "search: folder= keeps the report and the spending of the run, so it "
-            "needs budget=; leave the calibration to search."
-        )
+    if folder is not None:
+        _check_resumable(problem, budget)
     w0 = _start(problem, w0)
     report = None
     with wide_integers():
@@ -137,7 +139,7 @@ def search(
         solver = bound_to(problem, solver, None)  # type: ignore[assignment]
         _check_calibrated(problem, solver)
         first = _before(problem, solver, w0, key)
-        public = _described_run(problem, solver, w0)
+        public = described(problem, solver, w0)
     if folder is None or report is None:
         value, path = _run(problem, solver, first, Memory(), progress)
     else:
@@ -184,7 +186,11 @@ def _run(
             shown(1)
     with wide_integers():
         state = _state(structure, saved)
-        return np.asarray(solver.output(public, state)), saved.path[0]
+        value = np.asarray(solver.output(public, state))
+    remark = solver.remark(state)
+    if remark is not None:
+        warnings.warn(f"search: {remark}", stacklevel=3)
+    return value, saved.path[0]
 
 
 def _step(
@@ -311,6 +317,21 @@ def _check(problem: Any, solver: Any, progress: bool) -> None:
             ) from None
 
 
+def _check_resumable(problem: BlackBox, budget: PrivacyBudget | None) -> None:
+    if budget is None:
+        raise ValueError(
+            "search: folder= keeps the report and the spending of the run, so it "
+            "needs budget=; leave the calibration to search."
+        )
+    if not problem.records:
+        raise ValueError(
+            "search: folder= can go on with an interrupted run, which on other records "
+            "would be a second release; it needs BlackBox(..., records=), what tells "
+            "the records and their order from others, such as "
+            "hashlib.sha256(X.tobytes()).hexdigest()."
+        )
+
+
 def _start(problem: BlackBox, w0: Any) -> Any:
     """The start in float64."""
     if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(w0)):
@@ -319,41 +340,16 @@ def _start(problem: BlackBox, w0: Any) -> Any:
             "jax.vmap or jax.grad; call it from plain Python."
         )
     check_start(w0)
+    if not hasattr(w0, "shape") or len(w0.shape) != 1:
+        raise ValueError(
+            "search: w0 must be one vector, an array of shape (d,), as the black box "
+            f"is called with, got {jax.tree.map(np.shape, w0)}; put all parameters "
+            "into one array and unpack them in losses."
+        )
     with wide_integers():
         start = jax.tree.map(lambda v: jnp.asarray(np.asarray(v, np.float64)), w0)
         check_set("w_set", problem.w_set, start)
         return start
-
-
-def _described_run(problem: BlackBox, solver: Any, w0: Any) -> dict[str, Any]:
-    """What must not change between the parts of a run; all of it public."""
-    described = {
-        "solver": _described(solver),
-        "box": _described(problem.w_set),
-        "records": problem.num_records,
-        "w0": _described(w0),
-        "software": results.software(),
-    }
-    return json.loads(json.dumps(described))
-
-
-def _described(value: Any) -> Any:
-    """A value as JSON has it; functions by their name."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {"class": type(value).__name__} | _described(fields)
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case enum.Enum():
-            return value.value
-        case dict():
-            return {str(k): _described(v) for k, v in value.items()}
-        case list() | tuple():
-            return [_described(v) for v in value]
-        case np.ndarray() | np.generic() | jax.Array():
-            return np.asarray(value).tolist()
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 @contextlib.contextmanager

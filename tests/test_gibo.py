@@ -277,10 +277,14 @@ def test_every_step_draws_noise_of_its_own():
 
 
 def test_steps_that_miss_the_tolerance_are_counted():
-    assert states(gibo()).unmet == 0
-    unreachable = states(gibo(tolerance=1e-9))
+    met = states(gibo())
+    assert met.unmet == 0
+    assert gibo().remark(met) is None
+    solver = gibo(tolerance=1e-9)
+    unreachable = states(solver)
     assert unreachable.unmet == 3
     assert unreachable.evaluations == 3 * 8
+    assert "tolerance of 1e-09 in 3 of 3 steps" in solver.remark(unreachable)
 
 
 def test_fewer_evaluations_are_made_at_a_larger_tolerance():

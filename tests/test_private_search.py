@@ -10,6 +10,7 @@ import scipy.sparse
 from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.neighbors import KNeighborsRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
@@ -143,6 +144,26 @@ def test_parameters_of_a_pipeline_and_vectors_are_set_coordinate_by_coordinate()
     assert search.parameters(np.ones(4))["ridge__alpha"] == 100.0
 
 
+def test_whole_numbers_have_equal_shares_of_their_range():
+    depth = dpb.Range(2.0, 5.0, integer=True)
+    found = [depth.value(np.asarray([v])) for v in np.linspace(-1, 1, 4_001)]
+    assert {type(v) for v in found} == {int}
+    assert list(np.unique(found)) == [2, 3, 4, 5]
+    np.testing.assert_allclose(np.bincount(found)[2:], 1_000, atol=2)
+    layers = dpb.Range(1, 100, log=True, integer=True, size=3)
+    np.testing.assert_array_equal(layers.value(np.asarray([-1, 0, 1])), [1, 7, 100])
+
+
+def test_a_number_of_neighbours_is_searched():
+    result = searched(
+        KNeighborsRegressor(),
+        {"n_neighbors": dpb.Range(1, 40, log=True, integer=True)},
+        solver=dpb.RandomSearch(12, 4.0),
+        budget=dpb.PrivacyBudget(5.0, 0),
+    )
+    assert 5 < result.best_params_["n_neighbors"] <= 40
+
+
 def test_rows_that_cannot_be_read_count_for_nothing_and_raise_nothing():
     broken = PRIVATE[0].copy(), PRIVATE[1].copy()
     broken[0][0, 0], broken[1][1] = np.nan, np.inf
@@ -212,8 +233,10 @@ def test_a_column_of_labels_is_refused_by_the_default_losses():
 
 
 def test_nothing_is_predicted_before_fit():
-    with pytest.raises(NotFittedError, match="not fitted yet"):
-        dpb.PrivateSearch(Ridge(), SPACE, BUDGET).predict(INPUTS)
+    search = dpb.PrivateSearch(LogisticRegression(), SPACE, BUDGET)
+    for name in ("predict", "predict_proba", "decision_function"):
+        with pytest.raises(NotFittedError, match="not fitted yet"):
+            getattr(search, name)(INPUTS)
 
 
 class Relative(RegressorMixin, BaseEstimator):
@@ -250,6 +273,20 @@ def test_classifiers_are_searched_by_log_loss_and_unknown_classes_by_its_cap():
     )
     assert result.best_params_["logisticregression__C"] < 10**-0.5
     assert set(result.predict(PRIVATE[0])) <= {"yes", "no"}
+    assert list(result.classes_) == ["no", "yes"]
+    chances, side = (
+        getattr(result, name)(PRIVATE[0])
+        for name in ("predict_proba", "decision_function")
+    )
+    np.testing.assert_array_equal(chances[:, 1] > 0.5, side > 0)
+
+
+def test_what_the_estimator_does_not_tell_the_search_has_not(found):
+    unfitted = dpb.PrivateSearch(LogisticRegression(), SPACE, BUDGET)
+    assert hasattr(unfitted, "predict_proba")
+    assert not hasattr(unfitted, "classes_")
+    for name in ("predict_proba", "decision_function", "classes_"):
+        assert not hasattr(found, name)
 
 
 def test_other_searches_serve_as_well():
@@ -314,6 +351,7 @@ def test_an_untyped_key_is_refused():
         ((None, 1.0), "finite and increasing"),
         ((0.0, 1.0, True), "needs low above 0"),
         ((0.0, 1.0, False, 0), "size must be an integer"),
+        ((0.5, 3.0, False, None, True), "needs whole ends"),
     ],
 )
 def test_bad_ranges_are_refused(arguments, message):

@@ -47,7 +47,7 @@ class Counted:
 
 
 def black_box(losses=None):
-    return dpb.BlackBox(Counted() if losses is None else losses, 30, BOX)
+    return dpb.BlackBox(Counted() if losses is None else losses, 30, BOX, "r")
 
 
 def search(name="noisy_ucb", losses=None, key=0, **options):
@@ -263,6 +263,13 @@ def test_a_folder_needs_a_budget(tmp_path):
         search(budget=None)
 
 
+def test_a_folder_needs_what_tells_the_records(tmp_path):
+    unknown = dpb.BlackBox(Counted(), 30, BOX)
+    with pytest.raises(ValueError, match=r"would be a second release.*records="):
+        searched(problem=unknown, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_plan_made_before_gives_the_same_run(whole):
     plan = dpb.calibrate(black_box(), SOLVERS[NAME], BUDGET, sizes=30)
     solution = dpb.search(black_box(), plan.solver, START, key=jax.random.key(0))
@@ -348,6 +355,7 @@ ADD_OR_REMOVE = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
         ({"problem": FINITE_SUM}, TypeError, "instance of BlackBox"),
         ({"key": 0}, TypeError, "typed key"),
         ({"w0": np.zeros((2, 1))}, ValueError, "w0 must be one vector"),
+        ({"w0": (START[0], START[1:])}, ValueError, r"(d,).*got \(\(\), "),
         ({"w0": np.zeros(2, int)}, ValueError, "floating-point array"),
         ({"w0": np.full(2, np.nan)}, ValueError, "NaN or infinity"),
         (
@@ -415,8 +423,7 @@ def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     docs = Path(__file__).parents[1] / "docs"
     # As the first block has them, so that nothing more is compiled.
-    names = {"solver": dpb.NoisyUCB(20, 2.0), "w0": START, "budget": BUDGET}
-    names |= {"np": np, "dpb": dpb}
+    names = {"np": np, "dpb": dpb}
     for page in ("search.md", "black_box.md"):
         for part in (docs / page).read_text().split("```python\n")[1:]:
             code = part.split("```")[0]

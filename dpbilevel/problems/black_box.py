@@ -20,9 +20,11 @@ class BlackBox(eqx.Module):
             then return every validation record's loss. Called on the host, outside
             every trace. Static.
         num_records: $n$, public. Static.
-        w_set: Where it may be evaluated: a `Box` with both ends.
+        w_set: Where it may be evaluated: a `Box` with both ends, for
+            `GradientInformativeBO` any set.
         records: What tells the records and their order from others, such as a hash of
-            them. SECRET: an interrupted run compares it before it goes on. Static.
+            them; `search` needs it with `folder`, and compares it before an interrupted
+            run goes on. SECRET. Static.
         training_mu: Declared, where `losses` trains privately on other records: one
             training is `training_mu`-GDP towards them, whatever the point. The report
             then says what all trainings of a search together are. Static.

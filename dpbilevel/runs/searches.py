@@ -1,15 +1,18 @@
 """Where a search keeps its evaluations: nowhere, or in a folder that outlives it."""
 
 import dataclasses
+import enum
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..privacy.report import PrivacyReport
+from ..problems.black_box import BlackBox
 from . import checkpoint, lock, results, spending
 from .checkpoint import Checkpoint
 
@@ -227,3 +230,40 @@ class Folder:
         checkpoint.remove(self.path)
         for file in self.path.glob(f"{_PATTERN}*"):
             file.unlink()
+
+
+def described(problem: BlackBox, solver: Any, w0: Any) -> dict[str, Any]:
+    """What must not change between the parts of a run; all of it public.
+
+    Args:
+        problem: The black box, of which the set and the number of records are read.
+        solver: The calibrated solver.
+        w0: The start.
+    """
+    found = {
+        "solver": _described(solver),
+        "box": _described(problem.w_set),
+        "records": problem.num_records,
+        "w0": _described(w0),
+        "software": results.software(),
+    }
+    return json.loads(json.dumps(found))
+
+
+def _described(value: Any) -> Any:
+    """A value as JSON has it; functions by their name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"class": type(value).__name__} | _described(fields)
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case enum.Enum():
+            return value.value
+        case dict():
+            return {str(k): _described(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_described(v) for v in value]
+        case np.ndarray() | np.generic() | jax.Array():
+            return np.asarray(value).tolist()
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -74,6 +74,15 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
             key: A typed key of its own.
         """
 
+    def remark(self, state: State) -> str | None:
+        """What `search` should warn of at the end, by released values, or `None`.
+
+        Args:
+            state: The last one.
+        """
+        del state
+        return None
+
     def step(self, problem: Any, data: PyTree, state: State, *, key: PRNGKey) -> State:
         """Asks, evaluates every record's loss at the points, and is told."""
         key_ask, key_tell = derive(key, "ask", "tell")

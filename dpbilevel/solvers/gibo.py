@@ -73,7 +73,7 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
         tolerance: Of the trace, as a share of its value before any evaluation.
         batch: A fixed number of points per step, whatever the tolerance. Static.
         max_batch: The most points per step; $2d + 16$ by default. Where they do not
-            reach the tolerance, the step counts as unmet. Static.
+            reach the tolerance, the step counts as unmet; `search` warns of it. Static.
         may_skip: Whether a step may evaluate nothing, where earlier points suffice.
             Static.
         keep: How many earlier points stay in use. Static.
@@ -242,6 +242,19 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
     def released(self, state: _State) -> Float[Array, " d"]:
         """The current iterate."""
         return state.w
+
+    def remark(self, state: _State) -> str | None:
+        """That the tolerance was not reached, in how many steps."""
+        unmet = int(state.unmet)
+        if self.batch is not None or unmet == 0:
+            return None
+        return (
+            f"the most points a step may ask for did not bring the gradient's "
+            f"uncertainty to the tolerance of {float(self.tolerance):.3g} in {unmet} "
+            f"of {self.num_steps} steps, whose gradients are shrunk and less certain "
+            "than that; give a larger max_batch or tolerance. What was released is as "
+            "private as stated."
+        )
 
     def adversary_view(self, state: _State) -> PyTree:
         """The iterate, the points so far and how many there were; no losses."""
