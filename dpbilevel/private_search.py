@@ -1,6 +1,7 @@
 """Private hyperparameter search of scikit-learn estimators."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,10 @@ from .searching import search
 from .sets import Box
 from .solvers.asking import AbstractAskingSolver
 from .solvers.gibo import GradientInformativeBO
-from .solvers.kernels import RBF
+
+# AdaGrad's first step would be as long for pure noise as for a steep slope, but for its
+# initial accumulator. One object, or every search would compile anew.
+_RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +125,20 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
             $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
-            default 20 steps of `GradientInformativeBO` with AdaGrad, clipped at what
-            nine in ten gradients of a training record's loss are shorter than; 2d
-            trainings on one half of them and losses on the other tell.
+            default 20 steps of `GradientInformativeBO` with AdaGrad, losses divided by
+            what 95 in 100 gradients of a training record's loss are shorter than, which
+            2d trainings on one half of them tell, and gradients clipped at 1.
         losses: `losses(estimator, X, y)`, the loss of every row, shape `(n,)`, each
-            from its own row alone. By default log loss for classifiers with
-            `predict_proba`, else 0-1 loss; for regressors the squared error in units
-            of the training targets' variance.
+            from its own row alone. By default half the Brier score for classifiers with
+            `predict_proba`, else 0-1 loss, both in [0, 1]; for regressors the squared
+            error in units of the training targets' variance. Heavy tails mislead:
+            what is clipped may have the best mean where the losses have the worst.
         training_mu: Declared, for an estimator that trains privately: one `fit` is
             `training_mu`-GDP towards the training records at any point of the space.
             The report then says what all fits together are, that of `best_estimator_`
             included. Nothing else may be learned from the training records then: it
-            needs `losses`, and a `solver`.
+            needs `losses` and a `solver`, no `folder`, and no losses are tried on
+            training rows first.
 
     Attributes:
         best_params_: The released parameters.
@@ -147,10 +153,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         estimator above all, are functions of them. Where the estimator trains
         privately, `training_mu` declares it. No validation loss is shown, logged or
         kept; a score of the answer on the same records is another release. A record
-        that makes the estimator or the losses raise has the loss NaN and stops nothing;
-        their warnings about validation records are silent. Records must be read without
-        each other: where a stray text in a column has made texts of all its numbers,
-        one record has moved every other.
+        that makes the estimator or the losses raise has the loss NaN, stops nothing and
+        changes nothing that others are computed with; what is printed or warned about
+        validation records is silent. Records must be read without each other: where a
+        stray text in a column has made texts of all its numbers, one record has moved
+        every other, and so it has where an estimator predicts rows by each other, which
+        a trial on training rows refuses where it shows there.
     """
 
     def __init__(
@@ -193,8 +201,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 the training ones.
             key: One typed key.
             folder: Where evaluations are kept, so that a stopped search goes on with
-                the same validation records in the same order; it holds losses and is
-                secret until the search is done.
+                the same arguments and the same validation records in the same order; it
+                holds losses and is secret until the search is done.
             progress: Whether to show a progress bar.
 
         Returns:
@@ -203,28 +211,42 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         Raises:
             TypeError: The estimator, the space, the budget, the losses or the key is of
                 another kind.
-            ValueError: An unknown parameter, rows of different numbers or columns, or
-                losses that depend on each other's rows, as tried on training records.
+            ValueError: An unknown parameter, rows of different numbers or columns, a
+                folder with `training_mu` or of another search, an estimator that fails
+                in the middle of the space, or losses that depend on each other's rows,
+                as tried on training records.
+
+        Warns:
+            UserWarning: As `search`; or training records do not tell the default
+                solver the unit of losses.
         """
         check_key(key)
         self._check()
         check_validation(X, y, validation)
         rows = self._rows(X, y)
         size = sum(entry.coordinates for entry in self.space.values())
-        rows.check_apart(np.zeros(size))
-        # Losses of rows in another order, as by a new split, must not join old ones.
-        records = "" if folder is None else joblib.hash(validation)
+        if self.training_mu is None:
+            rows.check_apart(np.zeros(size))
+        elif folder is not None:
+            raise ValueError(
+                "PrivateSearch.fit: training_mu counts every training once, but with "
+                "folder= a later call trains again; give no folder, or search a "
+                "BlackBox by dpbilevel.search and train the answer yourself."
+            )
+        solver = self.solver
+        if solver is None:
+            solver = _default(size)
+            rows.unit = rows.usual_slope(size)
+        records = "" if folder is None else self._identity(X, y, validation)
         problem = BlackBox(
             rows.black_box(*validation),
             count(validation[0]),
             Box(-1.0, 1.0),
             records,
+            f"{type(self.estimator).__name__} in {self.space}",
             training_mu=self.training_mu,
-            trainings_after=2,  # the trial of rows, and `best_estimator_`
+            trainings_after=1,  # `best_estimator_`
         )
-        solver = self.solver
-        if solver is None:
-            solver = _default(size, rows.usual_slope(size))
         result = search(
             problem,
             solver,
@@ -315,6 +337,22 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self)
         return self.best_estimator_.score(X, y)
 
+    def _identity(self, X: Any, y: Any, validation: tuple[Any, Any]) -> str:
+        """Tells all that an evaluation reads from others; SECRET.
+
+        Losses of rows in another order, as by a new split, must not join old ones.
+        """
+        try:
+            private = joblib.hash(tuple(validation))
+        except Exception:
+            raise TypeError(
+                "PrivateSearch.fit: folder= compares the validation records when an "
+                "interrupted search goes on, and they cannot be pickled; give arrays "
+                "or data frames."
+            ) from None
+        public = X, y, self.space, self.estimator, self.losses
+        return joblib.hash((private, *(_hash_or_name(v) for v in public)))
+
     def _rows(self, X: Any, y: Any) -> RowLosses:
         losses = self.losses or default_losses(self.estimator, y)
         return RowLosses(self._made, X, y, losses)
@@ -352,25 +390,29 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 raise TypeError(
                     f"PrivateSearch: space[{name!r}] must be a Range, such as "
                     "Range(0.1, 10, log=True), got an instance of "
-                    f"{type(entry).__name__}. Lists of candidates are not searched."
+                    f"{type(entry).__name__}. Lists of candidates are not searched; "
+                    "for whole numbers give Range(1, 10, integer=True)."
                 )
             if name not in known:
+                likely = [k for k in known if k.endswith(f"__{name}")]
+                likely = likely or difflib.get_close_matches(name, known, 3)
+                hint = f"did you mean {' or '.join(map(repr, likely))}? " * bool(likely)
                 raise ValueError(
                     f"PrivateSearch: {type(self.estimator).__name__} has no parameter "
-                    f"{name!r}; it has {sorted(known)}."
+                    f"{name!r}; {hint}It has {sorted(known)}."
                 )
 
 
-def _default(size, slope):
+def _hash_or_name(value):
+    """A hash, or a name where there is none, as of a function defined in a session."""
+    try:
+        return joblib.hash(value)
+    except Exception:
+        return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _default(size):
     """Descent along inferred gradients, in units of a record's usual slope."""
-    # AdaGrad's first step would be as long for pure noise as for a steep slope, but for
-    # its initial accumulator.
-    rule = optax.adagrad(0.2, initial_accumulator_value=0.01 * slope**2)
     return GradientInformativeBO(
-        20,
-        slope,
-        optimizer=rule,
-        kernel=RBF(variance=slope**2),
-        evaluation_noise=0.02 * slope,
-        max_batch=2 * size + 16,
+        20, 1.0, optimizer=_RULE, evaluation_noise=0.02, max_batch=2 * size + 16
     )

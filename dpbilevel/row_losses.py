@@ -1,5 +1,8 @@
 """Losses of an estimator's validation rows, each from its own row alone."""
 
+import contextlib
+import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +14,7 @@ from sklearn.base import is_classifier, is_regressor
 _PROBED = 64  # training rows on which losses must not depend on each other
 _STEP = 0.3  # of the differences that tell the slope of a loss
 # Clipping at the median would ask what is better for most rows, not on average.
-_USUAL = 0.9
+_USUAL = 0.95
 
 Losses = Callable[[Any, Any, Any], Float[np.ndarray, " n"]]
 
@@ -24,12 +27,15 @@ class RowLosses:
         X: Training inputs.
         y: Training targets.
         losses: `losses(estimator, X, y)`, the loss of every row.
+
+    Attributes:
+        unit: What losses are divided by.
     """
 
     def __init__(
         self, made: Callable[[np.ndarray], Any], X: Any, y: Any, losses: Losses
     ):
-        self.made, self.losses = made, losses
+        self.made, self.losses, self.unit = made, losses, 1.0
         self.training = _sliceable(X), _sliceable(y)
 
     def fitted(self, point: Float[np.ndarray, " d"]) -> Any:
@@ -38,13 +44,14 @@ class RowLosses:
         Args:
             point: The point.
         """
-        return self.made(point).fit(*self.training)
+        return self.made(point).fit(*_parts(self.training, _all(self.training)))
 
     def black_box(self, X: Any, y: Any) -> Callable[[np.ndarray], np.ndarray]:
         """The losses of private rows as a function of the point, which never raises.
 
         A row that the estimator or the losses refuse has the loss NaN, and where the
-        estimator cannot be fitted all have.
+        estimator cannot be fitted all have. Neither changes what others are computed
+        with: always as many rows, each in its place, by an estimator that saw none yet.
 
         Args:
             X: Private inputs.
@@ -57,37 +64,51 @@ class RowLosses:
                 fitted = self.fitted(point)
             except Exception:  # of the training rows, whatever the private ones are
                 return np.full(count(y), np.nan)
-            # An error or a warning about a row would tell something about it.
-            with warnings.catch_warnings(), np.errstate(all="ignore"):
-                warnings.simplefilter("ignore")
-                return self._readable(fitted, *private)
+            # What is said about a row would tell something about it.
+            with _silence():
+                return self._readable(fitted, private)
 
         return evaluated
 
     def check_apart(self, point: Float[np.ndarray, " d"]) -> None:
         """Raises where a row's loss depends on the rows beside it: on training rows.
 
+        Each is judged beside others and beside copies of one; where they are numbers,
+        also with holes, and beside large ones.
+
         Args:
             point: Where to fit the estimator.
 
         Raises:
-            ValueError: It does, or there is not one loss per row.
+            ValueError: It does, or the estimator or the losses fail there.
         """
-        fitted = self.fitted(point)
-        few = _parts(self.training, slice(_PROBED))
-        half = count(few[1]) // 2
-        apart = self._rows(fitted, *_parts(few, slice(half)))
-        together = self._rows(fitted, *few)[:half]
-        if not np.allclose(apart, together, rtol=1e-5, atol=1e-8, equal_nan=True):
+        everyone = _all(self.training)[:_PROBED]
+        table = _parts(self.training, everyone)
+        try:
+            fitted = self.fitted(point)
+            losses = self._fresh(fitted, *_parts(table, everyone))
+        except Exception as error:
+            raise ValueError(
+                f"PrivateSearch.fit: in the middle of the space, {self.made(point)!r} "
+                f"fails on training rows: {str(error).rstrip('.')}. Where a parameter "
+                "is a whole number, give Range(..., integer=True)."
+            ) from error
+        with _silence():
+            same = all(
+                _equal(losses, self._beside(fitted, table, kept), kept)
+                for kept in (everyone[::2], everyone[1::2], everyone[:1])
+            ) and all(self._same_beside(fitted, *table))
+        if not same:
             raise ValueError(
                 "PrivateSearch: losses of training rows change with the rows beside "
                 "them, so one validation record would move the losses of others. "
                 "Every row's loss must come from that row and the fitted estimator "
-                "alone: no scaling, ranking or mean over the rows given."
+                "alone: no scaling, ranking or mean over the rows given, and no random "
+                "numbers that rows share."
             )
 
     def usual_slope(self, size: int) -> float:
-        """What the gradient of a training row's loss is shorter than, nine in ten.
+        """What the gradient of a training row's loss is shorter than, 95 in 100.
 
         In the middle, by differences, with the estimator fitted to every other training
         row and losses of the rest; 1 where that tells nothing.
@@ -95,29 +116,89 @@ class RowLosses:
         Args:
             size: The number of parameters.
         """
-        known, held = (_parts(self.training, slice(i, None, 2)) for i in (0, 1))
+        everyone = _all(self.training)
 
         def at(point):
+            known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
             return self._rows(self.made(point).fit(*known), *held)
 
         try:
             sides = [[at(s * _STEP * e) for s in (1, -1)] for e in np.eye(size)]
-        except Exception:  # such as a class that only the other half has
-            return 1.0
+        except Exception as error:  # such as a class that only the other half has
+            return self._unknown_slope(f"fitted to one half: {error}")
         slopes = np.asarray([(a - b) / (2 * _STEP) for a, b in sides])
         found = float(np.nanquantile(np.linalg.norm(slopes, axis=0), _USUAL))
-        return found if 1e-6 < found < 1e6 else 1.0
+        if 1e-6 < found < 1e6:
+            return found
+        return self._unknown_slope(f"most losses have slopes below {found:.3g}")
 
-    def _readable(self, fitted, X, y):
-        """The losses; rows are halved until those that raise are alone, with NaN."""
+    def _unknown_slope(self, why):
+        warnings.warn(
+            "PrivateSearch.fit: training rows do not tell how steep losses are in the "
+            f"middle of the space ({why}); gradients are clipped at 1. Give solver=, "
+            "or a space around the values that are likely.",
+            stacklevel=4,
+        )
+        return 1.0
+
+    def _same_beside(self, fitted, X, y):
+        """Whether every other row keeps its loss beside holes and large values."""
+        numbers = isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind == "f"
+        if not numbers or len(X) < 2:
+            return
+        everyone, evens = np.arange(len(X)), np.arange(0, len(X), 2)
+        holed = X.copy()
+        holed[everyone, everyone % X.shape[1]] = np.nan
+        for own in (X, holed):
+            large = own.copy()
+            large[1::2] *= 1e6
+            losses = self._beside(fitted, (own, y), everyone)
+            if losses is None:  # no row can be judged with a hole
+                continue
+            for table, kept in (((large, y), everyone), ((own, y), evens)):
+                yield _equal(losses, self._beside(fitted, table, kept), evens)
+
+    def _readable(self, fitted, private):
+        """The losses, with NaN for rows that raise."""
+        everyone = _all(private)
+
+        def refused(kept):
+            if self._beside(fitted, private, kept) is not None:
+                return []
+            half = len(kept) // 2
+            return refused(kept[:half]) + refused(kept[half:]) if half else [kept[0]]
+
+        found = self._beside(fitted, private, everyone)
+        if found is None:
+            bad = refused(everyone)
+            good = np.setdiff1d(everyone, bad)
+            found = self._beside(fitted, private, good) if len(good) else None
+            found = np.full(len(everyone), np.nan) if found is None else found
+            found[bad] = np.nan
+        return found
+
+    def _beside(self, fitted, table, kept):
+        """The losses with all other rows replaced by the first that is kept.
+
+        Neither the place of a row nor the number of rows, with which rounding changes,
+        depends on which are kept.
+        """
+        everyone = _all(table)
+        rows = np.where(np.isin(everyone, kept), everyone, kept[0])
+        return self._tried(fitted, *_parts(table, rows))
+
+    def _tried(self, fitted, X, y):
+        """The losses, or `None` where some row raises."""
         try:
-            return self._rows(fitted, X, y)
-        except Exception:
-            if count(y) == 1:
-                return np.full(1, np.nan)
-        half = count(y) // 2
-        parts = [_parts((X, y), rows) for rows in (slice(half), slice(half, None))]
-        return np.concatenate([self._readable(fitted, *part) for part in parts])
+            return self._fresh(fitted, X, y)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException:  # such as a panic of compiled code
+            return None
+
+    def _fresh(self, fitted, X, y):
+        """The losses by an estimator that no earlier call can have changed."""
+        return self._rows(copy.deepcopy(fitted), X, y)
 
     def _rows(self, fitted, X, y):
         found = np.asarray(self.losses(fitted, X, y), np.float64)
@@ -126,11 +207,11 @@ class RowLosses:
                 "PrivateSearch: losses must return one number for each of the "
                 f"{count(y)} rows, got shape {found.shape}."
             )
-        return found
+        return found / self.unit
 
 
 def default_losses(estimator: Any, training_targets: Any) -> Losses:
-    """Log loss or 0-1 loss of a classifier, squared error of a regressor.
+    """Brier or 0-1 loss of a classifier, squared error of a regressor.
 
     Args:
         estimator: The estimator.
@@ -147,7 +228,7 @@ def default_losses(estimator: Any, training_targets: Any) -> Losses:
                 f"row, got y of shape {np.shape(training_targets)}. Ravel a column, or "
                 "give losses(estimator, X, y)."
             )
-        return _log_loss if hasattr(estimator, "predict_proba") else _zero_one_loss
+        return _brier_loss if hasattr(estimator, "predict_proba") else _zero_one_loss
     if is_regressor(estimator):
         scale = float(np.var(np.asarray(training_targets, np.float64))) or 1.0
         return lambda fitted, X, y: _square(fitted.predict(X), y) / scale
@@ -218,16 +299,54 @@ def _sliceable(table):
     return table.tocsr() if hasattr(table, "tocsr") else table
 
 
+def _equal(losses, others, rows):
+    """Whether these rows have the same losses, up to rounding."""
+    if others is None:
+        return False
+    return np.allclose(
+        losses[rows], others[rows], rtol=1e-9, atol=1e-12, equal_nan=True
+    )
+
+
+def _all(tables):
+    """The numbers of all rows."""
+    return np.arange(count(tables[-1]))
+
+
 def _parts(tables, rows):
-    """Rows by position, of data frames as well."""
-    return [getattr(table, "iloc", table)[rows] for table in tables]
+    """Copies of rows by number, of data frames as well: some code works in place."""
+    return [
+        [table[row] for row in rows]
+        if isinstance(table, list | tuple)
+        else getattr(table, "iloc", table)[rows]
+        for table in tables
+    ]
 
 
-def _log_loss(fitted, X, y):
-    """The log loss of each row; a class that training did not know counts as p = 0."""
+@contextlib.contextmanager
+def _silence():
+    """No warning, no output of Python."""
+    nowhere = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        np.errstate(all="ignore"),
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _brier_loss(fitted, X, y):
+    """Half the squared distance from each row's chances to its class, in [0, 1].
+
+    Proper as the log loss is, but bounded: where few rows have nearly all of a loss,
+    clipping turns its mean around. A class that training did not know has no chance.
+    """
     chances = fitted.predict_proba(X)
     hits = _labels(y)[:, None] == np.asarray(fitted.classes_)[None, :]
-    return -np.log(np.maximum(np.sum(chances * hits, axis=1), 1e-7))
+    known = np.any(hits, axis=1)
+    return np.sum((chances - hits) ** 2, axis=1) / 2 + ~known / 2
 
 
 def _zero_one_loss(fitted, X, y):

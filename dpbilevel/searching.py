@@ -80,7 +80,8 @@ def search(
     Args:
         problem: The black box.
         solver: A solver that asks for losses: calibrated, or with `budget` any.
-        w0: The starting point, one vector, public or already private.
+        w0: The starting point, one vector, public or already private; projected onto
+            the set. What searches the whole box takes its shape only.
         key: One typed key; consumed by this run, or not used if it resumes another.
         budget: The guarantee to reach: the solver is calibrated first, on the
             problem's number of records, and its own noise is replaced.
@@ -106,7 +107,8 @@ def search(
         OSError: The disk refuses.
 
     Warns:
-        UserWarning: The solver has a remark, made from released values.
+        UserWarning: The folder holds a finished run, or the solver has a remark, made
+            from released values.
 
     Privacy:
         One run under the solver's ledger. Every number of evaluations is fixed or
@@ -136,7 +138,7 @@ def search(
                 precision=precision,
             )
             solver, report = plan.solver, plan.report
-        solver = bound_to(problem, solver, None)  # type: ignore[assignment]
+        solver = bound_to(problem, solver, None, "search")  # type: ignore[assignment]
         _check_calibrated(problem, solver)
         first = _before(problem, solver, w0, key)
         public = described(problem, solver, w0)
@@ -148,7 +150,14 @@ def search(
         with lock.held(place):
             notebook = Folder(place, report, public, problem.records)
             found = notebook.finished()
-            if found is None:
+            if found is not None:
+                warnings.warn(
+                    f"search: {place} holds a finished run, whose result is returned; "
+                    "nothing was evaluated, whatever the records are now. For a new "
+                    "run, a second release, give a new folder.",
+                    stacklevel=2,
+                )
+            else:
                 saved = notebook.begun(first)
                 found = _run(problem, solver, saved, notebook, progress)
                 notebook.finish(*found)
@@ -168,7 +177,7 @@ def _run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """All steps that are left; returns the answer and the released iterates."""
     # What is compiled must not read losses, and need not keep them alive.
-    public = dataclasses.replace(problem, losses=_unseen, records="")
+    public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
     with wide_integers():
         structure: Any = jax.tree.structure(solver.init(public, _point(saved)))
     with _bar(progress, solver.num_steps, saved.done) as shown:
@@ -269,7 +278,7 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
     if found.dtype.kind not in "fiub":
         raise TypeError(
             f"search: losses must return a vector of {n} real numbers, got "
-            f"{type(value).__name__} of dtype {found.dtype}; return "
+            f"{type(value).__name__} of {found.dtype.type.__name__}; return "
             "numpy.asarray(..., float)."
         )
     if found.shape != (n,):

@@ -373,8 +373,8 @@ def _check_shapes(
             return
     raise ValueError(
         f"{owner}: {name} of shape {jax.tree.map(jnp.shape, part)} for points of shape "
-        f"{jax.tree.map(jnp.shape, w)}; give {name} shaped like the points"
-        f"{', or plain numbers' if numbers else ''}."
+        f"{jax.tree.map(jnp.shape, w)}; give {name} shaped like the points, arrays for "
+        f"arrays{', or plain numbers' if numbers else ''}."
     )
 
 

@@ -7,11 +7,25 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.experimental import enable_iterative_imputer  # noqa: F401
+from sklearn.impute import IterativeImputer
+from sklearn.linear_model import (
+    LinearRegression,
+    LogisticRegression,
+    Ridge,
+    RidgeClassifier,
+)
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder
+from sklearn.preprocessing import (
+    FunctionTransformer,
+    LabelBinarizer,
+    OneHotEncoder,
+    minmax_scale,
+)
 from sklearn.svm import LinearSVC
 from sklearn.tree import DecisionTreeRegressor
+from sklearn.utils.validation import check_array
 
 import dpbilevel as dpb
 from dpbilevel.private_search import PrivateSearch, Range
@@ -77,6 +91,114 @@ def test_a_hostile_record_is_silent_and_alone(tuned, inputs, targets):
     assert np.isfinite(expected).all()
 
 
+def squeezed(fitted, X, y):
+    return np.squeeze((fitted.predict(X)[:, None] - y[:, None]) ** 2)
+
+
+def in_company(fitted, X, y):
+    if len(y) < 8:
+        raise ValueError("too few rows")
+    return (fitted.predict(X) - y) ** 2
+
+
+class Panic(BaseException):
+    """What compiled code may raise."""
+
+
+def panics(fitted, X, y):
+    if not np.isfinite(X).all():
+        raise Panic("secret")
+    if len(y) == len(V):
+        print("secret")
+    return (fitted.predict(X) - y) ** 2
+
+
+@pytest.mark.parametrize("losses", [squeezed, in_company, panics])
+def test_a_row_that_raises_leaves_the_others_where_they_are(losses, capsys):
+    inputs = with_first(V, np.nan)
+    found = evaluated(RIDGE, inputs, T, losses)
+    assert np.isnan(found[0])
+    np.testing.assert_array_equal(found[1:], evaluated(RIDGE, V, T, losses)[1:])
+    assert "secret" not in "".join(capsys.readouterr())
+
+
+def test_where_all_rows_raise_all_losses_are_nan():
+    found = evaluated(RIDGE, np.full_like(V, np.nan), T)
+    assert np.isnan(found).all()
+
+
+def test_rounding_of_the_others_does_not_change_with_a_row_that_raises():
+    inputs = RNG.normal(size=(300, 37))
+    labels = (inputs @ RNG.normal(size=37) > 0).astype(int)
+    tuned = RidgeClassifier(), {"alpha": Range(0.1, 1.0)}, inputs, labels
+    model = RidgeClassifier(alpha=0.55).fit(inputs, labels)
+    moved, before = 0, 0
+    for tie in RNG.normal(size=(20, 37)):
+        for _ in range(3):  # all records on the boundary
+            tie[0] -= model.decision_function(tie[None])[0] / np.ravel(model.coef_)[0]
+        same = np.tile(tie, (101, 1))
+        bad = same.copy()
+        bad[50, 3] = np.nan
+        both = [evaluated(tuned, X, np.zeros(101, int)) for X in (same, bad)]
+        moved += np.sum(np.delete(both[0] != both[1], 50))
+        # The control: in parts, as they would be without the bad row, they change.
+        parts = [model.predict(X) for X in (same[:50], same[51:])]
+        before += np.sum(np.concatenate(parts) != np.delete(model.predict(same), 50))
+    assert moved == 0 < before
+
+
+class Counting(RegressorMixin, BaseEstimator):
+    """Predicts by random numbers of its own, or in place."""
+
+    def __init__(self, alpha=1.0, in_place=False):
+        self.alpha, self.in_place = alpha, in_place
+
+    def fit(self, X, y):
+        self.random_ = np.random.default_rng(0)
+        return self
+
+    def predict(self, X):
+        check_array(X)
+        if self.in_place:
+            X += 1.0
+            return X[:, 0]
+        return X[:, 0] + self.random_.normal()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_earlier_calls_leave_no_trace_in_later_ones(in_place):
+    tuned = Counting(in_place=in_place), {"alpha": Range(0.1, 1.0)}, X, Y
+    inputs = with_first(V, np.nan)
+    expected = evaluated(tuned, V, T)
+    np.testing.assert_array_equal(evaluated(tuned, inputs, T)[1:], expected[1:])
+    np.testing.assert_array_equal(inputs[1:], V[1:])
+
+
+def binarized(fitted, X, y):
+    chances = fitted.predict_proba(X)
+    return -np.log(np.sum(chances * LabelBinarizer().fit_transform(y), axis=1))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "targets", "losses"),
+    [
+        (
+            make_pipeline(
+                IterativeImputer(sample_posterior=True, random_state=0), Ridge()
+            ),
+            Y,
+            None,
+        ),
+        (make_pipeline(FunctionTransformer(minmax_scale), Ridge()), Y, None),
+        (LogisticRegression(), np.digitize(Y, [-1.0, 1.0]), binarized),
+    ],
+)
+def test_estimators_whose_rows_share_something_are_refused(estimator, targets, losses):
+    made = PrivateSearch(estimator, {}, None, losses=losses)
+    with pytest.raises(ValueError, match="change with the rows beside them"):
+        made._rows(X, targets).check_apart(np.zeros(0))
+
+
 def test_targets_in_one_column_are_not_compared_with_all_predictions():
     tuned = LinearRegression(), {"tol": Range(0.1, 1.0)}, X, Y
     column = [[v] for v in T]
@@ -113,7 +235,7 @@ def test_a_search_does_not_go_on_with_records_in_another_order(tmp_path, monkeyp
         patch.setattr(RowLosses, "black_box", lambda *args: stops)
         with pytest.raises(RuntimeError):
             fit(T, folder=tmp_path)
-    with pytest.raises(ValueError, match="or their order, are not those"):
+    with pytest.raises(ValueError, match="are not those the run began with"):
         fit(T[::-1].copy(), folder=tmp_path)
     assert fit(T.copy(), folder=tmp_path).best_params_ == fit(T).best_params_
 

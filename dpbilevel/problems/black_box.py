@@ -22,9 +22,11 @@ class BlackBox(eqx.Module):
         num_records: $n$, public. Static.
         w_set: Where it may be evaluated: a `Box` with both ends, for
             `GradientInformativeBO` any set.
-        records: What tells the records and their order from others, such as a hash of
-            them; `search` needs it with `folder`, and compares it before an interrupted
-            run goes on. SECRET. Static.
+        records: What tells the records, their order and what is evaluated on them from
+            others, such as a hash, as text; `search` needs it with `folder`, and
+            compares it before an interrupted run goes on. SECRET. Static.
+        evaluates: What `losses` computes, in words, public: kept in a folder with the
+            result, where another one is refused. Static.
         training_mu: Declared, where `losses` trains privately on other records: one
             training is `training_mu`-GDP towards them, whatever the point. The report
             then says what all trainings of a search together are. Static.
@@ -46,6 +48,7 @@ class BlackBox(eqx.Module):
     num_records: int = eqx.field(static=True)
     w_set: AbstractSet = Box(-1.0, 1.0)
     records: str = eqx.field(static=True, default="", repr=False)
+    evaluates: str = eqx.field(static=True, default="", repr=False)
     training_mu: float | None = eqx.field(static=True, default=None)
     trainings_after: int = eqx.field(static=True, default=0)
 
@@ -56,6 +59,15 @@ class BlackBox(eqx.Module):
             _checks.count("BlackBox", trainings_after=self.trainings_after)
         _checks.instance("BlackBox", AbstractSet, w_set=self.w_set)
         _checks.count("BlackBox", num_records=self.num_records)
+        for name, example in (
+            ("records", "hashlib.sha256(X.tobytes()).hexdigest()"),
+            ("evaluates", "'digits, two layers'"),
+        ):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"BlackBox: {name} must be text, such as {example}, got an "
+                    f"instance of {type(getattr(self, name)).__name__}."
+                )
         if not callable(self.losses):
             raise TypeError(
                 "BlackBox: losses must be a function of a point that returns every "
@@ -74,6 +86,6 @@ class BlackBox(eqx.Module):
             TypeError: Always.
         """
         raise TypeError(
-            "solve: a BlackBox calls Python between steps, which no compiled loop can; "
-            "run it by dpbilevel.search(problem, solver, w0, budget=budget, key=key)."
+            "BlackBox: calls Python between steps, which no compiled loop can; run it "
+            "by dpbilevel.search(problem, solver, w0, budget=budget, key=key)."
         )

@@ -62,7 +62,8 @@ class Folder:
         path: The folder, under its lock.
         report: The guarantee of the run.
         public: What must not change between the parts of a run.
-        records: What tells its records from others; nor must that. SECRET.
+        records: What tells its records, and what is evaluated on them, from others;
+            nor must that. SECRET.
     """
 
     path: Path
@@ -194,9 +195,10 @@ class Folder:
         self._check_same(saved.fingerprint["run"])
         if saved.fingerprint["records"] != self.records:
             raise ValueError(
-                f"cannot resume {self.path}: the records, or their order, are not "
-                "those the run began with. Give the same ones, or a new folder for a "
-                "second release."
+                f"cannot resume {self.path}: the records, their order, or what is "
+                "evaluated on them (in a PrivateSearch also the estimator, its losses, "
+                "the space and the training records) are not those the run began with. "
+                "Give the same ones, or a new folder for a second release."
             )
         self._forget(saved.done)
         return saved
@@ -236,7 +238,8 @@ def described(problem: BlackBox, solver: Any, w0: Any) -> dict[str, Any]:
     """What must not change between the parts of a run; all of it public.
 
     Args:
-        problem: The black box, of which the set and the number of records are read.
+        problem: The black box, of which the set, the number of records and what it
+            says of itself are read.
         solver: The calibrated solver.
         w0: The start.
     """
@@ -244,6 +247,7 @@ def described(problem: BlackBox, solver: Any, w0: Any) -> dict[str, Any]:
         "solver": _described(solver),
         "box": _described(problem.w_set),
         "records": problem.num_records,
+        "evaluates": problem.evaluates,
         "w0": _described(w0),
         "software": results.software(),
     }

@@ -232,13 +232,16 @@ def inner_solve(
     return solver.output(problem, state)
 
 
-def bound_to(problem: Any, solver: AbstractSolver, data: PyTree) -> AbstractSolver:
+def bound_to(
+    problem: Any, solver: AbstractSolver, data: PyTree, owner: str = "solve"
+) -> AbstractSolver:
     """The solver with the sizes that its plan fixed, checked against the data.
 
     Args:
         problem: The problem.
         solver: The solver.
         data: The records, or their shapes.
+        owner: What to name in an error.
 
     Raises:
         ValueError: Under replace-one, the data's sizes are not the planned ones; under
@@ -250,8 +253,8 @@ def bound_to(problem: Any, solver: AbstractSolver, data: PyTree) -> AbstractSolv
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         if solver.sizes is None:
             raise ValueError(
-                "solve: under add-or-remove-one the number of records is private, so "
-                "the public denominators must come from a plan; run "
+                f"{owner}: under add-or-remove-one the number of records is private, "
+                "so the public denominators must come from a plan; run "
                 "dpbilevel.calibrate(problem, solver, budget, sizes=...) first."
             )
         return solver
@@ -260,7 +263,7 @@ def bound_to(problem: Any, solver: AbstractSolver, data: PyTree) -> AbstractSolv
     found = problem.sizes_of(data) if people is None else problem.sizes_of(data, people)
     if found != solver.sizes:
         raise ValueError(
-            f"solve: the plan is for {solver.sizes}, but the data have {found}. The "
+            f"{owner}: the plan is for {solver.sizes}, but the data have {found}. The "
             "guarantee holds for the planned numbers only; calibrate again with "
             "sizes= these."
         )
