@@ -155,8 +155,10 @@ class RowLosses:
             losses = self._beside(fitted, (own, y), everyone)
             if losses is None:  # no row can be judged with a hole
                 continue
-            for table, kept in (((large, y), everyone), ((own, y), evens)):
-                yield _equal(losses, self._beside(fitted, table, kept), evens)
+            yield _equal(losses, self._beside(fitted, (own, y), evens), evens)
+            beside = self._beside(fitted, (large, y), everyone)
+            # Rows that are refused stand for nothing here.
+            yield beside is None or _equal(losses, beside, evens)
 
     def _readable(self, fitted, private):
         """The losses, with NaN for rows that raise."""

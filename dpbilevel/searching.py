@@ -25,7 +25,7 @@ from .runs import checkpoint, lock
 from .runs.checkpoint import Checkpoint
 from .runs.searches import Folder, Memory, described
 from .solvers.asking import AbstractAskingSolver
-from .solvers.base import bound_to, solver_for
+from .solvers.base import bound_to
 from .solvers.solution import PrivateResult, Solution
 
 
@@ -142,10 +142,11 @@ def search(
         _check_calibrated(problem, solver)
         first = _before(problem, solver, w0, key)
         public = described(problem, solver, w0)
-    if folder is None or report is None:
+    if folder is None or budget is None or report is None:
         value, path = _run(problem, solver, first, Memory(), progress)
     else:
-        public["report"] = json.loads(report.to_json())
+        asked = {"epsilon": budget.epsilon, "delta": budget.delta}
+        public = {"budget": asked, **public, "report": json.loads(report.to_json())}
         place = Path(folder)
         with lock.held(place):
             notebook = Folder(place, report, public, problem.records)
@@ -310,8 +311,13 @@ def _check_calibrated(problem: BlackBox, solver: Any) -> None:
 
 def _check(problem: Any, solver: Any, progress: bool) -> None:
     _checks.instance("search", BlackBox, problem=problem)
-    solver_for(problem, solver, "search")
-    _checks.instance("search", AbstractAskingSolver, solver=solver)
+    if not isinstance(solver, AbstractAskingSolver):
+        name = getattr(solver, "__name__", type(solver).__name__)
+        raise TypeError(
+            "search: solver must be one that asks for losses, such as RandomSearch(30, "
+            "clip_range), RepeatAndSelect, NoisyUCB or GradientInformativeBO, got "
+            f"{name}."
+        )
     if solver.neighbours is not Neighbours.REPLACE_ONE:
         raise ValueError(
             "search: a black box states its number of records, which "
@@ -348,13 +354,14 @@ def _start(problem: BlackBox, w0: Any) -> Any:
             "search: calls Python between steps, so it cannot be used inside jax.jit, "
             "jax.vmap or jax.grad; call it from plain Python."
         )
-    check_start(w0)
     if not hasattr(w0, "shape") or len(w0.shape) != 1:
         raise ValueError(
-            "search: w0 must be one vector, an array of shape (d,), as the black box "
-            f"is called with, got {jax.tree.map(np.shape, w0)}; put all parameters "
-            "into one array and unpack them in losses."
+            "search: w0 must be one vector, a floating-point array of shape (d,), as "
+            f"the black box is called with, got {jax.tree.map(np.shape, w0)} in a "
+            f"{type(w0).__name__}; put all parameters into one numpy.array(..., float) "
+            "and unpack them in losses."
         )
+    check_start(w0)
     with wide_integers():
         start = jax.tree.map(lambda v: jnp.asarray(np.asarray(v, np.float64)), w0)
         check_set("w_set", problem.w_set, start)

@@ -174,6 +174,14 @@ def test_earlier_calls_leave_no_trace_in_later_ones(in_place):
     np.testing.assert_array_equal(inputs[1:], V[1:])
 
 
+def test_values_that_training_did_not_know_are_no_reason_to_refuse():
+    inputs = np.tile([[0.0], [1.0]], (20, 1))
+    tuned = make_pipeline(OneHotEncoder(), Ridge()), {"ridge__alpha": Range(0.1, 1.0)}
+    found = evaluated((*tuned, inputs, Y), with_first(inputs[:8], 2.0), T)
+    assert np.isnan(found[0])
+    assert np.isfinite(found[1:]).all()
+
+
 def binarized(fitted, X, y):
     chances = fitted.predict_proba(X)
     return -np.log(np.sum(chances * LabelBinarizer().fit_transform(y), axis=1))

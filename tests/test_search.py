@@ -229,7 +229,7 @@ def test_another_run_is_not_mixed_into_a_folder(tmp_path, fails_at):
     except RuntimeError:
         pass
     other = dpb.PrivacyBudget(1.0, 1e-3)
-    with pytest.raises(ValueError, match=r"cannot resume .*noise_multiplier was"):
+    with pytest.raises(ValueError, match=r"resume .*budget.epsilon was 2.0, is 1"):
         search(folder=tmp_path, budget=other)
     with pytest.raises(ValueError, match=r"solver.class was \"NoisyUCB\", is"):
         search("random_search", folder=tmp_path)
@@ -354,7 +354,13 @@ ADD_OR_REMOVE = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"solver": dpb.NoisyGD(3, 1.0, 0.1)}, TypeError, "NoisyGD solves a FiniteSum"),
+        (
+            {"solver": dpb.NoisyGD(3, 1.0, 0.1)},
+            TypeError,
+            r"losses, .*got NoisyGD",
+        ),
+        ({"solver": dpb.NoisyUCB}, TypeError, r"losses, .*got NoisyUCB"),
+        ({"w0": [0.0, 0.0]}, ValueError, r"got \[\(\), \(\)\] in a list"),
         ({"problem": FINITE_SUM}, TypeError, "instance of BlackBox"),
         ({"key": 0}, TypeError, "typed key"),
         ({"w0": np.zeros((2, 1))}, ValueError, "w0 must be one vector"),

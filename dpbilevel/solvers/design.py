@@ -108,12 +108,11 @@ def _directions(posterior: GradientPosterior, *, key: PRNGKey) -> Float[Array, "
     step after step.
     """
     size = posterior.theta.size
-    turn = jax.random.orthogonal(key, size, dtype=posterior.theta.dtype)
-    # Equal eigenvalues are told apart, or rounding would choose among their vectors.
-    ranks = jnp.arange(size, dtype=posterior.theta.dtype) / size
-    apart = _TIE * posterior.prior_trace / size * jnp.diag(ranks)
-    _, vectors = jnp.linalg.eigh(turn @ posterior.covariance @ turn.T + apart)
-    return vectors[:, ::-1].T @ turn
+    # Its eigenvectors are uniform among all bases, and so are those of what is equal.
+    apart = jax.random.normal(key, (size, size), posterior.theta.dtype)
+    apart = _TIE * posterior.prior_trace / size * (apart + apart.T)
+    _, vectors = jnp.linalg.eigh(posterior.covariance + apart)
+    return vectors[:, ::-1].T
 
 
 def _offsets(posterior, basis, height, count, capacity, pairs):

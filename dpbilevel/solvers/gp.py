@@ -91,8 +91,9 @@ class GradientPosterior(eqx.Module):
         among = self.kernel.covariance(points, points, self.theta) - known.T @ known
         root = _root(among, mask, self.nugget)
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
-        explained = _solve(root, jnp.where(mask[:, None], slope, 0))
-        ones = _solve(root, jnp.where(mask, 1 - known.T @ self.ones, 0))
+        slope = jnp.where(mask[:, None], slope, 0)
+        rest = jnp.where(mask, 1 - known.T @ self.ones, 0)
+        explained, ones = solved(root, slope, rest)
         shared, share = self._shared
         trace = self._trace_after(
             shared + explained.T @ ones,
@@ -139,6 +140,8 @@ def gradient_posterior(
     mask = jnp.ones(len(points), bool) if mask is None else mask
     nugget, constant = cast(nugget, theta), cast(constant, theta)
     root = _root(kernel.covariance(points, points, theta), mask, nugget)
+    slope = jnp.where(mask[:, None], kernel.slope(theta, points), 0)
+    explained, ones = solved(root, slope, mask.astype(theta.dtype))
     return GradientPosterior(
         kernel,
         theta,
@@ -147,8 +150,8 @@ def gradient_posterior(
         nugget,
         1 / (constant * cast(kernel.variance, theta)),
         root,
-        _solve(root, jnp.where(mask[:, None], kernel.slope(theta, points), 0)),
-        _solve(root, mask.astype(theta.dtype)),
+        explained,
+        ones,
         kernel.prior(theta),
     )
 
@@ -170,6 +173,24 @@ def double(owner: str, theta: Array) -> None:
             "True), or run under jax.enable_x64(True), and give a float64 w0; "
             "dpbilevel.search does both."
         )
+
+
+def solved(
+    root: Float[Array, "m m"], matrix: Float[Array, "m d"], vector: Float[Array, " m"]
+) -> tuple[Float[Array, "m d"], Float[Array, " m"]]:
+    """Solves with a lower triangular matrix for a matrix and a vector, all at once.
+
+    In one call: under `jax.vmap` jaxlib's triangular solves wait for threads of the
+    pool that they run in, and where two of them run at once on two cores, forever.
+
+    Args:
+        root: The lower triangular matrix.
+        matrix: Right sides, one a column.
+        vector: One more.
+    """
+    right = jnp.concatenate([matrix, vector[:, None]], axis=1)
+    found = _solve(root, right)
+    return found[:, :-1], found[:, -1]
 
 
 def _masked(matrix, rows, columns):

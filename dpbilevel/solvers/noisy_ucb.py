@@ -23,6 +23,7 @@ from .candidates import (
     start_of,
     uniform,
 )
+from .gp import solved
 from .kernels import RBF
 
 
@@ -228,9 +229,8 @@ def posterior(
     center = jnp.sum(jnp.where(known, values, 0)) / count
     factor = jnp.linalg.cholesky(covariance)
     cross = jnp.where(known[:, None], _kernel(points, at), 0)
-    half = jax.scipy.linalg.solve_triangular(factor, cross, lower=True)
     rest = jnp.where(known, values - center, 0)
-    weights = jax.scipy.linalg.solve_triangular(factor, rest, lower=True)
+    half, weights = solved(factor, cross, rest)
     variance = jnp.maximum(1 - jnp.sum(half**2, axis=0), 0)
     return center + half.T @ weights, jnp.sqrt(variance)
 
