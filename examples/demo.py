@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     """Runs the demo and prints what was released next to what is true."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--adult", default="", help="the Adult CSV file, if at hand")
     parser.add_argument("--out", type=Path, help="a new result folder")
     arguments = parser.parse_args()

@@ -161,7 +161,8 @@ def draw(found, weights, names, out: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--smoke", action="store_true", help="a short run, no figure")
     parser.add_argument("--adult", default="", help="the census records, a CSV file")
     parser.add_argument("--out", type=pathlib.Path, default="runs/group_fair")

@@ -126,7 +126,8 @@ def draw(found, out: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--smoke", action="store_true", help="a short run, no figure")
     parser.add_argument("--out", type=pathlib.Path, default="runs/group_robust")
     arguments = parser.parse_args()

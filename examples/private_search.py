@@ -81,7 +81,8 @@ def main(smoke: bool, out: str | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--smoke", action="store_true", help="a short run")
     parser.add_argument("--out", help="a folder to go on from after a stop")
     arguments = parser.parse_args()
