@@ -96,7 +96,7 @@ def test_a_tolerance_out_of_reach_takes_all_points_and_says_so():
 
 def carried(step, tolerance, seed=1, **options):
     """A simplex at the last iterate is known, and the iterate has moved."""
-    known = first(1.0).points[:16]
+    known = first(1.0, seed=1).points[:16]
     direction = np.random.default_rng(5).normal(size=D)
     theta = step * direction / np.linalg.norm(direction)
     mask = np.ones(16, bool)
