@@ -108,8 +108,11 @@ def draw(rows):
         low, middle, high = np.transpose(
             [np.quantile(excess[name], [0.25, 0.5, 0.75]) for _, excess in rows]
         )
-        style = ":" if "not private" in name or name == "start" else "-"
-        color = "0.5" if name == "start" else f"C{number}"
+        style, color = {
+            "start": (":", "0.6"),
+            "the same, random start": ("--", "C1"),
+            "random search, not private": (":", "k"),
+        }.get(name, ("-", f"C{number}"))
         axes.plot(dimensions, middle, "o" + style, color=color, label=name, ms=4)
         axes.fill_between(dimensions, low, high, color=color, alpha=0.12, lw=0)
     axes.set_xlabel("dimension")
