@@ -267,7 +267,7 @@ def refute_constants(
         radius = declared.solution_radius
         points = [_points(problem, w0, random, tries, spread, radius) for _ in range(2)]
         datasets = [_drawn(records, random, tries) for _ in range(2)]
-        measure = jax.jit(jax.vmap(lambda *at: _measured(problem, *at)))
+        measure = jax.jit(lambda *points: _measured(problem, points))
         found = {k: float(v.max()) for k, v in measure(*points, *datasets).items()}
         found["solution_radius"] = max(
             _solution_norm(problem, points[0], datasets[0], i)
@@ -318,7 +318,16 @@ def _ratio(found: float, declared: float) -> float:
     return found / declared if declared > 0 else math.inf
 
 
-def _measured(problem: BilevelProblem, w, w_other, z, z_other) -> dict[str, jax.Array]:
+def _measured(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
+    """What the constants bound, point after point.
+
+    Not with `jax.vmap`: jaxlib 0.10 gives a batch of singular values to the threads of
+    the pool that it runs in and waits, on few cores for ever where several do.
+    """
+    return jax.lax.map(lambda at: _measured_at(problem, *at), points)
+
+
+def _measured_at(problem: BilevelProblem, w, w_other, z, z_other):
     """What the constants bound, at one point; strong convexity with a minus sign."""
     (x, y), (other_x, other_y) = w, w_other
     f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))

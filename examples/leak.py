@@ -48,14 +48,14 @@ def main(smoke: bool) -> None:
         solution = dpb.solve(example.problem, plan.solver, data, example.w0, key=key)
         return -solution.x[0]
 
-    keys = jax.random.split(dpb.root_key(), runs)
+    keys, others = jax.random.split(dpb.root_key(), (2, runs))
     batch = jax.jit(jax.vmap(released, in_axes=(None, 0)))
-    here, there = batch(ages, keys), batch(neighbour, keys)
+    here, there = batch(ages, keys), batch(neighbour, others)
     shift = float(jnp.abs(jnp.mean(here) - jnp.mean(there)))
     spread = float(jnp.std(here))
     print(f"private answers:              {float(here.mean()):.3f} +- {spread:.3f}")
     print(f"moved by one record:          {shift / spread:.3f} standard deviations")
-    assert shift < 0.3 * spread
+    assert shift < 0.5 * spread
 
 
 if __name__ == "__main__":

@@ -1,16 +1,46 @@
+"""The examples, and the code of the README."""
+
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "demo")
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_example_runs_and_holds_its_own_assertions(script):
+scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+
+
+@pytest.fixture
+def as_by_users():
+    """JAX as it is imported, whatever an example sets."""
+    usual = {
+        "jax_numpy_dtype_promotion": "standard",
+        "jax_numpy_rank_promotion": "allow",
+    }
+    names = (*usual, "jax_enable_x64")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in usual.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@scripts
+def test_example_runs_and_holds_its_own_assertions(script, as_by_users, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(script), "--smoke"])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.slow
+@scripts
+def test_example_runs_as_a_process_of_its_own(script):
     done = subprocess.run(
         [sys.executable, str(script), "--smoke"], capture_output=True, text=True
     )

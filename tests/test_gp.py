@@ -154,6 +154,22 @@ def test_weights_and_trace_are_those_of_the_kernel_plus_a_constant(kernel, const
     assert trace == pytest.approx(np.trace(covariance), rel=1e-9)
 
 
+@kernels
+def test_the_slope_of_a_trace_agrees_with_central_differences(kernel):
+    theta, points, more = rows(1, 3)[0], rows(5, 3, 2), rows(4, 3, 3)
+    some, *_ = known(kernel, theta, points, nugget=1e-2)
+
+    @jax.jit
+    def trace(more):
+        return some.trace_with(more, jnp.arange(4) < 3)
+
+    found, step = jax.grad(trace)(more), 1e-5
+    moves = step * jnp.eye(more.size).reshape(-1, *more.shape)
+    expected = [(trace(more + v) - trace(more - v)) / (2 * step) for v in moves]
+    np.testing.assert_allclose(found.ravel(), expected, rtol=1e-5, atol=1e-7)
+    assert not found[3:].any()
+
+
 def test_a_negative_trace_is_not_taken_for_precision():
     # Two equal points without a nugget: no Cholesky factor.
     empty, *_ = known(

@@ -89,16 +89,17 @@ class GradientPosterior(eqx.Module):
         across = self.kernel.covariance(self.points, points, self.theta)
         known = _solve(self.root, _masked(across, self.mask, mask))
         among = self.kernel.covariance(points, points, self.theta) - known.T @ known
-        root = _root(among, mask, self.nugget)
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
-        slope = jnp.where(mask[:, None], slope, 0)
-        rest = jnp.where(mask, 1 - known.T @ self.ones, 0)
-        explained, ones = solved(root, slope, rest)
+        rest = 1 - known.T @ self.ones
+        right = jnp.concatenate([slope, rest[:, None]], axis=1)
+        gained = _explained(
+            _covariance(among, mask, self.nugget), jnp.where(mask[:, None], right, 0)
+        )
         shared, share = self._shared
         trace = self._trace_after(
-            shared + explained.T @ ones,
-            share + _square(ones),
-            _square(self.explained) + _square(explained),
+            shared + gained[:-1, -1],
+            share + gained[-1, -1],
+            _square(self.explained) + jnp.trace(gained[:-1, :-1]),
         )
         return jnp.where(trace >= -_LOST * self.prior_trace, trace, jnp.inf)
 
@@ -139,7 +140,8 @@ def gradient_posterior(
     double("gradient_posterior", theta)
     mask = jnp.ones(len(points), bool) if mask is None else mask
     nugget, constant = cast(nugget, theta), cast(constant, theta)
-    root = _root(kernel.covariance(points, points, theta), mask, nugget)
+    matrix = kernel.covariance(points, points, theta)
+    root = jnp.linalg.cholesky(_covariance(matrix, mask, nugget))
     slope = jnp.where(mask[:, None], kernel.slope(theta, points), 0)
     explained, ones = solved(root, slope, mask.astype(theta.dtype))
     return GradientPosterior(
@@ -197,10 +199,35 @@ def _masked(matrix, rows, columns):
     return jnp.where(rows[:, None] & columns[None], matrix, 0)
 
 
-def _root(matrix, mask, nugget):
-    """The Cholesky factor with the nugget, the identity on rows that are no points."""
-    diagonal = jnp.where(mask, nugget, 1)
-    return jnp.linalg.cholesky(_masked(matrix, mask, mask) + jnp.diag(diagonal))
+def _covariance(matrix, mask, nugget):
+    """With the nugget, and the identity on rows that are no points."""
+    return _masked(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
+
+
+@jax.custom_vjp
+def _explained(matrix, right):
+    r"""$R^\top A^{-1} R$, whose derivative takes one more triangular solve.
+
+    That of a factorization takes several at once, which may wait for each other, see
+    `solved`.
+    """
+    return _explained_forward(matrix, right)[0]
+
+
+def _explained_forward(matrix, right):
+    root = jnp.linalg.cholesky(matrix)
+    half = _solve(root, right)
+    return half.T @ half, (root, half)
+
+
+def _explained_backward(kept, slope):
+    root, half = kept
+    whole = _solve(root, half, trans="T")
+    slope = (slope + slope.T) / 2
+    return -whole @ slope @ whole.T, 2 * whole @ slope
+
+
+_explained.defvjp(_explained_forward, _explained_backward)
 
 
 def _solve(root, right, trans="N"):
