@@ -58,6 +58,7 @@ _COMPILED_IN_HASTE = {
     "test_gibo",
     "test_gp",
     "test_grid_walk",
+    "test_grid_walk_draws",
     "test_implicit",
     "test_inner_solvers",
     "test_keys",
