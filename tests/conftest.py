@@ -28,8 +28,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 _TESTS = itertools.count(1)
 # What these claim depends on how floats are rounded, or on the bits of another process:
-# they are compiled as by users. All others are by XLA's former emitters, in two thirds
-# of the time.
+# they are compiled as by users, and so are all slow ones. XLA's former emitters compile
+# the others, in two thirds of the time.
 _COMPILED_AS_BY_USERS = {
     "test_clipping",
     "test_faults",
@@ -111,7 +111,8 @@ def pytest_collection_modifyitems(items):
 
 
 def _by_users(item):
-    return item.module.__name__ in _COMPILED_AS_BY_USERS
+    slow = item.get_closest_marker("slow") is not None
+    return slow or item.module.__name__ in _COMPILED_AS_BY_USERS
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,7 +121,8 @@ def pytest_runtest_protocol(item):
     module = item.module.__name__
     reuses = item.get_closest_marker("reuses_keys") is not None
     _compile_with({} if _by_users(item) else _FORMER)
-    jax.config.update("jax_disable_most_optimizations", module in _COMPILED_IN_HASTE)
+    hasty = module in _COMPILED_IN_HASTE and not _by_users(item)
+    jax.config.update("jax_disable_most_optimizations", hasty)
     with jax.debug_key_reuse(not reuses and module not in _WITHOUT_KEYS):
         result = yield
     if next(_TESTS) % 10 == 0 and _memory_maps() > 40_000:

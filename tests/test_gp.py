@@ -168,6 +168,7 @@ def test_the_slope_of_a_trace_agrees_with_central_differences(kernel):
     expected = [(trace(more + v) - trace(more - v)) / (2 * step) for v in moves]
     np.testing.assert_allclose(found.ravel(), expected, rtol=1e-5, atol=1e-7)
     assert not found[3:].any()
+    np.testing.assert_allclose(jax.jacfwd(trace)(more), found, rtol=1e-9, atol=1e-12)
 
 
 def test_a_negative_trace_is_not_taken_for_precision():

@@ -204,30 +204,25 @@ def _covariance(matrix, mask, nugget):
     return _masked(matrix, mask, mask) + jnp.diag(jnp.where(mask, nugget, 1))
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _explained(matrix, right):
-    r"""$R^\top A^{-1} R$, whose derivative takes one more triangular solve.
+    r"""$R^\top A^{-1} R$, whose derivatives take one more triangular solve.
 
-    That of a factorization takes several at once, which may wait for each other, see
+    Those of a factorization take several at once, which may wait for each other, see
     `solved`.
     """
-    return _explained_forward(matrix, right)[0]
+    half = _solve(jnp.linalg.cholesky(matrix), right)
+    return half.T @ half
 
 
-def _explained_forward(matrix, right):
+@_explained.defjvp
+def _explained_moved(at, moves):
+    matrix, right = at
     root = jnp.linalg.cholesky(matrix)
     half = _solve(root, right)
-    return half.T @ half, (root, half)
-
-
-def _explained_backward(kept, slope):
-    root, half = kept
     whole = _solve(root, half, trans="T")
-    slope = (slope + slope.T) / 2
-    return -whole @ slope @ whole.T, 2 * whole @ slope
-
-
-_explained.defvjp(_explained_forward, _explained_backward)
+    turned = moves[1].T @ whole
+    return half.T @ half, turned + turned.T - whole.T @ moves[0] @ whole
 
 
 def _solve(root, right, trans="N"):
