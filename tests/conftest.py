@@ -27,18 +27,24 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.fspath(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 _TESTS = itertools.count(1)
-# What these claim depends on how floats are rounded, or on the bits of another process:
+# What these claim is about noise, rounding and leaks, or the bits of another process:
 # they are compiled as by users, and so are all slow ones. XLA's former emitters compile
 # the others, in two thirds of the time.
 _COMPILED_AS_BY_USERS = {
+    "test_audit",
     "test_clipping",
+    "test_draw_attacks",
     "test_faults",
     "test_grid",
     "test_hostile",
     "test_mechanisms",
     "test_noise",
+    "test_private_search_attacks",
+    "test_resolvent_attacks",
     "test_roundings",
     "test_secrets",
+    "test_sensitivity",
+    "test_sensitivity_search",
 }
 
 # Most of the time of these is compiling still, and what they claim does not depend on

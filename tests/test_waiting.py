@@ -35,14 +35,15 @@ def at_once(jaxpr):
 
 
 def _follow(jaxpr: Jaxpr, known, calls):
-    """Lists the calls of a program; what its results wait for, given what its
-    arguments do."""
+    """Appends the calls of a program; returns what its results wait for."""
     after = dict(zip(jaxpr.invars, known, strict=True))
+
+    def waited(values):
+        none = frozenset()
+        return [none if isinstance(v, Literal) else after.get(v, none) for v in values]
+
     for eqn in jaxpr.eqns:
-        inputs = [
-            frozenset() if isinstance(v, Literal) else after.get(v, frozenset())
-            for v in eqn.invars
-        ]
+        inputs = waited(eqn.invars)
         done = frozenset().union(*inputs)
         inner = [
             getattr(v, "jaxpr", v)
@@ -64,10 +65,7 @@ def _follow(jaxpr: Jaxpr, known, calls):
                 _follow(body, [done] * len(body.invars), calls)
             outputs = [done | set(range(first, len(calls)))] * len(eqn.outvars)
         after.update(zip(eqn.outvars, outputs, strict=True))
-    return [
-        frozenset() if isinstance(v, Literal) else after.get(v, frozenset())
-        for v in jaxpr.outvars
-    ]
+    return waited(jaxpr.outvars)
 
 
 def _batched(eqn):
