@@ -83,9 +83,13 @@ def test_composed_rounding_does_not_eat_a_small_delta():
     many = repeated(without_replacement(1.0, math.sqrt(1e5)), 100_000)
     exact = accounting.gaussian_epsilon(1.0, 1e-12)
     alone = accounting._without_replacement(1.0, math.sqrt(1e5), 1e-4)
-    # The control: what the transform alone finds is below the truth.
-    assert alone.self_compose(100_000).get_delta_for_epsilon(exact) < 1e-12
-    assert accounting.delta(many, REPLACE, exact) >= 1e-12
+    found = alone.self_compose(100_000).get_delta_for_epsilon(exact)
+    # The control: what the transform alone finds is off by as much as a small delta,
+    # to a side that depends on the release of SciPy.
+    rounding = abs(found - 1e-12)
+    assert rounding > 1e-13
+    charged = accounting.delta(many, REPLACE, exact)
+    assert charged >= max(1e-12, found + rounding)
     # At deltas in use the charge is not felt.
     usual = accounting.gaussian_epsilon(1.0, 1e-5)
     assert accounting.delta(many, REPLACE, usual) == pytest.approx(1e-5, rel=3e-3)

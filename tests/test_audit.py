@@ -249,10 +249,12 @@ def test_one_run_rejects_a_claim_that_is_too_good():
 
 def test_a_defect_that_depends_on_the_planned_size_is_rejected():
     class RoundsItsShare(dpb.Gaussian):
-        """Takes the sensitivity in half precision, where C / 70 000 is zero."""
+        """Takes the sensitivity in half precision, where C / 70 000 000 is zero."""
 
         def release(self, bounded, *, key):
-            share = jnp.asarray(bounded.contribution, jnp.float16).astype(jnp.float32)
+            # Unlike a conversion to float16 and back, no compiler leaves this out.
+            share = jnp.asarray(bounded.contribution, jnp.float32)
+            share = jax.lax.reduce_precision(share, 5, 10)
             broken = dpb.Bounded(bounded.raw, 0.01 * bounded.contribution + share)
             return dpb.Gaussian.release(self, broken, key=key)
 

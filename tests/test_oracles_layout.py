@@ -79,6 +79,7 @@ def test_a_map_without_products_of_matrices_comes_back_as_it_is():
     assert laid_out(scale, jnp.ones(3)) is scale
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU alone gains by it")
 def test_no_hessian_product_contracts_the_rows_of_the_features():
     problem, data, x, y = softmax()
     objective = lower_objective(problem, data)

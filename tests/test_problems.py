@@ -191,7 +191,8 @@ def test_debug_hyper_objective_solves_the_lower_level_exactly():
         found = dpb.debug.hyper_objective(
             example.problem, x, *example.w0[1:], example.data
         )
-        np.testing.assert_allclose(found, example.hyper_objective(x), rtol=1e-10)
+        # Steps that change values by their rounding, 1e-16, change y by its root.
+        np.testing.assert_allclose(found, example.hyper_objective(x), rtol=2e-9)
 
 
 def test_the_exact_hypergradient_at_zero_is_the_mean_of_the_data():

@@ -45,9 +45,10 @@ def mean_operator(
         w: A point.
         data: The records.
     """
-    values = jax.vmap(lambda record: problem.record_operator(w, record))(data)
-    mean = jax.tree.map(lambda v: jnp.mean(v, axis=0), values)
-    return optax.tree.add(mean, problem.public_operator(w))
+    with jax.default_matmul_precision("highest"):
+        values = jax.vmap(lambda record: problem.record_operator(w, record))(data)
+        mean = jax.tree.map(lambda v: jnp.mean(v, axis=0), values)
+        return optax.tree.add(mean, problem.public_operator(w))
 
 
 def saddle_gap(
@@ -76,8 +77,9 @@ def saddle_gap(
     smoothness = _smoothness(problem)
 
     def value(x, y):
-        values = jax.vmap(lambda record: problem.fun(x, y, record))(data)
-        public = 0.0 if problem.public is None else problem.public(x, y)
+        with jax.default_matmul_precision("highest"):
+            values = jax.vmap(lambda record: problem.fun(x, y, record))(data)
+            public = 0.0 if problem.public is None else problem.public(x, y)
         return jnp.mean(values) + public
 
     best = _maximum(

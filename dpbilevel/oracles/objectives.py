@@ -68,9 +68,10 @@ class AbstractObjective(abc.ABC):
 class Objective(AbstractObjective):
     r"""NON-PRIVATE. $h(x, y) = \frac{1}{n} \sum_i \ell(x, y; z_i) + r(x, y)$.
 
-    Differentiable to any order, in forward and reverse mode. Long records are read in
-    pieces: beyond them, memory does not grow with $n$ but for what a linearization at a
-    point keeps, the numbers that the loss computes from one record.
+    Differentiable to any order, in forward and reverse mode. Products of matrices are
+    in full precision on every backend. Long records are read in pieces: beyond them,
+    memory does not grow with $n$ but for what a linearization at a point keeps, the
+    numbers that the loss computes from one record.
 
     Args:
         loss: $\ell(x, y, z)$: one record's loss, a scalar.
@@ -120,13 +121,15 @@ class Objective(AbstractObjective):
 
     def _total(self, x, y, piece, keep, n) -> Scalar:
         y = merge(y, self.rest)
-        losses = jax.vmap(lambda record: self.loss(x, y, record))(piece)
+        with jax.default_matmul_precision("highest"):
+            losses = jax.vmap(lambda record: self.loss(x, y, record))(piece)
         losses = losses if keep is None else jnp.where(keep, losses, 0)
         return jnp.sum(losses) / max(n, 1)
 
     def _public(self, x, y) -> Scalar:
         assert self.public is not None
-        return self.public(x, merge(y, self.rest))
+        with jax.default_matmul_precision("highest"):
+            return self.public(x, merge(y, self.rest))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
@@ -12,6 +13,9 @@ from ..sets import Ball, Simplex
 from .saddle import AbstractVariationalInequality, SaddleProblem, VariationalInequality
 
 Vector = Float[Array, " d"]
+
+# By default accelerators round the factors of a product of matrices.
+_exact = jax.default_matmul_precision("highest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ def constant_operator(records: Float[Array, "n d"], radius: float = 1.0):
         problem,
         records,
         jnp.zeros_like(mean),
-        lambda w: w @ mean + radius * jnp.linalg.norm(mean),
+        _exact(lambda w: w @ mean + radius * jnp.linalg.norm(mean)),
     )
 
 
@@ -83,6 +87,7 @@ def affine_operator(
     matrix, offset = jnp.mean(matrices, 0), jnp.mean(offsets, 0)
     mu = float(jnp.trace(matrix)) / len(offset)
 
+    @_exact
     def gap(w):
         return offset @ w + _largest_on_ball(matrix.T @ w - offset, radius, 2 * mu)
 
@@ -119,6 +124,7 @@ def bilinear_saddle(
     """
     matrix, b, c = (jnp.mean(v, 0) for v in (matrices, linear_x, linear_y))
 
+    @_exact
     def gap(w):
         x, y = w
         linear = b @ x + c @ y + convexity / 2 * (x @ x + y @ y)
@@ -170,7 +176,7 @@ def matrix_game(payoffs: Float[Array, "n p q"]):
         problem,
         payoffs,
         w0,
-        lambda w: jnp.max(matrix.T @ w[0]) - jnp.min(matrix @ w[1]),
+        _exact(lambda w: jnp.max(matrix.T @ w[0]) - jnp.min(matrix @ w[1])),
     )
 
 
@@ -193,12 +199,13 @@ def worst_group(
     dtype = targets.dtype
     members = (groups[:, None] == jnp.arange(k)[None]).astype(dtype)
     share = members / jnp.asarray(counts, dtype)[None]
-    centers = share.T @ targets
+    centers = _exact(jnp.matmul)(share.T, targets)
     spreads = 0.5 * (share.T @ jnp.sum(targets**2, 1))
 
     def losses(x):
         return 0.5 * (x @ x) - centers @ x + spreads
 
+    @_exact
     def gap(w):
         x, y = w
         best = losses(y @ centers) @ y  # the weighted mean of targets is in the ball

@@ -15,6 +15,9 @@ from .models import shortened, squared_loss
 
 Vector = Float[Array, " d"]
 
+# By default accelerators round the factors of a product of matrices.
+_exact = jax.default_matmul_precision("highest")
+
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -155,6 +158,7 @@ def ridge_tuning(upper: PyTree, lower: PyTree):
         An `Example` with scalar $x$ of shape `(1,)`.
     """
 
+    @_exact
     def moments(records):
         a, b = records["features"], records["label"]
         return a.T @ a / len(b), a.T @ b / len(b), jnp.mean(b**2)
@@ -176,10 +180,12 @@ def ridge_tuning(upper: PyTree, lower: PyTree):
         system = a_up + penalty * (a_low + jnp.exp(x[0]) * eye)
         return jnp.linalg.solve(system, c_up + penalty * c_low)
 
+    @_exact
     def hyper_objective(x):
         y = lower_solution(x)
         return 0.5 * (y @ a_up @ y) - c_up @ y + 0.5 * b_up
 
+    @_exact
     def hypergradient(x):
         y = lower_solution(x)
         system = a_low + jnp.exp(x[0]) * eye

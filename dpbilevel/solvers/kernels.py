@@ -100,7 +100,9 @@ class AbstractStationary(AbstractKernel):
         """By differences to `near`, which keep what its neighbours need."""
         a, b = ((v - near[None]) / cast(self.reach, v) for v in (a, b))
         squares = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None]
-        distances = jnp.maximum(squares - 2 * a @ b.T, 0)
+        # Distances are differences: products rounded by default would swamp them.
+        products = jnp.matmul(a, b.T, precision="highest")
+        distances = jnp.maximum(squares - 2 * products, 0)
         return cast(self.variance, a) * self._profile(distances)
 
     def slope(self, theta, z):
