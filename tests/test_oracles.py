@@ -234,6 +234,52 @@ def test_a_linearization_keeps_no_copy_of_long_records(monkeypatch):
     assert sum(sizes) < data.lower["features"].size
 
 
+def rounded_products(fun, x):
+    """The products of matrices in `fun`, mapped over two x, in less than full precision.
+
+    Inner products do not count: accelerators round the factors of matrices alone.
+    """
+
+    def equations(jaxpr):
+        for equation in jaxpr.eqns:
+            yield equation
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from equations(inner)
+
+    def is_rounded(equation):
+        if equation.primitive is not jax.lax.dot_general_p:
+            return False
+        contracted, batch = equation.params["dimension_numbers"]
+        used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
+        rows = [v.aval.ndim - n for v, n in zip(equation.invars, used, strict=True)]
+        highest = (jax.lax.Precision.HIGHEST,) * 2
+        return any(rows) and equation.params["precision"] != highest
+
+    both = jax.make_jaxpr(jax.vmap(fun))(jnp.stack([x, x]))
+    return sum(map(is_rounded, equations(both.jaxpr)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_oracle_multiplies_matrices_in_reduced_precision(case):
+    problem, data, x, y0 = CASES[case]()
+
+    def objective(x):
+        y = dpb.lower_solution(problem, x, data, y0=y0)
+        return objectives.upper_objective(problem, data).value(x, y)
+
+    def implicit(x):
+        solver = dpb.Cholesky()
+        return dpb.implicit_hypergradient(problem, x, y0, data, linear_solver=solver)[0]
+
+    # Derivatives from outside of `jax.jit` are traced when the oracle has returned.
+    for fun in (objective, jax.grad(jax.jit(objective)), jax.hessian(objective)):
+        assert rounded_products(fun, x) == 0
+    assert rounded_products(implicit, x) == 0
+    # The control: the same loss in the precision that JAX takes by default.
+    losses = jax.vmap(dpb.logistic_loss, in_axes=(None, 0))
+    assert rounded_products(lambda y: losses(y, data.upper), y0) == 1
+
+
 def test_a_warm_start_takes_fewer_products():
     problem, data, x, y0 = logistic()
     y = dpb.lower_solution(problem, x, data, y0=y0)
