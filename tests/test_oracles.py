@@ -235,7 +235,7 @@ def test_a_linearization_keeps_no_copy_of_long_records(monkeypatch):
 
 
 def rounded_products(fun, x):
-    """The products of matrices in `fun`, mapped over two x, in less than full precision.
+    """The products of matrices in `fun` over two x that are not in full precision.
 
     Inner products do not count: accelerators round the factors of matrices alone.
     """
