@@ -41,6 +41,29 @@ def at_least_single(value: Any) -> Any:
     return value
 
 
+def single_precision(owner: str, tree: PyTree) -> None:
+    """Raises `TypeError` where a number of a pytree is of half precision.
+
+    Args:
+        owner: What to name in an error.
+        tree: What the guarantee depends on, such as a calibrated solver.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if (
+            dtype is not None
+            and jnp.issubdtype(dtype, jnp.floating)
+            and jnp.finfo(dtype).bits < 32
+        ):
+            raise TypeError(
+                f"{owner}: {type(tree).__name__}{jax.tree_util.keystr(path)} is "
+                f"{dtype}, which rounds noise multipliers and clip norms by more than "
+                "the margin of the noise. Cast parameters and records if you like, and "
+                "keep the solver's and mechanism's numbers in float32 or as Python "
+                "floats."
+            )
+
+
 def positive(owner: str, **values: object) -> None:
     """Raises `ValueError` unless every known value is a finite number above zero."""
     _require(owner, values, lambda v: v > 0, "positive and finite")

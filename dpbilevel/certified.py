@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from . import _checks
 from .clipping import Basis, Bounded, Precision
+from .floats import all_finite
 from .grid import ROUNDED_BITS, on_grid
 from .oracles import fixed_count
 from .privacy.budget import People
@@ -182,7 +183,7 @@ def hypergradient(
     )
     cross = jax.jvp(lambda y: means.lower_x(x, y), (y,), (v,))[1]
     value = optax.tree.sub(direct, cross)
-    finite = jnp.stack([jnp.isfinite(v).all() for v in jax.tree.leaves(value)]).all()
+    finite = all_finite(value)
     value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
     return Ball(bounds.gradient).project(value)
 
@@ -287,10 +288,5 @@ def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
 def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
     """The record in a dtype, or zeros where one of its numbers is not finite."""
     record = wide(record, dtype)
-    floats = [
-        jnp.isfinite(v).all()
-        for v in jax.tree.leaves(record)
-        if jnp.issubdtype(v.dtype, jnp.floating)
-    ]
-    readable = jnp.stack(floats).all() if floats else jnp.asarray(True)
+    readable = all_finite(record)
     return jax.tree.map(lambda v: jnp.where(readable, v, jnp.zeros_like(v)), record)

@@ -12,14 +12,19 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from . import _checks
+from .floats import is_below, is_finite
 from .grid import Grid
 from .privacy.budget import Neighbours
+from .sampling import Batch
 from .summation import GROUP, AbstractSum, FloatSum, GridSum
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
 _MICROBATCH_BYTES = {"cpu": 16 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
+# What an entry counts for at most, in clip norms: norms of finite values are below the
+# 1.5th power, that of a value with an entry of the largest number is not.
+_LONGEST = 2.0**40
 Precision = Literal["float", "grid"]
 SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
@@ -113,7 +118,7 @@ class Bounded(eqx.Module):
 
 def clipped_mean(
     fun: Callable[[PyTree], PyTree],
-    records: PyTree,
+    records: PyTree | Batch,
     *,
     clip_norm: float | Float[Array, ""],
     mask: Bool[Array, " n"] | None = None,
@@ -129,21 +134,24 @@ def clipped_mean(
     $$
 
     where $\|v_i\|_2$ runs over the whole returned pytree. A record whose $v_i$ is not
-    finite, or too long for its norm to be finite, contributes zero; so does every
-    record where $C$ is outside (1e-25, 1e30). Norm and sum are taken in float32 at
-    least. Memory does not grow with $n$: a `lax.scan` walks over micro-batches.
+    finite contributes zero; so does every record where $C$ is outside (1e-25, 1e30).
+    Entries beyond $\pm 2^{40} C$ count as that, so that no norm overflows. Norm and
+    sum are taken in float32 at least. Memory does not grow with $n$: a `lax.scan` walks
+    over micro-batches.
 
     Args:
         fun: Maps one record to a pytree of floating-point arrays. It must not see
             other records: no closure over private data.
-        records: A pytree whose leaves share the leading axis of length $n \ge 0$.
+        records: A pytree whose leaves share the leading axis of length $n \ge 0$, or a
+            `Batch` as a sampling scheme draws it, whose mask and denominator are used.
         clip_norm: $C > 0$.
         mask: Which rows are records; `False` rows contribute zero. All when omitted.
         denominator: $m > 0$, fixed and public. Defaults to $n$, the length of the
             leading axis, never to the number of unmasked rows; that is public under
             replace-one only.
-        microbatch: Records per micro-batch, or `"auto"`: chosen from the size of one
-            record's value and the backend.
+        microbatch: The most records of a micro-batch, or `"auto"`: chosen from the size
+            of one record's value and the backend. Rounded down to a power of two, so
+            that a record's rounding does not depend on its place among the others.
         precision: `"float"` sums in floating point; `"grid"` rounds every record's
             scaled value to a public grid and sums integers, exactly.
 
@@ -152,18 +160,27 @@ def clipped_mean(
 
     Raises:
         ValueError: `clip_norm`, `denominator` or `microbatch` out of range, leading
-            axes that differ, or fast floating-point math in `XLA_FLAGS`.
+            axes that differ, a mask or denominator besides that of a `Batch`, or fast
+            floating-point math in `XLA_FLAGS`.
         TypeError: `fun` returns values that are not floating point.
 
     Privacy:
         One query of $\ell_2$ sensitivity $2C/m$ under replace-one and $C/m$ under
         add-or-remove-one, enforced by clipping for every `fun`, NaN and infinity
         included. The clipped norm stays below $C$ after rounding: the norm is taken
-        with a margin of its worst-case rounding error. On the grid the sum is exact,
-        the same for every order of the records and size of micro-batch. In floating
-        point it is compensated, so that its rounding stays within the margin that
-        mechanisms add to their noise; not covered is rounding the mean itself to its
-        dtype, at most $n 2^{-24}$ of the sensitivity in float32.
+        with a margin of its worst-case rounding error, and values that are not finite
+        are recognized by their bits, whatever the options of the compiler.
+
+        On the grid the sum of rounded values is exact, whatever their order. What one
+        record contributes is computed by a program that depends on the number of rows;
+        it does not depend on the values of other rows, nor, in micro-batches of a power
+        of two, on its place (tested on CPU and GPU, but a property of the compiler).
+        Under add-or-remove-one the number of rows must therefore be public: pad the
+        records and mask the padding, as `solve` does for a plan.
+
+        In floating point the sum is compensated, so that its rounding stays within the
+        margin that mechanisms add to their noise; not covered is rounding the mean
+        itself to its dtype, at most $n 2^{-24}$ of the sensitivity in float32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -176,6 +193,13 @@ def clipped_mean(
     _checks.strict_floats("clipped_mean")
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
+    if isinstance(records, Batch):
+        if mask is not None or denominator is not None:
+            raise ValueError(
+                "clipped_mean: a Batch brings its own mask and denominator; leave "
+                "mask= and denominator= out."
+            )
+        records, mask, denominator = records.records, records.mask, records.denominator
     n = _checks.leading_axis("records", records)
     records = _checks.on_device(records)
     public = denominator is not None
@@ -188,7 +212,7 @@ def clipped_mean(
             f"records, got {mask.dtype} of shape {mask.shape}."
         )
     value = _value_of(fun, records)
-    rows = _rows(microbatch, value, records, n)
+    rows = _rows(microbatch, value, records)
     wide = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, _wide(v.dtype)), value)
     rule = SUMS[precision](wide, jnp.asarray(clip_norm), jnp.asarray(denominator), n)
     mean = _clipped_mean(fun, records, mask, rows, rule)
@@ -233,7 +257,10 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
         keep = fresh & valid if keep is None else fresh & valid & keep
         values = jax.vmap(fun)(chunk)
         values = jax.tree.map(lambda v: _scaled(v, rule.clip_norm), values)
-        weights = jax.vmap(_weight, in_axes=(0, 0, None))(values, keep, rule.share)
+        norms = jax.vmap(_norm)(values)
+        # Read from the bits, so that no option of the compiler skips it.
+        keep &= is_below(norms, _LONGEST**1.5)
+        weights = jnp.where(keep, rule.share / jnp.maximum(norms, rule.share), 0)
         return rule.add(sums, weights, values), None
 
     indices = jnp.arange(chunks, dtype=jnp.int32)
@@ -243,34 +270,35 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
 
 def _chunks(n: int, rows: int) -> tuple[int, int]:
     """How many chunks of how many rows, at most `rows`: equal ones of whole groups."""
-    unit = GROUP if rows >= GROUP else 1
-    chunks = -(-n // (rows - rows % unit))
+    chunks = -(-n // rows)
+    if rows < GROUP:
+        return chunks, min(n, rows)
     even = -(-n // chunks)
-    return chunks, min(n, even + -even % unit)
+    return chunks, min(n, even + -even % GROUP)
 
 
 def _scaled(value: Array, clip_norm: Float[Array, ""]) -> Array:
     """The value in units of the clip norm, or a huge number where it is not finite.
 
-    Its norm then is not finite, and its weight of zero makes zero of all of it, which
-    it would not of NaN.
+    Its norm is then too long, and its weight of zero makes zero of all of it, which it
+    would not of NaN. Cutting long entries and then the norm is nonexpansive, as is
+    cutting the norm alone.
     """
     dtype = _wide(value.dtype)
-    value = value.astype(dtype) * (1 / clip_norm).astype(dtype)
-    return jnp.where(jnp.isfinite(value), value, jnp.finfo(dtype).max)
+    value = value.astype(dtype)
+    units = jnp.clip(value * (1 / clip_norm).astype(dtype), -_LONGEST, _LONGEST)
+    return jnp.where(is_finite(value), units, jnp.finfo(dtype).max)
 
 
-def _weight(value: PyTree, keep: Bool[Array, ""], limit: float) -> Float[Array, ""]:
-    """What makes one record's value at most `limit` long, or zero of it."""
+def _norm(value: PyTree) -> Float[Array, ""]:
+    """A bound on the norm of one record's value, above all rounding."""
     leaves = jax.tree.leaves(value)
     dtype = max((v.dtype for v in leaves), key=lambda kind: jnp.finfo(kind).bits)
     size = sum(v.size for v in leaves)
     squares = jnp.stack([jnp.sum(v * v).astype(dtype) for v in leaves])
     # Worst-case relative rounding of a sum of `size` squares, halved by the root.
     epsilon = max(float(jnp.finfo(v.dtype).eps) for v in leaves)
-    norm = jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
-    factor = jnp.minimum(1, limit / jnp.where(norm > limit, norm, limit))
-    return jnp.where(keep & jnp.isfinite(norm), factor, 0)
+    return jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
 
 
 def _value_of(fun, records) -> PyTree:
@@ -296,12 +324,12 @@ def one_record(records: PyTree) -> PyTree:
     )
 
 
-def _rows(microbatch, value, records, n: int) -> int:
+def _rows(microbatch, value, records) -> int:
     if microbatch == "auto":
         record = one_record(records)
-        return max(1, min(n, microbatch_rows(value, record, jax.default_backend())))
+        return microbatch_rows(value, record, jax.default_backend())
     _checks.count("clipped_mean", microbatch=microbatch)
-    return microbatch
+    return 2 ** (int(microbatch).bit_length() - 1)
 
 
 def _wide(dtype) -> jnp.dtype:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .floats import floor_log2, power_of_two
 from .noise import PRNGKey, standard_normal
 
 # A released value is rounded to steps of this share of a record's contribution over the
@@ -65,7 +66,7 @@ class Grid(eqx.Module):
     def values(self) -> PyTree:
         """The values as floating-point leaves, each rounded once. NON-PRIVATE."""
         with wide_integers():
-            step = jnp.ldexp(jnp.ones((), jnp.float64), self.exponent)
+            step = power_of_two(self.exponent, jnp.float64)
             leaves = [
                 (v.astype(jnp.float64) * step).astype(dtype)
                 for v, dtype in zip(
@@ -105,7 +106,7 @@ class Grid(eqx.Module):
             )
             step = contribution * 2.0**-_RELEASE_BITS / math.sqrt(coordinates)
             exponent = floor_log2(step)
-            step = jnp.ldexp(jnp.ones_like(step), exponent)
+            step = power_of_two(exponent, jnp.float64)
             scale = std / step
             passes &= (contribution > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
             noise = standard_normal(
@@ -144,18 +145,12 @@ def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
     with wide_integers():
 
         def count(v):
-            steps = jnp.ldexp(v.astype(jnp.float64), -exponent)
+            steps = v.astype(jnp.float64) * power_of_two(-exponent, jnp.float64)
             limit = np.float64(_LARGEST_COUNT)
             return jnp.round(jnp.clip(steps, -limit, limit)).astype(jnp.int64)
 
         counts = jax.tree.map(count, value)
     return Grid(counts, exponent, sensitivity / 2, dtypes)
-
-
-def floor_log2(value: Float[Array, ""]) -> Int[Array, ""]:
-    """The exponent of the largest power of two that is at most `value`."""
-    _, exponent = jnp.frexp(value)
-    return exponent.astype(jnp.int32) - 1
 
 
 def _shift(counts: Int[Array, "..."], places: Int[Array, ""]) -> Int[Array, "..."]:

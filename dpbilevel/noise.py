@@ -84,15 +84,15 @@ def check_key(key: PRNGKey) -> None:
         )
 
 
-def root_key(impl: str = "threefry2x32") -> PRNGKey:
+def root_key(impl: str = "threefry4x32") -> PRNGKey:
     """A fresh typed key from the operating system's entropy source.
 
     `jax.random.key(seed)` keeps 32 bits of the seed unless 64-bit mode is on, few
-    enough to try them all. This key is drawn whole: 64 bits for `threefry2x32`, 128
-    for `threefry4x32`.
+    enough to try them all. This key is drawn whole: 128 bits for `threefry4x32`, 64
+    for the others.
 
     Args:
-        impl: The generator: `threefry2x32`, `threefry4x32` or `philox4x32`.
+        impl: The generator: `threefry4x32`, `threefry2x32` or `philox4x32`.
 
     Returns:
         A scalar typed key. Whoever knows it can subtract the noise: do not store it.

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, PyTree
 from . import _checks
 from .certified import common_dtype, wide
 from .clipping import Basis, Bounded, Precision
+from .floats import all_finite, is_finite
 from .grid import on_grid
 from .problems.resolvents import OWNER, Number, Resolvent
 from .sampling import Batch
@@ -102,7 +103,7 @@ def approximate_resolvent(
         value = _picard(resolvent, operator, centre)
     else:
         value = _operator_extrapolation(resolvent, operator, centre)
-    finite = jnp.stack([jnp.isfinite(v).all() for v in jax.tree.leaves(value)]).all()
+    finite = all_finite(value)
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), value, centre)
 
 
@@ -111,7 +112,7 @@ def _public(problem, u: PyTree) -> PyTree:
     if problem.public is None:
         return problem.public_operator(u)
     value = problem.public_operator(u)
-    value = jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0), value)
+    value = jax.tree.map(lambda v: jnp.where(is_finite(v), v, 0), value)
     bound = jnp.asarray(problem.declared("public_bound"))
     return optax.projections.projection_l2_ball(
         value, bound.astype(common_dtype(value, OWNER))
@@ -162,7 +163,7 @@ def _readable(records: PyTree) -> Bool[Array, " n"]:
     """Which rows hold finite numbers only."""
     leaves = jax.tree.leaves(records)
     rows = [
-        jnp.isfinite(v).reshape(len(v), -1).all(axis=1)
+        is_finite(v).reshape(len(v), -1).all(axis=1)
         for v in leaves
         if jnp.issubdtype(v.dtype, jnp.floating)
     ]

@@ -23,7 +23,7 @@ from .runs.checkpoint import Checkpoint
 from .runs.data import load_levels, load_records
 from .runs.datasets import check_file
 from .runs.results import Result
-from .solvers.base import AbstractSolver, advance, bound_to
+from .solvers.base import AbstractSolver, advance, bound_to, planned_rows
 
 Progress = Callable[[int], None]
 
@@ -273,6 +273,7 @@ def _load(prepared: Prepared, override: Path | None) -> PyTree:
             levels = load_levels(config.data, people, neighbours, **places)
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
+        levels = planned_rows(prepared.solver, levels)
     except ValueError as error:
         raise config.place.child("data").error(str(error)) from error
     return jax.tree.map(jnp.asarray, levels)

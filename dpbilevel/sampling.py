@@ -15,6 +15,9 @@ from . import _checks
 from .noise import PRNGKey
 from .privacy.budget import Neighbours
 
+# Rows come in multiples of this many. A compiled program treats the rows of such blocks
+# alike, wherever they stand; the last ones of another number may be rounded otherwise.
+BLOCK = 64
 # The chance, per draw, that a Poisson batch outgrows a capacity chosen by us, and that
 # a subset of fixed size has too few different members.
 _OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
@@ -24,10 +27,11 @@ Index = int | Int[Array, ""] | None
 
 
 class Batch(eqx.Module):
-    """Records drawn for one query.
+    """Records drawn for one query; `clipped_mean` takes it whole.
 
     Attributes:
-        records: A pytree with a leading axis of fixed length.
+        records: A pytree with a leading axis of fixed length. Rows that are no records
+            hold NaN, and zero where they are not floating point.
         mask: Which rows are records; `None` when all are.
         denominator: The fixed public number that sums are divided by.
     """
@@ -35,6 +39,56 @@ class Batch(eqx.Module):
     records: PyTree
     mask: Bool[Array, " n"] | None
     denominator: float
+
+
+class Padded(eqx.Module):
+    """Records in a public number of rows, so that no shape tells how many there are.
+
+    Attributes:
+        records: A pytree with a leading axis of fixed length.
+        present: Which rows are records. The others hold NaN, and zero where they are
+            not floating point.
+    """
+
+    records: PyTree
+    present: Bool[Array, " n"]
+
+
+def padded_rows(size: int) -> int:
+    """The number of rows that a plan for `size` records pads them to.
+
+    Args:
+        size: The planned, public number of records.
+
+    Returns:
+        The next larger multiple of 64, so that one record more always fits.
+    """
+    return (size // BLOCK + 1) * BLOCK
+
+
+def padded(records: PyTree, rows: int) -> Padded:
+    """Records followed by rows that count for nothing.
+
+    Args:
+        records: A pytree of arrays with a common leading axis of at most `rows`.
+        rows: The number of rows of the result.
+    """
+    n = jax.tree.leaves(records)[0].shape[0]
+
+    def pad(v):
+        widths = [(0, rows - n)] + [(0, 0)] * (v.ndim - 1)
+        return jnp.pad(v, widths, constant_values=_nothing(v.dtype))
+
+    # What reads the rows is compiled apart from what makes them of so many records.
+    filled = jax.lax.optimization_barrier(jax.tree.map(pad, records))
+    return Padded(filled, jnp.arange(rows) < n)
+
+
+def _nothing(dtype: jnp.dtype) -> float | int | bool:
+    """What a row that is no record holds."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return math.nan
+    return False if dtype == bool else 0
 
 
 class AbstractSampling(eqx.Module):
@@ -56,7 +110,7 @@ class AbstractSampling(eqx.Module):
         """Draws one batch.
 
         Args:
-            records: All records, with a common leading axis.
+            records: All records, with a common leading axis, or `Padded`.
             size: The planned, public number of records.
             key: A typed key for this draw alone; as secret as the noise's.
             index: The number of the batch in the run, from 0; read by schemes that are
@@ -112,7 +166,8 @@ class FullBatch(AbstractSampling):
     ) -> Batch:
         """Returns all records; the key is not used."""
         del key, index
-        return Batch(records, None, self.denominator(size))
+        records, present = unpacked(records)
+        return Batch(records, present, self.denominator(size))
 
     def rows(self, size: int) -> int:
         """The number of records."""
@@ -146,8 +201,8 @@ class Poisson(AbstractSampling):
     Args:
         rate: In (0, 1); realised to 32 bits, and accounted for as realised. Static.
         capacity: Rows of the batch; replace-one only, because how often it overflows
-            depends on the number of records. When omitted, the smallest that overflows
-            with probability at most 1e-12 a draw.
+            depends on the number of records. When omitted, the smallest multiple of 64
+            that overflows with probability at most 1e-12 a draw.
     """
 
     rate: float = eqx.field(static=True)
@@ -169,28 +224,34 @@ class Poisson(AbstractSampling):
 
     def rows(self, size: int) -> int:
         """The number of rows of a batch from `size` records."""
+        return self._capacity(padded_rows(size))
+
+    def _capacity(self, trials: int) -> int:
         if self.capacity is not None:
             return self.capacity
-        law = scipy.stats.binom(size + 1, self.realised_rate)
-        return max(1, int(law.isf(_OVERFLOW)))
+        least = int(scipy.stats.binom(trials, self.realised_rate).isf(_OVERFLOW))
+        return max(1, -(-least // BLOCK)) * BLOCK
 
     def draw(
         self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
     ) -> Batch:
-        """Draws the batch as fixed-shape rows with a mask."""
+        """Draws the batch as fixed-shape rows with a mask.
+
+        Rows that are chosen keep their places whether or not they are records, so
+        that a record less moves no other.
+        """
         del index
+        records, present = unpacked(records)
         n = jax.tree.leaves(records)[0].shape[0]
-        rows = self.rows(max(n, size))
         bits = jax.random.bits(key, (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)
-        members = jnp.flatnonzero(chosen, size=rows, fill_value=0)
-        mask = jnp.arange(rows) < jnp.sum(chosen)
-        if n == 0:  # an empty axis cannot be indexed
-            records = jax.tree.map(
-                lambda v: jnp.zeros((1, *v.shape[1:]), v.dtype), records
-            )
-        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
-        return Batch(batch, mask, self.denominator(size))
+        # Beyond the last row where fewer are chosen: those slots are filled with nothing.
+        rows = self._capacity(max(n, padded_rows(size)))
+        members = jnp.flatnonzero(chosen, size=rows, fill_value=n)
+        mask = members < n
+        if present is not None:
+            mask &= present.at[members].get(mode="fill", fill_value=False)
+        return Batch(_taken(records, members), mask, self.denominator(size))
 
     def denominator(self, size: int) -> float:
         """The expected number of records in a batch."""
@@ -222,6 +283,28 @@ class Poisson(AbstractSampling):
         if self.capacity is None:
             return _OVERFLOW
         return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
+
+
+def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
+    """The rows of records, and which of them are records: all, where it is `None`.
+
+    Args:
+        records: Records, or `Padded`.
+    """
+    if isinstance(records, Padded):
+        return records.records, records.present
+    return records, None
+
+
+def _taken(records: PyTree, members: Int[Array, " rows"]) -> PyTree:
+    """The rows with these numbers, nothing for numbers beyond the last row."""
+
+    def take(v):
+        if len(v) == 0:  # an empty axis cannot be indexed
+            return jnp.full((len(members), *v.shape[1:]), _nothing(v.dtype), v.dtype)
+        return v.at[members].get(mode="fill", fill_value=_nothing(v.dtype))
+
+    return jax.tree.map(take, records)
 
 
 class AbstractFixedBatch(AbstractSampling):

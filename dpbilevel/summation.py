@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .grid import Grid, floor_log2, wide_integers
+from .floats import floor_log2, power_of_two
+from .grid import Grid, wide_integers
 
 # Rows that are summed plainly. In floating point, one record changes the rounding of
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
@@ -16,6 +17,8 @@ from .grid import Grid, floor_log2, wide_integers
 GROUP = 64
 # C / m in steps of the grid.
 _BITS = 23
+# Below these a contribution, or the step of a grid for it, may not be a normal number.
+_LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.0**-900}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +57,17 @@ class AbstractSum(abc.ABC):
     @property
     def contribution(self) -> Float[Array, ""]:
         """$C / m$ in the widest dtype of the values, or 0 where it is out of range."""
-        wide = jnp.float64 if self._wide else jnp.float32
+        wide = jnp.dtype("float64" if self._wide else "float32")
         clip_norm, denominator = (
             jax.lax.stop_gradient(v).astype(wide)
             for v in (self.clip_norm, self.denominator)
         )
         contribution = clip_norm / denominator
-        return jnp.where(jnp.isfinite(contribution), contribution, 0)
+        largest = jnp.finfo(wide).max
+        in_range = (contribution >= _LEAST_CONTRIBUTION[wide]) & (
+            contribution <= largest
+        )
+        return jnp.where(in_range, contribution, 0)
 
     @property
     def _wide(self) -> bool:
@@ -130,7 +137,10 @@ class GridSum(AbstractSum):
         """Rounds to whole steps and adds."""
         # C / m in steps, between 2**23 and 2**24; the step itself may underflow.
         contribution = self.contribution
-        steps = jnp.ldexp(contribution, _BITS - floor_log2(contribution))
+        scale = power_of_two(-floor_log2(contribution), contribution.dtype)
+        steps = contribution * scale * 2.0**_BITS
+        # No entry of a clipped value has more steps, whatever arithmetic made it.
+        largest = jnp.floor(steps).astype(jnp.int32)
         weights = weights * steps.astype(weights.dtype)
 
         def count(total, v):
@@ -138,6 +148,7 @@ class GridSum(AbstractSum):
             v = jax.lax.stop_gradient(v * weight)
             with wide_integers():
                 counts = jnp.round(v).astype(jnp.int32)
+                counts = jnp.clip(counts, -largest, largest)
                 groups = split(counts, min(GROUP, len(v)))
                 sums = jnp.sum(groups, axis=1, dtype=jnp.int32)
                 return total + jnp.sum(sums.astype(jnp.int64), axis=0)

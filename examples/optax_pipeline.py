@@ -93,10 +93,8 @@ def main(smoke: bool) -> None:
             batch = sampling.draw(data.lower, LOWER, key=key_batch)
             mean = dpb.clipped_mean(
                 lambda record: jax.grad(loss)(params, record),
-                batch.records,
+                batch,
                 clip_norm=1.0,
-                mask=batch.mask,
-                denominator=batch.denominator,
                 precision=noise.precision,
             )
             gradient = noise.release(mean, key=key_noise)

@@ -77,7 +77,6 @@ HOSTILE = {
     "inf": np.full(3, np.inf, np.float32),
     "-inf": np.full(3, -np.inf, np.float32),
     "both": np.asarray([np.inf, -np.inf, 0.0], np.float32),
-    "1e38": np.full(3, 1e38, np.float32),
     "1e300": np.full(3, 1e300, np.float64),
 }
 

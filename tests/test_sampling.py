@@ -129,7 +129,8 @@ def test_the_default_capacity_overflows_with_probability_below_1e12(
     extra = 1 if relation is ADD_OR_REMOVE else 0
     tail = scipy.stats.binom.sf(sampling.rows(size), size + extra, rate + 2.0**-32)
     assert tail <= sampling.failure(relation, size) <= 1e-12
-    assert sampling.rows(size) <= size + 1
+    assert sampling.rows(size) % 64 == 0
+    assert sampling.rows(size) <= size + 64
 
 
 def test_the_default_capacity_fits_more_records_than_planned(getkey):

@@ -67,7 +67,8 @@ class Gaussian(eqx.Module):
         Raises:
             ValueError: The mechanism is not calibrated, or the value is of another
                 precision.
-            TypeError: `bounded` is not a `Bounded`, or the key is not typed.
+            TypeError: `bounded` is not a `Bounded`, the key is not typed, or the
+                multiplier is of half precision.
         """
         if not isinstance(bounded, Bounded):
             raise TypeError(
@@ -81,6 +82,7 @@ class Gaussian(eqx.Module):
                 f"precision {bounded.precision!r}; give clipped_mean and Gaussian the "
                 "same precision=."
             )
+        _checks.single_precision("Gaussian", self)
         multiplier = _checks.at_least_single(self._calibrated())
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)
         std = multiplier * (1 + ROUNDING_MARGIN) * bounded.sensitivity(self.neighbours)

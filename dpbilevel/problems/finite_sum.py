@@ -171,14 +171,7 @@ def batch_mean(
         One query of contribution `clip_norm` over the sampling's denominator.
     """
     batch = sampling.draw(records, size, key=key)
-    return clipped_mean(
-        fun,
-        batch.records,
-        clip_norm=clip_norm,
-        mask=batch.mask,
-        denominator=batch.denominator,
-        precision=precision,
-    )
+    return clipped_mean(fun, batch, clip_norm=clip_norm, precision=precision)
 
 
 def check_start(w0: PyTree) -> None:

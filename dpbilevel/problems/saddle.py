@@ -102,12 +102,16 @@ class AbstractVariationalInequality(eqx.Module):
             One query of contribution $C$ over the batch's denominator, if `w` is
             released.
         """
+
+        def operator(record):
+            # An operator that overflows counts in its direction, as one does that is
+            # about to: what it contributes is nonexpansive in the operator.
+            return jax.tree.map(_saturated, self.record_operator(w, record))
+
         return clipped_mean(
-            lambda record: self.record_operator(w, record),
-            batch.records,
+            operator,
+            batch,
             clip_norm=clip_norm,
-            mask=batch.mask,
-            denominator=batch.denominator,
             precision=precision,
         )
 
@@ -143,6 +147,12 @@ class AbstractVariationalInequality(eqx.Module):
     def sizes_of(self, data: PyTree) -> int:
         """The length of the leading axis."""
         return one_level(data)
+
+
+def _saturated(value: Array) -> Array:
+    """The largest finite numbers for infinities."""
+    largest = float(jnp.finfo(value.dtype).max)
+    return jnp.clip(value, -largest, largest)
 
 
 class SaddleProblem(AbstractVariationalInequality):

@@ -15,6 +15,7 @@ from ..privacy.ledger import RECORDS
 from ..problems import sensitivities
 from ..problems.finite_sum import FiniteSum
 from ..samplers.base import AbstractPotential, AbstractSumPotential
+from ..sampling import Batch, FullBatch, unpacked
 from .base import AbstractScore, Facts, batched, check_error, check_loss_dtype
 
 # A public term is cut at this many times the range of the losses.
@@ -79,15 +80,16 @@ class MeanLoss(AbstractScore):
 
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
         """A clipped mean for a spread, a sum of terms for a slope."""
-        check_loss_dtype(self.problem.loss, (start,), data)
+        batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
+        check_loss_dtype(self.problem.loss, (start,), batch.records)
         clipped = self.measure == "spread" and self.clip_range is not None
         if clipped:
             half = self.clip_range / 2
-            return _ClippedMean(self.problem, data, start, half, self.sizes, False)
+            return _ClippedMean(self.problem, batch, start, half, False)
         half = self._declared() * self._diameter()
         if self.measure == "slope":
-            return _Terms(self.problem, data, start, half, self.sizes)
-        return _ClippedMean(self.problem, data, start, half, self.sizes, True)
+            return _Terms(self.problem, batch.records, start, half, self.sizes)
+        return _ClippedMean(self.problem, batch, start, half, True)
 
     def _check_public(self) -> None:
         if self.problem.public is not None:
@@ -169,10 +171,9 @@ def public_part(
 
 class _ClippedMean(AbstractPotential):
     problem: FiniteSum
-    data: PyTree
+    batch: Batch
     start: PyTree
     half: Any
-    n: int = eqx.field(static=True)
     centered: bool = eqx.field(static=True)  # about the loss at the start
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
@@ -185,13 +186,7 @@ class _ClippedMean(AbstractPotential):
                 return found - loss(self.start, record)
             return found - half.astype(found.dtype)
 
-        mean = clipped_mean(
-            value,
-            self.data,
-            clip_norm=half,
-            denominator=float(self.n),
-            precision="grid",
-        )
+        mean = clipped_mean(value, self.batch, clip_norm=half, precision="grid")
         total = mean.raw.values()
         public = self.problem.public
         return total + public_part(public, x, self.start, half.astype(total.dtype))

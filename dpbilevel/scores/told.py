@@ -22,10 +22,8 @@ def clipped_loss(
 ) -> Bounded:
     r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
 
-    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
-
     Args:
-        losses: One per record.
+        losses: One per record; NaN, in a row that is no record, contributes zero.
         clip_range: $B$.
         size: The planned number of records.
         precision: How they are summed, as in `clipped_mean`.
@@ -37,7 +35,7 @@ def clipped_loss(
     reach = jnp.asarray(clip_range).astype(losses.dtype)
 
     def centered(loss):
-        return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
+        return jnp.clip(loss, 0, reach) - reach / 2
 
     return clipped_mean(
         centered,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ..noise import PRNGKey, derive
 from ..problems.black_box import BlackBox
 from ..problems.finite_sum import FiniteSum
+from ..sampling import unpacked
 from .base import AbstractSolver
 
 State = TypeVar("State")
@@ -97,17 +98,20 @@ def losses_at(
     """Every record's loss at every point that is asked for, zero elsewhere.
 
     NaN becomes infinity, no worse: a run that is debugged must not stop where it is.
+    Rows that are no records have NaN.
 
     Args:
         problem: The problem.
         asked: The points.
-        data: The records.
+        data: The records, or `Padded`.
     """
+    records, present = unpacked(data)
 
     def at_one(point, index):
         def evaluated():
-            found = jax.vmap(lambda record: problem.loss(point, record))(data)
-            return jnp.where(jnp.isnan(found), jnp.inf, found)
+            found = jax.vmap(lambda record: problem.loss(point, record))(records)
+            found = jnp.where(jnp.isnan(found), jnp.inf, found)
+            return found if present is None else jnp.where(present, found, jnp.nan)
 
         shape = jax.eval_shape(evaluated)
         return jax.lax.cond(

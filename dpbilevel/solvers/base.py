@@ -17,6 +17,8 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.calibration import Plan, calibrate
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
+from ..problems.levels import Levels
+from ..sampling import padded, padded_rows
 from .solution import PrivateResult, Solution
 
 Problem = TypeVar("Problem")
@@ -187,6 +189,7 @@ def solve(
     problem.check(w0, data)
     data = _checks.on_device(data)
     solver = bound_to(problem, solver, data)
+    data = planned_rows(solver, data)
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
@@ -207,7 +210,7 @@ def advance(
     Args:
         problem: The problem.
         solver: A calibrated solver, bound to the data's sizes.
-        data: The records.
+        data: The records, in `planned_rows`.
         state: The state to go on from.
         keys: One typed key per step.
         trajectory: Whether to return the released iterates.
@@ -268,6 +271,45 @@ def bound_to(
             "sizes= these."
         )
     return solver
+
+
+def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> PyTree:
+    """The records in a number of rows that is public.
+
+    Under add-or-remove-one how many there are is private, and the program that reads
+    them, down to the rounding of every record's gradient, depends on the shapes that it
+    is compiled for. They are padded to the rows of the plan, and the padding is masked.
+
+    Args:
+        solver: A solver, bound to its planned sizes.
+        data: The records.
+        owner: What to name in an error.
+
+    Returns:
+        `data` under replace-one; else `Padded` records, in each level.
+
+    Raises:
+        ValueError: There are more records than rows.
+    """
+    if solver.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
+        return data
+
+    def pad(records, size, name):
+        rows = padded_rows(size)
+        if _checks.leading_axis(name, records) > rows:
+            raise ValueError(
+                f"{owner}: {name} has more records than the {rows} rows that the plan "
+                f"for {size} pads them to. Under add-or-remove-one the planned size is "
+                "a public bound; calibrate with a larger sizes=."
+            )
+        return padded(records, rows)
+
+    if not isinstance(data, Levels):
+        return pad(data, solver.sizes, "data")
+    upper = pad(data.upper, solver.sizes.upper, "data.upper")
+    if data.is_shared:
+        return Levels.shared(upper)
+    return Levels(upper, pad(data.lower, solver.sizes.lower, "data.lower"))
 
 
 def fit(
@@ -343,11 +385,13 @@ def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
         owner: The function to name in an error.
 
     Raises:
-        TypeError: The solver is a plan or no solver, or the problem is of another kind.
+        TypeError: The solver is a plan or no solver, or holds numbers of half
+            precision, or the problem is of another kind.
     """
     if isinstance(solver, Plan):
         raise TypeError(f"{owner}: got a Plan as solver; pass plan.solver.")
     _checks.instance(owner, AbstractSolver, solver=solver)
+    _checks.single_precision(owner, solver)
     if not isinstance(problem, solver.problem_type):
         kinds = typing.get_args(solver.problem_type) or (solver.problem_type,)
         names = " or a ".join(k.__name__.removeprefix("Abstract") for k in kinds)

@@ -1,0 +1,257 @@
+"""No shape or place tells of a record: rows of a public number, each in its place."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.sampling import padded, padded_rows
+from dpbilevel.solvers.base import planned_rows
+
+pytestmark = pytest.mark.reuses_keys  # the same noise on both sides shows what moves
+
+ADDED = dpb.Neighbours.ADD_OR_REMOVE_ONE
+STEEP = 1e6  # slopes of order one that turn around with the last bits of a product
+
+
+def steep(d):
+    """A loss whose clipped gradient changes wherever a product is rounded otherwise."""
+    rng = np.random.default_rng(0)
+    w = {
+        "W": jnp.asarray(rng.normal(size=(32, d)), jnp.float32),
+        "b": jnp.asarray(rng.normal(size=32), jnp.float32),
+    }
+
+    def loss(w, record):
+        net = jnp.dot(w["b"], jnp.tanh(w["W"] @ record))
+        return jnp.sin(STEEP * net) / STEEP
+
+    return w, loss
+
+
+def records_of(n, d):
+    rows = np.random.default_rng(n).normal(size=(n, d)) / math.sqrt(d)
+    rows[0] = 0  # the record that goes has a gradient of zero
+    return rows.astype(np.float32)
+
+
+def distance(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return math.sqrt(sum(float(jnp.sum((u - v) ** 2)) for u, v in pairs))
+
+
+@pytest.mark.parametrize("sampling", [dpb.FullBatch(), dpb.Poisson(0.5)])
+@pytest.mark.parametrize("d", [200, 784])
+def test_a_record_less_changes_the_rounding_of_no_other(sampling, d):
+    w, loss = steep(d)
+    n = 33
+    noise = dpb.Gaussian(1e-6, ADDED, "grid")
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, sampling=sampling, noise=noise)
+    solver = solver.planned(n)
+    run = jax.jit(dpb.solve)
+    rows = records_of(n, d)
+
+    def released(rows, key):
+        return run(dpb.FiniteSum(loss), solver, jnp.asarray(rows), w, key=key).value
+
+    share = 1.0 / sampling.denominator(n)
+    # The first record is the one that all others are moved by when it goes; under
+    # Poisson sampling the same draw must then be made of places, not of records.
+    last = np.concatenate([rows[1:], rows[:1]])
+    for seed in range(3):
+        key = jax.random.key(seed)
+        if isinstance(sampling, dpb.FullBatch):
+            moved = distance(released(rows, key), released(rows[1:], key))
+        else:
+            moved = distance(released(last, key), released(last[:-1], key))
+        assert moved < 1e-3 * share
+
+
+@pytest.mark.parametrize("d", [200, 784])
+def test_shapes_of_records_do_change_rounding(d):  # the control of the test above
+    w, loss = steep(d)
+
+    @jax.jit
+    def mean(rows):
+        gradient = jax.grad(loss)
+        return dpb.clipped_mean(
+            lambda z: gradient(w, z),
+            rows,
+            clip_norm=1.0,
+            denominator=1.0,
+            precision="grid",
+        ).raw.values()
+
+    rows = records_of(33, d)
+    assert distance(mean(jnp.asarray(rows)), mean(jnp.asarray(rows[1:]))) > 0.5
+
+
+@pytest.mark.parametrize("microbatch", [1, 7, 9, 17, 33, 64, "auto"])
+@pytest.mark.parametrize("d", [64, 200])
+def test_a_row_contributes_the_same_in_every_place(d, microbatch):
+    w = jnp.asarray(np.random.default_rng(0).normal(size=d) * 3, jnp.float32)
+    rows = jnp.asarray(records_of(1000, d) * math.sqrt(d))
+
+    @jax.jit
+    def counts(rows, mask):
+        def loss(w, z):
+            return jnp.sin(40 * jnp.dot(w, z))
+
+        return dpb.clipped_mean(
+            lambda z: jax.grad(loss)(w, z),
+            rows,
+            mask=mask,
+            clip_norm=1.0,
+            precision="grid",
+            microbatch=microbatch,
+        ).raw.counts
+
+    first, last = jnp.arange(1000) != 0, jnp.arange(1000) != 999
+    moved = counts(jnp.roll(rows, -1, axis=0), last)
+    np.testing.assert_array_equal(counts(rows, first), moved)
+
+
+@pytest.mark.parametrize("d", [3, 200])
+def test_a_row_contributes_the_same_whatever_the_others_hold(d):
+    w, loss = steep(d)
+    rows = jnp.asarray(records_of(100, d))
+
+    @jax.jit
+    def counts(rows, mask):
+        gradient = jax.grad(loss)
+        return dpb.clipped_mean(
+            lambda z: gradient(w, z), rows, mask=mask, clip_norm=1.0, precision="grid"
+        ).raw.counts
+
+    mask = jnp.arange(100) != 7
+    expected = counts(rows, mask)
+    for value in (0.0, 1.0, -1e30, np.inf, np.nan):
+        found = counts(rows.at[7].set(value), mask)
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+SOLVERS = {
+    "steps": dpb.NoisyGD(2, 1.0, step_size=0.5, noise=dpb.Gaussian(None, ADDED)),
+    "sampled": dpb.NoisyGD(
+        2,
+        1.0,
+        step_size=0.5,
+        sampling=dpb.Poisson(0.5),
+        noise=dpb.Gaussian(None, ADDED),
+    ),
+    "draw": dpb.ExponentialMechanism(
+        dpb.Grid(jnp.linspace(-1.0, 1.0, 5)[:, None]),
+        clip_range=1.0,
+        mechanism=dpb.Exponential(neighbours=ADDED),
+    ),
+    "candidates": dpb.RandomSearch(4, 2.0, dpb.Exponential(neighbours=ADDED)),
+    "losses": dpb.NoisyUCB(3, 2.0, noise=dpb.Gaussian(None, ADDED)),
+    "repetitions": dpb.RepeatAndSelect(
+        12, 2.0, mean=2.0, noise=dpb.Gaussian(None, ADDED)
+    ),
+}
+LINE = dpb.FiniteSum(
+    lambda w, z: jnp.sum((w - z) ** 2), w_set=dpb.Box(-jnp.ones(1), jnp.ones(1))
+)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_padding_counts_for_nothing(name):
+    solver = dpb.calibrate(
+        LINE, SOLVERS[name], dpb.PrivacyBudget(50.0, 1e-3), sizes=50
+    ).solver
+    records = jnp.asarray(np.random.default_rng(0).normal(size=(50, 1)), jnp.float32)
+    key = jax.random.key(0)
+    full = dpb.solve(LINE, solver, records, jnp.zeros(1), key=key)
+    # Padded by hand with records whose mask is lost, it is another problem.
+    rows = planned_rows(solver, records)
+    assert rows.present.shape == (64,)
+    assert rows.present.sum() == 50
+    assert np.isnan(rows.records[50:]).all()
+    zeros = planned_rows(solver, jnp.zeros((50, 1)))
+    hidden = type(rows)(rows.records.at[50:].set(0.3), rows.present)
+    state = solver.init(LINE, jnp.zeros(1))
+    runs = [
+        solver.adversary_view(solver.step(LINE, data, state, key=key))
+        for data in (rows, hidden, zeros)
+    ]
+    flat = [np.concatenate([np.ravel(v) for v in jax.tree.leaves(r)]) for r in runs]
+    np.testing.assert_array_equal(flat[0], flat[1])
+    assert np.isfinite(jax.tree.leaves(full.value)[0]).all()
+
+
+def test_the_number_of_rows_is_that_of_the_plan():
+    assert [padded_rows(n) for n in (1, 63, 64, 65, 1000)] == [64, 64, 128, 128, 1024]
+    records = {"x": jnp.ones((3, 2)), "k": jnp.arange(3), "b": jnp.ones(3, bool)}
+    rows = padded(records, 64)
+    assert {v.shape[0] for v in jax.tree.leaves(rows)} == {64}
+    assert rows.records["k"][3:].sum() == 0
+    assert not rows.records["b"][3:].any()
+
+
+def test_more_records_than_the_plan_has_rows_are_refused():
+    solver = SOLVERS["steps"].with_noise(1.0).planned(50)
+    with pytest.raises(ValueError, match="more records than the 64 rows .* larger siz"):
+        dpb.solve(LINE, solver, jnp.zeros((65, 1)), jnp.zeros(1), key=jax.random.key(0))
+
+
+def test_both_levels_are_padded_and_shared_records_once():
+    noise = dpb.Gaussian(1.0, ADDED)
+    inner = dpb.NoisyGD(2, 1.0, step_size=0.1, noise=noise)
+    solver = dpb.PenaltyBilevel(2, penalty=5.0, inner=inner, step_size=0.1, noise=noise)
+    solver = solver.planned(dpb.Sizes(10, 70))
+    levels = planned_rows(solver, dpb.Levels(jnp.ones((10, 2)), jnp.ones((70, 2))))
+    assert levels.upper.present.shape == (64,)
+    assert levels.lower.present.shape == (128,)
+    shared = solver.planned(dpb.Sizes(10, 10, "shared"))
+    levels = planned_rows(shared, dpb.Levels.shared(jnp.ones((10, 2))))
+    assert levels.upper is levels.lower
+
+
+def test_a_batch_is_clipped_whole_and_its_padding_counts_for_nothing():
+    records = jnp.zeros((1000, 1)).at[0].set(1.0)
+    batch = dpb.Poisson(0.05).draw(records, 1000, key=jax.random.key(0))
+    whole = dpb.clipped_mean(lambda z: z, batch, clip_norm=1.0)
+    forgotten = dpb.clipped_mean(
+        lambda z: z, batch.records, clip_norm=1.0, denominator=batch.denominator
+    )
+    np.testing.assert_array_equal(whole.raw, forgotten.raw)
+    with pytest.raises(ValueError, match="brings its own mask and denominator"):
+        dpb.clipped_mean(lambda z: z, batch, clip_norm=1.0, denominator=3.0)
+
+
+FAST = {
+    "xla_cpu_enable_fast_math": True,
+    "xla_cpu_fast_math_honor_nans": False,
+    "xla_cpu_fast_math_honor_infs": False,
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU backend")
+@pytest.mark.parametrize("precision", ["float", "grid"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, 1e30])
+def test_no_option_of_the_compiler_lets_a_record_count_for_more(precision, value):
+    def mean(z):
+        raw = dpb.clipped_mean(lambda r: r, z, clip_norm=1.0, precision=precision).raw
+        return raw.values() if precision == "grid" else raw
+
+    records = jnp.asarray([0.0] * 9 + [value], jnp.float32)[:, None]
+    found = jax.jit(mean, compiler_options=FAST)(records)
+    assert abs(float(found[0])) <= 0.1
+    np.testing.assert_allclose(found, jax.jit(mean)(records), atol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU backend")
+def test_a_compiler_can_be_let_to_forget_that_numbers_may_be_nan():
+    # The control of the test above.
+    def kept(rows):
+        finite = jnp.isfinite(jnp.sum(rows * rows, axis=1))
+        return jnp.sum(jnp.where(finite[:, None], rows, 0.0), axis=0)
+
+    rows = jnp.asarray([[1.0], [np.nan]], jnp.float32)
+    assert jax.jit(kept)(rows) == 1
+    assert np.isnan(jax.jit(kept, compiler_options=FAST)(rows))
