@@ -89,10 +89,13 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         kept; a score of the answer on the same records is another release. A record
         that makes the estimator or the losses raise has the loss NaN, stops nothing and
         changes nothing that others are computed with; what is printed or warned about
-        validation records is silent. Records must be read without each other: where a
-        stray text in a column has made texts of all its numbers, one record has moved
-        every other, and so it has where an estimator predicts rows by each other, which
-        a trial on training rows refuses where it shows there.
+        validation records is silent. Numbers that are refused, such as NaN, are found
+        before any prediction; rows refused for something else, such as a category that
+        training did not know, cost further ones: time is unprotected. Records must be
+        read without each other: where a stray text in a column has made texts of all
+        its numbers, one record has moved every other, and so it has where an estimator
+        predicts rows by each other, which a trial on training rows refuses where it
+        shows there.
     """
 
     def __init__(

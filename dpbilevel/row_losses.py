@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Float
 from sklearn.base import is_classifier, is_regressor
 
+from .refusals import Refusals
+
 _PROBED = 64  # training rows on which losses must not depend on each other
 _STEP = 0.3  # of the differences that tell the slope of a loss
 # Clipping at the median would ask what is better for most rows, not on average.
@@ -37,6 +39,7 @@ class RowLosses:
     ):
         self.made, self.losses, self.unit = made, losses, 1.0
         self.training = _sliceable(X), _sliceable(y)
+        self._refusals = Refusals.untried()
 
     def fitted(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator fitted to the training rows.
@@ -52,12 +55,15 @@ class RowLosses:
         A row that the estimator or the losses refuse has the loss NaN, and where the
         estimator cannot be fitted all have. Neither changes what others are computed
         with: always as many rows, each in its place, by an estimator that saw none yet.
+        Nor do rows with numbers that are refused change how often there is a
+        prediction, once `check_apart` has tried them.
 
         Args:
             X: Private inputs.
             y: Private targets.
         """
         private = _sliceable(X), _sliceable(y)
+        judged = np.setdiff1d(_all(private), self._refusals.rows(private))
 
         def evaluated(point):
             try:
@@ -66,7 +72,7 @@ class RowLosses:
                 return np.full(count(y), np.nan)
             # What is said about a row would tell something about it.
             with _silence():
-                return self._readable(fitted, private)
+                return self._readable(fitted, private, judged)
 
         return evaluated
 
@@ -74,7 +80,7 @@ class RowLosses:
         """Raises where a row's loss depends on the rows beside it: on training rows.
 
         Each is judged beside others and beside copies of one; where they are numbers,
-        also with holes, and beside large ones.
+        also with holes, and beside large ones. Then finds out what numbers are refused.
 
         Args:
             point: Where to fit the estimator.
@@ -105,6 +111,11 @@ class RowLosses:
                 "Every row's loss must come from that row and the fitted estimator "
                 "alone: no scaling, ranking or mean over the rows given, and no random "
                 "numbers that rows share."
+            )
+        with _silence():
+            self._refusals = Refusals.tried(
+                lambda n: _parts(table, np.resize(everyone, max(n, len(everyone)))),
+                lambda tables: self._tried(fitted, *tables) is not None,
             )
 
     def usual_slope(self, size: int) -> float:
@@ -160,9 +171,8 @@ class RowLosses:
             # Rows that are refused stand for nothing here.
             yield beside is None or _equal(losses, beside, evens)
 
-    def _readable(self, fitted, private):
-        """The losses, with NaN for rows that raise."""
-        everyone = _all(private)
+    def _readable(self, fitted, private, judged):
+        """The losses, with NaN for rows that raise or are not judged."""
 
         def refused(kept):
             if self._beside(fitted, private, kept) is not None:
@@ -170,14 +180,15 @@ class RowLosses:
             half = len(kept) // 2
             return refused(kept[:half]) + refused(kept[half:]) if half else [kept[0]]
 
-        found = self._beside(fitted, private, everyone)
-        if found is None:
-            bad = refused(everyone)
-            good = np.setdiff1d(everyone, bad)
-            found = self._beside(fitted, private, good) if len(good) else None
-            found = np.full(len(everyone), np.nan) if found is None else found
-            found[bad] = np.nan
-        return found
+        everyone = _all(private)
+        found = self._beside(fitted, private, judged if len(judged) else everyone)
+        if found is None and len(judged):
+            judged = np.setdiff1d(judged, refused(judged))
+            found = self._beside(fitted, private, judged) if len(judged) else None
+        losses = np.full(len(everyone), np.nan)
+        if found is not None:
+            losses[judged] = found[judged]
+        return losses
 
     def _beside(self, fitted, table, kept):
         """The losses with all other rows replaced by the first that is kept.

@@ -1,7 +1,9 @@
 """Exponential mechanisms: laws, sensitivities, accounting, refusals."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -233,6 +235,68 @@ def test_no_neighbour_moves_bilevel_scores_further_apart_than_charged(kind):
                 worst = max(worst, np.ptp(moved - base))
             charged = 2 * float(facts.contributions[role])
             assert 0 < worst <= charged
+
+
+# A lower solution that is steep but short: losses z y reach as far as constants say.
+STEEP = 20.0
+SHORT = dpb.BilevelProblem(
+    lambda x, y, z: z * y[0],
+    lambda x, y, z: 0.5 * (y[0] - jnp.sin(STEEP * x[0]) - 0 * z) ** 2,
+    x_set=dpb.Box(-jnp.ones(1), jnp.ones(1)),
+    constants=dpb.SecondOrderConstants(
+        strong_convexity=1.0,
+        solution_radius=1.0,
+        upper_x=0.0,
+        upper_y=1.0,
+        upper_xx=0.0,
+        upper_xy=0.0,
+        upper_yy=0.0,
+        lower_y=2.0,
+        lower_xy=STEEP,
+        lower_yy=1.0,
+        lower_xy_in_x=STEEP**2,
+        lower_yy_in_x=0.0,
+        lower_xy_in_y=0.0,
+        lower_yy_in_y=0.0,
+        lower_y_spread=0.0,
+        lower_xy_spread=0.0,
+        lower_yy_spread=0.0,
+    ),
+)
+
+
+def log_laws(problem, candidates, sizes, epsilon):
+    """A function from upper records to the exact law of a draw, and what is claimed."""
+    solver = dpb.ExponentialMechanism(dpb.Grid(candidates))
+    budget = dpb.PrivacyBudget(epsilon, 0.0)
+    plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
+    score, start = solver._score(problem, sizes), (jnp.zeros(1), jnp.zeros(1))
+
+    @jax.jit
+    def law(upper):
+        data = dpb.Levels(upper, jnp.zeros(sizes.lower))
+        values = score.bounded(data, start).raw.many(candidates)
+        return jax.nn.log_softmax(-values / plan.report.ledger[0]["temperature"])
+
+    return law, plan.report.epsilon
+
+
+def test_two_levels_cost_what_the_worst_of_all_neighbours_shows():
+    n, angles = 4, np.pi / STEEP * np.asarray([-0.5, 0.0, 0.25, 0.5])
+    with jax.enable_x64(True):
+        law, claimed = log_laws(
+            SHORT, jnp.asarray(angles)[:, None], dpb.Sizes(n, 5), epsilon=4.0
+        )
+        # All datasets whose losses are as steep as declared, or not at all.
+        datasets = list(itertools.combinations_with_replacement((-1.0, 0.0, 1.0), n))
+        laws = {data: np.asarray(law(jnp.asarray(data))) for data in datasets}
+    worst = max(
+        np.abs(laws[one] - laws[other]).max()
+        for one, other in itertools.combinations(datasets, 2)
+        if (collections.Counter(one) - collections.Counter(other)).total() == 1
+    )
+    # And half of the claim would not hold.
+    assert 0.95 * claimed < worst <= claimed
 
 
 def test_disjoint_people_are_charged_their_own_level():

@@ -77,7 +77,7 @@ def wide(name):
     if people is None:
         return ONE_LEVEL, solver.with_noise(1.0).planned(SIZE), RECORDS, ZERO
     shared = people == "shared"
-    data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS)
+    data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS + 0)
     sizes = dpb.Sizes(SIZE, SIZE, people)
     return TWO_LEVELS, solver.with_noise(1.0).planned(sizes), data, (ZERO, ZERO)
 

@@ -59,7 +59,7 @@ def test_fit_drops_the_outer_release_by_tracing():
     result = dpb.fit(
         problem,
         SOLVER,
-        LEVELS,
+        dpb.Levels(RECORDS, RECORDS + 0),
         W0,
         budget=dpb.PrivacyBudget(1.0, 1e-4),
         people="disjoint",
@@ -346,6 +346,55 @@ def test_fit_names_what_is_wrong_before_tracing_a_loss(name):
     fields |= {"solver": SOLVER, "budget": BUDGET, "key": jax.random.key(0)}
     with pytest.raises((ValueError, TypeError), match=message):
         dpb.fit(**(fields | arguments))
+
+
+NUMBERS = np.random.default_rng(1).normal(size=(30, 3)).astype(np.float32)
+PROBLEM = dpb.BilevelProblem(bare, with_x)
+SAME = {
+    "one array": (RECORDS, RECORDS),
+    "one of two arrays": (
+        {"z": RECORDS, "a": RECORDS + 1},
+        {"z": RECORDS, "a": RECORDS},
+    ),
+    "one array of NumPy": (NUMBERS, NUMBERS),
+    "overlapping parts": (NUMBERS[:20], NUMBERS[10:]),
+    "an array and a part of it": (NUMBERS, NUMBERS[1::2]),
+}
+APART = {
+    "a copy": (RECORDS, RECORDS + 0),
+    "halves": (NUMBERS[:15], NUMBERS[15:]),
+    "even and odd rows": (NUMBERS[::2], NUMBERS[1::2]),
+    "no records": (NUMBERS[:0], NUMBERS[:0]),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_records_in_both_levels_are_not_those_of_disjoint_people(name):
+    data = dpb.Levels(*SAME[name])
+    with pytest.raises(ValueError, match="are the same array or parts of it"):
+        PROBLEM.sizes_of(data, "disjoint")
+    assert PROBLEM.sizes_of(data, "overlapping").upper > 0
+
+
+@pytest.mark.parametrize("name", APART)
+def test_different_records_may_be_those_of_disjoint_people(name):
+    PROBLEM.check_people(dpb.Levels(*APART[name]), dpb.People.DISJOINT)
+
+
+@pytest.mark.parametrize("data", [LEVELS, dpb.Levels(NUMBERS[:20], NUMBERS[:20])])
+def test_no_run_takes_the_same_records_for_those_of_disjoint_people(data):
+    fields = {"budget": BUDGET, "people": "disjoint", "key": jax.random.key(0)}
+    with pytest.raises(ValueError, match="upper and lower are the same array"):
+        dpb.fit(PROBLEM, SOLVER, data, W0, **fields)
+    planned = SOLVER.planned(dpb.Sizes(20, 20, "disjoint"))
+
+    def run(records):
+        levels = dpb.Levels(records, records)
+        return dpb.solve(PROBLEM, planned, levels, W0, key=jax.random.key(0))
+
+    for made in (run, jax.jit(run)):
+        with pytest.raises(ValueError, match="are the same array"):
+            made(data.upper)
 
 
 def test_people_of_one_level_are_refused():

@@ -51,29 +51,27 @@ def test_far_tails_of_the_number_keep_their_digits():
     assert logarithmic.beyond(300)[-1] == pytest.approx(expected, rel=1e-9)
 
 
+def largest_weight(mean, shape):
+    """At every order, of f'(q)^a f'(q')^(1 - a) over a Gaussian's pairs of chances."""
+    law, z = chances(mean, shape, 1000), np.linspace(-12, 8, 4001)
+    slopes = law[1:] * np.arange(1, len(law))
+
+    def log_slope(tail):
+        return np.log(np.polynomial.polynomial.polyval(1 - tail, slopes))
+
+    near, far = (log_slope(scipy.stats.norm.cdf(z + s)) for s in (0.0, MU))
+    orders = renyi._ORDERS[:, None]
+    return (orders * near + (1 - orders) * far).max(axis=1)
+
+
 @laws
-def test_renyi_divergences_are_those_of_the_papers_theorems(mean, shape):
+def test_divergences_are_those_of_the_theorem_with_exact_chances(mean, shape):
     orders = renyi._ORDERS
-    base = orders * MU**2 / 2
-    if math.isinf(shape):
-        hats = np.log1p(1 / (orders - 1))
-        gaps = np.asarray([accounting_delta(orders, base, epsilon) for epsilon in hats])
-        expected = base + mean * gaps + math.log(mean) / (orders - 1)
-    else:
-        gamma = Repetitions(mean, shape).gamma
-        inner = (1 - 1 / orders) * base + math.log(1 / gamma) / orders
-        least = (1 + shape) * inner.min()
-        expected = base + least + math.log(mean) / (orders - 1)
-        # A divergence grows with its order, so a larger order's bounds a smaller's.
-        expected = np.minimum.accumulate(expected[::-1])[::-1]
+    expected = orders * MU**2 / 2 + largest_weight(mean, shape) / (orders - 1)
+    expected = np.minimum.accumulate(expected[::-1])[::-1]
     made = renyi.Divergences([(Repetitions(mean, shape).event(GAUSSIAN), 1)])
-    np.testing.assert_allclose(made._accountant.rdp, expected, rtol=1e-7)
-
-
-def accounting_delta(orders, divergences, epsilon):
-    terms = (orders - 1) * (divergences - epsilon + np.log1p(-1 / orders))
-    small = 0.5 * np.log1p(-np.exp(-divergences))
-    return math.exp(min((terms - np.log(orders)).min(), small.min(), 0.0))
+    np.testing.assert_allclose(made._curve, expected, rtol=1e-5)
+    assert (made._curve >= expected * (1 - 1e-9)).all()
 
 
 def selected(law, base):
@@ -131,15 +129,40 @@ def test_the_claim_holds_where_a_record_moves_candidates_apart(mean, shape, shar
         assert 0 < exact_delta(*pair, epsilon) <= claimed(epsilon)
 
 
+def interleaved(shift, share, offset):
+    """As `tilted`, but one kind of candidate is better by a public number of bins."""
+    sides = share * binned(shift), (1 - share) * binned(-shift)
+    bins = np.arange(len(sides[0]))
+    order = np.argsort(np.concatenate([bins, bins + offset]), kind="stable")
+    return np.concatenate(sides)[order]
+
+
+def worst_epsilon(law, delta):
+    """The largest exact epsilon of some neighbours, one shift apart."""
+    found = [[selected(law, binned(shift)) for shift in (0.0, MU)]]
+    for share in (0.1, 0.5, 0.9):
+        for offset in (-85, -28, 28, 85):  # one and three standard deviations
+            sides = (interleaved(s * MU / 2, share, offset) for s in (1, -1))
+            found.append([selected(law, side) for side in sides])
+    return max(
+        scipy.optimize.brentq(
+            lambda e, pair=pair: exact_delta(*pair, e) - delta, 0, 20, xtol=1e-4
+        )
+        for pair in found
+    )
+
+
 @laws
-@pytest.mark.parametrize("delta", [1e-2, 1e-5])
-def test_the_claim_is_within_a_factor_of_the_exact_epsilon(mean, shape, delta):
-    law = chances(mean, shape, 1000)
-    pair = [selected(law, binned(shift)) for shift in (0.0, MU)]
-    exact = scipy.optimize.brentq(lambda e: exact_delta(*pair, e) - delta, 0, 20)
+@pytest.mark.parametrize(("delta", "slack"), [(1e-2, 1.7), (1e-5, 1.25)])
+def test_the_claim_holds_for_the_worst_neighbours_and_little_more(
+    mean, shape, delta, slack
+):
+    exact = worst_epsilon(chances(mean, shape, 400), delta)
     event = Repetitions(mean, shape).event(GAUSSIAN)
     claimed = accounting.epsilon(event, REPLACE, delta)
-    assert exact < claimed < 3.5 * exact
+    assert exact < claimed < slack * exact
+    # The control: what one repetition costs is refuted.
+    assert accounting.gaussian_epsilon(MU, delta) < exact
 
 
 @laws

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 import dp_accounting
 import numpy as np
-import scipy.special
 from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
 
 from . import pure, renyi
 from .budget import Neighbours
+from .gaussian import Profile, gaussian_delta, gaussian_epsilon
 
 FINE = 1e-4  # discretization of the reported epsilon
 COARSE = 1e-3  # discretization of the search for the noise
@@ -26,9 +26,7 @@ SMALLEST_SAMPLED_MULTIPLIER = 0.1
 # Charged to delta per sampled release: transforms of a discretized loss round, in
 # either direction, by up to a tenth of it, which decides deltas below 1e-10.
 ROUNDING = 2.0**-50
-_LARGEST_EPSILON = 1e300
 
-Profile: TypeAlias = Any  # a float or an array of them
 _Pld: TypeAlias = Any  # a dp-accounting PrivacyLossDistribution, which is untyped
 
 
@@ -75,55 +73,6 @@ def is_exact(event: dp_accounting.DpEvent) -> bool:
     parts = pure_epsilons(event)
     single = parts is not None and len(parts) <= 1
     return single or gaussian_mu(event) is not None
-
-
-def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
-    r"""The profile of $\mu$-GDP: $\Phi(-\varepsilon/\mu + \mu/2) - e^\varepsilon
-    \Phi(-\varepsilon/\mu - \mu/2)$.
-
-    Args:
-        mu: $\mu \ge 0$.
-        epsilon: $\varepsilon$, of any sign; one or an array.
-
-    References:
-        Balle and Wang, "Improving the Gaussian mechanism for differential privacy",
-        ICML 2018, Theorem 8.
-    """  # noqa: D205
-    if mu == 0:
-        return np.maximum(0.0, -np.expm1(epsilon))
-    if math.isinf(mu):
-        return np.ones_like(epsilon)
-    near = scipy.special.log_ndtr(-epsilon / mu + mu / 2)
-    far = epsilon + scipy.special.log_ndtr(-epsilon / mu - mu / 2)
-    # far < near; the difference is taken in the log domain to keep small deltas.
-    return np.exp(near) * -np.expm1(np.minimum(far - near, 0.0))
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    r"""The smallest $\varepsilon \ge 0$ at which $\mu$-GDP is $(\varepsilon,
-    \delta)$-DP.
-
-    Args:
-        mu: $\mu \ge 0$.
-        delta: $\delta$ in [0, 1].
-
-    Returns:
-        The safe end of the last bracket: the profile there is at most `delta`.
-    """  # noqa: D205
-    if delta == 0 or math.isinf(mu):
-        return math.inf if mu and delta < 1 else 0.0
-    low = high = 0.0
-    while gaussian_delta(mu, high) > delta:
-        low, high = high, max(2 * high, mu)
-        if high > _LARGEST_EPSILON:
-            return math.inf
-    while high - low > 1e-13 * high:
-        middle = (low + high) / 2
-        if gaussian_delta(mu, middle) > delta:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:

@@ -14,7 +14,7 @@ from ..privacy.budget import People
 from ..sets import AbstractSet, Euclidean
 from .constants import AbstractCertificate, Constants
 from .finite_sum import check_scalar, check_set, check_start
-from .levels import Levels, Sizes
+from .levels import Levels, Sizes, check_apart
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
@@ -168,7 +168,7 @@ class BilevelProblem(eqx.Module):
         return sizes
 
     def check_people(self, data: Levels, people: People) -> None:
-        """Refuses separate data called shared, and shared data called anything else.
+        """Refuses separate data called shared, and the same data called anything else.
 
         Args:
             data: The records.
@@ -176,7 +176,8 @@ class BilevelProblem(eqx.Module):
 
         Raises:
             TypeError: `data` is not `Levels`.
-            ValueError: `people` contradicts the data.
+            ValueError: `people` contradicts the data: levels are shared and people are
+                not, or one array is in both levels and people are disjoint.
         """
         if not isinstance(data, Levels):
             raise TypeError(
@@ -188,6 +189,8 @@ class BilevelProblem(eqx.Module):
                 f"people={people.value!r} contradicts the data: use "
                 "Levels.shared(records) exactly when every record enters both levels."
             )
+        if people is People.DISJOINT:
+            check_apart(data)
 
     def reads_x(self, role: str) -> bool:
         """Whether the records of level `role` are declared to meet x."""

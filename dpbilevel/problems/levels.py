@@ -1,9 +1,12 @@
 """Records of two levels, and how many there are of each."""
 
 import dataclasses
+import itertools
 from typing import Any, Self
 
 import equinox as eqx
+import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
@@ -14,7 +17,7 @@ class Levels(eqx.Module):
     """A pair: what belongs to the upper level and what to the lower.
 
     As data, `upper` and `lower` are pytrees whose leaves share their leading axis
-    within a level.
+    within a level. With `people="disjoint"` no array may be in both.
 
     Attributes:
         upper: The upper level's part.
@@ -66,6 +69,54 @@ class Sizes:
                 f"Sizes: shared levels have equal sizes, got upper={self.upper} and "
                 f"lower={self.lower}."
             )
+
+
+def check_apart(data: Levels) -> None:
+    """Refuses levels that hold the same records, as far as arrays can tell.
+
+    By identity and memory, never by values: one array in both levels, or two views of
+    one NumPy array that have an entry in common. Arguments of a compiled function are
+    different arrays in it, even where one array was given twice.
+
+    Args:
+        data: The records.
+
+    Raises:
+        ValueError: They do.
+    """
+    upper, lower = (
+        [
+            leaf
+            for leaf in jax.tree_util.tree_leaves_with_path(level)
+            if _filled(leaf[1])
+        ]
+        for level in (data.upper, data.lower)
+    )
+    for (here, first), (there, second) in itertools.product(upper, lower):
+        if first is second or _share_memory(first, second):
+            one, other = (jax.tree_util.keystr(path) for path in (here, there))
+            raise ValueError(
+                f'people="disjoint" contradicts the data: upper{one} and lower{other} '
+                "are the same array or parts of it, so whoever is in it has records in "
+                'both levels. Use Levels.shared(records) and people="shared" if every '
+                'record enters both levels, people="overlapping" if a person may have '
+                "one in each; otherwise split the records, and give each level its own "
+                "copy of a public column."
+            )
+
+
+def _filled(leaf: object) -> bool:
+    return isinstance(leaf, np.ndarray | jax.Array) and leaf.size > 0
+
+
+def _share_memory(first: object, second: object) -> bool:
+    """Whether two NumPy arrays have an entry in common, where that is quick to tell."""
+    if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray):
+        return False
+    try:
+        return np.shares_memory(first, second, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
 
 
 def one_level(data: PyTree) -> int:

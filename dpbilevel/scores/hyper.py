@@ -39,16 +39,17 @@ _COMPUTED = (
 class HyperObjective(AbstractScore):
     r"""$\Phi(x) = F(x, y^*(x))$, with $y^*$ found by a fixed number of steps.
 
-    One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$,
-    and by $2 B / n_f$ where losses are clipped to $[0, B]$; a lower record by $S_{low}
-    D$ and by $2 L_{fy} d$, with $d$ how far it moves $y^*$. The error $e$ of a computed
-    value, from the inner solve and from rounding, adds $4 e$ to each.
+    One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$
+    and by $2 B / n_f$, with $B$ how far one loss may be from itself at another point,
+    by constants or by clipping to $[0, B]$; a lower record by $S_{low} D$ and by $2
+    L_{fy} d$, with $d$ how far it moves $y^*$. The error $e$ of a computed value, from
+    the inner solve and from rounding, adds $4 e$ to each.
 
     Args:
         problem: A `BilevelProblem` with a certificate.
         measure: As in `AbstractScore`.
         sizes: The planned sizes.
-        clip_range: $B$, or `None`.
+        clip_range: What losses are clipped to, or `None`.
         uniform: Whether the lower level is solved by as many steps at every point as at
             the worst one: points that depend on records must not show in a trip count.
     """
@@ -117,7 +118,8 @@ class HyperObjective(AbstractScore):
     def spreads(self) -> tuple[Any, Any]:
         """How far apart an upper and a lower record move exact scores."""
         bounds = self._bounds()
-        upper = 4 * self._half() / self.sizes.upper
+        # Also where losses are cut: cutting sets no two values further apart.
+        upper = 2 * self._range() / self.sizes.upper
         lower = 2 * self._slope() * bounds.solution_shift
         if self.clip_range is not None:
             return upper, lower
@@ -127,14 +129,19 @@ class HyperObjective(AbstractScore):
             least(bounds.lower * diameter, lower),
         )
 
+    def _range(self) -> Any:
+        """How far an upper loss may be from itself at another point."""
+        return self._reach() if self.clip_range is None else self.clip_range
+
     def _half(self) -> Any:
-        """Half the range that an upper loss is clipped to, or never leaves."""
-        if self.clip_range is not None:
-            return self.clip_range / 2
-        return self._reach()
+        """The norm that upper losses are cut at: about those at a reference, or $B/2$.
+
+        The reference may be at either end of their range.
+        """
+        return self._range() if self.clip_range is None else self._range() / 2
 
     def _reach(self) -> Any:
-        """How far an upper loss at any point may be from that at another."""
+        """The same by constants."""
         second = self._certificate().second_order
         reach = 2 * second.upper_y * second.solution_radius
         if second.upper_x:

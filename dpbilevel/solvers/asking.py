@@ -138,10 +138,14 @@ def trusted(problem: Any, most_evaluations: int | None) -> tuple[str, ...]:
     """
     if not isinstance(problem, BlackBox):
         return ()
-    rows = "every record moves its own loss only, at every point"
+    rows = (
+        "every record moves its own loss only, at every point",
+        "unprotected: how long an evaluation takes, which may depend on records, as "
+        "where a model refuses one",
+    )
     if problem.training_mu is None:
         return (
-            rows,
+            *rows,
             "what the losses are computed from besides the records, such as training "
             "data, is not protected",
         )
@@ -152,7 +156,7 @@ def trusted(problem: Any, most_evaluations: int | None) -> tuple[str, ...]:
         )
     count, mu = most_evaluations + problem.trainings_after, problem.training_mu
     return (
-        rows,
+        *rows,
         f"declared: one training is {mu:.4g}-GDP towards its records; {count} of them, "
         f"the most there can be, are {mu * count**0.5:.4g}-GDP towards them, on top of "
         "the guarantee above for a person who has records on both sides",

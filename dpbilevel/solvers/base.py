@@ -187,9 +187,9 @@ def solve(
             'static_argnames="trajectory".'
         )
     problem.check(w0, data)
-    data = _checks.on_device(data)
+    # Before records are copied: two levels with one array would get two.
     solver = bound_to(problem, solver, data)
-    data = planned_rows(solver, data)
+    data = planned_rows(solver, _checks.on_device(data))
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)

@@ -66,8 +66,9 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
     Privacy:
         One selection among Gaussian releases of sensitivity $B / n$ under replace-one,
         $B / (2 n)$ under add-or-remove-one, enforced by clipping; accounted by its
-        Renyi divergences. $P(K >$ `num_steps`$)$ is paid for in delta. Points are
-        drawn from a public law and none is left out by its loss.
+        Renyi divergences (`docs/privacy.md`, "Private selection"). $P(K >$
+        `num_steps`$)$ is paid for in delta. Points are drawn from a public law and none
+        is left out by its loss.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
