@@ -4,14 +4,14 @@ import abc
 import math
 from typing import ClassVar
 
-import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import scipy.stats
+import scipy
 from jaxtyping import Array, Bool, Int, PyTree
 
 from . import _checks
+from ._lazy import dp_accounting
 from .noise import PRNGKey
 from .privacy.budget import Neighbours
 
@@ -74,7 +74,7 @@ class AbstractSampling(eqx.Module):
     @abc.abstractmethod
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """The event of one Gaussian release of a batch drawn this way.
 
         Args:
@@ -124,7 +124,7 @@ class FullBatch(AbstractSampling):
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """A Gaussian event, the same under both relations."""
         del neighbours, size
         return dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -198,7 +198,7 @@ class Poisson(AbstractSampling):
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """A Poisson-sampled Gaussian event.
 
         Raises:
@@ -273,7 +273,7 @@ class FixedSize(AbstractFixedBatch):
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """A Gaussian event sampled without replacement, replace-one only.
 
         Raises:

@@ -2,15 +2,15 @@
 
 import math
 
-import dp_accounting
 import numpy as np
-from dp_accounting import dp_event, rdp
+
+from .._lazy import dp_accounting
 
 # Dense enough that finer ones change no third digit; see tests.
 _ORDERS = 1 + np.geomspace(0.05, 2.0**17, 120)
 
 
-def selects(parts: list[tuple[dp_accounting.DpEvent, int]]) -> bool:
+def selects(parts: "list[tuple[dp_accounting.DpEvent, int]]") -> bool:
     """Whether a part of a composition selects among repetitions.
 
     Args:
@@ -34,9 +34,9 @@ class Divergences:
         ICLR 2022, Theorems 2 and 6, as dp-accounting computes them.
     """
 
-    def __init__(self, parts: list[tuple[dp_accounting.DpEvent, int]]):
+    def __init__(self, parts: "list[tuple[dp_accounting.DpEvent, int]]"):
         # Nothing is doubled: multipliers know their relation already.
-        self._accountant = rdp.RdpAccountant(
+        self._accountant = dp_accounting.rdp.RdpAccountant(
             _ORDERS, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
         for part, count in parts:
@@ -68,5 +68,5 @@ class Divergences:
         return float(self._accountant.get_epsilon(delta)) if delta > 0 else math.inf
 
 
-def _is_selection(part: dp_accounting.DpEvent) -> bool:
-    return isinstance(part, dp_event.RepeatAndSelectDpEvent)
+def _is_selection(part: "dp_accounting.DpEvent") -> bool:
+    return isinstance(part, dp_accounting.dp_event.RepeatAndSelectDpEvent)

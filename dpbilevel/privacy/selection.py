@@ -5,15 +5,12 @@ import functools
 import math
 from collections.abc import Iterator
 
-import dp_accounting
 import numpy as np
-import scipy.optimize
-import scipy.special
-import scipy.stats
-from dp_accounting import dp_event
+import scipy
 from jaxtyping import Float
 
 from .. import _checks
+from .._lazy import dp_accounting
 from ..clipping import Basis
 from .budget import Neighbours, People
 from .ledger import AbstractRelease
@@ -84,13 +81,15 @@ class Repetitions:
         chances /= -math.log(self.gamma)
         return np.minimum(chances[::-1].cumsum()[::-1][: count + 1], 1.0)
 
-    def event(self, base: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+    def event(self, base: "dp_accounting.DpEvent") -> "dp_accounting.DpEvent":
         """The event of releasing the best of $K$ runs of a base mechanism.
 
         Args:
             base: The event of one run.
         """
-        return dp_event.RepeatAndSelectDpEvent(base, self.mean, self.shape)
+        return dp_accounting.dp_event.RepeatAndSelectDpEvent(
+            base, self.mean, self.shape
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +171,7 @@ class Selection(AbstractRelease):
             "counted in delta",
         )
 
-    def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
         """The events of all selections."""
         (query,) = self.queries
         event = self.repetitions.event(self.mechanism.event())
