@@ -131,13 +131,17 @@ def leading_axis(name: str, records: PyTree) -> int:
     """
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(records):
-        where, dtype = jax.tree_util.keystr(path), getattr(leaf, "dtype", None)
-        if dtype is None or not (
+        where = jax.tree_util.keystr(path)
+        dtype: Any = getattr(leaf, "dtype", None)
+        known = isinstance(dtype, np.dtype)  # data frames have dtypes of their own
+        if not known or not (
             jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
         ):
             raise ValueError(
                 f"{name}{where} must be a numeric array with one row per record, got "
-                f"{(type(leaf) if dtype is None else dtype.type).__name__}."
+                f"{(dtype.type if known else type(dtype or leaf)).__name__}. Convert "
+                "lists by numpy.asarray(...), data frames by .to_numpy(), and texts to "
+                "numbers."
             )
         lengths[where or "value"] = leaf.shape[:1]
     if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:

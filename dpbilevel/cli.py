@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from . import __version__
+from ._extras import missing
 from .config import Config, read_config
 from .runner import Prepared, check, prepare, run
 from .runs import folder, results, spending
@@ -202,11 +203,9 @@ def _check_installed(config: Config) -> None:
 
 
 def _check_modules(needed: Sequence[str]) -> None:
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"this command needs {' and '.join(missing)}: pip install 'dpbilevel[cli]'"
-        )
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ValueError(missing("this command", *absent))
 
 
 def _sentence(error: Exception) -> str:

@@ -1,11 +1,11 @@
 """Configs of the command line: strict TOML into frozen objects."""
 
 import dataclasses
-import importlib
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from . import _public
 from .clipping import Precision
 from .privacy.budget import Neighbours, People, PrivacyBudget
 from .problems.bilevel import BilevelProblem, Sizes
@@ -173,10 +173,9 @@ def public_classes(base: type) -> dict[str, type]:
     Args:
         base: The abstract class.
     """
-    package = vars(importlib.import_module(__package__))
     return {
         name: value
-        for name, value in package.items()
+        for name, value in vars(_public).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
     }
 

@@ -13,7 +13,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy.optimize
+import scipy
 from jaxtyping import PyTree
 
 from . import _checks

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-import scipy.optimize
+import scipy
 
 from . import _checks, certified
 from .privacy import accounting

@@ -9,15 +9,15 @@ import numpy as np
 import optax
 from jaxtyping import Float
 
+from ._extras import missing
+
 try:
     import joblib
     from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
     from sklearn.utils.metaestimators import available_if
     from sklearn.utils.validation import check_is_fitted
-except ImportError:
-    raise ImportError(
-        "dpbilevel.PrivateSearch needs scikit-learn: pip install 'dpbilevel[cli]'"
-    ) from None
+except ImportError as error:
+    raise ImportError(missing("dpbilevel.PrivateSearch", "sklearn")) from error
 
 from . import _checks
 from .noise import PRNGKey, check_key

@@ -4,14 +4,14 @@ import abc
 import math
 from typing import ClassVar
 
-import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import scipy.stats
+import scipy
 from jaxtyping import Array, Bool, Int, PyTree
 
 from . import _checks
+from ._lazy import dp_accounting
 from .noise import PRNGKey
 from .privacy.budget import Neighbours
 
@@ -88,7 +88,7 @@ def _nothing(dtype: jnp.dtype) -> float | int | bool:
     """What a row that is no record holds."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return math.nan
-    return False if dtype == bool else 0
+    return False if jnp.issubdtype(dtype, jnp.bool_) else 0
 
 
 class AbstractSampling(eqx.Module):
@@ -128,7 +128,7 @@ class AbstractSampling(eqx.Module):
     @abc.abstractmethod
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """The event of one Gaussian release of a batch drawn this way.
 
         Args:
@@ -179,7 +179,7 @@ class FullBatch(AbstractSampling):
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """A Gaussian event, the same under both relations."""
         del neighbours, size
         return dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -245,7 +245,7 @@ class Poisson(AbstractSampling):
         n = jax.tree.leaves(records)[0].shape[0]
         bits = jax.random.bits(key, (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)
-        # Beyond the last row where fewer are chosen: those slots are filled with nothing.
+        # Slots beyond those of the chosen rows are filled with nothing.
         rows = self._capacity(max(n, padded_rows(size)))
         members = jnp.flatnonzero(chosen, size=rows, fill_value=n)
         mask = members < n
@@ -259,7 +259,7 @@ class Poisson(AbstractSampling):
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """A Poisson-sampled Gaussian event.
 
         Raises:
@@ -356,7 +356,7 @@ class FixedSize(AbstractFixedBatch):
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """A Gaussian event sampled without replacement, replace-one only.
 
         Raises:

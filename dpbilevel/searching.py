@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from . import _checks
+from ._extras import missing
 from .clipping import Precision
 from .grid import wide_integers
 from .noise import PRNGKey, check_key, derive, step_keys
@@ -327,9 +328,7 @@ def _check(problem: Any, solver: Any, progress: bool) -> None:
         try:
             import tqdm  # noqa: F401
         except ImportError:
-            raise ValueError(
-                "search: progress=True needs tqdm: pip install 'dpbilevel[cli]'"
-            ) from None
+            raise ValueError(missing("search: progress=True", "tqdm")) from None
 
 
 def _check_resumable(problem: BlackBox, budget: PrivacyBudget | None) -> None:

@@ -2,11 +2,11 @@
 
 from typing import ClassVar
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ._lazy import dp_accounting
 from .noise import PRNGKey
 from .privacy.budget import Neighbours
 from .sampling import AbstractFixedBatch, Batch, Index
@@ -78,7 +78,7 @@ class SinglePass(AbstractFixedBatch):
 
     def event(
         self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> dp_accounting.DpEvent:
+    ) -> "dp_accounting.DpEvent":
         """A Gaussian event, for the records of the batch; replace-one only.
 
         Raises:

@@ -199,7 +199,7 @@ def test_missing_extra_says_what_to_install(config, tmp_path, capsys, monkeypatc
         importlib.util, "find_spec", lambda name: None if name == "tqdm" else find(name)
     )
     text = failure(capsys, "run", config, "--out", str(tmp_path / "out"))
-    assert text.endswith("needs tqdm: pip install 'dpbilevel[cli]'")
+    assert "needs tqdm: run pip install -e '.[cli]' in a clone" in text
 
 
 def test_version_is_printed(capsys):

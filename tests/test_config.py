@@ -1,10 +1,12 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 from config_changes import changed
 
 import dpbilevel as dpb
 from dpbilevel.config import parse_config, read_config
+from dpbilevel.runs.columns import Table
 from dpbilevel.runs.tables import Place
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -149,6 +151,55 @@ def test_wrong_type_says_what_was_wanted():
 )
 def test_bad_value_is_refused_with_the_remedy(path, value, said):
     assert said in refusal((path, value))
+
+
+CSV = {
+    "source": "csv",
+    "path": "a.csv",
+    "training": 3,
+    "validation": 2,
+    "label": {"column": "ill", "positive": [1], "negative": [0, "no"]},
+    "categorical": [{"column": "ward", "values": [2, "B"]}],
+    "sources": {"column": "clinic", "values": [7, 8.5]},
+}
+
+
+def test_numbers_of_a_config_are_the_cells_that_read_as_them():
+    data = parsed(("data", CSV)).data
+    cells = {
+        "ill": ["1", "1.0", "0", "no", "2"],
+        "ward": ["2", "02", "B", "2.5", ""],
+        "clinic": ["7", "8.5", "7.0", "85e-1", "x"],
+    }
+    records = data.encode(Table("a.csv", cells, 5))
+    np.testing.assert_array_equal(records.label, [1, 1, -1, -1, np.nan])
+    np.testing.assert_array_equal(records.features[:4, 0] > 0, [True, True, 0, 0])
+    np.testing.assert_array_equal(records.features[:4, 1] > 0, [0, 0, True, 0])
+    np.testing.assert_array_equal(records.source[:4], [0, 1, 0, 1])
+    assert np.isnan(records.features[4]).all()  # of no known source
+
+
+def test_texts_of_a_config_are_the_cells_of_the_same_text():
+    label = {"column": "ill", "positive": ["1"], "negative": ["1.0"]}
+    values = parsed(("data", CSV), ("data.label", label)).data.label.values
+    cells = {"ill": ["1", "1.0", "01"]}
+    np.testing.assert_array_equal(values(Table("a", cells, 3)), [1, -1, np.nan])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("data.label.positive", [True], "must be a string or a number, got true"),
+        ("data.label.positive", [0], "positive and negative must be lists of values"),
+        ("data.label.positive", ["0"], "must be lists of values that differ"),
+        ("data.label.positive", [float("nan")], "finite where they are numbers"),
+        ("data.label.positive", ["no"], "must be lists of values that differ"),
+        ("data.sources.values", [1, 1.0], "values must be lists of values that differ"),
+        ("data.sources.values", ["a", "a"], "must be lists of values that differ"),
+    ],
+)
+def test_a_cell_cannot_be_two_of_the_values(path, value, said):
+    assert said in refusal(("data", CSV), (path, value))
 
 
 @pytest.mark.parametrize("path", ["seed", "privacy.key", "solver.seed", "data.seed"])

@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
-import dp_accounting
 import numpy as np
-import scipy.special
+import scipy
 from jaxtyping import Float
 
 from .. import _checks
+from .._lazy import dp_accounting
 from ..privacy import accounting
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
@@ -56,7 +56,7 @@ def pure_claim(epsilon: float) -> Claim:
     )
 
 
-def event_claim(event: dp_accounting.DpEvent, neighbours: Neighbours) -> Claim:
+def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim:
     """The profile that this library's accountant gives an event.
 
     Args:

@@ -5,9 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.optimize
-import scipy.special
-import scipy.stats
+import scipy
 
 from .. import _checks
 from ..noise import PRNGKey, check_key

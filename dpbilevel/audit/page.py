@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-import scipy.stats
+import scipy
 
 from ..config import Config
 from ..noise import root_key

@@ -8,7 +8,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-import scipy.stats
+import scipy
 from jaxtyping import Float
 
 from ..noise import PRNGKey, check_key

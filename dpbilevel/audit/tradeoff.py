@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-import scipy.stats
+import scipy
 from jaxtyping import Float, PyTree
 
 from ..noise import PRNGKey, check_key, step_keys

@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import dp_accounting
 import numpy as np
-from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
 
+from .._lazy import dp_accounting
 from . import pure, renyi
 from .budget import Neighbours
 from .gaussian import Profile, gaussian_delta, gaussian_epsilon
@@ -30,7 +29,7 @@ ROUNDING = 2.0**-50
 _Pld: TypeAlias = Any  # a dp-accounting PrivacyLossDistribution, which is untyped
 
 
-def gaussian_mu(event: dp_accounting.DpEvent) -> float | None:
+def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
     r"""The $\mu$ of Gaussian differential privacy, when the event has an exact one.
 
     Args:
@@ -43,7 +42,7 @@ def gaussian_mu(event: dp_accounting.DpEvent) -> float | None:
     return None if others else mu
 
 
-def pure_epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
+def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
     """The epsilon of every part, where all are releases without delta, else `None`.
 
     Args:
@@ -55,7 +54,7 @@ def pure_epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
     return [pure.epsilon_of(part) for part, count in parts for _ in range(count)]
 
 
-def selects(event: dp_accounting.DpEvent) -> bool:
+def selects(event: "dp_accounting.DpEvent") -> bool:
     """Whether `event` is accounted for by Renyi divergences.
 
     Args:
@@ -64,7 +63,7 @@ def selects(event: dp_accounting.DpEvent) -> bool:
     return renyi.selects(_flatten(event))
 
 
-def is_exact(event: dp_accounting.DpEvent) -> bool:
+def is_exact(event: "dp_accounting.DpEvent") -> bool:
     """Whether the profile of `event` is a closed form.
 
     Args:
@@ -101,7 +100,7 @@ def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -
 
 
 def delta(
-    event: dp_accounting.DpEvent,
+    event: "dp_accounting.DpEvent",
     neighbours: Neighbours,
     epsilon: float,
     interval: float = FINE,
@@ -122,7 +121,7 @@ def delta(
 
 
 def profile(
-    event: dp_accounting.DpEvent, neighbours: Neighbours, interval: float = FINE
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, interval: float = FINE
 ) -> Callable[[float], float]:
     r"""The function from $\varepsilon \ge 0$ to what `delta` returns.
 
@@ -152,7 +151,7 @@ def profile(
 
 
 def epsilon(
-    event: dp_accounting.DpEvent,
+    event: "dp_accounting.DpEvent",
     neighbours: Neighbours,
     delta: float,
     interval: float = FINE,
@@ -181,7 +180,7 @@ def epsilon(
 
 
 def privacy_loss(
-    event: dp_accounting.DpEvent, neighbours: Neighbours, interval: float = FINE
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, interval: float = FINE
 ) -> _Pld:
     """The privacy loss distribution of a composition of events.
 
@@ -195,9 +194,7 @@ def privacy_loss(
     """
     mu, sampled = _split(event)
     slack = min(1.0, ROUNDING * (1 + sum(count for _, count in sampled)))
-    total = privacy_loss_distribution.from_privacy_parameters(
-        common.DifferentialPrivacyParameters(0.0, slack), interval
-    )
+    total = _bounded_loss(0.0, slack, interval)
     if mu:  # exactly one Gaussian, so discretized once
         merged = dp_accounting.GaussianDpEvent(1 / mu)
         total = total.compose(_single(merged, neighbours, interval))
@@ -232,28 +229,31 @@ def without_replacement_delta(epsilon: Profile, mu: float, fraction: float) -> P
     return np.where(np.asarray(epsilon) < 0, mirrored, positive)
 
 
+def _bounded_loss(epsilon: float, delta: float, interval: float) -> _Pld:
+    """That of the worst mechanism of one epsilon and delta."""
+    pld = dp_accounting.pld
+    parameters = pld.common.DifferentialPrivacyParameters(epsilon, delta)
+    return pld.privacy_loss_distribution.from_privacy_parameters(parameters, interval)
+
+
 def _single(part, neighbours: Neighbours, interval: float) -> _Pld:
+    losses = dp_accounting.pld.privacy_loss_distribution
     match part:
         case dp_accounting.GaussianDpEvent(noise_multiplier=multiplier):
-            return privacy_loss_distribution.from_gaussian_mechanism(
+            return losses.from_gaussian_mechanism(
                 multiplier, value_discretization_interval=interval
             )
         case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
-            parameters = common.DifferentialPrivacyParameters(
-                pure.epsilon_of(part), 0.0
-            )
-            return privacy_loss_distribution.from_privacy_parameters(
-                parameters, interval
-            )
+            return _bounded_loss(pure.epsilon_of(part), 0.0, interval)
         case dp_accounting.PoissonSampledDpEvent(
             sampling_probability=rate,
             event=dp_accounting.GaussianDpEvent(noise_multiplier=multiplier),
         ):
             # Per-record noise: this constructor doubles the sensitivity itself.
-            return privacy_loss_distribution.from_gaussian_mechanism(
+            return losses.from_gaussian_mechanism(
                 multiplier * neighbours.contributions,
                 sampling_prob=rate,
-                neighboring_relation=_RELATIONS[neighbours],
+                neighboring_relation=dp_accounting.NeighboringRelation[neighbours.name],
                 value_discretization_interval=interval,
             )
         case dp_accounting.SampledWithoutReplacementDpEvent(
@@ -276,11 +276,12 @@ def _without_replacement(fraction: float, multiplier: float, interval: float) ->
     steps = np.arange(-math.ceil(top / interval) - 1, math.ceil(top / interval) + 2)
     profile = without_replacement_delta(steps * interval, mu, fraction)
     deltas = np.clip(np.minimum.accumulate(profile), 0.0, 1.0)
-    pmf = pld_pmf.create_pmf_pessimistic_connect_dots(interval, steps, deltas)
-    return privacy_loss_distribution.PrivacyLossDistribution(pmf)
+    pld = dp_accounting.pld
+    pmf = pld.pld_pmf.create_pmf_pessimistic_connect_dots(interval, steps, deltas)
+    return pld.privacy_loss_distribution.PrivacyLossDistribution(pmf)
 
 
-def _flatten(event, count: int = 1) -> list[tuple[dp_accounting.DpEvent, int]]:
+def _flatten(event, count: int = 1) -> "list[tuple[dp_accounting.DpEvent, int]]":
     match event:
         case dp_accounting.NoOpDpEvent():
             return []
@@ -291,7 +292,7 @@ def _flatten(event, count: int = 1) -> list[tuple[dp_accounting.DpEvent, int]]:
     return [(event, count)]
 
 
-def _split(event) -> tuple[float, list[tuple[dp_accounting.DpEvent, int]]]:
+def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
     """The mu of all unsampled Gaussians together, and the other parts."""
     ratios, others = [], []
     for part, count in _flatten(event):
@@ -311,9 +312,3 @@ def _hopeless(event) -> bool:
     ]
     smallest = min([*multipliers, 1 / mu if mu else math.inf])
     return smallest < SMALLEST_SAMPLED_MULTIPLIER
-
-
-_RELATIONS = {
-    Neighbours.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
-    Neighbours.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-}

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from .._lazy import dp_accounting
 from ..clipping import Basis
 from ..noise import PRNGKey
 from ..samplers.base import AbstractPotential, AbstractSampler, Certificate
@@ -124,7 +124,7 @@ class Exponential(eqx.Module):
         """
         return _calibrated(self, self.epsilon) / sensitivity
 
-    def event(self, share: float, certificate: Certificate) -> dp_accounting.DpEvent:
+    def event(self, share: float, certificate: Certificate) -> "dp_accounting.DpEvent":
         r"""One draw, for a person who moves the score by a share of the sensitivity.
 
         Both laws may be off by the sampler's $\xi$ in the logarithm, so that the draw
@@ -231,7 +231,7 @@ class RegularizedExponential(eqx.Module):
         """
         return _calibrated(self, self.noise_multiplier)
 
-    def event(self, share: float, certificate: Certificate) -> dp_accounting.DpEvent:
+    def event(self, share: float, certificate: Certificate) -> "dp_accounting.DpEvent":
         """One draw, for a person who moves the score by a share of the sensitivity.
 
         Args:
@@ -318,7 +318,7 @@ class Draw(AbstractRelease):
         )
         return (*self.certificate.notes, distance)
 
-    def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
         """The events of all draws, with the kind of person they charge."""
         apart = people is People.DISJOINT
         shares = {PERSON: 1.0}

@@ -4,7 +4,7 @@ import math
 from typing import Any, TypeAlias
 
 import numpy as np
-import scipy.special
+import scipy
 
 Profile: TypeAlias = Any  # a float or an array of them
 _LARGEST_EPSILON = 1e300

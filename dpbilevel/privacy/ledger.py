@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
-import dp_accounting
-import scipy.optimize
+import scipy
 
 from .. import _checks
+from .._lazy import dp_accounting
 from ..clipping import Basis
 from ..sampling import AbstractSampling, FullBatch
 from . import accounting
@@ -122,7 +122,7 @@ class AbstractRelease(abc.ABC):
         """How far, in total variation, all of them are from what is charged."""
 
     @abc.abstractmethod
-    def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
         """The events of all `count` releases, with the kind of person they charge."""
 
 
@@ -215,7 +215,7 @@ class Release(AbstractRelease):
         """The noise over the sensitivity of one person with a record in every role."""
         return self.mechanism.event().noise_multiplier
 
-    def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
         """The events of all `count` releases, with the kind of person they charge."""
         for person, query, multiplier in self._shares(people):
             event = query.sampling.event(multiplier, self.neighbours, query.size)
@@ -285,7 +285,7 @@ class Ledger:
         """In total variation: how far batches and draws are from what is charged."""
         return sum(release.failure for release in self.releases)
 
-    def events(self) -> dict[str, dp_accounting.DpEvent]:
+    def events(self) -> "dict[str, dp_accounting.DpEvent]":
         """The composed event per kind of person, multipliers under the relation."""
         charged = collections.defaultdict(list)
         for release in self.releases:

@@ -2,13 +2,13 @@
 
 import dataclasses
 
-import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from .._lazy import dp_accounting
 from ..clipping import SUMS, Bounded, Precision
 from ..grid import Grid
 from ..noise import PRNGKey, standard_normal
@@ -100,7 +100,7 @@ class Gaussian(eqx.Module):
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
 
-    def event(self) -> dp_accounting.DpEvent:
+    def event(self) -> "dp_accounting.DpEvent":
         """One release as an event of dp-accounting.
 
         The event's multiplier is relative to the sensitivity under `neighbours`, so it

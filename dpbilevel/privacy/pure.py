@@ -2,14 +2,15 @@
 
 import math
 
-import dp_accounting
 import numpy as np
+
+from .._lazy import dp_accounting
 
 # Beyond this epsilon nothing is private.
 _LARGEST = 700.0
 
 
-def event(epsilon: float) -> dp_accounting.DpEvent:
+def event(epsilon: float) -> "dp_accounting.DpEvent":
     r"""An $\varepsilon$-DP release without $\delta$, as the worst one there is.
 
     Binary randomized response dominates every such mechanism.
@@ -25,7 +26,7 @@ def event(epsilon: float) -> dp_accounting.DpEvent:
     return dp_accounting.RandomizedResponseDpEvent(coin, 2)
 
 
-def is_pure(part: dp_accounting.DpEvent) -> bool:
+def is_pure(part: "dp_accounting.DpEvent") -> bool:
     """Whether a part of a composition is one of these.
 
     Args:
@@ -35,7 +36,7 @@ def is_pure(part: dp_accounting.DpEvent) -> bool:
     return isinstance(part, kind) and part.num_buckets == 2
 
 
-def epsilon_of(part: dp_accounting.DpEvent) -> float:
+def epsilon_of(part: "dp_accounting.DpEvent") -> float:
     """The epsilon behind the coin, never less than the one that it was made from.
 
     Args:

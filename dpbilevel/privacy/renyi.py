@@ -16,13 +16,11 @@ proof is in `docs/privacy.md`, "Private selection".
 import math
 from typing import TypeAlias
 
-import dp_accounting
 import numpy as np
-import scipy.special
-from dp_accounting import dp_event
-from dp_accounting.rdp import rdp_privacy_accountant as rdp
+import scipy
 from jaxtyping import Float
 
+from .._lazy import dp_accounting
 from .gaussian import gaussian_delta
 from .repetitions import Repetitions
 
@@ -33,7 +31,7 @@ _RATIOS = _ORDERS / (_ORDERS - 1)
 _Curve: TypeAlias = Float[np.ndarray, " orders"]
 
 
-def selects(parts: list[tuple[dp_accounting.DpEvent, int]]) -> bool:
+def selects(parts: "list[tuple[dp_accounting.DpEvent, int]]") -> bool:
     """Whether a part of a composition selects among repetitions.
 
     Args:
@@ -58,7 +56,7 @@ class Divergences:
         proof of Theorem 2, with the exact chances of its events.
     """
 
-    def __init__(self, parts: list[tuple[dp_accounting.DpEvent, int]]):
+    def __init__(self, parts: "list[tuple[dp_accounting.DpEvent, int]]"):
         self._curve = sum(count * _curve(part) for part, count in parts)
 
     def delta(self, epsilon: float) -> float:
@@ -67,7 +65,11 @@ class Divergences:
         Args:
             epsilon: $\varepsilon \ge 0$.
         """
-        return float(rdp.compute_delta(_ORDERS, self._curve, max(epsilon, 0.0))[0])
+        return float(
+            dp_accounting.rdp.rdp_privacy_accountant.compute_delta(
+                _ORDERS, self._curve, max(epsilon, 0.0)
+            )[0]
+        )
 
     def epsilon(self, delta: float) -> float:
         r"""$\varepsilon$ at $\delta$.
@@ -77,14 +79,18 @@ class Divergences:
         """
         if delta == 0:
             return math.inf
-        return float(rdp.compute_epsilon(_ORDERS, self._curve, delta)[0])
+        return float(
+            dp_accounting.rdp.rdp_privacy_accountant.compute_epsilon(
+                _ORDERS, self._curve, delta
+            )[0]
+        )
 
 
-def _is_selection(part: dp_accounting.DpEvent) -> bool:
-    return isinstance(part, dp_event.RepeatAndSelectDpEvent)
+def _is_selection(part: "dp_accounting.DpEvent") -> bool:
+    return isinstance(part, dp_accounting.dp_event.RepeatAndSelectDpEvent)
 
 
-def _curve(part: dp_accounting.DpEvent) -> _Curve:
+def _curve(part: "dp_accounting.DpEvent") -> _Curve:
     """The divergences of one part."""
     base = part.event if _is_selection(part) else part
     if not isinstance(base, dp_accounting.GaussianDpEvent):

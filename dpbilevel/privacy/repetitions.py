@@ -4,12 +4,11 @@ import dataclasses
 import functools
 import math
 
-import dp_accounting
 import numpy as np
-import scipy.optimize
-import scipy.stats
-from dp_accounting import dp_event
+import scipy
 from jaxtyping import Float
+
+from .._lazy import dp_accounting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +75,15 @@ class Repetitions:
         chances /= -math.log(self.gamma)
         return np.minimum(chances[::-1].cumsum()[::-1][: count + 1], 1.0)
 
-    def event(self, base: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+    def event(self, base: "dp_accounting.DpEvent") -> "dp_accounting.DpEvent":
         """The event of releasing the best of $K$ runs of a base mechanism.
 
         Args:
             base: The event of one run.
         """
-        return dp_event.RepeatAndSelectDpEvent(base, self.mean, self.shape)
+        return dp_accounting.dp_event.RepeatAndSelectDpEvent(
+            base, self.mean, self.shape
+        )
 
 
 def _mean(gamma: float, shape: float) -> float:

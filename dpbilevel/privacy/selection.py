@@ -3,9 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-import dp_accounting
-
 from .. import _checks
+from .._lazy import dp_accounting
 from ..clipping import Basis
 from .budget import Neighbours, People
 from .ledger import AbstractRelease
@@ -92,7 +91,7 @@ class Selection(AbstractRelease):
             "counted in delta",
         )
 
-    def charges(self, people: People) -> Iterator[tuple[str, dp_accounting.DpEvent]]:
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
         """The events of all selections."""
         (query,) = self.queries
         event = self.repetitions.event(self.mechanism.event())

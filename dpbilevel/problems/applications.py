@@ -1,7 +1,7 @@
 """Bilevel problems people have: weighting data sources, tuning penalties."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -18,7 +18,20 @@ ModelLoss = Callable[[PyTree, PyTree], Scalar]
 
 
 def read_source(record: PyTree) -> Int[Array, ""]:
-    """The source of a training record: its entry `"source"`."""
+    """The source of a training record: its entry `"source"`.
+
+    Args:
+        record: A record.
+
+    Raises:
+        ValueError: It has no such entry.
+    """
+    if not isinstance(record, Mapping) or "source" not in record:
+        raise ValueError(
+            "source_weighting: a training record must be a dict with an entry 'source',"
+            ' such as {"features": X, "label": y, "source": s}; or give source=, a '
+            "function that reads the source of a record."
+        )
     return record["source"]
 
 

@@ -20,7 +20,7 @@ M_y D_x / (M_x D_y)$.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from .. import _checks
 from ..sets import AbstractSet, Ball, Euclidean, Simplex
 from .finite_sum import check_start
 from .linear_models import AbstractLinearModel
-from .models import Record, score, shortened
+from .models import Record, bounded, score
 from .saddle import SaddleProblem
 
 Scalar = Float[Array, ""]
@@ -46,10 +46,11 @@ def read_group(record: PyTree) -> Int[Array, ""]:
     Args:
         record: A record.
     """
-    if not isinstance(record, dict) or "group" not in record:
+    if not isinstance(record, Mapping) or "group" not in record:
         raise ValueError(
-            "group game: a record must be a dict with an entry 'group'; or give "
-            "group=, a function that reads the group of a record."
+            "group game: a record must be a dict with an entry 'group', such as "
+            '{"features": X, "label": y, "group": g}; or give group=, a function that '
+            "reads the group of a record."
         )
     return record["group"]
 
@@ -381,9 +382,7 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
 
 def _linear_loss(model: AbstractLinearModel, row_norm: float) -> ModelLoss:
     def loss(x: Float[Array, " d"], record: Record) -> Scalar:
-        row = shortened(record["features"], row_norm).astype(x.dtype)
-        label = record["label"].astype(x.dtype)
-        label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
+        row, label = bounded(record, row_norm, x.dtype)
         return model.loss(score(x, row), label)
 
     return loss

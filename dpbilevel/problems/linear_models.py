@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .. import _checks
+from .models import signed
 
 Scalar = Float[Array, ""]
 # In widths of a pseudo-Huber loss: far beyond, a loss is linear to 12 digits.
@@ -56,7 +57,7 @@ class AbstractLinearModel(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Logistic(AbstractLinearModel):
-    r"""$\log(1 + e^{-b t})$; labels are cut to $[-1, 1]$.
+    r"""$\log(1 + e^{-b t})$; labels are cut to $[-1, 1]$, and 0 is read as -1.
 
     With $\sigma$ the logistic function, $|\varphi'| \le \sigma(|t|)$, $\varphi'' = b^2
     \sigma (1 - \sigma) \le 1/4$ and $|\varphi'''| = |b| \varphi'' |1 - 2 \sigma| \le 1
@@ -89,7 +90,7 @@ class Logistic(AbstractLinearModel):
 
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
         """The loss."""
-        return _softplus(-jnp.clip(label, -1.0, 1.0) * margin)
+        return _softplus(-jnp.clip(signed(label), -1.0, 1.0) * margin)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from .. import _checks
 from ..sets import Ball
 from .finite_sum import FiniteSum
-from .models import Record, absolute_loss, hinge_loss, logistic_loss, shortened
+from .models import Record, absolute_loss, bounded, hinge_loss, logistic_loss
 
 Scalar = Float[Array, ""]
 
@@ -37,10 +37,10 @@ def linear_risk(
 ) -> FiniteSum:
     r"""Minimize the mean convex loss of a linear model over a ball.
 
-    Rows longer than $R$ are shortened to it, labels of classes cut to $[-1, 1]$ and
-    targets to the largest margin there is, which moves no minimizer, so that every
-    record's loss is $R$-Lipschitz in $w$. A record with an entry that is not finite is
-    read as zeros.
+    Rows longer than $R$ are shortened to it, labels of classes cut to $[-1, 1]$, with 0
+    read as -1, and targets to the largest margin there is, which moves no minimizer, so
+    that every record's loss is $R$-Lipschitz in $w$. The features of a record with an
+    entry that is not finite are read as zeros.
 
     Args:
         loss: `"hinge"` (support vector machine), `"absolute"` (median regression) or
@@ -49,8 +49,8 @@ def linear_risk(
         row_norm: $R$; public.
 
     Returns:
-        A problem over records `{"features": a, "label": b}` with `lipschitz` set, and
-        `smoothness` where the loss is smooth.
+        A problem over records `{"features": a, "label": b}` or `(a, b)` with
+        `lipschitz` set, and `smoothness` where the loss is smooth.
 
     Raises:
         ValueError: An unknown loss or a number out of range.
@@ -66,13 +66,11 @@ def linear_risk(
     kind = _LOSSES[loss]
 
     def record_loss(w: Float[Array, " d"], record: Record) -> Scalar:
-        row = shortened(record["features"], row_norm).astype(w.dtype)
-        label = record["label"].astype(w.dtype)
-        label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
+        row, label = bounded(record, row_norm, w.dtype)
         # Beyond the largest margin a label changes an absolute loss by a constant.
         limit = 1.0 if kind.signed else radius * row_norm
         label = jnp.clip(label, -limit, limit)
-        return kind.of(w, {"features": row, "label": label})
+        return kind.of(w, (row, label))
 
     smoothness = None if kind.curvature is None else kind.curvature * row_norm**2
     return FiniteSum(

@@ -22,7 +22,7 @@ from .bilevel import BilevelProblem
 from .bounds import Bounds, Metric
 from .constants import AbstractCertificate, SecondOrderConstants, terms_of
 from .linear_models import AbstractLinearModel, module_of
-from .models import Record, score, shortened
+from .models import Record, bounded, score
 
 Scalar = Float[Array, ""]
 # Refinements of the bound on the solution's norm; each one is valid.
@@ -39,8 +39,8 @@ def linear_tuning(
     r"""Penalty tuning of a linear model, with its certificate.
 
     `penalty_tuning` of $\varphi(\langle \bar a, y \rangle, b)$, where $\bar a$ is the
-    row $a$, shortened to the norm $R$ if it is longer. A row with an entry that is not
-    finite is read as zeros.
+    row $a$, shortened to the norm $R$ if it is longer. The features of a record with an
+    entry that is not finite are read as zeros.
 
     Args:
         model: `Logistic()` or `PseudoHuber(width)`.
@@ -51,7 +51,8 @@ def linear_tuning(
 
     Returns:
         A problem over `Levels(upper=validation, lower=training)` of records
-        `{"features": a, "label": b}`, with $x$ of $k$ log-penalties and `constants`.
+        `{"features": a, "label": b}` or `(a, b)`, with $x$ of $k$ log-penalties and
+        `constants`.
 
     Raises:
         ValueError: As `penalty_tuning`; a norm out of range; groups that are not one
@@ -73,9 +74,7 @@ def linear_tuning(
         )
 
     def loss(y: Float[Array, " d"], record: Record) -> Scalar:
-        row = shortened(record["features"], row_norm).astype(y.dtype)
-        label = record["label"].astype(y.dtype)
-        label = jnp.where(jnp.isfinite(label), label, jnp.zeros_like(label))
+        row, label = bounded(record, row_norm, y.dtype)
         return model.loss(score(y, row), label)
 
     problem = penalty_tuning(loss, groups, bounds=bounds)

@@ -1,11 +1,21 @@
-"""Ready-made per-record losses: linear models on one record."""
+"""Ready-made per-record losses: linear models on one record.
+
+A record is `{"features": a, "label": b}`, with further entries or without, or the pair
+`(a, b)`: records are then a dict of arrays `X`, shape `(n, d)`, and `y`, shape `(n,)`,
+or `(X, y)`. Where labels are classes, 0 means what -1 does, so that 0 and 1, `False`
+and `True`, -1 and 1 are the same classes.
+"""
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
-Record = dict[str, Float[Array, "..."]]
+Scalar = Float[Array, ""]
+Record = Mapping[str, Array] | tuple[Array, Array]
 
 
 def logistic_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
@@ -13,10 +23,15 @@ def logistic_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
 
     Args:
         weights: $w$.
-        record: `{"features": a, "label": b}`; rows of norm at most 1 make every
-            gradient at most 1 long.
+        record: `{"features": a, "label": b}` or `(a, b)`; a label of 0 is read as -1.
+            Rows of norm at most 1 make every gradient at most 1 long.
+
+    Raises:
+        TypeError: The record is neither.
+        ValueError: Its shapes are not those of a vector and a number.
     """
-    return jnp.logaddexp(0.0, -record["label"] * (score(weights, record["features"])))
+    margin, label = _margin(weights, record)
+    return jnp.logaddexp(0.0, -signed(label) * margin)
 
 
 def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
@@ -24,9 +39,14 @@ def squared_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""
 
     Args:
         weights: $w$.
-        record: `{"features": a, "label": b}`.
+        record: `{"features": a, "label": b}` or `(a, b)`.
+
+    Raises:
+        TypeError: The record is neither.
+        ValueError: Its shapes are not those of a vector and a number.
     """
-    return 0.5 * (score(weights, record["features"]) - record["label"]) ** 2
+    margin, label = _margin(weights, record)
+    return 0.5 * (margin - label) ** 2
 
 
 def hinge_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
@@ -34,9 +54,14 @@ def hinge_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
 
     Args:
         weights: $w$.
-        record: `{"features": a, "label": b}`.
+        record: `{"features": a, "label": b}` or `(a, b)`; a label of 0 is read as -1.
+
+    Raises:
+        TypeError: The record is neither.
+        ValueError: Its shapes are not those of a vector and a number.
     """
-    return jnp.maximum(0.0, 1 - record["label"] * (score(weights, record["features"])))
+    margin, label = _margin(weights, record)
+    return jnp.maximum(0.0, 1 - signed(label) * margin)
 
 
 def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, ""]:
@@ -44,9 +69,79 @@ def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
 
     Args:
         weights: $w$.
-        record: `{"features": a, "label": b}`.
+        record: `{"features": a, "label": b}` or `(a, b)`.
+
+    Raises:
+        TypeError: The record is neither.
+        ValueError: Its shapes are not those of a vector and a number.
     """
-    return jnp.abs(score(weights, record["features"]) - record["label"])
+    margin, label = _margin(weights, record)
+    # The derivative of an absolute value is finite even where the value is not.
+    return jnp.abs(margin - label) * jnp.where(jnp.isfinite(label), 1, jnp.nan)
+
+
+def signed(label: Scalar) -> Scalar:
+    """The label, or -1 where it is 0: classes 0 and 1 mean what -1 and 1 do.
+
+    Args:
+        label: A floating-point label. One that is not finite stays as it is, so that
+            its record is left out where records are clipped.
+    """
+    return jnp.where(label == 0, -jnp.ones_like(label), label)
+
+
+def example(record: Record) -> tuple[Float[Array, " d"], Array]:
+    """Features and label of one record.
+
+    Args:
+        record: `{"features": a, "label": b}`, further entries allowed, or `(a, b)`.
+
+    Raises:
+        TypeError: The record is neither.
+        ValueError: Its shapes are not those of a vector and a number.
+    """
+    parts: tuple | list = ()
+    if isinstance(record, Mapping) and {"features", "label"} <= set(record):
+        parts = record["features"], record["label"]
+    elif isinstance(record, tuple | list) and len(record) == 2:
+        parts = record
+    if not parts or not all(
+        hasattr(v, "shape") or isinstance(v, int | float) for v in parts
+    ):
+        raise TypeError(
+            'linear model: records must be {"features": X, "label": y}, further '
+            "entries allowed, or (X, y), with arrays X of shape (n, d) and y of shape "
+            f"(n,), got {_kind(record)}."
+        )
+    row, label = parts
+    if jnp.ndim(row) - 1 != jnp.ndim(label):
+        raise ValueError(
+            "linear model: a record must have a vector of features and one number as "
+            f"label, got shapes {jnp.shape(row)} and {jnp.shape(label)}. Give arrays X "
+            "of shape (n, d) and y of shape (n,)."
+        )
+    return row, label
+
+
+def bounded(
+    record: Record, norm: float, dtype: DTypeLike
+) -> tuple[Float[Array, " d"], Scalar]:
+    """Features at most `norm` long and the label; zeros where one is not finite.
+
+    Args:
+        record: One record, as `example` reads it.
+        norm: The public norm, between 1e-15 and 1e15.
+        dtype: Of the result.
+
+    Returns:
+        The row, which is zeros where the label is not finite either, so that such a
+        record has no influence on a linear model.
+    """
+    row, label = example(record)
+    row, label = shortened(row, norm).astype(dtype), jnp.asarray(label).astype(dtype)
+    finite = jnp.isfinite(label)
+    zeros = jnp.zeros_like(row), jnp.zeros_like(label)
+    return jnp.where(finite, row, zeros[0]), jnp.where(finite, label, zeros[1])
 
 
 def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, ""]:
@@ -67,6 +162,25 @@ def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, 
             "of the features."
         )
     return row @ weights
+
+
+def _margin(
+    weights: Float[Array, " d"], record: Record
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The score of a record, and its label in the same precision."""
+    row, label = example(record)
+    margin = jnp.asarray(score(weights, row))
+    return margin, jnp.asarray(label).astype(margin.dtype)
+
+
+def _kind(record: PyTree) -> str:
+    """What a record is made of; never a value."""
+    if isinstance(record, Mapping):
+        return f"{{{', '.join(f'{k!r}: {_kind(v)}' for k, v in record.items())}}}"
+    if isinstance(record, tuple | list) and len(record) <= 4:
+        return f"({', '.join(map(_kind, record))})"
+    shape = getattr(record, "shape", None)
+    return type(record).__name__ if shape is None else f"array of shape {shape}"
 
 
 def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 Cells = Sequence[str]
+Value = str | float  # of a cell: its text, or the number that it reads as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +156,12 @@ class Categorical:
     """
 
     column: str
-    values: tuple[str, ...]
+    values: tuple[Value, ...]
 
     def __post_init__(self):
-        if not self.values or len(set(self.values)) < len(self.values):
-            raise ValueError("values must be a list of different values.")
+        check_values("values", self.values)
+        if not self.values:
+            raise ValueError("values must be a list of different values, got none.")
 
     @property
     def name(self) -> str:
@@ -199,8 +201,8 @@ class Label:
     """
 
     column: str
-    positive: tuple[str, ...] = ()
-    negative: tuple[str, ...] = ()
+    positive: tuple[Value, ...] = ()
+    negative: tuple[Value, ...] = ()
     mean: float | None = None
     scale: float | None = None
     transform: Literal["none", "log1p"] = "none"
@@ -214,6 +216,7 @@ class Label:
                 "give either positive and negative, the lists of values of the two "
                 "classes, or mean and scale, the public constants of a numeric label."
             )
+        check_values("positive and negative", (*self.positive, *self.negative))
         check_standardizing(self)
 
     def values(self, table: Table) -> np.ndarray:
@@ -253,18 +256,40 @@ def standardized(cells: Cells, mean: float, scale: float, spec: Any) -> np.ndarr
         return np.clip((values - mean) / scale, -spec.clip, spec.clip) / spec.clip
 
 
-def positions(cells: Cells, values: tuple[str, ...]) -> np.ndarray:
+def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
     """The position of each cell in the list `values`; -1 where it is not there.
 
     Args:
         cells: The cells.
-        values: The public list.
+        values: The public list. A text is a cell of the same text, a number every cell
+            that reads as that number: 1 is `1` and `1.0`.
 
     Privacy:
         Cell by cell.
     """
     index = {value: i for i, value in enumerate(values)}
-    return np.asarray([index.get(cell, -1) for cell in cells], np.int32)
+    if all(isinstance(value, str) for value in values):
+        return np.asarray([index.get(cell, -1) for cell in cells], np.int32)
+    found = (index.get(cell, index.get(_number(cell), -1)) for cell in cells)
+    return np.asarray([*found], np.int32)
+
+
+def check_values(name: str, values: tuple[Value, ...]) -> None:
+    """Raises `ValueError` where a cell could be two of the values, or is none.
+
+    Args:
+        name: What to call the list in an error.
+        values: The public list.
+    """
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [value for value in values if not isinstance(value, str)]
+    read = [number for number in map(_number, texts) if number in numbers]
+    told = [*texts, *numbers, *read]
+    if len(set(told)) < len(told) or not np.isfinite(numbers).all():
+        raise ValueError(
+            f"{name} must be lists of values that differ, finite where they are "
+            f"numbers, got {list(values)}. A number is every cell that reads as it."
+        )
 
 
 def unit_rows(features: np.ndarray) -> np.ndarray:

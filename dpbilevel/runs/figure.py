@@ -115,7 +115,7 @@ def _labelled(result: Result, index: int) -> str:
     data = result.config.get("data", {})
     if _has_groups(result):
         values = data["groups"].get("values")
-        return values[index] if values else result.names[index]
+        return str(values[index]) if values else result.names[index]
     sources = data.get("sources", {})
     flip = sources.get("flip") if result.task == "source_weighting" else None
     name = result.names[index]

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from .columns import Records
+from .columns import Records, Value, check_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Sources:
     flip: tuple[float, ...] = ()
     label_seed: int = 0
     column: str = ""
-    values: tuple[str, ...] = ()
+    values: tuple[Value, ...] = ()
 
     def __post_init__(self):
+        check_values("values", self.values)
         if bool(self.flip) == bool(self.column) or bool(self.column) != bool(
             self.values
         ):
@@ -73,11 +74,12 @@ class Groups:
     """
 
     column: str = ""
-    values: tuple[str, ...] = ()
+    values: tuple[Value, ...] = ()
     frequency: tuple[float, ...] = ()
     turn: tuple[float, ...] = ()
 
     def __post_init__(self):
+        check_values("values", self.values)
         listed = bool(self.column) and bool(self.values)
         drawn = bool(self.frequency) and len(self.frequency) == len(self.turn)
         given = (self.column, self.values), (self.frequency, self.turn)
@@ -98,11 +100,6 @@ class Groups:
     def count(self) -> int:
         """The number of groups."""
         return len(self.values or self.frequency)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What to call each group."""
-        return self.values or tuple(f"group {g}" for g in range(self.count))
 
     def generated(
         self, rng: np.random.Generator, features: np.ndarray, truth: np.ndarray

@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 
 Built = TypeVar("Built")
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    str | float: "a string or a number",
+}
 _SECRETS = ("seed", "key", "rng", "prng", "random_state")
 
 
@@ -242,15 +248,18 @@ def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> 
 
 
 def _convert_scalar(hint, value, place: Place, key: str):
-    if hint is float and type(value) is int:
+    kinds = typing.get_args(hint) or (hint,)
+    if float in kinds and type(value) is int:
         return float(value)
-    if type(value) is not hint:
+    if type(value) not in kinds:
         raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
     return value
 
 
 def _plain(hint: Any) -> Any:
     """The annotation without `None` and without what only a program can pass."""
+    if hint in _WORDS:
+        return hint
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [m for m in typing.get_args(hint) if m is not type(None)]
         return next((m for m in members if m in _WORDS), members[0])

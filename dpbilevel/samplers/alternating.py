@@ -7,7 +7,7 @@ from typing import Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import scipy.stats
+import scipy
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks

@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats.qmc
+import scipy
 from jaxtyping import PyTree
 
 from .. import _checks

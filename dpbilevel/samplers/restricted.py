@@ -12,8 +12,7 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
-import scipy.stats
+import scipy
 from jaxtyping import Array, Float, PyTree
 
 from ..noise import PRNGKey, derive, standard_exponential, standard_normal

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-import scipy.optimize
+import scipy
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
