@@ -1,0 +1,112 @@
+"""Ctrl-C and SIGTERM on the command line: the process ends at once, its files whole.
+
+Python's `KeyboardInterrupt` would not do. Raised in an import, a callback or a
+destructor it is lost or leaves half of something behind; while compiled code runs it
+has to wait; and after it the interpreter is torn down under threads that still compile
+or compute, which crashes. Here a thread of its own waits for the signals. When one
+comes, the thread lets the files that are being written be written (`whole`), calls what
+has to be called at the end (`at_end`), writes one line to stderr and ends the process
+without a teardown. A second signal a second later ends it wherever it hangs.
+
+Only the process of a command is watched. Elsewhere, and on Windows, an interrupt is
+Python's `KeyboardInterrupt`.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE = 1.0  # seconds: what forwards a signal often sends it twice
+
+_writing: AbstractContextManager[object] = contextlib.nullcontext()
+_last: list[Callable[[], None]] = []
+_message: list[Callable[[], str]] = [lambda: "dpbilevel: interrupted"]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Ends the process at SIGINT and SIGTERM, with the codes 130 and 143.
+
+    To be entered in the main thread. A signal that the process was started to ignore
+    stays ignored. After the block the signals kill, as the system has it.
+    """
+    if os.name != "posix":
+        yield
+        return
+    global _writing
+    _writing = threading.RLock()
+    numbers = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    arrived, arrives = os.pipe()
+    os.set_blocking(arrives, False)
+    signal.set_wakeup_fd(arrives)  # written to whatever the main thread does
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    threading.Thread(target=_wait, args=(arrived,), daemon=True).start()
+    try:
+        yield
+    finally:
+        with _writing:
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+
+def whole() -> AbstractContextManager[object]:
+    """A block that is run to its end, or not at all: no signal ends the process in it.
+
+    For writing files; nothing in it may take long.
+    """
+    return _writing
+
+
+@contextlib.contextmanager
+def at_end(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` at the end of a block, also where a signal ends the process in it.
+
+    Args:
+        action: What to call; it may not take long.
+    """
+    _last.append(action)
+    try:
+        yield
+    finally:
+        with whole():
+            _last.remove(action)
+            action()
+
+
+def say(message: Callable[[], str]) -> None:
+    """Sets what is said when a signal ends the process.
+
+    Args:
+        message: Makes the line, once no file is being written.
+    """
+    _message[0] = message
+
+
+def _wait(arrived: int) -> None:
+    """Ends the process at the first signal."""
+    code = 128 + os.read(arrived, 1)[0]
+    with contextlib.suppress(RuntimeError):  # where no thread can be started
+        threading.Thread(target=_insist, args=(arrived, code), daemon=True).start()
+    with _writing:
+        try:
+            for action in reversed(_last):
+                action()
+            # Past the buffer of `sys.stderr`, which another thread may have locked.
+            os.write(2, f"\n{_message[0]()}\n".encode())
+        finally:
+            os._exit(code)
+
+
+def _insist(arrived: int, code: int) -> None:
+    """Ends the process at the second signal."""
+    time.sleep(_PATIENCE)
+    os.read(arrived, 1)
+    os._exit(code)
