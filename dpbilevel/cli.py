@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from . import interrupts
-from ._version import __version__
+from . import __version__, interrupts
 from .config import Config, read_config
 from .runner import Prepared, check, prepare, run
 from .runs import checkpoint, folder, results, spending
@@ -25,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 1 if an audit found a violation, 2 after a mistake of the user, 130
-        after an interruption.
+        after a `KeyboardInterrupt`. In a process of its own an interrupt ends that
+        process (`dpbilevel.interrupts`).
 
     Privacy:
         What is printed is public or released, whatever the records hold.

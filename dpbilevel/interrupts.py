@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE = 1.0  # seconds: what forwards a signal often sends it twice
 
 _writing: AbstractContextManager[object] = contextlib.nullcontext()
-_last: list[Callable[[], None]] = []
+_actions: list[Callable[[], None]] = []
 _message: list[Callable[[], str]] = [lambda: "dpbilevel: interrupted"]
 
 
@@ -72,12 +72,12 @@ def at_end(action: Callable[[], None]) -> Iterator[None]:
     Args:
         action: What to call; it may not take long.
     """
-    _last.append(action)
+    _actions.append(action)
     try:
         yield
     finally:
         with whole():
-            _last.remove(action)
+            _actions.remove(action)
             action()
 
 
@@ -97,7 +97,7 @@ def _wait(arrived: int) -> None:
         threading.Thread(target=_insist, args=(arrived, code), daemon=True).start()
     with _writing:
         try:
-            for action in reversed(_last):
+            for action in reversed(_actions):
                 action()
             # Past the buffer of `sys.stderr`, which another thread may have locked.
             os.write(2, f"\n{_message[0]()}\n".encode())

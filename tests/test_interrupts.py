@@ -37,7 +37,7 @@ class Dying:
 
 class Hook:
     def find_spec(self, name, *others):
-        if name == "jax" and phase == "importing":
+        if name == "jaxlib" and phase == "importing":
             interrupt()
         if name == "dpbilevel.cli":
             patch()
