@@ -2,7 +2,7 @@
 
 import sys
 
-from .interrupts import watched
+from .interrupts import ended, watch
 
 
 def main() -> int:
@@ -11,11 +11,13 @@ def main() -> int:
     Returns:
         The exit code of `dpbilevel.cli.main`.
     """
-    with watched():
-        # Imported here: it takes seconds, in which an interrupt may come as well.
-        from .cli import main as command
+    watch()
+    # Imported here: it takes seconds, in which an interrupt may come as well.
+    from .cli import main as command
 
-        return command()
+    code = command()
+    ended(code)
+    return code
 
 
 if __name__ == "__main__":

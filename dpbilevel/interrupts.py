@@ -6,15 +6,18 @@ has to wait; and after it the interpreter is torn down under threads that still 
 or compute, which crashes. Here a thread of its own waits for the signals. When one
 comes, the thread lets the files that are being written be written (`whole`), calls what
 has to be called at the end (`at_end`), writes one line to stderr and ends the process
-without a teardown. A second signal a second later ends it wherever it hangs.
+without a teardown. A second signal a second later ends it wherever it hangs. A command
+that has `ended` leaves without a teardown too, so that a signal is never late.
 
 Only the process of a command is watched. Elsewhere, and on Windows, an interrupt is
 Python's `KeyboardInterrupt`.
 """
 
+import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,19 +27,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE = 1.0  # seconds: what forwards a signal often sends it twice
 
 _writing: AbstractContextManager[object] = contextlib.nullcontext()
+_code: list[int] = []
 _actions: list[Callable[[], None]] = []
 _message: list[Callable[[], str]] = [lambda: "dpbilevel: interrupted"]
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Ends the process at SIGINT and SIGTERM, with the codes 130 and 143.
+def watch() -> None:
+    """Ends this process at SIGINT and SIGTERM from now on, with codes 130 and 143.
 
-    To be entered in the main thread. A signal that the process was started to ignore
-    stays ignored. After the block the signals kill, as the system has it.
+    To be called once, in the main thread, before anything that takes long is imported.
+    A signal that the process was started to ignore stays ignored.
     """
     if os.name != "posix":
-        yield
         return
     global _writing
     _writing = threading.RLock()
@@ -48,13 +50,16 @@ def watched() -> Iterator[None]:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
     threading.Thread(target=_wait, args=(arrived,), daemon=True).start()
-    try:
-        yield
-    finally:
-        with _writing:
-            for number in numbers:
-                signal.signal(number, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
+    atexit.register(_leave, numbers)  # first registered, last called
+
+
+def ended(code: int) -> None:
+    """Says that the command of this process has ended, and nothing else is to come.
+
+    Args:
+        code: The exit code.
+    """
+    _code.append(code)
 
 
 def whole() -> AbstractContextManager[object]:
@@ -110,3 +115,14 @@ def _insist(arrived: int, code: int) -> None:
     time.sleep(_PATIENCE)
     os.read(arrived, 1)
     os._exit(code)
+
+
+def _leave(numbers: list[signal.Signals]) -> None:
+    """Skips the teardown after a command; after an error, lets signals kill in it."""
+    if _code:
+        with contextlib.suppress(OSError):  # which the teardown reports
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_code[0])
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
