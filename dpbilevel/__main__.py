@@ -1,7 +1,24 @@
-"""`python -m dpbilevel`: the command line."""
+"""`dpbilevel` and `python -m dpbilevel`: the command line in a process of its own."""
 
 import sys
 
-from .cli import main
+from .interrupts import ended, watch
 
-sys.exit(main())
+
+def main() -> int:
+    """Runs the command line of this process.
+
+    Returns:
+        The exit code of `dpbilevel.cli.main`.
+    """
+    watch()
+    # Imported here: it takes seconds, in which an interrupt may come as well.
+    from .cli import main as command
+
+    code = command()
+    ended(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

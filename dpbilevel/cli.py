@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 import jax
 
-from . import __version__
+from . import __version__, interrupts
 from ._extras import missing
 from .config import Config, read_config
 from .runner import Prepared, check, prepare, run
-from .runs import folder, results, spending
+from .runs import checkpoint, folder, results, spending
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,12 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 1 if an audit found a violation, 2 after a mistake of the user, 130
-        after an interruption.
+        after a `KeyboardInterrupt`. In a process of its own an interrupt ends that
+        process (`dpbilevel.interrupts`).
 
     Privacy:
         What is printed is public or released, whatever the records hold.
     """
     arguments = _parser().parse_args(argv)
+    interrupts.say(lambda: _interrupted(arguments))
     try:
         # Records and starts of a run are float32, and so is what a plan assumes.
         with jax.enable_x64(False):
@@ -38,10 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dpbilevel: error: {_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            "\ndpbilevel: interrupted; a run continues where it was with --resume",
-            file=sys.stderr,
-        )
+        print(f"\n{_interrupted(arguments)}", file=sys.stderr)
         return 130
 
 
@@ -189,9 +189,26 @@ class _Bar:
         """Shows that `done` steps are done."""
         from tqdm import tqdm
 
-        if self._bar is None:
-            self._bar = tqdm(total=self._total, initial=done, unit="step")
-        self._bar.update(done - self._bar.n)
+        with interrupts.whole():  # nothing is drawn after the line of an interrupt
+            if self._bar is None:
+                self._bar = tqdm(total=self._total, initial=done, unit="step")
+            self._bar.update(done - self._bar.n)
+
+
+def _interrupted(arguments: argparse.Namespace) -> str:
+    """What is said after an interrupt: how to go on."""
+    said = "dpbilevel: interrupted"
+    if arguments.command is not _run:
+        return said
+    out = arguments.out
+    if (out / checkpoint.NAME).exists():
+        command = ["dpbilevel", "run", arguments.config, "--out", str(out), "--resume"]
+        if arguments.data is not None:
+            command += ["--data", str(arguments.data)]
+        return f"{said}; resume with: {shlex.join(command)}"
+    if (out / results.RESULT).exists():
+        return f"{said}; {out} holds a finished run"
+    return f"{said} before the first step; nothing was spent"
 
 
 def _check_installed(config: Config) -> None:

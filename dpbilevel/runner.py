@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .config import Config
+from .interrupts import whole
 from .noise import root_key, step_keys
 from .privacy.calibration import calibrate
 from .privacy.report import PrivacyReport
@@ -177,8 +178,10 @@ def _run(
         spending.begin(out, number, prepared.report, prepared.config.tables)
         saved = _steps(prepared, levels, saved, out, progress)
         result = _result(prepared, saved)
-        results.save(out, result, figure.draw(result))
-        folder.close(out, number)
+        picture = figure.draw(result)
+        with whole():
+            results.save(out, result, picture)
+            folder.close(out, number)
     except OSError as error:
         raise OSError(
             f"{error}. The last checkpoint is intact: make room, then continue with "
@@ -223,7 +226,6 @@ def _steps(
 
 def _begun(prepared: Prepared, fingerprint: dict[str, Any], out: Path) -> Checkpoint:
     """The run before its first step, with a fresh key, written into its folder."""
-    earlier = results.set_aside(out, spending.read(out).last)
     state = prepared.solver.init(prepared.problem, prepared.w0)
     start = checkpoint.leaves(prepared.solver.released(state))
     saved = Checkpoint(
@@ -231,9 +233,14 @@ def _begun(prepared: Prepared, fingerprint: dict[str, Any], out: Path) -> Checkp
         key=root_key(),
         state=checkpoint.leaves(state),
         path=[v[None] for v in start],
-        fingerprint=fingerprint | {"run": earlier + 1},
+        fingerprint=fingerprint,
     )
-    checkpoint.write(out, saved)
+    with whole():
+        earlier = results.set_aside(out, spending.read(out).last)
+        saved = dataclasses.replace(
+            saved, fingerprint=fingerprint | {"run": earlier + 1}
+        )
+        checkpoint.write(out, saved)
     return saved
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import scipy
 
 from ..config import Config
+from ..interrupts import whole
 from ..noise import root_key
 from ..runner import Prepared, prepare
 from ..runs import checkpoint, results
@@ -94,10 +95,11 @@ def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
         "config": config.tables,
     }
     text = json.dumps(_plain(page), indent=2, allow_nan=False) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / JSON).unlink(missing_ok=True)  # never a picture of another audit
-    checkpoint.replace(folder / PICTURE, picture)
-    checkpoint.replace(folder / JSON, text.encode())
+    with whole():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / JSON).unlink(missing_ok=True)  # never a picture of another audit
+        checkpoint.replace(folder / PICTURE, picture)
+        checkpoint.replace(folder / JSON, text.encode())
 
 
 def _plain(value):

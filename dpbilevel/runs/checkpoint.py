@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ..interrupts import whole
 from ..noise import PRNGKey
 
 NAME = "checkpoint.SECRET"
@@ -137,20 +138,17 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
         OSError: The disk refuses; the old file is intact.
     """
     temporary = file.with_name(f"{file.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
-        _sync_folder(file.parent)
-    except OSError as error:
-        raise OSError(f"cannot write {file}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
+    with whole():
+        try:
             temporary.unlink(missing_ok=True)
+            _create(temporary, content, mode)
+            os.replace(temporary, file)
+            _sync_folder(file.parent)
+        except OSError as error:
+            raise OSError(f"cannot write {file}: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def differences(then: Any, now: Any, name: str = "") -> list[str]:
@@ -179,6 +177,15 @@ def leaves(tree: PyTree) -> list[np.ndarray]:
         tree: A pytree of arrays.
     """
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def _create(file: Path, content: bytes, mode: int) -> None:
+    """Writes a new file, down to the disk."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _brief(value: Any) -> str:

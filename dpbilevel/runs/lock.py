@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..interrupts import at_end, whole
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -30,12 +32,10 @@ def held(folder: Path) -> Iterator[None]:
         OSError: The folder cannot be made or written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    descriptor = None
-    try:
-        descriptor = _take(folder)
-        yield
-    finally:
-        if descriptor is not None:
+    taken: list[int] = []
+
+    def leave() -> None:
+        for descriptor in taken:
             with contextlib.suppress(OSError):  # the lock itself goes last
                 if _is_at(descriptor, folder / NAME):
                     (folder / NAME).unlink()
@@ -43,6 +43,11 @@ def held(folder: Path) -> Iterator[None]:
         for path in made:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+    with at_end(leave):
+        with whole():
+            taken += _take(folder)
+        yield
 
 
 def in_use(folder: Path) -> bool:
@@ -68,8 +73,8 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def _take(folder: Path) -> int | None:
-    """The descriptor of the locked file, or `None` where there are no locks."""
+def _take(folder: Path) -> list[int]:
+    """The descriptor of the locked file; none where there are no locks."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +84,7 @@ def _take(folder: Path) -> int | None:
             ) from error
         if fcntl is None:
             _warn(folder)
-            return None
+            return []
         try:
             descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:
@@ -98,10 +103,10 @@ def _take(folder: Path) -> int | None:
             os.close(descriptor)
             (folder / NAME).unlink(missing_ok=True)
             _warn(folder)
-            return None
+            return []
         if _is_at(descriptor, folder / NAME):
             _sign(descriptor)
-            return descriptor
+            return [descriptor]
         os.close(descriptor)  # its last holder removed the file in the meantime
 
 

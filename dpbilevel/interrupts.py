@@ -1,0 +1,128 @@
+"""Ctrl-C and SIGTERM on the command line: the process ends at once, its files whole.
+
+Python's `KeyboardInterrupt` would not do. Raised in an import, a callback or a
+destructor it is lost or leaves half of something behind; while compiled code runs it
+has to wait; and after it the interpreter is torn down under threads that still compile
+or compute, which crashes. Here a thread of its own waits for the signals. When one
+comes, the thread lets the files that are being written be written (`whole`), calls what
+has to be called at the end (`at_end`), writes one line to stderr and ends the process
+without a teardown. A second signal a second later ends it wherever it hangs. A command
+that has `ended` leaves without a teardown too, so that a signal is never late.
+
+Only the process of a command is watched. Elsewhere, and on Windows, an interrupt is
+Python's `KeyboardInterrupt`.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE = 1.0  # seconds: what forwards a signal often sends it twice
+
+_writing: AbstractContextManager[object] = contextlib.nullcontext()
+_code: list[int] = []
+_actions: list[Callable[[], None]] = []
+_message: list[Callable[[], str]] = [lambda: "dpbilevel: interrupted"]
+
+
+def watch() -> None:
+    """Ends this process at SIGINT and SIGTERM from now on, with codes 130 and 143.
+
+    To be called once, in the main thread, before anything that takes long is imported.
+    A signal that the process was started to ignore stays ignored.
+    """
+    if os.name != "posix":
+        return
+    global _writing
+    _writing = threading.RLock()
+    numbers = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    arrived, arrives = os.pipe()
+    os.set_blocking(arrives, False)
+    signal.set_wakeup_fd(arrives)  # written to whatever the main thread does
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    threading.Thread(target=_wait, args=(arrived,), daemon=True).start()
+    atexit.register(_leave, numbers)  # first registered, last called
+
+
+def ended(code: int) -> None:
+    """Says that the command of this process has ended, and nothing else is to come.
+
+    Args:
+        code: The exit code.
+    """
+    _code.append(code)
+
+
+def whole() -> AbstractContextManager[object]:
+    """A block that is run to its end, or not at all: no signal ends the process in it.
+
+    For writing files; nothing in it may take long.
+    """
+    return _writing
+
+
+@contextlib.contextmanager
+def at_end(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` at the end of a block, also where a signal ends the process in it.
+
+    Args:
+        action: What to call; it may not take long.
+    """
+    _actions.append(action)
+    try:
+        yield
+    finally:
+        with whole():
+            _actions.remove(action)
+            action()
+
+
+def say(message: Callable[[], str]) -> None:
+    """Sets what is said when a signal ends the process.
+
+    Args:
+        message: Makes the line, once no file is being written.
+    """
+    _message[0] = message
+
+
+def _wait(arrived: int) -> None:
+    """Ends the process at the first signal."""
+    code = 128 + os.read(arrived, 1)[0]
+    with contextlib.suppress(RuntimeError):  # where no thread can be started
+        threading.Thread(target=_insist, args=(arrived, code), daemon=True).start()
+    with _writing:
+        try:
+            for action in reversed(_actions):
+                action()
+            # Past the buffer of `sys.stderr`, which another thread may have locked.
+            os.write(2, f"\n{_message[0]()}\n".encode())
+        finally:
+            os._exit(code)
+
+
+def _insist(arrived: int, code: int) -> None:
+    """Ends the process at the second signal."""
+    time.sleep(_PATIENCE)
+    os.read(arrived, 1)
+    os._exit(code)
+
+
+def _leave(numbers: list[signal.Signals]) -> None:
+    """Skips the teardown after a command; after an error, lets signals kill in it."""
+    if _code:
+        with contextlib.suppress(OSError):  # which the teardown reports
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_code[0])
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
