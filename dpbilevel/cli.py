@@ -13,6 +13,7 @@ from . import __version__
 from .config import Config, read_config
 from .runner import Prepared, check, prepare, run
 from .runs import folder, results, spending
+from .solvers.solution import divergence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +138,10 @@ def _run(arguments: argparse.Namespace) -> None:
     prepared = prepare(config)
     print(prepared.report, flush=True)
     with _Bar(prepared) as bar:
-        run(prepared, arguments.out, **options, progress=bar.at)
+        result = run(prepared, arguments.out, **options, progress=bar.at)
+    remark = divergence(result.rejected_updates)
+    if remark is not None:
+        print(f"WARNING: {remark}")
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
     spent = spending.read(arguments.out)
     if len(spent.runs) > 1:
