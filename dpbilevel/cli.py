@@ -15,6 +15,7 @@ from ._extras import missing
 from .config import Config, read_config
 from .runner import Prepared, check, prepare, run
 from .runs import checkpoint, folder, results, spending
+from .solvers.solution import divergence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +139,10 @@ def _run(arguments: argparse.Namespace) -> None:
     prepared = prepare(config)
     print(prepared.report, flush=True)
     with _Bar(prepared) as bar:
-        run(prepared, arguments.out, **options, progress=bar.at)
+        result = run(prepared, arguments.out, **options, progress=bar.at)
+    remark = divergence(result.rejected_updates)
+    if remark is not None:
+        print(f"WARNING: {remark}")
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
     spent = spending.read(arguments.out)
     if len(spent.runs) > 1:

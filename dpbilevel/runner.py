@@ -25,6 +25,7 @@ from .runs.data import load_levels, load_records
 from .runs.datasets import check_file
 from .runs.results import Result
 from .solvers.base import AbstractSolver, advance, bound_to, planned_rows
+from .solvers.updates import rejected_updates
 
 Progress = Callable[[int], None]
 
@@ -264,6 +265,7 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
         report=prepared.report,
         versions=results.versions(),
         config=config.tables,
+        rejected_updates=int(rejected_updates(state)),
     )
 
 

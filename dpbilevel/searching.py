@@ -27,7 +27,8 @@ from .runs.checkpoint import Checkpoint
 from .runs.searches import Folder, Memory, described
 from .solvers.asking import AbstractAskingSolver
 from .solvers.base import bound_to
-from .solvers.solution import PrivateResult, Solution
+from .solvers.solution import PrivateResult, Solution, divergence
+from .solvers.updates import rejected_updates
 
 
 @overload
@@ -144,15 +145,15 @@ def search(
         first = _before(problem, solver, w0, key)
         public = described(problem, solver, w0)
     if folder is None or budget is None or report is None:
-        value, path = _run(problem, solver, first, Memory(), progress)
+        found = _run(problem, solver, first, Memory(), progress)
     else:
         asked = {"epsilon": budget.epsilon, "delta": budget.delta}
         public = {"budget": asked, **public, "report": json.loads(report.to_json())}
         place = Path(folder)
         with lock.held(place):
             notebook = Folder(place, report, public, problem.records)
-            found = notebook.finished()
-            if found is not None:
+            before = notebook.finished()
+            if before is not None:
                 warnings.warn(
                     f"search: {place} holds a finished run, whose result is returned; "
                     "nothing was evaluated, whatever the records are now. For a new "
@@ -161,13 +162,14 @@ def search(
                 )
             else:
                 saved = notebook.begun(first)
-                found = _run(problem, solver, saved, notebook, progress)
-                notebook.finish(*found)
-            value, path = found
+                before = _run(problem, solver, saved, notebook, progress)
+                notebook.finish(*before)
+            found = before
+    value, path, rejected = found
     shown = path if trajectory else None
     if report is None:
-        return Solution(value, shown)
-    return PrivateResult(value, report, shown)
+        return Solution(value, shown, rejected)
+    return PrivateResult(value, report, shown, rejected)
 
 
 def _run(
@@ -176,8 +178,8 @@ def _run(
     saved: Checkpoint,
     notebook: Memory | Folder,
     progress: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """All steps that are left; returns the answer and the released iterates."""
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """All steps that are left; returns answer, released iterates, rejected updates."""
     # What is compiled must not read losses, and need not keep them alive.
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
     with wide_integers():
@@ -198,10 +200,11 @@ def _run(
     with wide_integers():
         state = _state(structure, saved)
         value = np.asarray(solver.output(public, state))
-    remark = solver.remark(state)
-    if remark is not None:
-        warnings.warn(f"search: {remark}", stacklevel=3)
-    return value, saved.path[0]
+    rejected = int(rejected_updates(state))
+    for remark in (solver.remark(state), divergence(rejected)):
+        if remark is not None:
+            warnings.warn(f"search: {remark}", stacklevel=3)
+    return value, saved.path[0], rejected
 
 
 def _step(

@@ -60,6 +60,7 @@ _COMPILED_IN_HASTE = {
     "test_design",
     "test_exponential",
     "test_extragradient",
+    "test_finite",
     "test_games",
     "test_games_config",
     "test_gibo",

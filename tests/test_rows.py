@@ -195,7 +195,7 @@ def test_the_number_of_rows_is_that_of_the_plan():
 
 def test_more_records_than_the_plan_has_rows_are_refused():
     solver = SOLVERS["steps"].with_noise(1.0).planned(50)
-    with pytest.raises(ValueError, match=r"more records than the 64 rows .* larger siz"):
+    with pytest.raises(ValueError, match=r"more records than the 64 rows .* larger"):
         dpb.solve(LINE, solver, jnp.zeros((65, 1)), jnp.zeros(1), key=jax.random.key(0))
 
 

@@ -119,7 +119,7 @@ def penalty_tuning(
     loss: ModelLoss,
     groups: PyTree,
     *,
-    bounds: tuple[float, float] = (-8.0, 2.0),
+    bounds: tuple[float, float] = (-4.0, 2.0),
 ) -> BilevelProblem:
     r"""Tunes one quadratic penalty per group of coefficients on validation records.
 
@@ -133,7 +133,9 @@ def penalty_tuning(
     Args:
         loss: $\ell(y, z)$: the model's loss on one record.
         groups: $g$: a pytree like $y$ of integers in $[0, k)$; public.
-        bounds: $(l, u)$, the box of the log-penalties.
+        bounds: $(l, u)$, the box of the log-penalties. The default suits features of
+            about unit variance; lower ends invite noise, which drives penalties down
+            where records are few.
 
     Returns:
         A problem over `Levels(upper=validation, lower=training)` whose $x$ has one

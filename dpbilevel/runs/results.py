@@ -14,6 +14,7 @@ import numpy as np
 
 from .._version import __version__
 from ..privacy.report import PrivacyReport
+from ..solvers.solution import divergence
 from . import checkpoint, lock
 from .tasks import TASKS, MatrixGameTask
 
@@ -40,6 +41,7 @@ class Result:
         report: The guarantee.
         versions: The software.
         config: The config as it was given.
+        rejected_updates: As in `Solution`.
     """
 
     task: str
@@ -52,6 +54,7 @@ class Result:
     report: PrivacyReport
     versions: dict[str, str]
     config: dict[str, Any]
+    rejected_updates: int = 0
 
     def __str__(self) -> str:
         """The report and the released values as a page of text."""
@@ -65,6 +68,9 @@ class Result:
         model = self.y if task.two_levels else self.x
         if model is not None and task is not MatrixGameTask:  # else it is shown
             lines += [f"released model: {model.size} coefficients in solution.npz"]
+        remark = divergence(self.rejected_updates)
+        if remark is not None:
+            lines += [f"WARNING: {remark}"]
         return "\n".join(lines)
 
     @property
@@ -118,6 +124,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         },
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),
+        "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
         "versions": result.versions,
         "config": result.config,
@@ -183,6 +190,7 @@ def load(folder: Path) -> Result:
             report=PrivacyReport.from_json(json.dumps(page["report"])),
             versions=page["versions"],
             config=page["config"],
+            rejected_updates=page.get("rejected_updates", 0),
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(

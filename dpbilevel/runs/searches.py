@@ -71,8 +71,8 @@ class Folder:
     public: dict[str, Any]
     records: str = dataclasses.field(default="", repr=False)
 
-    def finished(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The answer and the released iterates of a finished run.
+    def finished(self) -> tuple[np.ndarray, np.ndarray, int] | None:
+        """Answer, released iterates and number of rejected updates of a finished run.
 
         Raises:
             ValueError: Another run finished here, or its result is damaged.
@@ -82,7 +82,8 @@ class Folder:
             return None
         try:
             page = json.loads(file.read_text(encoding="utf-8"))
-            found = np.asarray(page["value"]), np.asarray(page["trajectory"])
+            value, path = np.asarray(page["value"]), np.asarray(page["trajectory"])
+            found = value, path, int(page.get("rejected_updates", 0))
             self._check_same(page["run"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
@@ -163,12 +164,13 @@ class Folder:
         checkpoint.write(self.path, saved, notice=_NOTICE)
         self._forget(saved.done)
 
-    def finish(self, value: np.ndarray, path: np.ndarray) -> None:
+    def finish(self, value: np.ndarray, path: np.ndarray, rejected: int) -> None:
         """Writes the result; released values and public ones only.
 
         Args:
             value: The answer.
             path: The released iterates.
+            rejected: The number of rejected updates.
 
         Raises:
             OSError: The disk refuses; the last checkpoint is intact.
@@ -177,6 +179,7 @@ class Folder:
             "format": 1,
             "value": value.tolist(),
             "trajectory": path.tolist(),
+            "rejected_updates": rejected,
             "run": self.public,
         }
         text = json.dumps(page, indent=2) + "\n"

@@ -110,7 +110,7 @@ class PenaltyTuningTask:
 
     loss: Literal["logistic", "squared"]
     groups: Literal["single", "per_block", "per_feature"] = "per_block"
-    bounds: tuple[float, float] = (-8.0, 2.0)
+    bounds: tuple[float, float] = (-4.0, 2.0)
 
     label = "log-penalty"
     of = "group of coefficients"

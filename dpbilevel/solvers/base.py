@@ -3,12 +3,13 @@
 import abc
 import dataclasses
 import typing
+import warnings
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
 from ..clipping import Basis, Precision
@@ -19,7 +20,8 @@ from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..problems.levels import Levels
 from ..sampling import padded, padded_rows
-from .solution import PrivateResult, Solution
+from .solution import PrivateResult, Solution, divergence
+from .updates import rejected_updates
 
 Problem = TypeVar("Problem")
 State = TypeVar("State")
@@ -193,7 +195,8 @@ def solve(
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
-    return Solution(solver.output(problem, state), path)
+    value = solver.output(problem, state)
+    return Solution(value, path, rejected_updates(state))
 
 
 def advance(
@@ -228,11 +231,15 @@ def advance(
 
 def inner_solve(
     problem: Any, solver: AbstractSolver, data: PyTree, start: PyTree, *, key: PRNGKey
-) -> PyTree:
-    """A whole run of an inner solver: its released answer on a problem at hand."""
+) -> tuple[PyTree, Int[Array, ""]]:
+    """A whole run of an inner solver on a problem at hand.
+
+    Returns:
+        Its released answer, and how many updates were left out.
+    """
     _, keys = step_keys(key, solver.num_steps)
     state, _ = advance(problem, solver, data, solver.init(problem, start), keys)
-    return solver.output(problem, state)
+    return solver.output(problem, state), rejected_updates(state)
 
 
 def bound_to(
@@ -348,6 +355,9 @@ def fit(
         TypeError: As in `solve`.
         ValueError: As in `solve` and `calibrate`.
 
+    Warns:
+        RuntimeWarning: The run diverged, by `PrivateResult.rejected_updates`.
+
     Privacy:
         One run under `budget`. The numbers of records are published with the report;
         under add-or-remove-one they are private, so use `calibrate` with public sizes
@@ -373,7 +383,11 @@ def fit(
         sizes = problem.sizes_of(data)
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
     solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
-    return PrivateResult(solution.value, plan.report, solution.trajectory)
+    rejected = solution.rejected_updates
+    remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
+    if remark is not None:
+        warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
+    return PrivateResult(solution.value, plan.report, solution.trajectory, rejected)
 
 
 def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:

@@ -28,7 +28,7 @@ from .saddle_choices import (
     extragradient_tuned,
     planned,
 )
-from .updates import descent, projected_update
+from .updates import Memory, descent, projected_update
 
 OPERATOR = "operator"
 
@@ -37,6 +37,7 @@ class _State(eqx.Module):
     u: PyTree  # where steps start
     w: PyTree  # the midpoint
     mean: PyTree  # running average of the midpoints
+    memory: Memory
     t: Int[Array, ""]
 
 
@@ -172,7 +173,8 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
         """Starts at `w0`, projected onto the set."""
         u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        return _State(u, u, optax.tree.zeros_like(u), jnp.zeros((), jnp.int32))
+        memory = Memory.of(self._rule(), u)
+        return _State(u, u, optax.tree.zeros_like(u), memory, jnp.zeros((), jnp.int32))
 
     def step(
         self,
@@ -184,14 +186,12 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     ) -> _State:
         """Two noisy operators, two projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
-        u, t = state.u, state.t
-        w = self._moved(
-            problem, u, self._operator(problem, data, u, 2 * t, key=key_first)
-        )
-        u = self._moved(
-            problem, u, self._operator(problem, data, w, 2 * t + 1, key=key_then)
-        )
-        return _State(u, w, averaged(self, state.mean, w, t), t + 1)
+        rule, u, t = self._rule(), state.u, state.t
+        first = self._operator(problem, data, u, 2 * t, key=key_first)
+        w, memory = projected_update(rule, first, state.memory, u, problem.w_set)
+        then = self._operator(problem, data, w, 2 * t + 1, key=key_then)
+        u, memory = projected_update(rule, then, memory, u, problem.w_set)
+        return _State(u, w, averaged(self, state.mean, w, t), memory, t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The midpoint."""
@@ -245,8 +245,5 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         released = self.noise.release(bounded, key=key_noise)
         return optax.tree.add(released, problem.public_operator(w))
 
-    def _moved(
-        self, problem: AbstractVariationalInequality, u: PyTree, operator: PyTree
-    ) -> PyTree:
-        rule = descent(self.step_size, None)
-        return projected_update(rule, operator, rule.init(u), u, problem.w_set)[0]
+    def _rule(self) -> optax.GradientTransformation:
+        return descent(self.step_size, None)

@@ -22,7 +22,7 @@ from .design import choose_batch
 from .gp import GradientPosterior, double, gradient_posterior
 from .kernels import RBF, AbstractKernel, cast
 from .noisy_gd import GRADIENT, running_mean
-from .updates import check_descent, descent, projected_update
+from .updates import Memory, check_descent, descent, projected_update, shortened
 
 # Earlier points nearer than this to a later one, in reaches, only harm the algebra.
 _NEARBY = 1e-3
@@ -40,7 +40,7 @@ class _Seen(NamedTuple):
 class _State(eqx.Module):
     w: Float[Array, " d"]
     mean: Float[Array, " d"]
-    memory: optax.OptState
+    memory: Memory
     t: Int[Array, ""]
     seen: _Seen  # its values are private: only `tell` reads them
     evaluations: Int[Array, ""]
@@ -192,7 +192,7 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
             jnp.zeros((self.sizes, self.keep), w.dtype),
             jnp.zeros(self.keep, bool),
         )
-        return _State(w, w, rule.init(w), zero, seen, zero, zero)
+        return _State(w, w, Memory.of(rule, w), zero, seen, zero, zero)
 
     def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
         """The fewest points that tell enough about the gradient; reads no loss."""
@@ -224,6 +224,9 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
         posterior = self._posterior(state.w, seen.points, seen.mask)
         gradient = self.noise.release(self._gradient(posterior, seen), key=key)
         gradient = gradient.astype(state.w.dtype) + _public_gradient(problem, state.w)
+        gradient = shortened(
+            gradient, self.step_size, lambda w: _public_gradient(problem, w), state.w
+        )
         rule = descent(self.step_size, self.optimizer)
         w, memory = projected_update(
             rule, gradient, state.memory, state.w, problem.w_set

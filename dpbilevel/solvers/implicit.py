@@ -21,7 +21,7 @@ from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.constants import AbstractCertificate
 from .base import AbstractSolver
 from .outputs import uniform_iterate
-from .updates import check_descent, descent, projected_update
+from .updates import Memory, check_descent, descent, projected_update
 
 HYPERGRADIENT = "hypergradient"
 
@@ -29,7 +29,7 @@ HYPERGRADIENT = "hypergradient"
 class _State(eqx.Module):
     x: PyTree
     start: PyTree  # where every lower solve starts: a function of w0 alone
-    memory: optax.OptState
+    memory: Memory
     chosen: PyTree
     t: Int[Array, ""]
 
@@ -177,7 +177,7 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         """Starts at `w0 = (x, y)`; every lower solve starts at `y`."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x = problem.x_set.project(x)
-        memory = descent(self.step_size, self.optimizer).init(x)
+        memory = Memory.of(descent(self.step_size, self.optimizer), x)
         return _State(x, y, memory, x, jnp.zeros((), jnp.int32))
 
     def step(

@@ -20,12 +20,14 @@ from ..sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
 from .base import AbstractSolver
 from .noisy_gd import GRADIENT, gradient_ledger, noisy_gradient, running_mean
+from .updates import Rejections, finite_or
 
 
 class _State(eqx.Module):
     w: PyTree
     center: PyTree  # of the round's ball
     mean: PyTree  # of the round's iterates so far
+    rejections: Rejections
     t: Int[Array, ""]
 
 
@@ -159,7 +161,8 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
     def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
         """The first round starts at `w0`."""
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        return _State(w, w, optax.tree.zeros_like(w), jnp.zeros((), jnp.int32))
+        zero = optax.tree.zeros_like(w)
+        return _State(w, w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
 
     def step(
         self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
@@ -175,10 +178,11 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
         )
         # The center is feasible, so projecting onto the set keeps w inside the ball.
         w = problem.w_set.project(Ball(radius, state.center).project(moved))
+        w, rejections = finite_or(w, state.w, state.rejections)
         ends = t == self.steps_per_round - 1
         center = jax.tree.map(lambda m, c: jnp.where(ends, m, c), mean, state.center)
         w = jax.tree.map(lambda m, v: jnp.where(ends, m, v), mean, w)
-        return _State(w, center, mean, state.t + 1)
+        return _State(w, center, mean, rejections, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The current iterate."""

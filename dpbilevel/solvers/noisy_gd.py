@@ -17,13 +17,13 @@ from ..privacy.mechanisms import Gaussian
 from ..problems.finite_sum import AbstractFiniteSum
 from ..sampling import AbstractSampling, FullBatch, unnumbered
 from .base import AbstractSolver
-from .updates import check_descent, descent, projected_update
+from .updates import Memory, check_descent, descent, projected_update, shortened
 
 
 class _State(eqx.Module):
     w: PyTree
     mean: PyTree  # running average of the iterates
-    memory: optax.OptState
+    memory: Memory
     t: Int[Array, ""]
 
 
@@ -34,13 +34,18 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
     \tilde g_t = \frac{1}{m} \sum_{i \in B_t} \mathrm{clip}_C(\nabla \ell(w_t, z_i)) +
     \mathcal N(0, s^2 I).$$
 
-    With `FullBatch` this is noisy gradient descent, with `Poisson` DP-SGD.
+    With `FullBatch` this is noisy gradient descent, with `Poisson` DP-SGD. A step along
+    $q_t = \tilde g_t + \nabla r(w_t)$ is shorter, $\|q_t\|^2 / \langle q_t, \nabla^2
+    r(w_t)\, q_t \rangle$ instead of $\eta$, where that is less: a step size that is too
+    long for the public term does not make the iterates diverge. An update whose result
+    is not finite is left out; `Solution.rejected_updates` counts them.
 
     Args:
         num_steps: The number of steps. Static.
         clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
-        step_size: $\eta$; or give `optimizer`.
-        optimizer: An optax optimizer fed with the released gradient. Static.
+        step_size: $\eta$, the longest step; or give `optimizer`.
+        optimizer: An optax optimizer fed with the released gradient, whose steps are
+            taken as they are. Static.
         sampling: How each step's batch is drawn.
         noise: The mechanism; its multiplier is per step.
         average: `"last"` returns the last iterate, `"mean"` the average of all.
@@ -87,13 +92,14 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         rule = descent(self.step_size, self.optimizer)
         zero = optax.tree.zeros_like(w)
-        return _State(w, zero, rule.init(w), jnp.zeros((), jnp.int32))
+        return _State(w, zero, Memory.of(rule, w), jnp.zeros((), jnp.int32))
 
     def step(
         self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
     ) -> _State:
         """One noisy gradient, one projected update."""
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
+        gradient = shortened(gradient, self.step_size, problem.public_gradient, state.w)
         rule = descent(self.step_size, self.optimizer)
         w, memory = projected_update(
             rule, gradient, state.memory, state.w, problem.w_set

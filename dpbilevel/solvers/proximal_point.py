@@ -33,6 +33,7 @@ from .saddle_choices import (
     proximal_theorem,
     proximal_tuned,
 )
+from .updates import Rejections, finite_or
 
 RESOLVENT = "resolvent"
 
@@ -40,6 +41,7 @@ RESOLVENT = "resolvent"
 class _State(eqx.Module):
     w: PyTree  # the last release; may be outside the set
     mean: PyTree  # running average of the releases
+    rejections: Rejections
     t: Int[Array, ""]
 
 
@@ -213,7 +215,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """
         planned_for(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        return _State(w, optax.tree.zeros_like(w), jnp.zeros((), jnp.int32))
+        zero = optax.tree.zeros_like(w)
+        return _State(w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
 
     def step(
         self,
@@ -234,7 +237,9 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             resolvent, batch, centre, precision=self.noise.precision
         )
         w = self.noise.release(bounded, key=key_noise)
-        return _State(w, averaged(self, state.mean, w, state.t), state.t + 1)
+        w, rejections = finite_or(w, state.w, state.rejections)
+        mean = averaged(self, state.mean, w, state.t)
+        return _State(w, mean, rejections, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The noisy point, which may be outside the set."""

@@ -17,6 +17,7 @@ from ..problems.bilevel import BilevelProblem, Levels, Sizes
 from ..problems.finite_sum import AbstractFiniteSum
 from ..problems.penalized import PenalizedLevel
 from .base import AbstractSolver, inner_solve
+from .updates import Rejections
 
 REFIT = "refit"
 
@@ -24,6 +25,7 @@ REFIT = "refit"
 class _State(eqx.Module):
     search: Any
     y: PyTree
+    refit: Rejections
     t: Int[Array, ""]
 
 
@@ -90,7 +92,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         _, y = self.search.released(search)
         # A search that releases no y leaves the given one to start the refit from.
         y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
-        return _State(search, y, jnp.zeros((), jnp.int32))
+        return _State(search, y, Rejections.none(), jnp.zeros((), jnp.int32))
 
     def step(
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
@@ -102,18 +104,18 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
             solver = self._sized(self.search)
             new = solver.step(problem, data, state.search, key=key_search)
             y = self.search.released(new)[1]
-            return new, state.y if y is None else y
+            return new, state.y if y is None else y, state.refit.count
 
         def refit():
             x, y = self.search.output(problem, state.search)
             level = PenalizedLevel(problem, x)
             y = state.y if y is None else y
             solver = self._sized(self.refit)
-            return state.search, inner_solve(level, solver, data, y, key=key_refit)
+            return state.search, *inner_solve(level, solver, data, y, key=key_refit)
 
         # The step count is public: both runs always happen.
-        inner, y = jax.lax.cond(state.t < self.search.num_steps, search, refit)
-        return _State(inner, y, state.t + 1)
+        inner, y, count = jax.lax.cond(state.t < self.search.num_steps, search, refit)
+        return _State(inner, y, Rejections(count), state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The search's `x`, and its `y` or the refitted one."""

@@ -20,7 +20,7 @@ from ..sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Euclidean
 from .base import AbstractSolver
 from .noisy_gd import running_mean
-from .updates import check_descent, descent, projected_update
+from .updates import Memory, check_descent, descent, projected_update, shortened
 
 
 class _Blocks(eqx.Module):
@@ -63,7 +63,9 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
     within their clip norms is left as it is. Unlike in the penalty method there is no
     inner loop, and no large factor multiplies the noise of the lower level.
 
-    The hypergradient formula holds where $y^*(x)$ is in the interior of `y_set`.
+    The hypergradient formula holds where $y^*(x)$ is in the interior of `y_set`. Steps
+    of $y$ and $v$ are shorter where they would overshoot the public terms, as in
+    `NoisyGD`.
 
     Args:
         num_steps: The number of steps. Static.
@@ -162,7 +164,7 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x, y = problem.x_set.project(x), problem.y_set.project(y)
         v, rules = optax.tree.zeros_like(y), self._rules()
-        memory = _Blocks(rules.y.init(y), rules.v.init(v), rules.x.init(x))
+        memory = _Blocks(*map(Memory.of, (rules.y, rules.v, rules.x), (y, v, x)))
         mean = optax.tree.zeros_like((x, y))
         return _State(x, y, v, mean, memory, jnp.zeros((), jnp.int32))
 
@@ -170,7 +172,7 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
     ) -> _State:
         """One joint release, three projected updates from the same point."""
-        q = self._direction(problem, data, state, key)
+        q = self._shortened(problem, state, self._direction(problem, data, state, key))
         rules, memory = self._rules(), state.memory
 
         y, memory_y = projected_update(rules.y, q.y, memory.y, state.y, problem.y_set)
@@ -220,6 +222,18 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
             descent(self.linear_step_size, self.linear_optimizer),
             descent(self.step_size, self.optimizer),
         )
+
+    def _shortened(self, problem: BilevelProblem, state: _State, q: _Blocks) -> _Blocks:
+        """No step of y or v overshoots the public term, whose Hessian both meet."""
+        if problem.lower_public is None:
+            return q
+        pull, x = jax.grad(problem.lower_public, 1), state.x
+
+        def along(direction, step_size):
+            return shortened(direction, step_size, lambda y: pull(x, y), state.y)
+
+        y, v = along(q.y, self.lower_step_size), along(q.v, self.linear_step_size)
+        return _Blocks(y, v, q.x)
 
     def _units(self, problem: BilevelProblem) -> _Blocks:
         return self._units_of(not problem.x_in_records)

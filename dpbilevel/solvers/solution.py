@@ -3,7 +3,7 @@
 import dataclasses
 
 import equinox as eqx
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ..privacy.report import PrivacyReport
 
@@ -15,10 +15,15 @@ class Solution(eqx.Module):
         value: The released answer: `w` for one level, `(x, y)` for two and for saddle
             points; `y` is `None` where a solver does not release it.
         trajectory: The released iterates with a leading axis of steps, or `None`.
+        rejected_updates: How many updates of an iterate, those of inner runs included,
+            were left out because their result was not finite. More than 0 means that
+            the run diverged: the answer is finite, but take a smaller step size.
+            Counted from released values: as private as the rest.
     """
 
     value: PyTree
     trajectory: PyTree | None = None
+    rejected_updates: Int[Array, ""] | int = 0
 
     @property
     def x(self) -> PyTree:
@@ -39,6 +44,22 @@ class Solution(eqx.Module):
         return self.value
 
 
+def divergence(rejected_updates: int) -> str | None:
+    """What to tell whoever ran it, or `None` where no update was left out.
+
+    Args:
+        rejected_updates: How many updates were left out.
+    """
+    if not rejected_updates:
+        return None
+    return (
+        f"the run diverged: {rejected_updates} updates were left out because their "
+        "result was not finite, so the answer is finite but of little use. What was "
+        "released is as private as stated. Take a smaller step size, or sets that "
+        "bound the variables; another run is another release."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class PrivateResult:
     """A released answer and its guarantee.
@@ -47,11 +68,13 @@ class PrivateResult:
         value: As in `Solution`.
         report: The guarantee.
         trajectory: As in `Solution`.
+        rejected_updates: As in `Solution`.
     """
 
     value: PyTree
     report: PrivacyReport
     trajectory: PyTree | None = None
+    rejected_updates: Int[Array, ""] | int = 0
 
     @property
     def x(self) -> PyTree:
