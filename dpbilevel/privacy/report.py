@@ -10,8 +10,9 @@ from typing import Any
 
 from .._version import __version__
 from ..clipping import Basis
+from ..sampling import padded_rows
 from . import accounting
-from .budget import PrivacyBudget
+from .budget import Neighbours, PrivacyBudget
 from .draws import Draw
 from .ledger import AbstractRelease, Ledger, Release
 from .selection import Selection
@@ -169,6 +170,7 @@ def describe(
         assumptions=(
             *ledger.assumptions,
             *_of_sampling(ledger),
+            *_bounded_numbers(ledger),
             *_large_delta(ledger, budget),
             TRUSTED,
             *(IDEALISED[name] for name in sorted(precisions)),
@@ -211,6 +213,18 @@ def _of_sampling(ledger: Ledger) -> dict[str, None]:
     """What the sampling schemes take for granted, each once."""
     queries = (query for release in ledger.releases for query in release.queries)
     return dict.fromkeys(text for q in queries for text in q.sampling.assumptions)
+
+
+def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
+    """How many records there may be where their number is private."""
+    if ledger.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
+        return ()
+    sizes = {q.role: q.size for release in ledger.releases for q in release.queries}
+    rows = ", ".join(f"{role}: {padded_rows(n)}" for role, n in sizes.items())
+    return (
+        f"there are no more records than the rows they are padded to ({rows}); not "
+        "protected: that a larger dataset is refused",
+    )
 
 
 def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
