@@ -144,11 +144,12 @@ def test_the_second_half_of_the_path_is_averaged_where_asked():
     for average, first in (("all", 0), ("second_half", 3)):
         solver, key = extragradient(7, average=average), jax.random.key(first)
         found = solve(made.problem, solver, made.data, start, key, trajectory=True)
-        expected = jax.tree.map(lambda v, first=first: v[first:].mean(0), found)
+        path = found.trajectory
+        expected = jax.tree.map(lambda v, first=first: v[first:].mean(0), path)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
             found.value,
-            expected.trajectory,
+            expected,
         )
     with pytest.raises(ValueError, match="no theorem covers average='second_half'"):
         solver.planned(N).bound(made.problem, dimension=5)
