@@ -1,5 +1,6 @@
 """Strict promotion for the whole suite, fixed seeds, derandomized searches."""
 
+import gc
 import itertools
 import os
 import pathlib
@@ -134,8 +135,9 @@ def pytest_runtest_protocol(item):
     jax.config.update("jax_disable_most_optimizations", hasty)
     with jax.debug_key_reuse(not reuses and module not in _WITHOUT_KEYS):
         result = yield
-    if next(_TESTS) % 10 == 0 and _memory_maps() > 40_000:
+    if next(_TESTS) % 10 == 0 and (_memory_maps() > 40_000 or _gigabytes() > 2):
         jax.clear_caches()
+        gc.collect()
     return result
 
 
@@ -177,6 +179,13 @@ def _memory_maps():
     """How many this process has: each program takes some, and Linux allows 65 530."""
     maps = pathlib.Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+def _gigabytes():
+    """How much memory this process holds: programs that are kept take most of it."""
+    pages = pathlib.Path("/proc/self/statm")
+    held = int(pages.read_text().split()[1]) if pages.exists() else 0
+    return held * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 @pytest.fixture

@@ -8,10 +8,18 @@ from mutants_search import MUTANTS as OF_SEARCHES
 MUTANTS = OF_STEPS | OF_SEARCHES
 # Those that JAX's own check of keys would stop before any run.
 REUSING = ("key reused across leaves", "one batch accounted as two independent ones")
-BROKEN = [
-    pytest.param(name, marks=pytest.mark.reuses_keys if name in REUSING else ())
-    for name in MUTANTS
-]
+# One broken copy of each mechanism; the slow suite and `make audit` have them all.
+SHORT = {mutant.of: name for name, mutant in reversed(MUTANTS.items())}.values()
+
+
+def marks(name):
+    return [
+        *([pytest.mark.reuses_keys] if name in REUSING else []),
+        *([] if name in SHORT else [pytest.mark.slow]),
+    ]
+
+
+BROKEN = [pytest.param(name, marks=marks(name)) for name in MUTANTS]
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -22,9 +30,18 @@ def test_broken_mechanism_is_rejected(name):
 
 # One of all that break the same sound mechanism.
 CONTROLS = {mutant.sound: name for name, mutant in MUTANTS.items()}.values()
+OF_SHORT = {MUTANTS[name].sound for name in SHORT}
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if MUTANTS[name].sound in OF_SHORT else pytest.mark.slow
+        )
+        for name in CONTROLS
+    ],
+)
 def test_sound_mechanism_passes(name):
     outcome = MUTANTS[name].sound()
     assert outcome.passed, str(outcome)
