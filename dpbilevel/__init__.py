@@ -4,7 +4,10 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-import jax  # noqa: F401  # where it is missing, fail here and not at a later name
+# Where it is missing, fail here and not at a later name; but do not import it yet: it
+# takes long, and the command line first has to watch for interrupts.
+if importlib.util.find_spec("jax") is None:
+    raise ModuleNotFoundError("dpbilevel needs jax: pip install jax", name="jax")
 
 from ._version import __version__ as __version__
 
