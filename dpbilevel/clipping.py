@@ -134,10 +134,10 @@ def clipped_mean(
     $$
 
     where $\|v_i\|_2$ runs over the whole returned pytree. A record whose $v_i$ is not
-    finite contributes zero; so does every record where $C$ is outside (1e-25, 1e30).
-    Entries beyond $\pm 2^{40} C$ count as that, so that no norm overflows. Norm and
-    sum are taken in float32 at least. Memory does not grow with $n$: a `lax.scan` walks
-    over micro-batches.
+    finite contributes zero; so does every record where $C$ is outside (1e-25, 1e30) or
+    $m$ below 1e-25. Entries beyond $\pm 2^{40} C$ count as that, so that no norm
+    overflows. Norm and sum are taken in float32 at least. Memory does not grow with
+    $n$: a `lax.scan` walks over micro-batches.
 
     Args:
         fun: Maps one record to a pytree of floating-point arrays. It must not see
@@ -169,7 +169,8 @@ def clipped_mean(
         add-or-remove-one, enforced by clipping for every `fun`, NaN and infinity
         included. The clipped norm stays below $C$ after rounding: the norm is taken
         with a margin of its worst-case rounding error, and values that are not finite
-        are recognized by their bits, whatever the options of the compiler.
+        are recognized by their bits: on the grid, options of the compiler that take
+        NaN for impossible let no record count for more.
 
         On the grid the sum of rounded values is exact, whatever their order. What one
         record contributes is computed by a program that depends on the number of rows;
@@ -252,8 +253,9 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
         )
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
         # Nothing passes a clip norm so large that sums overflow, or so small that the
-        # noise made for it underflows.
+        # noise made for it underflows; nor a denominator that may count as zero.
         valid = (rule.clip_norm > 1e-25) & (rule.clip_norm < 1e30)
+        valid &= rule.denominator > 1e-25
         keep = fresh & valid if keep is None else fresh & valid & keep
         values = jax.vmap(fun)(chunk)
         values = jax.tree.map(lambda v: _scaled(v, rule.clip_norm), values)
@@ -285,7 +287,9 @@ def _scaled(value: Array, clip_norm: Float[Array, ""]) -> Array:
     cutting the norm alone.
     """
     dtype = _wide(value.dtype)
-    value = value.astype(dtype)
+    # What is tested and what is counted are read from one place: a compiler that takes
+    # NaN for impossible may compute such a value differently for either.
+    value = jax.lax.optimization_barrier(value.astype(dtype))
     units = jnp.clip(value * (1 / clip_norm).astype(dtype), -_LONGEST, _LONGEST)
     return jnp.where(is_finite(value), units, jnp.finfo(dtype).max)
 

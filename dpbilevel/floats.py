@@ -1,7 +1,7 @@
-"""Floating-point numbers by their bits: tests that no compiler option removes.
+"""Floating-point numbers by their bits.
 
-A compiler that may assume that no value is NaN or infinite removes `jnp.isfinite`. It
-cannot remove a comparison of integers that were read from memory.
+A compiler that may assume that no value is NaN or infinite removes `jnp.isfinite`, but
+not a comparison of integers that were read from memory.
 """
 
 import functools

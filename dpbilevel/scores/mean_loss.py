@@ -88,6 +88,7 @@ class MeanLoss(AbstractScore):
             return _ClippedMean(self.problem, batch, start, half, False)
         half = self._declared() * self._diameter()
         if self.measure == "slope":
+            assert batch.mask is None  # draws on continuous sets are of replace-one
             return _Terms(self.problem, batch.records, start, half, self.sizes)
         return _ClippedMean(self.problem, batch, start, half, True)
 
