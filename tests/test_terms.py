@@ -15,9 +15,18 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import certified, resolvent
 from dpbilevel.clipping import _norm
+from dpbilevel.oracles import fixed_count
+from dpbilevel.privacy import accounting, pure
+from dpbilevel.privacy.draws import BoundedScore, Draw
+from dpbilevel.privacy.ledger import Query
+from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
 from dpbilevel.problems import sensitivities
+from dpbilevel.problems.bounds import Bounds, Metric
 from dpbilevel.problems.resolvents import Resolvent
+from dpbilevel.samplers.base import AbstractPotential, AbstractSampler, Certificate
 from dpbilevel.sampling import Batch
+from dpbilevel.scores.hyper import GradientNorm, HyperObjective, _steps
+from dpbilevel.scores.mean_loss import MeanLoss, public_part, spread_of
 
 SIDE = 256
 SIZE = SIDE**2  # its root is a power of two
@@ -232,7 +241,7 @@ def test_parts_of_a_lower_gradient_reach_their_bound():
     assert bounds.parts == 1 + 2
 
 
-LAX = sensitivities.Bounds(
+LAX = Bounds(
     strong_convexity=2.0,
     smoothness=8.0 / 1.001,
     solution_radius=3.0,
@@ -350,3 +359,280 @@ def test_rounding_is_refused_at_the_share_that_it_adds_to_both_roles():
                 sensitivities.check_dtype(certificate, sizes, jnp.float32)
         else:
             sensitivities.check_dtype(certificate, sizes, jnp.float32)
+
+
+INEQUALITY = dpb.VariationalInequality(
+    lambda w, record: record * w,
+    lambda w: 0.5 * w,
+    w_set=dpb.Ball(1.5),
+    lipschitz=1.0,
+    bound=3.0,
+    public_lipschitz=0.5,
+    public_bound=0.7,
+)
+# Batches of at most 20 rows over 10: sums may be twice as large as means.
+PLAN = Resolvent(INEQUALITY, 2.0, 6.0, "picard", 3, 4, 20, 10.0)
+UNIT = 2.0**-24
+
+
+def projection_units(dimension):
+    return 32 + dimension**1.5
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_every_rounding_of_a_step_is_part_of_a_resolvent(steps):
+    plan = dataclasses.replace(PLAN, steps=steps)
+    records, public = 2.0 * 2, 0.7
+    largest = records + public
+    # Records, public operator, their mean and sum: each rounds on its own.
+    mean = 2 if steps == 1 else 2 * 32 + 4 + 32 + 64 + 8
+    rounded = mean * records + 3 * largest + (0 if steps == 1 else 32 * public)
+    projected = projection_units(4) * (2 * 1.5 + largest / 6)
+    omega = UNIT * (rounded / 6 + projected)
+    assert plan.step_rounding(jnp.float32) == pytest.approx(omega, rel=1e-6)
+    ratio = (1.0 * 2 + 0.5) / 6 if steps > 1 else 0.0
+    total = (2.0 / 6 / 10 + 2 * omega) * (1 + ratio + ratio**2)
+    assert plan.contribution(jnp.float32, "float") == pytest.approx(total, rel=1e-9)
+
+
+def test_every_error_of_operator_extrapolation_is_part_of_a_resolvent():
+    plan = dataclasses.replace(PLAN, inner="operator_extrapolation", steps=5)
+    lipschitz, records, public, width = 2 * 1.0 + 0.5, 2 * 3.0, 0.7, 3.0
+    largest, smoothness = records + public, lipschitz + 6
+    theta = 1 / (1 + 6 / smoothness)
+    solved = math.sqrt(2) * theta**2.5 * min(width, largest / 6)
+    assert float(plan.solve_error()) == pytest.approx(solved, rel=1e-6)
+    mean = 2 * 32 + 4 + 32 + 64 + 8
+    operator = UNIT * (mean * records + 32 * public + 3 * largest)
+    operator = 4 * operator + 20 * UNIT * 6 * width
+    step = 1 / (2 * smoothness)
+    length = 3 * step * (largest + 6 * width)
+    point = UNIT * projection_units(4) * (2 * 1.5 + length)
+    rounded = (4 * step * operator + 8 * point) / (1 - math.sqrt(theta))
+    assert float(plan.solve_rounding(jnp.float32)) == pytest.approx(rounded, rel=1e-6)
+    total = 3.0 / 6 / 10 + 2 * (solved + rounded)
+    found = plan.contribution(jnp.float32, "float")
+    assert float(found) == pytest.approx(total, rel=1e-6)
+
+
+def test_errors_of_a_mean_loss_are_part_of_its_share():
+    n, reach, unit = 7, 3.0, 2.0**-24
+    for public in (False, True):
+        # Mean, multiple, sum with a public term of eight ranges, and the draw.
+        own = 4 * unit * (9 if public else 1) * reach
+        share, error = spread_of(reach, n, jnp.float32, public)
+        assert share >= reach / n * (1 + 2.0**-20) + 4 * own - 1e-12
+        assert error == pytest.approx(own + 2.0**-24 * reach)
+    problem = dpb.FiniteSum(
+        lambda w, record: record * w[0], w_set=dpb.Ball(0.5), lipschitz=2.0
+    )
+    facts = MeanLoss(problem, "slope", n).facts(jnp.float32)
+    # Two losses within the range, and n terms in any order.
+    assert facts.rounding == pytest.approx((2 * 32 + n) * unit * 2.0)
+
+
+def test_a_public_term_is_no_longer_than_rounding_is_counted_for():
+    half = jnp.asarray(0.5)
+    for value in (1e6, -1e6, jnp.inf):
+        found = public_part(lambda x, v=value: v * x, jnp.ones(()), jnp.zeros(()), half)
+        assert abs(float(found)) <= 8 * 0.5
+
+
+BOX = dpb.Box(jnp.zeros(1), jnp.full(1, 2.0))
+
+
+def two_levels(public=False, **fields):
+    constants = dataclasses.replace(CONSTANTS, per_record=True, **fields)
+    return dpb.BilevelProblem(
+        lambda x, y, z: z * y[0],
+        lambda x, y, z: (y[0] - x[0]) ** 2 + z,
+        upper_public=(lambda x, y: 0.0 * y[0]) if public else None,
+        x_set=dpb.Ball(1.0),
+        constants=constants,
+    )
+
+
+def parts_of(score):
+    """The errors of a hyper-objective by their cause: solves, values."""
+    bounds, sizes = score._bounds(), score.sizes
+    rounding = sensitivities.solution_rounding(bounds, sizes, jnp.float64)
+    return bounds, rounding
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("clip_range", [None, 0.9])
+def test_errors_of_a_hyper_objective_are_part_of_both_shares(public, clip_range, x64):
+    c, sizes = CONSTANTS, dpb.Sizes(30, 50)
+    score = HyperObjective(two_levels(public), "spread", sizes, clip_range)
+    bounds, rounding = parts_of(score)
+    # Beside a public term records cancel less: three times as steep.
+    slope = 3 * c.upper_y if public else c.upper_y
+    reach = 2 * c.upper_y * c.solution_radius + c.upper_x * 2.0
+    losses = reach if clip_range is None else clip_range
+    # A solution is off by one percent of a record's shift over four, and by rounding.
+    target = max(rounding, 0.01 / 4 * bounds.solution_shift)
+    largest = 2 * (losses if clip_range is None else losses / 2)
+    largest += 2 * reach if public else 0.0
+    error = slope * (target + rounding) + 32 * 2.0**-52 * largest
+    facts = score.facts(jnp.float64)
+    assert facts.error == pytest.approx(error, rel=1e-9)
+    values = 32 * 2.0**-52 * largest
+    assert facts.error - slope * (target + rounding) == pytest.approx(values, rel=1e-2)
+    upper, lower = 2 * losses / 30, 2 * slope * bounds.solution_shift
+    if clip_range is None:
+        upper, lower = min(upper, 2 * bounds.upper), min(lower, 2 * bounds.lower)
+    assert score.spreads() == pytest.approx((upper, lower))
+    assert 2 * facts.contributions["upper"] == pytest.approx(upper + 4 * error)
+    assert 2 * facts.contributions["lower"] == pytest.approx(lower + 4 * error)
+    steep = 3 if public and clip_range is not None else 1
+    assert facts.lipschitz == pytest.approx(steep * c.upper_total)
+
+
+def test_slopes_of_a_hyper_objective_know_every_error_of_their_gradient(x64):
+    sizes = dpb.Sizes(300, 500)
+    score = HyperObjective(two_levels(), "slope", sizes)
+    bounds, rounding = parts_of(score)
+    steps = sensitivities.effort(CONSTANTS, sizes)
+    solves = sensitivities.solve_error(bounds, steps)
+    rounds = sensitivities.rounding_error(bounds, sizes, jnp.float64)
+    facts = score.facts(jnp.float64)
+    assert facts.gradient_error - solves == pytest.approx(rounds, rel=1e-3)
+    assert facts.gradient_error - rounds == pytest.approx(solves)
+    # Solved to its rounding, and rounded.
+    least = CONSTANTS.upper_y * 2 * rounding
+    assert facts.error >= least
+    largest = 2 * score._reach()
+    assert facts.error - least == pytest.approx(32 * 2.0**-52 * largest, rel=1e-3)
+
+
+def test_the_largest_loss_of_a_model_is_part_of_the_error_of_its_values(x64):
+    problem = dpb.linear_tuning(
+        dpb.Logistic(), jnp.zeros(2, int), bounds=(0.0, 1.0), row_norm=1e-3
+    )
+    score = HyperObjective(problem, "spread", dpb.Sizes(30, 30))
+    bounds, rounding = parts_of(score)
+    target = score._target(jnp.float64)
+    values = score.facts(jnp.float64).error - score._slope() * (target + rounding)
+    # Losses of rows near zero are all about log 2.
+    assert values >= 32 * 2.0**-52 * math.log(2) * (1 - 1e-3)
+
+
+def test_the_metric_of_a_lower_level_is_charged_where_it_is_flattest():
+    metric = Metric(jnp.full(1, 1e-4), 1e-4, 1.0, 4.0, 3.0)
+    in_metric = fixed_count.accelerated_steps(1.0, 4.0, 3.0, 1e-3 * 1e-2)
+    assert _steps(metric, 1e-3) >= in_metric
+
+
+def test_errors_of_a_gradient_norm_are_part_of_both_shares():
+    sizes = dpb.Sizes(300, 500)
+    with jax.enable_x64(True):
+        facts = GradientNorm(two_levels(), "spread", sizes).facts(jnp.float64)
+        shares = sensitivities.at(CONSTANTS, sizes, jnp.float64)
+        bounds = CONSTANTS.bounds(sizes)
+        steps = sensitivities.effort(CONSTANTS, sizes)
+    solves = sensitivities.solve_error(bounds, steps)
+    rounds = sensitivities.rounding_error(bounds, sizes, jnp.float64)
+    projected = 8 * 2.0**-52 * (1.0 + CONSTANTS.upper_total)
+    assert facts.error == pytest.approx(solves + rounds + projected)
+    for role in ("upper", "lower"):
+        more = facts.contributions[role] - getattr(shares, role)
+        assert more == pytest.approx(projected, rel=0.1)
+    assert facts.lipschitz == pytest.approx(CONSTANTS.smoothness + 2)
+
+
+def exact_certificate(**fields):
+    return Certificate(1, 1.0, **fields)
+
+
+def draw_release(mechanism, people_roles=("records",), **fields):
+    queries = tuple(Query(role, 10, 1.0) for role in people_roles)
+    fields = {"certificate": exact_certificate()} | fields
+    return Draw("x", fields.pop("count", 1), queries, mechanism, 1.0, **fields)
+
+
+def test_both_laws_of_a_draw_may_be_off_by_the_log_ratio():
+    event = dpb.Exponential(0.5).event(0.25, exact_certificate(log_ratio=0.1))
+    assert pure.epsilon_of(event) == pytest.approx(0.25 * 0.5 + 2 * 0.1)
+
+
+def test_every_distance_of_every_draw_is_counted():
+    mechanism = dpb.Exponential(0.5)
+    certificate = exact_certificate(distance=1e-3)
+    part = draw_release(mechanism, certificate=certificate, inexact=1e-4, count=3)
+    assert part.failure == pytest.approx(3 * 1.1e-3)
+    ((_, event),) = part.charges(dpb.People.OVERLAPPING)
+    assert accounting.pure_epsilons(event) == pytest.approx([0.5] * 3)
+
+
+def test_the_coin_of_a_pure_release_costs_no_less_than_it_was_made_from():
+    for total in (1e-9, 0.1, 1.0, 30.0):
+        assert pure.epsilon_of(pure.event(total)) >= total
+
+
+def test_a_rate_has_room_for_rounding():
+    """What draws and what is planned, for both mechanisms."""
+    margin = 1 + ROUNDING_MARGIN
+    assert ROUNDING_MARGIN >= 2.0**-11
+    problem = dpb.FiniteSum(
+        lambda w, record: record * w[0], w_set=BOX, lipschitz=1.0, smoothness=0.0
+    )
+    grid = dpb.Grid(jnp.zeros((2, 1)))
+    solver = dpb.ExponentialMechanism(grid, mechanism=dpb.Exponential(1.0))
+    share = MeanLoss(problem, "spread", 50).facts(jnp.float32).contributions["records"]
+    _, rate, _ = solver._plan(problem, 50)
+    assert rate <= 1.0 / (2 * share * margin) * (1 + 1e-9)
+    search = dpb.RandomSearch(2, 1.0, mechanism=dpb.Exponential(1.0))
+    (release,) = search.ledger(problem, 50).releases
+    share, _ = spread_of(1.0, 50, jnp.float32, False)
+    assert release.rate <= 1.0 / (2 * share * margin) * (1 + 1e-9)
+    assert release.queries[0].contribution == pytest.approx(share)
+    slope = MeanLoss(problem, "slope", 50).facts(jnp.float32)
+    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-6)
+    solver = dpb.RegularizedExponentialMechanism(
+        sampler,
+        convex=True,
+        regularizer=0.3,
+        dimension=1,
+        mechanism=dpb.RegularizedExponential(2.0),
+    )
+    _, rate, _, _ = solver._plan(problem, 50)
+    sensitivity = 2 * slope.contributions["records"]
+    assert rate <= 0.3 / (2.0 * sensitivity * margin) ** 2 * (1 + 1e-6)
+    # A computed law is within tanh of the error of its logarithm.
+    (release,) = solver.ledger(problem, 50).releases
+    assert release.inexact == pytest.approx(math.tanh(rate * float(slope.rounding)))
+
+
+class Taken(AbstractSampler):
+    """Returns the potential that it is given, at the start."""
+
+    def planned(self, regularity, feasible):
+        return self
+
+    def certificate(self, regularity, feasible):
+        return exact_certificate()
+
+    def draw(self, potential, feasible, start, *, key):
+        return potential(start)
+
+
+class Constant(AbstractPotential):
+    def __call__(self, x):
+        return jnp.ones(())
+
+
+@pytest.mark.parametrize("relation", list(dpb.Neighbours))
+def test_what_a_draw_opens_has_the_planned_temperature(relation):
+    """The potential of a score of one is the rate: no more than sensitivity allows."""
+    options = {"key": jax.random.key(0)}
+    most = relation.contributions * 0.25 * (1 + ROUNDING_MARGIN)
+    score = BoundedScore(Constant(), 0.25, "spread", dpb.Basis.CONSTANTS)
+    mechanism = dpb.Exponential(0.5, relation)
+    rate = mechanism.draw(score, Taken(), BOX, jnp.zeros(1), **options)
+    assert float(rate) <= 0.5 / most * (1 + 1e-6)
+    score = BoundedScore(Constant(), 0.25, "slope", dpb.Basis.CONSTANTS)
+    mechanism = dpb.RegularizedExponential(2.0, relation)
+    rate = mechanism.draw(
+        score, Taken(), BOX, jnp.zeros(1), regularizer=0.2, convexity=0.1, **options
+    )
+    assert float(rate) <= (0.2 + 0.1) / (2.0 * most) ** 2 * (1 + 1e-6)

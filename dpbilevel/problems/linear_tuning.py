@@ -271,8 +271,8 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def largest_loss(self) -> float:
-        """That of the model."""
-        return self.model.largest
+        """That of the model at margin 0, which short rows hardly leave."""
+        return self.model.start + self.model.largest
 
     @property
     def assumptions(self) -> tuple[str, ...]:
