@@ -272,7 +272,7 @@ class TuningCertificate(AbstractCertificate):
     @property
     def largest_loss(self) -> float:
         """That of the model at margin 0, which short rows hardly leave."""
-        return self.model.start + self.model.largest
+        return self.model.largest
 
     @property
     def assumptions(self) -> tuple[str, ...]:
