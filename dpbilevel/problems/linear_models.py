@@ -43,8 +43,8 @@ class AbstractLinearModel(abc.ABC):
 
     @property
     def largest(self) -> float:
-        """How large a loss may be at margin 0, beyond `start`."""
-        return 0.0
+        """How large a loss may be at margin 0: `start`, where that is finite."""
+        return self.start
 
     @abc.abstractmethod
     def slope(self, margin: Any) -> Any:

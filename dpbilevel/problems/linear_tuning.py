@@ -271,7 +271,7 @@ class TuningCertificate(AbstractCertificate):
 
     @property
     def largest_loss(self) -> float:
-        """That of the model."""
+        """That of the model at margin 0, which short rows hardly leave."""
         return self.model.largest
 
     @property
