@@ -7,6 +7,7 @@ value where all but one of its terms vanish.
 import dataclasses
 import math
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +18,12 @@ import dpbilevel as dpb
 from dpbilevel import certified, resolvent
 from dpbilevel.clipping import _norm
 from dpbilevel.oracles import fixed_count
-from dpbilevel.privacy import accounting, pure
+from dpbilevel.privacy import accounting, pure, renyi
 from dpbilevel.privacy.draws import BoundedScore, Draw
 from dpbilevel.privacy.ledger import Query
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
+from dpbilevel.privacy.repetitions import Repetitions
+from dpbilevel.privacy.selection import Selection
 from dpbilevel.problems import sensitivities
 from dpbilevel.problems.bounds import Bounds, Metric
 from dpbilevel.problems.resolvents import Resolvent
@@ -954,3 +957,51 @@ def test_a_grid_release_rounds_by_less_than_its_share_of_the_margin():
     assert np.linalg.norm(steps - exact) <= 2.0**-13
     # Twice that, of a sensitivity of one contribution, is within the margin.
     assert 2 * 2.0**-13 + 8 * 2.0**-24 <= ROUNDING_MARGIN
+
+
+def test_every_selection_is_charged_and_may_run_out_of_runs():
+    queries = (Query("records", 10, 1.0),)
+    one, three = (
+        Selection("s", count, queries, dpb.Gaussian(2.0), Repetitions(3.0), 4)
+        for count in (1, 3)
+    )
+    assert one.failure > 0
+    assert three.failure == pytest.approx(3 * one.failure)
+    charged = [
+        renyi.Divergences(accounting._flatten(event)).epsilon(1e-5)
+        for part in (one, three)
+        for _, event in part.charges(dpb.People.OVERLAPPING)
+    ]
+    assert charged[1] > 1.5 * charged[0]
+
+
+def test_every_batch_of_every_release_may_overflow():
+    sampling = dpb.Poisson(0.1, capacity=20)
+    chance = sampling.failure(dpb.Neighbours.REPLACE_ONE, 100)
+    queries = tuple(Query(role, 100, 1.0, sampling) for role in ("upper", "lower"))
+    apart, joint = (
+        dpb.Release("a", 3, queries, dpb.Gaussian(2.0), joint=joint)
+        for joint in (False, True)
+    )
+    assert apart.failure == pytest.approx(2 * 3 * chance)
+    assert joint.failure == pytest.approx(3 * chance)
+    assert dpb.Ledger((apart, joint)).failure == pytest.approx(9 * chance)
+
+
+def test_runs_on_numbered_batches_are_charged_one_by_one():
+    queries = (Query("records", 100, 1.0, dpb.SinglePass(10)),)
+    part = dpb.Release("a", 5, queries, dpb.Gaussian(2.0))
+    charged = [
+        accounting.gaussian_mu(event)
+        for run in part.repeated(2)
+        for _, event in run.charges(dpb.People.OVERLAPPING)
+    ]
+    assert math.hypot(*charged) == pytest.approx(math.sqrt(2) / 2)
+
+
+def test_every_sampled_release_is_charged_the_rounding_of_its_composition():
+    for count in (1, 50):
+        event = dpb.Poisson(0.01).event(5.0, dpb.Neighbours.REPLACE_ONE, 100)
+        event = dp_accounting.SelfComposedDpEvent(event, count)
+        found = accounting.delta(event, dpb.Neighbours.REPLACE_ONE, 30.0, 1e-2)
+        assert found >= (1 + count) * 2.0**-50 * (1 - 1e-6)
