@@ -244,6 +244,11 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
     if rule.n == 0:
         return rule.mean(rule.empty(1))
     chunks, rows = _chunks(rule.n, rows)
+    # Nothing passes a clip norm so large that sums overflow, or so small that the noise
+    # made for it underflows; nor a denominator that may count as zero.
+    valid = (rule.clip_norm > 1e-25) & (rule.clip_norm < 1e30)
+    valid &= rule.denominator > 1e-25
+    clip_norm = jnp.where(valid, rule.clip_norm, 1)
 
     def add(sums, index):
         start = jnp.minimum(index * rows, rule.n - rows)
@@ -252,13 +257,9 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
             lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
         )
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        # Nothing passes a clip norm so large that sums overflow, or so small that the
-        # noise made for it underflows; nor a denominator that may count as zero.
-        valid = (rule.clip_norm > 1e-25) & (rule.clip_norm < 1e30)
-        valid &= rule.denominator > 1e-25
         keep = fresh & valid if keep is None else fresh & valid & keep
         values = jax.vmap(fun)(chunk)
-        values = jax.tree.map(lambda v: _scaled(v, rule.clip_norm), values)
+        values = jax.tree.map(lambda v: _scaled(v, clip_norm), values)
         norms = jax.vmap(_norm)(values)
         # Read from the bits, so that no option of the compiler skips it.
         keep &= is_below(norms, _LONGEST**1.5)

@@ -170,7 +170,7 @@ def test_padding_counts_for_nothing(name):
     assert rows.present.shape == (64,)
     assert rows.present.sum() == 50
     assert np.isnan(rows.records[50:]).all()
-    far = rows.records.at[50:].set(-3.0)
+    far = rows.records.at[50:].set(0.9)
     hidden, counted = Padded(far, rows.present), Padded(far, jnp.ones(64, bool))
 
     @jax.jit

@@ -11,19 +11,22 @@ from ..clipping import Basis, Bounded, Precision, clipped_mean
 from ..privacy.draws import BoundedScore
 from ..privacy.ledger import RECORDS, Query
 from ..samplers.base import AbstractPotential
+from ..sampling import Batch, Padded, unpacked
 from .mean_loss import public_part, spread_of
 
 
 def clipped_loss(
-    losses: Float[Array, " n"],
+    losses: Float[Array, " n"] | Padded,
     clip_range: float | Float[Array, ""],
     size: int,
     precision: Precision,
 ) -> Bounded:
     r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
 
+    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
+
     Args:
-        losses: One per record; NaN, in a row that is no record, contributes zero.
+        losses: One per record; of `Padded` ones those that are present.
         clip_range: $B$.
         size: The planned number of records.
         precision: How they are summed, as in `clipped_mean`.
@@ -32,18 +35,26 @@ def clipped_loss(
         One record moves the mean by at most $B / n$ under replace-one, enforced by
         clipping.
     """
-    reach = jnp.asarray(clip_range).astype(losses.dtype)
+    rows, present = unpacked(losses)
+    reach = jnp.asarray(clip_range).astype(rows.dtype)
 
     def centered(loss):
-        return jnp.clip(loss, 0, reach) - reach / 2
+        return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
 
-    return clipped_mean(
-        centered,
-        losses,
-        clip_norm=reach / 2,
-        denominator=float(size),
-        precision=precision,
-    )
+    batch = Batch(rows, present, float(size))
+    return clipped_mean(centered, batch, clip_norm=reach / 2, precision=precision)
+
+
+def column(losses: Float[Array, "n q"] | Padded, index: int) -> Any:
+    """The losses at one point.
+
+    Args:
+        losses: One row per record, one column per point.
+        index: The point's number.
+    """
+    if isinstance(losses, Padded):
+        return Padded(losses.records[:, index], losses.present)
+    return losses[:, index]
 
 
 def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
@@ -57,7 +68,7 @@ def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
 
 
 def numbered(
-    losses: Float[Array, "n m"],
+    losses: Float[Array, "n m"] | Padded,
     points: Float[Array, "m d"],
     public: Callable[[Any], Float[Array, ""]] | None,
     start: Float[Array, " d"],
@@ -74,15 +85,17 @@ def numbered(
         clip_range: $B$, as in `clipped_loss`.
         size: The planned number of records.
     """
-    half = jnp.asarray(clip_range).astype(losses.dtype) / 2
+    rows, present = unpacked(losses)
+    half = jnp.asarray(clip_range).astype(rows.dtype) / 2
 
     def scored(row):
-        point, column = row
-        mean = clipped_loss(column, clip_range, size, "grid")
+        point, found = row
+        found = found if present is None else Padded(found, present)
+        mean = clipped_loss(found, clip_range, size, "grid")
         return mean.raw.values() + public_part(public, point, start, half)
 
-    scores = jax.lax.map(scored, (points, losses.T))
-    share, _ = spread_of(clip_range, size, losses.dtype, public is not None)
+    scores = jax.lax.map(scored, (points, rows.T))
+    share, _ = spread_of(clip_range, size, rows.dtype, public is not None)
     return BoundedScore(_Numbered(scores), share, "spread", Basis.CLIPPED)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ..noise import PRNGKey, derive
 from ..problems.black_box import BlackBox
 from ..problems.finite_sum import FiniteSum
-from ..sampling import unpacked
+from ..sampling import Padded, unpacked
 from .base import AbstractSolver
 
 State = TypeVar("State")
@@ -92,26 +92,25 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
         return self.tell(problem, state, asked, losses, key=key_tell)
 
 
-def losses_at(
-    problem: FiniteSum, asked: Asked, data: PyTree
-) -> Float[Array, "records points"]:
+def losses_at(problem: FiniteSum, asked: Asked, data: PyTree) -> Any:
     """Every record's loss at every point that is asked for, zero elsewhere.
 
     NaN becomes infinity, no worse: a run that is debugged must not stop where it is.
-    Rows that are no records have NaN.
 
     Args:
         problem: The problem.
         asked: The points.
         data: The records, or `Padded`.
+
+    Returns:
+        The losses, `Padded` as the records are.
     """
     records, present = unpacked(data)
 
     def at_one(point, index):
         def evaluated():
             found = jax.vmap(lambda record: problem.loss(point, record))(records)
-            found = jnp.where(jnp.isnan(found), jnp.inf, found)
-            return found if present is None else jnp.where(present, found, jnp.nan)
+            return jnp.where(jnp.isnan(found), jnp.inf, found)
 
         shape = jax.eval_shape(evaluated)
         return jax.lax.cond(
@@ -122,7 +121,7 @@ def losses_at(
     _, losses = jax.lax.scan(
         lambda _, row: (None, at_one(*row)), None, (asked.points, indices)
     )
-    return losses.T
+    return losses.T if present is None else Padded(losses.T, present)
 
 
 def trusted(problem: Any, most_evaluations: int | None) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ..noise import PRNGKey, derive
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
-from ..scores.told import clipped_loss, loss_query
+from ..scores.told import clipped_loss, column, loss_query
 from .asking import AbstractAskingSolver, Asked, trusted
 from .candidates import (
     LOSS,
@@ -130,7 +130,7 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         """One noisy value, and the best point by all of them."""
         (key,) = derive(key, "noise")
         mean = clipped_loss(
-            losses[:, 0], self.clip_range, self.sizes, self.noise.precision
+            column(losses, 0), self.clip_range, self.sizes, self.noise.precision
         )
         value = self.noise.release(mean, key=key).astype(state.values.dtype)
         value += like(self.clip_range, value) / 2

@@ -16,6 +16,7 @@ from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..problems.black_box import BlackBox
 from ..samplers.base import Certificate
 from ..samplers.grid import Grid
+from ..sampling import unpacked
 from ..scores.mean_loss import spread_of
 from ..scores.told import numbered
 from ..sets import Euclidean
@@ -98,7 +99,8 @@ class RandomSearch(AbstractAskingSolver[_State]):
         key: PRNGKey,
     ) -> _State:
         """One draw."""
-        numbers = jnp.arange(self.num_candidates, dtype=losses.dtype)
+        dtype = unpacked(losses)[0].dtype
+        numbers = jnp.arange(self.num_candidates, dtype=dtype)
         number = self.mechanism.draw(
             numbered(
                 losses,

@@ -15,7 +15,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.selection import Repetitions, Selection
-from ..scores.told import clipped_loss, loss_query
+from ..scores.told import clipped_loss, column, loss_query
 from .asking import AbstractAskingSolver, Asked, trusted
 from .candidates import (
     LOSS,
@@ -138,7 +138,7 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         key_repeats, key_noise = derive(key, "repeats", "noise")
         repeats = jnp.where(state.t == 0, self._repeats(key_repeats), state.repeats)
         mean = clipped_loss(
-            losses[:, 0], self.clip_range, self.sizes, self.noise.precision
+            column(losses, 0), self.clip_range, self.sizes, self.noise.precision
         )
         value = self.noise.release(mean, key=key_noise).astype(state.value.dtype)
         value += jnp.asarray(self.clip_range).astype(value.dtype) / 2
