@@ -44,6 +44,7 @@ _COMPILED_AS_BY_USERS = {
     "test_private_search_attacks",
     "test_resolvent_attacks",
     "test_roundings",
+    "test_rows",
     "test_secrets",
     "test_sensitivity",
     "test_sensitivity_search",
