@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 
@@ -57,7 +58,7 @@ def floor_log2(value: Float[Array, "..."]) -> Int[Array, "..."]:
     return biased.astype(jnp.int32) - (info.maxexp - 1)
 
 
-def power_of_two(exponent: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+def power_of_two(exponent: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     r"""$2^e$, exactly; zero below the normal numbers of the dtype.
 
     Args:

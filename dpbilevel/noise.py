@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key, PyTree, UInt32
 
 PRNGKey = Key[Array, ""]
@@ -181,7 +182,7 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
     if not leaves:
         return tree
     shapes = [jnp.shape(v) for v in leaves]
-    dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
     for leaf in leaves:
         kind = jnp.result_type(leaf)
         if not jnp.issubdtype(kind, jnp.floating):
@@ -195,7 +196,7 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
 
 
 def standard_exponential(
-    shape: tuple[int, ...], dtype: jnp.dtype, *, key: PRNGKey
+    shape: tuple[int, ...], dtype: DTypeLike, *, key: PRNGKey
 ) -> Float[Array, "..."]:
     r"""Independent standard exponential values, $-\log u$ with a uniform $u$.
 
@@ -214,7 +215,7 @@ def standard_exponential(
 
 
 def standard_gumbel(
-    shape: tuple[int, ...], dtype: jnp.dtype, *, key: PRNGKey
+    shape: tuple[int, ...], dtype: DTypeLike, *, key: PRNGKey
 ) -> Float[Array, "..."]:
     r"""Independent standard Gumbel values, $-\log E$ with an exponential $E$.
 
@@ -231,7 +232,7 @@ def standard_gumbel(
 
 
 def normal_from_bits(
-    words: UInt32[Array, "words n"], dtype: jnp.dtype
+    words: UInt32[Array, "words n"], dtype: DTypeLike
 ) -> Float[Array, " n"]:
     r"""Maps uniform bits to standard normal values.
 
@@ -251,12 +252,12 @@ def normal_from_bits(
     return jnp.where(negative, -magnitude, magnitude)
 
 
-def _words(key: PRNGKey, size: int, dtype: jnp.dtype) -> UInt32[Array, "words n"]:
+def _words(key: PRNGKey, size: int, dtype: DTypeLike) -> UInt32[Array, "words n"]:
     return jax.random.bits(key, (3 if dtype == jnp.float64 else 2, size), jnp.uint32)
 
 
 def _tail(
-    words: UInt32[Array, "words n"], dtype: jnp.dtype
+    words: UInt32[Array, "words n"], dtype: DTypeLike
 ) -> tuple[Bool[Array, " n"], Float[Array, " n"]]:
     """A coin, and a uniform number in (0, 1/2) of full relative precision."""
     coin = words[0] >> 31 == 1

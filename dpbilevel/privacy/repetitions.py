@@ -73,7 +73,7 @@ class Repetitions:
         terms = np.arange(1, count + math.ceil(60 / self.gamma))
         chances = np.exp(terms * math.log1p(-self.gamma)) / terms
         chances /= -math.log(self.gamma)
-        return np.minimum(chances[::-1].cumsum()[::-1][: count + 1], 1.0)
+        return np.minimum(np.cumsum(chances[::-1])[::-1][: count + 1], 1.0)
 
     def event(self, base: "dp_accounting.DpEvent") -> "dp_accounting.DpEvent":
         """The event of releasing the best of $K$ runs of a base mechanism.

@@ -113,8 +113,9 @@ def _share_memory(first: object, second: object) -> bool:
     """Whether two NumPy arrays have an entry in common, where that is quick to tell."""
     if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray):
         return False
+    most: Any = 10_000  # whose type differs between the stubs of NumPy's releases
     try:
-        return np.shares_memory(first, second, max_work=10_000)  # type: ignore[arg-type]
+        return np.shares_memory(first, second, max_work=most)
     except np.exceptions.TooHardError:
         return False
 

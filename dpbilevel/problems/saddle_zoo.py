@@ -217,7 +217,7 @@ def worst_group(
         weight = jnp.take(weights * y, z["group"])
         return weight * 0.5 * jnp.sum((x - z["target"]) ** 2)
 
-    most, far = float(n / counts.min()), 2 * radius
+    most, far = float(n / np.min(counts)), 2 * radius
     problem = SaddleProblem(
         fun,
         x_set=Ball(radius),
@@ -245,4 +245,4 @@ def _longest(vectors: Array) -> float:
 
 def _largest_singular(matrices: Array) -> float:
     norms = np.linalg.norm(np.asarray(matrices, np.float64), 2, axis=(1, 2))
-    return float(norms.max())
+    return float(np.max(norms))

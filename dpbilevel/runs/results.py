@@ -86,10 +86,12 @@ def versions() -> dict[str, str]:
 
 def software() -> dict[str, str | bool]:
     """All that a run's bits depend on besides its arguments."""
-    return versions() | {
+    settings: Any = jax.config  # without the names of all settings for type checkers
+    return {
+        **versions(),
         "backend": jax.default_backend(),
         "floats": str(jnp.result_type(float)),
-        "partitionable": jax.config.jax_threefry_partitionable,  # type: ignore[attr-defined]
+        "partitionable": settings.jax_threefry_partitionable,
     }
 
 
