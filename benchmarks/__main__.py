@@ -17,6 +17,7 @@ NAMES = (
     "draws",
     "saddle",
     "fairness",
+    "breast_cancer",
     "black_box",
     "dimensions",
 )

@@ -584,20 +584,24 @@ def test_people_in_both_levels_are_charged_the_whole_draw_and_others_their_share
             assert accounting.pure_epsilons(event) == pytest.approx([epsilon])
 
 
+def alternating_draw():
+    """A regularized draw on a line, at multiplier 2."""
+    return dpb.RegularizedExponentialMechanism(
+        dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-6),
+        convex=True,
+        regularizer=0.3,
+        dimension=1,
+        mechanism=dpb.RegularizedExponential(2.0),
+    )
+
+
 def test_draws_of_two_levels_are_planned_for_both_shares_and_their_errors(x64):
     sizes, problem = dpb.Sizes(300, 500), two_levels()
     grid = dpb.Grid(jnp.zeros((2, 1)))
     solver = dpb.ExponentialMechanism(grid, mechanism=dpb.Exponential(1.0))
     facts, rate, _ = solver._plan(problem, sizes)
     assert rate <= 1 / (2 * sum(facts.contributions.values()))
-    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-6)
-    solver = dpb.RegularizedExponentialMechanism(
-        sampler,
-        convex=True,
-        regularizer=0.3,
-        dimension=1,
-        mechanism=dpb.RegularizedExponential(2.0),
-    )
+    solver = alternating_draw()
     facts, rate, _, _ = solver._plan(problem, sizes)
     (release,) = solver.ledger(problem, sizes).releases
     expected = math.tanh(rate * facts.error)
@@ -637,14 +641,7 @@ def test_a_rate_has_room_for_rounding():
     assert release.rate <= 1.0 / (2 * share * margin) * (1 + 1e-9)
     assert release.queries[0].contribution == pytest.approx(share)
     slope = MeanLoss(problem, "slope", 50).facts(jnp.float32)
-    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-6)
-    solver = dpb.RegularizedExponentialMechanism(
-        sampler,
-        convex=True,
-        regularizer=0.3,
-        dimension=1,
-        mechanism=dpb.RegularizedExponential(2.0),
-    )
+    solver = alternating_draw()
     _, rate, _, _ = solver._plan(problem, 50)
     sensitivity = 2 * slope.contributions["records"]
     assert rate <= 0.3 / (2.0 * sensitivity * margin) ** 2 * (1 + 1e-6)
