@@ -1,10 +1,11 @@
 """Many penalties on few records: bilevel tuning against plain private descent.
 
-scikit-learn's breast cancer records, standardised: 284 for training, 142 for validation,
-143 for testing. Logistic regression with a penalty for each of its 30 coefficients by the
-solver of the README's quick example, released as its last model or the mean of them, and
-plain private descent on the training records, or on those of training and validation.
-Twenty keys each; test accuracies and how many answers were not finite.
+scikit-learn's breast cancer records, standardised: 284 for training, 142 for
+validation, 143 for testing. Logistic regression with a penalty for each of its 30
+coefficients by the solver of the README's quick example, released as its last model or
+the mean of them, and plain private descent on the training records, or on those of
+training and validation. Twenty keys each; test accuracies and how many answers were not
+finite.
 
 Run by `python -m benchmarks breast_cancer`. NON-PRIVATE evaluation: the test accuracies
 are computed from the records.
@@ -79,8 +80,8 @@ def main():
             solver = dataclasses.replace(TUNING, answer=answer)
             data = dpb.Levels(validation, train)
             found = released(tuned, solver, data, start, budget, sizes=sizes)
-            print(f"  30 penalties, {answer:4}            {row(found.y, test)}", flush=True)
+            print(f"  30 penalties, {answer:18} {row(found.y, test)}", flush=True)
         for name, records in (("training", train), ("and validation", both)):
             count = len(records["label"])
             found = released(plain, PLAIN, records, start[0], budget, sizes=count)
-            print(f"  plain, {name:15}         {row(found.value, test)}", flush=True)
+            print(f"  plain, {name:18}        {row(found.value, test)}", flush=True)
