@@ -136,7 +136,7 @@ def pytest_runtest_protocol(item):
     jax.config.update("jax_disable_most_optimizations", hasty)
     with jax.debug_key_reuse(not reuses and module not in _WITHOUT_KEYS):
         result = yield
-    if next(_TESTS) % 10 == 0 and (_memory_maps() > 40_000 or _gigabytes() > 2):
+    if next(_TESTS) % 10 == 0 and (_memory_maps() > 40_000 or _gigabytes() > 1.6):
         jax.clear_caches()
         gc.collect()
     return result

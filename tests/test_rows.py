@@ -282,7 +282,6 @@ def test_nor_does_a_function_that_the_compiler_takes_for_impossible(name):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU backend")
-@pytest.mark.xfail(strict=False, reason="releases of XLA differ")
 def test_a_compiler_can_be_let_to_forget_that_numbers_may_be_nan():
     # The control of the test above.
     def kept(rows):
