@@ -25,8 +25,8 @@ from .planning import recommend as recommend
 from .privacy.budget import Neighbours as Neighbours
 from .privacy.budget import People as People
 from .privacy.budget import PrivacyBudget as PrivacyBudget
-from .privacy.calibration import Plan as Plan
 from .privacy.calibration import calibrate as calibrate
+from .privacy.calibration import fit as fit
 from .privacy.draws import Draw as Draw
 from .privacy.draws import Exponential as Exponential
 from .privacy.draws import RegularizedExponential as RegularizedExponential
@@ -85,7 +85,6 @@ from .sets import Simplex as Simplex
 from .single_pass import SinglePass as SinglePass
 from .solvers.asking import AbstractAskingSolver as AbstractAskingSolver
 from .solvers.base import AbstractSolver as AbstractSolver
-from .solvers.base import fit as fit
 from .solvers.base import solve as solve
 from .solvers.exponential import ExponentialMechanism as ExponentialMechanism
 from .solvers.extragradient import NoisyExtragradient as NoisyExtragradient
@@ -107,6 +106,7 @@ from .solvers.regularized import (
 )
 from .solvers.repeat_and_select import RepeatAndSelect as RepeatAndSelect
 from .solvers.single_loop import SingleLoopBilevel as SingleLoopBilevel
+from .solvers.solution import Plan as Plan
 from .solvers.solution import PrivateResult as PrivateResult
 from .solvers.solution import Solution as Solution
 from .solvers.warm_start import WarmStarted as WarmStarted

@@ -204,6 +204,8 @@ def _serves(
     sizes: Sizes,
 ) -> bool:
     """Whether the sampler, the dtype and the accountant can do it."""
+    if solver is None:
+        return False
     try:
         calibrate(problem, solver, budget, sizes=sizes)
     except ValueError:

@@ -263,7 +263,7 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
         y=None if y is None else np.asarray(y),
         trajectory=config.task.shown(path),
         report=prepared.report,
-        versions=results.versions(),
+        versions=checkpoint.versions(),
         config=config.tables,
         rejected_updates=int(rejected_updates(state)),
     )
@@ -322,7 +322,7 @@ def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, An
     return {
         "config": json.loads(json.dumps(prepared.config.tables)),
         "plan": json.loads(prepared.report.to_json()),
-        "software": results.software(),
+        "software": checkpoint.software(),
         "chunk": chunk,
         "records": digest.hexdigest(),
     }

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..clipping import Basis
 from ..privacy.budget import Neighbours, People
-from ..privacy.calibration import Plan
 from ..privacy.ledger import PERSON, RECORDS
 from ..problems.bilevel import ROLES, BilevelProblem, Levels, Sizes
 from ..problems.constants import SecondOrderConstants
@@ -28,6 +27,7 @@ from ..solvers.gibo import GradientInformativeBO
 from ..solvers.proximal_point import InexactProximalPoint
 from ..solvers.random_search import RandomSearch
 from ..solvers.regularized import RegularizedExponentialMechanism
+from ..solvers.solution import Plan
 from .claims import Claim, ledger_claims
 
 # A record's gradient, far beyond any clip norm.

@@ -11,7 +11,7 @@ from ..config import Config
 from ..interrupts import whole
 from ..noise import root_key
 from ..runner import Prepared, prepare
-from ..runs import checkpoint, results
+from ..runs import checkpoint
 from .claims import TradeOffCurve
 from .neighbours import Canary, canaries
 from .tradeoff import TradeOff, audit_canaries
@@ -91,7 +91,7 @@ def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
         "format": 1,
         "passed": all(outcome.passed for outcome in outcomes),
         "audits": [outcome.to_dict() for outcome in outcomes],
-        "versions": results.versions(),
+        "versions": checkpoint.versions(),
         "config": config.tables,
     }
     text = json.dumps(_plain(page), indent=2, allow_nan=False) + "\n"

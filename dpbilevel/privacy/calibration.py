@@ -1,7 +1,7 @@
-"""Calibration: the least noise that reaches a budget, before any data is seen."""
+"""Plans: the least noise that reaches a budget, before any data is seen."""
 
-import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,33 +10,24 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..clipping import SUMS, Precision
+from ..noise import PRNGKey, check_key
+from ..problems.levels import people_of
+from ..problems.problem import AbstractProblem
 from ..sampling import AbstractSampling
+from ..solvers.base import AbstractSolver, solve, solver_for
+from ..solvers.solution import Plan, PrivateResult, divergence
 from . import accounting
-from .budget import PrivacyBudget
-from .draws import Draw
+from .budget import Neighbours, PrivacyBudget
 from .ledger import RECORDS, Ledger, Query, Release
 from .mechanisms import Gaussian
-from .report import PrivacyReport, describe
+from .report import describe
 
 _LARGEST_SCALE = 2.0**60
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A calibrated solver and the guarantee of running it once.
-
-    Attributes:
-        solver: The solver with its noise and the planned sizes.
-        report: The guarantee.
-    """
-
-    solver: Any
-    report: PrivacyReport
-
-
 def calibrate(
-    problem: Any,
-    solver: Any,
+    problem: AbstractProblem,
+    solver: AbstractSolver,
     budget: PrivacyBudget,
     *,
     sizes: Any,
@@ -75,7 +66,9 @@ def calibrate(
         is, on this problem and data of these sizes. A second run is a second release,
         and changing a field of the solver or the problem voids the report.
     """
-    _check_kinds(problem, solver, budget, sizes)
+    solver_for(problem, solver, "calibrate")
+    _checks.instance("calibrate", PrivacyBudget, budget=budget)
+    problem.check_sizes("calibrate", sizes)
     _checks.one_of("calibrate", "precision", precision, tuple(SUMS))
     planned = solver.planned(sizes).with_precision(precision)
 
@@ -83,7 +76,8 @@ def calibrate(
         return planned.with_noise(scale).ledger(problem, sizes)
 
     _check_releases(ledger(1.0), budget, type(solver).__name__)
-    _check_sampler(ledger(1.0), budget)
+    for release in ledger(1.0).releases:
+        release.check(budget)
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
     calibrated = planned.with_noise(scale).prepared(problem)
@@ -91,10 +85,73 @@ def calibrate(
     report = describe(
         calibrated.ledger(problem, sizes),
         budget,
-        levels=not isinstance(sizes, int),
+        levels=people_of(sizes) is not None,
         dimensions=dimensions,
     )
     return Plan(calibrated, report)
+
+
+def fit(
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    budget: PrivacyBudget,
+    people: str | None = None,
+    key: PRNGKey,
+    precision: Precision = "grid",
+    trajectory: bool = False,
+) -> PrivateResult:
+    """Plans and runs in one call: calibrate on the data's sizes, then solve.
+
+    Which records meet `x` is decided by tracing here, so an outer step that is public
+    costs nothing without being declared.
+
+    Args:
+        problem: A `BilevelProblem` or a `FiniteSum`.
+        solver: A solver of that problem; its own noise is replaced.
+        data: The records.
+        w0: The starting point.
+        budget: The guarantee to reach.
+        people: `"disjoint"`, `"overlapping"` or `"shared"`, for two levels. By
+            default shared data are `"shared"` and separate ones `"overlapping"`.
+        key: One typed key.
+        precision: As in `calibrate`.
+        trajectory: Whether to return the released iterates.
+
+    Returns:
+        The released value and its report.
+
+    Raises:
+        TypeError: As in `solve`.
+        ValueError: As in `solve` and `calibrate`.
+
+    Warns:
+        RuntimeWarning: The run diverged, by `PrivateResult.rejected_updates`.
+
+    Privacy:
+        One run under `budget`. The numbers of records are published with the report;
+        under add-or-remove-one they are private, so use `calibrate` with public sizes
+        and `solve` instead.
+    """
+    if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        raise ValueError(
+            "fit: takes the sizes from the data, but under add-or-remove-one the "
+            "number of records is private. Use calibrate with public sizes=, then "
+            "solve."
+        )
+    check_key(key)
+    solver_for(problem, solver, "fit")
+    problem = problem.traced(w0, data)
+    sizes = problem.sizes_of(data, people)
+    plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
+    solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
+    rejected = solution.rejected_updates
+    remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
+    if remark is not None:
+        warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
+    return PrivateResult(solution.value, plan.report, solution.trajectory, rejected)
 
 
 def least_multiplier(
@@ -145,7 +202,7 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
 
 def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
     """Refuses a plan whose noise only serves to hide the errors of computed scores."""
-    inexact = sum(r.count * r.inexact for r in ledger.releases if isinstance(r, Draw))
+    inexact = sum(release.computed_error for release in ledger.releases)
     cost = accounting.total_variation_delta(budget.epsilon, inexact)
     if cost <= budget.delta / 2:
         return
@@ -162,41 +219,6 @@ def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
         f"calibrate: the errors of the scores that {name} computes would take "
         f"{cost:.2g} of delta = {budget.delta:.3g}. {remedy}"
     )
-
-
-def _check_sampler(ledger: Ledger, budget: PrivacyBudget) -> None:
-    """Refuses samplers that take the budget for themselves, at any noise."""
-    for draw in (r for r in ledger.releases if isinstance(r, Draw)):
-        if not draw.certificate.proved:
-            continue
-        spent = 2 * draw.certificate.log_ratio
-        if spent >= budget.epsilon:
-            raise ValueError(
-                f"calibrate: log_ratio={draw.certificate.log_ratio:.3g} of the sampler "
-                f"alone costs {spent:.3g} of epsilon = {budget.epsilon:.3g}; give it a "
-                "smaller log_ratio."
-            )
-        distance = draw.certificate.distance
-        cost = accounting.total_variation_delta(budget.epsilon, distance)
-        if distance and cost >= budget.delta:
-            small = 0.01 * budget.delta * distance / cost
-            raise ValueError(
-                f"calibrate: distance={distance:.3g} of the sampler alone costs "
-                f"{cost:.3g} of delta = {budget.delta:.3g}; use at most {small:.1g}."
-            )
-
-
-def _check_kinds(problem, solver, budget, sizes) -> None:
-    # Imported here: solvers and problems build on this package.
-    from ..problems.bilevel import BilevelProblem, Sizes
-    from ..solvers.base import solver_for
-
-    solver_for(problem, solver, "calibrate")
-    _checks.instance("calibrate", PrivacyBudget, budget=budget)
-    if isinstance(problem, BilevelProblem):
-        _checks.instance("calibrate", Sizes, sizes=sizes)
-    else:
-        _checks.count("calibrate", sizes=sizes)
 
 
 def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> float:

@@ -2,7 +2,7 @@ r"""Mechanisms that draw their answer, from a density that the records shape."""
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -17,8 +17,8 @@ from ..samplers.base import AbstractPotential, AbstractSampler, Certificate
 from ..samplers.potentials import scaled
 from ..sampling import FullBatch
 from ..sets import AbstractSet
-from . import pure
-from .budget import Neighbours, People
+from . import accounting, pure
+from .budget import Neighbours, People, PrivacyBudget
 from .ledger import PERSON, RECORDS, AbstractRelease
 from .mechanisms import ROUNDING_MARGIN
 
@@ -296,16 +296,16 @@ class Draw(AbstractRelease):
             object.__setattr__(self, "basis", Basis.HOPE)
 
     @property
-    def neighbours(self) -> Neighbours:
-        """The mechanism's."""
-        return self.mechanism.neighbours
-
-    @property
     def failure(self) -> float:
         """The distance of the drawn law from the one that is charged, or its aim."""
         made = self.certificate
         distance = made.distance if made.proved else made.aim
         return self.count * (distance + self.inexact)
+
+    @property
+    def computed_error(self) -> float:
+        """How far computed scores, all together, take the draws from the exact law."""
+        return self.count * self.inexact
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -330,6 +330,43 @@ class Draw(AbstractRelease):
         for person, share in shares.items():
             event = self.mechanism.event(share, certificate)
             yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
+
+    def check(self, budget: PrivacyBudget) -> None:
+        """Refuses samplers that take the budget for themselves, at any noise.
+
+        Args:
+            budget: The guarantee to reach.
+
+        Raises:
+            ValueError: The sampler's distance from its target alone costs as much.
+        """
+        certificate = self.certificate
+        if not certificate.proved:
+            return
+        spent = 2 * certificate.log_ratio
+        if spent >= budget.epsilon:
+            raise ValueError(
+                f"calibrate: log_ratio={certificate.log_ratio:.3g} of the sampler "
+                f"alone costs {spent:.3g} of epsilon = {budget.epsilon:.3g}; give it a "
+                "smaller log_ratio."
+            )
+        distance = certificate.distance
+        cost = accounting.total_variation_delta(budget.epsilon, distance)
+        if distance and cost >= budget.delta:
+            small = 0.01 * budget.delta * distance / cost
+            raise ValueError(
+                f"calibrate: distance={distance:.3g} of the sampler alone costs "
+                f"{cost:.3g} of delta = {budget.delta:.3g}; use at most {small:.1g}."
+            )
+
+    def row(self) -> dict[str, Any]:
+        """The draw in the report, with its temperature."""
+        return super().row() | {"temperature": 1 / self.rate}
+
+    def forecast(self, coordinates: int | None) -> dict[str, Any]:
+        """How far apart two scores are that the draw can tell from each other."""
+        row = {"release": self.name, "temperature": 1 / self.rate}
+        return row if coordinates is None else row | {"coordinates": coordinates}
 
 
 def check_continuous(sampler: AbstractSampler) -> None:

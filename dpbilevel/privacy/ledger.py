@@ -15,7 +15,7 @@ from .._lazy import dp_accounting
 from ..clipping import Basis
 from ..sampling import AbstractSampling, FullBatch
 from . import accounting
-from .budget import Neighbours, People
+from .budget import Neighbours, People, PrivacyBudget
 from .mechanisms import Gaussian
 
 RECORDS = "records"  # the role of the records of a one-level problem
@@ -113,13 +113,59 @@ class AbstractRelease(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def neighbours(self) -> Neighbours:
-        """The relation that the noise refers to."""
-
-    @property
-    @abc.abstractmethod
     def failure(self) -> float:
         """How far, in total variation, all of them are from what is charged."""
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation that the noise refers to."""
+        return self.mechanism.neighbours
+
+    @property
+    def overflow(self) -> float:
+        """The part of `failure` that is the chance of an overflowing batch."""
+        return 0.0
+
+    @property
+    def computed_error(self) -> float:
+        """The part of `failure` that errors of computed scores are."""
+        return 0.0
+
+    def check(self, budget: PrivacyBudget) -> None:
+        """Refuses a budget that no noise reaches; by default none is known to be.
+
+        Args:
+            budget: The guarantee to reach.
+        """
+        del budget
+
+    def row(self) -> dict[str, Any]:
+        """The release in the report: what it reads, by what mechanism."""
+        factor = self.neighbours.contributions
+        roles = {
+            query.role: {
+                "records": query.size,
+                "sampling": repr(query.sampling),
+                "sensitivity": factor * query.contribution,
+            }
+            for query in self.queries
+        }
+        return {
+            "release": self.name,
+            "count": self.count,
+            "roles": roles,
+            "mechanism": type(self.mechanism).__name__,
+            "precision": self.mechanism.precision,
+            "basis": self.basis.value,
+        }
+
+    @abc.abstractmethod
+    def forecast(self, coordinates: int | None) -> dict[str, Any]:
+        """How the noise compares with the signal, as a row of the report.
+
+        Args:
+            coordinates: The number of coordinates of a release, where it is known.
+        """
 
     @abc.abstractmethod
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
@@ -127,7 +173,60 @@ class AbstractRelease(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(AbstractRelease):
+class AbstractGaussianRelease(AbstractRelease):
+    """A sum of clipped means plus Gaussian noise.
+
+    Args:
+        mechanism: The noise, relative to the sum of the queries' sensitivities.
+    """
+
+    mechanism: Gaussian
+
+    def __post_init__(self):
+        super().__post_init__()
+        _checks.instance(type(self).__name__, Gaussian, mechanism=self.mechanism)
+
+    @property
+    def clip_norm(self) -> float:
+        """The largest norm of the noiseless value."""
+        return sum(query.clip_norm for query in self.queries)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise over the sensitivity of one person with a record in every role."""
+        return self.mechanism.event().noise_multiplier
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise in every coordinate."""
+        factor = self.neighbours.contributions
+        return self.noise_multiplier * factor * self.contribution
+
+    def row(self) -> dict[str, Any]:
+        """The release in the report, with its noise."""
+        return super().row() | {
+            "noise_multiplier": self.noise_multiplier,
+            "noise_std": self.noise_std,
+            "clip_norm": self.clip_norm,
+        }
+
+    def forecast(self, coordinates: int | None) -> dict[str, Any]:
+        """The noise over the largest value, and where it outgrows every signal."""
+        ratio = self.noise_std / self.clip_norm
+        row = {
+            "release": self.name,
+            "largest": "clip norm",
+            "noise_std_over_clip_norm": ratio,
+            "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
+        }
+        if coordinates is not None:
+            row["coordinates"] = coordinates
+            row["noise_norm_over_clip_norm"] = ratio * math.sqrt(coordinates)
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class Release(AbstractGaussianRelease):
     r"""`count` releases of one kind: a sum of clipped means plus one Gaussian draw.
 
     Args:
@@ -150,7 +249,6 @@ class Release(AbstractRelease):
         is a Gaussian of multiplier $m$: sensitivities add.
     """
 
-    mechanism: Gaussian
     joint: bool = False
     basis: Basis = Basis.CLIPPED
     value_norm: float | None = None
@@ -160,7 +258,6 @@ class Release(AbstractRelease):
         super().__post_init__()
         if self.value_norm is not None:
             _checks.positive("Release", value_norm=self.value_norm)
-        _checks.instance("Release", Gaussian, mechanism=self.mechanism)
         if self.mechanism.precision == "grid" and self.queries:
             self._check_range()
 
@@ -176,22 +273,9 @@ class Release(AbstractRelease):
             )
 
     @property
-    def neighbours(self) -> Neighbours:
-        """The mechanism's."""
-        return self.mechanism.neighbours
-
-    @property
     def clip_norm(self) -> float:
         """The largest norm of the noiseless value."""
-        if self.value_norm is not None:
-            return self.value_norm
-        return sum(query.clip_norm for query in self.queries)
-
-    @property
-    def noise_std(self) -> float:
-        """The standard deviation of the noise in every coordinate."""
-        factor = self.neighbours.contributions
-        return self.noise_multiplier * factor * self.contribution
+        return super().clip_norm if self.value_norm is None else self.value_norm
 
     @property
     def failure(self) -> float:
@@ -199,6 +283,20 @@ class Release(AbstractRelease):
         batches = self.queries[:1] if self.joint else self.queries
         chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
         return self.count * sum(chances)
+
+    @property
+    def overflow(self) -> float:
+        """All of `failure`."""
+        return self.failure
+
+    def forecast(self, coordinates: int | None) -> dict[str, Any]:
+        """That of a Gaussian release, with what is clipped by."""
+        row = super().forecast(coordinates)
+        if self.value_norm is not None:
+            row["largest"] = "largest value"
+        if self.clip_ratio is not None:
+            row["clip_norm_over_bound"] = self.clip_ratio
+        return row
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -209,11 +307,6 @@ class Release(AbstractRelease):
             for query in self.queries
             if (charged := query.sampling.charged(self.count, query.size)) < self.count
         )
-
-    @property
-    def noise_multiplier(self) -> float:
-        """The noise over the sensitivity of one person with a record in every role."""
-        return self.mechanism.event().noise_multiplier
 
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
         """The events of all `count` releases, with the kind of person they charge."""

@@ -13,9 +13,7 @@ from ..clipping import Basis
 from ..sampling import padded_rows
 from . import accounting
 from .budget import Neighbours, PrivacyBudget
-from .draws import Draw
-from .ledger import AbstractRelease, Ledger, Release
-from .selection import Selection
+from .ledger import Ledger
 
 
 class Status(enum.Enum):
@@ -163,9 +161,10 @@ def describe(
         relation=ledger.neighbours.value,
         people=ledger.people.value if levels else None,
         epsilon_by_person=by_person,
-        ledger=tuple(_row(release) for release in ledger.releases),
+        ledger=tuple(release.row() for release in ledger.releases),
         forecast=tuple(
-            _forecast(release, dimensions or {}) for release in ledger.releases
+            release.forecast((dimensions or {}).get(release.name))
+            for release in ledger.releases
         ),
         assumptions=(
             *ledger.assumptions,
@@ -188,7 +187,7 @@ def describe(
 
 def _certificates(ledger: Ledger) -> tuple[str, ...]:
     notes = [note for release in ledger.releases for note in release.notes]
-    overflow = sum(r.failure for r in ledger.releases if isinstance(r, Release))
+    overflow = sum(release.overflow for release in ledger.releases)
     if overflow:
         notes.append(
             "some sampled batch overflows, or a subset lacks members, with probability "
@@ -242,55 +241,6 @@ _STATUS = {
     Basis.CONSTANTS: Status.CONDITIONAL,
     Basis.HOPE: Status.HEURISTIC,
 }
-
-
-def _row(release: AbstractRelease) -> dict[str, Any]:
-    factor = release.neighbours.contributions
-    row = {
-        "release": release.name,
-        "count": release.count,
-        "roles": {
-            query.role: {
-                "records": query.size,
-                "sampling": repr(query.sampling),
-                "sensitivity": factor * query.contribution,
-            }
-            for query in release.queries
-        },
-        "mechanism": type(release.mechanism).__name__,
-        "precision": release.mechanism.precision,
-        "basis": release.basis.value,
-    }
-    if isinstance(release, Draw):
-        return row | {"temperature": 1 / release.rate}
-    assert isinstance(release, Release | Selection)
-    return row | {
-        "noise_multiplier": release.noise_multiplier,
-        "noise_std": release.noise_std,
-        "clip_norm": release.clip_norm,
-    }
-
-
-def _forecast(release: AbstractRelease, dimensions: dict[str, int]) -> dict[str, Any]:
-    if isinstance(release, Draw):
-        row = {"release": release.name, "temperature": 1 / release.rate}
-        if release.name in dimensions:
-            row["coordinates"] = dimensions[release.name]
-        return row
-    assert isinstance(release, Release | Selection)
-    ratio = release.noise_std / release.clip_norm
-    row = {
-        "release": release.name,
-        "largest": "clip norm" if release.value_norm is None else "largest value",
-        "noise_std_over_clip_norm": ratio,
-        "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
-    }
-    if release.clip_ratio is not None:
-        row["clip_norm_over_bound"] = release.clip_ratio
-    if release.name in dimensions:
-        row["coordinates"] = dimensions[release.name]
-        row["noise_norm_over_clip_norm"] = ratio * math.sqrt(dimensions[release.name])
-    return row
 
 
 def _ledger_line(row: dict[str, Any]) -> str:

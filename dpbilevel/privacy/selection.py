@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from .. import _checks
 from .._lazy import dp_accounting
 from ..clipping import Basis
-from .budget import Neighbours, People
-from .ledger import AbstractRelease
-from .mechanisms import Gaussian
+from .budget import People
+from .ledger import AbstractGaussianRelease
 from .repetitions import Repetitions
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection(AbstractRelease):
+class Selection(AbstractGaussianRelease):
     r"""`count` releases of the best of $K$ Gaussian releases, with its value.
 
     Args:
@@ -37,45 +36,13 @@ class Selection(AbstractRelease):
         2019, for the geometric law.
     """
 
-    mechanism: Gaussian
     repetitions: Repetitions
     runs: int
     basis: Basis = Basis.CLIPPED
 
     def __post_init__(self):
         super().__post_init__()
-        _checks.instance("Selection", Gaussian, mechanism=self.mechanism)
         _checks.count("Selection", runs=self.runs)
-
-    @property
-    def neighbours(self) -> Neighbours:
-        """The mechanism's."""
-        return self.mechanism.neighbours
-
-    @property
-    def noise_multiplier(self) -> float:
-        """The noise of one run over its sensitivity."""
-        return self.mechanism.event().noise_multiplier
-
-    @property
-    def noise_std(self) -> float:
-        """The standard deviation of the noise of one run."""
-        return self.noise_multiplier * self.neighbours.contributions * self.contribution
-
-    @property
-    def clip_norm(self) -> float:
-        """The largest norm of the noiseless value of one run."""
-        return sum(query.clip_norm for query in self.queries)
-
-    @property
-    def value_norm(self) -> None:
-        """None: the largest value is the clip norm."""
-        return None
-
-    @property
-    def clip_ratio(self) -> None:
-        """None: no bound on the losses is declared."""
-        return None
 
     @property
     def failure(self) -> float:

@@ -15,6 +15,7 @@ from ..sets import AbstractSet, Euclidean
 from .constants import AbstractCertificate, Constants
 from .finite_sum import check_scalar, check_set, check_start
 from .levels import Levels, Sizes, check_apart
+from .problem import AbstractProblem
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
@@ -33,7 +34,7 @@ def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
     return tuple(role for role in ROLES if role in chosen)
 
 
-class BilevelProblem(eqx.Module):
+class BilevelProblem(AbstractProblem):
     r"""Minimize $F(x) = f(x, y^*(x))$ with $y^*(x) = \arg\min_y g(x, y)$.
 
     $$
@@ -166,6 +167,10 @@ class BilevelProblem(eqx.Module):
         )
         self.check_people(data, sizes.people)
         return sizes
+
+    def check_sizes(self, owner: str, sizes: Sizes) -> None:
+        """Refuses what is not `Sizes`."""
+        _checks.instance(owner, Sizes, sizes=sizes)
 
     def check_people(self, data: Levels, people: People) -> None:
         """Refuses separate data called shared, and the same data called anything else.

@@ -9,9 +9,10 @@ from jaxtyping import Float, PyTree
 
 from .. import _checks
 from ..sets import AbstractSet, Box
+from .problem import AbstractOneLevel
 
 
-class BlackBox(eqx.Module):
+class BlackBox(AbstractOneLevel):
     r"""Minimize $\frac{1}{n} \sum_i L(\theta, z_i)$ from values of $L$ alone.
 
     Args:
@@ -74,9 +75,9 @@ class BlackBox(eqx.Module):
                 f"record's loss, got {type(self.losses).__name__}."
             )
 
-    def sizes_of(self, data: Any = None) -> int:
+    def sizes_of(self, data: Any = None, people: Any = None) -> int:
         """The number of records; a black box keeps its data to itself."""
-        del data
+        del data, people
         return self.num_records
 
     def check(self, w0: PyTree, data: Any) -> None:

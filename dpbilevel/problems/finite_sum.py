@@ -18,11 +18,12 @@ from ..privacy.ledger import RECORDS, Query
 from ..sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
 from .levels import one_level
+from .problem import AbstractOneLevel
 
 Scalar = Float[Array, ""]
 
 
-class AbstractFiniteSum(eqx.Module):
+class AbstractFiniteSum(AbstractOneLevel):
     """What a one-level solver needs: clipped gradients, public gradients, a set."""
 
     if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
@@ -57,14 +58,6 @@ class AbstractFiniteSum(eqx.Module):
         self, clip_norm: float, sampling: AbstractSampling, sizes
     ) -> tuple[tuple[Query, ...], bool]:
         """What `clipped_gradient` reads, and whether in one joint batch."""
-
-    @abc.abstractmethod
-    def sizes_of(self, data: PyTree):
-        """The numbers of records in `data`."""
-
-    @abc.abstractmethod
-    def check(self, w0: PyTree, data: PyTree) -> None:
-        """Raises `ValueError` or `TypeError` where `w0` or `data` do not fit."""
 
 
 class FiniteSum(AbstractFiniteSum):
@@ -127,10 +120,6 @@ class FiniteSum(AbstractFiniteSum):
     ) -> tuple[tuple[Query, ...], bool]:
         """One query on the records."""
         return (Query(RECORDS, sizes, float(clip_norm), sampling),), False
-
-    def sizes_of(self, data: PyTree) -> int:
-        """The length of the leading axis."""
-        return one_level(data)
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Checks the shapes of `data` and that the loss is a scalar.

@@ -71,6 +71,15 @@ class Sizes:
             )
 
 
+def people_of(sizes: Any) -> People | None:
+    """Who is behind the records of two levels; `None` for one level.
+
+    Args:
+        sizes: `Sizes`, or the number of records of one level.
+    """
+    return sizes.people if isinstance(sizes, Sizes) else None
+
+
 def check_apart(data: Levels) -> None:
     """Refuses levels that hold the same records, as far as arrays can tell.
 

@@ -1,5 +1,7 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
+from typing import Any
+
 import jax
 import optax
 from jaxtyping import Array, Float, PyTree
@@ -168,9 +170,13 @@ class PenalizedLevel(AbstractFiniteSum):
         """One query on the lower records, and one on the upper ones if penalized."""
         return levels_queries(self._clip_norms(clip_norm), sampling, sizes)
 
-    def sizes_of(self, data: Levels) -> Sizes:
+    def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
         """The sizes of both levels."""
-        return self.problem.sizes_of(data)
+        return self.problem.sizes_of(data, people)
+
+    def check_sizes(self, owner: str, sizes: Any) -> None:
+        """Those of both levels."""
+        self.problem.check_sizes(owner, sizes)
 
     def check(self, w0: PyTree, data: Levels) -> None:
         """Nothing to check: the bilevel problem was checked as a whole."""

@@ -17,11 +17,12 @@ from ..sampling import AbstractSampling, Batch
 from ..sets import AbstractSet, Euclidean, Product
 from .finite_sum import check_scalar, check_set, check_start
 from .levels import one_level
+from .problem import AbstractOneLevel
 
 Scalar = Float[Array, ""]
 
 
-class AbstractVariationalInequality(eqx.Module):
+class AbstractVariationalInequality(AbstractOneLevel):
     r"""Find $w^* \in W$ with $\langle F(w^*), w - w^* \rangle \ge 0$ for all $w$.
 
     $F(w) = \frac1n \sum_i F_i(w) + P(w)$ with one $F_i$ per record and a public $P$.
@@ -76,10 +77,6 @@ class AbstractVariationalInequality(eqx.Module):
     @abc.abstractmethod
     def public_operator(self, w: PyTree) -> PyTree:
         """$P(w)$: no clipping, no noise, no budget; zeros without a public term."""
-
-    @abc.abstractmethod
-    def check(self, w0: PyTree, data: PyTree) -> None:
-        """Raises `ValueError` where `w0` or `data` do not fit."""
 
     def clipped_operator(
         self,
@@ -143,10 +140,6 @@ class AbstractVariationalInequality(eqx.Module):
     ) -> tuple[Query, ...]:
         """One query on the records."""
         return (Query(RECORDS, sizes, float(clip_norm), sampling),)
-
-    def sizes_of(self, data: PyTree) -> int:
-        """The length of the leading axis."""
-        return one_level(data)
 
 
 def _saturated(value: Array) -> Array:

@@ -3,21 +3,27 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import io
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._version import __version__
 from ..interrupts import whole
 from ..noise import PRNGKey
 
 NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
+SEARCH = "search.json"  # the result of a search
+_PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (
     b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come and "
     b"a hash of the records; whoever has it can subtract that noise. It holds no value "
@@ -177,6 +183,23 @@ def leaves(tree: PyTree) -> list[np.ndarray]:
         tree: A pytree of arrays.
     """
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def versions() -> dict[str, str]:
+    """The software that a run's bits depend on."""
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"dpbilevel": __version__} | found | {"python": platform.python_version()}
+
+
+def software() -> dict[str, str | bool]:
+    """All that a run's bits depend on besides its arguments."""
+    settings: Any = jax.config  # without the names of all settings for type checkers
+    return {
+        **versions(),
+        "backend": jax.default_backend(),
+        "floats": str(jnp.result_type(float)),
+        "partitionable": settings.jax_threefry_partitionable,
+    }
 
 
 def _create(file: Path, content: bytes, mode: int) -> None:

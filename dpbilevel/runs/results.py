@@ -1,29 +1,23 @@
 """The result folder: released values, the guarantee, a figure."""
 
 import dataclasses
-import importlib.metadata
 import io
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .._version import __version__
 from ..privacy.report import PrivacyReport
 from ..solvers.solution import divergence
 from . import checkpoint, lock
+from .checkpoint import SEARCH
 from .tasks import TASKS, MatrixGameTask
 
 RESULT = "result.json"
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
-SEARCH = "search.json"  # of a search, instead of all these
 _AUDIT = "audit.json"
-_PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,23 +70,6 @@ class Result:
     @property
     def _of(self) -> str:
         return TASKS[self.task].of
-
-
-def versions() -> dict[str, str]:
-    """The software that a run's bits depend on."""
-    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"dpbilevel": __version__} | found | {"python": platform.python_version()}
-
-
-def software() -> dict[str, str | bool]:
-    """All that a run's bits depend on besides its arguments."""
-    settings: Any = jax.config  # without the names of all settings for type checkers
-    return {
-        **versions(),
-        "backend": jax.default_backend(),
-        "floats": str(jnp.result_type(float)),
-        "partitionable": settings.jax_threefry_partitionable,
-    }
 
 
 def save(folder: Path, result: Result, figure: bytes) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..privacy.report import PrivacyReport
 from ..problems.black_box import BlackBox
-from . import checkpoint, lock, results, spending
+from . import checkpoint, lock, spending
 from .checkpoint import Checkpoint
 
 _PATTERN = "evaluation-*.SECRET"
@@ -77,7 +77,7 @@ class Folder:
         Raises:
             ValueError: Another run finished here, or its result is damaged.
         """
-        file = self.path / results.SEARCH
+        file = self.path / checkpoint.SEARCH
         if not file.is_file():
             return None
         try:
@@ -183,7 +183,7 @@ class Folder:
             "run": self.public,
         }
         text = json.dumps(page, indent=2) + "\n"
-        checkpoint.replace(self.path / results.SEARCH, text.encode())
+        checkpoint.replace(self.path / checkpoint.SEARCH, text.encode())
         self._settle()
 
     def _interrupted(self) -> Checkpoint:
@@ -252,7 +252,7 @@ def described(problem: BlackBox, solver: Any, w0: Any) -> dict[str, Any]:
         "records": problem.num_records,
         "evaluates": problem.evaluates,
         "w0": _described(w0),
-        "software": results.software(),
+        "software": checkpoint.software(),
     }
     return json.loads(json.dumps(found))
 

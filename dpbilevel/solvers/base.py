@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import typing
-import warnings
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import equinox as eqx
@@ -14,13 +13,13 @@ from jaxtyping import Array, Int, Key, PyTree
 from .. import _checks
 from ..clipping import Basis, Precision
 from ..noise import PRNGKey, check_key, step_keys
-from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.calibration import Plan, calibrate
+from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
-from ..problems.levels import Levels
+from ..problems.levels import Levels, people_of
+from ..problems.problem import AbstractProblem
 from ..sampling import padded, padded_rows
-from .solution import PrivateResult, Solution, divergence
+from .solution import Plan, Solution
 from .updates import rejected_updates
 
 Problem = TypeVar("Problem")
@@ -145,7 +144,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
 
 
 def solve(
-    problem: Any,
+    problem: AbstractProblem,
     solver: AbstractSolver,
     data: PyTree,
     w0: PyTree,
@@ -200,7 +199,7 @@ def solve(
 
 
 def advance(
-    problem: Any,
+    problem: AbstractProblem,
     solver: AbstractSolver,
     data: PyTree,
     state: Any,
@@ -230,7 +229,12 @@ def advance(
 
 
 def inner_solve(
-    problem: Any, solver: AbstractSolver, data: PyTree, start: PyTree, *, key: PRNGKey
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    data: PyTree,
+    start: PyTree,
+    *,
+    key: PRNGKey,
 ) -> tuple[PyTree, Int[Array, ""]]:
     """A whole run of an inner solver on a problem at hand.
 
@@ -243,7 +247,7 @@ def inner_solve(
 
 
 def bound_to(
-    problem: Any, solver: AbstractSolver, data: PyTree, owner: str = "solve"
+    problem: AbstractProblem, solver: AbstractSolver, data: PyTree, owner: str = "solve"
 ) -> AbstractSolver:
     """The solver with the sizes that its plan fixed, checked against the data.
 
@@ -257,7 +261,7 @@ def bound_to(
         ValueError: Under replace-one, the data's sizes are not the planned ones; under
             add-or-remove-one, there is no plan to take the public sizes from.
     """
-    people = getattr(solver.sizes, "people", None)
+    people = people_of(solver.sizes)
     if people is not None:
         problem.check_people(data, people)
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
@@ -270,7 +274,7 @@ def bound_to(
         return solver
     if solver.sizes is None:
         return solver.planned(problem.sizes_of(data))
-    found = problem.sizes_of(data) if people is None else problem.sizes_of(data, people)
+    found = problem.sizes_of(data, people)
     if found != solver.sizes:
         raise ValueError(
             f"{owner}: the plan is for {solver.sizes}, but the data have {found}. The "
@@ -317,77 +321,6 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
     if data.is_shared:
         return Levels.shared(upper)
     return Levels(upper, pad(data.lower, solver.sizes.lower, "data.lower"))
-
-
-def fit(
-    problem: Any,
-    solver: AbstractSolver,
-    data: PyTree,
-    w0: PyTree,
-    *,
-    budget: PrivacyBudget,
-    people: str | None = None,
-    key: PRNGKey,
-    precision: Precision = "grid",
-    trajectory: bool = False,
-) -> PrivateResult:
-    """Plans and runs in one call: calibrate on the data's sizes, then solve.
-
-    Which records meet `x` is decided by tracing here, so an outer step that is public
-    costs nothing without being declared.
-
-    Args:
-        problem: A `BilevelProblem` or a `FiniteSum`.
-        solver: A solver of that problem; its own noise is replaced.
-        data: The records.
-        w0: The starting point.
-        budget: The guarantee to reach.
-        people: `"disjoint"`, `"overlapping"` or `"shared"`, for two levels. By
-            default shared data are `"shared"` and separate ones `"overlapping"`.
-        key: One typed key.
-        precision: As in `calibrate`.
-        trajectory: Whether to return the released iterates.
-
-    Returns:
-        The released value and its report.
-
-    Raises:
-        TypeError: As in `solve`.
-        ValueError: As in `solve` and `calibrate`.
-
-    Warns:
-        RuntimeWarning: The run diverged, by `PrivateResult.rejected_updates`.
-
-    Privacy:
-        One run under `budget`. The numbers of records are published with the report;
-        under add-or-remove-one they are private, so use `calibrate` with public sizes
-        and `solve` instead.
-    """
-    if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        raise ValueError(
-            "fit: takes the sizes from the data, but under add-or-remove-one the "
-            "number of records is private. Use calibrate with public sizes=, then "
-            "solve."
-        )
-    check_key(key)
-    solver_for(problem, solver, "fit")
-    if hasattr(problem, "traced"):
-        problem = problem.traced(w0, data)
-        sizes = problem.sizes_of(data, people)
-    elif people is not None:
-        raise TypeError(
-            f"fit: people={people!r} is for two levels; {type(problem).__name__} has "
-            "one."
-        )
-    else:
-        sizes = problem.sizes_of(data)
-    plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
-    solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
-    rejected = solution.rejected_updates
-    remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
-    if remark is not None:
-        warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
-    return PrivateResult(solution.value, plan.report, solution.trajectory, rejected)
 
 
 def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy.budget import Neighbours, People
+from ..privacy.budget import Neighbours
 from ..privacy.draws import Exponential, RegularizedExponential
 from ..privacy.ledger import RECORDS, Query
 from ..problems.bilevel import BilevelProblem
@@ -217,12 +217,3 @@ def queries_of(facts: Facts, sizes: Any) -> tuple[Query, ...]:
         for role, share in facts.contributions.items()
         for n in [sizes if role == RECORDS else getattr(sizes, role)]
     )
-
-
-def people_of(sizes: Any) -> People:
-    """Who may have records where.
-
-    Args:
-        sizes: `Sizes` for two levels, an integer for one.
-    """
-    return getattr(sizes, "people", People.OVERLAPPING)

@@ -9,10 +9,12 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..clipping import Basis
 from ..noise import PRNGKey
+from ..privacy.budget import People
 from ..privacy.draws import Draw, Exponential
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..problems.finite_sum import FiniteSum
+from ..problems.levels import people_of
 from ..samplers.base import AbstractSampler, Regularity
 from ..scores.base import AbstractScore, Facts
 from ..scores.hyper import GradientNorm, HyperObjective
@@ -22,7 +24,6 @@ from .drawing import (
     AbstractDrawSolver,
     DrawState,
     feasible_set,
-    people_of,
     queries_of,
 )
 
@@ -134,7 +135,7 @@ class ExponentialMechanism(AbstractDrawSolver):
                 "Lipschitz on the set, for every dataset"
             )
         assumptions = (*declared, *facts.assumptions)
-        return Ledger((draw,), people_of(sizes), assumptions)
+        return Ledger((draw,), people_of(sizes) or People.OVERLAPPING, assumptions)
 
     def with_noise(self, scale: float) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`.

@@ -11,10 +11,11 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..noise import PRNGKey, derive
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, People
 from ..privacy.ledger import Ledger, Release
 from ..privacy.mechanisms import Gaussian
 from ..problems.finite_sum import AbstractFiniteSum
+from ..problems.levels import people_of
 from ..sampling import AbstractSampling, FullBatch, unnumbered
 from .base import AbstractSolver
 from .updates import Memory, check_descent, descent, projected_update, shortened
@@ -164,12 +165,7 @@ def gradient_ledger(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Ledg
     """The ledger of one `noisy_gradient` per step of `solver`."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
     release = Release(GRADIENT, solver.num_steps, queries, solver.noise, joint)
-    return Ledger((release,), **people_of(sizes))
-
-
-def people_of(sizes: Any) -> dict[str, Any]:
-    """Who the people are, as an argument for `Ledger`; none for one level."""
-    return {} if isinstance(sizes, int) else {"people": sizes.people}
+    return Ledger((release,), people_of(sizes) or People.OVERLAPPING)
 
 
 def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:

@@ -12,11 +12,13 @@ from .. import _checks
 from ..certified import certificate_of
 from ..clipping import Basis
 from ..noise import PRNGKey
+from ..privacy.budget import People
 from ..privacy.draws import Draw, RegularizedExponential, check_continuous
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..problems.bilevel import BilevelProblem, Sizes
 from ..problems.finite_sum import FiniteSum
+from ..problems.levels import people_of
 from ..samplers.base import AbstractSampler, Regularity
 from ..scores.base import AbstractScore, Facts
 from ..scores.hyper import HyperObjective
@@ -26,7 +28,6 @@ from .drawing import (
     AbstractDrawSolver,
     DrawState,
     feasible_set,
-    people_of,
     queries_of,
 )
 
@@ -203,7 +204,8 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         convex = "declared: the objective is convex in x on the set, for every dataset"
         if self.strong_convexity:
             convex += f", and {self.strong_convexity:.6g}-strongly convex"
-        return Ledger((draw,), people_of(sizes), (convex, *facts.assumptions))
+        people = people_of(sizes) or People.OVERLAPPING
+        return Ledger((draw,), people, (convex, *facts.assumptions))
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier to `scale`."""

@@ -1,11 +1,25 @@
 """What a run hands out: the released answer, and its guarantee."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from ..privacy.report import PrivacyReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A calibrated solver and the guarantee of running it once.
+
+    Attributes:
+        solver: The solver with its noise and the planned sizes.
+        report: The guarantee.
+    """
+
+    solver: Any
+    report: PrivacyReport
 
 
 class Solution(eqx.Module):
