@@ -62,7 +62,7 @@ def made(adagrad, sgd):
 
 def gradient_search(task, settings):
     """The method with the settings of a curve; its noise gives `mu`-GDP."""
-    kernel = {"rbf": dpb.RBF, "quadratic": dpb.Quadratic}[
+    kernel = {"rbf": dpb.search.RBF, "quadratic": dpb.search.Quadratic}[
         settings.get("kernel", "rbf")
     ]()
     fields = {
@@ -72,7 +72,7 @@ def gradient_search(task, settings):
     }
     if "trace" in settings:
         fields["tolerance"] = settings["trace"] / settings["task"]["dimension"]
-    solver = dpb.GradientInformativeBO(
+    solver = dpb.search.GradientInformativeBO(
         settings["num_steps"],
         settings["clip_norm"],
         optimizer=rule(settings),

@@ -13,12 +13,12 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dpbilevel.cli.main.columns import Records
+from dpbilevel.cli.main.config import read_config
+from dpbilevel.cli.main.data import load_levels
+from dpbilevel.cli.main.run import prepare
 
 import dpbilevel as dpb
-from dpbilevel.config import read_config
-from dpbilevel.runner import prepare
-from dpbilevel.runs.columns import Records
-from dpbilevel.runs.data import load_levels
 
 ROOT = pathlib.Path(__file__).parent.parent
 ADULT = pathlib.Path(os.environ.get("ADULT", ROOT / "../shared/data/adult.csv"))

@@ -27,7 +27,7 @@ def compare(loss, w, records, chunks):
 
     def clipped(microbatch, precision="float", noise=False):
         def run(w, records):
-            bounded = dpb.clipped_mean(
+            bounded = dpb.privacy.clipped_mean(
                 lambda r: jax.grad(loss)(w, r),
                 records,
                 clip_norm=1.0,
@@ -36,7 +36,7 @@ def compare(loss, w, records, chunks):
             )
             if not noise:
                 return bounded
-            mechanism = dpb.Gaussian(1.0, precision=precision)
+            mechanism = dpb.privacy.Gaussian(1.0, precision=precision)
             return mechanism.release(bounded, key=jax.random.key(0))
 
         return run

@@ -33,20 +33,22 @@ CLIP_RANGE = 3.0
 
 
 def gradients():
-    return dpb.GradientInformativeBO(
+    return dpb.search.GradientInformativeBO(
         25, 3.0, optimizer=made(0.3, None), evaluation_noise=NOISE, average="tail"
     )
 
 
 def others(evaluations):
     """The other methods with this number of evaluations, and their budgets."""
-    yield "random search", dpb.RandomSearch(evaluations, CLIP_RANGE), BUDGET
-    yield "random search, pure", dpb.RandomSearch(evaluations, CLIP_RANGE), PURE
+    yield "random search", dpb.search.RandomSearch(evaluations, CLIP_RANGE), BUDGET
+    yield "random search, pure", dpb.search.RandomSearch(evaluations, CLIP_RANGE), PURE
     # The Poisson law wastes the fewest evaluations.
     mean = max(1.1, evaluations / 2 - 15)
-    repeated = dpb.RepeatAndSelect(evaluations, CLIP_RANGE, mean, math.inf)
+    repeated = dpb.search.RepeatAndSelect(evaluations, CLIP_RANGE, mean, math.inf)
     yield "repeat and select", repeated, BUDGET
-    surrogate = dpb.NoisyUCB(evaluations, CLIP_RANGE, amplitude=0.3, num_candidates=300)
+    surrogate = dpb.search.NoisyUCB(
+        evaluations, CLIP_RANGE, amplitude=0.3, num_candidates=300
+    )
     yield "noisy UCB", surrogate, BUDGET
 
 
@@ -66,7 +68,7 @@ def replication(dimension, seed):
     found["the same, random start"] = path.losses[-1] - best
     for number, (name, solver, budget) in enumerate(others(count)):
         key = jax.random.fold_in(jax.random.key(seed), number)
-        result = dpb.search(box, solver, start, budget=budget, key=key)
+        result = dpb.search.minimize(box, solver, start, budget=budget, key=key)
         found[name] = task.objective([result.value])[0] - best
     rng = np.random.default_rng((seed, 2))
     points = rng.uniform(task.w_set.lower, task.w_set.upper, (count, dimension))

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.samplers.alternating import needed_queries
-from dpbilevel.samplers.potentials import scaled
-from dpbilevel.scores.mean_loss import MeanLoss
+from dpbilevel.draws.samplers.alternating import needed_queries
+from dpbilevel.draws.samplers.potentials import scaled
+from dpbilevel.draws.scores.mean_loss import MeanLoss
 
 FOLDER = pathlib.Path("runs/draws")
 EPSILON, DELTA = 1.0, 1e-6
@@ -40,7 +40,10 @@ def instance(n, d):
     records = np.where(rng.uniform(size=(n, d)) < 0.75, 1.0, -1.0) / d**0.5
     side = jnp.full(d, d**-0.5)
     problem = dpb.FiniteSum(
-        lambda w, z: -(w @ z), w_set=dpb.Box(-side, side), lipschitz=1.0, smoothness=0.0
+        lambda w, z: -(w @ z),
+        w_set=dpb.sets.Box(-side, side),
+        lipschitz=1.0,
+        smoothness=0.0,
     )
     return problem, jnp.asarray(records)
 
@@ -53,10 +56,10 @@ def pure_excess(rate, mean):
 
 
 def solvers(problem, n, d):
-    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9)
+    sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
     yield (
         "regularized",
-        dpb.RegularizedExponentialMechanism(sampler, convex=True, dimension=d),
+        dpb.draws.RegularizedExponentialMechanism(sampler, convex=True, dimension=d),
     )
     budget = dpb.PrivacyBudget(EPSILON, DELTA)
     # As many steps as make what is left of descent as small as what noise does.
@@ -102,22 +105,24 @@ def bilevel(n):
     levels = (
         jnp.asarray(sign * mean + 0.2 * rng.normal(size=(n, 2))) for sign in (1, -1)
     )
-    found = dpb.zoo.quadratic_bilevel(*levels, radius=1.0)
+    found = dpb.bilevel.zoo.quadratic_bilevel(*levels, radius=1.0)
     problem, data, w0 = found.problem, found.data, found.w0
     axis = jnp.linspace(-1.0, 1.0, 41)
-    points = dpb.Grid.product(axis, axis).candidates
+    points = dpb.draws.Grid.product(axis, axis).candidates
     inside = points[jnp.linalg.norm(points, axis=1) <= 1.0]
     values = jax.vmap(found.hyper_objective)(inside)
     best = float(found.hyper_objective(descend(found, inside[jnp.argmin(values)])))
-    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9)
+    sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
     sizes = problem.sizes_of(data, "disjoint")
     methods = {
         "grid": (
-            dpb.ExponentialMechanism(dpb.Grid(inside)),
+            dpb.draws.ExponentialMechanism(dpb.draws.Grid(inside)),
             dpb.PrivacyBudget(EPSILON, 0.0),
         ),
         "regularized": (
-            dpb.RegularizedExponentialMechanism(sampler, convex=True, dimension=2),
+            dpb.draws.RegularizedExponentialMechanism(
+                sampler, convex=True, dimension=2
+            ),
             dpb.PrivacyBudget(EPSILON, DELTA),
         ),
         "implicit": (
@@ -163,11 +168,13 @@ def queries(n, d, epsilon=0.1, most=200_000):
         "features": jnp.asarray(features / np.linalg.norm(features, axis=1)[:, None]),
         "label": jnp.asarray(np.sign(rng.normal(size=n))),
     }
-    problem = dpb.linear_risk("hinge", radius=1.0)
-    sampler = dpb.AlternatingSampler(
-        dpb.StochasticRejection(), 1e-9, max_queries=10**12
+    problem = dpb.onelevel.linear_risk("hinge", radius=1.0)
+    sampler = dpb.draws.AlternatingSampler(
+        dpb.draws.StochasticRejection(), 1e-9, max_queries=10**12
     )
-    solver = dpb.RegularizedExponentialMechanism(sampler, convex=True, dimension=d)
+    solver = dpb.draws.RegularizedExponentialMechanism(
+        sampler, convex=True, dimension=d
+    )
     budget = dpb.PrivacyBudget(epsilon, DELTA)
     solver = dpb.calibrate(problem, solver, budget, sizes=n).solver
     _, rate, regularity, _ = solver._plan(problem, n)

@@ -24,11 +24,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dpbilevel.cli.main.columns import positions
+from dpbilevel.cli.main.config import read_config
+from dpbilevel.cli.main.files import read_csv
 
 import dpbilevel as dpb
-from dpbilevel.config import read_config
-from dpbilevel.runs.columns import positions
-from dpbilevel.runs.files import read_csv
 
 from .census import ADULT, ROOT, quartiles
 
@@ -82,10 +82,10 @@ def games(shares, size):
     pays for a clip norm that cuts hardly any record of a group with more weight than
     its share. It is enforced by clipping, too, and needs float64 on full batches.
     """
-    problem = dpb.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
-    extragradient = dpb.NoisyExtragradient(100, 1.0, 16.0)
+    problem = dpb.games.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
+    extragradient = dpb.games.NoisyExtragradient(100, 1.0, 16.0)
     yield "game, extragradient", problem, extragradient, jnp.float32
-    proximal = dpb.InexactProximalPoint(
+    proximal = dpb.games.InexactProximalPoint(
         100, 1.5, 1 / 16, 1, dimension=size + len(shares)
     )
     yield "game, proximal point", problem, proximal, jnp.float64
@@ -101,7 +101,7 @@ def cast(tree, dtype):
 
 
 def average(steps, step_size):
-    problem = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.Ball(RADIUS))
+    problem = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.sets.Ball(RADIUS))
     return problem, dpb.NoisyGD(steps, 1.0, step_size=step_size)
 
 
@@ -110,7 +110,7 @@ def answers(problem, solver, data, w0, dtype=jnp.float32):
     with jax.enable_x64(dtype == jnp.float64):
         data, w0 = cast(data, dtype), cast(w0, dtype)
         plan = dpb.calibrate(problem, solver, BUDGET, sizes=TRAINING, w0=w0)
-        assert plan.report.status is dpb.Status.ENFORCED
+        assert plan.report.status is dpb.privacy.Status.ENFORCED
         run = jax.jit(dpb.solve, static_argnames="trajectory")
         found = []
         for key in jax.random.split(jax.random.key(0), KEYS):
@@ -158,18 +158,18 @@ def evaluate(name):
             )
     rows = {"average loss": min(trials, key=lambda v: np.median(v[:, 0].max(-1)))}
     for label, problem, solver, dtype in games(shares, len(zeros)):
-        start = dpb.group_start(problem, zeros, shares)
+        start = dpb.games.group_start(problem, zeros, shares)
         found, seconds = answers(problem, solver, levels[0], start, dtype)
         rows[label] = losses([tail(s.trajectory[0]) for s in found])
         whole = shown(losses([s.value[0] for s in found]))
-        last = [dpb.group_weights(problem, s.value[1]) for s in found]
+        last = [dpb.games.group_weights(problem, s.value[1]) for s in found]
         weights = np.round(np.median(last, axis=0), 2)
         print(f"  {label}, whole average: {whole}, {seconds:.1f} s, weights {weights}")
     calm = dpb.NoisyGD(2_000, 1e6, step_size=12.0)
     found = reference(average(1, 1.0)[0], calm, levels[0], zeros)
     rows["average loss, not private"] = losses([found.value])
-    start = dpb.group_start(problem, zeros, shares)
-    calm = dpb.NoisyExtragradient(2_000, 1e6, 8.0)
+    start = dpb.games.group_start(problem, zeros, shares)
+    calm = dpb.games.NoisyExtragradient(2_000, 1e6, 8.0)
     found = reference(problem, calm, levels[0], start)
     rows["game, not private"] = losses([tail(found.trajectory[0])])
     return rows
@@ -204,13 +204,13 @@ def timing(n=100_000, size=50):
     data = {"features": features, "label": label, "group": group.astype(np.int32)}
     data = jax.tree.map(jnp.asarray, data)
     shares = tuple(BY_BOTH.values())
-    problem = dpb.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
-    w0 = dpb.group_start(problem, jnp.zeros(size), shares)
+    problem = dpb.games.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
+    w0 = dpb.games.group_start(problem, jnp.zeros(size), shares)
     for label, steps, sampling in (
         ("all records in each", 100, dpb.FullBatch()),
         ("batches of 1000", 150, dpb.FixedSize(1_000)),
     ):
-        solver = dpb.NoisyExtragradient(steps, 1.5, 4.0, sampling)
+        solver = dpb.games.NoisyExtragradient(steps, 1.5, 4.0, sampling)
         start = time.perf_counter()
         plan = dpb.calibrate(problem, solver, BUDGET, sizes=n, w0=w0)
         planned = time.perf_counter()

@@ -84,16 +84,16 @@ def reference(problem, x, y0, data):
         x, y0, data = map(widened, (x, y0, data))
         dense = y0.size <= 1000
         solver = (
-            dpb.Cholesky()
+            dpb.oracles.Cholesky()
             if dense
-            else dpb.ConjugateGradient(num_steps=5000, tolerance=1e-13)
+            else dpb.oracles.ConjugateGradient(num_steps=5000, tolerance=1e-13)
         )
 
         @jax.jit
         def run(x, y0, data):
-            newton = dpb.NewtonCG(tolerance=1e-11, cg_steps=2000)
-            y, info = dpb.lower_solve(problem, x, data, solver=newton, y0=y0)
-            gradient, v = dpb.implicit_hypergradient(
+            newton = dpb.oracles.NewtonCG(tolerance=1e-11, cg_steps=2000)
+            y, info = dpb.oracles.lower_solve(problem, x, data, solver=newton, y0=y0)
+            gradient, v = dpb.oracles.implicit_hypergradient(
                 problem, x, y, data, linear_solver=solver
             )
             return y, gradient, info.gradient_norm, v.residual_norm
@@ -104,7 +104,7 @@ def reference(problem, x, y0, data):
 
 def ours_at(problem, linear_solver):
     def run(x, y, data):
-        return dpb.implicit_hypergradient(
+        return dpb.oracles.implicit_hypergradient(
             problem, x, y, data, linear_solver=linear_solver
         )[0]
 
@@ -114,7 +114,9 @@ def ours_at(problem, linear_solver):
 def by_ours(problem, **settings):
     return peers.through(
         problem,
-        lambda x, y0, data: dpb.lower_solution(problem, x, data, y0=y0, **settings),
+        lambda x, y0, data: dpb.oracles.lower_solution(
+            problem, x, data, y0=y0, **settings
+        ),
     )
 
 
@@ -155,10 +157,10 @@ def at_a_solution(problem, x, y, data, exact, repeats):
     candidates = {
         f"JAXopt custom_root, solve_cg, {STEPS} steps": peers.jaxopt_at(problem, fixed),
         f"ours, {STEPS} steps": ours_at(
-            problem, dpb.ConjugateGradient(num_steps=STEPS, tolerance=None)
+            problem, dpb.oracles.ConjugateGradient(num_steps=STEPS, tolerance=None)
         ),
         "JAXopt custom_root, default": peers.jaxopt_at(problem),
-        "ours, default": ours_at(problem, dpb.ConjugateGradient()),
+        "ours, default": ours_at(problem, dpb.oracles.ConjugateGradient()),
     }
     compare(candidates, (x, y, data), exact, repeats=repeats)
 
@@ -200,7 +202,7 @@ def whole(problem, x, y0, data, exact, repeats):
     """Inner solve and implicit gradient from a cold start, everybody's defaults."""
     candidates = {
         "ours, default (NewtonCG)": by_ours(problem),
-        "ours, LBFGS": by_ours(problem, solver=dpb.LBFGS()),
+        "ours, LBFGS": by_ours(problem, solver=dpb.oracles.LBFGS()),
     } | peers.everybody(problem)
     if y0.size > 1000:  # its default forms the Hessian
         del candidates["optimistix LBFGS, default"]
@@ -222,8 +224,8 @@ def loosened(problem, x, y0, data, exact, target):
     """Ours with both tolerances multiplied by as much as leaves the error `target`."""
     for factor in (3000, 1000, 300, 100, 70, 50, 30, 10, 3, 1):
         settings = {
-            "solver": dpb.NewtonCG(tolerance=1e-6 * factor),
-            "linear_solver": dpb.ConjugateGradient(tolerance=1e-5 * factor),
+            "solver": dpb.oracles.NewtonCG(tolerance=1e-6 * factor),
+            "linear_solver": dpb.oracles.ConjugateGradient(tolerance=1e-5 * factor),
         }
         ours = by_ours(problem, **settings)
         if error_of(jax.jit(ours)(x, y0, data), exact) <= target:
@@ -255,13 +257,13 @@ def trajectory(problem, x, y, data, steps=50, seconds=180):
 
     A step moves no coordinate of x by more than 0.1; none starts after `seconds`.
     """
-    hypergradient = functools.partial(dpb.implicit_hypergradient, problem)
+    hypergradient = functools.partial(dpb.oracles.implicit_hypergradient, problem)
 
     @jax.jit
     def step(x, y, solutions, data):
-        y, _ = dpb.lower_solve(problem, x, data, y0=y)
+        y, _ = dpb.oracles.lower_solve(problem, x, data, y0=y)
         starts = [dpb.oracles.extrapolated(solutions[:k]) for k in range(4)]
-        tight = dpb.ConjugateGradient(num_steps=5000, tolerance=1e-7)
+        tight = dpb.oracles.ConjugateGradient(num_steps=5000, tolerance=1e-7)
         exact, _ = hypergradient(x, y, data, linear_solver=tight, v0=starts[-1])
         found = [hypergradient(x, y, data, v0=start) for start in starts]
         length = jnp.linalg.norm(exact)
@@ -293,7 +295,7 @@ def batched(repeats):
 
     def one(x, y0, data):
         def objective(x):
-            y = dpb.lower_solution(problem, x, data, y0=y0)
+            y = dpb.oracles.lower_solution(problem, x, data, y0=y0)
             return upper_objective(problem, data).value(x, y)
 
         return jax.grad(objective)(x)

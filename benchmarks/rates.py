@@ -31,7 +31,7 @@ def example(n):
         sign * mean + 0.5 * rng.normal(size=(n, DIMENSION)) / DIMENSION**0.5
         for sign in (1, -1)
     )
-    return dpb.zoo.quadratic_bilevel(
+    return dpb.bilevel.zoo.quadratic_bilevel(
         jnp.asarray(targets), jnp.asarray(centers), radius=1.0
     )
 

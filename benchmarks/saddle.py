@@ -31,7 +31,7 @@ import numpy as np
 import scipy.optimize
 
 import dpbilevel as dpb
-from dpbilevel.privacy.calibration import least_multiplier
+from dpbilevel.core.plan import least_multiplier
 
 FOLDER = pathlib.Path("runs/saddle")
 KEYS = 10
@@ -39,7 +39,10 @@ SIDE = 5
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 # What d = 10 coordinates cost in privacy: sqrt(d log(1 / delta)) / epsilon.
 PRIVACY = math.sqrt(2 * SIDE * math.log(1 / BUDGET.delta)) / BUDGET.epsilon
-METHODS = {"NSEG": dpb.NoisyExtragradient, "NISPP": dpb.InexactProximalPoint}
+METHODS = {
+    "NSEG": dpb.games.NoisyExtragradient,
+    "NISPP": dpb.games.InexactProximalPoint,
+}
 SINGLE = (1_000, 3_000, 10_000, 30_000, 100_000)
 MULTI = (500, 1_000, 2_000, 5_000, 10_000)
 
@@ -73,7 +76,7 @@ VARIANTS = (
 class Family:
     """Problems of one kind: records drawn from a law whose saddle point is known."""
 
-    problem: dpb.SaddleProblem | dpb.VariationalInequality
+    problem: dpb.games.SaddleProblem | dpb.games.VariationalInequality
     w0: tuple
     draw: Callable  # (key, n) -> records
     gap: Callable  # w -> the strong gap on the law of the records
@@ -91,10 +94,10 @@ def constant(n):
     force = min(0.6, n**-0.5 + PRIVACY / n)
     mean = jnp.full(d, force)
 
-    problem = dpb.VariationalInequality(
-        lambda w, z: z, w_set=dpb.Ball(0.5), lipschitz=0.0, bound=1.0
+    problem = dpb.games.VariationalInequality(
+        lambda w, z: z, w_set=dpb.sets.Ball(0.5), lipschitz=0.0, bound=1.0
     )
-    law = dpb.saddle_zoo.constant_operator(mean[None] / d**0.5, radius=0.5)
+    law = dpb.games.zoo.constant_operator(mean[None] / d**0.5, radius=0.5)
     unit = 1 / d**0.5
     return Family(
         problem,
@@ -125,11 +128,11 @@ def bilinear(n):
         found = zip("abc", keys, means, units, strict=True)
         return {name: unit * signs(k, mean, n) for name, k, mean, unit in found}
 
-    ball = dpb.Ball(radius)
-    problem = dpb.SaddleProblem(
+    ball = dpb.sets.Ball(radius)
+    problem = dpb.games.SaddleProblem(
         payoff, x_set=ball, y_set=ball, lipschitz=0.5, bound=math.sqrt(0.5)
     )
-    law = dpb.saddle_zoo.bilinear_saddle(a[None], b[None], c[None], radius=radius)
+    law = dpb.games.zoo.bilinear_saddle(a[None], b[None], c[None], radius=radius)
     return Family(problem, law.w0, draw, law.gap, {"a": a, "b": b, "c": c})
 
 
@@ -137,8 +140,8 @@ def matrix(n):
     del n
     rng = np.random.default_rng(1)
     mean = jnp.asarray(rng.uniform(-0.6, 0.6, (SIDE, SIDE)), float)
-    law = dpb.saddle_zoo.matrix_game(mean[None])
-    problem = dpb.matrix_game(SIDE, SIDE)
+    law = dpb.games.zoo.matrix_game(mean[None])
+    problem = dpb.games.matrix_game(SIDE, SIDE)
     return Family(problem, law.w0, lambda key, n: signs(key, mean, n), law.gap, mean)
 
 
@@ -161,7 +164,7 @@ def evaluated(family, solver, n):
 def unhidden(family, solver):
     """The gap of the same steps on the true mean: what is not noise or sampling."""
     exact = dataclasses.replace(
-        solver, sampling=dpb.FullBatch(), noise=dpb.Gaussian(0.0), sizes=1
+        solver, sampling=dpb.FullBatch(), noise=dpb.privacy.Gaussian(0.0), sizes=1
     )
     record = jax.tree.map(lambda v: jnp.asarray(v, float)[None], family.mean)
     run = jax.jit(dpb.solve)
@@ -254,13 +257,13 @@ def pure_game(n):
     """The gap on one set of records, and that of a noisy mean matrix solved exactly."""
     family = FAMILIES["matrix game"](n)
     records = family.draw(jax.random.key(0), n)
-    on_records = dpb.saddle_zoo.matrix_game(records).gap
+    on_records = dpb.games.zoo.matrix_game(records).gap
     family = dataclasses.replace(family, draw=lambda *_: records, gap=on_records)
     problem, dimension = family.problem, family.problem.w_set.dimension(family.w0)
-    tuned = dpb.NoisyExtragradient.tuned(
+    tuned = dpb.games.NoisyExtragradient.tuned(
         problem, BUDGET, n, dimension=dimension, passes="single"
     )
-    full = dpb.NoisyExtragradient(100, problem.bound, 0.5, average="second_half")
+    full = dpb.games.NoisyExtragradient(100, problem.bound, 0.5, average="second_half")
     lines = ["| method | gap, median | smallest | largest |", "|---|---|---|---|"]
     rows = {
         "one pass, tuned": tuned,
@@ -280,12 +283,12 @@ def pure_game(n):
 
 def exact(family, n):
     """Gaps of the saddle points of noisy mean matrices, each released once."""
-    noise = dpb.Gaussian(least_multiplier(dpb.FullBatch(), 1, n, BUDGET))
+    noise = dpb.privacy.Gaussian(least_multiplier(dpb.FullBatch(), 1, n, BUDGET))
 
     @jax.jit
     def released(key):
         key_data, key_noise = jax.random.split(key)
-        mean = dpb.clipped_mean(
+        mean = dpb.privacy.clipped_mean(
             lambda record: record,
             family.draw(key_data, n),
             clip_norm=float(SIDE),

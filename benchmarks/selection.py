@@ -48,9 +48,9 @@ def main():
     groups = np.repeat([0, 1, 2], [30, 40, 39])
     problem = dpb.linear_tuning(dpb.Logistic(), jnp.asarray(groups), bounds=(LOW, HIGH))
     axis = jnp.linspace(LOW, HIGH, SIDE)
-    grid = dpb.Grid.product(axis, axis, axis)
+    grid = dpb.draws.Grid.product(axis, axis, axis)
     sizes = dpb.Sizes(VALIDATION, TRAINING, "disjoint")
-    solver = dpb.ExponentialMechanism(grid, clip_range=2.0)
+    solver = dpb.draws.ExponentialMechanism(grid, clip_range=2.0)
     plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=sizes)
     print(plan.report)
     data = jax.tree.map(jnp.asarray, dpb.Levels(upper, lower))
@@ -73,8 +73,8 @@ def main():
     candidates = np.asarray(grid.candidates)
     few = candidates[:: len(candidates) // 12]
     newton = jax.jit(
-        lambda x, data: dpb.lower_solution(
-            problem, x, data, y0=w0[1], solver=dpb.NewtonCG(tolerance=1e-12)
+        lambda x, data: dpb.oracles.lower_solution(
+            problem, x, data, y0=w0[1], solver=dpb.oracles.NewtonCG(tolerance=1e-12)
         )
     )
     exact = [np.asarray(newton(jnp.asarray(x), data)) for x in few]

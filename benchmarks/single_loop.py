@@ -29,7 +29,7 @@ def weighting(n, d):
 
 
 def gradient(problem, precision, state, data):
-    return dpb.clipped_mean(
+    return dpb.privacy.clipped_mean(
         lambda record: jax.grad(problem.lower, 1)(state.x, state.y, record),
         data.lower,
         clip_norm=1.0,

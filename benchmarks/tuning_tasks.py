@@ -28,7 +28,7 @@ class Tuning:
 
     loss: Callable[[Any, Any], Any]
     records: Any
-    w_set: dpb.AbstractSet
+    w_set: dpb.sets.AbstractSet
     start: Callable[[np.random.Generator], np.ndarray]
     optimum: np.ndarray | None = None
 
@@ -52,7 +52,7 @@ class Tuning:
                 values = np.asarray(losses(jnp.asarray(point), self.records))
             return values + noise * rng.standard_normal(values.shape)
 
-        return dpb.BlackBox(evaluated, self.size, self.w_set)
+        return dpb.search.BlackBox(evaluated, self.size, self.w_set)
 
     def objective(self, points):
         """The mean loss at each of the points, without noise. NON-PRIVATE."""
@@ -92,7 +92,7 @@ def length_scales(dimension, training, validation, seed, noise=1e-2):
         near = _rbf((record["inputs"] / scales)[None], scaled, jnp)[0]
         return (record["target"] - near @ weights) ** 2
 
-    box = dpb.Box(-2.0, 2.5)
+    box = dpb.sets.Box(-2.0, 2.5)
     return Tuning(loss, records, box, lambda r: r.uniform(-2, 2.5, dimension), truth)
 
 
@@ -114,7 +114,7 @@ def location(dimension, size, seed):
     return Tuning(
         lambda theta, record: 0.5 * jnp.sum((record - theta) ** 2),
         records,
-        dpb.Box(-3.0, 3.0),
+        dpb.sets.Box(-3.0, 3.0),
         lambda r: np.zeros(dimension),
         values.mean(0),
     )
@@ -135,7 +135,7 @@ def regression(dimension, size, seed):
         huber = jnp.where(residual <= 1, 0.5 * residual**2, residual - 0.5)
         return record["weight"] * huber
 
-    box = dpb.Box(-3.0, 3.0)
+    box = dpb.sets.Box(-3.0, 3.0)
     return Tuning(loss, records, box, lambda r: np.zeros(dimension), np.ones(dimension))
 
 
@@ -149,7 +149,7 @@ class SupportVectors:
     """
 
     RANGES = ((np.log(0.01), np.log(5.0)), (0.1, 3.0), (0.01, 1.0))
-    w_set = dpb.Box(-1.0, 1.0)
+    w_set = dpb.sets.Box(-1.0, 1.0)
     optimum = None
 
     def __init__(self, features, training, validation, seed, noise=1.0):
@@ -191,7 +191,7 @@ class SupportVectors:
     def black_box(self, noise=0.0, seed=0):
         """The task as a black box; training is not random."""
         del noise, seed
-        return dpb.BlackBox(self.losses, self.size, self.w_set)
+        return dpb.search.BlackBox(self.losses, self.size, self.w_set)
 
     def objective(self, points):
         """The mean loss at each of the points. NON-PRIVATE."""

@@ -13,7 +13,7 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ._public import *  # noqa: F403
-    from .private_search import PrivateSearch as PrivateSearch
+    from .search.estimator import PrivateSearch as PrivateSearch
 else:
 
     def __getattr__(name: str) -> Any:
@@ -44,8 +44,7 @@ def _names() -> list[str]:
     """What `import *` binds."""
     from . import _public
 
-    public = [name for name in vars(_public) if not name.startswith("_")]
-    return ["PrivateSearch", "__version__", *public]
+    return ["PrivateSearch", "__version__", *_public.__all__]
 
 
 def _private_search() -> type:
@@ -54,7 +53,7 @@ def _private_search() -> type:
     Reading a name must raise no other error than `AttributeError`.
     """
     try:
-        return importlib.import_module(".private_search", __name__).PrivateSearch
+        return importlib.import_module(".search.estimator", __name__).PrivateSearch
     except ImportError as error:
         from ._extras import stand_in
 

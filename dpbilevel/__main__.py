@@ -2,18 +2,18 @@
 
 import sys
 
-from .interrupts import ended, watch
+from .core.interrupts import ended, watch
 
 
 def main() -> int:
     """Runs the command line of this process.
 
     Returns:
-        The exit code of `dpbilevel.cli.main`.
+        The exit code of `dpbilevel.cli.main.main`.
     """
     watch()
     # Imported here: it takes seconds, in which an interrupt may come as well.
-    from .cli import main as command
+    from .cli.main import main as command
 
     code = command()
     ended(code)

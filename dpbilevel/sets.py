@@ -14,6 +14,16 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from . import _checks
 
+__all__ = [
+    "AbstractSet",
+    "Ball",
+    "Box",
+    "Euclidean",
+    "NonNegative",
+    "Product",
+    "Simplex",
+]
+
 
 class AbstractSet(eqx.Module):
     """A closed convex set of pytrees with its Euclidean projection."""

@@ -5,8 +5,9 @@ import datetime
 import sys
 from pathlib import Path
 
-from dpbilevel.cli import main as dpbilevel
-from dpbilevel.runs import results
+from dpbilevel.cli.main.main import main as dpbilevel
+
+from dpbilevel.cli.main import results
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -83,17 +83,17 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
     steps, fractions = 30 if smoke else 100, tuple(shares.values())
     budget = dpb.PrivacyBudget(epsilon=1.0, delta=1e-5)
 
-    game = dpb.group_fair(dpb.Logistic(), fractions, radius=10.0, scale=6.0)
-    w0 = dpb.group_start(game, jnp.zeros(size), fractions)
+    game = dpb.games.group_fair(dpb.Logistic(), fractions, radius=10.0, scale=6.0)
+    w0 = dpb.games.group_start(game, jnp.zeros(size), fractions)
     # A record of a group at 2.5 times its share has a gradient of up to 2.5.
-    solver = dpb.NoisyExtragradient(steps, clip_norm=3.0, step_size=8.0)
+    solver = dpb.games.NoisyExtragradient(steps, clip_norm=3.0, step_size=8.0)
     plan = dpb.calibrate(game, solver, budget, sizes=count, w0=w0)
     print(plan.report)  # the guarantee, before any data are touched
 
     run = jax.jit(dpb.solve, static_argnames="trajectory")
     key_fair, key_mean = jax.random.split(dpb.root_key())
     fair = run(game, plan.solver, training, w0, key=key_fair, trajectory=True)
-    mean_loss = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.Ball(10.0))
+    mean_loss = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.sets.Ball(10.0))
     descent = dpb.NoisyGD(steps, clip_norm=1.0, step_size=16.0)
     descent = dpb.calibrate(mean_loss, descent, budget, sizes=count).solver
     plain = run(mean_loss, descent, training, w0[0], key=key_mean, trajectory=True)
@@ -106,7 +106,7 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
         name: np.asarray(jax.vmap(losses)(tails(path))) for name, path in paths.items()
     }
     last = {name: values[-1] for name, values in found.items()}
-    weights = dpb.group_weights(game, fair.value[1])
+    weights = dpb.games.group_weights(game, fair.value[1])
     print("NON-PRIVATE evaluation: loss on test records, second half averaged")
     for i, group in enumerate(shares):
         told = ", ".join(f"{name} {values[i]:.3f}" for name, values in last.items())
@@ -114,7 +114,7 @@ def main(smoke: bool, adult: str, out: pathlib.Path) -> None:
     if not smoke:
         draw(
             found,
-            jax.vmap(lambda y: dpb.group_weights(game, y))(fair.trajectory[1]),
+            jax.vmap(lambda y: dpb.games.group_weights(game, y))(fair.trajectory[1]),
             tuple(shares),
             out,
         )

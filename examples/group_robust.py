@@ -48,12 +48,12 @@ def main(smoke: bool, out: pathlib.Path) -> None:
     count, size = training["features"].shape
     steps, budget = 40 if smoke else 100, dpb.PrivacyBudget(epsilon=1.0, delta=1e-5)
     fields = {"radius": RADIUS, "scale": 4.0}
-    robust = dpb.group_robust(dpb.Logistic(), SHARES, STRENGTH, **fields)
-    fair = dpb.group_fair(dpb.Logistic(), SHARES, **fields)
-    mean = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.Ball(RADIUS))
-    game = dpb.NoisyExtragradient(steps, clip_norm=6.0, step_size=6.0)
+    robust = dpb.games.group_robust(dpb.Logistic(), SHARES, STRENGTH, **fields)
+    fair = dpb.games.group_fair(dpb.Logistic(), SHARES, **fields)
+    mean = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.sets.Ball(RADIUS))
+    game = dpb.games.NoisyExtragradient(steps, clip_norm=6.0, step_size=6.0)
     descent = dpb.NoisyGD(steps, clip_norm=1.0, step_size=16.0)
-    w0 = dpb.group_start(fair, jnp.zeros(size), SHARES)
+    w0 = dpb.games.group_start(fair, jnp.zeros(size), SHARES)
 
     run = jax.jit(dpb.solve, static_argnames="trajectory")
     paths = {}

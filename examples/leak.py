@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel import zoo
+from dpbilevel.bilevel import zoo
 
 
 def main(smoke: bool) -> None:

@@ -33,10 +33,10 @@ def tables(count):
 def main(smoke: bool) -> None:
     """Plans with the parameters that minimize the bound, runs, evaluates."""
     count = 50_000 if smoke else 100_000
-    problem = dpb.matrix_game(PLANS, SCENARIOS)
+    problem = dpb.games.matrix_game(PLANS, SCENARIOS)
     w0 = (jnp.full(PLANS, 1 / PLANS), jnp.full(SCENARIOS, 1 / SCENARIOS))
     budget, dimension = dpb.PrivacyBudget(1.0, 1e-6), problem.w_set.dimension(w0)
-    solver = dpb.NoisyExtragradient.tuned(
+    solver = dpb.games.NoisyExtragradient.tuned(
         problem, budget, count, dimension=dimension, passes="single"
     )
     plan = dpb.calibrate(problem, solver, budget, sizes=count, w0=w0)
@@ -49,7 +49,7 @@ def main(smoke: bool) -> None:
     x, y = run(problem, plan.solver, data, w0, key=dpb.root_key()).value
     print("released mixture of plans", np.round(x, 3), "of scenarios", np.round(y, 3))
 
-    known = dpb.saddle_zoo.matrix_game(data)
+    known = dpb.games.zoo.matrix_game(data)
     before, after = float(known.gap(w0)), float(known.gap((x, y)))
     print(f"NON-PRIVATE evaluation: gap {after:.4f}, at the start {before:.4f}")
     assert after < before

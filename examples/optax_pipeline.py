@@ -73,7 +73,7 @@ def main(smoke: bool) -> None:
     sampling = dpb.Poisson(rate=0.1)
     budget = dpb.PrivacyBudget(epsilon=1.5, delta=5e-6)
     plan = dpb.calibrate(problem, search, budget, sizes=sizes)
-    noise = dpb.Gaussian(noise_multiplier=3.0, precision="grid")
+    noise = dpb.privacy.Gaussian(noise_multiplier=3.0, precision="grid")
     optimizer = optax.adam(0.03)
 
     @jax.jit
@@ -91,7 +91,7 @@ def main(smoke: bool) -> None:
             params, memory = carry
             key_batch, key_noise = jax.random.split(key)
             batch = sampling.draw(data.lower, LOWER, key=key_batch)
-            mean = dpb.clipped_mean(
+            mean = dpb.privacy.clipped_mean(
                 lambda record: jax.grad(loss)(params, record),
                 batch,
                 clip_norm=1.0,
@@ -105,10 +105,15 @@ def main(smoke: bool) -> None:
         carry, _ = jax.lax.scan(train_step, (params, optimizer.init(params)), keys)
         return weights, carry[0]
 
-    training = dpb.Release(
-        "network gradient", steps, (dpb.Query("lower", LOWER, 1.0, sampling),), noise
+    training = dpb.privacy.Release(
+        "network gradient",
+        steps,
+        (dpb.privacy.Query("lower", LOWER, 1.0, sampling),),
+        noise,
     )
-    ledger = plan.solver.ledger(problem, sizes) + dpb.Ledger((training,), sizes.people)
+    ledger = plan.solver.ledger(problem, sizes) + dpb.privacy.Ledger(
+        (training,), sizes.people
+    )
     epsilon = ledger.epsilon(delta=1e-5)
     print(f"the whole pipeline is ({epsilon:.3f}, 1e-05)-differentially private")
 

@@ -36,11 +36,11 @@ def main(smoke: bool) -> None:
     groups = [0] * USEFUL + [1] * USELESS
     problem = dpb.linear_tuning(dpb.Logistic(), jnp.asarray(groups), bounds=(-3.0, 0.0))
     axis = jnp.linspace(-3.0, 0.0, side)
-    grid = dpb.Grid.product(axis, axis)
+    grid = dpb.draws.Grid.product(axis, axis)
     w0 = (jnp.zeros(2), jnp.zeros(USEFUL + USELESS))
     result = dpb.fit(
         problem,
-        dpb.ExponentialMechanism(grid, clip_range=2.0),
+        dpb.draws.ExponentialMechanism(grid, clip_range=2.0),
         data,
         w0,
         budget=dpb.PrivacyBudget(epsilon=1.0, delta=0.0),
@@ -51,7 +51,7 @@ def main(smoke: bool) -> None:
 
     @jax.jit
     def loss(x, data):  # NON-PRIVATE, to see what the draw is worth
-        y = dpb.lower_solution(problem, x, data, y0=w0[1])
+        y = dpb.oracles.lower_solution(problem, x, data, y0=w0[1])
         return dpb.debug.upper_objective(problem, x, y, data)
 
     losses = np.asarray(jax.vmap(loss, (0, None))(grid.candidates, data))

@@ -52,14 +52,16 @@ def main(smoke: bool, out: str | None) -> None:
     train, private = records()
     estimator = make_pipeline(LengthScales(), SVR())
     space = {
-        "lengthscales__scales": dpb.Range(0.1, 10, log=True, size=10),
-        "svr__C": dpb.Range(0.1, 10, log=True),
-        "svr__epsilon": dpb.Range(0.01, 1, log=True),
-        "svr__gamma": dpb.Range(0.01, 1, log=True),
+        "lengthscales__scales": dpb.search.Range(0.1, 10, log=True, size=10),
+        "svr__C": dpb.search.Range(0.1, 10, log=True),
+        "svr__epsilon": dpb.search.Range(0.01, 1, log=True),
+        "svr__gamma": dpb.search.Range(0.01, 1, log=True),
     }
     solver = None  # the default: DP-GIBO with AdaGrad
     if smoke:
-        solver = dpb.GradientInformativeBO(2, 1.0, step_size=0.2, batch=14, polish=2)
+        solver = dpb.search.GradientInformativeBO(
+            2, 1.0, step_size=0.2, batch=14, polish=2
+        )
     budget = dpb.PrivacyBudget(epsilon=4.0, delta=1e-5)
     search = dpb.PrivateSearch(estimator, space, budget, solver=solver)
     search.fit(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.audit.neighbours import _LIPSCHITZ
+from dpbilevel.audit.canaries import _LIPSCHITZ
 
 SHORT, LONG = 50_000, 200_000
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -33,7 +33,7 @@ def noisy_gd(scale=1.0, **fields):
 
 
 def sampled(sampling, neighbours=REPLACE, multiplier=0.5, **fields):
-    noise = dpb.Gaussian(multiplier, neighbours)
+    noise = dpb.privacy.Gaussian(multiplier, neighbours)
     defaults = {"num_steps": 1, "clip_norm": 0.7, "step_size": 0.1}
     solver = dpb.NoisyGD(sampling=sampling, noise=noise, **(defaults | fields))
     return solver.planned(10)
@@ -69,52 +69,52 @@ def implicit(people, scale=1.0, kind=dpb.ImplicitBilevel, **fields):
 
 def warm_started(scale=1.0):
     first, then = implicit("overlapping"), implicit("overlapping", num_steps=2)
-    solver = dpb.WarmStarted(first, then, 0.4)
+    solver = dpb.bilevel.WarmStarted(first, then, 0.4)
     return solver.with_noise(scale).planned(first.sizes)
 
 
-def exponential(sizes, scale=1.0, kind=dpb.ExponentialMechanism, **fields):
+def exponential(sizes, scale=1.0, kind=dpb.draws.ExponentialMechanism, **fields):
     """Two candidates at which one record makes all the difference there can be."""
-    solver = kind(dpb.Grid(jnp.asarray([-1.0, 1.0])), **fields)
+    solver = kind(dpb.draws.Grid(jnp.asarray([-1.0, 1.0])), **fields)
     return solver.with_noise(scale).planned(sizes)
 
 
-def regularized(scale=1.0, kind=dpb.RegularizedExponentialMechanism, **fields):
+def regularized(scale=1.0, kind=dpb.draws.RegularizedExponentialMechanism, **fields):
     """The set is so wide that the law is that of a Gaussian release."""
-    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9)
+    sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
     defaults = {"convex": True, "regularizer": 1.0, "dimension": 1}
     solver = kind(sampler, **(defaults | fields)).with_noise(scale).planned(10)
     return solver.prepared(_LIPSCHITZ)
 
 
-def extragradient(scale=1.0, kind=dpb.NoisyExtragradient, **fields):
+def extragradient(scale=1.0, kind=dpb.games.NoisyExtragradient, **fields):
     defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
     return kind(**(defaults | fields)).with_noise(scale).planned(10)
 
 
-def proximal(scale=1.0, kind=dpb.InexactProximalPoint, **fields):
+def proximal(scale=1.0, kind=dpb.games.InexactProximalPoint, **fields):
     defaults = {"num_steps": 3, "clip_norm": 0.7, "strength": 1.0, "inner_steps": 2}
     defaults |= {"dimension": 1}
     return kind(**(defaults | fields)).with_noise(scale).planned(10)
 
 
-def extrapolated(kind=dpb.InexactProximalPoint):
+def extrapolated(kind=dpb.games.InexactProximalPoint):
     """A round of steps that leave less than a tenth of what a record moves."""
     fields = {"inner": "operator_extrapolation", "inner_steps": 24}
     return proximal(kind=kind, num_steps=1, **fields)
 
 
-def once(kind=dpb.SinglePass, **fields):
+def once(kind=dpb.privacy.SinglePass, **fields):
     """Two steps on four disjoint batches, with the noise of one release."""
     return extragradient(0.5, sampling=kind(2), **fields)
 
 
 def localized(scale=1.0):
-    solver = dpb.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
+    solver = dpb.onelevel.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
     return solver.with_noise(scale).planned(10)
 
 
-def gradient_informative(scale=1.0, kind=dpb.GradientInformativeBO, **fields):
+def gradient_informative(scale=1.0, kind=dpb.search.GradientInformativeBO, **fields):
     defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
     defaults |= {"batch": 2, "keep": 2, "polish": 0}
     return kind(**(defaults | fields)).with_noise(scale).planned(10)
@@ -124,15 +124,15 @@ def searching(kind, *args, scale=1.0, **fields):
     return kind(*args, **fields).with_noise(scale).planned(10)
 
 
-def random_search(kind=dpb.RandomSearch, **fields):
+def random_search(kind=dpb.search.RandomSearch, **fields):
     return searching(kind, 16, 1.0, **fields)
 
 
-def repeat_and_select(kind=dpb.RepeatAndSelect, num_steps=16, **fields):
+def repeat_and_select(kind=dpb.search.RepeatAndSelect, num_steps=16, **fields):
     return searching(kind, num_steps, 1.0, **({"mean": 2.0} | fields))
 
 
-def noisy_ucb(kind=dpb.NoisyUCB, **fields):
+def noisy_ucb(kind=dpb.search.NoisyUCB, **fields):
     return searching(kind, 3, 1.0, num_candidates=4, **fields)
 
 
@@ -140,7 +140,7 @@ SOLVERS = {
     "NoisyGD": Audited(noisy_gd()),
     "NoisyGD, precision float": Audited(noisy_gd(), precision="float"),
     "NoisyGD, add or remove": Audited(
-        noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
+        noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
     ),
     "NoisyGD, Poisson": Audited(
         sampled(dpb.Poisson(0.2), ADD_OR_REMOVE, num_steps=2), exact=False
@@ -181,7 +181,9 @@ SOLVERS = {
     ),
     "ExponentialMechanism, add or remove": Audited(
         exponential(
-            10, clip_range=1.0, mechanism=dpb.Exponential(neighbours=ADD_OR_REMOVE)
+            10,
+            clip_range=1.0,
+            mechanism=dpb.draws.Exponential(neighbours=ADD_OR_REMOVE),
         ),
         others=-1.0,
         exact=False,

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpbilevel import Ball, Box, Simplex
-from dpbilevel.samplers import GridWalk, _cells, _lattice
-from dpbilevel.samplers.base import AbstractPotential, Regularity
+from dpbilevel.draws.samplers import GridWalk, _cells, _lattice
+from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
+from dpbilevel.sets import Ball, Box, Simplex
 
 
 class Peak(AbstractPotential):

@@ -32,14 +32,14 @@ from audit_zoo import (
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.audit.neighbours import BEYOND
-from dpbilevel.noise import standard_normal, step_keys
-from dpbilevel.oracles import fixed_count as solves
+from dpbilevel.audit.canaries import BEYOND
+from dpbilevel.bilevel import fixed_count as solves
+from dpbilevel.bilevel import sensitivities
+from dpbilevel.bilevel.penalized import PenalizedLevel
+from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.ledger import Query
-from dpbilevel.problems import sensitivities
-from dpbilevel.problems.penalized import PenalizedLevel
-from dpbilevel.problems.resolvents import Resolvent
-from dpbilevel.scores.mean_loss import MeanLoss
+from dpbilevel.privacy.noise import standard_normal, step_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +66,14 @@ def sound_penalty(**fields):
     return audited(penalty("overlapping", **fields))
 
 
-class Silent(dpb.Gaussian):
+class Silent(dpb.privacy.Gaussian):
     """Releases without noise and says nothing."""
 
     def release(self, bounded, *, key):
         return bounded.raw
 
 
-class SameForEveryLeaf(dpb.Gaussian):
+class SameForEveryLeaf(dpb.privacy.Gaussian):
     def release(self, bounded, *, key):
         std = self.noise_multiplier * bounded.sensitivity(self.neighbours)
         return jax.tree.map(
@@ -81,7 +81,7 @@ class SameForEveryLeaf(dpb.Gaussian):
         )
 
 
-class FreshForEveryLeaf(dpb.Gaussian):
+class FreshForEveryLeaf(dpb.privacy.Gaussian):
     def release(self, bounded, *, key):
         std = self.noise_multiplier * bounded.sensitivity(self.neighbours)
         noise = standard_normal(bounded.raw, key=key)
@@ -109,9 +109,9 @@ class StopsOnRawGradient(dpb.NoisyGD):
         return jax.tree.map(lambda a, b: jnp.where(goes_on, a, b), moved, state)
 
 
-class SilentInOneBlock(dpb.Gaussian):
+class SilentInOneBlock(dpb.privacy.Gaussian):
     def release(self, bounded, *, key):
-        noisy = dpb.Gaussian.release(self, bounded, key=key)
+        noisy = dpb.privacy.Gaussian.release(self, bounded, key=key)
         return dataclasses.replace(noisy, v=bounded.raw.v)
 
 
@@ -138,14 +138,14 @@ class Unclipped(dpb.FiniteSum):
             lambda v: v.sum(axis=0) / sizes,
             jax.vmap(jax.grad(self.loss), (None, 0))(w, data),
         )
-        return dpb.Bounded(mean, clip_norm / sizes)
+        return dpb.privacy.Bounded(mean, clip_norm / sizes)
 
 
 class ClippedAsABatch(dpb.FiniteSum):
     def clipped_gradient(self, w, data, sizes, *, clip_norm, **_):
         mean = jnp.sum(jax.vmap(jax.grad(self.loss), (None, 0))(w, data)) / sizes
         clipped = mean * jnp.minimum(1.0, clip_norm / jnp.abs(mean))
-        return dpb.Bounded(clipped, clip_norm / sizes)
+        return dpb.privacy.Bounded(clipped, clip_norm / sizes)
 
 
 def on_problem(kind):
@@ -337,11 +337,11 @@ def sound_implicit(**fields):
     return audited(implicit("overlapping", **fields))
 
 
-class Hotter(dpb.Exponential):
+class Hotter(dpb.draws.Exponential):
     """Draws at the rate for a removed record where records are replaced, twice over."""
 
     def rate(self, sensitivity):
-        return 4 * dpb.Exponential.rate(self, sensitivity)
+        return 4 * dpb.draws.Exponential.rate(self, sensitivity)
 
 
 class Unbounded(MeanLoss):
@@ -362,19 +362,19 @@ class SteeperThanDeclared(MeanLoss):
         return MeanLoss.potential(dataclasses.replace(self, problem=steep), data, start)
 
 
-class DrawsBySteeper(dpb.RegularizedExponentialMechanism):
+class DrawsBySteeper(dpb.draws.RegularizedExponentialMechanism):
     def _score(self, problem, sizes):
         return SteeperThanDeclared(problem, "slope", sizes)
 
 
-class RateOfRemoved(dpb.RegularizedExponential):
+class RateOfRemoved(dpb.draws.RegularizedExponential):
     """Takes a record's share for its sensitivity."""
 
     def rate(self, sensitivity, convexity):
-        return dpb.RegularizedExponential.rate(self, sensitivity / 2, convexity)
+        return dpb.draws.RegularizedExponential.rate(self, sensitivity / 2, convexity)
 
 
-class DrawsUnclipped(dpb.ExponentialMechanism):
+class DrawsUnclipped(dpb.draws.ExponentialMechanism):
     def _score(self, problem, sizes):
         return Unbounded(problem, "spread", sizes, self.clip_range)
 
@@ -394,29 +394,31 @@ def drawn(**fields):
     )
 
 
-class CountsSteps(dpb.NoisyExtragradient):
+class CountsSteps(dpb.games.NoisyExtragradient):
     """Counts one release a step, as the paper does."""
 
     def ledger(self, problem, sizes):
-        ledger = dpb.NoisyExtragradient.ledger(self, problem, sizes)
+        ledger = dpb.games.NoisyExtragradient.ledger(self, problem, sizes)
         (release,) = ledger.releases
         half = dataclasses.replace(release, count=self.num_steps)
         return dataclasses.replace(ledger, releases=(half,))
 
 
-class SameBatch(dpb.SinglePass):
+class SameBatch(dpb.privacy.SinglePass):
     """Reads its first batch again and again."""
 
     def draw(self, records, size, *, key, index=None):
-        return dpb.SinglePass.draw(self, records, size, key=key, index=0 * index)
+        return dpb.privacy.SinglePass.draw(
+            self, records, size, key=key, index=0 * index
+        )
 
 
-class HalfSensitiveResolvent(dpb.InexactProximalPoint):
+class HalfSensitiveResolvent(dpb.games.InexactProximalPoint):
     """Takes the share of a record for its sensitivity."""
 
     def step(self, problem, data, state, *, key):
         half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
-        return dpb.InexactProximalPoint.step(half, problem, data, state, key=key)
+        return dpb.games.InexactProximalPoint.step(half, problem, data, state, key=key)
 
 
 class FirstStep(Resolvent):
@@ -427,21 +429,21 @@ class FirstStep(Resolvent):
         return step * self.problem.declared("bound") / self.denominator
 
 
-class FirstStepSensitive(dpb.InexactProximalPoint):
+class FirstStepSensitive(dpb.games.InexactProximalPoint):
     """Forgets that its steps add up."""
 
     def resolvent(self, problem, sizes):
-        found = dpb.InexactProximalPoint.resolvent(self, problem, sizes)
+        found = dpb.games.InexactProximalPoint.resolvent(self, problem, sizes)
         return FirstStep(**vars(found))
 
 
-class WarmResolvent(dpb.InexactProximalPoint):
+class WarmResolvent(dpb.games.InexactProximalPoint):
     """Starts from the resolvent that it found, not from the one it released."""
 
     def step(self, problem, data, state, *, key):
-        silent = dataclasses.replace(self, noise=dpb.Gaussian(0.0))
+        silent = dataclasses.replace(self, noise=dpb.privacy.Gaussian(0.0))
         found, noisy = (
-            dpb.InexactProximalPoint.step(kind, problem, data, state, key=k)
+            dpb.games.InexactProximalPoint.step(kind, problem, data, state, key=k)
             for kind, k in zip((silent, self), jax.random.split(key), strict=True)
         )
         return dataclasses.replace(found, mean=noisy.w)
@@ -451,7 +453,7 @@ class WarmResolvent(dpb.InexactProximalPoint):
 
 
 SUBSET = sampled(dpb.FixedSize(2))
-ADDED = noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
+ADDED = noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
 
 
 def of_noisy_gd(broken, sound=sound_noisy_gd):
@@ -534,7 +536,7 @@ MUTANTS = {
     "replaced records with the noise for removed ones": of_noisy_gd(
         lambda: audited(
             dataclasses.replace(
-                ADDED, noise=dpb.Gaussian(ADDED.noise.noise_multiplier / 2)
+                ADDED, noise=dpb.privacy.Gaussian(ADDED.noise.noise_multiplier / 2)
             ),
             claim_of(ADDED),
             runs=20_000,
@@ -604,7 +606,7 @@ MUTANTS = {
     "stops when the raw gradient is small": of_noisy_gd(
         lambda: audited(
             StopsOnRawGradient(
-                4, 0.7, step_size=0.1, noise=dpb.Gaussian(None, ADD_OR_REMOVE)
+                4, 0.7, step_size=0.1, noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE)
             )
             .with_noise(1.0)
             .planned(10),

@@ -10,7 +10,7 @@ from audit_zoo import gradient_informative
 import dpbilevel as dpb
 from dpbilevel import audit
 
-GIBO = dpb.GradientInformativeBO
+GIBO = dpb.search.GradientInformativeBO
 OTHERS = 0.5  # the slope of everyone else's loss, below the clip norm
 
 
@@ -20,14 +20,14 @@ class ClipsTheMean(GIBO):
     def _gradient(self, posterior, seen):
         mean = posterior.weights @ jnp.mean(seen.values, axis=0)
         clipped = mean * jnp.minimum(1, self.clip_norm / jnp.linalg.norm(mean))
-        return dpb.Bounded(clipped, self.clip_norm / self.sizes)
+        return dpb.privacy.Bounded(clipped, self.clip_norm / self.sizes)
 
 
 class FitsItsKernel(GIBO):
     """Takes the length-scale from how far losses are spread."""
 
     def tell(self, problem, state, asked, losses, *, key):
-        kernel = dpb.RBF(1 / (1 + jnp.std(losses)))
+        kernel = dpb.search.RBF(1 / (1 + jnp.std(losses)))
         fitted = dataclasses.replace(self, kernel=kernel)
         return GIBO.tell(fitted, problem, state, asked, losses, key=key)
 

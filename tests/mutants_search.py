@@ -12,22 +12,22 @@ from mutants import Hotter, Mutant, Silent
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.noise import derive
-from dpbilevel.scores import told
-from dpbilevel.scores.told import clipped_loss
-from dpbilevel.solvers import noisy_ucb as ucb
+from dpbilevel.privacy.noise import derive
+from dpbilevel.search import losses as told
+from dpbilevel.search import noisy_ucb as ucb
+from dpbilevel.search.losses import clipped_loss
 
 RUNS = 8_000
 
 
 def raw_mean(losses, clip_range, size, precision):
     mean = jnp.sum(losses) / size - clip_range / 2
-    return dpb.Bounded(mean, clip_range / 2 / size)
+    return dpb.privacy.Bounded(mean, clip_range / 2 / size)
 
 
 def clipped_as_a_mean(losses, clip_range, size, precision):
     mean = jnp.clip(jnp.sum(losses) / size, 0, clip_range) - clip_range / 2
-    return dpb.Bounded(mean, clip_range / 2 / size)
+    return dpb.privacy.Bounded(mean, clip_range / 2 / size)
 
 
 def raw_score(losses, clip_range, size, precision):
@@ -44,45 +44,51 @@ def scored_by(kind, place, score):
     return Mutated
 
 
-class ForgetsNoiseOnce(dpb.NoisyUCB):
+class ForgetsNoiseOnce(dpb.search.NoisyUCB):
     def tell(self, problem, state, asked, losses, *, key):
         quiet = dataclasses.replace(self, noise=Silent(self.noise.noise_multiplier))
         first, later = (
-            dpb.NoisyUCB.tell(solver, problem, state, asked, losses, key=k)
+            dpb.search.NoisyUCB.tell(solver, problem, state, asked, losses, key=k)
             for solver, k in zip((quiet, self), jax.random.split(key), strict=True)
         )
         return jax.tree.map(lambda a, b: jnp.where(state.t == 0, a, b), first, later)
 
 
-class CountsOneQuery(dpb.NoisyUCB):
+class CountsOneQuery(dpb.search.NoisyUCB):
     def ledger(self, problem, sizes):
-        (release,) = dpb.NoisyUCB.ledger(self, problem, sizes).releases
-        return dpb.Ledger((dataclasses.replace(release, count=1),))
+        (release,) = dpb.search.NoisyUCB.ledger(self, problem, sizes).releases
+        return dpb.privacy.Ledger((dataclasses.replace(release, count=1),))
 
 
-class ShowsEveryRepetition(dpb.RepeatAndSelect):
+class ShowsEveryRepetition(dpb.search.RepeatAndSelect):
     def tell(self, problem, state, asked, losses, *, key):
         key, again = jax.random.split(key)
-        after = dpb.RepeatAndSelect.tell(self, problem, state, asked, losses, key=again)
+        after = dpb.search.RepeatAndSelect.tell(
+            self, problem, state, asked, losses, key=again
+        )
         mean = clipped_loss(losses[:, 0], self.clip_range, self.sizes, "float")
         (key,) = derive(key, "noise")
         return dataclasses.replace(after, value=self.noise.release(mean, key=key))
 
 
-class SelectsByRawLoss(dpb.RepeatAndSelect):
+class SelectsByRawLoss(dpb.search.RepeatAndSelect):
     """Shows the noisy loss of the point that is best without noise."""
 
     def tell(self, problem, state, asked, losses, *, key):
         quiet = dataclasses.replace(self, noise=Silent(self.noise.noise_multiplier))
-        return dpb.RepeatAndSelect.tell(quiet, problem, state, asked, losses, key=key)
+        return dpb.search.RepeatAndSelect.tell(
+            quiet, problem, state, asked, losses, key=key
+        )
 
     def adversary_view(self, state):
         return state.w
 
 
-class RepeatsUntilTheRawLossIsGood(dpb.RepeatAndSelect):
+class RepeatsUntilTheRawLossIsGood(dpb.search.RepeatAndSelect):
     def tell(self, problem, state, asked, losses, *, key):
-        after = dpb.RepeatAndSelect.tell(self, problem, state, asked, losses, key=key)
+        after = dpb.search.RepeatAndSelect.tell(
+            self, problem, state, asked, losses, key=key
+        )
         good = jnp.sum(losses) <= 0
         number = jnp.where(good, 1, self.num_steps).astype(jnp.int32)
         return dataclasses.replace(after, repeats=number)
@@ -126,7 +132,7 @@ def sound_ucb():
 
 
 @functools.cache
-def selection(kind=dpb.RepeatAndSelect):
+def selection(kind=dpb.search.RepeatAndSelect):
     # So much noise that the number of repetitions tells more than their values.
     return audited(repeat_and_select(kind, scale=3.0), runs=RUNS)
 
@@ -135,7 +141,7 @@ def of_ucb(kind):
     return Mutant("NoisyUCB", lambda: audited(noisy_ucb(kind), runs=RUNS), sound_ucb)
 
 
-def of_draw(kind=dpb.RandomSearch, **fields):
+def of_draw(kind=dpb.search.RandomSearch, **fields):
     return Mutant(
         "RandomSearch",
         lambda: audited_draw(random_search(kind, **fields)),
@@ -149,12 +155,14 @@ def of_selection(kind):
 
 MUTANTS = {
     "draws by scores that are not clipped": of_draw(
-        scored_by(dpb.RandomSearch, told, raw_score)
+        scored_by(dpb.search.RandomSearch, told, raw_score)
     ),
     "draws a candidate at a wrong rate": of_draw(mechanism=Hotter()),
-    "queries that are not clipped": of_ucb(scored_by(dpb.NoisyUCB, ucb, raw_mean)),
+    "queries that are not clipped": of_ucb(
+        scored_by(dpb.search.NoisyUCB, ucb, raw_mean)
+    ),
     "queries clipped as a mean": of_ucb(
-        scored_by(dpb.NoisyUCB, ucb, clipped_as_a_mean)
+        scored_by(dpb.search.NoisyUCB, ucb, clipped_as_a_mean)
     ),
     "noise forgotten in one query": of_ucb(ForgetsNoiseOnce),
     "all queries counted as one": of_ucb(CountsOneQuery),
@@ -163,6 +171,6 @@ MUTANTS = {
     "selects by the loss without noise": Mutant(
         "RepeatAndSelect",
         lambda: tilted(SelectsByRawLoss),
-        lambda: tilted(dpb.RepeatAndSelect),
+        lambda: tilted(dpb.search.RepeatAndSelect),
     ),
 }

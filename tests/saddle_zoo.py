@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel import saddle_zoo as zoo
+from dpbilevel.games import zoo
 
 N = 40
 
@@ -30,7 +30,7 @@ def affine(mu=0.3):
 
 
 def targets(n=N):
-    return jax.vmap(dpb.Ball(1.0).project)(normal(n, 2, seed=7, scale=0.5))
+    return jax.vmap(dpb.sets.Ball(1.0).project)(normal(n, 2, seed=7, scale=0.5))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import dpbilevel as dpb
-from dpbilevel import zoo
+from dpbilevel.bilevel import zoo
 
 
 def records(n, d, seed=0):
@@ -29,7 +29,7 @@ def with_source(batch, num_sources=3):
 
 
 # The numbers among the fields of declared constants.
-DECLARED = [f.name for f in dataclasses.fields(dpb.SecondOrderConstants)]
+DECLARED = [f.name for f in dataclasses.fields(dpb.bilevel.SecondOrderConstants)]
 DECLARED = [name for name in DECLARED if name not in ("terms", "per_record")]
 
 ONE_LEVEL = dpb.FiniteSum(dpb.logistic_loss, lambda w: 0.05 * jnp.sum(w * w))
@@ -51,12 +51,12 @@ QUADRATIC = zoo.quadratic_bilevel(
 EXACT = zoo.quadratic_bilevel(QUADRATIC.data.upper, QUADRATIC.data.lower, radius=1.0)
 
 
-CANDIDATES = dpb.Grid(jnp.asarray([[0.0] * 4, [0.1] * 4, [-0.1] * 4]))
+CANDIDATES = dpb.draws.Grid(jnp.asarray([[0.0] * 4, [0.1] * 4, [-0.1] * 4]))
 
 
 LINE = dpb.FiniteSum(
     lambda w, r: jnp.abs(w[0] - r["features"][0]),
-    w_set=dpb.Box(-jnp.ones(1), jnp.ones(1)),
+    w_set=dpb.sets.Box(-jnp.ones(1), jnp.ones(1)),
     lipschitz=1.0,
 )
 
@@ -106,14 +106,14 @@ SOLVERS = {
     ),
     "localized": (
         ONE_LEVEL,
-        dpb.LocalizedGD((4.0, 2.0), 3, 0.1, 1.0),
+        dpb.onelevel.LocalizedGD((4.0, 2.0), 3, 0.1, 1.0),
         LOWER,
         Y0,
         None,
     ),
     "localized_sgd": (
         ONE_LEVEL,
-        dpb.LocalizedGD((4.0, 2.0), 3, 0.1, 1.0, sampling=POISSON),
+        dpb.onelevel.LocalizedGD((4.0, 2.0), 3, 0.1, 1.0, sampling=POISSON),
         LOWER,
         Y0,
         None,
@@ -149,7 +149,7 @@ SOLVERS = {
     ),
     "penalty_localized": (
         WEIGHTING,
-        penalty(inner=dpb.LocalizedGD((4.0,), 3, 0.1, 1.0)),
+        penalty(inner=dpb.onelevel.LocalizedGD((4.0,), 3, 0.1, 1.0)),
         LEVELS,
         (X0, Y0),
         "disjoint",
@@ -200,7 +200,7 @@ SOLVERS = {
     ),
     "warm_started": (
         EXACT.problem,
-        dpb.WarmStarted(implicit(num_steps=2), implicit(num_steps=2)),
+        dpb.bilevel.WarmStarted(implicit(num_steps=2), implicit(num_steps=2)),
         EXACT.data,
         EXACT.w0,
         "disjoint",
@@ -209,30 +209,32 @@ SOLVERS = {
 
 SOLVERS |= {
     "exponential": (
-        dataclasses.replace(ONE_LEVEL, w_set=dpb.Ball(2.0)),
-        dpb.ExponentialMechanism(CANDIDATES, clip_range=2.0),
+        dataclasses.replace(ONE_LEVEL, w_set=dpb.sets.Ball(2.0)),
+        dpb.draws.ExponentialMechanism(CANDIDATES, clip_range=2.0),
         LOWER,
         Y0,
         None,
     ),
     "exponential_gradient_norm": (
         EXACT.problem,
-        dpb.ExponentialMechanism(CANDIDATES, "gradient_norm"),
+        dpb.draws.ExponentialMechanism(CANDIDATES, "gradient_norm"),
         EXACT.data,
         EXACT.w0,
         "disjoint",
     ),
     "exponential_walk": (
         LINE,
-        dpb.ExponentialMechanism(dpb.GridWalk(tabulate=True), dimension=1),
+        dpb.draws.ExponentialMechanism(dpb.draws.GridWalk(tabulate=True), dimension=1),
         LOWER,
         jnp.zeros(1),
         None,
     ),
     "regularized": (
         LEANING,
-        dpb.RegularizedExponentialMechanism(
-            dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9), convex=True, dimension=1
+        dpb.draws.RegularizedExponentialMechanism(
+            dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9),
+            convex=True,
+            dimension=1,
         ),
         LOWER,
         jnp.zeros(1),
@@ -240,11 +242,11 @@ SOLVERS |= {
     ),
 }
 
-SADDLE = dpb.SaddleProblem(
+SADDLE = dpb.games.SaddleProblem(
     lambda x, y, r: (y[0] - y[1]) * jnp.dot(x, r["features"]) * r["label"],
     lambda x, y: 0.05 * jnp.sum(x * x) - 0.05 * jnp.sum(y * y),
-    x_set=dpb.Ball(1.0),
-    y_set=dpb.Simplex(),
+    x_set=dpb.sets.Ball(1.0),
+    y_set=dpb.sets.Simplex(),
     lipschitz=2.5,
     bound=2.5,
     public_lipschitz=0.1,
@@ -255,37 +257,37 @@ SADDLE_START = (Y0, jnp.full(2, 0.5))
 
 def extragradient(**fields):
     defaults = {"num_steps": 4, "clip_norm": 1.0, "step_size": 0.2}
-    return dpb.NoisyExtragradient(**(defaults | fields))
+    return dpb.games.NoisyExtragradient(**(defaults | fields))
 
 
 def proximal(**fields):
     defaults = {"num_steps": 4, "clip_norm": 2.5, "strength": 6.0, "inner_steps": 3}
-    return dpb.InexactProximalPoint(**(defaults | fields))
+    return dpb.games.InexactProximalPoint(**(defaults | fields))
 
 
 SOLVERS |= {
     "extragradient": (
         SADDLE,
-        extragradient(sampling=dpb.SinglePass(7)),
+        extragradient(sampling=dpb.privacy.SinglePass(7)),
         LOWER,
         SADDLE_START,
         None,
     ),
     "proximal_point": (
         SADDLE,
-        proximal(sampling=dpb.SinglePass(10)),
+        proximal(sampling=dpb.privacy.SinglePass(10)),
         LOWER,
         SADDLE_START,
         None,
     ),
 }
 
-IN_BOX = dataclasses.replace(ONE_LEVEL, w_set=dpb.Box(-1.0, 1.0))
+IN_BOX = dataclasses.replace(ONE_LEVEL, w_set=dpb.sets.Box(-1.0, 1.0))
 
 SOLVERS |= {
     "gradient_informative": (
         IN_BOX,
-        dpb.GradientInformativeBO(
+        dpb.search.GradientInformativeBO(
             3, 1.0, step_size=0.5, keep=8, max_batch=8, polish=2, average="tail"
         ).planned(len(LOWER["label"])),
         jax.tree.map(np.float64, {k: LOWER[k] for k in ("features", "label")}),
@@ -297,28 +299,28 @@ SOLVERS |= {
 SEARCHED = dpb.FiniteSum(
     lambda w, r: jnp.sum((w - r["features"]) ** 2),
     lambda w: 0.05 * jnp.sum(w * w),
-    w_set=dpb.Box(-1.0, 1.0),
+    w_set=dpb.sets.Box(-1.0, 1.0),
 )
 
 SOLVERS |= {
-    "random_search": (SEARCHED, dpb.RandomSearch(20, 2.0), LOWER, Y0, None),
+    "random_search": (SEARCHED, dpb.search.RandomSearch(20, 2.0), LOWER, Y0, None),
     "repeat_and_select": (
         SEARCHED,
-        dpb.RepeatAndSelect(12, 2.0, mean=2.0),
+        dpb.search.RepeatAndSelect(12, 2.0, mean=2.0),
         LOWER,
         Y0,
         None,
     ),
     "repeat_and_select_poisson": (
         SEARCHED,
-        dpb.RepeatAndSelect(12, 2.0, mean=2.0, shape=math.inf),
+        dpb.search.RepeatAndSelect(12, 2.0, mean=2.0, shape=math.inf),
         LOWER,
         Y0,
         None,
     ),
     "noisy_ucb": (
         SEARCHED,
-        dpb.NoisyUCB(4, 2.0, num_candidates=20),
+        dpb.search.NoisyUCB(4, 2.0, num_candidates=20),
         LOWER,
         Y0,
         None,

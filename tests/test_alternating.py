@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dpbilevel.samplers import (
+from dpbilevel.draws.samplers import (
     AlternatingSampler,
     ConvexEnvelope,
     StochasticRejection,
     rejection,
 )
-from dpbilevel.samplers.alternating import needed_queries
-from dpbilevel.samplers.base import (
+from dpbilevel.draws.samplers.alternating import needed_queries
+from dpbilevel.draws.samplers.base import (
     AbstractPotential,
     AbstractSumPotential,
     Regularity,

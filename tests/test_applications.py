@@ -78,7 +78,7 @@ def test_penalties_grow_on_useless_features_and_shrink_on_useful_ones():
     )
     groups = jnp.asarray([0, 0, 0, 1, 1, 1])
     problem = dpb.penalty_tuning(dpb.squared_loss, groups, bounds=(-6.0, 3.0))
-    quiet = dpb.Gaussian(0.0)
+    quiet = dpb.privacy.Gaussian(0.0)
     inner = dpb.NoisyGD(60, 1e6, step_size=0.05, noise=quiet)
     solver = dpb.PenaltyBilevel(
         60, 10.0, inner, step_size=1.0, upper_clip_norm=1e6, noise=quiet, answer="last"
@@ -130,7 +130,7 @@ def test_refit_starts_from_the_search_and_keeps_its_x():
 
 
 def test_refit_of_another_relation_is_refused():
-    other = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    other = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
     search = dpb.PenaltyBilevel(
         3, 10.0, dpb.NoisyGD(3, 1.0, step_size=1.0), step_size=1.0
     )
@@ -187,9 +187,9 @@ def test_a_record_of_an_unknown_source_has_no_influence():
     stray = data.lower | {"source": data.lower["source"].at[0].set(7)}
     gradient = jax.grad(problem.lower, 1)
     x, y = jnp.zeros(2), jnp.zeros(5)
-    mean = dpb.clipped_mean(lambda z: gradient(x, y, z), stray, clip_norm=1.0)
+    mean = dpb.privacy.clipped_mean(lambda z: gradient(x, y, z), stray, clip_norm=1.0)
     rest = jax.tree.map(lambda v: v[1:], data.lower)
-    expected = dpb.clipped_mean(
+    expected = dpb.privacy.clipped_mean(
         lambda z: gradient(x, y, z), rest, clip_norm=1.0, denominator=20.0
     )
     np.testing.assert_allclose(mean.raw, expected.raw, rtol=1e-5)

@@ -106,7 +106,7 @@ def test_canaries_respect_which_levels_meet_x():
 
 
 def test_under_add_or_remove_the_neighbour_contributes_nothing():
-    solver = noisy_gd(noise=dpb.Gaussian(None, ADD_OR_REMOVE))
+    solver = noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
     np.testing.assert_array_equal(audit.canaries(solver)["records"].neighbour, 0)
 
 
@@ -248,15 +248,17 @@ def test_one_run_rejects_a_claim_that_is_too_good():
 
 
 def test_a_defect_that_depends_on_the_planned_size_is_rejected():
-    class RoundsItsShare(dpb.Gaussian):
+    class RoundsItsShare(dpb.privacy.Gaussian):
         """Takes the sensitivity in half precision, where C / 70 000 000 is zero."""
 
         def release(self, bounded, *, key):
             # Unlike a conversion to float16 and back, no compiler leaves this out.
             share = jnp.asarray(bounded.contribution, jnp.float32)
             share = jax.lax.reduce_precision(share, 5, 10)
-            broken = dpb.Bounded(bounded.raw, 0.01 * bounded.contribution + share)
-            return dpb.Gaussian.release(self, broken, key=key)
+            broken = dpb.privacy.Bounded(
+                bounded.raw, 0.01 * bounded.contribution + share
+            )
+            return dpb.privacy.Gaussian.release(self, broken, key=key)
 
     solver = noisy_gd(noise=RoundsItsShare())
     assert audited(solver.planned(2), runs=SHORT // 5).passed
@@ -270,7 +272,7 @@ def test_single_loop_leaks_nine_tenths_where_both_records_move_one_block():
         lambda x, y, z: z * jnp.sum(y),
         lambda x, y, z: 0.5 * z * jnp.sum(y) ** 2,
         upper_public=lambda x, y: -100.0 * jnp.sum(y),
-        y_set=dpb.Box(0.0, 0.0),
+        y_set=dpb.sets.Box(0.0, 0.0),
         x_in_records=False,
     )
     solver = single_loop("overlapping", num_steps=12)

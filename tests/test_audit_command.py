@@ -2,13 +2,13 @@ import json
 
 import pytest
 from audit_zoo import audited, claim_of, noisy_gd
+from dpbilevel.cli.main.config import read_config
+from dpbilevel.cli.main.main import main
+from dpbilevel.cli.main.run import prepare
 from test_cli import config, config_of_csv, failure  # noqa: F401
 from test_runner import GENERATED
 
-from dpbilevel.audit import page
-from dpbilevel.cli import main
-from dpbilevel.config import read_config
-from dpbilevel.runner import prepare
+from dpbilevel.cli.main import audit as page
 
 PNG = b"\x89PNG"
 

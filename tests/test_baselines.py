@@ -14,14 +14,14 @@ from sklearn.gaussian_process.kernels import RBF
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.scores import told
-from dpbilevel.scores.told import clipped_loss
-from dpbilevel.solvers.asking import Asked
-from dpbilevel.solvers.candidates import uniform
-from dpbilevel.solvers.noisy_ucb import posterior
+from dpbilevel.search import losses as told
+from dpbilevel.search.base import Asked
+from dpbilevel.search.candidates import uniform
+from dpbilevel.search.losses import clipped_loss
+from dpbilevel.search.noisy_ucb import posterior
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
-BOX = dpb.Box(jnp.asarray([-1.0, 0.0]), jnp.asarray([1.0, 3.0]))
+BOX = dpb.sets.Box(jnp.asarray([-1.0, 0.0]), jnp.asarray([1.0, 3.0]))
 LOSSES = np.random.default_rng(1).uniform(-0.5, 2.5, size=(10, 5))
 LOSSES[3, 1], LOSSES[4, 2], LOSSES[5, 3] = np.nan, np.inf, -np.inf
 RANGE, EPSILON = 2.0, 8.0
@@ -38,7 +38,7 @@ def box_problem(loss=None, public=None, box=BOX):
 
 
 def five(mechanism):
-    return dpb.RandomSearch(5, RANGE, mechanism, sizes=10)
+    return dpb.search.RandomSearch(5, RANGE, mechanism, sizes=10)
 
 
 def drawn(solver, problem, losses, runs=20_000):
@@ -72,17 +72,17 @@ def test_a_random_search_draws_by_the_exponential_law_of_clipped_losses(public):
         counts = drawn(five(mechanism), problem, losses)
         return scipy.stats.chisquare(counts, law(EPSILON, extra) * counts.sum()).pvalue
 
-    assert p_value(dpb.Exponential(EPSILON)) > 1e-3
-    assert p_value(dpb.Exponential(1.1 * EPSILON)) < 1e-6  # the control
+    assert p_value(dpb.draws.Exponential(EPSILON)) > 1e-3
+    assert p_value(dpb.draws.Exponential(1.1 * EPSILON)) < 1e-6  # the control
     assert p_value(Hotter(EPSILON)) < 1e-6
 
 
 def test_a_random_search_is_pure_and_any_number_of_candidates_costs_the_same():
-    for problem in (box_problem(), dpb.BlackBox(len, 100, BOX)):
+    for problem in (box_problem(), dpb.search.BlackBox(len, 100, BOX)):
         reports = [
             dpb.calibrate(
                 problem,
-                dpb.RandomSearch(count, 2.0),
+                dpb.search.RandomSearch(count, 2.0),
                 dpb.PrivacyBudget(1.0, 0.0),
                 sizes=100,
             ).report
@@ -92,14 +92,14 @@ def test_a_random_search_is_pure_and_any_number_of_candidates_costs_the_same():
             assert 1 - 1e-9 < report.epsilon <= 1
             assert report.delta == 0
             assert report.accountant == "exact composition of draws without delta"
-        assert {r.status for r in reports} == {dpb.Status.ENFORCED}
+        assert {r.status for r in reports} == {dpb.privacy.Status.ENFORCED}
         temperatures = [r.ledger[0]["temperature"] for r in reports]
         np.testing.assert_allclose(temperatures, 2 * 2.0 / 100, rtol=2e-3)
 
 
 def test_adding_or_removing_a_record_moves_scores_half_as_far():
-    added = dpb.RandomSearch(5, 2.0, dpb.Exponential(1.0, ADD_OR_REMOVE))
-    replaced = dpb.RandomSearch(5, 2.0, dpb.Exponential(1.0))
+    added = dpb.search.RandomSearch(5, 2.0, dpb.draws.Exponential(1.0, ADD_OR_REMOVE))
+    replaced = dpb.search.RandomSearch(5, 2.0, dpb.draws.Exponential(1.0))
     rates = [s.ledger(box_problem(), 100).releases[0].rate for s in (added, replaced)]
     assert rates[0] == pytest.approx(2 * rates[1])
 
@@ -151,19 +151,19 @@ def test_one_record_moves_a_mean_loss_no_further_than_the_range(bad, precision):
 
 def test_noise_is_what_the_formulas_say():
     problem, n, mu, steps = box_problem(), 50, 0.8, 16
-    ucb = dpb.NoisyUCB(steps, 3.0).with_noise(1 / mu).ledger(problem, n)
+    ucb = dpb.search.NoisyUCB(steps, 3.0).with_noise(1 / mu).ledger(problem, n)
     (release,) = ucb.releases
     assert release.noise_std == pytest.approx(3.0 * math.sqrt(steps) / (n * mu))
-    selection = dpb.RepeatAndSelect(200, 3.0, mean=5.0).with_noise(1 / mu)
+    selection = dpb.search.RepeatAndSelect(200, 3.0, mean=5.0).with_noise(1 / mu)
     (release,) = selection.ledger(problem, n).releases
     assert release.noise_std == pytest.approx(3.0 / (n * mu))
 
 
-class SameNoiseInPairs(dpb.NoisyUCB):
+class SameNoiseInPairs(dpb.search.NoisyUCB):
     """The noise of every odd step is that of the step before."""
 
     def tell(self, problem, state, asked, losses, *, key):
-        after = dpb.NoisyUCB.tell(self, problem, state, asked, losses, key=key)
+        after = dpb.search.NoisyUCB.tell(self, problem, state, asked, losses, key=key)
         before = after.values[jnp.maximum(state.t - 1, 0)]
         value = jnp.where(state.t % 2 == 1, before, after.values[state.t])
         values = after.values.at[state.t].set(value)
@@ -188,7 +188,7 @@ def worst_correlation(kind, runs=2000):
 
 
 def test_the_noises_of_a_run_are_uncorrelated():
-    assert worst_correlation(dpb.NoisyUCB) < 4.9 / 2000**0.5
+    assert worst_correlation(dpb.search.NoisyUCB) < 4.9 / 2000**0.5
     assert worst_correlation(SameNoiseInPairs) > 0.9  # the control
 
 
@@ -231,16 +231,16 @@ def test_without_values_the_surrogate_is_its_prior():
 
 
 SOLVERS = {
-    "random_search": dpb.RandomSearch(400, 4.0),
-    "repeat_and_select": dpb.RepeatAndSelect(400, 4.0, mean=50.0),
-    "noisy_ucb": dpb.NoisyUCB(25, 4.0, num_candidates=200),
+    "random_search": dpb.search.RandomSearch(400, 4.0),
+    "repeat_and_select": dpb.search.RepeatAndSelect(400, 4.0, mean=50.0),
+    "noisy_ucb": dpb.search.NoisyUCB(25, 4.0, num_candidates=200),
 }
 BEST = RECORDS.mean(axis=0)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_with_hardly_any_noise_the_best_point_is_found(name):
-    problem = box_problem(box=dpb.Box(-1.0, 1.0))
+    problem = box_problem(box=dpb.sets.Box(-1.0, 1.0))
     solver = SOLVERS[name].with_noise(1e-3).planned(30)
 
     @jax.jit
@@ -263,7 +263,7 @@ def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best()
         points.append(point)
         return np.sum((point - RECORDS) ** 2, axis=1)
 
-    problem = dpb.BlackBox(losses, 30, dpb.Box(-1.0, 1.0))
+    problem = dpb.search.BlackBox(losses, 30, dpb.sets.Box(-1.0, 1.0))
     best, value = dpb.debug.random_search(
         problem, np.zeros(2), 40, key=jax.random.key(0)
     )
@@ -280,12 +280,12 @@ def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best()
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: dpb.RandomSearch(0, 1.0), "num_candidates"),
-        (lambda: dpb.RandomSearch(5, 0.0), "clip_range"),
-        (lambda: dpb.NoisyUCB(5, 1.0, length_scale=-1.0), "length_scale"),
-        (lambda: dpb.NoisyUCB(5, 1.0, exploration=-1.0), "exploration"),
-        (lambda: dpb.NoisyUCB(5, 1.0, amplitude=0.0), "amplitude"),
-        (lambda: dpb.RepeatAndSelect(50, -1.0, mean=2.0), "clip_range"),
+        (lambda: dpb.search.RandomSearch(0, 1.0), "num_candidates"),
+        (lambda: dpb.search.RandomSearch(5, 0.0), "clip_range"),
+        (lambda: dpb.search.NoisyUCB(5, 1.0, length_scale=-1.0), "length_scale"),
+        (lambda: dpb.search.NoisyUCB(5, 1.0, exploration=-1.0), "exploration"),
+        (lambda: dpb.search.NoisyUCB(5, 1.0, amplitude=0.0), "amplitude"),
+        (lambda: dpb.search.RepeatAndSelect(50, -1.0, mean=2.0), "clip_range"),
     ],
 )
 def test_settings_out_of_range_are_refused(make, words):

@@ -28,7 +28,7 @@ def noisy_gd(name="full", num_steps=5, **noise):
         1.0,
         step_size=0.1,
         sampling=SAMPLINGS[name],
-        noise=dpb.Gaussian(**noise),
+        noise=dpb.privacy.Gaussian(**noise),
     )
 
 

@@ -5,11 +5,11 @@ import io
 import shutil
 
 import pytest
+from dpbilevel.cli.main.main import main
 from test_runner import CSV_DATA, GENERATED, rows_of, write_csv
 
 import dpbilevel as dpb
-from dpbilevel.cli import main
-from dpbilevel.runs import checkpoint
+from dpbilevel.core import checkpoint
 
 
 def csv_config():
@@ -69,7 +69,7 @@ def test_calibrate_needs_no_records(config_of_csv, capsys):
 def test_calibrate_as_json_round_trips(config, capsys):
     main(["calibrate", config, "--json"])
     text = capsys.readouterr().out
-    assert dpb.PrivacyReport.from_json(text).to_json() == text.strip()
+    assert dpb.privacy.PrivacyReport.from_json(text).to_json() == text.strip()
 
 
 def test_report_tells_the_guarantee_that_the_run_printed(finished, capsys):

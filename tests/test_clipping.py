@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel import clipping
-from dpbilevel.clipping import _chunks, microbatch_rows
+from dpbilevel.privacy import clipping
+from dpbilevel.privacy.clipping import _chunks, microbatch_rows
 
 
 def identity(record):
@@ -37,7 +37,7 @@ def gaussian_records(n=37, d=6, seed=0, scale=1.0):
 @pytest.mark.parametrize("denominator", [None, 50.0])
 def test_clipped_mean_equals_a_numpy_reference(clip_norm, denominator):
     records = gaussian_records()
-    bounded = dpb.clipped_mean(
+    bounded = dpb.privacy.clipped_mean(
         identity, records, clip_norm=clip_norm, denominator=denominator
     )
     expected = reference(records, clip_norm) / (denominator or len(records))
@@ -47,7 +47,7 @@ def test_clipped_mean_equals_a_numpy_reference(clip_norm, denominator):
 def test_the_norm_runs_over_the_whole_pytree():
     records = gaussian_records(scale=5.0)
     tree = {"a": records[:, :2], "b": records[:, 2:].reshape(-1, 2, 2)}
-    bounded = dpb.clipped_mean(identity, tree, clip_norm=1.0)
+    bounded = dpb.privacy.clipped_mean(identity, tree, clip_norm=1.0)
     flat = np.concatenate([bounded.raw["a"], bounded.raw["b"].ravel()])
     np.testing.assert_allclose(flat, reference(records, 1.0) / 37, rtol=1e-5, atol=1e-7)
 
@@ -59,20 +59,20 @@ def test_the_norm_runs_over_the_whole_pytree():
 def test_sensitivity_is_the_clip_norm_over_the_denominator(neighbours, factor):
     records = gaussian_records()
     mask = jnp.arange(37) < 5
-    bounded = dpb.clipped_mean(
+    bounded = dpb.privacy.clipped_mean(
         identity, records, clip_norm=3.0, mask=mask, denominator=37.0
     )
     assert bounded.sensitivity(neighbours) == pytest.approx(factor * 3 / 37)
-    assert bounded.basis is dpb.Basis.CLIPPED
+    assert bounded.basis is dpb.privacy.Basis.CLIPPED
     doubled = bounded + bounded
     assert doubled.sensitivity(neighbours) == pytest.approx(2 * factor * 3 / 37)
     np.testing.assert_array_equal(doubled.raw, 2 * np.asarray(bounded.raw))
 
 
 def test_adding_a_declared_bound_lowers_the_basis():
-    clipped = dpb.Bounded(jnp.ones(2), 1.0)
-    declared = dpb.Bounded(jnp.ones(2), 1.0, dpb.Basis.CONSTANTS)
-    assert (clipped + declared).basis is dpb.Basis.CONSTANTS
+    clipped = dpb.privacy.Bounded(jnp.ones(2), 1.0)
+    declared = dpb.privacy.Bounded(jnp.ones(2), 1.0, dpb.privacy.Basis.CONSTANTS)
+    assert (clipped + declared).basis is dpb.privacy.Basis.CONSTANTS
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -82,7 +82,9 @@ def test_a_record_that_is_not_finite_has_no_influence(bad, microbatch):
     spoiled = records.at[5, 2].set(bad)
     mask = jnp.arange(37) != 5
     with_bad, without = (
-        dpb.clipped_mean(identity, r, clip_norm=1.0, mask=m, microbatch=microbatch)
+        dpb.privacy.clipped_mean(
+            identity, r, clip_norm=1.0, mask=m, microbatch=microbatch
+        )
         for r, m in ((spoiled, None), (records, mask))
     )
     np.testing.assert_array_equal(with_bad.raw, without.raw)
@@ -97,7 +99,7 @@ def test_a_finite_record_counts_in_its_direction_however_long_it_is(
     means = []
     for length in long:
         record = jnp.asarray([[length, 0.0, -length]], jnp.float32)
-        bounded = dpb.clipped_mean(
+        bounded = dpb.privacy.clipped_mean(
             identity, record, clip_norm=clip_norm, precision=precision
         )
         raw = bounded.raw
@@ -111,14 +113,14 @@ def test_a_finite_record_counts_in_its_direction_however_long_it_is(
 def test_a_gradient_that_is_not_a_number_has_no_influence():
     gradient = jax.grad(lambda w, z: jnp.sqrt(z) * w)  # NaN for a negative record
     records = jnp.asarray([1.0, -1.0, 4.0])
-    value = dpb.clipped_mean(lambda z: gradient(1.0, z), records, clip_norm=9.0)
+    value = dpb.privacy.clipped_mean(lambda z: gradient(1.0, z), records, clip_norm=9.0)
     assert float(value.raw) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("microbatch", ["auto", 1, 3])
 def test_no_records_and_no_unmasked_records_give_zero(microbatch):
     query = functools.partial(
-        dpb.clipped_mean, identity, clip_norm=1.0, microbatch=microbatch
+        dpb.privacy.clipped_mean, identity, clip_norm=1.0, microbatch=microbatch
     )
     empty = query(jnp.zeros((0, 3)), denominator=10.0)
     masked = query(jnp.ones((5, 3)), mask=jnp.zeros(5, bool))
@@ -130,7 +132,7 @@ def test_no_records_and_no_unmasked_records_give_zero(microbatch):
 def test_masked_rows_may_hold_anything_and_the_denominator_stays():
     records = gaussian_records().at[20:].set(jnp.nan)
     mask = jnp.arange(37) < 20
-    bounded = dpb.clipped_mean(identity, records, clip_norm=1.0, mask=mask)
+    bounded = dpb.privacy.clipped_mean(identity, records, clip_norm=1.0, mask=mask)
     expected = reference(records[:20], 1.0) / 37
     np.testing.assert_allclose(bounded.raw, expected, rtol=1e-5, atol=1e-7)
 
@@ -144,7 +146,9 @@ def test_microbatches_change_nothing_but_rounding(microbatch):
         return record["x"] * record["k"].astype(jnp.float32)
 
     whole, parts = (
-        dpb.clipped_mean(fun, records, clip_norm=4.0, mask=mask, microbatch=size).raw
+        dpb.privacy.clipped_mean(
+            fun, records, clip_norm=4.0, mask=mask, microbatch=size
+        ).raw
         for size in ("auto", microbatch)
     )
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
@@ -164,11 +168,11 @@ def test_memory_does_not_grow_with_the_number_of_records(monkeypatch):
         return record[:, None] * record[None, :]
 
     def chunked(records):
-        return dpb.clipped_mean(outer, records, clip_norm=1.0).raw
+        return dpb.privacy.clipped_mean(outer, records, clip_norm=1.0).raw
 
     def at_once(records):
         n = records.shape[0]
-        return dpb.clipped_mean(outer, records, clip_norm=1.0, microbatch=n).raw
+        return dpb.privacy.clipped_mean(outer, records, clip_norm=1.0, microbatch=n).raw
 
     sizes = (20_000, 80_000)
     small, large = (peak_bytes(chunked, n) for n in sizes)
@@ -182,7 +186,9 @@ def test_memory_does_not_grow_with_the_number_of_records(monkeypatch):
 def test_half_precision_records_are_summed_in_float32(dtype):
     n = 4000
     records = jnp.full((n, 1), 0.3, dtype)
-    total = dpb.clipped_mean(identity, records, clip_norm=1.0, denominator=1.0).raw
+    total = dpb.privacy.clipped_mean(
+        identity, records, clip_norm=1.0, denominator=1.0
+    ).raw
     assert total.dtype == jnp.float32
     exact = n * float(records[0, 0])
     assert float(total[0]) == pytest.approx(exact, rel=1e-5)
@@ -197,14 +203,16 @@ def test_clipped_norm_never_exceeds_the_clip_norm(d, clip_norm):
     rng = np.random.default_rng(d)
     for scale in (1e-20, 1e-3, 1.0, 1e6):
         records = (scale * rng.normal(size=(1, d))).astype(np.float32)
-        value = dpb.clipped_mean(identity, jnp.asarray(records), clip_norm=clip_norm)
+        value = dpb.privacy.clipped_mean(
+            identity, jnp.asarray(records), clip_norm=clip_norm
+        )
         assert np.linalg.norm(np.asarray(value.raw, np.float64)) <= clip_norm
 
 
 def test_mixed_precisions_are_clipped_to_the_norm_of_the_coarser():
     with jax.enable_x64(True):
         records = jnp.asarray(np.random.default_rng(0).normal(size=(1, 500)))
-        both = dpb.clipped_mean(
+        both = dpb.privacy.clipped_mean(
             lambda z: {"a": z, "b": z.astype(jnp.float32)}, records, clip_norm=1.0
         ).raw
     assert (both["a"].dtype, both["b"].dtype) == (jnp.float64, jnp.float32)
@@ -231,17 +239,17 @@ def test_mixed_precisions_are_clipped_to_the_norm_of_the_coarser():
 def test_misuse_is_refused_with_a_reason(arguments, message):
     fields = {"records": jnp.ones((5, 2)), "clip_norm": 1.0} | arguments
     with pytest.raises(ValueError, match=message):
-        dpb.clipped_mean(identity, **fields)
+        dpb.privacy.clipped_mean(identity, **fields)
 
 
 def test_no_value_is_refused():
     with pytest.raises(TypeError, match="floating-point arrays, got none"):
-        dpb.clipped_mean(lambda _: None, jnp.ones(3), clip_norm=1.0)
+        dpb.privacy.clipped_mean(lambda _: None, jnp.ones(3), clip_norm=1.0)
 
 
 def test_integer_values_are_refused():
     with pytest.raises(TypeError, match="floating-point arrays, got int32"):
-        dpb.clipped_mean(identity, jnp.arange(3), clip_norm=1.0)
+        dpb.privacy.clipped_mean(identity, jnp.arange(3), clip_norm=1.0)
 
 
 def test_numbers_are_traced_not_compiled_in():
@@ -250,7 +258,9 @@ def test_numbers_are_traced_not_compiled_in():
     @jax.jit
     def query(clip_norm):
         traces.append(None)
-        return dpb.clipped_mean(identity, jnp.full((4, 1), 9.0), clip_norm=clip_norm)
+        return dpb.privacy.clipped_mean(
+            identity, jnp.full((4, 1), 9.0), clip_norm=clip_norm
+        )
 
     for clip_norm in (1.0, 2.0):
         assert float(query(clip_norm).raw[0]) == pytest.approx(clip_norm, rel=1e-5)
@@ -281,4 +291,4 @@ MODULES = [m.name for m in pkgutil.walk_packages(dpb.__path__, "dpbilevel.")]
 def test_examples_in_docstrings_run(name):
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0
-    assert results.attempted > 0 or name != "dpbilevel.clipping"
+    assert results.attempted > 0 or name != "dpbilevel.privacy.clipping"

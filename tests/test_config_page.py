@@ -6,12 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from dpbilevel.cli.main.config import Privacy, parse_config
+from dpbilevel.cli.main.tables import Place
 from test_runner import GENERATED
 
 import dpbilevel as dpb
-from dpbilevel.config import Privacy, parse_config
-from dpbilevel.runs import columns, datasets, matrices, sources, tasks
-from dpbilevel.runs.tables import Place
+from dpbilevel.cli.main import columns, datasets, matrices, sources, tasks
 
 PAGE = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
 ROW = re.compile(r"^\| (.*?) \| `(\w+)` \| (.*?) \| (.*?) \| .* \|$", re.MULTILINE)
@@ -31,14 +31,14 @@ WHERE = {
     columns.Categorical: ["`data.categorical`"],
     columns.Label: ["`data.label`"],
     dpb.PenaltyBilevel: ["`solver`", "`PenaltyBilevel`"],
-    dpb.NoisyExtragradient: ["`solver` (game)", "`NoisyExtragradient`"],
-    dpb.InexactProximalPoint: ["`solver` (game)", "`InexactProximalPoint`"],
+    dpb.games.NoisyExtragradient: ["`solver` (game)", "`NoisyExtragradient`"],
+    dpb.games.InexactProximalPoint: ["`solver` (game)", "`InexactProximalPoint`"],
     dpb.SingleLoopBilevel: ["`solver`", "`SingleLoopBilevel`"],
     dpb.NoisyGD: ["inner, refit", "inner, refit, `NoisyGD`"],
-    dpb.LocalizedGD: ["inner, refit", "inner, refit, `LocalizedGD`"],
+    dpb.onelevel.LocalizedGD: ["inner, refit", "inner, refit, `LocalizedGD`"],
     dpb.Poisson: ["`sampling`", "`sampling` (Poisson)"],
     dpb.FixedSize: ["`sampling`", "`sampling` (FixedSize)"],
-    dpb.SinglePass: ["`sampling`", "`sampling` (SinglePass)"],
+    dpb.privacy.SinglePass: ["`sampling`", "`sampling` (SinglePass)"],
     dpb.FullBatch: ["`sampling`"],
 }
 # Fields that a text file cannot hold, or that the library fills in.

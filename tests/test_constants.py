@@ -11,15 +11,15 @@ import pytest
 from solver_zoo import DECLARED
 
 import dpbilevel as dpb
-from dpbilevel import audit, certified, zoo
-from dpbilevel.problems import sensitivities
-from dpbilevel.problems.models import shortened
+from dpbilevel import audit, zoo
+from dpbilevel.bilevel import certified, sensitivities
+from dpbilevel.onelevel.losses import shortened
 
 RADIUS = 0.7
 N = 6
 SIZES = dpb.Sizes(N, N, "overlapping")
 GROUPS = jnp.asarray([0, 0, 1])
-MODELS = {"logistic": dpb.Logistic(), "huber": dpb.PseudoHuber(0.5)}
+MODELS = {"logistic": dpb.Logistic(), "huber": dpb.onelevel.PseudoHuber(0.5)}
 models = pytest.mark.parametrize("model", MODELS)
 KEY = 0
 
@@ -62,7 +62,7 @@ def test_the_sum_of_sensitivities_is_at_most_k_over_n(seed):
     values = np.random.default_rng(seed).lognormal(size=len(whole))
     chosen = dict(zip(whole, values, strict=True))
     chosen["lower_yy"] += chosen["strong_convexity"]
-    constants = dpb.SecondOrderConstants(**chosen)
+    constants = dpb.bilevel.SecondOrderConstants(**chosen)
     bounds = constants.bounds(SIZES)
     assert bounds.upper + bounds.lower <= constants.sensitivity_constant / N
     # The paper's bound is four times that.
@@ -105,7 +105,7 @@ def test_lemma_b6_misses_the_change_of_the_implicit_derivative(x64):
     moved = hypergradient(flat) - hypergradient(flat.at[0].set(factor * mu))
     lemma = 2 * slope * cross / (mu * n)
     assert abs(moved) > 4 * lemma
-    ours = dpb.SecondOrderConstants(
+    ours = dpb.bilevel.SecondOrderConstants(
         **(
             dict.fromkeys(DECLARED, 0.0)
             | {"strong_convexity": mu, "lower_yy": factor * mu, "solution_radius": 1.0}
@@ -311,9 +311,11 @@ def test_the_problem_of_a_linear_model_refuses_other_models():
 
 def test_an_exchanged_box_is_refused_and_a_smaller_one_is_not():
     problem = dpb.linear_tuning(dpb.Logistic(), [0, 1], bounds=(-1.0, 1.0))
-    wide = dataclasses.replace(problem, x_set=dpb.Box(-3 * jnp.ones(2), jnp.ones(2)))
-    narrow = dataclasses.replace(problem, x_set=dpb.Box(jnp.zeros(2), jnp.ones(2)))
-    for other in (wide, dataclasses.replace(problem, x_set=dpb.Euclidean())):
+    wide = dataclasses.replace(
+        problem, x_set=dpb.sets.Box(-3 * jnp.ones(2), jnp.ones(2))
+    )
+    narrow = dataclasses.replace(problem, x_set=dpb.sets.Box(jnp.zeros(2), jnp.ones(2)))
+    for other in (wide, dataclasses.replace(problem, x_set=dpb.sets.Euclidean())):
         with pytest.raises(ValueError, match=r"x_set was exchanged.*\[-1, 1\]"):
             other.constants.check(other)
     narrow.constants.check(narrow)

@@ -12,8 +12,8 @@ import pytest
 from solver_zoo import ADAPTIVE, DOUBLE, FEW_ANSWERS, SOLVERS, sizes_of
 
 import dpbilevel as dpb
+from dpbilevel.core.loop import bound_to
 from dpbilevel.privacy.mechanisms import Gaussian
-from dpbilevel.solvers.base import bound_to
 
 solvers = pytest.mark.parametrize("name", SOLVERS)
 # One of each class, for tests that compile programs of their own; the slow suite has
@@ -89,7 +89,7 @@ def unrolled(name):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gaussian, "release", record)
-        for kind in (dpb.Exponential, dpb.RegularizedExponential):
+        for kind in (dpb.draws.Exponential, dpb.draws.RegularizedExponential):
             patch.setattr(kind, "draw", recorded(kind))
         # Not the shared program, which may be compiled already, without the record.
         run = jax.jit(lambda key: dpb.solve(problem, solver, data, w0, key=key).value)
@@ -100,13 +100,13 @@ def unrolled(name):
 
 def strength(mechanism):
     """The number that sets the noise: epsilon of a draw, else the multiplier."""
-    if isinstance(mechanism, dpb.Exponential):
+    if isinstance(mechanism, dpb.draws.Exponential):
         return mechanism.epsilon
     return mechanism.noise_multiplier
 
 
 def claim(release):
-    if isinstance(release, dpb.Draw):
+    if isinstance(release, dpb.draws.Draw):
         factor = release.neighbours.contributions
         return float(strength(release.mechanism)), factor * release.contribution
     return release.noise_multiplier, release.noise_std
@@ -310,11 +310,13 @@ def test_fit_reports_the_ledger_of_what_it_ran(name):
         people=people,
         key=jax.random.key(KEY),
     )
-    clipped = solver.basis is dpb.Basis.CLIPPED
-    expected = dpb.Status.ENFORCED if clipped else dpb.Status.CONDITIONAL
+    clipped = solver.basis is dpb.privacy.Basis.CLIPPED
+    expected = (
+        dpb.privacy.Status.ENFORCED if clipped else dpb.privacy.Status.CONDITIONAL
+    )
     assert result.report.status is expected
     assert 1.95 < result.report.epsilon <= 2.0
-    restored = dpb.PrivacyReport.from_json(result.report.to_json())
+    restored = dpb.privacy.PrivacyReport.from_json(result.report.to_json())
     assert restored == result.report
 
 
@@ -322,7 +324,7 @@ def test_fit_reports_the_ledger_of_what_it_ran(name):
 def test_the_answer_is_feasible(name):
     problem, solver, data, w0 = calibrated(name)
     value = run(name, jax.random.key(KEY)).value
-    if isinstance(problem, dpb.BilevelProblem | dpb.SaddleProblem):
+    if isinstance(problem, dpb.BilevelProblem | dpb.games.SaddleProblem):
         assert bool(problem.x_set.contains(value[0]))
         assert value[1] is None or bool(problem.y_set.contains(value[1]))
     else:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.solvers.design import choose_batch
-from dpbilevel.solvers.gp import gradient_posterior
+from dpbilevel.search.design import choose_batch
+from dpbilevel.search.gp import gradient_posterior
 
 pytestmark = pytest.mark.usefixtures("x64")
 D = 15
-EVERYWHERE, BOX = dpb.Box(-50.0, 50.0), dpb.Box(-1.0, 1.0)
+EVERYWHERE, BOX = dpb.sets.Box(-50.0, 50.0), dpb.sets.Box(-1.0, 1.0)
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "batch", "polish", "at_least"))
@@ -32,7 +32,7 @@ def chosen(
     at_least=1,
 ):
     posterior = gradient_posterior(
-        dpb.RBF(), theta, points, mask, nugget=nugget, constant=0.0
+        dpb.search.RBF(), theta, points, mask, nugget=nugget, constant=0.0
     )
     design = choose_batch(
         posterior,
@@ -166,7 +166,7 @@ def test_points_stay_in_the_set_and_near_the_iterate():
             np.zeros(16, bool),
             np.float64(1e-9),
             2,
-            dpb.Box(-50.0, 50.0),
+            dpb.sets.Box(-50.0, 50.0),
             capacity=12,
             polish=20,
         )[0]
@@ -233,7 +233,7 @@ def test_noise_of_a_hundredth_is_amplified_where_it_is_taken_for_too_little(
 ):
     nugget = taken_for**2
     points = first(1.0, batch=16, nugget=nugget).points[:16]
-    posterior = gradient_posterior(dpb.RBF(), np.zeros(D), points, nugget=nugget)
+    posterior = gradient_posterior(dpb.search.RBF(), np.zeros(D), points, nugget=nugget)
     noise = 0.01 * np.linalg.norm(posterior.weights, axis=1)
     np.testing.assert_allclose(noise, error, rtol=0.06)
     # Taken for too much, it leaves little of the gradient.

@@ -9,10 +9,10 @@ import pytest
 from solver_zoo import CERTIFIED, LEVELS
 
 import dpbilevel as dpb
-from dpbilevel.scores.hyper import HyperObjective
-from dpbilevel.scores.mean_loss import MeanLoss
+from dpbilevel.draws.scores.hyper import HyperObjective
+from dpbilevel.draws.scores.mean_loss import MeanLoss
 
-LINE = dpb.Box(-jnp.ones(1), jnp.ones(1))
+LINE = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
 POINTS = jnp.linspace(-1.0, 1.0, 9)[:, None]
 SIZES = dpb.Sizes(30, 60, "disjoint")
 
@@ -37,7 +37,7 @@ def one_level(problem, data, clip_range=None, measure="spread"):
 @pytest.mark.parametrize("measure", ["spread", "slope"])
 @pytest.mark.parametrize("label", [1e20, -1e30, 2.0**24 + 2])
 def test_a_hostile_label_moves_scores_no_further_than_charged(label, measure):
-    problem = dpb.linear_risk("absolute", radius=1.0)
+    problem = dpb.onelevel.linear_risk("absolute", radius=1.0)
     rng = np.random.default_rng(0)
     rows = jnp.asarray(rng.choice([-1.0, 1.0], (100, 1)), jnp.float32)
     data = {"features": rows, "label": jnp.full(100, 0.3, jnp.float32)}
@@ -68,7 +68,7 @@ def test_a_coarse_loss_is_refused_where_fine_scores_are_planned():
 
 def test_a_start_coarser_than_the_plan_is_refused():
     problem = dpb.FiniteSum(distance, w_set=LINE)
-    solver = dpb.ExponentialMechanism(dpb.Grid(POINTS), clip_range=1.0)
+    solver = dpb.draws.ExponentialMechanism(dpb.draws.Grid(POINTS), clip_range=1.0)
     with jax.enable_x64(True):
         budget = dpb.PrivacyBudget(1.0, 0.0)
         plan = dpb.calibrate(problem, solver, budget, sizes=100)
@@ -86,32 +86,34 @@ def test_a_start_coarser_than_the_plan_is_refused():
 def test_add_or_remove_is_refused_where_the_number_of_rows_moves_constants(kind):
     added = dpb.Neighbours.ADD_OR_REMOVE_ONE
     problem = dpb.FiniteSum(distance, w_set=LINE, lipschitz=1.0)
-    sampler = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9)
-    solver = dpb.ExponentialMechanism(
-        dpb.GridWalk(), dimension=1, mechanism=dpb.Exponential(neighbours=added)
+    sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
+    solver = dpb.draws.ExponentialMechanism(
+        dpb.draws.GridWalk(),
+        dimension=1,
+        mechanism=dpb.draws.Exponential(neighbours=added),
     )
     sizes = 100
     if kind == "regularized":
-        solver = dpb.RegularizedExponentialMechanism(
+        solver = dpb.draws.RegularizedExponentialMechanism(
             sampler,
             convex=True,
             dimension=1,
-            mechanism=dpb.RegularizedExponential(neighbours=added),
+            mechanism=dpb.draws.RegularizedExponential(neighbours=added),
         )
     if kind == "two levels":
         problem, sizes = CERTIFIED, SIZES
-        solver = dataclasses.replace(solver, sampler=dpb.Grid(jnp.zeros((1, 2))))
+        solver = dataclasses.replace(solver, sampler=dpb.draws.Grid(jnp.zeros((1, 2))))
     with pytest.raises(ValueError, match="replace-one only"):
         dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=sizes)
 
 
 def test_a_clipped_range_on_a_continuous_set_is_no_more_than_conditional():
     problem = dpb.FiniteSum(distance, w_set=LINE, lipschitz=1.0)
-    solver = dpb.ExponentialMechanism(
-        dpb.GridWalk(tabulate=True), clip_range=2.0, dimension=1
+    solver = dpb.draws.ExponentialMechanism(
+        dpb.draws.GridWalk(tabulate=True), clip_range=2.0, dimension=1
     )
     plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=100)
-    assert plan.report.status is dpb.Status.CONDITIONAL
+    assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert any("-Lipschitz on the set" in text for text in plan.report.assumptions)
     with pytest.raises(ValueError, match="not convex in general"):
         dataclasses.replace(solver, convex=True)
@@ -128,13 +130,13 @@ def hyper(problem, data, start):
     score = HyperObjective(problem, "spread", SIZES)
     raw = score.bounded(data, start).raw
     facts = score.facts(jnp.float64)
-    points = dpb.Grid.product(axis, axis).candidates
+    points = dpb.draws.Grid.product(axis, axis).candidates
     return jax.jit(lambda xs: raw.many(xs))(points), facts.contributions
 
 
 def test_hostile_targets_of_validation_records_stay_within_their_share():
     groups = jnp.asarray([0, 0, 1, 1])
-    problem = dpb.linear_tuning(dpb.PseudoHuber(), groups, bounds=(0.0, 1.0))
+    problem = dpb.linear_tuning(dpb.onelevel.PseudoHuber(), groups, bounds=(0.0, 1.0))
     with jax.enable_x64(True):
         data, start = wide(LEVELS), (jnp.zeros(2), jnp.zeros(4))
         scores = []

@@ -16,15 +16,15 @@ import scipy.stats
 from solver_zoo import CERTIFIED, EXACT, LEVELS
 
 import dpbilevel as dpb
-from dpbilevel.noise import step_keys
+from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective
+from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy import accounting, pure
-from dpbilevel.scores.hyper import GradientNorm, HyperObjective
-from dpbilevel.scores.mean_loss import MeanLoss
+from dpbilevel.privacy.noise import step_keys
 
 ALPHA = 1e-4
 POINTS = jnp.linspace(0.0, 1.0, 11)
-GRID = dpb.Grid.product(POINTS)
-UNIT = dpb.Box(jnp.zeros(1), jnp.ones(1))
+GRID = dpb.draws.Grid.product(POINTS)
+UNIT = dpb.sets.Box(jnp.zeros(1), jnp.ones(1))
 PURE = dpb.PrivacyBudget(1.0, 0.0)
 
 
@@ -72,7 +72,7 @@ def chi_square(counts, law):
 
 
 def test_draws_from_a_grid_have_the_exact_law_and_a_wrong_temperature_is_seen():
-    solver = dpb.ExponentialMechanism(GRID, clip_range=1.0)
+    solver = dpb.draws.ExponentialMechanism(GRID, clip_range=1.0)
     plan = dpb.calibrate(MEDIAN, solver, PURE, sizes=50)
     rate = 1 / plan.report.ledger[0]["temperature"]
     counts = drawn(plan.solver)
@@ -81,14 +81,15 @@ def test_draws_from_a_grid_have_the_exact_law_and_a_wrong_temperature_is_seen():
 
 
 def test_one_level_draws_have_the_rate_that_bounded_range_allows():
-    solver = dpb.ExponentialMechanism(GRID, clip_range=1.0)
+    solver = dpb.draws.ExponentialMechanism(GRID, clip_range=1.0)
     plan = dpb.calibrate(MEDIAN, solver, PURE, sizes=50)
-    assert plan.report.status is dpb.Status.ENFORCED
+    assert plan.report.status is dpb.privacy.Status.ENFORCED
     assert plan.report.epsilon == pytest.approx(1.0)
     # epsilon over 2 B / n; half of that is what twice the sensitivity would give.
     assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(25, rel=1e-3)
     add = dataclasses.replace(
-        solver, mechanism=dpb.Exponential(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+        solver,
+        mechanism=dpb.draws.Exponential(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE),
     )
     plan = dpb.calibrate(MEDIAN, add, PURE, sizes=50)
     assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(50, rel=1e-3)
@@ -97,7 +98,7 @@ def test_one_level_draws_have_the_rate_that_bounded_range_allows():
 def test_log_probability_ratios_between_neighbours_never_exceed_epsilon():
     """All cells, for neighbours as far apart as can be, where one end is unlikely."""
     plan = dpb.calibrate(
-        MEDIAN, dpb.ExponentialMechanism(GRID, clip_range=1.0), PURE, sizes=50
+        MEDIAN, dpb.draws.ExponentialMechanism(GRID, clip_range=1.0), PURE, sizes=50
     )
     rate = 1 / plan.report.ledger[0]["temperature"]
 
@@ -132,9 +133,9 @@ def test_the_clipped_range_is_enforced_for_losses_of_any_size():
 
 
 def test_declared_constants_bound_the_range_and_are_listed():
-    solver = dpb.ExponentialMechanism(GRID)
+    solver = dpb.draws.ExponentialMechanism(GRID)
     plan = dpb.calibrate(DECLARED, solver, PURE, sizes=50)
-    assert plan.report.status is dpb.Status.CONDITIONAL
+    assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert any("1-Lipschitz" in text for text in plan.report.assumptions)
     assert 1 / plan.report.ledger[0]["temperature"] == pytest.approx(25, rel=1e-3)
 
@@ -170,8 +171,8 @@ def test_pure_and_gaussian_events_compose_to_less_than_the_sum():
 @functools.cache
 def hyper_plan(score="value", clip_range=None):
     axis = jnp.linspace(0.0, 1.0, 3)
-    solver = dpb.ExponentialMechanism(
-        dpb.Grid.product(axis, axis), score=score, clip_range=clip_range
+    solver = dpb.draws.ExponentialMechanism(
+        dpb.draws.Grid.product(axis, axis), score=score, clip_range=clip_range
     )
     return dpb.calibrate(CERTIFIED, solver, PURE, sizes=SIZES)
 
@@ -185,13 +186,13 @@ def wide(tree):
 def test_hyper_objective_scores_agree_with_exact_solves():
     with jax.enable_x64(True):
         data, axis = wide(LEVELS), jnp.linspace(0.0, 1.0, 3)
-        points = dpb.Grid.product(axis, axis).candidates
+        points = dpb.draws.Grid.product(axis, axis).candidates
         start = (jnp.zeros(2), jnp.zeros(4))
         score = HyperObjective(CERTIFIED, "spread", SIZES, 2.0)
         found = jax.jit(lambda xs: score.bounded(data, start).raw.many(xs))(points)
 
         def exact(x):
-            y = dpb.lower_solution(CERTIFIED, x, data, y0=start[1])
+            y = dpb.oracles.lower_solution(CERTIFIED, x, data, y0=start[1])
             return dpb.debug.upper_objective(CERTIFIED, x, y, data)
 
         expected = jax.jit(jax.vmap(exact))(points)
@@ -207,7 +208,7 @@ def test_no_neighbour_moves_bilevel_scores_further_apart_than_charged(kind):
     with jax.enable_x64(True):
         data = wide(LEVELS)
         axis = jnp.linspace(0.0, 1.0, 4)
-        points = dpb.Grid.product(axis, axis).candidates
+        points = dpb.draws.Grid.product(axis, axis).candidates
         start = (jnp.zeros(2), jnp.zeros(4))
         if kind == "gradient_norm":
             score = GradientNorm(CERTIFIED, "spread", SIZES)
@@ -242,8 +243,8 @@ STEEP = 20.0
 SHORT = dpb.BilevelProblem(
     lambda x, y, z: z * y[0],
     lambda x, y, z: 0.5 * (y[0] - jnp.sin(STEEP * x[0]) - 0 * z) ** 2,
-    x_set=dpb.Box(-jnp.ones(1), jnp.ones(1)),
-    constants=dpb.SecondOrderConstants(
+    x_set=dpb.sets.Box(-jnp.ones(1), jnp.ones(1)),
+    constants=dpb.bilevel.SecondOrderConstants(
         strong_convexity=1.0,
         solution_radius=1.0,
         upper_x=0.0,
@@ -267,7 +268,7 @@ SHORT = dpb.BilevelProblem(
 
 def log_laws(problem, candidates, sizes, epsilon):
     """A function from upper records to the exact law of a draw, and what is claimed."""
-    solver = dpb.ExponentialMechanism(dpb.Grid(candidates))
+    solver = dpb.draws.ExponentialMechanism(dpb.draws.Grid(candidates))
     budget = dpb.PrivacyBudget(epsilon, 0.0)
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
     score, start = solver._score(problem, sizes), (jnp.zeros(1), jnp.zeros(1))
@@ -310,11 +311,11 @@ def test_disjoint_people_are_charged_their_own_level():
 
 
 def test_a_draw_that_starts_a_descent_is_composed_with_it():
-    first = dpb.ExponentialMechanism(
-        dpb.Grid(0.1 * jnp.eye(4, dtype=jnp.float32)), score="gradient_norm"
+    first = dpb.draws.ExponentialMechanism(
+        dpb.draws.Grid(0.1 * jnp.eye(4, dtype=jnp.float32)), score="gradient_norm"
     )
     then = dpb.ImplicitBilevel(3, 0.05)
-    both = dpb.WarmStarted(first, then, 0.5)
+    both = dpb.bilevel.WarmStarted(first, then, 0.5)
     budget = dpb.PrivacyBudget(1.0, 1e-5)
     sizes = EXACT.problem.sizes_of(EXACT.data, "disjoint")
     plan = dpb.calibrate(EXACT.problem, both, budget, sizes=sizes)
@@ -330,12 +331,12 @@ def test_a_draw_that_starts_a_descent_is_composed_with_it():
 
 
 def test_grids_hold_every_combination_and_even_points():
-    grid = dpb.Grid.product(jnp.asarray([0.0, 1.0]), jnp.asarray([2.0, 3.0, 4.0]))
+    grid = dpb.draws.Grid.product(jnp.asarray([0.0, 1.0]), jnp.asarray([2.0, 3.0, 4.0]))
     assert grid.candidates.shape == (6, 2)
     assert grid.dimension == 2
     assert len({tuple(map(float, row)) for row in grid.candidates}) == 6
-    box = dpb.Box(jnp.asarray([-1.0, 0.0]), jnp.asarray([1.0, 5.0]))
-    points = np.asarray(dpb.Grid.low_discrepancy(box, 64).candidates)
+    box = dpb.sets.Box(jnp.asarray([-1.0, 0.0]), jnp.asarray([1.0, 5.0]))
+    points = np.asarray(dpb.draws.Grid.low_discrepancy(box, 64).candidates)
     assert points.shape == (64, 2)
     assert (points >= [-1, 0]).all()
     assert (points <= [1, 5]).all()
@@ -344,33 +345,40 @@ def test_grids_hold_every_combination_and_even_points():
 
 
 def test_candidates_outside_the_set_are_refused():
-    grid = dpb.Grid.product(jnp.asarray([0.5, 1.5]))
-    solver = dpb.ExponentialMechanism(grid, clip_range=1.0)
+    grid = dpb.draws.Grid.product(jnp.asarray([0.5, 1.5]))
+    solver = dpb.draws.ExponentialMechanism(grid, clip_range=1.0)
     with pytest.raises(ValueError, match="candidate 1 is outside the problem's set"):
         dpb.calibrate(MEDIAN, solver, PURE, sizes=50)
 
 
 REFUSALS = {
     "no constants": (
-        lambda: dpb.calibrate(MEDIAN, dpb.ExponentialMechanism(GRID), PURE, sizes=50),
+        lambda: dpb.calibrate(
+            MEDIAN, dpb.draws.ExponentialMechanism(GRID), PURE, sizes=50
+        ),
         r"lipschitz=G.*clip_range=B",
     ),
     "clip range of a gradient": (
-        lambda: dpb.ExponentialMechanism(GRID, "gradient_norm", clip_range=1.0),
+        lambda: dpb.draws.ExponentialMechanism(GRID, "gradient_norm", clip_range=1.0),
         "clip_range is for losses",
     ),
     "gradient norm of one level": (
         lambda: dpb.calibrate(
-            MEDIAN, dpb.ExponentialMechanism(GRID, "gradient_norm"), PURE, sizes=50
+            MEDIAN,
+            dpb.draws.ExponentialMechanism(GRID, "gradient_norm"),
+            PURE,
+            sizes=50,
         ),
         "for bilevel problems",
     ),
     "add or remove with two levels": (
         lambda: dpb.calibrate(
             CERTIFIED,
-            dpb.ExponentialMechanism(
+            dpb.draws.ExponentialMechanism(
                 GRID,
-                mechanism=dpb.Exponential(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE),
+                mechanism=dpb.draws.Exponential(
+                    neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
+                ),
             ),
             PURE,
             sizes=SIZES,
@@ -379,14 +387,17 @@ REFUSALS = {
     ),
     "float32 and many records": (
         lambda: dpb.calibrate(
-            MEDIAN, dpb.ExponentialMechanism(GRID, clip_range=1.0), PURE, sizes=10**7
+            MEDIAN,
+            dpb.draws.ExponentialMechanism(GRID, clip_range=1.0),
+            PURE,
+            sizes=10**7,
         ),
         "enable 64-bit",
     ),
     "unbounded set": (
         lambda: dpb.calibrate(
             dpb.FiniteSum(distance, lipschitz=1.0),
-            dpb.ExponentialMechanism(GRID),
+            dpb.draws.ExponentialMechanism(GRID),
             PURE,
             sizes=50,
         ),
@@ -397,25 +408,28 @@ REFUSALS = {
         "delta = 0 asks for pure",
     ),
     "not convex": (
-        lambda: dpb.RegularizedExponentialMechanism(
-            dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-9), convex=False
+        lambda: dpb.draws.RegularizedExponentialMechanism(
+            dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9), convex=False
         ),
         "rests on convexity",
     ),
     "a regularized draw from single points": (
-        lambda: dpb.RegularizedExponentialMechanism(GRID, convex=True),
+        lambda: dpb.draws.RegularizedExponentialMechanism(GRID, convex=True),
         "draws from single points",
     ),
-    "no candidates": (lambda: dpb.Grid(jnp.zeros((0, 1))), "at least one candidate"),
+    "no candidates": (
+        lambda: dpb.draws.Grid(jnp.zeros((0, 1))),
+        "at least one candidate",
+    ),
     "integer candidates": (
-        lambda: dpb.Grid(jnp.zeros((2, 1), jnp.int32)),
+        lambda: dpb.draws.Grid(jnp.zeros((2, 1), jnp.int32)),
         "floating-point",
     ),
     "candidates of another structure": (
         lambda: dpb.solve(
             MEDIAN,
-            dpb.ExponentialMechanism(
-                dpb.Grid({"w": jnp.zeros((2, 1))}), clip_range=1.0
+            dpb.draws.ExponentialMechanism(
+                dpb.draws.Grid({"w": jnp.zeros((2, 1))}), clip_range=1.0
             ).with_noise(1.0),
             RECORDS,
             jnp.zeros(1),
@@ -425,7 +439,7 @@ REFUSALS = {
     ),
     "a gradient mapping on an unbounded set": (
         lambda: GradientNorm(
-            dataclasses.replace(EXACT.problem, x_set=dpb.NonNegative()),
+            dataclasses.replace(EXACT.problem, x_set=dpb.sets.NonNegative()),
             "spread",
             SIZES,
         ).facts(jnp.float64),
@@ -434,7 +448,7 @@ REFUSALS = {
     "start of another size": (
         lambda: dpb.solve(
             MEDIAN,
-            dpb.ExponentialMechanism(GRID, clip_range=1.0).with_noise(1.0),
+            dpb.draws.ExponentialMechanism(GRID, clip_range=1.0).with_noise(1.0),
             RECORDS,
             jnp.zeros(2),
             key=jax.random.key(0),
@@ -444,7 +458,7 @@ REFUSALS = {
     "not calibrated": (
         lambda: dpb.solve(
             MEDIAN,
-            dpb.ExponentialMechanism(GRID, clip_range=1.0),
+            dpb.draws.ExponentialMechanism(GRID, clip_range=1.0),
             RECORDS,
             jnp.zeros(1),
             key=jax.random.key(0),
@@ -463,11 +477,11 @@ def test_wrong_input_is_refused_with_the_remedy(name):
 
 def test_an_unsealed_score_cannot_be_drawn_by():
     score = MeanLoss(MEDIAN, "spread", 50, 1.0)
-    mechanism = dpb.Exponential(1.0)
+    mechanism = dpb.draws.Exponential(1.0)
     raw = score.potential(RECORDS, jnp.zeros(1))
     with pytest.raises(TypeError, match="BoundedScore"):
         mechanism.draw(raw, GRID, UNIT, jnp.zeros(1), key=jax.random.key(0))
-    other = dpb.RegularizedExponential(1.0)
+    other = dpb.draws.RegularizedExponential(1.0)
     sealed = score.bounded(RECORDS, jnp.zeros(1))
     with pytest.raises(TypeError, match="needs a score sealed with its slope"):
         other.draw(
@@ -480,7 +494,7 @@ def test_every_product_under_a_draw_is_computed_in_full_precision():
     problem = dpb.linear_tuning(dpb.Logistic(), jnp.zeros(2, int), bounds=(0.0, 1.0))
     rows = {"features": jnp.ones((4, 2)), "label": jnp.ones(4)}
     data, w0 = dpb.Levels(rows, rows), (jnp.zeros(1), jnp.zeros(2))
-    solver = dpb.ExponentialMechanism(GRID, clip_range=1.0).with_noise(1.0)
+    solver = dpb.draws.ExponentialMechanism(GRID, clip_range=1.0).with_noise(1.0)
 
     def draw(data):
         return dpb.solve(problem, solver, data, w0, key=jax.random.key(0)).x

@@ -10,7 +10,7 @@ import pytest
 from saddle_zoo import N, example, normal, point
 
 import dpbilevel as dpb
-from dpbilevel import saddle_zoo as zoo
+from dpbilevel.games import zoo
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 
@@ -21,8 +21,8 @@ def solve(problem, solver, data, w0, key, trajectory=False):
 
 
 def extragradient(steps=300, step_size=0.3, multiplier=0.0, **fields):
-    noise = dpb.Gaussian(multiplier)
-    return dpb.NoisyExtragradient(steps, 1e3, step_size, noise=noise, **fields)
+    noise = dpb.privacy.Gaussian(multiplier)
+    return dpb.games.NoisyExtragradient(steps, 1e3, step_size, noise=noise, **fields)
 
 
 def noiseless_gap(name, steps):
@@ -66,7 +66,7 @@ def private_gaps(name="bilinear", keys=40):
     parts = normal(n, 2, 3, scale=0.3), normal(n, 2, seed=1), normal(n, 3, seed=2)
     made = zoo.bilinear_saddle(*(v / 3 for v in parts))
     budget = dpb.PrivacyBudget(4.0, 1e-5)
-    solver = dpb.NoisyExtragradient.tuned(
+    solver = dpb.games.NoisyExtragradient.tuned(
         made.problem, budget, n, dimension=5, passes="single"
     )
     plan = dpb.calibrate(made.problem, solver, budget, sizes=n, precision="float")
@@ -93,14 +93,14 @@ def test_two_releases_a_step_are_counted_and_half_of_them_are_not_enough():
     plan = dpb.calibrate(made.problem, solver, BUDGET, sizes=N)
     (release,) = plan.solver.ledger(made.problem, N).releases
     assert release.count == 100
-    half = dpb.Ledger((dataclasses.replace(release, count=50),))
+    half = dpb.privacy.Ledger((dataclasses.replace(release, count=50),))
     assert half.epsilon(1e-5) < 0.8  # what would be claimed for the same noise
     assert 0.99 < plan.report.epsilon <= 1.0
 
 
 def test_a_single_pass_is_calibrated_for_one_release():
     made = example("bilinear")
-    solver = extragradient(4, multiplier=None, sampling=dpb.SinglePass(5))
+    solver = extragradient(4, multiplier=None, sampling=dpb.privacy.SinglePass(5))
     plan = dpb.calibrate(made.problem, solver, BUDGET, sizes=N)
     assert plan.solver.noise.noise_multiplier == pytest.approx(3.7306, abs=1e-4)
     assert "charged for 1 of 8 releases" in str(plan.report)
@@ -112,9 +112,9 @@ def test_a_single_pass_is_calibrated_for_one_release():
 
 def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():
     records = jnp.arange(8.0)
-    problem = dpb.VariationalInequality(lambda w, z: z * jnp.ones_like(w))
-    solver = dpb.NoisyExtragradient(
-        2, 1e3, 1.0, dpb.SinglePass(2), dpb.Gaussian(0.0), sizes=8
+    problem = dpb.games.VariationalInequality(lambda w, z: z * jnp.ones_like(w))
+    solver = dpb.games.NoisyExtragradient(
+        2, 1e3, 1.0, dpb.privacy.SinglePass(2), dpb.privacy.Gaussian(0.0), sizes=8
     )
     path = solve(problem, solver, records, jnp.zeros(1), jax.random.key(0), True)
     means = [2.0, 3.0, 4.0, 5.0]  # of records t and t + 4
@@ -171,23 +171,23 @@ def test_public_terms_are_free_and_count_in_the_operator():
 
 def test_the_theorems_parameters_are_whole_and_within_its_conditions():
     problem = dataclasses.replace(
-        example("bilinear").problem, lipschitz=1.0, bound=1.0, y_set=dpb.Simplex()
+        example("bilinear").problem, lipschitz=1.0, bound=1.0, y_set=dpb.sets.Simplex()
     )
     for n in (2, 3, 1001):
         with _hopeless_below(n, 10):
-            solver = dpb.NoisyExtragradient.from_theorem(
+            solver = dpb.games.NoisyExtragradient.from_theorem(
                 problem, BUDGET, n, dimension=4, passes="single"
             )
         assert 1 <= solver.sampling.size <= n // 2
         assert 2 * solver.num_steps * solver.sampling.size <= n
         assert solver.step_size <= 1 / 3**0.5
-    many = dpb.NoisyExtragradient.from_theorem(
+    many = dpb.games.NoisyExtragradient.from_theorem(
         problem, BUDGET, 50, dimension=4, passes="multi"
     )
     assert many.num_steps == 2500
     assert many.sampling == dpb.FixedSize(1)
     with pytest.warns(UserWarning, match="100000000 steps of one record"):
-        dpb.NoisyExtragradient.from_theorem(
+        dpb.games.NoisyExtragradient.from_theorem(
             problem, BUDGET, 10_000, dimension=4, passes="multi"
         )
 
@@ -202,12 +202,12 @@ def test_tuned_parameters_promise_more_than_the_theorems():
         example("bilinear").problem,
         lipschitz=1.0,
         bound=1.0,
-        x_set=dpb.Ball(0.5**1.5),
-        y_set=dpb.Ball(0.5**1.5),
+        x_set=dpb.sets.Ball(0.5**1.5),
+        y_set=dpb.sets.Ball(0.5**1.5),
     )
     budget, promised = dpb.PrivacyBudget(1.0, 1e-6), {}
     for kind in ("from_theorem", "tuned"):
-        make = getattr(dpb.NoisyExtragradient, kind)
+        make = getattr(dpb.games.NoisyExtragradient, kind)
         solver = make(problem, budget, 10_000, dimension=10, passes="single")
         plan = dpb.calibrate(problem, solver, budget, sizes=10_000)
         promised[kind] = plan.solver.bound(problem, dimension=10)
@@ -224,14 +224,16 @@ def test_bounds_are_refused_where_no_theorem_holds():
     small = dataclasses.replace(extragradient(4, 0.01), clip_norm=0.1).planned(N)
     with pytest.raises(ValueError, match=r"clip_norm=0\.1 below"):
         small.bound(problem, dimension=5)
-    passes = extragradient(4, 0.01, sampling=dpb.SinglePass(20)).planned(N)
+    passes = extragradient(4, 0.01, sampling=dpb.privacy.SinglePass(20)).planned(N)
     with pytest.raises(ValueError, match="4 passes"):
         passes.bound(problem, dimension=5)
     with pytest.raises(ValueError, match="at least two records"):
-        dpb.NoisyExtragradient.tuned(problem, BUDGET, 1, dimension=5, passes="single")
+        dpb.games.NoisyExtragradient.tuned(
+            problem, BUDGET, 1, dimension=5, passes="single"
+        )
     with pytest.raises(ValueError, match="bounded set"):
-        dpb.NoisyExtragradient.tuned(
-            dataclasses.replace(problem, x_set=dpb.Euclidean()),
+        dpb.games.NoisyExtragradient.tuned(
+            dataclasses.replace(problem, x_set=dpb.sets.Euclidean()),
             BUDGET,
             100,
             dimension=5,

@@ -12,13 +12,13 @@ import time
 import jax
 import numpy as np
 import pytest
+from dpbilevel.cli.main.config import read_config
+from dpbilevel.cli.main.run import prepare, run
 from test_runner import CSV_DATA, GENERATED, Stop, bits, config_of, rows_of, stop_at
 from test_runner import write_csv as write_records
 
-from dpbilevel import runner
-from dpbilevel.config import read_config
-from dpbilevel.runner import prepare, run
-from dpbilevel.runs import checkpoint, spending
+from dpbilevel.cli.main import run as runner
+from dpbilevel.core import checkpoint, spending
 
 LONG = GENERATED.replace("num_steps = 3\npen", "num_steps = 39\npen")
 # The command line with a known key, to compare a killed run with an unharmed one.

@@ -13,8 +13,8 @@ from solver_zoo import EXACT, IN_BOX, LOWER, SOLVERS, Y0, sizes_of
 from test_runner import GENERATED
 
 import dpbilevel as dpb
-from dpbilevel import cli
-from dpbilevel.solvers.updates import Memory, Rejections, finite_or, projected_update
+from dpbilevel.cli.main import main as cli
+from dpbilevel.core.descent import Memory, Rejections, finite_or, projected_update
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 INNER = dpb.NoisyGD(num_steps=8, clip_norm=1.0, step_size=1.0)
@@ -43,7 +43,7 @@ def breast_cancer():
 def test_penalties_of_breast_cancer_are_tuned_without_nan():
     training, validation, test = breast_cancer()
     problem = dpb.penalty_tuning(dpb.logistic_loss, jnp.arange(30))
-    wide = dpb.Box(jnp.full(30, -8.0), jnp.full(30, 2.0))
+    wide = dpb.sets.Box(jnp.full(30, -8.0), jnp.full(30, 2.0))
     data = dpb.Levels(validation, training)
     sizes = dpb.Sizes(len(validation["label"]), len(training["label"]), "disjoint")
     solver = dpb.calibrate(problem, README, BUDGET, sizes=sizes).solver
@@ -67,7 +67,7 @@ def steep(w):
 
 
 def quiet(solver):
-    return dataclasses.replace(solver, noise=dpb.Gaussian(0.0))
+    return dataclasses.replace(solver, noise=dpb.privacy.Gaussian(0.0))
 
 
 def test_step_beyond_public_curvature_ends_at_the_minimum_of_the_public_term():
@@ -112,9 +112,9 @@ HUGE = optax.sgd(1e30, momentum=0.9)
 def divergent(name):
     """The zoo's problem and a solver that takes steps of length 1e30 without a set."""
     problem, solver, data, w0, people = SOLVERS[name]
-    free = dpb.Euclidean()
+    free = dpb.sets.Euclidean()
     sets = {k: free for k in ("x_set", "y_set", "w_set") if hasattr(problem, k)}
-    if isinstance(problem, dpb.SaddleProblem):
+    if isinstance(problem, dpb.games.SaddleProblem):
         sets = {"x_set": free, "y_set": free}
     return dataclasses.replace(problem, **sets), solver, data, w0, people
 
@@ -133,9 +133,9 @@ def moved_far(solver):
         case dpb.Refitted():
             parts = {"search": moved_far(solver.search)}
             return dataclasses.replace(solver, **parts, refit=moved_far(solver.refit))
-        case dpb.NoisyExtragradient():
+        case dpb.games.NoisyExtragradient():
             return dataclasses.replace(solver, step_size=1e30)
-        case dpb.LocalizedGD():
+        case dpb.onelevel.LocalizedGD():
             radii = tuple(1e37 for _ in solver.radii)
             return dataclasses.replace(solver, strong_convexity=1e-39, radii=radii)
     return dataclasses.replace(solver, **huge)
@@ -159,7 +159,7 @@ def test_diverging_run_stays_finite_and_says_how_often(name):
 
 def test_certified_solver_that_diverges_stays_finite():
     solver = dpb.ImplicitBilevel(3, optimizer=HUGE, answer="last")
-    problem = dataclasses.replace(EXACT.problem, x_set=dpb.Box(-1e38, 1e38))
+    problem = dataclasses.replace(EXACT.problem, x_set=dpb.sets.Box(-1e38, 1e38))
     solver = solver.planned(problem.sizes_of(EXACT.data)).with_noise(1.0)
     solution = dpb.solve(
         problem, solver, EXACT.data, EXACT.w0, key=jax.random.key(0), trajectory=True
@@ -188,14 +188,14 @@ def test_search_that_diverges_stays_finite_and_warns():
     def losses(w):
         return np.abs(w[0] - np.linspace(0, 1, 30))
 
-    huge = dpb.Box(-np.full(1, 1e150), np.full(1, 1e150))
-    solver = dpb.GradientInformativeBO(
+    huge = dpb.sets.Box(-np.full(1, 1e150), np.full(1, 1e150))
+    solver = dpb.search.GradientInformativeBO(
         3, 1.0, optimizer=optax.sgd(1e300), keep=4, batch=2, polish=1
     )
-    black_box = dpb.BlackBox(losses, 30, huge)
+    black_box = dpb.search.BlackBox(losses, 30, huge)
     with pytest.warns(UserWarning, match="the run diverged: 3 updates"):
-        solution = dpb.search(
-            dataclasses.replace(black_box, w_set=dpb.Box(-np.inf, np.inf)),
+        solution = dpb.search.minimize(
+            dataclasses.replace(black_box, w_set=dpb.sets.Box(-np.inf, np.inf)),
             solver.planned(30).with_noise(1.0),
             np.zeros(1),
             key=jax.random.key(0),
@@ -207,9 +207,9 @@ def test_search_that_diverges_stays_finite_and_warns():
 def test_rejected_update_leaves_variable_and_optimizer_as_they_were():
     rule, w = optax.adam(0.1), jnp.ones(2)
     start = Memory.of(rule, w)
-    w, memory = projected_update(rule, jnp.ones(2), start, w, dpb.Euclidean())
+    w, memory = projected_update(rule, jnp.ones(2), start, w, dpb.sets.Euclidean())
     bad = jnp.asarray([jnp.nan, 1.0])
-    again, after = projected_update(rule, bad, memory, w, dpb.Euclidean())
+    again, after = projected_update(rule, bad, memory, w, dpb.sets.Euclidean())
     np.testing.assert_array_equal(again, w)
     jax.tree.map(np.testing.assert_array_equal, after.rule, memory.rule)
     assert (int(memory.rejections.count), int(after.rejections.count)) == (0, 1)
@@ -234,7 +234,7 @@ def test_memory_may_start_at_infinity():
 
 def fitted(optimizer):
     solver = dpb.NoisyGD(4, 1.0, optimizer=optimizer)
-    problem = dataclasses.replace(IN_BOX, w_set=dpb.Euclidean())
+    problem = dataclasses.replace(IN_BOX, w_set=dpb.sets.Euclidean())
     key = jax.random.key(0)
     return dpb.fit(problem, solver, LOWER, Y0, budget=BUDGET, key=key)
 
@@ -252,7 +252,7 @@ def test_fit_warns_of_a_run_that_diverged_and_of_no_other():
 def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.toml").write_text(GENERATED)
     out = tmp_path / "out"
-    monkeypatch.setattr("dpbilevel.runner.rejected_updates", lambda state: 5)
+    monkeypatch.setattr("dpbilevel.cli.run.rejected_updates", lambda state: 5)
     cli.main(["run", str(tmp_path / "a.toml"), "--out", str(out)])
     assert json.loads((out / "result.json").read_text())["rejected_updates"] == 5
     assert "WARNING: the run diverged: 5 updates" in capsys.readouterr().out

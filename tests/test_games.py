@@ -12,7 +12,7 @@ RADIUS, ROW_NORM = 2.0, 1.5
 
 
 def fair(scale=None, shares=SHARES, **fields):
-    return dpb.group_fair(
+    return dpb.games.group_fair(
         dpb.Logistic(),
         shares,
         radius=RADIUS,
@@ -87,7 +87,7 @@ def test_no_record_exceeds_the_constants_of_a_linear_model(scale):
 
 
 def test_public_constants_hold_and_are_attained():
-    problem = dpb.group_robust(
+    problem = dpb.games.group_robust(
         dpb.Logistic(), SHARES, 0.7, radius=RADIUS, ridge=0.1, scale=1.3
     )
     (x, y), _ = probes(problem)
@@ -109,8 +109,8 @@ def mean_operator(problem, w, data):
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_gradient_in_the_weights_is_the_losses_of_the_groups(scale):
     data, x = two_groups(), jnp.asarray([0.3, -1.0, 0.5, 0.2])
-    problem = dpb.group_fair(dpb.logistic_loss, (0.8, 0.2), scale=scale)
-    w = dpb.group_start(problem, x, (0.8, 0.2))
+    problem = dpb.games.group_fair(dpb.logistic_loss, (0.8, 0.2), scale=scale)
+    w = dpb.games.group_start(problem, x, (0.8, 0.2))
     _, ascent = mean_operator(problem, w, data)
     losses = dpb.debug.group_losses(dpb.logistic_loss, x, data, 2)
     np.testing.assert_allclose(-scale * ascent, losses, rtol=1e-5)
@@ -118,7 +118,7 @@ def test_gradient_in_the_weights_is_the_losses_of_the_groups(scale):
 
 def test_wrong_share_scales_the_loss_of_its_group():
     data, x = two_groups(), jnp.ones(4)
-    problem = dpb.group_fair(dpb.logistic_loss, (0.6, 0.4))
+    problem = dpb.games.group_fair(dpb.logistic_loss, (0.6, 0.4))
     _, ascent = mean_operator(problem, (x, jnp.ones(2) / 2), data)
     losses = dpb.debug.group_losses(dpb.logistic_loss, x, data, 2)
     ratio = jnp.asarray([0.8 / 0.6, 0.2 / 0.4])
@@ -127,13 +127,15 @@ def test_wrong_share_scales_the_loss_of_its_group():
 
 def test_start_at_the_shares_descends_on_the_mean_loss():
     data, x = two_groups(), jnp.asarray([0.3, -1.0, 0.5, 0.2])
-    problem = dpb.group_fair(dpb.logistic_loss, (0.8, 0.2), scale=2.0)
-    w = dpb.group_start(problem, x, (0.8, 0.2))
+    problem = dpb.games.group_fair(dpb.logistic_loss, (0.8, 0.2), scale=2.0)
+    w = dpb.games.group_start(problem, x, (0.8, 0.2))
     descent, _ = mean_operator(problem, w, data)
     losses = jax.vmap(dpb.logistic_loss, (None, 0))
     expected = jax.grad(lambda x: jnp.mean(losses(x, data)))(x)
     np.testing.assert_allclose(descent, expected, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(dpb.group_weights(problem, w[1]), [0.8, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(
+        dpb.games.group_weights(problem, w[1]), [0.8, 0.2], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("group", [-1, 3, 2**30])
@@ -151,7 +153,7 @@ def test_record_of_an_unknown_group_has_no_influence(group):
 def test_robust_value_is_the_mean_plus_the_variance_over_twice_the_strength():
     data, x, tau = two_groups(), jnp.asarray([0.3, -0.2, 0.5, 0.2]), 2.0
     shares = np.asarray([0.8, 0.2])
-    problem = dpb.group_robust(dpb.logistic_loss, shares, tau, scale=1.5)
+    problem = dpb.games.group_robust(dpb.logistic_loss, shares, tau, scale=1.5)
     losses = np.asarray(dpb.debug.group_losses(dpb.logistic_loss, x, data, 2))
     mean = shares @ losses
     best = jnp.asarray(1.5 * shares * (1 + (losses - mean) / tau), jnp.float32)
@@ -165,8 +167,10 @@ def test_robust_value_is_the_mean_plus_the_variance_over_twice_the_strength():
 
 
 def noiseless(problem, data, steps=200, step_size=1.0):
-    solver = dpb.NoisyExtragradient(steps, 1e6, step_size, noise=dpb.Gaussian(0.0))
-    w0 = dpb.group_start(problem, jnp.zeros(4), (0.8, 0.2))
+    solver = dpb.games.NoisyExtragradient(
+        steps, 1e6, step_size, noise=dpb.privacy.Gaussian(0.0)
+    )
+    w0 = dpb.games.group_start(problem, jnp.zeros(4), (0.8, 0.2))
     return jax.jit(dpb.solve)(problem, solver, data, w0, key=jax.random.key(0)).value
 
 
@@ -175,9 +179,9 @@ def worst(x, data):
 
 
 def on_average(data):
-    problem = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.Ball(5.0))
+    problem = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.sets.Ball(5.0))
     solver = dpb.NoisyGD(
-        200, 1e6, step_size=1.0, noise=dpb.Gaussian(0.0), average="mean"
+        200, 1e6, step_size=1.0, noise=dpb.privacy.Gaussian(0.0), average="mean"
     )
     return jax.jit(dpb.solve)(
         problem, solver, data, jnp.zeros(4), key=jax.random.key(0)
@@ -187,17 +191,17 @@ def on_average(data):
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_worst_group_gains_where_groups_disagree(scale):
     data = two_groups()
-    problem = dpb.group_fair(dpb.Logistic(), (0.8, 0.2), radius=5.0, scale=scale)
+    problem = dpb.games.group_fair(dpb.Logistic(), (0.8, 0.2), radius=5.0, scale=scale)
     x, y = noiseless(problem, data)
     assert worst(x, data) < worst(on_average(data), data) - 0.1
-    weights = dpb.group_weights(problem, y)
+    weights = dpb.games.group_weights(problem, y)
     assert float(weights[1]) > 0.4  # a group of one in five
     assert float(jnp.sum(weights)) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_worst_group_gains_nothing_where_groups_agree():
     data = two_groups(turn=0.0)
-    problem = dpb.group_fair(dpb.Logistic(), (0.8, 0.2), radius=5.0, scale=2.0)
+    problem = dpb.games.group_fair(dpb.Logistic(), (0.8, 0.2), radius=5.0, scale=2.0)
     x, _ = noiseless(problem, data)
     assert worst(x, data) == pytest.approx(worst(on_average(data), data), abs=0.03)
 
@@ -205,8 +209,8 @@ def test_worst_group_gains_nothing_where_groups_agree():
 def test_strong_robustness_penalty_gives_the_mean_loss():
     data = two_groups()
     loss, shares = dpb.Logistic(), (0.8, 0.2)
-    far = dpb.group_robust(loss, shares, 20.0, radius=5.0, scale=20.0)
-    near = dpb.group_robust(loss, shares, 0.1, radius=5.0, scale=2.0)
+    far = dpb.games.group_robust(loss, shares, 20.0, radius=5.0, scale=20.0)
+    near = dpb.games.group_robust(loss, shares, 0.1, radius=5.0, scale=2.0)
     reference = worst(on_average(data), data)
     assert worst(noiseless(far, data)[0], data) == pytest.approx(reference, abs=0.03)
     assert worst(noiseless(near, data)[0], data) < reference - 0.1
@@ -214,13 +218,13 @@ def test_strong_robustness_penalty_gives_the_mean_loss():
 
 def test_extragradient_enforces_and_proximal_point_rests_on_the_derived_constants():
     problem, budget = fair(), dpb.PrivacyBudget(1.0, 1e-5)
-    enforced = dpb.NoisyExtragradient(5, 1.0, 0.1)
-    derived = dpb.InexactProximalPoint(
+    enforced = dpb.games.NoisyExtragradient(5, 1.0, 0.1)
+    derived = dpb.games.InexactProximalPoint(
         5,
         problem.bound,
         2 * problem.lipschitz,
         3,
-        sampling=dpb.SinglePass(100),
+        sampling=dpb.privacy.SinglePass(100),
         dimension=6,
     )
     reports = [
@@ -231,7 +235,7 @@ def test_extragradient_enforces_and_proximal_point_rests_on_the_derived_constant
 
 
 def test_matrix_game_constants_are_attained_and_never_exceeded():
-    problem, rng = dpb.matrix_game(3, 4), np.random.default_rng(0)
+    problem, rng = dpb.games.matrix_game(3, 4), np.random.default_rng(0)
 
     def both(record, x, y):
         w = (x, y)
@@ -252,12 +256,12 @@ def test_private_matrix_game_finds_the_even_mixture():
     scissors = jnp.asarray([[0.0, 1.0, -1.0], [-1.0, 0.0, 1.0], [1.0, -1.0, 0.0]])
     data = jnp.tile(scissors[None], (20_000, 1, 1))
     w0 = (jnp.asarray([1.0, 0.0, 0.0]), jnp.asarray([1.0, 0.0, 0.0]))
-    solver = dpb.NoisyExtragradient(100, 2.5, 0.3)
+    solver = dpb.games.NoisyExtragradient(100, 2.5, 0.3)
     budget, key = dpb.PrivacyBudget(1.0, 1e-5), jax.random.key(0)
     x, y = dpb.fit(
-        dpb.matrix_game(3, 3), solver, data, w0, budget=budget, key=key
+        dpb.games.matrix_game(3, 3), solver, data, w0, budget=budget, key=key
     ).value
-    gap = dpb.saddle_zoo.matrix_game(scissors[None]).gap
+    gap = dpb.games.zoo.matrix_game(scissors[None]).gap
     assert float(gap((x, y))) < 0.1
     assert float(gap(w0)) == pytest.approx(2.0)
 
@@ -268,15 +272,20 @@ def test_private_matrix_game_finds_the_even_mixture():
         (lambda: fair(shares=(0.5, 0.6)), "shares must be positive numbers of sum"),
         (lambda: fair(shares=(0.5, 0.0)), "Declare them from public knowledge"),
         (lambda: fair(shares=()), "shares must be positive"),
-        (lambda: dpb.group_fair(dpb.Logistic(), SHARES), "need radius="),
-        (lambda: dpb.group_fair(dpb.PseudoHuber(), SHARES, radius=1.0), "no bound"),
+        (lambda: dpb.games.group_fair(dpb.Logistic(), SHARES), "need radius="),
+        (
+            lambda: dpb.games.group_fair(
+                dpb.onelevel.PseudoHuber(), SHARES, radius=1.0
+            ),
+            "no bound",
+        ),
         (lambda: fair(scale=0.0), "scale must be positive"),
         (lambda: fair(ridge=-1.0), "ridge must be non-negative"),
         (
-            lambda: dpb.group_robust(dpb.Logistic(), SHARES, -1.0, radius=1.0),
+            lambda: dpb.games.group_robust(dpb.Logistic(), SHARES, -1.0, radius=1.0),
             "strength must be non-negative",
         ),
-        (lambda: dpb.matrix_game(0, 2), "rows must be an integer of at least 1"),
+        (lambda: dpb.games.matrix_game(0, 2), "rows must be an integer of at least 1"),
     ],
 )
 def test_bad_game_is_refused_with_the_remedy(build, said):
@@ -286,17 +295,17 @@ def test_bad_game_is_refused_with_the_remedy(build, said):
 
 def test_wrong_shapes_are_told_before_any_release():
     data = two_groups()
-    solver = dpb.NoisyExtragradient(1, 1.0, 0.1, noise=dpb.Gaussian(1.0))
+    solver = dpb.games.NoisyExtragradient(1, 1.0, 0.1, noise=dpb.privacy.Gaussian(1.0))
     for problem, records, w0, said in (
         (fair(), data, (jnp.zeros(4), jnp.ones(2)), "y must have shape"),
         (
-            dpb.matrix_game(2, 3),
+            dpb.games.matrix_game(2, 3),
             jnp.zeros((9, 3, 2)),
             (jnp.ones(2), jnp.ones(3)),
             "every record must be a matrix",
         ),
         (
-            dpb.matrix_game(2, 3),
+            dpb.games.matrix_game(2, 3),
             jnp.zeros((9, 2, 3)),
             (jnp.ones(3), jnp.ones(2)),
             r"x must have shape \(2,\) and y shape \(3,\)",
@@ -310,9 +319,9 @@ def test_wrong_shapes_are_told_before_any_release():
 def test_records_of_two_levels_are_refused_where_there_is_one():
     data = two_groups()
     game, mean = fair(shares=(0.8, 0.2)), dpb.FiniteSum(dpb.logistic_loss)
-    solver = dpb.NoisyExtragradient(1, 1.0, 0.1, noise=dpb.Gaussian(1.0))
-    w0 = dpb.group_start(game, jnp.zeros(4), (0.8, 0.2))
-    descent = dpb.NoisyGD(1, 1.0, step_size=0.1, noise=dpb.Gaussian(1.0))
+    solver = dpb.games.NoisyExtragradient(1, 1.0, 0.1, noise=dpb.privacy.Gaussian(1.0))
+    w0 = dpb.games.group_start(game, jnp.zeros(4), (0.8, 0.2))
+    descent = dpb.NoisyGD(1, 1.0, step_size=0.1, noise=dpb.privacy.Gaussian(1.0))
     levels, key = dpb.Levels(data, data), jax.random.key(0)
     for problem, method, start in ((game, solver, w0), (mean, descent, w0[0])):
         with pytest.raises(TypeError, match="such as data"):
@@ -322,16 +331,29 @@ def test_records_of_two_levels_are_refused_where_there_is_one():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: dpb.group_weights(fair(), (jnp.ones(3), jnp.ones(3))), "solution.y"),
-        (lambda: dpb.group_weights(fair, jnp.ones(3)), "problem must be an instance"),
-        (lambda: dpb.group_weights(dpb.matrix_game(2, 2), jnp.ones(2)), "group_fair"),
         (
-            lambda: dpb.group_start(dpb.matrix_game(2, 2), jnp.ones(2), SHARES),
+            lambda: dpb.games.group_weights(fair(), (jnp.ones(3), jnp.ones(3))),
+            "solution.y",
+        ),
+        (
+            lambda: dpb.games.group_weights(fair, jnp.ones(3)),
+            "problem must be an instance",
+        ),
+        (
+            lambda: dpb.games.group_weights(dpb.games.matrix_game(2, 2), jnp.ones(2)),
+            "group_fair",
+        ),
+        (
+            lambda: dpb.games.group_start(
+                dpb.games.matrix_game(2, 2), jnp.ones(2), SHARES
+            ),
             "needs a problem of group_fair or group_robust",
         ),
-        (lambda: dpb.saddle_gap(fair, None, None), "saddle_gap: problem must be"),
+        (lambda: dpb.games.saddle_gap(fair, None, None), "saddle_gap: problem must be"),
         (
-            lambda: dpb.variational_gap(dpb.FiniteSum(dpb.logistic_loss), None, None),
+            lambda: dpb.games.variational_gap(
+                dpb.FiniteSum(dpb.logistic_loss), None, None
+            ),
             "variational_gap: problem must be",
         ),
     ],
@@ -343,18 +365,18 @@ def test_what_is_no_game_is_refused(call, said):
 
 def test_starts_and_gaps_of_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="floating-point array, got int32"):
-        dpb.group_start(fair(), jnp.zeros(4, jnp.int32), SHARES)
+        dpb.games.group_start(fair(), jnp.zeros(4, jnp.int32), SHARES)
     with pytest.raises(ValueError, match="one coefficient per feature"):
-        dpb.saddle_gap(fair(), (jnp.zeros(3), jnp.ones(3)), two_groups())
+        dpb.games.saddle_gap(fair(), (jnp.zeros(3), jnp.ones(3)), two_groups())
     with pytest.raises(ValueError, match="must be a tuple"):
-        dpb.variational_gap(fair(), jnp.zeros(3), two_groups())
+        dpb.games.variational_gap(fair(), jnp.zeros(3), two_groups())
 
 
 def test_a_clip_norm_far_below_the_declared_bound_is_told_in_the_report():
     budget, w0 = dpb.PrivacyBudget(1.0, 1e-5), (jnp.zeros(4), jnp.ones(3) / 3)
     game = fair()
     for part, told in ((0.25, True), (1.0, False)):
-        solver = dpb.NoisyExtragradient(2, part * game.bound, 0.1)
+        solver = dpb.games.NoisyExtragradient(2, part * game.bound, 0.1)
         plan = dpb.calibrate(game, solver, budget, sizes=100, w0=w0)
         assert ("clips at 0.25 of the declared bound" in str(plan.report)) == told
     undeclared = dataclasses.replace(game, bound=None)
@@ -365,7 +387,7 @@ def test_a_clip_norm_far_below_the_declared_bound_is_told_in_the_report():
 def test_groups_are_integers_and_truth_values_two_of_them():
     data = two_groups()
     flags = data | {"group": data["group"] == 1}
-    game = dpb.group_fair(dpb.logistic_loss, (0.8, 0.2))
+    game = dpb.games.group_fair(dpb.logistic_loss, (0.8, 0.2))
     w = (jnp.ones(4), jnp.asarray([0.5, 0.5]))
     operators = [
         jax.vmap(lambda r: game.record_operator(w, r))(d) for d in (data, flags)
@@ -386,8 +408,8 @@ def test_groups_are_integers_and_truth_values_two_of_them():
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: dpb.group_fair(3, SHARES), "must be a function of"),
-        (lambda: dpb.group_fair(dpb.Logistic, SHARES), r"such as Logistic\(\)"),
+        (lambda: dpb.games.group_fair(3, SHARES), "must be a function of"),
+        (lambda: dpb.games.group_fair(dpb.Logistic, SHARES), r"such as Logistic\(\)"),
         (lambda: fair(group="site"), "group must be a function"),
     ],
 )
@@ -399,13 +421,16 @@ def test_what_is_no_function_is_named(build, said):
 def test_shares_that_are_no_numbers_are_refused():
     with pytest.raises(ValueError, match="shares must be positive numbers"):
         fair(shares={"a": 0.5, "b": 0.5})
-    game = dpb.group_fair(dpb.logistic_loss, (0.8, 0.2))
+    game = dpb.games.group_fair(dpb.logistic_loss, (0.8, 0.2))
     with pytest.raises(ValueError, match="group_start: shares must be positive"):
-        dpb.group_start(game, jnp.zeros(3), (0.0, 0.0))
+        dpb.games.group_start(game, jnp.zeros(3), (0.0, 0.0))
 
 
 def test_the_norms_of_operators_tell_which_group_is_clipped():
-    data, game = two_groups(), dpb.group_fair(dpb.logistic_loss, (0.8, 0.2), scale=9.0)
+    data, game = (
+        two_groups(),
+        dpb.games.group_fair(dpb.logistic_loss, (0.8, 0.2), scale=9.0),
+    )
     w = (jnp.zeros(4), 9.0 * jnp.asarray([0.5, 0.5]))
     norms = dpb.debug.operator_norms(game, w, data)
     # 0.5 times the weight over the share, and log 2 over scale and share.
@@ -415,6 +440,6 @@ def test_the_norms_of_operators_tell_which_group_is_clipped():
 
 
 def test_declared_constants_may_be_replaced_for_a_loss_of_ones_own():
-    problem = dpb.group_fair(dpb.logistic_loss, SHARES)
+    problem = dpb.games.group_fair(dpb.logistic_loss, SHARES)
     assert problem.bound is None
     assert dataclasses.replace(problem, bound=2.0).declared("bound") == 2.0

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from config_changes import changed
+from dpbilevel.cli.main.config import parse_config
+from dpbilevel.cli.main.data import load_records
+from dpbilevel.cli.main.run import prepare, run
+from dpbilevel.cli.main.tables import Place
 
 import dpbilevel as dpb
-from dpbilevel.config import parse_config
-from dpbilevel.runner import prepare, run
-from dpbilevel.runs import results
-from dpbilevel.runs.data import load_records
-from dpbilevel.runs.tables import Place
+from dpbilevel.cli.main import results
 
 TEXT = """
 task = "group_fair"
@@ -89,9 +89,9 @@ def game(*changes, folder="."):
 def test_tables_are_the_game_and_its_solver():
     config = parsed(("model.ridge", 0.01))
     assert config.sizes == 4000
-    assert config.solver == dpb.NoisyExtragradient(40, 1.5, 4.0)
-    assert config.problem.y_set == dpb.Simplex(3.0)
-    assert config.problem.x_set == dpb.Ball(8.0)
+    assert config.solver == dpb.games.NoisyExtragradient(40, 1.5, 4.0)
+    assert config.problem.y_set == dpb.sets.Simplex(3.0)
+    assert config.problem.x_set == dpb.sets.Ball(8.0)
     assert config.problem.public is not None
     assert parsed().problem.public is None
     proximal = {
@@ -102,8 +102,8 @@ def test_tables_are_the_game_and_its_solver():
         "clip_norm": 1.0,
         "sampling": {"type": "SinglePass", "size": 50},
     }
-    assert parsed(("solver", proximal)).solver == dpb.InexactProximalPoint(
-        5, 1.0, 4.0, 1, sampling=dpb.SinglePass(50)
+    assert parsed(("solver", proximal)).solver == dpb.games.InexactProximalPoint(
+        5, 1.0, 4.0, 1, sampling=dpb.privacy.SinglePass(50)
     )
 
 

@@ -12,14 +12,14 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.noise import derive, step_keys
-from dpbilevel.solvers.base import advance
-from dpbilevel.solvers.gibo import _Seen, _usable
-from dpbilevel.solvers.gp import gradient_posterior
+from dpbilevel.core.loop import advance
+from dpbilevel.privacy.noise import derive, step_keys
+from dpbilevel.search.gibo import _Seen, _usable
+from dpbilevel.search.gp import gradient_posterior
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, D = 40, 3
-BOX = dpb.Box(-2.0, 2.0)
+BOX = dpb.sets.Box(-2.0, 2.0)
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 SQUARES = dpb.FiniteSum(lambda w, z: 0.5 * jnp.sum((w - z) ** 2), w_set=BOX)
 RECORDS = 0.5 * np.random.default_rng(0).normal(size=(N, D)) + 0.3
@@ -30,8 +30,8 @@ solve = jax.jit(functools.partial(dpb.solve, trajectory=True))
 
 def gibo(scale=0.0, steps=20, **fields):
     defaults = {"clip_norm": 1e3, "step_size": 0.5, "keep": 12, "max_batch": 8}
-    defaults |= {"kernel": dpb.RBF(2.0, 10.0), "polish": 0}
-    solver = dpb.GradientInformativeBO(steps, **(defaults | fields))
+    defaults |= {"kernel": dpb.search.RBF(2.0, 10.0), "polish": 0}
+    solver = dpb.search.GradientInformativeBO(steps, **(defaults | fields))
     return solver.with_noise(scale).planned(N)
 
 
@@ -59,7 +59,7 @@ def test_a_tail_average_is_that_of_the_last_fifth():
 
 def test_the_gap_is_at_most_that_of_inexact_gradient_descent():
     # F_T <= (1 - eta tau)^T F_0 + max_t |e_t|^2 / (2 tau) on every path; tau = L = 1.
-    problem = dataclasses.replace(SQUARES, w_set=dpb.Box(-50.0, 50.0))
+    problem = dataclasses.replace(SQUARES, w_set=dpb.sets.Box(-50.0, 50.0))
     for seed in range(3):
         solver = gibo(0.05, clip_norm=5.0)
         found = solve(problem, solver, RECORDS, START, key=jax.random.key(seed))
@@ -85,8 +85,8 @@ def test_with_two_points_a_step_it_follows_clipped_gradient_descent(steps):
     random = np.random.default_rng(1)
     x = random.normal(size=(100, 4))
     records = {"x": x, "y": x.sum(axis=1) + random.normal(size=100)}
-    problem = dpb.FiniteSum(robust, w_set=dpb.Box(-5.0, 5.0))
-    solver = dpb.GradientInformativeBO(
+    problem = dpb.FiniteSum(robust, w_set=dpb.sets.Box(-5.0, 5.0))
+    solver = dpb.search.GradientInformativeBO(
         steps, 1.0, step_size=1.0, batch=2, keep=64, jitter=1e-6, polish=0
     )
     exact = dpb.NoisyGD(steps, 1.0, step_size=1.0)
@@ -113,7 +113,7 @@ def test_with_two_points_a_step_it_follows_clipped_gradient_descent(steps):
     ],
 )
 def test_noise_is_that_of_the_papers_experiments(clip_norm, steps, n, mu, std):
-    solver = dpb.GradientInformativeBO(steps, clip_norm, step_size=1.0)
+    solver = dpb.search.GradientInformativeBO(steps, clip_norm, step_size=1.0)
     (release,) = solver.with_noise(1 / mu).ledger(SQUARES, n).releases
     assert release.noise_std == pytest.approx(std, rel=5e-3)
     assert release.count == steps
@@ -233,7 +233,7 @@ def test_nothing_is_compiled_again_as_points_grow_in_number():
 def test_asked_by_hand_it_releases_what_solve_does():
     solver = gibo(0.1, 3, clip_norm=2.0)
     whole = solve(SQUARES, solver, RECORDS, START, key=jax.random.key(8)).trajectory
-    problem = dpb.BlackBox(
+    problem = dpb.search.BlackBox(
         lambda w: 0.5 * ((w[None] - RECORDS) ** 2).sum(axis=1), N, BOX
     )
     public = dataclasses.replace(problem, losses=len)
@@ -257,7 +257,7 @@ def test_asked_by_hand_it_releases_what_solve_does():
 
 def test_every_step_draws_noise_of_its_own():
     solver = gibo(1.0, 3, batch=2, keep=2)
-    flat = dpb.FiniteSum(lambda w, z: 0 * jnp.sum(w * z), w_set=dpb.Euclidean())
+    flat = dpb.FiniteSum(lambda w, z: 0 * jnp.sum(w * z), w_set=dpb.sets.Euclidean())
 
     @jax.jit
     def paths(keys):
@@ -296,7 +296,7 @@ def test_fewer_evaluations_are_made_at_a_larger_tolerance():
     ("rule", "kept"), [("last", [0, 1, 3]), ("closest", [4, 3, 1])]
 )
 def test_points_are_kept_by_age_or_distance_and_near_ones_merged(rule, kept):
-    solver = gibo(keep=3, keep_rule=rule, kernel=dpb.RBF())
+    solver = gibo(keep=3, keep_rule=rule, kernel=dpb.search.RBF())
     line = jnp.asarray([[2.0], [0.5], [0.5 + 1e-4], [0.3], [0.1], [0.0]])
     mask = jnp.asarray([True] * 5 + [False])
     values = jnp.arange(12.0).reshape(2, 6)
@@ -338,7 +338,10 @@ def test_single_precision_is_refused_with_the_remedy():
         ({"average": "best"}, "average must be one of"),
         ({"step_size": None}, "give one of step_size and optimizer"),
         # One record more would be a state of another shape, and an error.
-        ({"noise": dpb.Gaussian(None, ADD_OR_REMOVE)}, "use Neighbours.REPLACE_ONE"),
+        (
+            {"noise": dpb.privacy.Gaussian(None, ADD_OR_REMOVE)},
+            "use Neighbours.REPLACE_ONE",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields, message):

@@ -123,7 +123,7 @@ def calibration_rows():
 
 def calibrated_delta(relation, steps, epsilon, target, wrong=1):
     """By hand from the noise's standard deviation: clip norm 3, 400 records."""
-    noise = dpb.Gaussian(neighbours=relation)
+    noise = dpb.privacy.Gaussian(neighbours=relation)
     solver = dpb.NoisyGD(steps, 3.0, step_size=0.1, noise=noise)
     problem, budget = dpb.FiniteSum(lambda w, z: w * z), dpb.PrivacyBudget
     plan = dpb.calibrate(problem, solver, budget(epsilon, target), sizes=400)
@@ -160,11 +160,13 @@ def ledger_delta(people, epsilon, sampling, count=6, **fields):
     are 4/7 and 3/7.
     """
     queries = (
-        dpb.Query("upper", 500, 1.0, sampling),
-        dpb.Query("lower", 2000, 3.0, sampling),
+        dpb.privacy.Query("upper", 500, 1.0, sampling),
+        dpb.privacy.Query("lower", 2000, 3.0, sampling),
     )
-    release = dpb.Release("a", count, queries, dpb.Gaussian(3.0), **fields)
-    return dpb.Ledger((release,), people).delta(epsilon)
+    release = dpb.privacy.Release(
+        "a", count, queries, dpb.privacy.Gaussian(3.0), **fields
+    )
+    return dpb.privacy.Ledger((release,), people).delta(epsilon)
 
 
 def role_rows():
@@ -263,9 +265,9 @@ def overflow_rows():
         (0.0625, 22, 3, 0.0625),
     ]:
         sampling = dpb.Poisson(rate, capacity=capacity)  # rates are realised exactly
-        query = dpb.Query("records", 200, 1.0, sampling)
-        release = dpb.Release("a", count, (query,), dpb.Gaussian(1.5))
-        claimed = functools.partial(dpb.Ledger((release,)).delta, epsilon)
+        query = dpb.privacy.Query("records", 200, 1.0, sampling)
+        release = dpb.privacy.Release("a", count, (query,), dpb.privacy.Gaussian(1.5))
+        claimed = functools.partial(dpb.privacy.Ledger((release,)).delta, epsilon)
 
         def truth(factor=None, args=(rate, capacity, count, epsilon)):
             rate, capacity, count, epsilon = args
@@ -586,11 +588,11 @@ def charged(
         dpb.Poisson(rate, capacity) if kind == "poisson" else dpb.FixedSize(fixed)
     )
     queries = (
-        dpb.Query("upper", size, 1.0, sampling),
-        dpb.Query("lower", size, lower, sampling),
+        dpb.privacy.Query("upper", size, 1.0, sampling),
+        dpb.privacy.Query("lower", size, lower, sampling),
     )
-    release = dpb.Release("a", count, queries, dpb.Gaussian(multiplier))
-    return dpb.Ledger((release,), people).delta(epsilon, 1e-3)
+    release = dpb.privacy.Release("a", count, queries, dpb.privacy.Gaussian(multiplier))
+    return dpb.privacy.Ledger((release,), people).delta(epsilon, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -675,11 +677,15 @@ def test_the_factor_two_of_replacing_is_applied_once_whatever_accountants_do():
     kept = rdp.RdpAccountant(neighboring_relation=native).compose(Gaussian(2.0))
     assert doubled > 2 * kept.get_epsilon(1e-5)  # one event, two meanings
     for relation, std in ((REPLACE, 4.0), (ADD_OR_REMOVE, 2.0)):
-        mechanism = dpb.Gaussian(2.0, relation)
-        release = dpb.Release("a", 1, (dpb.Query("records", 1, 1.0),), mechanism)
+        mechanism = dpb.privacy.Gaussian(2.0, relation)
+        release = dpb.privacy.Release(
+            "a", 1, (dpb.privacy.Query("records", 1, 1.0),), mechanism
+        )
         assert release.noise_std == pytest.approx(std)
         exact = inverse_gaussian(0.5, 1e-5)
-        assert dpb.Ledger((release,)).epsilon(1e-5) == pytest.approx(exact, rel=1e-9)
+        assert dpb.privacy.Ledger((release,)).epsilon(1e-5) == pytest.approx(
+            exact, rel=1e-9
+        )
 
 
 @pytest.mark.parametrize(

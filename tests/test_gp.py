@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.solvers.gp import gradient_posterior
+from dpbilevel.search.gp import gradient_posterior
 
-KERNELS = [dpb.RBF(0.7, 1.3), dpb.Matern52(0.7, 1.3), dpb.Quadratic(1.3)]
+KERNELS = [
+    dpb.search.RBF(0.7, 1.3),
+    dpb.search.Matern52(0.7, 1.3),
+    dpb.search.Quadratic(1.3),
+]
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
 pytestmark = pytest.mark.usefixtures("x64")
-UNIT = dpb.RBF()
+UNIT = dpb.search.RBF()
 
 
 def rows(count, d, seed=0, scale=1.0):
@@ -50,7 +54,7 @@ def cross(d, h):
         (star(3, 0.1), 1e-4, UNIT, 0.07295094),
         (cross(3, 0.3), 0.0, UNIT, 0.004046176),
         (cross(3, 0.3), 0.0025, UNIT, 0.04883416),
-        (cross(3, 0.3), 0.0025, dpb.Matern52(), 0.3120399),
+        (cross(3, 0.3), 0.0025, dpb.search.Matern52(), 0.3120399),
     ],
 )
 def test_traces_are_those_of_hand_computed_designs(points, nugget, kernel, expected):
@@ -207,11 +211,11 @@ def test_error_is_at_most_the_trace_times_the_squared_norm_of_the_function(kerne
 
 def test_quadratic_kernel_knows_all_after_as_many_points_as_features():
     points, theta = rows(30, 5, 6), jnp.full(5, 0.3)
-    covariance = np.asarray(dpb.Quadratic().covariance(points, points, theta))
+    covariance = np.asarray(dpb.search.Quadratic().covariance(points, points, theta))
     ranks = [np.linalg.matrix_rank(covariance[:m, :m]) for m in (18, 20, 21, 22, 30)]
     assert ranks == [18, 20, 21, 21, 21]
     traces = [
-        known(dpb.Quadratic(), theta, points[:m], nugget=1e-9, constant=0.0)[1]
+        known(dpb.search.Quadratic(), theta, points[:m], nugget=1e-9, constant=0.0)[1]
         for m in (20, 21)
     ]
     assert traces[0] > 1e-2
@@ -229,11 +233,11 @@ def test_quadratic_kernel_knows_all_after_as_many_points_as_features():
     ],
 )
 def test_radii_are_the_best_ones_of_simplex_and_cross(nugget, simplex, pair):
-    radius = jax.jit(dpb.RBF.radius)
+    radius = jax.jit(dpb.search.RBF.radius)
     found = [radius(UNIT, jnp.asarray(n), jnp.asarray(nugget)) for n in (16, 2)]
     np.testing.assert_allclose(found, [simplex, pair], rtol=4e-3)
     # In other units: lengths scale with the length-scale, noise with the variance.
-    wide = radius(dpb.RBF(3.0, 4.0), jnp.asarray(16), jnp.asarray(4 * nugget))
+    wide = radius(dpb.search.RBF(3.0, 4.0), jnp.asarray(16), jnp.asarray(4 * nugget))
     np.testing.assert_allclose(wide, 3 * found[0], rtol=1e-6)
 
 
@@ -243,10 +247,10 @@ def test_single_precision_is_refused_with_the_remedy():
         gradient_posterior(UNIT, theta, jnp.zeros((1, 2), jnp.float32), nugget=1e-3)
 
 
-@pytest.mark.parametrize("kind", [dpb.RBF, dpb.Matern52])
+@pytest.mark.parametrize("kind", [dpb.search.RBF, dpb.search.Matern52])
 def test_hyperparameters_out_of_range_are_refused(kind):
     for fields in ({"lengthscale": 0.0}, {"variance": -1.0}):
         with pytest.raises(ValueError, match="positive"):
             kind(**fields)
     with pytest.raises(ValueError, match="positive"):
-        dpb.Quadratic(reach=0.0)
+        dpb.search.Quadratic(reach=0.0)

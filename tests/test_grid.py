@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel.grid import Grid, wide_integers
-from dpbilevel.noise import normal_from_bits, standard_normal
+from dpbilevel.privacy.grid import Grid, wide_integers
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
+from dpbilevel.privacy.noise import normal_from_bits, standard_normal
 
 MARGIN = 1 + ROUNDING_MARGIN
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -26,7 +26,7 @@ def rows(n, d, seed=0, scale=1.0):
 
 
 def mean(records, precision="grid", clip_norm=1.0, **options):
-    return dpb.clipped_mean(
+    return dpb.privacy.clipped_mean(
         lambda z: z, records, clip_norm=clip_norm, precision=precision, **options
     )
 
@@ -100,7 +100,7 @@ def test_float64_records_are_released_in_float64():
         np.testing.assert_allclose(
             real(bounded.raw), np.mean(records, axis=0), rtol=0, atol=10 * 2.0**-23
         )
-        released = dpb.Gaussian(1.0, precision="grid").release(
+        released = dpb.privacy.Gaussian(1.0, precision="grid").release(
             bounded, key=jax.random.key(0)
         )
     assert released.dtype == jnp.float64
@@ -161,7 +161,7 @@ def test_values_of_different_precision_do_not_mix():
     with pytest.raises(ValueError, match="cannot add a value of precision 'grid' and"):
         both[0] + both[1]
     for bounded, precision in zip(both, ("float", "grid"), strict=True):
-        mechanism = dpb.Gaussian(1.0, precision=precision)
+        mechanism = dpb.privacy.Gaussian(1.0, precision=precision)
         with pytest.raises(ValueError, match="give clipped_mean and Gaussian the same"):
             mechanism.release(bounded, key=jax.random.key(0))
 
@@ -169,14 +169,14 @@ def test_values_of_different_precision_do_not_mix():
 def test_an_unknown_precision_is_refused():
     for make in (
         lambda: mean(rows(2, 2), "exact"),
-        lambda: dpb.Gaussian(1.0, precision="exact"),
+        lambda: dpb.privacy.Gaussian(1.0, precision="exact"),
     ):
         with pytest.raises(ValueError, match="precision must be one of"):
             make()
 
 
 def released(bounded, multiplier=1.0, seed=0):
-    mechanism = dpb.Gaussian(multiplier, precision="grid")
+    mechanism = dpb.privacy.Gaussian(multiplier, precision="grid")
     return mechanism.release(bounded, key=jax.random.key(seed))
 
 
@@ -287,7 +287,7 @@ RUNS = 5000
 @functools.cache
 def outputs(precision):
     """Many releases from the first of two neighbours."""
-    mechanism = dpb.Gaussian(1.0, precision=precision)
+    mechanism = dpb.privacy.Gaussian(1.0, precision=precision)
 
     @jax.jit
     @jax.vmap

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from lattice_zoo import CASES, Peak, Setting, law, peak, setting, transition_matrix
 
-from dpbilevel import Ball, Box, Euclidean, NonNegative, Product, Simplex
-from dpbilevel.samplers import GridWalk, _cells
-from dpbilevel.samplers.base import Regularity
+from dpbilevel.draws.samplers import GridWalk, _cells
+from dpbilevel.draws.samplers.base import Regularity
+from dpbilevel.sets import Ball, Box, Euclidean, NonNegative, Product, Simplex
 
 EXACT = ["interval", "box", "ball", "segment", "simplex", "bumpy"]
 

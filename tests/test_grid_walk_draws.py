@@ -5,9 +5,9 @@ import pytest
 import scipy.stats
 from lattice_zoo import CASES, Peak, peak
 
-from dpbilevel import Ball, Box, Simplex
-from dpbilevel.samplers import GridWalk, _lattice
-from dpbilevel.samplers.base import AbstractPotential, Regularity
+from dpbilevel.draws.samplers import GridWalk, _lattice
+from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
+from dpbilevel.sets import Ball, Box, Simplex
 
 ALPHA = 1e-4
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dpbilevel.cli.main.run import prepare, run
 from test_runner import CSV_DATA, config_of, rows_of, write_csv
 
 import dpbilevel as dpb
-from dpbilevel.runner import prepare, run
 
 N, SECRET = 20, 76543.25
 Y0 = jnp.zeros(3)
@@ -38,7 +38,7 @@ def gradient(record):
 
 
 def by_mean(data):
-    return dpb.clipped_mean(gradient, data, clip_norm=1.0).raw
+    return dpb.privacy.clipped_mean(gradient, data, clip_norm=1.0).raw
 
 
 def by_solve(data):
@@ -118,7 +118,9 @@ def test_source_that_does_not_exist_has_no_influence():
 
     @jax.jit
     def mean(data):
-        return dpb.clipped_mean(by_x_and_y, data, clip_norm=1.0, denominator=N).raw
+        return dpb.privacy.clipped_mean(
+            by_x_and_y, data, clip_norm=1.0, denominator=N
+        ).raw
 
     data = records(np.full(3, 5.0, np.float32))
     expected = mean(jax.tree.map(lambda v: v[1:], data))
@@ -187,7 +189,7 @@ def test_other_numbers_are_records_too(dtype):
     def value(record):
         return record["features"].astype(jnp.float32)
 
-    mean = dpb.clipped_mean(value, data, clip_norm=10.0).raw
+    mean = dpb.privacy.clipped_mean(value, data, clip_norm=10.0).raw
     np.testing.assert_allclose(mean, 1.0, rtol=1e-5)
 
 

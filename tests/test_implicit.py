@@ -11,10 +11,9 @@ import scipy.stats
 from solver_zoo import DECLARED, EXACT, LEVELS, Y0, implicit
 
 import dpbilevel as dpb
-from dpbilevel import certified, zoo
-from dpbilevel.oracles import fixed_count as solves
-from dpbilevel.problems import sensitivities
-from dpbilevel.solvers.outputs import uniform_iterate
+from dpbilevel.bilevel import certified, sensitivities, zoo
+from dpbilevel.bilevel import fixed_count as solves
+from dpbilevel.core.outputs import uniform_iterate
 
 BOX = (-1.0, 1.0)
 GROUPS = jnp.asarray([0, 0, 1, 1])
@@ -197,7 +196,7 @@ def test_noise_follows_the_sensitivity_at_the_current_x(x64):
 
 def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
     data, multiplier = wide(LEVELS), 3.0
-    solver = implicit(noise=dpb.Gaussian(multiplier))
+    solver = implicit(noise=dpb.privacy.Gaussian(multiplier))
     sizes = TUNING.sizes_of(data, "disjoint")
     events = solver.ledger(TUNING, sizes).events()
     for x in ([-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]):
@@ -220,8 +219,10 @@ def test_nothing_but_released_values_is_kept(monkeypatch):
         del key
         return jax.tree.map(jnp.ones_like, bounded.raw)
 
-    monkeypatch.setattr(dpb.Gaussian, "release", same_for_all)
-    solver = implicit(noise=dpb.Gaussian(1.0), sizes=EXACT.problem.sizes_of(EXACT.data))
+    monkeypatch.setattr(dpb.privacy.Gaussian, "release", same_for_all)
+    solver = implicit(
+        noise=dpb.privacy.Gaussian(1.0), sizes=EXACT.problem.sizes_of(EXACT.data)
+    )
     states = []
     for factor in (1.0, -0.5):
         data = jax.tree.map(lambda v, factor=factor: factor * v, EXACT.data)
@@ -232,7 +233,7 @@ def test_nothing_but_released_values_is_kept(monkeypatch):
 
 
 def test_a_value_that_is_not_finite_is_released_as_zero():
-    class Odd(dpb.AbstractCertificate):
+    class Odd(dpb.bilevel.AbstractCertificate):
         second_order = EXACT.problem.constants
         assumptions = ()
         varies = False
@@ -288,7 +289,7 @@ def test_the_answer_is_a_uniform_iterate():
 
 def test_the_report_is_conditional_and_lists_every_constant():
     plan = dpb.calibrate(EXACT.problem, implicit(), BUDGET, sizes=dpb.Sizes(20, 40))
-    assert plan.report.status is dpb.Status.CONDITIONAL
+    assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     listed = "\n".join(plan.report.assumptions)
     for name in DECLARED:
         assert f"{name} = " in listed
@@ -347,7 +348,7 @@ def test_the_theorems_parameters(x64):
     ("changes", "sizes", "message"),
     [
         ({"constants": None}, SIZES, "linear_tuning"),
-        ({"y_set": dpb.Ball(1.0)}, SIZES, "unconstrained lower level"),
+        ({"y_set": dpb.sets.Ball(1.0)}, SIZES, "unconstrained lower level"),
         ({"upper": dpb.logistic_loss}, SIZES, "public term of the problem was exch"),
         ({}, dpb.Sizes(10**6, 10**6), "Enable 64-bit"),
         (
@@ -373,7 +374,7 @@ def test_float64_reaches_what_float32_does_not(x64):
 
 
 def test_add_or_remove_is_refused():
-    noise = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    noise = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
     with pytest.raises(ValueError, match="under replace-one only"):
         implicit(noise=noise)
 

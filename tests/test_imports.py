@@ -39,7 +39,7 @@ def test_import_loads_no_module_that_takes_long():
 def test_reading_the_public_names_loads_no_module_that_only_some_calls_need():
     code = "import dpbilevel\n" + READ_ALL.format("PrivateSearch")
     modules = loaded(code)
-    assert "dpbilevel.solvers.penalty" in modules
+    assert "dpbilevel.bilevel.penalty" in modules
     assert not modules & SLOW
 
 
@@ -58,7 +58,7 @@ def test_names_are_readable_without_scikit_learn():
     code = f"""{WITHOUT_SKLEARN}
 import inspect, pydoc, dpbilevel
 assert hasattr(dpbilevel, "PrivateSearch")
-assert dpbilevel.Range(0.1, 1.0).high == 1.0
+assert dpbilevel.search.Range(0.1, 1.0).high == 1.0
 assert "PrivateSearch" in dict(inspect.getmembers(dpbilevel))
 assert "PrivateSearch" in pydoc.render_doc(dpbilevel)
 from dpbilevel import *
@@ -74,7 +74,7 @@ try:
 except ImportError as error:
     print(error)
 try:
-    import dpbilevel.private_search
+    import dpbilevel.search.estimator
 except ImportError as error:
     print(error)"""
     said = output(code).splitlines()

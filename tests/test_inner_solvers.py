@@ -12,7 +12,7 @@ PROBLEM = dpb.FiniteSum(
     lambda w, z: 0.5 * jnp.sum((w - z) ** 2), lambda w: 0.25 * jnp.sum(w**2)
 )
 START = jnp.full(3, 2.0)
-QUIET = dpb.Gaussian(0.0)
+QUIET = dpb.privacy.Gaussian(0.0)
 
 
 def run(solver, problem=PROBLEM, data=POINTS):
@@ -47,7 +47,7 @@ def test_optimizer_state_is_carried():
 
 
 def test_iterates_stay_in_the_set():
-    problem = dpb.FiniteSum(PROBLEM.loss, w_set=dpb.Ball(0.1))
+    problem = dpb.FiniteSum(PROBLEM.loss, w_set=dpb.sets.Ball(0.1))
     w = run(dpb.NoisyGD(20, 1.0, step_size=0.3).with_noise(3.0), problem)
     assert float(jnp.linalg.norm(w)) <= 0.1 + 1e-6
 
@@ -63,12 +63,12 @@ def test_localized_rounds_equal_the_pseudocode():
             offset = w - center
             w = center + offset * min(1, radius / np.linalg.norm(offset))
         center = np.mean(visited, 0)
-    found = run(dpb.LocalizedGD(radii, 4, mu, 1e6, noise=QUIET))
+    found = run(dpb.onelevel.LocalizedGD(radii, 4, mu, 1e6, noise=QUIET))
     np.testing.assert_allclose(found, center, rtol=1e-5)
 
 
 def test_localized_trajectory_stays_in_each_ball():
-    solver = dpb.LocalizedGD((0.5, 0.1), 5, 1.5, 1.0).with_noise(5.0)
+    solver = dpb.onelevel.LocalizedGD((0.5, 0.1), 5, 1.5, 1.0).with_noise(5.0)
     path = dpb.solve(
         PROBLEM, solver, POINTS, START, key=jax.random.key(0), trajectory=True
     ).trajectory
@@ -83,7 +83,7 @@ def test_localized_error_is_proportional_to_the_noise():
     keys = jax.random.split(jax.random.key(0), 200)
 
     def error(scale):
-        solver = dpb.LocalizedGD((8.0, 4.0), 25, 1.5, 20.0).with_noise(scale)
+        solver = dpb.onelevel.LocalizedGD((8.0, 4.0), 25, 1.5, 20.0).with_noise(scale)
 
         def one(key):
             w = dpb.solve(PROBLEM, solver, POINTS, MEAN, key=key).value
@@ -95,7 +95,7 @@ def test_localized_error_is_proportional_to_the_noise():
 
 
 def test_localized_from_theorem_follows_the_theorem():
-    solver = dpb.LocalizedGD.from_theorem(
+    solver = dpb.onelevel.LocalizedGD.from_theorem(
         lipschitz=2.0,
         strong_convexity=0.5,
         radius=3.0,
@@ -113,7 +113,7 @@ def test_localized_from_theorem_follows_the_theorem():
 
 def test_localized_from_theorem_refuses_too_few_records():
     with pytest.raises(ValueError, match="more records"):
-        dpb.LocalizedGD.from_theorem(
+        dpb.onelevel.LocalizedGD.from_theorem(
             lipschitz=2.0,
             strong_convexity=0.1,
             radius=3.0,
@@ -125,7 +125,7 @@ def test_localized_from_theorem_refuses_too_few_records():
 
 
 def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
-    noise = dpb.Gaussian(0.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    noise = dpb.privacy.Gaussian(0.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
     problem = dpb.FiniteSum(PROBLEM.loss)
     solver = dpb.NoisyGD(1, 1e6, step_size=1.0, noise=noise).planned(50)
     w = run(solver, problem, POINTS[1:])
@@ -134,7 +134,7 @@ def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
 
 
 def test_add_or_remove_without_a_plan_is_refused():
-    noise = dpb.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    noise = dpb.privacy.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=noise)
     with pytest.raises(ValueError, match="public denominators must come from a plan"):
         run(solver)

@@ -10,12 +10,12 @@ import time
 
 import numpy as np
 import pytest
+from dpbilevel.cli.main.config import read_config
+from dpbilevel.cli.main.run import prepare, run
 from test_runner import GENERATED, bits
 
-from dpbilevel import interrupts
-from dpbilevel.config import read_config
-from dpbilevel.runner import prepare, run
-from dpbilevel.runs import checkpoint, lock, results, spending
+from dpbilevel.cli.main import results
+from dpbilevel.core import checkpoint, interrupts, lock, spending
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
@@ -38,7 +38,7 @@ class Hook:
     def find_spec(self, name, *others):
         if name == "jaxlib" and phase == "importing":
             interrupt()
-        if name == "dpbilevel.cli":
+        if name == "dpbilevel.cli.main":
             patch()
 
 def patch():

@@ -11,11 +11,13 @@ from jax.errors import KeyReuseError
 from solver_zoo import DECLARED, SOLVERS
 
 import dpbilevel as dpb
-from dpbilevel import noise
-from dpbilevel.clipping import Bounded
-from dpbilevel.noise import derive, standard_normal, step_keys
+from dpbilevel.bilevel import penalty
+from dpbilevel.core import loop as base
+from dpbilevel.onelevel import noisy_gd
+from dpbilevel.privacy import noise
+from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
-from dpbilevel.solvers import base, noisy_gd, penalty
+from dpbilevel.privacy.noise import derive, standard_normal, step_keys
 
 SIZE = 2048
 LIMIT = 4.9 / SIZE**0.5
@@ -32,7 +34,7 @@ TWO_LEVELS = dpb.BilevelProblem(
     lower=lambda x, y, z: 0.0 * (jnp.sum(x) + jnp.sum(y) + z),
     lower_public=lambda x, y: 0.5 * jnp.sum(y * y),
     # Nothing moves, so any bounds hold; a wide spread leaves room for rounding.
-    constants=dpb.SecondOrderConstants(
+    constants=dpb.bilevel.SecondOrderConstants(
         **(
             dict.fromkeys(DECLARED, 0.0)
             | {"strong_convexity": 1.0, "lower_yy": 1.0, "solution_radius": 1.0}
@@ -42,8 +44,8 @@ TWO_LEVELS = dpb.BilevelProblem(
 )
 
 # So small a set that a released point is its noise.
-INEQUALITY = dpb.VariationalInequality(
-    lambda w, z: 0.0 * (w + z), w_set=dpb.Ball(1e-3), lipschitz=0.0, bound=1.0
+INEQUALITY = dpb.games.VariationalInequality(
+    lambda w, z: 0.0 * (w + z), w_set=dpb.sets.Ball(1e-3), lipschitz=0.0, bound=1.0
 )
 
 # All solvers, those that differ only in their problem in the slow suite; one per scheme
@@ -71,7 +73,9 @@ def wide(name):
     """The solver of the zoo on a problem with `SIZE` coordinates and records."""
     _, solver, _, _, people = SOLVERS[name]
     if name == "proximal_point":
-        solver = dataclasses.replace(solver, dimension=SIZE, sampling=dpb.SinglePass(3))
+        solver = dataclasses.replace(
+            solver, dimension=SIZE, sampling=dpb.privacy.SinglePass(3)
+        )
     if name in ("extragradient", "proximal_point"):
         return INEQUALITY, solver.with_noise(1.0).planned(SIZE), RECORDS, ZERO
     if people is None:

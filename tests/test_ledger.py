@@ -29,9 +29,9 @@ def release(
     **fields,
 ):
     parts = zip(roles, sizes, clip_norms, strict=False)
-    queries = tuple(dpb.Query(role, n, c, sampling) for role, n, c in parts)
-    mechanism = dpb.Gaussian(multiplier, neighbours)
-    return dpb.Release("a", count, queries, mechanism, **fields)
+    queries = tuple(dpb.privacy.Query(role, n, c, sampling) for role, n, c in parts)
+    mechanism = dpb.privacy.Gaussian(multiplier, neighbours)
+    return dpb.privacy.Release("a", count, queries, mechanism, **fields)
 
 
 BOTH = ("upper", "lower")
@@ -49,7 +49,7 @@ def test_full_batches_compose_to_the_epsilon_computed_by_hand():
     # One person in both levels; noise of fixed std on the sum of two means.
     first = release(BOTH, 10, 8.0, clip_norms=(1.0, 3.0), sizes=(500, 2000))
     second = release(("lower",), 4, 5.0, sizes=(2000,))
-    ledger = dpb.Ledger((first, second))
+    ledger = dpb.privacy.Ledger((first, second))
     std = 8.0 * 2 * (1 / 500 + 3 / 2000)
     assert first.noise_std == pytest.approx(std)
     moved = 2 * (1 / 500 + 3 / 2000)
@@ -60,7 +60,7 @@ def test_full_batches_compose_to_the_epsilon_computed_by_hand():
 def test_disjoint_people_are_charged_apart_by_what_they_move():
     first = release(BOTH, 10, 2.0, clip_norms=(1.0, 3.0), sizes=(500, 2000))
     second = release(("lower",), 4, 5.0, sizes=(2000,))
-    ledger = dpb.Ledger((first, second), DISJOINT)
+    ledger = dpb.privacy.Ledger((first, second), DISJOINT)
     std = 2.0 * 2 * (1 / 500 + 3 / 2000)
     upper = math.sqrt(10) * (2 * 1 / 500) / std
     lower = math.sqrt(10 * (2 * 3 / 2000 / std) ** 2 + 4 / 25)
@@ -98,7 +98,7 @@ def test_mixed_releases_equal_the_native_accountant_fed_with_noise_over_clip(rel
         ),
         (dp_accounting.GaussianDpEvent(9.0 * noise_over_clip), 10),
     ]
-    value = dpb.Ledger((sampled, full)).epsilon(DELTA)
+    value = dpb.privacy.Ledger((sampled, full)).epsilon(DELTA)
     assert value == pytest.approx(native_epsilon(events, relation), rel=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_replacing_equals_adding_or_removing_at_twice_the_clip_norm():
             multiplier=std / sensitivity, neighbours=relation, clip_norms=(clip_norm,)
         )
         assert part.noise_std == pytest.approx(std)
-        epsilons.append(dpb.Ledger((part,)).epsilon(DELTA))
+        epsilons.append(dpb.privacy.Ledger((part,)).epsilon(DELTA))
     assert epsilons[0] == pytest.approx(epsilons[1], rel=1e-12)
 
 
@@ -120,7 +120,7 @@ def test_replacing_equals_adding_or_removing_at_twice_the_clip_norm():
 def test_overlapping_full_batches_are_one_gaussian_of_added_sensitivity(
     people, clip_norms
 ):
-    ledger = dpb.Ledger((release(BOTH, 7, 3.0, clip_norms=clip_norms),), people)
+    ledger = dpb.privacy.Ledger((release(BOTH, 7, 3.0, clip_norms=clip_norms),), people)
     event = ledger.events()["person"]
     assert accounting.gaussian_mu(event) == pytest.approx(math.sqrt(7) / 3, rel=1e-12)
 
@@ -128,12 +128,12 @@ def test_overlapping_full_batches_are_one_gaussian_of_added_sensitivity(
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_overlapping_people_lose_at_least_what_disjoint_ones_do(sampling):
     parts = (release(BOTH, 20, 2.0, sampling, clip_norms=(1.0, 2.0)),)
-    disjoint = dpb.Ledger(parts, DISJOINT).epsilon(DELTA)
-    overlapping = dpb.Ledger(parts, OVERLAPPING).epsilon(DELTA)
+    disjoint = dpb.privacy.Ledger(parts, DISJOINT).epsilon(DELTA)
+    overlapping = dpb.privacy.Ledger(parts, OVERLAPPING).epsilon(DELTA)
     assert disjoint < overlapping
     # And at most what they would lose without sampling.
     full = (release(BOTH, 20, 2.0, clip_norms=(1.0, 2.0)),)
-    assert overlapping <= dpb.Ledger(full, OVERLAPPING).epsilon(DELTA) * 1.001
+    assert overlapping <= dpb.privacy.Ledger(full, OVERLAPPING).epsilon(DELTA) * 1.001
 
 
 def test_one_shared_batch_is_one_event():
@@ -141,7 +141,8 @@ def test_one_shared_batch_is_one_event():
     joint = release(BOTH, 20, 2.0, sampling, joint=True)
     single = release(("records",), 20, 2.0, sampling)
     values = [
-        dpb.Ledger((part,), SHARED).epsilons(DELTA, 1e-3) for part in (joint, single)
+        dpb.privacy.Ledger((part,), SHARED).epsilons(DELTA, 1e-3)
+        for part in (joint, single)
     ]
     assert values[0]["person"] == pytest.approx(values[1]["records"], rel=1e-5)
 
@@ -149,9 +150,11 @@ def test_one_shared_batch_is_one_event():
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_count_is_as_many_entries_and_as_a_repeated_run(sampling):
     one = release(multiplier=3.0, sampling=sampling)
-    counted = dpb.Ledger((dataclasses.replace(one, count=6),))
-    rivals = [dpb.Ledger((one,) * 6), dpb.Ledger((one,)).repeat(6)]
-    rivals.append(dpb.Ledger((one,)).repeat(2) + dpb.Ledger((one,)).repeat(4))
+    counted = dpb.privacy.Ledger((dataclasses.replace(one, count=6),))
+    rivals = [dpb.privacy.Ledger((one,) * 6), dpb.privacy.Ledger((one,)).repeat(6)]
+    rivals.append(
+        dpb.privacy.Ledger((one,)).repeat(2) + dpb.privacy.Ledger((one,)).repeat(4)
+    )
     expected = counted.epsilon(DELTA, 1e-3)
     for rival in rivals:
         assert rival.epsilon(DELTA, 1e-3) == pytest.approx(expected, rel=1e-6)
@@ -162,7 +165,7 @@ def test_a_count_is_as_many_entries_and_as_a_repeated_run(sampling):
 def test_the_loss_is_monotone_in_noise_and_count(sampling, people):
     def epsilon(count=10, multiplier=2.0):
         part = release(BOTH, count, multiplier, sampling)
-        return dpb.Ledger((part,), people).epsilon(DELTA, 1e-3)
+        return dpb.privacy.Ledger((part,), people).epsilon(DELTA, 1e-3)
 
     assert epsilon(multiplier=4.0) < epsilon(multiplier=2.1) < epsilon()
     assert epsilon(count=1) < epsilon(count=9) < epsilon()
@@ -171,7 +174,7 @@ def test_the_loss_is_monotone_in_noise_and_count(sampling, people):
 def test_overflowing_batches_are_charged_to_delta():
     sampling = dpb.Poisson(0.1, capacity=150)
     part = release(count=5, multiplier=2.0, sampling=sampling)
-    ledger = dpb.Ledger((part,))
+    ledger = dpb.privacy.Ledger((part,))
     assert part.failure == pytest.approx(5 * sampling.failure(REPLACE, 1000))
     event = ledger.events()["records"]
     without = accounting.delta(event, REPLACE, 0.2)
@@ -186,7 +189,7 @@ def test_overflowing_batches_are_charged_to_delta():
 def test_a_larger_epsilon_never_needs_a_larger_delta():
     # The price of an overflow alone, (1 + e^epsilon) p, would exceed one.
     part = release(count=100, multiplier=3.0, sampling=dpb.Poisson(0.05))
-    ledger = dpb.Ledger((part,))
+    ledger = dpb.privacy.Ledger((part,))
     deltas = [ledger.delta(epsilon, 1e-3) for epsilon in (0.5, 2.0, 10.0, 30.0, 800.0)]
     assert 1e-9 > deltas[2] >= deltas[3] * (1 - 1e-3) >= deltas[4] * (1 - 1e-2)
     assert deltas[0] > deltas[1] > deltas[2]
@@ -199,50 +202,50 @@ def test_a_larger_epsilon_never_needs_a_larger_delta():
     assert 0 < ledger.delta(0.0) <= 1
     # And batches that always overflow promise nothing at any epsilon.
     certain = release(count=3, sampling=dpb.Poisson(0.5, capacity=100))
-    assert [dpb.Ledger((certain,)).delta(e) for e in (0.0, 5.0)] == [1.0, 1.0]
+    assert [dpb.privacy.Ledger((certain,)).delta(e) for e in (0.0, 5.0)] == [1.0, 1.0]
 
 
 def test_no_epsilon_holds_at_a_delta_below_the_chance_of_overflow():
     part = release(sampling=dpb.Poisson(0.1, capacity=110))
-    assert dpb.Ledger((part,)).epsilon(DELTA) == math.inf
+    assert dpb.privacy.Ledger((part,)).epsilon(DELTA) == math.inf
 
 
 @pytest.mark.parametrize("multiplier", [0.0, 1e-3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_too_little_noise_has_no_small_epsilon(sampling, multiplier):
-    ledger = dpb.Ledger((release(multiplier=multiplier, sampling=sampling),))
+    ledger = dpb.privacy.Ledger((release(multiplier=multiplier, sampling=sampling),))
     assert ledger.epsilon(DELTA) > 1000
     assert ledger.delta(10.0) == pytest.approx(1.0)
 
 
 def test_an_empty_ledger_loses_nothing():
-    assert dpb.Ledger(()).epsilon(DELTA) == 0
-    assert dpb.Ledger(()).delta(0.0) == 0
+    assert dpb.privacy.Ledger(()).epsilon(DELTA) == 0
+    assert dpb.privacy.Ledger(()).delta(0.0) == 0
 
 
 def test_names_and_assumptions_are_kept():
-    ledger = dpb.Ledger((release(),), assumptions=("a", "b")).named("inner")
+    ledger = dpb.privacy.Ledger((release(),), assumptions=("a", "b")).named("inner")
     assert [part.name for part in ledger.releases] == ["inner: a"]
-    total = ledger + dpb.Ledger((release(),), assumptions=("b", "c"))
+    total = ledger + dpb.privacy.Ledger((release(),), assumptions=("b", "c"))
     assert total.assumptions == ("a", "b", "c")
 
 
 def test_relations_and_people_are_not_mixed():
     with pytest.raises(ValueError, match="one neighbouring relation"):
-        dpb.Ledger((release(), release(neighbours=ADD_OR_REMOVE)))
+        dpb.privacy.Ledger((release(), release(neighbours=ADD_OR_REMOVE)))
     with pytest.raises(ValueError, match="cannot add runs"):
-        dpb.Ledger((), DISJOINT) + dpb.Ledger((), SHARED)
+        dpb.privacy.Ledger((), DISJOINT) + dpb.privacy.Ledger((), SHARED)
 
 
 def test_uncalibrated_releases_have_no_epsilon():
     with pytest.raises(ValueError, match=r"dpbilevel\.calibrate"):
-        dpb.Ledger((release(multiplier=None),)).epsilon(DELTA)
+        dpb.privacy.Ledger((release(multiplier=None),)).epsilon(DELTA)
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
 def test_bad_multipliers_are_refused(bad):
     with pytest.raises(ValueError, match="non-negative and finite"):
-        dpb.Gaussian(bad)
+        dpb.privacy.Gaussian(bad)
 
 
 @pytest.mark.parametrize(
@@ -256,26 +259,26 @@ def test_bad_multipliers_are_refused(bad):
 def test_a_bad_query_is_refused(fields, message):
     good = {"role": "lower", "size": 10, "clip_norm": 1.0}
     with pytest.raises(ValueError, match=message):
-        dpb.Query(**(good | fields))
+        dpb.privacy.Query(**(good | fields))
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0])
 def test_a_release_counts_at_least_once(count):
-    query = dpb.Query("lower", 10, 1.0)
+    query = dpb.privacy.Query("lower", 10, 1.0)
     with pytest.raises(ValueError, match="count must be an integer of at least 1"):
-        dpb.Release("gradient", count, (query,), dpb.Gaussian(1.0))
+        dpb.privacy.Release("gradient", count, (query,), dpb.privacy.Gaussian(1.0))
 
 
 def test_people_of_a_ledger_may_be_a_word_but_not_any_word():
-    query = dpb.Query("lower", 10, 1.0)
-    release = dpb.Release("gradient", 1, (query,), dpb.Gaussian(1.0))
-    assert dpb.Ledger((release,), "disjoint").people is dpb.People.DISJOINT
+    query = dpb.privacy.Query("lower", 10, 1.0)
+    release = dpb.privacy.Release("gradient", 1, (query,), dpb.privacy.Gaussian(1.0))
+    assert dpb.privacy.Ledger((release,), "disjoint").people is dpb.People.DISJOINT
     with pytest.raises(ValueError, match="people must be one of"):
-        dpb.Ledger((release,), "strangers")
+        dpb.privacy.Ledger((release,), "strangers")
     with pytest.raises(TypeError, match="releases must be an instance of tuple"):
-        dpb.Ledger(release)
+        dpb.privacy.Ledger(release)
 
 
 def test_epsilon_at_a_delta_outside_its_range_is_refused():
     with pytest.raises(ValueError, match="delta must be strictly between 0 and 1"):
-        dpb.Ledger(()).epsilon(2.0)
+        dpb.privacy.Ledger(()).epsilon(2.0)

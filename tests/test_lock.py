@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from dpbilevel.cli.main.main import main
+from dpbilevel.cli.main.run import prepare, run
 from test_runner import GENERATED, Stop, config_of, stop_at
 
-from dpbilevel import runner
-from dpbilevel.cli import main
-from dpbilevel.runner import prepare, run
-from dpbilevel.runs import lock, results, spending
+from dpbilevel.cli.main import results
+from dpbilevel.cli.main import run as runner
+from dpbilevel.core import lock, spending
 
 HOLDER = """
 import sys, time

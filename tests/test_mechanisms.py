@@ -18,7 +18,9 @@ def zeros(dtype=jnp.float32):
     def nothing(record):
         return {"a": jnp.zeros(SIZE, dtype) * record, "b": record}
 
-    return dpb.clipped_mean(nothing, records, clip_norm=CLIP_NORM, denominator=RECORDS)
+    return dpb.privacy.clipped_mean(
+        nothing, records, clip_norm=CLIP_NORM, denominator=RECORDS
+    )
 
 
 @pytest.mark.parametrize("neighbours", dpb.Neighbours)
@@ -26,7 +28,7 @@ def zeros(dtype=jnp.float32):
 def test_noise_has_the_standard_deviation_that_the_event_claims(
     neighbours, multiplier, getkey
 ):
-    mechanism = dpb.Gaussian(multiplier, neighbours)
+    mechanism = dpb.privacy.Gaussian(multiplier, neighbours)
     released = mechanism.release(zeros(), key=getkey())
     claimed = mechanism.event().noise_multiplier * (
         neighbours.contributions * CLIP_NORM / RECORDS
@@ -40,19 +42,21 @@ def test_noise_has_the_standard_deviation_that_the_event_claims(
 @pytest.mark.reuses_keys
 def test_the_released_value_is_the_mean_plus_the_noise_of_its_key(getkey):
     records = jnp.arange(6.0).reshape(3, 2)
-    bounded = dpb.clipped_mean(lambda z: z, records, clip_norm=100.0)
+    bounded = dpb.privacy.clipped_mean(lambda z: z, records, clip_norm=100.0)
     key = getkey()
-    silent = dpb.Gaussian(0.0).release(bounded, key=key)
+    silent = dpb.privacy.Gaussian(0.0).release(bounded, key=key)
     np.testing.assert_allclose(silent, [2.0, 3.0], rtol=1e-6)
-    one, two = (dpb.Gaussian(m).release(bounded, key=key) - silent for m in (1.0, 2.0))
+    one, two = (
+        dpb.privacy.Gaussian(m).release(bounded, key=key) - silent for m in (1.0, 2.0)
+    )
     np.testing.assert_allclose(two, 2 * one, rtol=1e-4)
-    other = dpb.Gaussian(1.0).release(bounded, key=getkey()) - silent
+    other = dpb.privacy.Gaussian(1.0).release(bounded, key=getkey()) - silent
     assert not np.any(np.isclose(one, other))
 
 
 def test_half_precision_values_are_released_in_float32(getkey):
     bounded = zeros(jnp.bfloat16)
-    released = dpb.Gaussian(1.0).release(bounded, key=getkey())
+    released = dpb.privacy.Gaussian(1.0).release(bounded, key=getkey())
     assert released["a"].dtype == jnp.float32
     # bfloat16 noise would have 128 values.
     assert len(np.unique(released["a"])) > 0.99 * SIZE
@@ -60,7 +64,7 @@ def test_half_precision_values_are_released_in_float32(getkey):
 
 def test_noise_is_relative_to_the_sum_of_sensitivities(getkey):
     bounded = zeros() + zeros()
-    released = dpb.Gaussian(1.0).release(bounded, key=getkey())
+    released = dpb.privacy.Gaussian(1.0).release(bounded, key=getkey())
     std = 2 * 2 * CLIP_NORM / RECORDS
     assert np.std(released["a"]) == pytest.approx(std, rel=0.02)
 
@@ -72,31 +76,31 @@ def test_a_multiplier_is_traced_not_compiled_in(getkey):
     @jax.jit
     def release(mechanism, key):
         traces.append(None)
-        return mechanism.release(dpb.Bounded(jnp.zeros(1000), 1.0), key=key)
+        return mechanism.release(dpb.privacy.Bounded(jnp.zeros(1000), 1.0), key=key)
 
     key = getkey()
-    stds = [float(release(dpb.Gaussian(m), key).std()) for m in (1.0, 3.0)]
+    stds = [float(release(dpb.privacy.Gaussian(m), key).std()) for m in (1.0, 3.0)]
     assert stds[1] == pytest.approx(3 * stds[0], rel=1e-4)
     assert len(traces) == 1
 
 
 def test_nothing_is_released_without_a_multiplier_a_bound_or_a_typed_key(getkey):
-    bounded = dpb.Bounded(jnp.zeros(2), 1.0)
+    bounded = dpb.privacy.Bounded(jnp.zeros(2), 1.0)
     with pytest.raises(ValueError, match=r"Get a calibrated solver from dpbilevel"):
-        dpb.Gaussian().release(bounded, key=getkey())
+        dpb.privacy.Gaussian().release(bounded, key=getkey())
     with pytest.raises(TypeError, match="only a Bounded value can be released"):
-        dpb.Gaussian(1.0).release(jnp.zeros(2), key=getkey())
+        dpb.privacy.Gaussian(1.0).release(jnp.zeros(2), key=getkey())
     with pytest.raises(TypeError, match="must be a typed key"):
-        dpb.Gaussian(1.0).release(bounded, key=jnp.zeros(2, jnp.uint32))
+        dpb.privacy.Gaussian(1.0).release(bounded, key=jnp.zeros(2, jnp.uint32))
     with pytest.raises(TypeError, match=r"must be one of Neighbours"):
-        dpb.Gaussian(1.0, "replace_one")
+        dpb.privacy.Gaussian(1.0, "replace_one")
 
 
 def test_scaling_and_setting_the_multiplier_keep_the_relation():
     removal = dpb.Neighbours.ADD_OR_REMOVE_ONE
-    mechanism = dpb.Gaussian(2.0, removal)
-    assert mechanism.scaled(1.5) == dpb.Gaussian(3.0, removal)
-    assert mechanism.with_multiplier(5.0) == dpb.Gaussian(5.0, removal)
+    mechanism = dpb.privacy.Gaussian(2.0, removal)
+    assert mechanism.scaled(1.5) == dpb.privacy.Gaussian(3.0, removal)
+    assert mechanism.with_multiplier(5.0) == dpb.privacy.Gaussian(5.0, removal)
 
 
 @pytest.mark.reuses_keys
@@ -130,7 +134,7 @@ def test_a_solver_with_numbers_of_half_precision_is_refused(kind, field):
     problem, n = dpb.FiniteSum(lambda w, z: -w * z), 100
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0).with_noise(2.01).planned(n)
     half = HALF[kind](1.01)
-    changes = {"clip_norm": half, "noise": dpb.Gaussian(half)}
+    changes = {"clip_norm": half, "noise": dpb.privacy.Gaussian(half)}
     cast = dataclasses.replace(solver, **{field: changes[field]})
     for run in (dpb.solve, jax.jit(dpb.solve)):
         with pytest.raises(TypeError, match=f"{field}.*margin of the noise"):
@@ -138,8 +142,8 @@ def test_a_solver_with_numbers_of_half_precision_is_refused(kind, field):
 
 
 def test_a_mechanism_of_half_precision_is_refused():
-    mean = dpb.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
-    mechanism = dpb.Gaussian(jnp.asarray(1.01, jnp.bfloat16))
+    mean = dpb.privacy.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
+    mechanism = dpb.privacy.Gaussian(jnp.asarray(1.01, jnp.bfloat16))
     with pytest.raises(TypeError, match="noise_multiplier is bfloat16"):
         mechanism.release(mean, key=jax.random.key(0))
 
@@ -148,10 +152,10 @@ def test_a_mechanism_of_half_precision_is_refused():
 def test_noise_that_underflows_releases_nothing_of_the_value(precision):
     @jax.jit
     def run(records, multiplier):
-        mean = dpb.clipped_mean(
+        mean = dpb.privacy.clipped_mean(
             lambda z: z, records, clip_norm=1e-20, precision=precision
         )
-        mechanism = dpb.Gaussian(multiplier, precision=precision)
+        mechanism = dpb.privacy.Gaussian(multiplier, precision=precision)
         return mechanism.release(mean, key=jax.random.key(0))
 
     # Much longer ones would not count: squares in units of the clip norm overflow.
@@ -166,6 +170,6 @@ def test_noise_that_underflows_releases_nothing_of_the_value(precision):
 def test_fast_math_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with pytest.raises(ValueError, match="XLA_FLAGS turns fast math on"):
-        dpb.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
+        dpb.privacy.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    dpb.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
+    dpb.privacy.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)

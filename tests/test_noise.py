@@ -9,8 +9,8 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel import noise
-from dpbilevel.noise import check_key, normal_from_bits, standard_normal
+from dpbilevel.privacy import noise
+from dpbilevel.privacy.noise import check_key, normal_from_bits, standard_normal
 
 DTYPES = {"float32": jnp.float32, "float64": jnp.float64}
 # Random bits of a value.

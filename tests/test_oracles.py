@@ -43,18 +43,18 @@ def weighted(n=40, d=3):
 
 CASES = {"penalty": logistic, "sources": weighted}
 SOLVERS = {
-    "newton": dpb.NewtonCG(tolerance=1e-11),
-    "lbfgs": dpb.LBFGS(tolerance=1e-11),
-    "accelerated": dpb.AcceleratedGradient(tolerance=1e-11),
+    "newton": dpb.oracles.NewtonCG(tolerance=1e-11),
+    "lbfgs": dpb.oracles.LBFGS(tolerance=1e-11),
+    "accelerated": dpb.oracles.AcceleratedGradient(tolerance=1e-11),
 }
 EXACT = {
-    "solver": dpb.AcceleratedGradient(5000, 0.5, 0.7, 1e-12),
-    "linear_solver": dpb.ConjugateGradient(tolerance=1e-13),
+    "solver": dpb.oracles.AcceleratedGradient(5000, 0.5, 0.7, 1e-12),
+    "linear_solver": dpb.oracles.ConjugateGradient(tolerance=1e-13),
 }
 
 
 def hyper_objective(problem, data, y0, x, **settings):
-    y = dpb.lower_solution(problem, x, data, y0=y0, **(EXACT | settings))
+    y = dpb.oracles.lower_solution(problem, x, data, y0=y0, **(EXACT | settings))
     return objectives.upper_objective(problem, data).value(x, y)
 
 
@@ -73,25 +73,30 @@ def test_hypergradients_agree_with_central_differences(case, double):
     objective = jax.jit(functools.partial(hyper_objective, problem, data, y0))
     expected = central_difference(objective, x)
     assert relative(jax.jit(jax.grad(objective))(x), expected) < 1e-6
-    y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
+    y = dpb.oracles.lower_solution(problem, x, data, y0=y0, **EXACT)
     for linear_solver in (
-        dpb.ConjugateGradient(tolerance=1e-12),
-        dpb.ConjugateGradient(tolerance=None, num_steps=30),
-        dpb.Neumann(5000, 0.5),
-        dpb.Cholesky(),
+        dpb.oracles.ConjugateGradient(tolerance=1e-12),
+        dpb.oracles.ConjugateGradient(tolerance=None, num_steps=30),
+        dpb.oracles.Neumann(5000, 0.5),
+        dpb.oracles.Cholesky(),
     ):
         gradient, solution = jax.jit(
             functools.partial(
-                dpb.implicit_hypergradient, problem, linear_solver=linear_solver
+                dpb.oracles.implicit_hypergradient, problem, linear_solver=linear_solver
             )
         )(x, y, data)
         assert relative(gradient, expected) < 1e-6
         assert solution.residual_norm < 1e-8
-    steps = dpb.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
-    unrolled = dpb.unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
+    steps = dpb.oracles.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
+    unrolled = dpb.oracles.unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
     assert relative(unrolled, expected) < 1e-6
-    penalized = dpb.penalty_hypergradient(
-        problem, x, data, penalty=1e4, solver=dpb.NewtonCG(tolerance=1e-12), y0=y0
+    penalized = dpb.oracles.penalty_hypergradient(
+        problem,
+        x,
+        data,
+        penalty=1e4,
+        solver=dpb.oracles.NewtonCG(tolerance=1e-12),
+        y0=y0,
     )
     assert relative(penalized, expected) < 1e-3
 
@@ -100,7 +105,7 @@ def test_hypergradients_agree_with_central_differences(case, double):
 def test_solvers_find_the_solution_and_say_so(name, double):
     problem, data, x, y0 = logistic()
     y, info = jax.jit(
-        functools.partial(dpb.lower_solve, problem, solver=SOLVERS[name], y0=y0)
+        functools.partial(dpb.oracles.lower_solve, problem, solver=SOLVERS[name], y0=y0)
     )(x, data)
     gradient = objectives.lower_objective(problem, data).gradient(x, y)
     assert info.converged
@@ -113,18 +118,18 @@ def test_solvers_find_the_solution_and_say_so(name, double):
 def test_an_unconverged_solve_says_so(name):
     problem, data, x, y0 = logistic()
     solver = dataclasses.replace(SOLVERS[name], num_steps=1)
-    _, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+    _, info = dpb.oracles.lower_solve(problem, x, data, solver=solver, y0=y0)
     assert not info.converged
     assert info.gradient_norm > 1e-3
     assert info.num_steps == 1
 
 
 @pytest.mark.parametrize(
-    "solver", [dpb.NewtonCG(), dpb.LBFGS()], ids=["newton", "lbfgs"]
+    "solver", [dpb.oracles.NewtonCG(), dpb.oracles.LBFGS()], ids=["newton", "lbfgs"]
 )
 def test_single_precision_converges(solver):
     problem, data, x, y0 = logistic(4000)
-    _, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+    _, info = dpb.oracles.lower_solve(problem, x, data, solver=solver, y0=y0)
     assert info.converged
     assert info.num_steps < 40
 
@@ -181,9 +186,13 @@ def test_the_implicit_hypergradient_is_itself_differentiable(double):
     problem, data, x, y0 = logistic()
 
     def gradient(x):
-        y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
-        return dpb.implicit_hypergradient(
-            problem, x, y, data, linear_solver=dpb.ConjugateGradient(tolerance=1e-13)
+        y = dpb.oracles.lower_solution(problem, x, data, y0=y0, **EXACT)
+        return dpb.oracles.implicit_hypergradient(
+            problem,
+            x,
+            y,
+            data,
+            linear_solver=dpb.oracles.ConjugateGradient(tolerance=1e-13),
         )[0]
 
     expected = central_difference(jax.jit(gradient), x)
@@ -194,16 +203,16 @@ def test_the_implicit_hypergradient_is_itself_differentiable(double):
 @pytest.mark.slow
 def test_pieces_of_the_records_change_nothing(double, monkeypatch):
     problem, data, x, y0 = weighted()
-    y = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
+    y = dpb.oracles.lower_solution(problem, x, data, y0=y0, **EXACT)
 
     def answers():
         lower = objectives.lower_objective(problem, data)
         objective = functools.partial(hyper_objective, problem, data, y0)
-        cholesky = {"linear_solver": dpb.Cholesky()}
+        cholesky = {"linear_solver": dpb.oracles.Cholesky()}
         return (
             lower.value_and_gradient(x, y),
             lower.gradient(x, y, "x"),
-            dpb.implicit_hypergradient(problem, x, y, data, **cholesky)[0],
+            dpb.oracles.implicit_hypergradient(problem, x, y, data, **cholesky)[0],
             jax.jit(jax.jacrev(jax.grad(objective)))(x),
         )
 
@@ -264,12 +273,14 @@ def test_no_oracle_multiplies_matrices_in_reduced_precision(case):
     problem, data, x, y0 = CASES[case]()
 
     def objective(x):
-        y = dpb.lower_solution(problem, x, data, y0=y0)
+        y = dpb.oracles.lower_solution(problem, x, data, y0=y0)
         return objectives.upper_objective(problem, data).value(x, y)
 
     def implicit(x):
-        solver = dpb.Cholesky()
-        return dpb.implicit_hypergradient(problem, x, y0, data, linear_solver=solver)[0]
+        solver = dpb.oracles.Cholesky()
+        return dpb.oracles.implicit_hypergradient(
+            problem, x, y0, data, linear_solver=solver
+        )[0]
 
     # Derivatives from outside of `jax.jit` are traced when the oracle has returned.
     for fun in (objective, jax.grad(jax.jit(objective)), jax.hessian(objective)):
@@ -282,9 +293,9 @@ def test_no_oracle_multiplies_matrices_in_reduced_precision(case):
 
 def test_a_warm_start_takes_fewer_products():
     problem, data, x, y0 = logistic()
-    y = dpb.lower_solution(problem, x, data, y0=y0)
-    _, cold = dpb.implicit_hypergradient(problem, x, y, data)
-    _, warm = dpb.implicit_hypergradient(problem, x, y, data, v0=cold.value)
+    y = dpb.oracles.lower_solution(problem, x, data, y0=y0)
+    _, cold = dpb.oracles.implicit_hypergradient(problem, x, y, data)
+    _, warm = dpb.oracles.implicit_hypergradient(problem, x, y, data, v0=cold.value)
     assert warm.num_products == 1 < cold.num_products
 
 
@@ -293,13 +304,14 @@ def test_an_extrapolated_start_halves_the_products_of_a_trajectory():
 
     @jax.jit
     def step(x, y, solutions):
-        y = dpb.lower_solution(problem, x, data, y0=y)
-        exact, _ = dpb.implicit_hypergradient(
-            problem, x, y, data, linear_solver=dpb.Cholesky()
+        y = dpb.oracles.lower_solution(problem, x, data, y0=y)
+        exact, _ = dpb.oracles.implicit_hypergradient(
+            problem, x, y, data, linear_solver=dpb.oracles.Cholesky()
         )
         starts = [dpb.oracles.extrapolated(solutions[:k]) for k in range(4)]
         found = [
-            dpb.implicit_hypergradient(problem, x, y, data, v0=v0) for v0 in starts
+            dpb.oracles.implicit_hypergradient(problem, x, y, data, v0=v0)
+            for v0 in starts
         ]
         counts = jnp.stack([v.num_products for _, v in found])
         return exact, y, found[-1][1].value, counts, [g - exact for g, _ in found]
@@ -346,8 +358,10 @@ def test_a_module_is_a_lower_variable(double):
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def objective(x):
-        solver = dpb.NewtonCG(tolerance=1e-12)
-        y = dpb.lower_solution(problem, x, data, y0=model, **EXACT | {"solver": solver})
+        solver = dpb.oracles.NewtonCG(tolerance=1e-12)
+        y = dpb.oracles.lower_solution(
+            problem, x, data, y0=model, **EXACT | {"solver": solver}
+        )
         return objectives.upper_objective(problem, data).value(x, y), y.layers
 
     (_, layers), gradient = objective(x)
@@ -356,7 +370,7 @@ def test_a_module_is_a_lower_variable(double):
     expected = (above - below) / 2e-5
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
     found = eqx.tree_at(lambda model: model.layers, model, layers)
-    again, v = dpb.implicit_hypergradient(problem, x, found, data)
+    again, v = dpb.oracles.implicit_hypergradient(problem, x, found, data)
     np.testing.assert_allclose(again, expected, rtol=1e-4)
     assert isinstance(v.value, eqx.nn.MLP)
 
@@ -364,12 +378,12 @@ def test_a_module_is_a_lower_variable(double):
 def test_an_accelerated_gradient_of_fixed_count_keeps_its_bound(double):
     problem, data, x, y0 = logistic()
     mu, smoothness = float(np.exp(-2.0)), float(np.exp(0.0)) + 2.0
-    exact = dpb.lower_solution(problem, x, data, y0=y0, **EXACT)
+    exact = dpb.oracles.lower_solution(problem, x, data, y0=y0, **EXACT)
     for steps in (5, 20, 80):
-        solver = dpb.AcceleratedGradient.from_constants(
+        solver = dpb.oracles.AcceleratedGradient.from_constants(
             steps, smoothness=smoothness, strong_convexity=mu
         )
-        y, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+        y, info = dpb.oracles.lower_solve(problem, x, data, solver=solver, y0=y0)
         kappa = smoothness / mu
         bound = np.sqrt(kappa + 1) * (1 - kappa**-0.5) ** (steps / 2)
         assert np.linalg.norm(y - exact) <= bound * np.linalg.norm(exact)
@@ -379,22 +393,24 @@ def test_an_accelerated_gradient_of_fixed_count_keeps_its_bound(double):
 
 def test_a_projected_solve_has_a_value_but_no_implicit_derivative(double):
     problem, data, x, y0 = logistic()
-    problem = dataclasses.replace(problem, y_set=dpb.Ball(0.3))
-    solver = dpb.AcceleratedGradient(tolerance=1e-9)
-    y, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+    problem = dataclasses.replace(problem, y_set=dpb.sets.Ball(0.3))
+    solver = dpb.oracles.AcceleratedGradient(tolerance=1e-9)
+    y, info = dpb.oracles.lower_solve(problem, x, data, solver=solver, y0=y0)
     assert info.converged
     assert abs(np.linalg.norm(y) - 0.3) < 1e-8
     with pytest.raises(ValueError, match="inside the set only"):
         jax.grad(
-            lambda x: dpb.lower_solution(problem, x, data, solver=solver, y0=y0).sum()
+            lambda x: dpb.oracles.lower_solution(
+                problem, x, data, solver=solver, y0=y0
+            ).sum()
         )(x)
     with pytest.raises(ValueError, match="inside y_set"):
-        dpb.implicit_hypergradient(problem, x, y, data)
+        dpb.oracles.implicit_hypergradient(problem, x, y, data)
     with pytest.raises(ValueError, match="use AcceleratedGradient"):
-        dpb.lower_solution(problem, x, data, y0=y0)
-    steps = dpb.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
-    unrolled = dpb.unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
-    penalized = dpb.penalty_hypergradient(
+        dpb.oracles.lower_solution(problem, x, data, y0=y0)
+    steps = dpb.oracles.AcceleratedGradient(300, 0.5, 0.7, tolerance=None)
+    unrolled = dpb.oracles.unrolled_hypergradient(problem, x, data, solver=steps, y0=y0)
+    penalized = dpb.oracles.penalty_hypergradient(
         problem, x, data, penalty=1e4, solver=solver, y0=y0
     )
     assert np.linalg.norm(unrolled - penalized) < 1e-3
@@ -403,10 +419,12 @@ def test_a_projected_solve_has_a_value_but_no_implicit_derivative(double):
 def test_refusals_say_what_to_do():
     problem, data, x, y0 = logistic()
     with pytest.raises(ValueError, match="needs a step_size"):
-        dpb.AcceleratedGradient(10, tolerance=None)
+        dpb.oracles.AcceleratedGradient(10, tolerance=None)
     with pytest.raises(ValueError, match="exceeds smoothness"):
-        dpb.AcceleratedGradient.from_constants(5, smoothness=1.0, strong_convexity=2.0)
+        dpb.oracles.AcceleratedGradient.from_constants(
+            5, smoothness=1.0, strong_convexity=2.0
+        )
     with pytest.raises(ValueError, match="tolerance=None"):
-        dpb.unrolled_hypergradient(
-            problem, x, data, solver=dpb.AcceleratedGradient(), y0=y0
+        dpb.oracles.unrolled_hypergradient(
+            problem, x, data, solver=dpb.oracles.AcceleratedGradient(), y0=y0
         )

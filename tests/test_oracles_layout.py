@@ -92,13 +92,13 @@ def test_no_hessian_product_contracts_the_rows_of_the_features():
 def test_derivatives_of_a_matrix_agree_with_central_differences(double):
     problem, data, x, y0 = softmax()
     exact = {
-        "solver": dpb.NewtonCG(tolerance=1e-12),
-        "linear_solver": dpb.ConjugateGradient(tolerance=1e-13),
+        "solver": dpb.oracles.NewtonCG(tolerance=1e-12),
+        "linear_solver": dpb.oracles.ConjugateGradient(tolerance=1e-13),
     }
 
     @jax.jit
     def objective(x):
-        y = dpb.lower_solution(problem, x, data, y0=y0, **exact)
+        y = dpb.oracles.lower_solution(problem, x, data, y0=y0, **exact)
         return upper_objective(problem, data).value(x, y)
 
     gradient = jax.jit(jax.grad(objective))
@@ -112,8 +112,8 @@ def test_derivatives_of_a_matrix_agree_with_central_differences(double):
     found = jax.jit(lambda x: jax.jvp(gradient, (x,), (direction,))[1])(x)
     expected = differences(gradient).sum(0)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
-    y = dpb.lower_solution(problem, x, data, y0=y0, **exact)
-    found, _ = dpb.implicit_hypergradient(
-        problem, x, y, data, linear_solver=dpb.Cholesky()
+    y = dpb.oracles.lower_solution(problem, x, data, y0=y0, **exact)
+    found, _ = dpb.oracles.implicit_hypergradient(
+        problem, x, y, data, linear_solver=dpb.oracles.Cholesky()
     )
     np.testing.assert_allclose(found, gradient(x), rtol=1e-8)

@@ -33,13 +33,13 @@ def test_hypergradients_agree_with_jaxopt(loss):
 
         @jax.jit
         def solution(x):
-            return dpb.lower_solution(
+            return dpb.oracles.lower_solution(
                 problem,
                 x,
                 data,
                 y0=y0,
-                solver=dpb.NewtonCG(tolerance=1e-12),
-                linear_solver=dpb.ConjugateGradient(tolerance=1e-12),
+                solver=dpb.oracles.NewtonCG(tolerance=1e-12),
+                linear_solver=dpb.oracles.ConjugateGradient(tolerance=1e-12),
             )
 
         def solved(y, x):

@@ -14,16 +14,16 @@ import pytest
 import dpbilevel as dpb
 
 LOWER_SOLVERS = {
-    "newton": dpb.NewtonCG(),
-    "lbfgs": dpb.LBFGS(),
-    "accelerated": dpb.AcceleratedGradient(200),
-    "fixed": dpb.AcceleratedGradient(20, 0.3, 0.5, tolerance=None),
+    "newton": dpb.oracles.NewtonCG(),
+    "lbfgs": dpb.oracles.LBFGS(),
+    "accelerated": dpb.oracles.AcceleratedGradient(200),
+    "fixed": dpb.oracles.AcceleratedGradient(20, 0.3, 0.5, tolerance=None),
 }
 LINEAR_SOLVERS = {
-    "conjugate": dpb.ConjugateGradient(),
-    "fixed": dpb.ConjugateGradient(10, tolerance=None),
-    "cholesky": dpb.Cholesky(),
-    "neumann": dpb.Neumann(20, 0.3),
+    "conjugate": dpb.oracles.ConjugateGradient(),
+    "fixed": dpb.oracles.ConjugateGradient(10, tolerance=None),
+    "cholesky": dpb.oracles.Cholesky(),
+    "neumann": dpb.oracles.Neumann(20, 0.3),
 }
 
 
@@ -48,11 +48,11 @@ def quadratic(place=None):
 def test_a_record_with_nan_has_no_lower_solution(place, name):
     problem, data, x, y0 = quadratic(place)
     solver = LOWER_SOLVERS[name]
-    y, info = dpb.lower_solve(problem, x, data, solver=solver, y0=y0)
+    y, info = dpb.oracles.lower_solve(problem, x, data, solver=solver, y0=y0)
     assert np.all(np.isnan(y))
     assert np.isnan(info.gradient_norm)
     assert not info.converged
-    penalized = dpb.penalty_hypergradient(
+    penalized = dpb.oracles.penalty_hypergradient(
         problem, x, data, penalty=10.0, solver=solver, y0=y0
     )
     assert np.all(np.isnan(penalized))
@@ -65,18 +65,20 @@ def test_a_record_with_nan_has_no_derivative(place, name):
     solver = LINEAR_SOLVERS[name]
 
     def total(x):
-        return dpb.lower_solution(
+        return dpb.oracles.lower_solution(
             problem, x, data, y0=y0, linear_solver=solver, solver=LOWER_SOLVERS["fixed"]
         ).sum()
 
     assert np.all(np.isnan(jax.grad(total)(x)))
     assert np.all(np.isnan(jax.jvp(total, (x,), (jnp.ones(2),))[1]))
     y = jnp.full(2, jnp.nan)
-    gradient, v = dpb.implicit_hypergradient(problem, x, y, data, linear_solver=solver)
+    gradient, v = dpb.oracles.implicit_hypergradient(
+        problem, x, y, data, linear_solver=solver
+    )
     assert np.all(np.isnan(gradient))
     assert np.all(np.isnan(v.value))
     if place == "a":
-        gradient, _ = dpb.implicit_hypergradient(
+        gradient, _ = dpb.oracles.implicit_hypergradient(
             problem, x, y0, data, linear_solver=solver
         )
         assert np.all(np.isnan(gradient))
@@ -88,11 +90,15 @@ def test_a_derivative_that_does_not_depend_on_the_solution_is_nan_as_well():
         problem, lower_public=lambda x, y: 0.5 * jnp.sum(y**2) - x @ y
     )
     solver = LOWER_SOLVERS["fixed"]
-    found = dpb.unrolled_hypergradient(problem, x, data, solver=solver, y0=y0)
+    found = dpb.oracles.unrolled_hypergradient(problem, x, data, solver=solver, y0=y0)
     assert np.all(np.isnan(found))
     for linear_solver in LINEAR_SOLVERS.values():
         solution = functools.partial(
-            dpb.lower_solution, problem, data=data, y0=y0, linear_solver=linear_solver
+            dpb.oracles.lower_solution,
+            problem,
+            data=data,
+            y0=y0,
+            linear_solver=linear_solver,
         )
         assert np.all(np.isnan(jax.jacrev(solution)(x)))
         assert np.all(np.isnan(jax.jacfwd(solution)(x)))
@@ -100,9 +106,11 @@ def test_a_derivative_that_does_not_depend_on_the_solution_is_nan_as_well():
 
 def test_a_projected_solve_of_a_record_with_nan_has_no_answer():
     problem, data, x, y0 = quadratic("b")
-    problem = dataclasses.replace(problem, y_set=dpb.Box(-1.0, 1.0))
+    problem = dataclasses.replace(problem, y_set=dpb.sets.Box(-1.0, 1.0))
     solver = LOWER_SOLVERS["accelerated"]
-    assert np.all(np.isnan(dpb.lower_solution(problem, x, data, solver=solver, y0=y0)))
+    assert np.all(
+        np.isnan(dpb.oracles.lower_solution(problem, x, data, solver=solver, y0=y0))
+    )
 
 
 @pytest.mark.parametrize("name", ["conjugate", "fixed", "cholesky"])
@@ -111,7 +119,7 @@ def test_an_indefinite_hessian_has_no_derivative(name):
     problem = dataclasses.replace(
         problem, lower_public=lambda x, y: -5.0 * jnp.sum(jnp.exp(x) * y**2)
     )
-    gradient, v = dpb.implicit_hypergradient(
+    gradient, v = dpb.oracles.implicit_hypergradient(
         problem, x, y0, data, linear_solver=LINEAR_SOLVERS[name]
     )
     assert np.all(np.isnan(v.value))
@@ -125,7 +133,7 @@ def test_newton_steps_go_through_a_region_without_convexity():
         lower=lambda x, y, record: jnp.sum(y**4) / 4 - jnp.sum(y**2) / 2,
         lower_public=None,
     )
-    y, info = dpb.lower_solve(problem, x, data, y0=jnp.asarray([0.1, -0.2]))
+    y, info = dpb.oracles.lower_solve(problem, x, data, y0=jnp.asarray([0.1, -0.2]))
     assert info.converged
     np.testing.assert_allclose(y, [1, -1], rtol=1e-4)
 
@@ -136,13 +144,17 @@ def calls(**changes):
     given = {"problem": problem, "x": x, "data": data, "y0": y0} | changes
     problem, x, data, y0 = (given.pop(k) for k in ("problem", "x", "data", "y0"))
     fixed = {"solver": LOWER_SOLVERS["fixed"]}
-    lower = functools.partial(dpb.lower_solution, problem, x, data, y0=y0)
-    solve = functools.partial(dpb.lower_solve, problem, x, data, y0=y0)
-    implicit = functools.partial(dpb.implicit_hypergradient, problem, x, y0, data)
-    penalty = functools.partial(
-        dpb.penalty_hypergradient, problem, x, data, penalty=9.0, y0=y0
+    lower = functools.partial(dpb.oracles.lower_solution, problem, x, data, y0=y0)
+    solve = functools.partial(dpb.oracles.lower_solve, problem, x, data, y0=y0)
+    implicit = functools.partial(
+        dpb.oracles.implicit_hypergradient, problem, x, y0, data
     )
-    unrolled = functools.partial(dpb.unrolled_hypergradient, problem, x, data, y0=y0)
+    penalty = functools.partial(
+        dpb.oracles.penalty_hypergradient, problem, x, data, penalty=9.0, y0=y0
+    )
+    unrolled = functools.partial(
+        dpb.oracles.unrolled_hypergradient, problem, x, data, y0=y0
+    )
     return {
         "lower_solution": lambda: lower(**fixed | given),
         "lower_solve": lambda: solve(**fixed | given),
@@ -202,7 +214,7 @@ def test_a_lower_variable_of_integers_is_named_with_its_dtype(owner):
         calls(y0=None)[owner]()
 
 
-@pytest.mark.parametrize("wrong", [dpb.NewtonCG, dpb.Cholesky(), None])
+@pytest.mark.parametrize("wrong", [dpb.oracles.NewtonCG, dpb.oracles.Cholesky(), None])
 @pytest.mark.parametrize(
     "owner", ["lower_solution", "lower_solve", "penalty_hypergradient"]
 )
@@ -211,7 +223,7 @@ def test_a_class_or_a_linear_solver_is_no_lower_solver(owner, wrong):
         calls(solver=wrong)[owner]()
 
 
-@pytest.mark.parametrize("wrong", [dpb.Cholesky, dpb.NewtonCG(), None])
+@pytest.mark.parametrize("wrong", [dpb.oracles.Cholesky, dpb.oracles.NewtonCG(), None])
 @pytest.mark.parametrize("owner", EVERY[:3])
 def test_a_class_or_a_lower_solver_is_no_linear_solver(owner, wrong):
     with pytest.raises(TypeError, match=f"{owner}: linear_solver must be a solver of"):
@@ -219,7 +231,7 @@ def test_a_class_or_a_lower_solver_is_no_linear_solver(owner, wrong):
 
 
 def test_only_an_accelerated_gradient_is_unrolled():
-    for wrong in (dpb.NewtonCG(), dpb.AcceleratedGradient, None):
+    for wrong in (dpb.oracles.NewtonCG(), dpb.oracles.AcceleratedGradient, None):
         with pytest.raises(TypeError, match="instance of AcceleratedGradient"):
             calls(solver=wrong)["unrolled_hypergradient"]()
 
@@ -234,12 +246,12 @@ def test_the_upper_terms_are_checked_where_they_are_read():
 
 def test_a_start_of_the_linear_solve_must_be_like_y():
     problem, data, x, y = quadratic()
-    _, solution = dpb.implicit_hypergradient(problem, x, y, data)
-    dpb.implicit_hypergradient(problem, x, y, data, v0=np.zeros(2))
+    _, solution = dpb.oracles.implicit_hypergradient(problem, x, y, data)
+    dpb.oracles.implicit_hypergradient(problem, x, y, data, v0=np.zeros(2))
     starts = (solution, jnp.zeros(3), {"a": y}, jnp.arange(2), "v")
     for v0 in starts:
         with pytest.raises(ValueError, match=r"v0 must be like .* solution\.value"):
-            dpb.implicit_hypergradient(problem, x, y, data, v0=v0)
+            dpb.oracles.implicit_hypergradient(problem, x, y, data, v0=v0)
 
 
 def test_a_module_is_checked_as_a_whole():
@@ -249,10 +261,12 @@ def test_a_module_is_checked_as_a_whole():
         problem, lower=lambda x, model, record: model(record["a"]), lower_public=None
     )
     with pytest.raises(ValueError, match=r"must return one .* got \['float32\[2\]'\]"):
-        dpb.lower_solution(vector, x, data, y0=model)
+        dpb.oracles.lower_solution(vector, x, data, y0=model)
 
 
-@pytest.mark.parametrize("kind", [dpb.NewtonCG, dpb.LBFGS, dpb.ConjugateGradient])
+@pytest.mark.parametrize(
+    "kind", [dpb.oracles.NewtonCG, dpb.oracles.LBFGS, dpb.oracles.ConjugateGradient]
+)
 def test_the_number_of_steps_comes_first(kind):
     assert kind(7).num_steps == 7
     with pytest.raises(ValueError, match="num_steps must be an integer"):
@@ -262,7 +276,7 @@ def test_the_number_of_steps_comes_first(kind):
 @pytest.mark.parametrize("momentum", [1.0, 1.5, -0.1])
 def test_a_momentum_that_cannot_settle_is_refused(momentum):
     with pytest.raises(ValueError, match="momentum must be at least 0 and below 1"):
-        dpb.AcceleratedGradient(10, 0.1, momentum)
+        dpb.oracles.AcceleratedGradient(10, 0.1, momentum)
 
 
 def test_the_code_of_the_page_runs():

@@ -30,10 +30,10 @@ def hypergradient():
         read_in_pieces(patch)
         problem, data, x, y0 = logistic("alike")
         assert objectives.lower_objective(problem, data).thinned() is not None
-        newton = dpb.NewtonCG(tolerance=1e-10)
+        newton = dpb.oracles.NewtonCG(tolerance=1e-10)
 
         def value(x, data):
-            y, info = dpb.lower_solve(problem, x, data, y0=y0, solver=newton)
+            y, info = dpb.oracles.lower_solve(problem, x, data, y0=y0, solver=newton)
             return objectives.upper_objective(problem, data).value(x, y), (y, info)
 
         return jax.jit(jax.grad(value, has_aux=True)).lower(x, data).compile()
@@ -101,7 +101,7 @@ def test_products_read_all_records_only_where_the_thinned_ones_mislead(
         return value, slope, read
 
     monkeypatch.setattr(objectives.Objective, "linearized", counted)
-    solve = jax.jit(lambda x, data: dpb.lower_solve(problem, x, data, y0=y0)[1])
+    solve = jax.jit(lambda x, data: dpb.oracles.lower_solve(problem, x, data, y0=y0)[1])
     for kind, whole in (("alike", False), ("none", True)):
         _, data, x, _ = logistic(kind)
         counts.clear()

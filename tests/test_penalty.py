@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel import zoo
+from dpbilevel.bilevel import zoo
 
 HUGE = 1e9  # a clip norm that never clips
 
@@ -35,7 +35,7 @@ def examples():
 
 
 def noiseless(penalty, **fields):
-    inner = dpb.NoisyGD(2000, HUGE, step_size=0.15, noise=dpb.Gaussian(0.0))
+    inner = dpb.NoisyGD(2000, HUGE, step_size=0.15, noise=dpb.privacy.Gaussian(0.0))
     solver = dpb.PenaltyBilevel(
         **(
             {
@@ -45,7 +45,7 @@ def noiseless(penalty, **fields):
                 "clip_norm": HUGE,
                 "upper_clip_norm": HUGE,
                 "step_size": 1e-3,
-                "noise": dpb.Gaussian(0.0),
+                "noise": dpb.privacy.Gaussian(0.0),
                 "answer": "last",
             }
             | fields
@@ -55,7 +55,7 @@ def noiseless(penalty, **fields):
 
 
 def outer_gradient(example, x, solver):
-    problem = dataclasses.replace(example.problem, x_set=dpb.Euclidean())
+    problem = dataclasses.replace(example.problem, x_set=dpb.sets.Euclidean())
     w0 = (x, example.w0[1])
     moved = dpb.solve(problem, solver, example.data, w0, key=jax.random.key(0)).x
     return (x - moved) / solver.step_size
@@ -97,7 +97,7 @@ def test_outer_gradient_equals_the_formula_at_the_exact_solutions(name, x64):
 
 def test_one_step_equals_the_pseudocode_in_numpy(x64):
     example, lam, eta = examples()["quadratic"], 4.0, 0.05
-    inner = dpb.NoisyGD(2, HUGE, step_size=0.1, noise=dpb.Gaussian(0.0))
+    inner = dpb.NoisyGD(2, HUGE, step_size=0.1, noise=dpb.privacy.Gaussian(0.0))
     solver = noiseless(lam, num_steps=3, inner=inner, step_size=eta)
     found = dpb.solve(
         example.problem, solver, example.data, example.w0, key=jax.random.key(0)
@@ -200,7 +200,7 @@ def test_optax_optimizer_replaces_the_step_size():
     np.testing.assert_allclose(runs[0].x, runs[1].x, rtol=1e-6)
 
 
-CONSTANTS = dpb.Constants(
+CONSTANTS = dpb.bilevel.Constants(
     strong_convexity=0.5,
     upper_lipschitz=1.0,
     upper_smoothness=0.25,
@@ -271,7 +271,7 @@ def test_bad_field_is_named_in_the_error(fields, message):
 
 
 def test_inner_solver_of_another_relation_is_refused():
-    other = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    other = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
     inner = dpb.NoisyGD(1, 1.0, step_size=0.1, noise=other)
     with pytest.raises(ValueError, match="same relation"):
         dpb.PenaltyBilevel(3, 1.0, inner, step_size=0.1)

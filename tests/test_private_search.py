@@ -17,7 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import dpbilevel as dpb
-from dpbilevel import searching
+from dpbilevel.search import loop as searching
 
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 RNG = np.random.default_rng(0)
@@ -26,8 +26,8 @@ INPUTS = RNG.normal(size=(1_060, 50))
 TARGETS = INPUTS @ np.repeat([0.1, 0.0], 25) + RNG.normal(size=1_060)
 TRAINING = INPUTS[:60], TARGETS[:60]
 PRIVATE = INPUTS[60:], TARGETS[60:]
-SPACE = {"alpha": dpb.Range(1e-4, 1e3, log=True)}
-FEW = dpb.GradientInformativeBO(
+SPACE = {"alpha": dpb.search.Range(1e-4, 1e3, log=True)}
+FEW = dpb.search.GradientInformativeBO(
     4, 1.0, step_size=0.4, batch=2, keep=8, polish=0, evaluation_noise=0.02
 )
 
@@ -69,7 +69,7 @@ def test_the_released_penalty_is_better_than_the_start(found):
 
 
 def test_the_report_is_about_validation_records(found):
-    assert found.report_.status is dpb.Status.ENFORCED
+    assert found.report_.status is dpb.privacy.Status.ENFORCED
     assert found.report_.epsilon <= BUDGET.epsilon
     text = str(found.report_)
     assert "every record moves its own loss only" in text
@@ -94,7 +94,7 @@ def test_private_trainings_are_counted_at_most_once_an_evaluation():
 
 
 def test_trainings_without_a_public_bound_are_refused():
-    unbounded = dpb.GradientInformativeBO(4, 1.0, step_size=0.4)
+    unbounded = dpb.search.GradientInformativeBO(4, 1.0, step_size=0.4)
     with pytest.raises(ValueError, match="give the solver batch= or max_batch="):
         searched(solver=unbounded, losses=squares, training_mu=0.1)
 
@@ -160,9 +160,9 @@ def test_a_search_is_cloned_and_configured_as_an_estimator():
 
 def test_parameters_of_a_pipeline_and_vectors_are_set_coordinate_by_coordinate():
     space = {
-        "ridge__alpha": dpb.Range(1.0, 100.0, log=True),
-        "ridge__tol": dpb.Range(0.0, 1.0),
-        "weights": dpb.Range(-1.0, 3.0, size=2),
+        "ridge__alpha": dpb.search.Range(1.0, 100.0, log=True),
+        "ridge__tol": dpb.search.Range(0.0, 1.0),
+        "weights": dpb.search.Range(-1.0, 3.0, size=2),
     }
     search = dpb.PrivateSearch(None, space, BUDGET)
     found = search.parameters(np.asarray([0.0, -1.0, 1.0, 0.5]))
@@ -174,20 +174,20 @@ def test_parameters_of_a_pipeline_and_vectors_are_set_coordinate_by_coordinate()
 
 
 def test_whole_numbers_have_equal_shares_of_their_range():
-    depth = dpb.Range(2.0, 5.0, integer=True)
+    depth = dpb.search.Range(2.0, 5.0, integer=True)
     found = [depth.value(np.asarray([v])) for v in np.linspace(-1, 1, 4_001)]
     assert {type(v) for v in found} == {int}
     assert list(np.unique(found)) == [2, 3, 4, 5]
     np.testing.assert_allclose(np.bincount(found)[2:], 1_000, atol=2)
-    layers = dpb.Range(1, 100, log=True, integer=True, size=3)
+    layers = dpb.search.Range(1, 100, log=True, integer=True, size=3)
     np.testing.assert_array_equal(layers.value(np.asarray([-1, 0, 1])), [1, 7, 100])
 
 
 def test_a_number_of_neighbours_is_searched():
     result = searched(
         KNeighborsRegressor(),
-        {"n_neighbors": dpb.Range(1, 40, log=True, integer=True)},
-        solver=dpb.RandomSearch(12, 4.0),
+        {"n_neighbors": dpb.search.Range(1, 40, log=True, integer=True)},
+        solver=dpb.search.RandomSearch(12, 4.0),
         budget=dpb.PrivacyBudget(5.0, 0),
     )
     assert 5 < result.best_params_["n_neighbors"] <= 40
@@ -255,7 +255,7 @@ def test_a_column_of_labels_is_refused_by_the_default_losses():
     with pytest.raises(ValueError, match="Ravel a column"):
         searched(
             LogisticRegression(),
-            {"C": dpb.Range(0.1, 1.0)},
+            {"C": dpb.search.Range(0.1, 1.0)},
             training=(TRAINING[0], labels[:60]),
             validation=(PRIVATE[0], labels[60:]),
         )
@@ -318,7 +318,7 @@ def test_a_heavy_tail_does_not_lead_the_default_the_wrong_way(losses, better):
     inputs /= inputs.std(axis=0)
     result = searched(
         KNeighborsClassifier(),
-        {"n_neighbors": dpb.Range(1, 100, log=True, integer=True)},
+        {"n_neighbors": dpb.search.Range(1, 100, log=True, integer=True)},
         training=(inputs[:300], labels[:300]),
         validation=(inputs[300:], labels[300:]),
         solver=None,
@@ -333,7 +333,7 @@ def test_classifiers_are_searched_and_an_unknown_class_is_a_label_like_any():
     private[0] = "perhaps"
     result = searched(
         make_pipeline(StandardScaler(), LogisticRegression()),
-        {"logisticregression__C": dpb.Range(1e-3, 1e2, log=True)},
+        {"logisticregression__C": dpb.search.Range(1e-3, 1e2, log=True)},
         training=(INPUTS[:60], labels[:60]),
         validation=(PRIVATE[0], private),
     )
@@ -357,7 +357,7 @@ def test_what_the_estimator_does_not_tell_the_search_has_not(found):
 
 def test_other_searches_serve_as_well():
     result = searched(
-        solver=dpb.RandomSearch(30, 3.0), budget=dpb.PrivacyBudget(5.0, 0)
+        solver=dpb.search.RandomSearch(30, 3.0), budget=dpb.PrivacyBudget(5.0, 0)
     )
     assert result.report_.delta == 0
     assert error_of(result.best_params_["alpha"]) < error_of(1e-4)
@@ -370,21 +370,21 @@ def test_a_folder_ends_with_released_values_only(tmp_path):
         again = searched(folder=tmp_path / "a")
     assert again.best_params_ == result.best_params_
     with pytest.raises(ValueError, match=r"evaluates was \"Ridge in .*10.0"):
-        searched(space={"alpha": dpb.Range(1.0, 10.0)}, folder=tmp_path / "a")
+        searched(space={"alpha": dpb.search.Range(1.0, 10.0)}, folder=tmp_path / "a")
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"estimator": Ridge(fit_intercept=False)},
-        {"space": {"alpha": dpb.Range(1.0, 2.0)}},
+        {"space": {"alpha": dpb.search.Range(1.0, 2.0)}},
         {"losses": squares},
         {"training": (TRAINING[0], 2 * TRAINING[1])},
         {"validation": (PRIVATE[0][::-1], PRIVATE[1])},
     ],
 )
 def test_a_search_does_not_go_on_with_something_else(change, tmp_path, monkeypatch):
-    stopped = {"folder": tmp_path, "solver": dpb.RandomSearch(3, 4.0)}
+    stopped = {"folder": tmp_path, "solver": dpb.search.RandomSearch(3, 4.0)}
     stopped["budget"] = dpb.PrivacyBudget(2.0, 0)
 
     def stops(*args, **options):
@@ -400,12 +400,12 @@ def test_a_search_does_not_go_on_with_something_else(change, tmp_path, monkeypat
 
 
 def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
-    space = {"n_neighbors": dpb.Range(1, 2_000, integer=True)}
+    space = {"n_neighbors": dpb.search.Range(1, 2_000, integer=True)}
     with pytest.raises(
         ValueError, match=r"KNeighborsRegressor\(n_neighbors=1000\) fails"
     ):
         searched(KNeighborsRegressor(), space)
-    halves = {"n_neighbors": dpb.Range(1, 99, integer=True)}
+    halves = {"n_neighbors": dpb.search.Range(1, 99, integer=True)}
     rows = dpb.PrivateSearch(KNeighborsRegressor(), halves, BUDGET)._rows(*TRAINING)
     with pytest.warns(UserWarning, match=r"do not tell how steep .*n_neighbors"):
         assert rows.usual_slope(1) == 1.0
@@ -416,7 +416,7 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
     [
         ({"space": {}}, ValueError, "names no parameter"),
         (
-            {"space": {"alfa": dpb.Range(0, 1)}},
+            {"space": {"alfa": dpb.search.Range(0, 1)}},
             ValueError,
             "no parameter 'alfa'; did you mean 'alpha'",
         ),
@@ -435,7 +435,7 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
         ({"solver": dpb.NoisyGD(1, 1.0, step_size=1.0)}, TypeError, "NoisyGD"),
         ({"losses": lambda e, X, y: 0.0}, ValueError, "one number for each"),
         (
-            {"estimator": StandardScaler(), "space": {"copy": dpb.Range(0, 1)}},
+            {"estimator": StandardScaler(), "space": {"copy": dpb.search.Range(0, 1)}},
             ValueError,
             "no classifier and no regressor",
         ),
@@ -467,4 +467,4 @@ def test_an_untyped_key_is_refused():
 )
 def test_bad_ranges_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        dpb.Range(*arguments)
+        dpb.search.Range(*arguments)

@@ -30,8 +30,8 @@ from sklearn.tree import DecisionTreeRegressor
 from sklearn.utils.validation import check_array
 
 import dpbilevel as dpb
-from dpbilevel.private_search import PrivateSearch, Range
-from dpbilevel.row_losses import RowLosses
+from dpbilevel.search.estimator import PrivateSearch, Range
+from dpbilevel.search.row_losses import RowLosses
 
 RNG = np.random.default_rng(0)
 X, V = RNG.normal(size=(40, 3)), RNG.normal(size=(8, 3))
@@ -330,7 +330,7 @@ def test_a_loss_that_mixes_rows_is_refused():
 
 def fit(targets, **options):
     search = PrivateSearch(
-        *RIDGE[:2], dpb.PrivacyBudget(1.0, 1e-3), solver=dpb.RandomSearch(3, 2.0)
+        *RIDGE[:2], dpb.PrivacyBudget(1.0, 1e-3), solver=dpb.search.RandomSearch(3, 2.0)
     )
     validation = V, targets
     return search.fit(X, Y, validation=validation, key=jax.random.key(0), **options)

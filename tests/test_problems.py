@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel import zoo
+from dpbilevel.bilevel import zoo
 
 RECORDS = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 W0 = (jnp.zeros(3), jnp.zeros(3))
@@ -225,7 +225,7 @@ def test_the_private_solver_does_not_publish_the_mean_of_the_data():
 
 
 RELATIONS = {
-    name: dpb.Gaussian(1.0, relation)
+    name: dpb.privacy.Gaussian(1.0, relation)
     for name, relation in (
         ("replace", dpb.Neighbours.REPLACE_ONE),
         ("add_or_remove", dpb.Neighbours.ADD_OR_REMOVE_ONE),
@@ -320,13 +320,13 @@ def test_bad_terms_and_sets_are_refused_at_construction():
     with pytest.raises(TypeError, match="upper must be a function"):
         dpb.BilevelProblem(3, bare)
     with pytest.raises(TypeError, match="x_set must be an instance of AbstractSet"):
-        dpb.BilevelProblem(bare, bare, x_set=dpb.Simplex)
+        dpb.BilevelProblem(bare, bare, x_set=dpb.sets.Simplex)
     with pytest.raises(TypeError, match="sampling must be an instance of"):
         dpb.NoisyGD(2, 1.0, step_size=0.1, sampling="poisson")
 
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
-SMALL_BOX = dpb.Box(jnp.zeros(5), jnp.ones(5))
+SMALL_BOX = dpb.sets.Box(jnp.zeros(5), jnp.ones(5))
 BAD_ARGUMENTS = {
     "data that are no levels": ({"data": (RECORDS, RECORDS)}, r"dpbilevel\.Levels\("),
     "a start that is no pair": ({"w0": jnp.zeros(3)}, r"w0 must be a pair \(x, y\)"),

@@ -10,10 +10,10 @@ import pytest
 from saddle_zoo import N, example, point
 
 import dpbilevel as dpb
-from dpbilevel.oracles import gaps
-from dpbilevel.problems.resolvents import Resolvent
-from dpbilevel.resolvent import approximate_resolvent, certified_resolvent
-from dpbilevel.sampling import Batch
+from dpbilevel.games import gaps
+from dpbilevel.games.certified import approximate_resolvent, certified_resolvent
+from dpbilevel.games.resolvents import Resolvent
+from dpbilevel.privacy.sampling import Batch
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 
@@ -25,8 +25,8 @@ def solve(problem, solver, data, w0):
 
 def proximal(steps=60, multiplier=0.0, **fields):
     defaults = {"clip_norm": 1e3, "strength": 4.0, "inner_steps": 8}
-    noise = dpb.Gaussian(multiplier)
-    return dpb.InexactProximalPoint(steps, noise=noise, **(defaults | fields))
+    noise = dpb.privacy.Gaussian(multiplier)
+    return dpb.games.InexactProximalPoint(steps, noise=noise, **(defaults | fields))
 
 
 def resolvent(problem, **fields):
@@ -85,9 +85,9 @@ def test_operator_extrapolation_ends_within_its_bounds_at_a_small_strength(steps
     assert plan.contraction > 1  # where Picard's iteration would not converge
 
 
-TURNS = dpb.VariationalInequality(
+TURNS = dpb.games.VariationalInequality(
     lambda w, z: z["turn"] * jnp.stack([w[1], -w[0]]) + z["stretch"] * w + z["push"],
-    w_set=dpb.Ball(3.0),
+    w_set=dpb.sets.Ball(3.0),
     lipschitz=1.0,
 )
 BATCH = 8
@@ -204,7 +204,7 @@ def test_what_is_sealed_lies_on_the_grid_with_its_contribution():
     batch, centre = Batch(rows, None, 3.0), jnp.ones(2)
     sealed = certified_resolvent(plan, batch, centre, precision="grid")
     assert sealed.precision == "grid"
-    assert sealed.basis is dpb.Basis.CONSTANTS
+    assert sealed.basis is dpb.privacy.Basis.CONSTANTS
     plain = approximate_resolvent(plan, batch, centre)
     np.testing.assert_allclose(sealed.raw.values(), plain, atol=1e-6)
     assert float(sealed.contribution) == pytest.approx(
@@ -213,9 +213,9 @@ def test_what_is_sealed_lies_on_the_grid_with_its_contribution():
 
 
 def test_centres_are_projected_and_points_averaged_before_projection():
-    problem = dpb.VariationalInequality(
+    problem = dpb.games.VariationalInequality(
         lambda w, z: jnp.zeros_like(w) + 0 * z,
-        w_set=dpb.Ball(1.0),
+        w_set=dpb.sets.Ball(1.0),
         lipschitz=0.0,
         bound=1.0,
     )
@@ -245,7 +245,7 @@ def ledger_of(problem, precision="grid", **fields):
 
 def test_one_step_is_enforced_by_clipping_and_more_rest_on_the_constants():
     problem = example("strong").problem
-    fields = {"sampling": dpb.SinglePass(4), "clip_norm": 2.0, "strength": 20.0}
+    fields = {"sampling": dpb.privacy.SinglePass(4), "clip_norm": 2.0, "strength": 20.0}
     statuses = []
     for steps in (1, 3):
         solver = proximal(10, None, inner_steps=steps, **fields)
@@ -253,7 +253,7 @@ def test_one_step_is_enforced_by_clipping_and_more_rest_on_the_constants():
         statuses.append(report.status)
         assert ("public_lipschitz=0.5" in str(report)) == (steps == 3)
         assert (f" lipschitz={problem.lipschitz:.3g}" in str(report)) == (steps == 3)
-    assert statuses == [dpb.Status.ENFORCED, dpb.Status.CONDITIONAL]
+    assert statuses == [dpb.privacy.Status.ENFORCED, dpb.privacy.Status.CONDITIONAL]
 
 
 def test_plans_without_grounds_for_a_sensitivity_are_refused():
@@ -266,7 +266,7 @@ def test_plans_without_grounds_for_a_sensitivity_are_refused():
     with refused(match="public_lipschitz, which is not declared"):
         ledger_of(dataclasses.replace(strong, public_lipschitz=None))
     with refused(match="bounded set with an exact"):
-        ledger_of(dataclasses.replace(strong, y_set=dpb.NonNegative()))
+        ledger_of(dataclasses.replace(strong, y_set=dpb.sets.NonNegative()))
     with refused(match="clip_norm="):
         ledger_of(strong, inner="operator_extrapolation", clip_norm=0.1)
     with refused(match=r"give inner_steps=\d+"):
@@ -274,8 +274,8 @@ def test_plans_without_grounds_for_a_sensitivity_are_refused():
     with refused(match="float32, rounding may move"):
         ledger_of(strong, clip_norm=1e-3, strength=20.0)
     with refused(match="replace-one only"):
-        noise = dpb.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
-        dpb.InexactProximalPoint(1, 1.0, 1.0, 1, noise=noise)
+        noise = dpb.privacy.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+        dpb.games.InexactProximalPoint(1, 1.0, 1.0, 1, noise=noise)
     with refused(match="give dimension=5"):
         few = proximal(1, dimension=4, strength=20.0)
         solve(strong, few, example("strong").data, point("strong"))
@@ -297,13 +297,13 @@ def test_tuned_parameters_promise_more_than_the_theorems():
         example("bilinear").problem,
         lipschitz=1.0,
         bound=1.0,
-        x_set=dpb.Ball(0.5**1.5),
-        y_set=dpb.Ball(0.5**1.5),
+        x_set=dpb.sets.Ball(0.5**1.5),
+        y_set=dpb.sets.Ball(0.5**1.5),
     )
     promised = {}
     with jax.enable_x64(True):
         for kind in ("from_theorem", "tuned"):
-            make = getattr(dpb.InexactProximalPoint, kind)
+            make = getattr(dpb.games.InexactProximalPoint, kind)
             budget = dpb.PrivacyBudget(1.0, 1e-6)
             solver = make(problem, budget, 10_000, dimension=10, passes="single")
             plan = dpb.calibrate(problem, solver, budget, sizes=10_000)
@@ -315,7 +315,7 @@ def test_tuned_parameters_promise_more_than_the_theorems():
 
 def test_the_theorems_parameters_for_several_passes_are_those_of_the_paper():
     problem = dataclasses.replace(example("bilinear").problem, lipschitz=1.0, bound=1.0)
-    solver = dpb.InexactProximalPoint.from_theorem(
+    solver = dpb.games.InexactProximalPoint.from_theorem(
         problem, BUDGET, 1024, dimension=4, passes="multi"
     )
     assert (solver.num_steps, solver.sampling) == (1024, dpb.FixedSize(32))

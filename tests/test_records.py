@@ -16,11 +16,15 @@ W = jnp.asarray([0.3, -0.4])
 DTYPES = [bool, np.int32, np.uint8, np.float32]
 
 tuning = dpb.linear_tuning(dpb.Logistic(), [0, 1], bounds=(-1.0, 1.0))
-game = dpb.group_fair(dpb.Logistic(), [0.5, 0.5], radius=2.0)
+game = dpb.games.group_fair(dpb.Logistic(), [0.5, 0.5], radius=2.0)
 # Gradients of one record in the coefficients.
 PROVED = {
-    "hinge": lambda z: jax.grad(dpb.linear_risk("hinge", radius=2.0).loss)(W, z),
-    "logistic": lambda z: jax.grad(dpb.linear_risk("logistic", radius=2.0).loss)(W, z),
+    "hinge": lambda z: jax.grad(dpb.onelevel.linear_risk("hinge", radius=2.0).loss)(
+        W, z
+    ),
+    "logistic": lambda z: jax.grad(
+        dpb.onelevel.linear_risk("logistic", radius=2.0).loss
+    )(W, z),
     "tuning": lambda z: jax.grad(tuning.lower, 1)(jnp.zeros(2), W, z),
     "game": lambda z: game.record_operator((W, jnp.ones(2)), z | {"group": 1})[0],
 }
@@ -67,10 +71,10 @@ def test_label_that_is_not_finite_has_no_influence_on_a_proved_problem(problem, 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_label_that_is_not_finite_has_no_influence_on_a_clipped_mean(loss, label):
     labels = jnp.asarray([label, 1.0, -1.0])
-    mean = dpb.clipped_mean(
+    mean = dpb.privacy.clipped_mean(
         lambda z: jax.grad(loss)(W, z), (ROWS, labels), clip_norm=1.0
     )
-    others = dpb.clipped_mean(
+    others = dpb.privacy.clipped_mean(
         lambda z: jax.grad(loss)(W, z),
         (ROWS[1:], labels[1:]),
         clip_norm=1.0,
@@ -136,7 +140,7 @@ def test_data_frames_are_refused_with_the_remedy(records):
 def test_pairs_go_through_a_bilevel_problem():
     problem = dpb.penalty_tuning(dpb.logistic_loss, jnp.asarray([0, 1]))
     solutions = [
-        dpb.lower_solution(
+        dpb.oracles.lower_solution(
             problem, jnp.zeros(2), dpb.Levels(records, records), y0=jnp.zeros(2)
         )
         for records in ((ROWS, TRUE), {"features": ROWS, "label": SIGNS})

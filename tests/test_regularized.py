@@ -11,13 +11,13 @@ import scipy.stats
 from solver_zoo import CERTIFIED
 
 import dpbilevel as dpb
-from dpbilevel.noise import step_keys
+from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy import accounting
-from dpbilevel.scores.mean_loss import MeanLoss
+from dpbilevel.privacy.noise import step_keys
 
 ALPHA = 1e-4
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
-LINE = dpb.Box(-jnp.ones(1), jnp.ones(1))
+LINE = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
 RECORDS = jnp.asarray(np.random.default_rng(0).uniform(-1, 0.5, 40))
 
 
@@ -28,12 +28,12 @@ def wide():
 
 
 def sampler(oracle=None, distance=1e-9):
-    return dpb.AlternatingSampler(oracle or dpb.ConvexEnvelope(), distance)
+    return dpb.draws.AlternatingSampler(oracle or dpb.draws.ConvexEnvelope(), distance)
 
 
 def regularized(**fields):
     defaults = {"convex": True, "dimension": 1}
-    return dpb.RegularizedExponentialMechanism(sampler(), **(defaults | fields))
+    return dpb.draws.RegularizedExponentialMechanism(sampler(), **(defaults | fields))
 
 
 def parabola(w, record):
@@ -89,10 +89,10 @@ def test_bilevel_draws_have_the_law_of_the_closed_hyper_objective():
     rng = np.random.default_rng(5)
     with jax.enable_x64(True):
         upper, lower = (jnp.asarray(rng.uniform(-0.5, 0.5, (60, 1))) for _ in range(2))
-        example = dpb.zoo.quadratic_bilevel(upper, lower, radius=1.0)
+        example = dpb.bilevel.zoo.quadratic_bilevel(upper, lower, radius=1.0)
         sizes = example.problem.sizes_of(example.data, "disjoint")
         plan = dpb.calibrate(example.problem, regularized(), BUDGET, sizes=sizes)
-        assert plan.report.status is dpb.Status.CONDITIONAL
+        assert plan.report.status is dpb.privacy.Status.CONDITIONAL
         rate, mu = temperature_and_regularizer(plan, example.problem, sizes)
         found = draws(
             example.problem,
@@ -145,7 +145,7 @@ def test_convexity_and_constants_are_listed_and_the_distance_counts():
 
 @pytest.mark.usefixtures("wide")
 def test_the_rate_for_the_population_is_capped():
-    solver = dpb.RegularizedExponentialMechanism.for_population(
+    solver = dpb.draws.RegularizedExponentialMechanism.for_population(
         sampler(),
         smooth(),
         sizes=40,
@@ -163,12 +163,12 @@ def test_the_rate_for_the_population_is_capped():
 
 @pytest.mark.usefixtures("wide")
 def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem():
-    example = dpb.zoo.quadratic_bilevel(
+    example = dpb.bilevel.zoo.quadratic_bilevel(
         jnp.zeros((50, 1), jnp.float64), jnp.zeros((80, 1), jnp.float64), radius=1.0
     )
     sizes = dpb.Sizes(50, 80, "disjoint")
     settings = {"dimension": 1, "epsilon": 1.0, "delta": 1e-6, "convex": True}
-    population = dpb.RegularizedExponentialMechanism.for_population(
+    population = dpb.draws.RegularizedExponentialMechanism.for_population(
         sampler(), example.problem, sizes=sizes, **settings
     )
     # n S / 2 = G, C = cross (1 + curvature / mu) and the four terms of the theorem.
@@ -185,7 +185,7 @@ def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem(
     )
     assert population.regularizer == pytest.approx(math.sqrt(square) / 2, rel=1e-6)
     with pytest.raises(ValueError, match="1/10"):
-        dpb.RegularizedExponentialMechanism.for_population(
+        dpb.draws.RegularizedExponentialMechanism.for_population(
             sampler(), example.problem, sizes=sizes, **(settings | {"delta": 0.5})
         )
 
@@ -194,8 +194,8 @@ def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem(
 def test_stochastic_rejection_serves_losses_with_a_kink():
     data = jnp.asarray([-1.0, 1.0])
     problem = dpb.FiniteSum(distance, w_set=LINE, lipschitz=1.0)
-    solver = dpb.RegularizedExponentialMechanism(
-        sampler(dpb.StochasticRejection(), 1e-3), convex=True, dimension=1
+    solver = dpb.draws.RegularizedExponentialMechanism(
+        sampler(dpb.draws.StochasticRejection(), 1e-3), convex=True, dimension=1
     )
     plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(0.5, 1e-2), sizes=2)
     found = dpb.solve(problem, plan.solver, data, jnp.zeros(1), key=getkey(4)).value
@@ -208,37 +208,39 @@ def steep(w, record):
 
 def test_a_walk_cut_short_is_heuristic_and_claims_no_epsilon():
     problem = dpb.FiniteSum(steep, w_set=LINE, lipschitz=1.0)
-    solver = dpb.ExponentialMechanism(
-        dpb.GridWalk(num_steps=50), convex=True, dimension=1
+    solver = dpb.draws.ExponentialMechanism(
+        dpb.draws.GridWalk(num_steps=50), convex=True, dimension=1
     )
     plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=40)
-    assert plan.report.status is dpb.Status.HEURISTIC
+    assert plan.report.status is dpb.privacy.Status.HEURISTIC
     assert math.isinf(plan.report.epsilon)
     assert str(plan.report).startswith("HEURISTIC: no epsilon is claimed")
-    assert dpb.PrivacyReport.from_json(plan.report.to_json()) == plan.report
+    assert dpb.privacy.PrivacyReport.from_json(plan.report.to_json()) == plan.report
 
 
 def test_a_certified_walk_is_pure_and_charged_for_its_error():
     problem = dpb.FiniteSum(steep, w_set=LINE, lipschitz=1.0)
-    walk = dpb.GridWalk(tabulate=False)
-    solver = dpb.ExponentialMechanism(walk, convex=True, dimension=1)
+    walk = dpb.draws.GridWalk(tabulate=False)
+    solver = dpb.draws.ExponentialMechanism(walk, convex=True, dimension=1)
     plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=10)
-    assert plan.report.status is dpb.Status.CONDITIONAL
+    assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert plan.report.delta == 0
     # epsilon of the density and twice the log ratio of the walk.
     assert float(plan.solver.mechanism.epsilon) == pytest.approx(0.98, rel=1e-6)
     # Left to itself the sampler takes the table, which is smaller.
-    free = dpb.ExponentialMechanism(dpb.GridWalk(), convex=True, dimension=1)
+    free = dpb.draws.ExponentialMechanism(
+        dpb.draws.GridWalk(), convex=True, dimension=1
+    )
     chosen = dpb.calibrate(problem, free, dpb.PrivacyBudget(1.0, 0.0), sizes=10)
     assert chosen.solver.sampler.tabulate
-    too_far = dpb.ExponentialMechanism(walk, convex=True, dimension=1)
+    too_far = dpb.draws.ExponentialMechanism(walk, convex=True, dimension=1)
     with pytest.raises(ValueError, match="certified steps"):
         dpb.calibrate(problem, too_far, dpb.PrivacyBudget(1e3, 0.0), sizes=10**4)
 
 
 @pytest.mark.parametrize("loss", ["hinge", "absolute", "logistic"])
 def test_linear_risks_are_convex_and_as_steep_as_declared(loss):
-    problem = dpb.linear_risk(loss, radius=2.0, row_norm=0.5)
+    problem = dpb.onelevel.linear_risk(loss, radius=2.0, row_norm=0.5)
     rng = np.random.default_rng(3)
     rows = jnp.asarray(rng.normal(size=(200, 3)) * 10 ** rng.uniform(-2, 4, (200, 1)))
     labels = jnp.asarray(rng.choice([-1.0, 1.0, 7.0], 200))
@@ -255,8 +257,8 @@ def test_linear_risks_are_convex_and_as_steep_as_declared(loss):
 
 @pytest.mark.usefixtures("wide")
 def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
-    grid = dpb.Grid.product(*[jnp.linspace(0.0, 1.0, 3)] * 2)
-    long = dpb.Grid(jnp.zeros((1, 500)))
+    grid = dpb.draws.Grid.product(*[jnp.linspace(0.0, 1.0, 3)] * 2)
+    long = dpb.draws.Grid(jnp.zeros((1, 500)))
 
     def ask(n, epsilon=1.0, delta=1e-6, dimension=2):
         return dpb.recommend(
@@ -274,7 +276,7 @@ def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
     assert ask(2, epsilon=0.01).choice == "trivial"
     assert ask(2, epsilon=0.01).solver is None
     assert ask(10**6).choice == "gradient_norm"
-    assert isinstance(ask(10**6).solver, dpb.ExponentialMechanism)
+    assert isinstance(ask(10**6).solver, dpb.draws.ExponentialMechanism)
     assert ask(3_000, dimension=500).choice == "implicit"
     assert math.isinf(ask(100, delta=0.0).bounds["implicit"])
     # Ten times the records: n^-1/2, n^-3/4 and n^-1, up to logarithms.

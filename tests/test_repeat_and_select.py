@@ -175,13 +175,13 @@ def test_the_number_cut_at_the_steps_is_covered_by_the_failure(mean, shape):
     made = Selection(
         "best",
         1,
-        (dpb.Query("records", 10, 1.0),),
-        dpb.Gaussian(2.0),
+        (dpb.privacy.Query("records", 10, 1.0),),
+        dpb.privacy.Gaussian(2.0),
         Repetitions(mean, shape),
         steps,
     )
     assert made.failure == pytest.approx(law[steps + 1 :].sum(), rel=1e-6, abs=1e-13)
-    ledger = dpb.Ledger((made,))
+    ledger = dpb.privacy.Ledger((made,))
     for epsilon in EPSILONS:
         assert exact_delta(*pair, epsilon) <= ledger.delta(epsilon)
 
@@ -213,14 +213,14 @@ def test_no_noise_is_not_private():
 @pytest.mark.parametrize("shape", [1.0, math.inf])
 def test_a_plan_reaches_its_budget_and_says_what_it_rests_on(shape):
     problem = dpb.FiniteSum(
-        lambda w, z: jnp.sum((w - z) ** 2), w_set=dpb.Box(-1.0, 1.0)
+        lambda w, z: jnp.sum((w - z) ** 2), w_set=dpb.sets.Box(-1.0, 1.0)
     )
-    solver = dpb.RepeatAndSelect(400, 1.0, mean=10.0, shape=shape)
+    solver = dpb.search.RepeatAndSelect(400, 1.0, mean=10.0, shape=shape)
     budget = dpb.PrivacyBudget(2.0, 1e-5)
     plan = dpb.calibrate(problem, solver, budget, sizes=100, w0=jnp.zeros(2))
     assert 1.99 < plan.report.epsilon <= 2.0
     assert plan.solver.ledger(problem, 100).delta(2.0) <= 1e-5
-    assert plan.report.status is dpb.Status.ENFORCED
+    assert plan.report.status is dpb.privacy.Status.ENFORCED
     assert plan.report.accountant == "Renyi divergences of private selection"
     (note,) = plan.report.certificates
     assert "drawn once, never shown" in note
@@ -231,7 +231,7 @@ def test_a_plan_reaches_its_budget_and_says_what_it_rests_on(shape):
 
 def test_too_few_steps_are_refused_with_a_number_that_serves():
     with pytest.raises(ValueError, match=r"num_steps=(\d+) makes it less") as caught:
-        dpb.RepeatAndSelect(10, 1.0, mean=10.0)
+        dpb.search.RepeatAndSelect(10, 1.0, mean=10.0)
     enough = int(str(caught.value).split("num_steps=")[2].split()[0])
     made = [Repetitions(10.0).beyond(n)[-1] for n in (enough - 1, enough)]
     assert made[1] < 1e-9 <= made[0]
@@ -243,16 +243,16 @@ def test_too_few_steps_are_refused_with_a_number_that_serves():
 )
 def test_laws_that_are_none_are_refused(fields):
     with pytest.raises(ValueError, match=r"RepeatAndSelect: (mean|shape) must"):
-        dpb.RepeatAndSelect(100, 1.0, **fields)
+        dpb.search.RepeatAndSelect(100, 1.0, **fields)
 
 
-PROBLEM = dpb.FiniteSum(lambda w, z: (w[0] - z) ** 2, w_set=dpb.Box(0.0, 1.0))
+PROBLEM = dpb.FiniteSum(lambda w, z: (w[0] - z) ** 2, w_set=dpb.sets.Box(0.0, 1.0))
 DATA, W0 = jnp.zeros(10), jnp.full(1, 0.5)
 
 
 def exact(shape, mean=2.0):
     """Hardly any noise, so that the answer tells the smallest of K uniform numbers."""
-    solver = dpb.RepeatAndSelect(24, 1.0, mean=mean, shape=shape)
+    solver = dpb.search.RepeatAndSelect(24, 1.0, mean=mean, shape=shape)
     return solver.with_noise(1e-4).planned(10)
 
 
@@ -290,7 +290,7 @@ def test_the_answer_is_the_best_of_a_number_with_the_stated_law(drawn, shape):
     assert p_value(2.5) < 1e-6  # the control: another mean is seen
 
 
-class ShowsTheBestSoFar(dpb.RepeatAndSelect):
+class ShowsTheBestSoFar(dpb.search.RepeatAndSelect):
     def released(self, state):
         return state.best
 
@@ -305,11 +305,11 @@ def shown_before_the_end(kind):
 
 
 def test_nothing_shows_before_the_last_step():
-    assert not shown_before_the_end(dpb.RepeatAndSelect)
+    assert not shown_before_the_end(dpb.search.RepeatAndSelect)
     assert shown_before_the_end(ShowsTheBestSoFar)  # the control
 
 
-class TellsTheNumber(dpb.RepeatAndSelect):
+class TellsTheNumber(dpb.search.RepeatAndSelect):
     def adversary_view(self, state):
         return state.w, state.value, state.repeats
 
@@ -323,5 +323,5 @@ def shows_what_is_hidden(kind):
 
 
 def test_what_is_shown_does_not_hold_the_number():
-    assert not shows_what_is_hidden(dpb.RepeatAndSelect)
+    assert not shows_what_is_hidden(dpb.search.RepeatAndSelect)
     assert shows_what_is_hidden(TellsTheNumber)  # the control

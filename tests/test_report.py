@@ -11,16 +11,18 @@ BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 
 
 def query(role="records", size=1000, clip_norm=2.0, sampling=None):
-    return dpb.Query(role, size, clip_norm, sampling or dpb.FullBatch())
+    return dpb.privacy.Query(role, size, clip_norm, sampling or dpb.FullBatch())
 
 
 def release(*queries, multiplier=4.0, **fields):
-    mechanism = dpb.Gaussian(multiplier)
-    return dpb.Release("gradient", 3, queries or (query(),), mechanism, **fields)
+    mechanism = dpb.privacy.Gaussian(multiplier)
+    return dpb.privacy.Release(
+        "gradient", 3, queries or (query(),), mechanism, **fields
+    )
 
 
 def report(*releases, levels=False, people=dpb.People.OVERLAPPING, **fields):
-    ledger = dpb.Ledger(releases, people, ("declared",))
+    ledger = dpb.privacy.Ledger(releases, people, ("declared",))
     return describe(ledger, BUDGET, levels=levels, **fields)
 
 
@@ -41,7 +43,7 @@ every_report = pytest.mark.parametrize("name", REPORTS)
 @every_report
 def test_json_restores_the_report_exactly(name):
     text = REPORTS[name].to_json()
-    assert dpb.PrivacyReport.from_json(text) == REPORTS[name]
+    assert dpb.privacy.PrivacyReport.from_json(text) == REPORTS[name]
     # Plain JSON: no Infinity, which other parsers refuse.
     json.loads(text, parse_constant=lambda constant: pytest.fail(constant))
 
@@ -123,17 +125,20 @@ def test_the_forecast_compares_noise_with_the_clip_norm():
 
 @pytest.mark.parametrize(
     ("basis", "status"),
-    [("CLIPPED", dpb.Status.ENFORCED), ("CONSTANTS", dpb.Status.CONDITIONAL)],
+    [
+        ("CLIPPED", dpb.privacy.Status.ENFORCED),
+        ("CONSTANTS", dpb.privacy.Status.CONDITIONAL),
+    ],
 )
 def test_the_status_is_the_worst_of_the_parts(basis, status):
-    parts = release(), release(basis=dpb.Basis[basis])
+    parts = release(), release(basis=dpb.privacy.Basis[basis])
     assert report(*parts).status is status
     assert str(report(*parts)).startswith(status.value)
 
 
 def test_a_heuristic_report_claims_no_epsilon():
     text = REPORTS["one_level"].to_json().replace("ENFORCED", "HEURISTIC")
-    first = str(dpb.PrivacyReport.from_json(text)).splitlines()[0]
+    first = str(dpb.privacy.PrivacyReport.from_json(text)).splitlines()[0]
     assert first.startswith("HEURISTIC: no epsilon is claimed")
     assert "epsilon = " not in first
 
@@ -147,7 +152,7 @@ def test_no_key_and_no_seed_is_written():
 @pytest.mark.parametrize("text", ["{}", "[]", '{"status": "ENFORCED"}', '{"a": 1}'])
 def test_json_of_something_else_is_refused(text):
     with pytest.raises(ValueError, match="not the JSON of a report"):
-        dpb.PrivacyReport.from_json(text)
+        dpb.privacy.PrivacyReport.from_json(text)
 
 
 @pytest.mark.parametrize("people", ["disjoint", "overlapping"])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.problems.resolvents import Resolvent
-from dpbilevel.resolvent import certified_resolvent
-from dpbilevel.sampling import Batch
+from dpbilevel.games.certified import certified_resolvent
+from dpbilevel.games.resolvents import Resolvent
+from dpbilevel.privacy.sampling import Batch
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 N = 1000
@@ -19,14 +19,14 @@ def shift(w, record):
 
 
 def inequality(public=None, **fields):
-    fields = {"w_set": dpb.Ball(1.0), "lipschitz": 0.0, "bound": 1.0} | fields
-    return dpb.VariationalInequality(shift, public, **fields)
+    fields = {"w_set": dpb.sets.Ball(1.0), "lipschitz": 0.0, "bound": 1.0} | fields
+    return dpb.games.VariationalInequality(shift, public, **fields)
 
 
 def planned(problem, **fields):
     fields = {"clip_norm": 1.0, "strength": 2.0, "inner_steps": 1} | fields
     return dpb.calibrate(
-        problem, dpb.InexactProximalPoint(1, **fields), BUDGET, sizes=N
+        problem, dpb.games.InexactProximalPoint(1, **fields), BUDGET, sizes=N
     )
 
 
@@ -40,7 +40,7 @@ def sealed(plan, problem, records, centre):
 def test_a_public_term_beyond_its_declared_bound_does_not_spoil_rounding():
     """Along (1, ..., 1) a simplex projects it away, but not what it rounded."""
     problem = inequality(
-        lambda w: jnp.full_like(w, 2.0**23), w_set=dpb.Simplex(), public_bound=1.0
+        lambda w: jnp.full_like(w, 2.0**23), w_set=dpb.sets.Simplex(), public_bound=1.0
     )
     plan = planned(problem, dimension=2)
     records = jnp.zeros((N, 2)).at[:, 0].set(0.5002)
@@ -66,7 +66,7 @@ def test_monotonicity_of_the_public_operator_is_listed_where_privacy_rests_on_it
     assert "the public operator is monotone" not in picard
 
 
-class Jumping(dpb.Ball):
+class Jumping(dpb.sets.Ball):
     """A set whose projection is not nonexpansive."""
 
     def project(self, w):
@@ -74,7 +74,7 @@ class Jumping(dpb.Ball):
 
 
 @pytest.mark.parametrize(
-    "w_set", [Jumping(1.0), dpb.Product((Jumping(1.0), dpb.Simplex()))]
+    "w_set", [Jumping(1.0), dpb.sets.Product((Jumping(1.0), dpb.sets.Simplex()))]
 )
 def test_only_the_librarys_own_projections_are_trusted(w_set):
     with pytest.raises(ValueError, match="exact projection"):
@@ -102,7 +102,7 @@ def test_extreme_units_keep_a_sensitivity_or_are_refused():
     np.testing.assert_allclose(contribution, exact, rtol=1e-5)
     assert exact >= 5e29 / 1e36 / N
     with pytest.raises(ValueError, match="change the units"):
-        planned(inequality(w_set=dpb.Ball(1e19)))
+        planned(inequality(w_set=dpb.sets.Ball(1e19)))
 
 
 def test_records_that_overflow_in_the_dtype_of_the_start_contribute_nothing(x64):
@@ -130,10 +130,13 @@ def test_a_plan_in_64_bits_is_not_run_in_32(x64):
 @pytest.mark.parametrize(
     ("convex", "w"),
     [
-        (dpb.Box(jnp.zeros(1), jnp.ones(1)), jnp.zeros(50)),
-        (dpb.Box(jnp.zeros(3), jnp.ones(3)), {"a": jnp.zeros(3), "b": jnp.zeros(3)}),
-        (dpb.Ball(1.0, center=jnp.full(1, 3.0)), jnp.zeros(50)),
-        (dpb.Ball(1.0, center=3.0), jnp.zeros(50)),
+        (dpb.sets.Box(jnp.zeros(1), jnp.ones(1)), jnp.zeros(50)),
+        (
+            dpb.sets.Box(jnp.zeros(3), jnp.ones(3)),
+            {"a": jnp.zeros(3), "b": jnp.zeros(3)},
+        ),
+        (dpb.sets.Ball(1.0, center=jnp.full(1, 3.0)), jnp.zeros(50)),
+        (dpb.sets.Ball(1.0, center=3.0), jnp.zeros(50)),
     ],
 )
 def test_sets_do_not_stretch_over_more_entries_than_they_measure(convex, w):
@@ -143,9 +146,11 @@ def test_sets_do_not_stretch_over_more_entries_than_they_measure(convex, w):
 
 
 def test_that_places_depend_on_no_value_is_listed_for_single_passes():
-    solver = dpb.NoisyExtragradient(50, 1.0, 0.1, sampling=dpb.SinglePass(10))
+    solver = dpb.games.NoisyExtragradient(
+        50, 1.0, 0.1, sampling=dpb.privacy.SinglePass(10)
+    )
     report = dpb.calibrate(inequality(), solver, BUDGET, sizes=N).report
     assert sum("sorted by a private column" in text for text in report.assumptions) == 1
-    full = dpb.NoisyExtragradient(50, 1.0, 0.1)
+    full = dpb.games.NoisyExtragradient(50, 1.0, 0.1)
     report = dpb.calibrate(inequality(), full, BUDGET, sizes=N).report
     assert not any("sorted" in text for text in report.assumptions)

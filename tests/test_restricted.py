@@ -8,9 +8,9 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from dpbilevel.samplers import restricted
-from dpbilevel.samplers.restricted import acceptance, reach, restricted_normal
-from dpbilevel.samplers.truncated import (
+from dpbilevel.draws.samplers import restricted
+from dpbilevel.draws.samplers.restricted import acceptance, reach, restricted_normal
+from dpbilevel.draws.samplers.truncated import (
     log_probability,
     mills_ratio,
     tail_exponent,

@@ -9,16 +9,19 @@ import pytest
 from solver_zoo import CERTIFIED
 
 import dpbilevel as dpb
-from dpbilevel import zoo
-from dpbilevel.problems import sensitivities
-from dpbilevel.samplers import AlternatingSampler, ConvexEnvelope, StochasticRejection
-from dpbilevel.samplers.base import Regularity
-from dpbilevel.scores.hyper import HyperObjective
-from dpbilevel.scores.mean_loss import MeanLoss
+from dpbilevel.bilevel import sensitivities, zoo
+from dpbilevel.draws.samplers import (
+    AlternatingSampler,
+    ConvexEnvelope,
+    StochasticRejection,
+)
+from dpbilevel.draws.samplers.base import Regularity
+from dpbilevel.draws.scores.hyper import HyperObjective
+from dpbilevel.draws.scores.mean_loss import MeanLoss
 
 LARGE = 1e7
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
-INTERVAL = dpb.Box(jnp.zeros(1), jnp.ones(1))
+INTERVAL = dpb.sets.Box(jnp.zeros(1), jnp.ones(1))
 
 
 def declared(**changed):
@@ -33,7 +36,7 @@ def declared(**changed):
         "lower_xy": 1.0,
         "lower_yy": 1.0,
     }
-    return dpb.SecondOrderConstants(**(values | changed))
+    return dpb.bilevel.SecondOrderConstants(**(values | changed))
 
 
 # Lower records move nothing.
@@ -110,7 +113,9 @@ def test_gradients_where_accelerated_steps_look_are_within_their_bound(distance)
     problems = {
         "declared": (example.problem, jnp.asarray([1.0, 0.0])),
         "proved": (
-            dpb.linear_tuning(dpb.PseudoHuber(1.0), jnp.zeros(2, int), bounds=(0, 1)),
+            dpb.linear_tuning(
+                dpb.onelevel.PseudoHuber(1.0), jnp.zeros(2, int), bounds=(0, 1)
+            ),
             {"features": jnp.asarray([-1.0, 0.0]), "label": jnp.asarray(1e3)},
         ),
     }
@@ -126,7 +131,7 @@ def test_gradients_where_accelerated_steps_look_are_within_their_bound(distance)
         assert 0.1 * bounds.lower_gradient < found <= bounds.lower_gradient
 
 
-CORNERS = dpb.Box(-jnp.ones(1), jnp.ones(1))
+CORNERS = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
 
 
 def linear(w, record):
@@ -148,7 +153,7 @@ def known(**changed):
 
 
 def test_rounding_is_part_of_the_slack_of_an_envelope():
-    sampler, feasible = AlternatingSampler(ConvexEnvelope(), 0.01), dpb.Ball(1.0)
+    sampler, feasible = AlternatingSampler(ConvexEnvelope(), 0.01), dpb.sets.Ball(1.0)
     rounded = known(rounding=0.01)
     oracle = sampler.planned(rounded, feasible).oracle
     # Two values, and a gradient times the diameter.
@@ -164,7 +169,10 @@ def test_rounding_is_part_of_the_slack_of_an_envelope():
 
 @pytest.mark.parametrize("change", ["strong_convexity", "rounding"])
 def test_an_oracle_that_was_planned_for_another_law_proves_nothing(change):
-    sampler, feasible = AlternatingSampler(ConvexEnvelope(), 0.01), dpb.Box(-1.0, 1.0)
+    sampler, feasible = (
+        AlternatingSampler(ConvexEnvelope(), 0.01),
+        dpb.sets.Box(-1.0, 1.0),
+    )
     plan = sampler.planned(known(rounding=1e-3), feasible)
     plan = dataclasses.replace(plan, num_steps=2 * plan.num_steps, tries=9 * plan.tries)
     assert plan.certificate(known(rounding=1e-3), feasible).proved
@@ -176,7 +184,7 @@ def test_an_oracle_that_was_planned_for_another_law_proves_nothing(change):
 
 
 def test_a_stochastic_oracle_serves_exact_terms_alone():
-    oracle, feasible = StochasticRejection(), dpb.Ball(1.0)
+    oracle, feasible = StochasticRejection(), dpb.sets.Ball(1.0)
     terms = known(num_terms=4, term_lipschitz=1.0)
     assert oracle.serves(terms, feasible)
     assert not oracle.serves(known(), feasible)
@@ -191,7 +199,7 @@ def test_a_solver_changed_after_planning_claims_no_epsilon():
         smoothness=0.25,
     )
     sampler = AlternatingSampler(ConvexEnvelope(), 1e-9)
-    solver = dpb.RegularizedExponentialMechanism(
+    solver = dpb.draws.RegularizedExponentialMechanism(
         sampler, convex=True, dimension=1, regularizer=0.05
     )
     with jax.enable_x64(True):
@@ -211,7 +219,7 @@ def test_a_solver_changed_after_planning_claims_no_epsilon():
 def test_a_plan_in_single_precision_holds_for_a_run_in_double():
     problem = dpb.linear_tuning(dpb.Logistic(), jnp.zeros(2, int), bounds=(-1.0, 1.0))
     sizes, pure = dpb.Sizes(20, 20), dpb.PrivacyBudget(1.0, 0.0)
-    solver = dpb.ExponentialMechanism(dpb.GridWalk(), dimension=1)
+    solver = dpb.draws.ExponentialMechanism(dpb.draws.GridWalk(), dimension=1)
     plan = dpb.calibrate(problem, solver, pure, sizes=sizes)
     rate = plan.solver._plan(problem, sizes)[1]
     with jax.enable_x64(True):
@@ -279,7 +287,7 @@ def test_trip_counts_do_not_depend_on_points_that_are_not_released():
     sizes, start = dpb.Sizes(30, 60), (jnp.zeros(2), jnp.zeros(4))
 
     def counts(sampler, **fields):
-        solver = dpb.ExponentialMechanism(sampler, **fields)
+        solver = dpb.draws.ExponentialMechanism(sampler, **fields)
         with jax.enable_x64(True):
             score = solver._score(CERTIFIED, sizes)
             wide = jax.tree.map(lambda v: v.astype(jnp.float64), start)
@@ -288,10 +296,10 @@ def test_trip_counts_do_not_depend_on_points_that_are_not_released():
             most = score._most_steps(jnp.float64)
             return [int(raw._steps(x)) for x in ends], most
 
-    (first, second), most = counts(dpb.GridWalk(), dimension=2)
+    (first, second), most = counts(dpb.draws.GridWalk(), dimension=2)
     assert first == second == most
     # The control: public candidates take what they need, at most that many.
-    (first, second), most = counts(dpb.Grid(jnp.zeros((1, 2))))
+    (first, second), most = counts(dpb.draws.Grid(jnp.zeros((1, 2))))
     assert second < first <= most
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.noise import step_keys
-from dpbilevel.sampling import Padded, padded, padded_rows
-from dpbilevel.solvers.base import advance, planned_rows
+from dpbilevel.core.loop import advance, planned_rows
+from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.sampling import Padded, padded, padded_rows
 
 pytestmark = pytest.mark.reuses_keys  # the same noise on both sides shows what moves
 
@@ -49,7 +49,7 @@ def distance(a, b):
 def test_a_record_less_changes_the_rounding_of_no_other(sampling, d):
     w, loss = steep(d)
     n = 33
-    noise = dpb.Gaussian(1e-6, ADDED, "grid")
+    noise = dpb.privacy.Gaussian(1e-6, ADDED, "grid")
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0, sampling=sampling, noise=noise)
     solver = solver.planned(n)
     run = jax.jit(dpb.solve)
@@ -78,7 +78,7 @@ def test_shapes_of_records_do_change_rounding(d):  # the control of the test abo
     @jax.jit
     def mean(rows):
         gradient = jax.grad(loss)
-        return dpb.clipped_mean(
+        return dpb.privacy.clipped_mean(
             lambda z: gradient(w, z),
             rows,
             clip_norm=1.0,
@@ -101,7 +101,7 @@ def test_a_row_contributes_the_same_in_every_place(d, microbatch):
         def loss(w, z):
             return jnp.sin(40 * jnp.dot(w, z))
 
-        return dpb.clipped_mean(
+        return dpb.privacy.clipped_mean(
             lambda z: jax.grad(loss)(w, z),
             rows,
             mask=mask,
@@ -123,7 +123,7 @@ def test_a_row_contributes_the_same_whatever_the_others_hold(d):
     @jax.jit
     def counts(rows, mask):
         gradient = jax.grad(loss)
-        return dpb.clipped_mean(
+        return dpb.privacy.clipped_mean(
             lambda z: gradient(w, z), rows, mask=mask, clip_norm=1.0, precision="grid"
         ).raw.counts
 
@@ -136,27 +136,31 @@ def test_a_row_contributes_the_same_whatever_the_others_hold(d):
 
 
 SOLVERS = {
-    "steps": dpb.NoisyGD(2, 1.0, step_size=0.5, noise=dpb.Gaussian(None, ADDED)),
+    "steps": dpb.NoisyGD(
+        2, 1.0, step_size=0.5, noise=dpb.privacy.Gaussian(None, ADDED)
+    ),
     "sampled": dpb.NoisyGD(
         2,
         1.0,
         step_size=0.5,
         sampling=dpb.Poisson(0.5),
-        noise=dpb.Gaussian(None, ADDED),
+        noise=dpb.privacy.Gaussian(None, ADDED),
     ),
-    "draw": dpb.ExponentialMechanism(
-        dpb.Grid(jnp.linspace(-1.0, 1.0, 5)[:, None]),
+    "draw": dpb.draws.ExponentialMechanism(
+        dpb.draws.Grid(jnp.linspace(-1.0, 1.0, 5)[:, None]),
         clip_range=1.0,
-        mechanism=dpb.Exponential(neighbours=ADDED),
+        mechanism=dpb.draws.Exponential(neighbours=ADDED),
     ),
-    "candidates": dpb.RandomSearch(4, 2.0, dpb.Exponential(neighbours=ADDED)),
-    "losses": dpb.NoisyUCB(3, 2.0, noise=dpb.Gaussian(None, ADDED)),
-    "repetitions": dpb.RepeatAndSelect(
-        12, 2.0, mean=2.0, noise=dpb.Gaussian(None, ADDED)
+    "candidates": dpb.search.RandomSearch(
+        4, 2.0, dpb.draws.Exponential(neighbours=ADDED)
+    ),
+    "losses": dpb.search.NoisyUCB(3, 2.0, noise=dpb.privacy.Gaussian(None, ADDED)),
+    "repetitions": dpb.search.RepeatAndSelect(
+        12, 2.0, mean=2.0, noise=dpb.privacy.Gaussian(None, ADDED)
     ),
 }
 LINE = dpb.FiniteSum(
-    lambda w, z: jnp.sum((w - z) ** 2), w_set=dpb.Box(-jnp.ones(1), jnp.ones(1))
+    lambda w, z: jnp.sum((w - z) ** 2), w_set=dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
 )
 
 
@@ -215,7 +219,7 @@ def test_more_records_than_the_plan_has_rows_are_refused():
 
 
 def test_both_levels_are_padded_and_shared_records_once():
-    noise = dpb.Gaussian(1.0, ADDED)
+    noise = dpb.privacy.Gaussian(1.0, ADDED)
     inner = dpb.NoisyGD(2, 1.0, step_size=0.1, noise=noise)
     solver = dpb.PenaltyBilevel(2, penalty=5.0, inner=inner, step_size=0.1, noise=noise)
     solver = solver.planned(dpb.Sizes(10, 70))
@@ -230,13 +234,13 @@ def test_both_levels_are_padded_and_shared_records_once():
 def test_a_batch_is_clipped_whole_and_its_padding_counts_for_nothing():
     records = jnp.zeros((1000, 1)).at[0].set(1.0)
     batch = dpb.Poisson(0.05).draw(records, 1000, key=jax.random.key(0))
-    whole = dpb.clipped_mean(lambda z: z, batch, clip_norm=1.0)
-    forgotten = dpb.clipped_mean(
+    whole = dpb.privacy.clipped_mean(lambda z: z, batch, clip_norm=1.0)
+    forgotten = dpb.privacy.clipped_mean(
         lambda z: z, batch.records, clip_norm=1.0, denominator=batch.denominator
     )
     np.testing.assert_array_equal(whole.raw, forgotten.raw)
     with pytest.raises(ValueError, match="brings its own mask and denominator"):
-        dpb.clipped_mean(lambda z: z, batch, clip_norm=1.0, denominator=3.0)
+        dpb.privacy.clipped_mean(lambda z: z, batch, clip_norm=1.0, denominator=3.0)
 
 
 FAST = {
@@ -251,7 +255,9 @@ FAST = {
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, 1e30])
 def test_no_option_of_the_compiler_lets_a_record_count_for_more(precision, value):
     def mean(z):
-        raw = dpb.clipped_mean(lambda r: r, z, clip_norm=1.0, precision=precision).raw
+        raw = dpb.privacy.clipped_mean(
+            lambda r: r, z, clip_norm=1.0, precision=precision
+        ).raw
         return raw.values() if precision == "grid" else raw
 
     records = jnp.asarray([0.0] * 9 + [value], jnp.float32)[:, None]
@@ -271,7 +277,7 @@ FOLDED = {
 @pytest.mark.parametrize("name", FOLDED)
 def test_nor_does_a_function_that_the_compiler_takes_for_impossible(name):
     def mean(z):
-        return dpb.clipped_mean(
+        return dpb.privacy.clipped_mean(
             FOLDED[name], z, clip_norm=1.0, precision="grid"
         ).raw.values()
 

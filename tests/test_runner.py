@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.datasets
+from dpbilevel.cli.main.config import parse_config
+from dpbilevel.cli.main.data import load_levels
+from dpbilevel.cli.main.run import prepare, run
+from dpbilevel.cli.main.tables import Place
 
 import dpbilevel as dpb
-from dpbilevel import runner
-from dpbilevel.config import parse_config
-from dpbilevel.runner import prepare, run
-from dpbilevel.runs import checkpoint, results
-from dpbilevel.runs.data import load_levels
-from dpbilevel.runs.tables import Place
+from dpbilevel.cli.main import results
+from dpbilevel.cli.main import run as runner
+from dpbilevel.core import checkpoint
 
 GENERATED = """
 task = "source_weighting"
@@ -182,7 +183,7 @@ def test_chunks_of_one_length_compile_once(prepared, tmp_path, monkeypatch):
 
     def counted(*arguments, **options):
         traces.append(1)
-        return dpb.solvers.base.advance(*arguments, **options)
+        return dpb.core.loop.advance(*arguments, **options)
 
     monkeypatch.setattr(
         runner, "_advance", jax.jit(counted, static_argnames="trajectory")
@@ -368,9 +369,9 @@ def test_unreadable_record_has_no_influence(tmp_path, column, cell):
 
     keep = np.isfinite(levels.lower["features"].sum(1) + levels.lower["label"])
     assert 0 < keep.sum() < 40
-    mean = dpb.clipped_mean(gradient, levels.lower, clip_norm=1.0)
+    mean = dpb.privacy.clipped_mean(gradient, levels.lower, clip_norm=1.0)
     kept = jax.tree.map(lambda v: v[keep], levels.lower)
-    expected = dpb.clipped_mean(gradient, kept, clip_norm=1.0, denominator=40)
+    expected = dpb.privacy.clipped_mean(gradient, kept, clip_norm=1.0, denominator=40)
     np.testing.assert_allclose(mean.raw, expected.raw, atol=1e-6)
 
 

@@ -10,8 +10,8 @@ import pytest
 from saddle_zoo import AFFINE, FAMILIES, SADDLES, N, example, point
 
 import dpbilevel as dpb
-from dpbilevel.oracles import gaps
-from dpbilevel.privacy.calibration import least_multiplier
+from dpbilevel.core.plan import least_multiplier
+from dpbilevel.games import gaps
 from dpbilevel.privacy.ledger import RECORDS
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -69,7 +69,7 @@ def test_declared_constants_hold_at_random_points(name):
 def test_swapping_the_players_reverses_the_operator():
     made = example("bilinear")
     x, y = point("bilinear")
-    swapped = dpb.SaddleProblem(lambda y, x, z: -made.problem.fun(x, y, z))
+    swapped = dpb.games.SaddleProblem(lambda y, x, z: -made.problem.fun(x, y, z))
     there = gaps.mean_operator(swapped, (y, x), made.data)
     here = gaps.mean_operator(made.problem, (x, y), made.data)
     np.testing.assert_allclose(there[0], here[1], rtol=1e-6)
@@ -102,14 +102,14 @@ def test_points_records_and_functions_that_do_not_fit_are_refused():
         made.problem.check([x, y], made.data)
     with pytest.raises(ValueError, match="NaN or infinity"):
         made.problem.check((x * jnp.nan, y), made.data)
-    vector = dpb.SaddleProblem(lambda x, y, z: x)
+    vector = dpb.games.SaddleProblem(lambda x, y, z: x)
     with pytest.raises(ValueError, match="fun must return one floating-point scalar"):
         vector.check(made.w0, made.data)
-    shorter = dpb.VariationalInequality(lambda w, z: w[:1])
+    shorter = dpb.games.VariationalInequality(lambda w, z: w[:1])
     with pytest.raises(ValueError, match="operator must return a pytree like w0"):
         shorter.check(jnp.zeros(3), jnp.zeros(5))
     with pytest.raises(ValueError, match="bound must be positive"):
-        dpb.SaddleProblem(lambda x, y, z: z, bound=0.0)
+        dpb.games.SaddleProblem(lambda x, y, z: z, bound=0.0)
     with pytest.raises(ValueError, match="public_bound, which is not declared"):
         dataclasses.replace(example("strong").problem, public_bound=None).declared(
             "public_bound"
@@ -117,22 +117,22 @@ def test_points_records_and_functions_that_do_not_fit_are_refused():
 
 
 SETS = {
-    "Ball": (dpb.Ball(2.0), jnp.asarray([3.0, 4.0]), 10.0, 2),
+    "Ball": (dpb.sets.Ball(2.0), jnp.asarray([3.0, 4.0]), 10.0, 2),
     "centered": (
-        dpb.Ball(2.0, jnp.asarray([1.0, 1.0])),
+        dpb.sets.Ball(2.0, jnp.asarray([1.0, 1.0])),
         jnp.asarray([3.0, 4.0]),
         17.0,
         2,
     ),
-    "Box": (dpb.Box(-1.0, 2.0), jnp.asarray([3.0, -4.0]), 10.0, 2),
-    "half": (dpb.Box(0.0, jnp.inf), jnp.asarray([-3.0, 0.0]), 0.0, 2),
-    "Simplex": (dpb.Simplex(2.0), jnp.asarray([3.0, -4.0]), 6.0, 1),
-    "NonNegative": (dpb.NonNegative(), jnp.asarray([-3.0, 0.0]), 0.0, 2),
-    "beyond": (dpb.NonNegative(), jnp.asarray([-3.0, 1.0]), math.inf, 2),
-    "Euclidean": (dpb.Euclidean(), jnp.asarray([0.0, 1.0]), math.inf, 2),
-    "nothing": (dpb.Euclidean(), jnp.asarray([0.0, 0.0]), 0.0, 2),
+    "Box": (dpb.sets.Box(-1.0, 2.0), jnp.asarray([3.0, -4.0]), 10.0, 2),
+    "half": (dpb.sets.Box(0.0, jnp.inf), jnp.asarray([-3.0, 0.0]), 0.0, 2),
+    "Simplex": (dpb.sets.Simplex(2.0), jnp.asarray([3.0, -4.0]), 6.0, 1),
+    "NonNegative": (dpb.sets.NonNegative(), jnp.asarray([-3.0, 0.0]), 0.0, 2),
+    "beyond": (dpb.sets.NonNegative(), jnp.asarray([-3.0, 1.0]), math.inf, 2),
+    "Euclidean": (dpb.sets.Euclidean(), jnp.asarray([0.0, 1.0]), math.inf, 2),
+    "nothing": (dpb.sets.Euclidean(), jnp.asarray([0.0, 0.0]), 0.0, 2),
     "Product": (
-        dpb.Product((dpb.Ball(2.0), dpb.Simplex())),
+        dpb.sets.Product((dpb.sets.Ball(2.0), dpb.sets.Simplex())),
         (jnp.asarray([3.0, 4.0]), jnp.asarray([1.0, 5.0])),
         15.0,
         3,
@@ -156,7 +156,7 @@ def test_no_member_exceeds_the_support_function_and_one_attains_it(name):
 
 
 def test_a_single_pass_reads_every_record_once_in_strides():
-    sampling, records = dpb.SinglePass(3), jnp.arange(11)
+    sampling, records = dpb.privacy.SinglePass(3), jnp.arange(11)
     batches = [
         sampling.draw(records, 11, key=jax.random.key(i), index=i).records
         for i in range(3)
@@ -169,17 +169,19 @@ def test_a_single_pass_reads_every_record_once_in_strides():
 
 
 def single_pass(count, multiplier=1.0, size=10, batch=2):
-    query = dpb.Query(RECORDS, size, 1.0, dpb.SinglePass(batch))
-    return dpb.Ledger((dpb.Release("r", count, (query,), dpb.Gaussian(multiplier)),))
+    query = dpb.privacy.Query(RECORDS, size, 1.0, dpb.privacy.SinglePass(batch))
+    return dpb.privacy.Ledger(
+        (dpb.privacy.Release("r", count, (query,), dpb.privacy.Gaussian(multiplier)),)
+    )
 
 
 def test_a_single_pass_charges_a_record_once_a_pass_and_every_run_anew():
     def charged(ledger):
         mu = ledger.epsilon(1e-5)
         for count in range(1, 40):
-            whole = dpb.Query(RECORDS, 10, 1.0, dpb.FullBatch())
-            full = dpb.Release("r", count, (whole,), dpb.Gaussian(1.0))
-            if dpb.Ledger((full,)).epsilon(1e-5) == pytest.approx(mu):
+            whole = dpb.privacy.Query(RECORDS, 10, 1.0, dpb.FullBatch())
+            full = dpb.privacy.Release("r", count, (whole,), dpb.privacy.Gaussian(1.0))
+            if dpb.privacy.Ledger((full,)).epsilon(1e-5) == pytest.approx(mu):
                 return count
         return None
 
@@ -190,16 +192,18 @@ def test_a_single_pass_charges_a_record_once_a_pass_and_every_run_anew():
 
 
 def test_a_single_pass_is_refused_where_it_is_not_sound():
-    query = dpb.Query(RECORDS, 10, 1.0, dpb.SinglePass(2))
-    release = dpb.Release("r", 2, (query,), dpb.Gaussian(1.0, ADD_OR_REMOVE))
+    query = dpb.privacy.Query(RECORDS, 10, 1.0, dpb.privacy.SinglePass(2))
+    release = dpb.privacy.Release(
+        "r", 2, (query,), dpb.privacy.Gaussian(1.0, ADD_OR_REMOVE)
+    )
     with pytest.raises(ValueError, match="REPLACE_ONE only"):
-        dpb.Ledger((release,)).epsilon(1e-5)
+        dpb.privacy.Ledger((release,)).epsilon(1e-5)
     with pytest.raises(ValueError, match="numbers its batches"):
-        dpb.NoisyGD(3, 1.0, step_size=1.0, sampling=dpb.SinglePass(2))
+        dpb.NoisyGD(3, 1.0, step_size=1.0, sampling=dpb.privacy.SinglePass(2))
     with pytest.raises(ValueError, match="index="):
-        dpb.SinglePass(2).draw(jnp.arange(4), 4, key=jax.random.key(0))
+        dpb.privacy.SinglePass(2).draw(jnp.arange(4), 4, key=jax.random.key(0))
     with pytest.raises(ValueError, match="cannot form a batch of 5 from 4"):
-        dpb.SinglePass(5).batches(4)
+        dpb.privacy.SinglePass(5).batches(4)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +212,7 @@ def test_a_single_pass_is_refused_where_it_is_not_sound():
 )
 def test_a_single_pass_needs_the_noise_of_one_exact_release(epsilon, delta, multiplier):
     budget = dpb.PrivacyBudget(epsilon, delta)
-    found = least_multiplier(dpb.SinglePass(5), 20, 100, budget)
+    found = least_multiplier(dpb.privacy.SinglePass(5), 20, 100, budget)
     assert found == pytest.approx(multiplier, abs=1e-4)
 
 

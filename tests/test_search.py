@@ -10,19 +10,21 @@ import pytest
 from test_secrets import children, holds, root_key
 
 import dpbilevel as dpb
-from dpbilevel import noise, searching
-from dpbilevel.runs import checkpoint, results, spending
+from dpbilevel.cli.main import results
+from dpbilevel.core import checkpoint, spending
+from dpbilevel.privacy import noise
+from dpbilevel.search import loop as searching
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
-BOX = dpb.Box(-1.0, 1.0)
+BOX = dpb.sets.Box(-1.0, 1.0)
 FINITE_SUM = dpb.FiniteSum(lambda w, z: jnp.sum((w - z) ** 2), w_set=BOX)
 START = np.zeros(2)
 BUDGET = dpb.PrivacyBudget(2.0, 1e-3)
 SOLVERS = {
-    "random_search": dpb.RandomSearch(12, 2.0),
-    "repeat_and_select": dpb.RepeatAndSelect(12, 2.0, mean=2.0),
-    "noisy_ucb": dpb.NoisyUCB(4, 2.0, num_candidates=20),
-    "gradient_informative": dpb.GradientInformativeBO(
+    "random_search": dpb.search.RandomSearch(12, 2.0),
+    "repeat_and_select": dpb.search.RepeatAndSelect(12, 2.0, mean=2.0),
+    "noisy_ucb": dpb.search.NoisyUCB(4, 2.0, num_candidates=20),
+    "gradient_informative": dpb.search.GradientInformativeBO(
         3, 1.0, step_size=0.3, batch=3, keep=8, polish=2
     ),
 }
@@ -47,12 +49,12 @@ class Counted:
 
 
 def black_box(losses=None):
-    return dpb.BlackBox(Counted() if losses is None else losses, 30, BOX, "r")
+    return dpb.search.BlackBox(Counted() if losses is None else losses, 30, BOX, "r")
 
 
 def search(name="noisy_ucb", losses=None, key=0, **options):
     options = {"budget": BUDGET} | options
-    return dpb.search(
+    return dpb.search.minimize(
         black_box(losses), SOLVERS[name], START, key=jax.random.key(key), **options
     )
 
@@ -267,7 +269,7 @@ def test_a_folder_needs_a_budget(tmp_path):
 
 
 def test_a_folder_needs_what_tells_the_records(tmp_path):
-    unknown = dpb.BlackBox(Counted(), 30, BOX)
+    unknown = dpb.search.BlackBox(Counted(), 30, BOX)
     with pytest.raises(ValueError, match=r"would be a second release.*records="):
         searched(problem=unknown, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -275,13 +277,15 @@ def test_a_folder_needs_what_tells_the_records(tmp_path):
 
 def test_a_plan_made_before_gives_the_same_run(whole):
     plan = dpb.calibrate(black_box(), SOLVERS[NAME], BUDGET, sizes=30)
-    solution = dpb.search(black_box(), plan.solver, START, key=jax.random.key(0))
+    solution = dpb.search.minimize(
+        black_box(), plan.solver, START, key=jax.random.key(0)
+    )
     assert isinstance(solution, dpb.Solution)
     assert solution.trajectory is None
     np.testing.assert_allclose(solution.value, whole[NAME].value, rtol=1e-12)
-    wider = dpb.BlackBox(lambda point: np.ones(31), 31, BOX)
+    wider = dpb.search.BlackBox(lambda point: np.ones(31), 31, BOX)
     with pytest.raises(ValueError, match="the plan is for 30"):
-        dpb.search(wider, plan.solver, START, key=jax.random.key(0))
+        dpb.search.minimize(wider, plan.solver, START, key=jax.random.key(0))
 
 
 SECRET = 0.123456789
@@ -335,20 +339,20 @@ def test_losses_of_single_records_may_be_nan():
     assert np.isfinite(search(losses=losses).value).all()
 
 
-class Private(dpb.NoisyUCB):
+class Private(dpb.search.NoisyUCB):
     def ask(self, problem, state, *, key):
         problem.losses(np.zeros(2))
-        return dpb.NoisyUCB.ask(self, problem, state, key=key)
+        return dpb.search.NoisyUCB.ask(self, problem, state, key=key)
 
 
 def searched(solver=None, problem=None, w0=START, **options):
     solver = SOLVERS[NAME] if solver is None else solver
     problem = black_box() if problem is None else problem
     options = {"key": jax.random.key(0), "budget": BUDGET} | options
-    return dpb.search(problem, solver, w0, **options)
+    return dpb.search.minimize(problem, solver, w0, **options)
 
 
-ADD_OR_REMOVE = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+ADD_OR_REMOVE = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +363,7 @@ ADD_OR_REMOVE = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
             TypeError,
             r"losses, .*got NoisyGD",
         ),
-        ({"solver": dpb.NoisyUCB}, TypeError, r"losses, .*got NoisyUCB"),
+        ({"solver": dpb.search.NoisyUCB}, TypeError, r"losses, .*got NoisyUCB"),
         ({"w0": [0.0, 0.0]}, ValueError, r"got \[\(\), \(\)\] in a list"),
         ({"problem": FINITE_SUM}, TypeError, "instance of BlackBox"),
         ({"key": 0}, TypeError, "typed key"),
@@ -368,17 +372,17 @@ ADD_OR_REMOVE = dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
         ({"w0": np.zeros(2, int)}, ValueError, "floating-point array"),
         ({"w0": np.full(2, np.nan)}, ValueError, "NaN or infinity"),
         (
-            {"problem": dpb.BlackBox(Counted(), 30, dpb.Ball(1.0))},
+            {"problem": dpb.search.BlackBox(Counted(), 30, dpb.sets.Ball(1.0))},
             ValueError,
             "a box with finite ends",
         ),
         (
-            {"problem": dpb.BlackBox(Counted(), 30, dpb.Box(0.0, jnp.inf))},
+            {"problem": dpb.search.BlackBox(Counted(), 30, dpb.sets.Box(0.0, jnp.inf))},
             ValueError,
             "a box with finite ends",
         ),
         (
-            {"solver": dpb.NoisyUCB(4, 2.0, noise=ADD_OR_REMOVE)},
+            {"solver": dpb.search.NoisyUCB(4, 2.0, noise=ADD_OR_REMOVE)},
             ValueError,
             "add-or-remove-one keeps private",
         ),
@@ -392,9 +396,9 @@ def test_what_cannot_be_searched_is_searched(change, error, words):
 
 def test_solve_and_fit_send_black_boxes_to_search():
     plan = dpb.calibrate(black_box(), SOLVERS[NAME], BUDGET, sizes=30)
-    with pytest.raises(TypeError, match=r"run it by dpbilevel.search"):
+    with pytest.raises(TypeError, match=r"run it by dpbilevel.search.minimize"):
         dpb.solve(black_box(), plan.solver, None, START, key=jax.random.key(0))
-    with pytest.raises(TypeError, match=r"run it by dpbilevel.search"):
+    with pytest.raises(TypeError, match=r"run it by dpbilevel.search.minimize"):
         dpb.fit(
             black_box(),
             SOLVERS[NAME],
@@ -445,7 +449,9 @@ def test_a_solver_without_noise_is_refused_before_the_first_evaluation():
     for solver in SOLVERS.values():
         counted = Counted()
         with pytest.raises(ValueError, match="give budget=PrivacyBudget"):
-            dpb.search(black_box(counted), solver, START, key=jax.random.key(0))
+            dpb.search.minimize(
+                black_box(counted), solver, START, key=jax.random.key(0)
+            )
         assert not counted.points
 
 
@@ -453,7 +459,7 @@ def test_a_search_inside_a_program_is_refused():
     with pytest.raises(TypeError, match="cannot be used inside"):
         jax.jit(
             lambda w: (
-                dpb.search(
+                dpb.search.minimize(
                     black_box(), SOLVERS[NAME], w, budget=BUDGET, key=jax.random.key(0)
                 ).value
             )
@@ -464,7 +470,7 @@ def test_a_search_inside_a_program_is_refused():
 def test_records_in_the_wrong_place_are_not_shown():
     for arguments in ((RECORDS, 30), (lambda point: point, RECORDS)):
         with pytest.raises((TypeError, ValueError)) as error:
-            dpb.BlackBox(*arguments)
+            dpb.search.BlackBox(*arguments)
         assert "0." not in str(error.value)
 
 
@@ -483,7 +489,7 @@ def test_a_loss_of_nan_stops_no_run_that_is_debugged():
 
 def test_other_records_are_refused_and_their_hash_stays_in_the_checkpoint(tmp_path):
     def run(records, losses=None):
-        problem = dpb.BlackBox(losses or Counted(), 30, BOX, records)
+        problem = dpb.search.BlackBox(losses or Counted(), 30, BOX, records)
         return searched(problem=problem, folder=tmp_path)
 
     with pytest.raises(RuntimeError):
@@ -495,4 +501,4 @@ def test_other_records_are_refused_and_their_hash_stays_in_the_checkpoint(tmp_pa
     run("a1b2c3")
     kept = [p for p in tmp_path.iterdir() if b"a1b2c3" in p.read_bytes()]
     assert not kept
-    assert "a1b2c3" not in repr(dpb.BlackBox(Counted(), 30, BOX, "a1b2c3"))
+    assert "a1b2c3" not in repr(dpb.search.BlackBox(Counted(), 30, BOX, "a1b2c3"))

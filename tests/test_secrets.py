@@ -3,13 +3,15 @@
 import jax
 import numpy as np
 import pytest
+from dpbilevel.cli.main.config import read_config
+from dpbilevel.cli.main.main import main
+from dpbilevel.cli.main.run import prepare
 from test_runner import GENERATED
 
-from dpbilevel import noise, runner
-from dpbilevel.cli import main
-from dpbilevel.config import read_config
-from dpbilevel.runner import prepare
-from dpbilevel.runs import checkpoint, results, spending
+from dpbilevel.cli.main import results
+from dpbilevel.cli.main import run as runner
+from dpbilevel.core import checkpoint, spending
+from dpbilevel.privacy import noise
 
 STEPS = 4  # three of the search and the refit
 ROOT = np.asarray([0xA1B2C3D4, 0xE5F60718], np.uint32)

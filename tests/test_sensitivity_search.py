@@ -19,7 +19,7 @@ def plain(records, clip_norm=1.0, precision="float"):
         group = record["group"].astype(jnp.float32)
         return {"a": record["v"], "b": group * record["v"][0]}
 
-    return dpb.clipped_mean(
+    return dpb.privacy.clipped_mean(
         value,
         records,
         clip_norm=clip_norm,
@@ -33,16 +33,16 @@ def on_grid(records):
 
 
 def one_percent_too_long(records):
-    return dpb.Bounded(plain(records, 1.01).raw, CLAIMED)
+    return dpb.privacy.Bounded(plain(records, 1.01).raw, CLAIMED)
 
 
 def unclipped(records):
-    return dpb.Bounded(jnp.sum(records["v"], axis=0) / N, CLAIMED)
+    return dpb.privacy.Bounded(jnp.sum(records["v"], axis=0) / N, CLAIMED)
 
 
 def clipped_as_a_whole(records):
     mean = jnp.sum(jnp.nan_to_num(records["v"], posinf=0, neginf=0), axis=0) / N
-    return dpb.Bounded(mean / jnp.maximum(1.0, jnp.linalg.norm(mean)), CLAIMED)
+    return dpb.privacy.Bounded(mean / jnp.maximum(1.0, jnp.linalg.norm(mean)), CLAIMED)
 
 
 def search(query, relation, records=RECORDS):
@@ -78,7 +78,7 @@ def test_refinement_makes_the_witness_worse():
     def of_the_product(records):
         # Large only where both entries of one record are moderate.
         values = jnp.tanh(records["v"][:, 0]) / (1 + (records["v"][:, 1] - 2) ** 2)
-        return dpb.Bounded(jnp.sum(jnp.nan_to_num(values)) / N, CLAIMED)
+        return dpb.privacy.Bounded(jnp.sum(jnp.nan_to_num(values)) / N, CLAIMED)
 
     ratios = [
         audit.sensitivity_search(
@@ -99,7 +99,7 @@ def test_witness_reproduces_the_ratio(relation):
 
 def test_a_private_denominator_is_refused():
     def own_number(records):
-        return dpb.clipped_mean(lambda z: z["v"], records, clip_norm=1.0)
+        return dpb.privacy.clipped_mean(lambda z: z["v"], records, clip_norm=1.0)
 
     with pytest.raises(ValueError, match="public denominator"):
         search(own_number, dpb.Neighbours.ADD_OR_REMOVE_ONE)

@@ -15,14 +15,14 @@ CENTER = jnp.asarray([1.0, -2.0, 0.5, 0.0, 3.0])
 LOWER = jnp.asarray([-1.0, 0.0, -np.inf, 2.0, -3.0])
 UPPER = jnp.asarray([1.0, 0.5, 0.0, 2.0, np.inf])
 SETS = {
-    "euclidean": dpb.Euclidean(),
-    "ball": dpb.Ball(1.5),
-    "centered_ball": dpb.Ball(0.7, CENTER),
-    "box": dpb.Box(-0.5, 2.0),
-    "array_box": dpb.Box(LOWER, UPPER),
-    "non_negative": dpb.NonNegative(),
-    "simplex": dpb.Simplex(),
-    "scaled_simplex": dpb.Simplex(3.0),
+    "euclidean": dpb.sets.Euclidean(),
+    "ball": dpb.sets.Ball(1.5),
+    "centered_ball": dpb.sets.Ball(0.7, CENTER),
+    "box": dpb.sets.Box(-0.5, 2.0),
+    "array_box": dpb.sets.Box(LOWER, UPPER),
+    "non_negative": dpb.sets.NonNegative(),
+    "simplex": dpb.sets.Simplex(),
+    "scaled_simplex": dpb.sets.Simplex(3.0),
 }
 every_set = pytest.mark.parametrize("name", SETS)
 project = jax.jit(lambda convex, w: convex.project(w))
@@ -110,17 +110,19 @@ def test_projection_of_a_pytree_is_that_of_its_entries_in_one_vector(name):
 
 def test_centers_and_bounds_may_be_pytrees():
     tree = {"a": jnp.full(2, 9.0), "b": jnp.full(3, -9.0)}
-    ball = dpb.Ball(1.0, jax.tree.map(jnp.zeros_like, tree)).project(tree)
+    ball = dpb.sets.Ball(1.0, jax.tree.map(jnp.zeros_like, tree)).project(tree)
     flat = np.concatenate([ball["a"], ball["b"]])
     np.testing.assert_allclose(np.linalg.norm(flat), 1.0, rtol=1e-6)
     lower = {"a": jnp.zeros(2), "b": jnp.full(3, -2.0)}
-    box = dpb.Box(lower, 1.0).project(tree)
+    box = dpb.sets.Box(lower, 1.0).project(tree)
     np.testing.assert_array_equal(box["a"], np.ones(2))
     np.testing.assert_array_equal(box["b"], np.full(3, -2.0))
 
 
 def test_product_projects_every_part_onto_its_own_set():
-    convex = dpb.Product((dpb.Ball(1.0), {"p": dpb.Simplex(), "q": dpb.NonNegative()}))
+    convex = dpb.sets.Product(
+        (dpb.sets.Ball(1.0), {"p": dpb.sets.Simplex(), "q": dpb.sets.NonNegative()})
+    )
     w = (
         jnp.asarray([3.0, 4.0]),
         {"p": jnp.asarray([2.0, 0.0]), "q": jnp.full(2, -1.0)},
@@ -153,21 +155,21 @@ def test_membership_has_the_stated_tolerance(name):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_the_whole_space_contains_finite_points_only(bad):
-    assert dpb.Euclidean().contains({"a": jnp.zeros(2)})
-    assert not dpb.Euclidean().contains({"a": jnp.asarray([0.0, bad])})
+    assert dpb.sets.Euclidean().contains({"a": jnp.zeros(2)})
+    assert not dpb.sets.Euclidean().contains({"a": jnp.asarray([0.0, bad])})
 
 
 @pytest.mark.parametrize(
     ("convex", "expected"),
     [
-        (dpb.Euclidean(), math.inf),
-        (dpb.NonNegative(), math.inf),
-        (dpb.Ball(1.5), 3.0),
-        (dpb.Simplex(3.0), 3.0 * math.sqrt(2)),
-        (dpb.Box(jnp.zeros(4), jnp.ones(4)), 2.0),
-        (dpb.Box({"a": np.zeros(3)}, {"a": np.ones(3)}), math.sqrt(3)),
-        (dpb.Product((dpb.Ball(1.5), dpb.Ball(2.0))), 5.0),
-        (dpb.Product((dpb.Ball(1.5), dpb.Euclidean())), math.inf),
+        (dpb.sets.Euclidean(), math.inf),
+        (dpb.sets.NonNegative(), math.inf),
+        (dpb.sets.Ball(1.5), 3.0),
+        (dpb.sets.Simplex(3.0), 3.0 * math.sqrt(2)),
+        (dpb.sets.Box(jnp.zeros(4), jnp.ones(4)), 2.0),
+        (dpb.sets.Box({"a": np.zeros(3)}, {"a": np.ones(3)}), math.sqrt(3)),
+        (dpb.sets.Product((dpb.sets.Ball(1.5), dpb.sets.Ball(2.0))), 5.0),
+        (dpb.sets.Product((dpb.sets.Ball(1.5), dpb.sets.Euclidean())), math.inf),
     ],
 )
 def test_diameter(convex, expected):
@@ -183,7 +185,7 @@ def test_diameter_bounds_every_distance(name):
 
 def test_box_of_plain_numbers_has_no_diameter_and_says_what_to_do():
     with pytest.raises(ValueError, match="give arrays shaped like w"):
-        _ = dpb.Box(0.0, 1.0).diameter
+        _ = dpb.sets.Box(0.0, 1.0).diameter
 
 
 @every_set
@@ -203,7 +205,7 @@ def test_numbers_of_a_set_are_traced_not_compiled_in():
         return ball.project(w)
 
     for radius in (0.5, 2.0):
-        norm = np.linalg.norm(shorten(dpb.Ball(radius), jnp.full(3, 9.0)))
+        norm = np.linalg.norm(shorten(dpb.sets.Ball(radius), jnp.full(3, 9.0)))
         assert norm == pytest.approx(radius, rel=1e-6)
     assert len(traces) == 1
 
@@ -221,7 +223,7 @@ def test_projection_keeps_float64(name):
 @pytest.mark.parametrize("offset", [1e3, 1e6, -1e6])
 def test_simplex_projection_of_large_entries_still_sums_to_one(offset):
     w = jnp.asarray(offset + random_points(1, 0.2)[0])
-    value = project(dpb.Simplex(), w)
+    value = project(dpb.sets.Simplex(), w)
     assert float(value.sum()) == pytest.approx(1.0, abs=1e-6)
     np.testing.assert_allclose(value, argmin("simplex", np.asarray(w)), atol=1e-6)
 
@@ -229,15 +231,15 @@ def test_simplex_projection_of_large_entries_still_sums_to_one(offset):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dpb.Ball(0.0), "Ball: radius must be positive"),
-        (lambda: dpb.Ball(-1.0), "Ball: radius must be positive"),
-        (lambda: dpb.Ball(math.inf), "finite"),
-        (lambda: dpb.Ball(jnp.nan), "finite"),
-        (lambda: dpb.Ball(None), "got None"),
-        (lambda: dpb.Simplex(0.0), "Simplex: scale must be positive"),
-        (lambda: dpb.Box(1.0, 0.0), "lower must be at most upper"),
-        (lambda: dpb.Box(math.nan, 0.0), "lower must be at most upper"),
-        (lambda: dpb.Box(jnp.zeros(2), jnp.asarray([1.0, -1.0])), "at most upper"),
+        (lambda: dpb.sets.Ball(0.0), "Ball: radius must be positive"),
+        (lambda: dpb.sets.Ball(-1.0), "Ball: radius must be positive"),
+        (lambda: dpb.sets.Ball(math.inf), "finite"),
+        (lambda: dpb.sets.Ball(jnp.nan), "finite"),
+        (lambda: dpb.sets.Ball(None), "got None"),
+        (lambda: dpb.sets.Simplex(0.0), "Simplex: scale must be positive"),
+        (lambda: dpb.sets.Box(1.0, 0.0), "lower must be at most upper"),
+        (lambda: dpb.sets.Box(math.nan, 0.0), "lower must be at most upper"),
+        (lambda: dpb.sets.Box(jnp.zeros(2), jnp.asarray([1.0, -1.0])), "at most upper"),
     ],
 )
 def test_bad_sets_are_refused_with_a_reason(make, message):

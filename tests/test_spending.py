@@ -3,12 +3,13 @@ import json
 import re
 
 import pytest
+from dpbilevel.cli.main.main import main
+from dpbilevel.cli.main.run import prepare, run
 from test_cli import failure
 from test_runner import GENERATED, Stop, config_of, stop_at
 
-from dpbilevel.cli import main
-from dpbilevel.runner import prepare, run
-from dpbilevel.runs import checkpoint, folder, results, spending
+from dpbilevel.cli.main import folder, results
+from dpbilevel.core import checkpoint, spending
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_run_is_counted_before_its_first_step(prepared, tmp_path, monkeypatch):
         assert events_of(tmp_path) == ["started"]
         raise Stop
 
-    monkeypatch.setattr("dpbilevel.runner._advance", step)
+    monkeypatch.setattr("dpbilevel.cli.run._advance", step)
     with pytest.raises(Stop):
         run(prepared, tmp_path)
     assert not spending.read(tmp_path).runs[0].finished
@@ -215,7 +216,7 @@ def test_resume_and_restart_exclude_each_other(prepared, tmp_path):
 
 def test_kill_in_the_last_moment_is_made_up_for(prepared, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("dpbilevel.runs.folder.close", stopped)
+        patch.setattr("dpbilevel.cli.folder.close", stopped)
         with pytest.raises(Stop):
             run(prepared, tmp_path)
     assert (tmp_path / checkpoint.NAME).exists()

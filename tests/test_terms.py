@@ -15,31 +15,30 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel import certified, resolvent
-from dpbilevel.clipping import _norm
-from dpbilevel.oracles import fixed_count
-from dpbilevel.privacy import accounting, pure, renyi
-from dpbilevel.privacy.draws import BoundedScore, Draw
-from dpbilevel.privacy.ledger import Query
-from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.repetitions import Repetitions
-from dpbilevel.privacy.selection import Selection
-from dpbilevel.problems import sensitivities
-from dpbilevel.problems.bounds import Bounds, Metric
-from dpbilevel.problems.resolvents import Resolvent
-from dpbilevel.samplers import restricted
-from dpbilevel.samplers._lattice import frame_of
-from dpbilevel.samplers._walk_bounds import WalkBounds
-from dpbilevel.samplers.base import (
+from dpbilevel.bilevel import certified, fixed_count, sensitivities
+from dpbilevel.bilevel.bounds import Bounds, Metric
+from dpbilevel.draws.mechanisms import BoundedScore, Draw
+from dpbilevel.draws.samplers import restricted
+from dpbilevel.draws.samplers._lattice import frame_of
+from dpbilevel.draws.samplers._walk_bounds import WalkBounds
+from dpbilevel.draws.samplers.base import (
     AbstractPotential,
     AbstractSampler,
     Certificate,
     Regularity,
 )
-from dpbilevel.samplers.proximal import draw_failure
-from dpbilevel.sampling import Batch, padded_rows
-from dpbilevel.scores.hyper import GradientNorm, HyperObjective, _steps
-from dpbilevel.scores.mean_loss import MeanLoss, public_part, spread_of
+from dpbilevel.draws.samplers.proximal import draw_failure
+from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective, _steps
+from dpbilevel.draws.scores.mean_loss import MeanLoss, public_part, spread_of
+from dpbilevel.games import certified as resolvent
+from dpbilevel.games.resolvents import Resolvent
+from dpbilevel.privacy import accounting, pure, renyi
+from dpbilevel.privacy.clipping import _norm
+from dpbilevel.privacy.ledger import Query
+from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
+from dpbilevel.privacy.repetitions import Repetitions
+from dpbilevel.privacy.sampling import Batch, padded_rows
+from dpbilevel.privacy.selection import Selection
 
 SIDE = 256
 SIZE = SIDE**2  # its root is a power of two
@@ -55,7 +54,9 @@ def test_rounding_every_coordinate_up_keeps_a_record_within_the_clip_norm(part, 
     # Cut to the clip norm itself, a coordinate is a part of a step beyond 2**15.
     clip_norm = SIDE * (2.0**15 + part)
     row = jnp.full((1, SIZE), 2.0**20)
-    grid = dpb.clipped_mean(lambda z: z, row, clip_norm=clip_norm, precision="grid").raw
+    grid = dpb.privacy.clipped_mean(
+        lambda z: z, row, clip_norm=clip_norm, precision="grid"
+    ).raw
     steps = clip_norm * 2.0 ** -float(grid.exponent)
     assert exact_norm(grid.counts) <= steps**2
     # The control: without room for rounding the record is too long.
@@ -121,8 +122,8 @@ def test_a_hypergradient_rounded_to_its_grid_moves_no_further_than_is_charged(
     assert far <= float(seals[0].sensitivity()) / 2
 
 
-SHIFT = dpb.VariationalInequality(
-    lambda w, record: record + 0 * w, None, w_set=dpb.Ball(1.0), lipschitz=0.0
+SHIFT = dpb.games.VariationalInequality(
+    lambda w, record: record + 0 * w, None, w_set=dpb.sets.Ball(1.0), lipschitz=0.0
 )
 
 
@@ -171,7 +172,7 @@ DERIVATIVES = {
     "lower_xy_spread": 0.45,
     "lower_yy_spread": 0.55,
 }
-CONSTANTS = dpb.SecondOrderConstants(**DERIVATIVES)
+CONSTANTS = dpb.bilevel.SecondOrderConstants(**DERIVATIVES)
 
 
 def upper(x, y):
@@ -374,10 +375,10 @@ def test_rounding_is_refused_at_the_share_that_it_adds_to_both_roles():
             sensitivities.check_dtype(certificate, sizes, jnp.float32)
 
 
-INEQUALITY = dpb.VariationalInequality(
+INEQUALITY = dpb.games.VariationalInequality(
     lambda w, record: record * w,
     lambda w: 0.5 * w,
-    w_set=dpb.Ball(1.5),
+    w_set=dpb.sets.Ball(1.5),
     lipschitz=1.0,
     bound=3.0,
     public_lipschitz=0.5,
@@ -437,7 +438,7 @@ def test_errors_of_a_mean_loss_are_part_of_its_share():
         assert share >= reach / n * (1 + 2.0**-20) + 4 * own - 1e-12
         assert error == pytest.approx(own + 2.0**-24 * reach)
     problem = dpb.FiniteSum(
-        lambda w, record: record * w[0], w_set=dpb.Ball(0.5), lipschitz=2.0
+        lambda w, record: record * w[0], w_set=dpb.sets.Ball(0.5), lipschitz=2.0
     )
     facts = MeanLoss(problem, "slope", n).facts(jnp.float32)
     # Two losses within the range, and n terms in any order.
@@ -451,7 +452,7 @@ def test_a_public_term_is_no_longer_than_rounding_is_counted_for():
         assert abs(float(found)) <= 8 * 0.5
 
 
-BOX = dpb.Box(jnp.zeros(1), jnp.full(1, 2.0))
+BOX = dpb.sets.Box(jnp.zeros(1), jnp.full(1, 2.0))
 
 
 def two_levels(public=False, **fields):
@@ -460,7 +461,7 @@ def two_levels(public=False, **fields):
         lambda x, y, z: z * y[0],
         lambda x, y, z: (y[0] - x[0]) ** 2 + z,
         upper_public=(lambda x, y: 0.0 * y[0]) if public else None,
-        x_set=dpb.Ball(1.0),
+        x_set=dpb.sets.Ball(1.0),
         constants=constants,
     )
 
@@ -567,18 +568,18 @@ def draw_release(mechanism, people_roles=("records",), **fields):
 
 
 def test_both_laws_of_a_draw_may_be_off_by_the_log_ratio():
-    event = dpb.Exponential(0.5).event(0.25, exact_certificate(log_ratio=0.1))
+    event = dpb.draws.Exponential(0.5).event(0.25, exact_certificate(log_ratio=0.1))
     assert pure.epsilon_of(event) == pytest.approx(0.25 * 0.5 + 2 * 0.1)
 
 
 def test_people_in_both_levels_are_charged_the_whole_draw_and_others_their_share():
     roles = ("upper", "lower")
-    part = draw_release(dpb.RegularizedExponential(2.0), roles)
+    part = draw_release(dpb.draws.RegularizedExponential(2.0), roles)
     for people, multiplier in (("OVERLAPPING", 2.0), ("DISJOINT", 4.0)):
         charged = dict(part.charges(dpb.People[people]))
         for event in charged.values():
             assert accounting.gaussian_mu(event) == pytest.approx(1 / multiplier)
-    part = draw_release(dpb.Exponential(0.5), roles)
+    part = draw_release(dpb.draws.Exponential(0.5), roles)
     for people, epsilon in (("OVERLAPPING", 0.5), ("DISJOINT", 0.25)):
         for _, event in part.charges(dpb.People[people]):
             assert accounting.pure_epsilons(event) == pytest.approx([epsilon])
@@ -586,19 +587,19 @@ def test_people_in_both_levels_are_charged_the_whole_draw_and_others_their_share
 
 def alternating_draw():
     """A regularized draw on a line, at multiplier 2."""
-    return dpb.RegularizedExponentialMechanism(
-        dpb.AlternatingSampler(dpb.ConvexEnvelope(), 1e-6),
+    return dpb.draws.RegularizedExponentialMechanism(
+        dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-6),
         convex=True,
         regularizer=0.3,
         dimension=1,
-        mechanism=dpb.RegularizedExponential(2.0),
+        mechanism=dpb.draws.RegularizedExponential(2.0),
     )
 
 
 def test_draws_of_two_levels_are_planned_for_both_shares_and_their_errors(x64):
     sizes, problem = dpb.Sizes(300, 500), two_levels()
-    grid = dpb.Grid(jnp.zeros((2, 1)))
-    solver = dpb.ExponentialMechanism(grid, mechanism=dpb.Exponential(1.0))
+    grid = dpb.draws.Grid(jnp.zeros((2, 1)))
+    solver = dpb.draws.ExponentialMechanism(grid, mechanism=dpb.draws.Exponential(1.0))
     facts, rate, _ = solver._plan(problem, sizes)
     assert rate <= 1 / (2 * sum(facts.contributions.values()))
     solver = alternating_draw()
@@ -610,7 +611,7 @@ def test_draws_of_two_levels_are_planned_for_both_shares_and_their_errors(x64):
 
 
 def test_every_distance_of_every_draw_is_counted():
-    mechanism = dpb.Exponential(0.5)
+    mechanism = dpb.draws.Exponential(0.5)
     certificate = exact_certificate(distance=1e-3)
     part = draw_release(mechanism, certificate=certificate, inexact=1e-4, count=3)
     assert part.failure == pytest.approx(3 * 1.1e-3)
@@ -630,12 +631,12 @@ def test_a_rate_has_room_for_rounding():
     problem = dpb.FiniteSum(
         lambda w, record: record * w[0], w_set=BOX, lipschitz=1.0, smoothness=0.0
     )
-    grid = dpb.Grid(jnp.zeros((2, 1)))
-    solver = dpb.ExponentialMechanism(grid, mechanism=dpb.Exponential(1.0))
+    grid = dpb.draws.Grid(jnp.zeros((2, 1)))
+    solver = dpb.draws.ExponentialMechanism(grid, mechanism=dpb.draws.Exponential(1.0))
     share = MeanLoss(problem, "spread", 50).facts(jnp.float32).contributions["records"]
     _, rate, _ = solver._plan(problem, 50)
     assert rate <= 1.0 / (2 * share * margin) * (1 + 1e-9)
-    search = dpb.RandomSearch(2, 1.0, mechanism=dpb.Exponential(1.0))
+    search = dpb.search.RandomSearch(2, 1.0, mechanism=dpb.draws.Exponential(1.0))
     (release,) = search.ledger(problem, 50).releases
     share, _ = spread_of(1.0, 50, jnp.float32, False)
     assert release.rate <= 1.0 / (2 * share * margin) * (1 + 1e-9)
@@ -673,12 +674,12 @@ def test_what_a_draw_opens_has_the_planned_temperature(relation):
     """The potential of a score of one is the rate: no more than sensitivity allows."""
     options = {"key": jax.random.key(0)}
     most = relation.contributions * 0.25 * (1 + ROUNDING_MARGIN)
-    score = BoundedScore(Constant(), 0.25, "spread", dpb.Basis.CONSTANTS)
-    mechanism = dpb.Exponential(0.5, relation)
+    score = BoundedScore(Constant(), 0.25, "spread", dpb.privacy.Basis.CONSTANTS)
+    mechanism = dpb.draws.Exponential(0.5, relation)
     rate = mechanism.draw(score, Taken(), BOX, jnp.zeros(1), **options)
     assert float(rate) <= 0.5 / most * (1 + 1e-6)
-    score = BoundedScore(Constant(), 0.25, "slope", dpb.Basis.CONSTANTS)
-    mechanism = dpb.RegularizedExponential(2.0, relation)
+    score = BoundedScore(Constant(), 0.25, "slope", dpb.privacy.Basis.CONSTANTS)
+    mechanism = dpb.draws.RegularizedExponential(2.0, relation)
     rate = mechanism.draw(
         score, Taken(), BOX, jnp.zeros(1), regularizer=0.2, convexity=0.1, **options
     )
@@ -698,7 +699,7 @@ def test_scores_that_vary_less_than_their_losses_round_are_refused():
 
 
 def test_proved_bounds_of_a_linear_model_have_every_term_of_the_proof():
-    model, row_norm, low, high = dpb.PseudoHuber(0.5), 1.3, -0.4, 0.7
+    model, row_norm, low, high = dpb.onelevel.PseudoHuber(0.5), 1.3, -0.4, 0.7
     problem = dpb.linear_tuning(
         model, jnp.zeros(2, int), bounds=(low, high), row_norm=row_norm
     )
@@ -741,7 +742,7 @@ WALKED = Regularity(2, 1.5, 0.0, error=0.03)
 def walked(convex=True, slack=0.7):
     """A lattice about a disc: no numbers but those of the proof."""
     known = WALKED if convex else dataclasses.replace(WALKED, strong_convexity=None)
-    frame = frame_of("GridWalk", dpb.Ball(0.5), 2)
+    frame = frame_of("GridWalk", dpb.sets.Ball(0.5), 2)
     return WalkBounds(known, frame, (9, 7), penalty=4.5, slack=slack)
 
 
@@ -783,15 +784,15 @@ def test_every_term_of_a_grid_walks_proof_counts(convex):
 def test_the_conductance_of_a_fine_lattice_is_the_one_of_the_proof():
     """There the comparison with a constant potential is the weaker one."""
     steep = Regularity(1, 60.0, 0.0, error=0.01)
-    frame = frame_of("GridWalk", dpb.Box(jnp.zeros(1), jnp.ones(1)), 1)
+    frame = frame_of("GridWalk", dpb.sets.Box(jnp.zeros(1), jnp.ones(1)), 1)
     found = WalkBounds(steep, frame, (90,), penalty=0.0, slack=0.0)
     spread = 60.0 / 90 * (1 / 2 + 1 / math.sqrt(12)) + 2 * 0.01
     assert found.gap == pytest.approx((math.exp(-spread) / (2 * 90)) ** 2 / 2)
 
 
 def test_a_grid_walk_is_charged_for_cells_and_for_tries():
-    known, feasible = Regularity(1, 4.0, 0.0), dpb.Box(-jnp.ones(1), jnp.ones(1))
-    plan = dpb.GridWalk(tabulate=False).planned(known, feasible)
+    known, feasible = Regularity(1, 4.0, 0.0), dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
+    plan = dpb.draws.GridWalk(tabulate=False).planned(known, feasible)
     bounds = plan._bounds(known, feasible)
     mixing = bounds.mixing(plan.num_steps)
     exhausted = bounds.exhausted(mixing, plan.num_tries)
@@ -804,14 +805,14 @@ def test_a_grid_walk_is_charged_for_cells_and_for_tries():
 
 def test_every_distance_of_an_alternating_sampler_counts():
     known = Regularity(3, 2.0, 1.2, smoothness=5.0, error=0.02, rounding=0.01)
-    feasible, eta, steps = dpb.Ball(1.0), 0.05, 60
-    oracle = dpb.ConvexEnvelope(gradient_steps=2, draw_tries=5)
+    feasible, eta, steps = dpb.sets.Ball(1.0), 0.05, 60
+    oracle = dpb.draws.ConvexEnvelope(gradient_steps=2, draw_tries=5)
     chance = oracle.acceptance(known, feasible, eta)
     tries = math.ceil(1.2 * steps / chance)
     oracle = oracle.planned(
         known, feasible, step_size=eta, num_steps=steps, tries=tries, share=1e-4
     )
-    sampler = dpb.AlternatingSampler(oracle, 0.5, steps, eta, tries)
+    sampler = dpb.draws.AlternatingSampler(oracle, 0.5, steps, eta, tries)
     found = sampler.certificate(known, feasible)
     width, alpha = 2.0, 1.2 * math.exp(-2 * 0.03)
     mixing = width / (2 * math.sqrt(eta)) * (1 + alpha * eta) ** -(steps - 1)
@@ -829,7 +830,7 @@ def test_every_distance_of_an_alternating_sampler_counts():
     assert found.distance == pytest.approx(mixing + late + draws) != 1
 
 
-class Proposing(dpb.ConvexEnvelope):
+class Proposing(dpb.draws.ConvexEnvelope):
     """With a bias, and proposals of which the proof knows all."""
 
     def bias(self, regularity, step_size):
@@ -837,8 +838,10 @@ class Proposing(dpb.ConvexEnvelope):
 
 
 def test_the_bias_of_every_step_counts():
-    known, feasible = Regularity(1, 2.0, 1.0, smoothness=2.0), dpb.Box(-1.0, 1.0)
-    plan = dpb.AlternatingSampler(dpb.ConvexEnvelope(), 0.2).planned(known, feasible)
+    known, feasible = Regularity(1, 2.0, 1.0, smoothness=2.0), dpb.sets.Box(-1.0, 1.0)
+    plan = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 0.2).planned(
+        known, feasible
+    )
     fields = {"curvature": plan.oracle.curvature, "slack": plan.oracle.slack}
     oracle = Proposing(plan.oracle.gradient_steps, plan.oracle.draw_tries, **fields)
     biased = dataclasses.replace(plan, oracle=oracle)
@@ -850,8 +853,8 @@ def test_the_bias_of_every_step_counts():
 @pytest.mark.parametrize("draws", [1, 2])
 def test_draws_fail_where_a_point_is_far_or_where_all_tries_are_rejected(draws):
     known = Regularity(3, 2.0, 1.2, num_terms=4, term_lipschitz=1.0, quadratic=0.5)
-    feasible = dpb.Ball(1.0, jnp.full(3, 2.0))
-    oracle = {1: dpb.ConvexEnvelope(), 2: dpb.StochasticRejection()}[draws]
+    feasible = dpb.sets.Ball(1.0, jnp.full(3, 2.0))
+    oracle = {1: dpb.draws.ConvexEnvelope(), 2: dpb.draws.StochasticRejection()}[draws]
     oracle = dataclasses.replace(oracle, draw_tries=3)
     eta, steps, tries, share = 0.5, 10, 30, 1e-2
     found = draw_failure(
@@ -882,11 +885,11 @@ def test_every_error_lowers_the_acceptance_of_an_envelope(smoothness):
     known = Regularity(
         3, 2.0, 1.2, smoothness, error=0.02, gradient_error=0.03, rounding=0.01
     )
-    feasible, eta, width = dpb.Ball(1.0), 0.05, 2.0
+    feasible, eta, width = dpb.sets.Ball(1.0), 0.05, 2.0
     epsilon = 0.03 + 0.01 / width
     slack = 2 * (0.02 + 0.01) + epsilon * width
     steps = 0 if math.isinf(smoothness) else 2
-    oracle = dpb.ConvexEnvelope(gradient_steps=steps)
+    oracle = dpb.draws.ConvexEnvelope(gradient_steps=steps)
     rho = 2.0 + epsilon
     for _ in range(steps):
         rho = smoothness * eta * rho + 2 * epsilon
@@ -906,8 +909,8 @@ def test_every_error_lowers_the_acceptance_of_an_envelope(smoothness):
 
 def test_cut_stages_are_part_of_the_bias_of_a_stochastic_try():
     known = Regularity(1, 1.0, num_terms=1, term_lipschitz=1.0)
-    whole = dpb.StochasticRejection().bias(known, 1 / 64)
-    cut = dpb.StochasticRejection(stages=3).bias(known, 1 / 64)
+    whole = dpb.draws.StochasticRejection().bias(known, 1 / 64)
+    cut = dpb.draws.StochasticRejection(stages=3).bias(known, 1 / 64)
     missing = sum(0.5**a / math.factorial(a) for a in range(4, 40))
     assert missing <= cut - whole <= 1.1 * missing
 
@@ -936,7 +939,7 @@ def test_rows_that_only_pad_the_records_fit_a_poisson_batch():
 
 
 def test_a_pass_that_has_begun_is_charged():
-    sampling = dpb.SinglePass(10)
+    sampling = dpb.privacy.SinglePass(10)
     charged = [sampling.charged(count, 100) for count in (1, 10, 11, 20, 21)]
     assert charged == [1, 1, 2, 2, 3]
 
@@ -945,8 +948,10 @@ def test_a_grid_release_rounds_by_less_than_its_share_of_the_margin():
     """Neighbours move apart by the noise's grid: half a step in each coordinate."""
     size = 4096
     row = jnp.full((1, size), 0.3 / math.sqrt(size), jnp.float32)
-    bounded = dpb.clipped_mean(lambda z: z, row, clip_norm=1.0, precision="grid")
-    released = dpb.Gaussian(0.0, precision="grid").release(
+    bounded = dpb.privacy.clipped_mean(
+        lambda z: z, row, clip_norm=1.0, precision="grid"
+    )
+    released = dpb.privacy.Gaussian(0.0, precision="grid").release(
         bounded, key=jax.random.key(0)
     )
     steps = np.asarray(released, np.float64)
@@ -959,7 +964,7 @@ def test_a_grid_release_rounds_by_less_than_its_share_of_the_margin():
 def test_every_selection_is_charged_and_may_run_out_of_runs():
     queries = (Query("records", 10, 1.0),)
     one, three = (
-        Selection("s", count, queries, dpb.Gaussian(2.0), Repetitions(3.0), 4)
+        Selection("s", count, queries, dpb.privacy.Gaussian(2.0), Repetitions(3.0), 4)
         for count in (1, 3)
     )
     assert one.failure > 0
@@ -977,17 +982,17 @@ def test_every_batch_of_every_release_may_overflow():
     chance = sampling.failure(dpb.Neighbours.REPLACE_ONE, 100)
     queries = tuple(Query(role, 100, 1.0, sampling) for role in ("upper", "lower"))
     apart, joint = (
-        dpb.Release("a", 3, queries, dpb.Gaussian(2.0), joint=joint)
+        dpb.privacy.Release("a", 3, queries, dpb.privacy.Gaussian(2.0), joint=joint)
         for joint in (False, True)
     )
     assert apart.failure == pytest.approx(2 * 3 * chance)
     assert joint.failure == pytest.approx(3 * chance)
-    assert dpb.Ledger((apart, joint)).failure == pytest.approx(9 * chance)
+    assert dpb.privacy.Ledger((apart, joint)).failure == pytest.approx(9 * chance)
 
 
 def test_runs_on_numbered_batches_are_charged_one_by_one():
-    queries = (Query("records", 100, 1.0, dpb.SinglePass(10)),)
-    part = dpb.Release("a", 5, queries, dpb.Gaussian(2.0))
+    queries = (Query("records", 100, 1.0, dpb.privacy.SinglePass(10)),)
+    part = dpb.privacy.Release("a", 5, queries, dpb.privacy.Gaussian(2.0))
     charged = [
         accounting.gaussian_mu(event)
         for run in part.repeated(2)

@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from solver_zoo import DOUBLE, SOLVERS, sizes_of
 
 import dpbilevel as dpb
-from dpbilevel import debug, zoo
+from dpbilevel.audit import debug
+from dpbilevel.bilevel import zoo
 
 WAITING = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd"}
 WAITING |= {"schur", "triangular_solve", "tridiagonal_solve"}

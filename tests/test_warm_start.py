@@ -42,7 +42,7 @@ def long_penalty():
 )
 def test_the_second_goes_on_where_the_first_ended(first):
     then = implicit(num_steps=2, answer="last")
-    both = run(noiseless(dpb.WarmStarted(first, then)))
+    both = run(noiseless(dpb.bilevel.WarmStarted(first, then)))
     start = run(noiseless(first))
     y = EXACT.w0[1] if start.y is None else start.y
     alone = run(noiseless(then), (start.x, y))
@@ -54,12 +54,16 @@ def test_the_second_goes_on_where_the_first_ended(first):
 
 
 def test_a_second_one_that_releases_y_gives_it():
-    both = run(noiseless(dpb.WarmStarted(implicit(num_steps=2), long_penalty())))
+    both = run(
+        noiseless(dpb.bilevel.WarmStarted(implicit(num_steps=2), long_penalty()))
+    )
     assert both.y.shape == (4,)
 
 
 def test_ledgers_add_and_the_budget_is_split():
-    solver = dpb.WarmStarted(implicit(num_steps=3), implicit(num_steps=5), split=0.3)
+    solver = dpb.bilevel.WarmStarted(
+        implicit(num_steps=3), implicit(num_steps=5), split=0.3
+    )
     ledger = solver.with_noise(2.0).ledger(EXACT.problem, SIZES)
     names = [release.name for release in ledger.releases]
     assert names == ["first: hypergradient", "then: hypergradient"]
@@ -71,14 +75,14 @@ def test_ledgers_add_and_the_budget_is_split():
 
 
 def test_the_status_is_the_worse_of_the_two():
-    mixed = dpb.WarmStarted(penalty(num_steps=2), implicit())
+    mixed = dpb.bilevel.WarmStarted(penalty(num_steps=2), implicit())
     budget = dpb.PrivacyBudget(1.0, 1e-6)
     plan = dpb.calibrate(EXACT.problem, mixed, budget, sizes=SIZES)
-    assert plan.report.status is dpb.Status.CONDITIONAL
+    assert plan.report.status is dpb.privacy.Status.CONDITIONAL
     assert "strong_convexity = 1.5" in str(plan.report)
-    clipped = dpb.WarmStarted(penalty(num_steps=2), penalty(num_steps=2))
+    clipped = dpb.bilevel.WarmStarted(penalty(num_steps=2), penalty(num_steps=2))
     plan = dpb.calibrate(EXACT.problem, clipped, budget, sizes=SIZES)
-    assert plan.report.status is dpb.Status.ENFORCED
+    assert plan.report.status is dpb.privacy.Status.ENFORCED
 
 
 def test_a_private_y_is_bought_by_a_refit():
@@ -99,10 +103,14 @@ def test_a_private_y_is_bought_by_a_refit():
         (
             {
                 "first": penalty(
-                    noise=dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE),
+                    noise=dpb.privacy.Gaussian(
+                        neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
+                    ),
                     inner=dataclasses.replace(
                         INNER,
-                        noise=dpb.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE),
+                        noise=dpb.privacy.Gaussian(
+                            neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
+                        ),
                     ),
                 )
             },
@@ -114,4 +122,4 @@ def test_a_private_y_is_bought_by_a_refit():
 def test_bad_field_is_named_in_the_error(fields, error, message):
     good = {"first": implicit(), "then": implicit()}
     with pytest.raises(error, match=message):
-        dpb.WarmStarted(**(good | fields))
+        dpb.bilevel.WarmStarted(**(good | fields))

@@ -9,8 +9,8 @@ import scipy
 from jaxtyping import Float
 
 from .. import _checks
-from .._lazy import dp_accounting
 from ..privacy import accounting
+from ..privacy._lazy import dp_accounting
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 

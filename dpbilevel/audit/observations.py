@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
-from ..noise import PRNGKey
+from ..privacy.noise import PRNGKey
 
 _FEWEST = 1000
 _AT_ONCE = 10_000  # runs per batch, to bound memory

@@ -8,11 +8,11 @@ import numpy as np
 import scipy
 
 from .. import _checks
-from ..noise import PRNGKey, check_key
-from ..problems.finite_sum import FiniteSum
-from ..solvers.base import solve
-from ..solvers.noisy_gd import NoisyGD
-from .neighbours import BEYOND, check_solver
+from ..core.loop import solve
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import FiniteSum
+from ..privacy.noise import PRNGKey, check_key
+from .canaries import BEYOND, check_solver
 
 _LARGEST = 60.0
 

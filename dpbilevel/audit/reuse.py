@@ -11,12 +11,12 @@ import numpy as np
 import scipy
 from jaxtyping import Float
 
-from ..noise import PRNGKey, check_key
+from ..core.loop import AbstractSolver
 from ..privacy.mechanisms import Gaussian
-from ..solvers.base import AbstractSolver
-from .neighbours import canaries, check_solver
-from .opened import opened
+from ..privacy.noise import PRNGKey, check_key
+from .canaries import canaries, check_solver
 from .tradeoff import ALPHA, SolverRun
+from .unseal import opened
 
 
 @dataclasses.dataclass(frozen=True)

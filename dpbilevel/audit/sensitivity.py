@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..clipping import Bounded
-from ..noise import PRNGKey, check_key
 from ..privacy.budget import Neighbours
-from .opened import opened
+from ..privacy.clipping import Bounded
+from ..privacy.noise import PRNGKey, check_key
+from .unseal import opened
 
 _SCALES = (1e-45, 1e-39, 1e-30, 1e-19, 1e-3, 1.0, 1.0, 1e3, 1e10, 1e19, 1e30, 3e38)
 _SPECIAL = (0.0, -0.0, np.nan, np.inf, -np.inf)

@@ -10,10 +10,10 @@ import numpy as np
 import scipy
 from jaxtyping import Float, PyTree
 
-from ..noise import PRNGKey, check_key, step_keys
-from ..solvers.base import AbstractSolver
+from ..core.loop import AbstractSolver
+from ..privacy.noise import PRNGKey, check_key, step_keys
+from .canaries import Canary, canaries, check_solver
 from .claims import Claim, TradeOffCurve, gaussian_mu_of
-from .neighbours import Canary, canaries, check_solver
 from .observations import check_arguments, check_pair, observe, scores_of
 
 ALPHA = 1e-4  # the chance that a sound mechanism is rejected

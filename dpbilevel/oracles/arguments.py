@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..clipping import one_record
-from ..problems.bilevel import ROLES, BilevelProblem, Levels
-from ..problems.finite_sum import check_scalar
+from ..bilevel.problem import ROLES, BilevelProblem, Levels
+from ..onelevel.problem import check_scalar
+from ..privacy.clipping import one_record
 from .linear import AbstractLinearSolver
 from .minimizers import AbstractLowerSolver
 from .objectives import merge, split

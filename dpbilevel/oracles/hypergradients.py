@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..problems.bilevel import BilevelProblem, Levels
+from ..bilevel.problem import BilevelProblem, Levels
 from .arguments import checked
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
 from .lower import DEFAULT_LINEAR_SOLVER, check_interior, minimized

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..problems.bilevel import BilevelProblem, Levels
+from ..bilevel.problem import BilevelProblem, Levels
 from ..sets import AbstractSet, Euclidean
 from .arguments import checked
 from .layout import laid_out
@@ -56,8 +56,8 @@ def lower_solution(
 
     Example:
         >>> import jax, jax.numpy as jnp, dpbilevel as dpb
-        >>> example = dpb.zoo.leak(jnp.asarray([[1.0], [3.0]]))
-        >>> dpb.lower_solution(
+        >>> example = dpb.bilevel.zoo.leak(jnp.asarray([[1.0], [3.0]]))
+        >>> dpb.oracles.lower_solution(
         ...     example.problem, jnp.zeros(1), example.data, y0=jnp.zeros(1)
         ... )
         Array([2.], dtype=float32)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..problems.bilevel import BilevelProblem, Levels
+from ..bilevel.problem import BilevelProblem, Levels
 from .layout import laid_out
 
 Scalar = Float[Array, ""]

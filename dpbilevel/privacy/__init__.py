@@ -1,1 +1,30 @@
-"""Budgets, mechanisms, the ledger, calibration and reports."""
+"""What a release is and what it costs: mechanisms, sampling, the ledger, reports."""
+
+from .budget import Neighbours, People, PrivacyBudget
+from .clipping import Basis, Bounded, clipped_mean
+from .ledger import Ledger, Query, Release
+from .mechanisms import Gaussian
+from .noise import root_key
+from .report import PrivacyReport, Status
+from .sampling import FixedSize, FullBatch, Poisson
+from .single_pass import SinglePass
+
+__all__ = [
+    "Basis",
+    "Bounded",
+    "FixedSize",
+    "FullBatch",
+    "Gaussian",
+    "Ledger",
+    "Neighbours",
+    "People",
+    "Poisson",
+    "PrivacyBudget",
+    "PrivacyReport",
+    "Query",
+    "Release",
+    "SinglePass",
+    "Status",
+    "clipped_mean",
+    "root_key",
+]

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .._lazy import dp_accounting
 from . import pure, renyi
+from ._lazy import dp_accounting
 from .budget import Neighbours
 from .gaussian import Profile, gaussian_delta, gaussian_epsilon
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 import scipy
 
 from .. import _checks
-from .._lazy import dp_accounting
-from ..clipping import Basis
-from ..sampling import AbstractSampling, FullBatch
 from . import accounting
+from ._lazy import dp_accounting
 from .budget import Neighbours, People, PrivacyBudget
+from .clipping import Basis
 from .mechanisms import Gaussian
+from .sampling import AbstractSampling, FullBatch
 
 RECORDS = "records"  # the role of the records of a one-level problem
 ROLES = ("upper", "lower", RECORDS)

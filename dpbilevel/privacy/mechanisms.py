@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from .._lazy import dp_accounting
-from ..clipping import SUMS, Bounded, Precision
-from ..grid import Grid
-from ..noise import PRNGKey, standard_normal
+from ._lazy import dp_accounting
 from .budget import Neighbours
+from .clipping import SUMS, Bounded, Precision
+from .grid import Grid
+from .noise import PRNGKey, standard_normal
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
 # floating point or to the grid of the noise (at most 2**-12 of a contribution), of

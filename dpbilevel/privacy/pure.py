@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from .._lazy import dp_accounting
+from ._lazy import dp_accounting
 
 # Beyond this epsilon nothing is private.
 _LARGEST = 700.0

@@ -20,7 +20,7 @@ import numpy as np
 import scipy
 from jaxtyping import Float
 
-from .._lazy import dp_accounting
+from ._lazy import dp_accounting
 from .gaussian import gaussian_delta
 from .repetitions import Repetitions
 

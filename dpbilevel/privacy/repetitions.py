@@ -8,7 +8,7 @@ import numpy as np
 import scipy
 from jaxtyping import Float
 
-from .._lazy import dp_accounting
+from ._lazy import dp_accounting
 
 
 @dataclasses.dataclass(frozen=True)

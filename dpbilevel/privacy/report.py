@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 from .._version import __version__
-from ..clipping import Basis
-from ..sampling import padded_rows
 from . import accounting
 from .budget import Neighbours, PrivacyBudget
+from .clipping import Basis
 from .ledger import Ledger
+from .sampling import padded_rows
 
 
 class Status(enum.Enum):

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from .. import _checks
-from .._lazy import dp_accounting
-from ..clipping import Basis
+from ._lazy import dp_accounting
 from .budget import People
+from .clipping import Basis
 from .ledger import AbstractGaussianRelease
 from .repetitions import Repetitions
 

@@ -1,0 +1,24 @@
+"""NON-PRIVATE. The one place where audits open a sealed value."""
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from ..privacy.clipping import Bounded
+from ..privacy.grid import Grid
+
+
+def opened(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
+    """NON-PRIVATE. The sealed value in float64, one flat array per leaf.
+
+    Args:
+        bounded: Computed from public or synthetic records; or a batch of such values.
+    """
+    if not isinstance(bounded.raw, Grid):
+        return [np.ravel(v).astype(np.float64) for v in jax.tree.leaves(bounded.raw)]
+    exponent = np.asarray(bounded.raw.exponent, np.float64)
+    # A batch of values has a batch of exponents: leading axes that the counts share.
+    return [
+        np.ravel(np.asarray(v, np.float64).T * 2.0**exponent.T, order="F")
+        for v in jax.tree.leaves(bounded.raw.counts)
+    ]

@@ -1,0 +1,31 @@
+"""Problems of two levels, their applications and their solvers."""
+
+from . import zoo
+from .applications import penalty_tuning, source_weighting, source_weights
+from .constants import AbstractCertificate, Constants, SecondOrderConstants
+from .implicit import ImplicitBilevel
+from .linear_tuning import linear_tuning
+from .penalty import PenaltyBilevel
+from .problem import BilevelProblem, Levels, Sizes
+from .refitted import Refitted
+from .single_loop import SingleLoopBilevel
+from .warm_start import WarmStarted
+
+__all__ = [
+    "AbstractCertificate",
+    "BilevelProblem",
+    "Constants",
+    "ImplicitBilevel",
+    "Levels",
+    "PenaltyBilevel",
+    "Refitted",
+    "SecondOrderConstants",
+    "SingleLoopBilevel",
+    "Sizes",
+    "WarmStarted",
+    "linear_tuning",
+    "penalty_tuning",
+    "source_weighting",
+    "source_weights",
+    "zoo",
+]

@@ -1,0 +1,201 @@
+"""Bilevel problems people have: weighting data sources, tuning penalties."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import _checks
+from ..sets import AbstractSet, Box, Euclidean, Simplex
+from .problem import BilevelProblem
+
+Scalar = Float[Array, ""]
+ModelLoss = Callable[[PyTree, PyTree], Scalar]
+
+
+def read_source(record: PyTree) -> Int[Array, ""]:
+    """The source of a training record: its entry `"source"`.
+
+    Args:
+        record: A record.
+
+    Raises:
+        ValueError: It has no such entry.
+    """
+    if not isinstance(record, Mapping) or "source" not in record:
+        raise ValueError(
+            "source_weighting: a training record must be a dict with an entry 'source',"
+            ' such as {"features": X, "label": y, "source": s}; or give source=, a '
+            "function that reads the source of a record."
+        )
+    return record["source"]
+
+
+def source_weighting(
+    loss: ModelLoss,
+    num_sources: int,
+    *,
+    ridge: float = 0.0,
+    parametrization: Literal["logits", "simplex"] = "logits",
+    source: Callable[[PyTree], Int[Array, ""]] = read_source,
+) -> BilevelProblem:
+    r"""Weights the sources of the training records by clean validation records.
+
+    $$
+    \min_x \frac{1}{n_f} \sum_i \ell(y^*(x), z_i), \qquad y^*(x) = \arg\min_y
+    \frac{1}{n_g} \sum_i k\, p_{s_i}(x)\, \ell(y, z'_i) + \rho \|y\|^2,
+    $$
+
+    with $p(x) = \mathrm{softmax}(x)$ for logits or $p(x) = x$ on the simplex. Start at
+    `source_weights(...)`'s uniform point: zeros, or `1 / k`.
+
+    Args:
+        loss: $\ell(y, z)$: the model's loss on one record.
+        num_sources: $k$.
+        ridge: $\rho \ge 0$; public. Positive where $\ell$ is not strongly convex.
+        parametrization: `"logits"` or `"simplex"`.
+        source: Reads a training record's source, an integer in $[0, k)$; a record
+            of any other source has no influence.
+
+    Returns:
+        A problem over `Levels(upper=validation, lower=training)`; only the training
+        records meet $x$.
+
+    Privacy:
+        The source of a record is part of the record. $k$ and $\rho$ are public.
+    """
+    owner = "source_weighting"
+    _checks.count(owner, num_sources=num_sources)
+    _checks.non_negative(owner, ridge=ridge)
+    _checks.one_of(owner, "parametrization", parametrization, ("logits", "simplex"))
+
+    def upper(x, y, record):
+        del x
+        return loss(y, record)
+
+    def lower(x, y, record):
+        if jnp.shape(x) != (num_sources,):
+            raise ValueError(
+                f"source_weighting: x must have shape ({num_sources},), one entry per "
+                f"source, got {jnp.shape(x)}."
+            )
+        index = source(record)
+        known = (index >= 0) & (index < num_sources)
+        weight = source_weights(x, parametrization)[jnp.where(known, index, 0)]
+        # A record of no known source has no influence, whoever solves the problem.
+        return jnp.where(known, num_sources * weight, 0.0) * loss(y, record)
+
+    def lower_public(x, y):
+        del x
+        return ridge * optax.tree.norm(y, squared=True)
+
+    x_set: AbstractSet = Simplex() if parametrization == "simplex" else Euclidean()
+    return BilevelProblem(
+        upper=upper,
+        lower=lower,
+        lower_public=lower_public,
+        x_set=x_set,
+        x_in_records=("lower",),
+    )
+
+
+def source_weights(
+    x: Float[Array, " k"], parametrization: Literal["logits", "simplex"] = "logits"
+) -> Float[Array, " k"]:
+    """The weights of the sources, summing to 1.
+
+    Args:
+        x: The upper variable of `source_weighting`.
+        parametrization: As there.
+    """
+    return jax.nn.softmax(x) if parametrization == "logits" else x
+
+
+def penalty_tuning(
+    loss: ModelLoss,
+    groups: PyTree,
+    *,
+    bounds: tuple[float, float] = (-4.0, 2.0),
+) -> BilevelProblem:
+    r"""Tunes one quadratic penalty per group of coefficients on validation records.
+
+    $$
+    \min_{x \in [l, u]^k} \frac{1}{n_f} \sum_i \ell(y^*(x), z_i), \qquad y^*(x) =
+    \arg\min_y \frac{1}{n_g} \sum_i \ell(y, z'_i) + \frac12 \sum_j e^{x_{g(j)}} y_j^2.
+    $$
+
+    No record meets $x$, so the outer step is free of noise and budget.
+
+    Args:
+        loss: $\ell(y, z)$: the model's loss on one record.
+        groups: $g$: a pytree like $y$ of integers in $[0, k)$; public.
+        bounds: $(l, u)$, the box of the log-penalties. The default suits features of
+            about unit variance; lower ends invite noise, which drives penalties down
+            where records are few.
+
+    Returns:
+        A problem over `Levels(upper=validation, lower=training)` whose $x$ has one
+        log-penalty per group.
+
+    Raises:
+        ValueError: Bounds that are not finite or out of order, groups that are not
+            integers of at least 0.
+
+    References:
+        Kornowski, "Differentially private bilevel optimization", Section 7 (one
+        penalty, noise on the free outer step, and a wrong sign in the last display;
+        see the documentation).
+    """
+    low, high = bounds
+    if not (low < high and math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(
+            f"penalty_tuning: bounds must be two finite, increasing numbers, got "
+            f"{bounds}."
+        )
+    for leaf in jax.tree.leaves(groups):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+            raise ValueError(
+                "penalty_tuning: groups must hold integers, the group of each "
+                f"coefficient, got {jnp.result_type(leaf)}."
+            )
+        if int(jnp.min(leaf)) < 0:
+            raise ValueError(
+                "penalty_tuning: groups must be counted from 0, got "
+                f"{int(jnp.min(leaf))}."
+            )
+    num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))
+
+    def upper(x, y, record):
+        del x
+        return loss(y, record)
+
+    def lower(x, y, record):
+        del x
+        return loss(y, record)
+
+    def lower_public(x, y):
+        if jnp.shape(x) != (num_groups,):
+            raise ValueError(
+                f"penalty_tuning: x must have shape ({num_groups},), one log-penalty "
+                f"per group, got {jnp.shape(x)}."
+            )
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (groups, y)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                "penalty_tuning: groups must have the shapes of y, one group per "
+                f"coefficient, got {shapes[0]} for y of {shapes[1]}."
+            )
+        terms = jax.tree.map(lambda g, v: jnp.sum(jnp.exp(x)[g] * v * v), groups, y)
+        return 0.5 * optax.tree.sum(terms)
+
+    return BilevelProblem(
+        upper=upper,
+        lower=lower,
+        lower_public=lower_public,
+        x_set=Box(jnp.full(num_groups, low), jnp.full(num_groups, high)),
+        x_in_records=False,
+    )

@@ -1,0 +1,291 @@
+"""The other door to the records: hypergradients, sealed by declared constants.
+
+A hypergradient is no sum over records, so clipping does not bound what one of them
+does. A certificate does, and whatever is computed here inexactly is part of the bound.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..privacy.budget import People
+from ..privacy.clipping import Basis, Bounded, Precision
+from ..privacy.floats import all_finite
+from ..privacy.grid import ROUNDED_BITS, on_grid
+from ..sets import Ball, Euclidean
+from . import fixed_count, sensitivities
+from .bounds import Bounds
+from .constants import AbstractCertificate
+from .problem import BilevelProblem, Levels, Sizes
+
+
+def certified_hypergradient(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    *,
+    precision: Precision,
+) -> Bounded:
+    r"""The hypergradient at `x`, sealed with the sensitivity that constants prove.
+
+    $$\bar\nabla F(x, y) = \nabla_x F - \nabla_{xy} G\, v, \qquad \nabla_{yy} G\, v
+    \approx \nabla_y F, \qquad y \approx y^*(x),$$
+
+    by fixed numbers of accelerated gradient and Chebyshev steps. It is projected onto
+    the ball of radius $\bar L$ that holds the exact one, which sets no two values
+    further apart; where it is not finite it is zero.
+
+    Args:
+        problem: The problem, with a certificate as `constants`.
+        data: The records, read in the dtype of x and y. One with an entry that is not
+            finite in it is read as all zeros.
+        x: The upper variable, released.
+        y0: Where the lower solve starts, after projection onto the ball that holds
+            all lower solutions; public or already private.
+        sizes: The planned sizes.
+        precision: `"float"`, or `"grid"`: rounded to a public grid.
+
+    Privacy:
+        One query. Its sensitivity under replace-one is `sensitivities.at` `x`, and on
+        the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of the smaller role's
+        each. It rests on the certificate and, for rounding, on per-record derivatives
+        that are exact to 32 units of roundoff. $y$ and $v$ are not private and are not
+        returned.
+    """
+    _checks.strict_floats("certified_hypergradient")
+    certificate = certificate_of(problem)
+    dtype = common_dtype((x, y0))
+    sensitivities.check_dtype(certificate, sizes, dtype)
+    bounds = certificate.bounds(sizes, x)
+    with jax.default_matmul_precision("highest"):
+        steps = sensitivities.effort(certificate, sizes)
+        value = hypergradient(problem, data, x, y0, sizes, bounds, steps)
+    shares = sensitivities.at(certificate, sizes, dtype, x)
+    shares = jax.tree.map(
+        lambda v: jax.lax.stop_gradient(jnp.asarray(v, dtype)), shares
+    )
+    if precision == "float":
+        return Bounded(
+            value, _contribution(certificate, shares, sizes), Basis.CONSTANTS
+        )
+    least = jnp.minimum(shares.upper, shares.lower)
+    rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
+    shares = jax.tree.map(lambda v: v + rounded, shares)
+    grid = on_grid(value, least)
+    return Bounded(grid, _contribution(certificate, shares, sizes), Basis.CONSTANTS)
+
+
+def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
+    """The one dtype of the computation, which the bound on rounding refers to.
+
+    Args:
+        w: All variables, or their shapes.
+        owner: The solver to name in an error.
+
+    Raises:
+        ValueError: There are several dtypes, or one of half precision.
+    """
+    dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves(w)}
+    if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
+        names = ", ".join(sorted(dtype.name for dtype in dtypes))
+        raise ValueError(
+            f"{owner}: all variables must be of one dtype, float32 or float64, since "
+            f"the sensitivity includes its rounding; got {names}. Convert the starting "
+            "point, as in jax.tree.map(lambda v: v.astype(jnp.float64), w0)."
+        )
+    return dtypes.pop()
+
+
+def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
+    """The problem's certificate.
+
+    Raises:
+        ValueError: It has none, or one for other functions; its lower level has a set.
+    """
+    if not isinstance(problem.constants, AbstractCertificate):
+        none = problem.constants is None
+        kind = None if none else f"of type {type(problem.constants).__name__}"
+        raise ValueError(
+            "BilevelProblem: this solver's guarantee rests on bounds of the problem's "
+            f"functions, but problem.constants is {kind}. "
+            "Declare dpbilevel.bilevel.SecondOrderConstants(...), take a problem that "
+            "brings its own, such as dpbilevel.linear_tuning(...), or use "
+            "PenaltyBilevel, which clips."
+        )
+    if not isinstance(problem.y_set, Euclidean):
+        raise ValueError(
+            "BilevelProblem: implicit derivatives are those of an unconstrained lower "
+            f"level, got y_set={problem.y_set}. Leave y_set out; the constants' "
+            "solution_radius says where the lower solutions are."
+        )
+    problem.constants.check(problem)
+    return problem.constants
+
+
+def _contribution(certificate, shares: Levels, sizes: Sizes) -> Float[Array, ""]:
+    """Half the sensitivity that the noise is to be relative to, as `planned` has it."""
+    if sizes.people is not People.DISJOINT:
+        return (shares.upper + shares.lower) / 2
+    ratios = sensitivities.ratios(certificate, sizes)
+    factor = jnp.maximum(shares.upper / ratios.upper, shares.lower / ratios.lower)
+    return (ratios.upper + ratios.lower) / 2 * factor
+
+
+def hypergradient(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    bounds: Bounds,
+    steps: sensitivities.Effort,
+) -> PyTree:
+    """The hypergradient of `certified_hypergradient`, not sealed. NON-PRIVATE.
+
+    Args:
+        problem: The problem.
+        data: The records.
+        x: The upper variable.
+        y0: Where the lower solve starts.
+        sizes: The planned sizes.
+        bounds: The certificate's bounds at `x`.
+        steps: The numbers of inner steps.
+    """
+    ball = Ball(bounds.solution_radius)
+    eigenvalues = {
+        "smallest": bounds.strong_convexity,
+        "largest": bounds.smoothness,
+    }
+    means = Means(problem, data, sizes)
+    y = fixed_count.accelerated_gradient(
+        functools.partial(means.lower_y, x),
+        ball.project(y0),
+        num_steps=steps.lower_steps,
+        **eigenvalues,
+    )
+    y = ball.project(y)
+    direct, right = means.upper(x, y)
+    v = fixed_count.chebyshev(
+        lambda v: jax.jvp(lambda y: means.lower_y(x, y), (y,), (v,))[1],
+        right,
+        num_steps=steps.linear_steps,
+        **eigenvalues,
+    )
+    cross = jax.jvp(lambda y: means.lower_x(x, y), (y,), (v,))[1]
+    value = optax.tree.sub(direct, cross)
+    finite = all_finite(value)
+    value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
+    return Ball(bounds.gradient).project(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """Derivatives of both levels' objectives, public terms included. NON-PRIVATE."""
+
+    problem: BilevelProblem
+    data: Levels
+    sizes: Sizes
+
+    def lower_y(self, x: PyTree, y: PyTree) -> PyTree:
+        r"""$\nabla_y G$ at `x` and `y`."""
+        mean = _mean(
+            lambda total: jax.grad(lambda y: total(self.problem.lower, x, y))(y),
+            self.data.lower,
+            self.sizes.lower,
+        )
+        return _plus(mean, self.problem.lower_public, 1, x, y)
+
+    def lower_x(self, x: PyTree, y: PyTree) -> PyTree:
+        r"""$\nabla_x G$ at `x` and `y`."""
+        mean = optax.tree.zeros_like(x)
+        if self.problem.reads_x("lower"):
+            mean = _mean(
+                lambda total: jax.grad(lambda x: total(self.problem.lower, x, y))(x),
+                self.data.lower,
+                self.sizes.lower,
+            )
+        return _plus(mean, self.problem.lower_public, 0, x, y)
+
+    def upper(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
+        r"""$\nabla_x F$ and $\nabla_y F$ at `x` and `y`."""
+
+        def gradients(total):
+            return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))
+
+        mean_x, mean_y = _mean(gradients, self.data.upper, self.sizes.upper)
+        public = self.problem.upper_public
+        return _plus(mean_x, public, 0, x, y), _plus(mean_y, public, 1, x, y)
+
+
+def _plus(mean: PyTree, public, argument: int, x, y) -> PyTree:
+    if public is None:
+        return mean
+    return optax.tree.add(mean, jax.grad(public, argument)(x, y))
+
+
+def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
+    """A derivative summed over the records chunk by chunk, over their planned number.
+
+    `derivative` maps `total(loss, x, y)`, the sum of a loss over the records of a
+    chunk, to the derivative of that sum.
+    """
+    n = _checks.leading_axis("records", records)
+    rows = min(n, sensitivities.ROWS)
+
+    def part(index):
+        start = jnp.minimum(index * rows, n - rows)
+        # The last chunk reaches back; what others have summed is left out.
+        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
+        piece = jax.tree.map(
+            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), records
+        )
+
+        def total(loss, x, y):
+            chunk = jax.vmap(functools.partial(readable, dtype=common_dtype((x, y))))(
+                piece
+            )
+            losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
+            return jnp.sum(jnp.where(fresh, losses, 0))
+
+        return derivative(total)
+
+    indices = jnp.arange(-(-n // rows), dtype=jnp.int32)
+    if n == rows:
+        total = part(indices[0])
+    else:
+        empty = optax.tree.zeros_like(jax.eval_shape(part, indices[0]))
+        total, _ = jax.lax.scan(
+            lambda total, index: (optax.tree.add(total, part(index)), None),
+            empty,
+            indices,
+        )
+    return jax.tree.map(lambda v: v / size, total)
+
+
+def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
+    """The records with their floating-point entries in a dtype.
+
+    Args:
+        records: One or many.
+        dtype: The dtype.
+    """
+    return jax.tree.map(
+        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,
+        records,
+    )
+
+
+def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
+    """The record in a dtype, or zeros where one of its numbers is not finite."""
+    record = wide(record, dtype)
+    readable = all_finite(record)
+    return jax.tree.map(lambda v: jnp.where(readable, v, jnp.zeros_like(v)), record)

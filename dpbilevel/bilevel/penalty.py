@@ -1,0 +1,379 @@
+"""The first-order penalty method for private bilevel optimization."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from .. import _checks
+from ..core.descent import Memory, Rejections, check_descent, descent, projected_update
+from ..core.loop import AbstractSolver, inner_solve
+from ..core.outputs import Best, smallest_step
+from ..onelevel.noisy_gd import running_mean
+from ..onelevel.problem import AbstractFiniteSum
+from ..privacy.budget import Neighbours
+from ..privacy.clipping import Bounded
+from ..privacy.ledger import Ledger, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey, derive
+from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
+from .constants import Constants
+from .penalized import PenalizedLevel, levels_mean, levels_queries
+from .problem import BilevelProblem, Levels, Sizes
+
+LOWER = "lower solution"
+PENALIZED = "penalized solution"
+OUTER = "outer gradient"
+
+
+class _State(eqx.Module):
+    x: PyTree
+    y: PyTree  # private solution of the lower level at the last x
+    z: PyTree  # private solution of the penalized level at the last x
+    memory: Memory
+    inner: Rejections  # of both inner solves
+    mean: PyTree  # running average of (x, y)
+    best: Best
+    t: Int[Array, ""]
+
+
+class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
+    r"""Bilevel descent with two private inner solves and one noisy outer gradient.
+
+    One step at $x_t$ with penalty $\lambda$:
+
+    $$
+    y_t \approx \arg\min_y g(x_t, y), \qquad
+    z_t \approx \arg\min_y f(x_t, y) + \lambda g(x_t, y),
+    $$
+    $$
+    \tilde g_t = \nabla_x f(x_t, z_t) + \lambda \bigl(\nabla_x g(x_t, z_t) - \nabla_x
+    g(x_t, y_t)\bigr) + \nu_t, \qquad x_{t+1} = \Pi_X(x_t - \eta \tilde g_t).
+    $$
+
+    Both inner solves start from the previous step's private solutions. The answer is
+    the last pair, the average of the pairs, or as in the paper the $x_t$ with the
+    smallest $\|x_{t+1} - x_t\|$ and its $y_t$. Where no record meets $x$, $\tilde g_t$
+    is a function of private values: no noise, no budget.
+
+    Args:
+        num_steps: The number of outer steps $T$. Static.
+        penalty: $\lambda > 0$. The bias of the hypergradient falls like $1/\lambda$,
+            the effect of inner noise on it grows like $\lambda$.
+        inner: The solver of both inner problems, for instance
+            `NoisyGD(num_steps=10, step_size=1.0, clip_norm=1.0)`. Its `clip_norm`
+            bounds $\nabla_y g(x, y; z)$.
+        clip_norm: $C_x$, the bound on $\lambda (\nabla_x g(x, z_t; z) - \nabla_x g(x,
+            y_t; z))$ of one lower record; it includes the factor $\lambda$.
+        upper_clip_norm: $C_f$, the bound on $\nabla_y f$ and on $\nabla_x f$ of one
+            upper record.
+        step_size: $\eta$; or give `optimizer`.
+        optimizer: An optax optimizer fed with $\tilde g_t$. Static.
+        sampling: How the batches of the outer gradient are drawn. The batches of the
+            inner solves are `inner.sampling`'s.
+        noise: The mechanism, for its neighbouring relation; its multiplier is that of
+            the whole run seen as one full-batch release.
+        shares: How the squared budget is split over lower solves, penalized solves and
+            outer gradients; where the outer gradient is free, over the first two.
+        answer: `"last"`; `"mean"`, the average of all pairs, in which the noise of y is
+            less: better where records are few; or `"smallest_step"` as in the paper.
+            The latter wants inner solves that are accurate from the first step on:
+            short ones start equal, so that the first outer step is small for no good
+            reason. Static.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        Per outer step the releases of two inner runs and one Gaussian release. An
+        inner gradient of the lower level has $\ell_2$ sensitivity $2 C_g / n_g$ under
+        replace-one, of the penalized level $2 C_g / n_g$ for a lower and $2 C_f /
+        (\lambda n_f)$ for an upper record; the outer gradient $2 C_x / n_g$ and $2 C_f
+        / n_f$. Enforced by clipping, for any functions: no Lipschitz constant and no
+        accuracy of the inner solves is assumed. $x$, $y$ and the whole trajectory are
+        released.
+
+    References:
+        Kornowski, "Differentially private bilevel optimization", Algorithms 1 and 3
+        and Section 7. There the sensitivity is taken at the exact inner solutions,
+        which the algorithm does not have; clipping removes that gap. Noise is
+        calibrated numerically instead of by the constants of the theorems.
+    """
+
+    num_steps: int = eqx.field(static=True)
+    penalty: float
+    inner: AbstractSolver
+    clip_norm: float = 1.0
+    upper_clip_norm: float = 1.0
+    step_size: float | None = None
+    optimizer: optax.GradientTransformation | None = eqx.field(
+        static=True, default=None
+    )
+    sampling: AbstractSampling = FullBatch()
+    noise: Gaussian = Gaussian()
+    shares: tuple[float, float, float] = (0.4, 0.4, 0.2)
+    answer: Literal["smallest_step", "last", "mean"] = eqx.field(
+        static=True, default="last"
+    )
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = BilevelProblem
+
+    def __check_init__(self):
+        owner = "PenaltyBilevel"
+        unnumbered(owner, self.sampling)
+        _checks.instance(owner, Gaussian, noise=self.noise)
+        _checks.count(owner, num_steps=self.num_steps)
+        _checks.positive(
+            owner,
+            penalty=self.penalty,
+            clip_norm=self.clip_norm,
+            upper_clip_norm=self.upper_clip_norm,
+        )
+        check_descent(owner, self.step_size, self.optimizer)
+        _checks.one_of(owner, "answer", self.answer, ("smallest_step", "last", "mean"))
+        if not isinstance(self.inner, AbstractSolver) or not issubclass(
+            AbstractFiniteSum, self.inner.problem_type
+        ):
+            raise TypeError(
+                f"{owner}: inner must be a solver of a one-level problem, such as "
+                f"NoisyGD, got {type(self.inner).__name__}."
+            )
+        if not isinstance(self.shares, tuple | list) or len(self.shares) != 3:
+            raise ValueError(
+                f"{owner}: shares must be three positive numbers, for lower solves, "
+                f"penalized solves and outer gradients, got {self.shares}."
+            )
+        for share in self.shares:
+            _checks.positive(owner, shares=share)
+        if self.inner.neighbours is not self.noise.neighbours:
+            raise ValueError(
+                f"{owner}: noise refers to {self.noise.neighbours} but inner to "
+                f"{self.inner.neighbours}; give both the same relation."
+            )
+
+    @classmethod
+    def from_theorem(
+        cls,
+        constants: Constants,
+        *,
+        num_records: int,
+        dimension_x: int,
+        dimension_y: int,
+        epsilon: float,
+        initial_gap: float,
+        inner: AbstractSolver,
+        **fields: Any,
+    ) -> "PenaltyBilevel":
+        r"""The parameters of the theorem with every hidden constant set to 1.
+
+        With $\ell$, $\kappa$ from `constants` and $\Delta$ the initial gap,
+        $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$,
+        $K_2 = \Delta^{1/6} \ell^{5/6} \kappa^{11/6}$,
+        $\alpha = K_1 (\sqrt{d_x} / (\varepsilon n))^{1/2} + K_2 (\sqrt{d_y} /
+        (\varepsilon n))^{1/3}$, $\lambda = \ell \kappa^3 / \alpha$, $\eta = 1 / (\ell
+        \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2 \rceil$. The clip norms
+        are the Lipschitz constants: $C_f = L_0^f$, $C_x = \ell \kappa$.
+
+        Args:
+            constants: Declared bounds of the problem.
+            num_records: $n$, the smaller of the two levels.
+            dimension_x: $d_x$.
+            dimension_y: $d_y$.
+            epsilon: $\varepsilon$ of the whole run.
+            initial_gap: $\Delta \ge F(x_0) - \inf F$.
+            inner: The inner solver, for instance from `LocalizedGD.from_theorem`.
+            **fields: Further fields of `PenaltyBilevel`, such as `sampling`.
+
+        References:
+            Kornowski, Theorem 4 (full batch) and Theorem 11 (mini-batches).
+        """
+        _checks.positive(
+            "PenaltyBilevel.from_theorem", epsilon=epsilon, initial_gap=initial_gap
+        )
+        _checks.instance("PenaltyBilevel.from_theorem", Constants, constants=constants)
+        ell, kappa, gap = constants.ell, constants.kappa, initial_gap
+        outer_constant = gap**0.25 * ell**0.75 * kappa**1.25
+        inner_constant = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)
+        alpha = outer_constant * math.sqrt(
+            math.sqrt(dimension_x) / (epsilon * num_records)
+        ) + inner_constant * (math.sqrt(dimension_y) / (epsilon * num_records)) ** (
+            1 / 3
+        )
+        defaults: dict[str, Any] = {
+            "clip_norm": ell * kappa,
+            "upper_clip_norm": constants.upper_lipschitz,
+            "answer": "smallest_step",
+        }
+        return cls(
+            num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),
+            penalty=ell * kappa**3 / alpha,
+            step_size=1 / (ell * kappa**3),
+            inner=inner,
+            **(defaults | fields),
+        )
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
+        """Starts at `w0 = (x, y)`; both inner solves start at `y`."""
+        x, y = jax.tree.map(jnp.asarray, tuple(w0))
+        x, y = problem.x_set.project(x), problem.y_set.project(y)
+        memory = Memory.of(descent(self.step_size, self.optimizer), x)
+        best, t = Best.none((x, y)), jnp.zeros((), jnp.int32)
+        mean = optax.tree.zeros_like((x, y))
+        return _State(x, y, y, memory, Rejections.none(), mean, best, t)
+
+    def step(
+        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
+    ) -> _State:
+        """Two private inner solves, one outer gradient, one projected update."""
+        key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
+        parts = self._parts(problem)
+        lower, penalized = self._levels(problem, state.x)
+
+        y, of_y = inner_solve(lower, parts.lower, data, state.y, key=key_lower)
+        z, of_z = inner_solve(
+            penalized, parts.penalized, data, state.z, key=key_penalized
+        )
+        gradient = self._public_gradient(problem, state.x, y, z)
+        if parts.outer is not None:
+            key_batch, key_noise = derive(key_outer, "sampling", "noise")
+            bounded = self._record_gradient(problem, data, state.x, y, z, key_batch)
+            released = parts.outer.release(bounded, key=key_noise)
+            gradient = optax.tree.add(gradient, released)
+
+        rule = descent(self.step_size, self.optimizer)
+        x, memory = projected_update(
+            rule, gradient, state.memory, state.x, problem.x_set
+        )
+        best = smallest_step(state.best, (state.x, y), optax.tree.sub(x, state.x))
+        mean = running_mean(state.mean, (x, y), state.t)
+        inner = state.inner.plus(of_y, of_z)
+        return _State(x, y, z, memory, inner, mean, best, state.t + 1)
+
+    def released(self, state: _State) -> PyTree:
+        """The current `x`, and the lower solution at the `x` before it."""
+        return state.x, state.y
+
+    def adversary_view(self, state: _State) -> PyTree:
+        """The current `x` and both inner solutions: all are released."""
+        return state.x, state.y, state.z
+
+    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
+        """The pair chosen by `answer`."""
+        last = state.x, state.y
+        answers = {"last": last, "mean": state.mean, "smallest_step": state.best.value}
+        return answers[self.answer]
+
+    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
+        """Two inner runs a step, and an outer release where x meets records."""
+        parts = self._parts(problem)
+        lower, penalized = self._levels(problem, None)
+        total = parts.lower.ledger(lower, sizes).named(LOWER)
+        total += parts.penalized.ledger(penalized, sizes).named(PENALIZED)
+        if parts.outer is not None:
+            clip_norms = self._outer_clip_norms(problem)
+            queries, joint = levels_queries(clip_norms, self.sampling, sizes)
+            outer = Release(OUTER, 1, queries, parts.outer, joint)
+            total += Ledger((outer,), sizes.people)
+        return total.repeat(self.num_steps)
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of the whole run; `shares` splits it."""
+        return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """Inner gradients have the size of y, the outer one that of x."""
+        inner = self.inner.dimensions(w0[1])
+        names = {
+            f"{run}: {name}": d
+            for run in (LOWER, PENALIZED)
+            for name, d in inner.items()
+        }
+        return names | {OUTER: optax.tree.size(w0[0])}
+
+    def _parts(self, problem: BilevelProblem) -> "_Parts":
+        """The calibrated inner solvers and outer mechanism that `shares` ask for."""
+        scale = self.noise.scaled(self.num_steps**0.5)
+        lower, penalized, outer = self.shares
+        if not problem.x_in_records:
+            outer = 0.0
+        total = lower + penalized + outer
+
+        def part(share):
+            return scale.scaled((total / share) ** 0.5)
+
+        def inner(share):
+            solver = self.inner.with_noise(part(share).noise_multiplier)
+            return solver.planned(self.sizes)
+
+        return _Parts(
+            inner(lower),
+            inner(penalized),
+            part(outer) if problem.x_in_records else None,
+        )
+
+    def _levels(
+        self, problem: BilevelProblem, x: PyTree
+    ) -> tuple[PenalizedLevel, PenalizedLevel]:
+        penalized = PenalizedLevel(problem, x, self.penalty, self.upper_clip_norm)
+        return PenalizedLevel(problem, x), penalized
+
+    def _record_gradient(self, problem, data, x, y, z, key) -> Bounded:
+        r"""Clipped means of $\nabla_x f$ and $\lambda (\nabla_x g - \nabla_x g)$."""
+
+        def upper(record):
+            return jax.grad(problem.upper)(x, z, record)
+
+        def lower(record):
+            difference = optax.tree.sub(
+                jax.grad(problem.lower)(x, z, record),
+                jax.grad(problem.lower)(x, y, record),
+            )
+            return jax.tree.map(lambda v: self.penalty * v, difference)
+
+        funs = Levels(
+            upper if problem.reads_x("upper") else None,
+            lower if problem.reads_x("lower") else None,
+        )
+        assert self.sizes is not None
+        return levels_mean(
+            funs,
+            data,
+            self.sizes,
+            clip_norms=self._outer_clip_norms(problem),
+            sampling=self.sampling,
+            precision=self.noise.precision,
+            key=key,
+        )
+
+    def _outer_clip_norms(self, problem: BilevelProblem) -> Levels:
+        return Levels(
+            self.upper_clip_norm if problem.reads_x("upper") else None,
+            self.clip_norm if problem.reads_x("lower") else None,
+        )
+
+    def _public_gradient(self, problem, x, y, z) -> PyTree:
+        r"""$\nabla_x r_f(x, z) + \lambda (\nabla_x r_g(x, z) - \nabla_x r_g(x, y))$."""
+        total = optax.tree.zeros_like(x)
+        if problem.upper_public is not None:
+            total = optax.tree.add(total, jax.grad(problem.upper_public)(x, z))
+        if problem.lower_public is not None:
+            difference = optax.tree.sub(
+                jax.grad(problem.lower_public)(x, z),
+                jax.grad(problem.lower_public)(x, y),
+            )
+            total = jax.tree.map(lambda a, b: a + self.penalty * b, total, difference)
+        return total
+
+
+class _Parts(eqx.Module):
+    lower: AbstractSolver
+    penalized: AbstractSolver
+    outer: Gaussian | None

@@ -1,0 +1,232 @@
+"""Two-level problems and their data."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import equinox as eqx
+import jax
+from jax.extend.core import Literal as JaxprLiteral
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..core.levels import Levels, Sizes, check_apart
+from ..core.problem import AbstractProblem
+from ..onelevel.problem import check_scalar, check_set, check_start
+from ..privacy.budget import People
+from ..privacy.clipping import one_record
+from ..sets import AbstractSet, Euclidean
+from .constants import AbstractCertificate, Constants
+
+Scalar = Float[Array, ""]
+Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
+PublicTerm = Callable[[PyTree, PyTree], Scalar]
+
+ROLES = ("upper", "lower")
+
+
+def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return ROLES if value else ()
+    _checks.instance("BilevelProblem", (bool, str, tuple, list), x_in_records=value)
+    chosen = (value,) if isinstance(value, str) else tuple(value)
+    for name in chosen:
+        _checks.one_of("BilevelProblem", "x_in_records", name, (*ROLES, True, False))
+    return tuple(role for role in ROLES if role in chosen)
+
+
+class BilevelProblem(AbstractProblem):
+    r"""Minimize $F(x) = f(x, y^*(x))$ with $y^*(x) = \arg\min_y g(x, y)$.
+
+    $$
+    f(x, y) = \frac{1}{n_f} \sum_i f(x, y; z_i) + r_f(x, y), \qquad
+    g(x, y) = \frac{1}{n_g} \sum_i g(x, y; z'_i) + r_g(x, y).
+    $$
+
+    Args:
+        upper: $f(x, y, z)$: one record's upper-level loss, a scalar. Static.
+        lower: $g(x, y, z)$: one record's lower-level loss, a scalar; with the public
+            term strongly convex in $y$. Static.
+        upper_public: $r_f(x, y)$, a scalar without data. Static.
+        lower_public: $r_g(x, y)$, a scalar without data, such as a penalty. Static.
+        x_set: The feasible set of $x$.
+        y_set: The feasible set of $y$.
+        x_in_records: Which per-record losses read $x$: `True` (both), `False`
+            (neither), or a level's name, as in `("lower",)`. Where no record meets
+            $x$ the outer gradient is public and its release costs nothing. A claim
+            that a level does not read $x$ is verified by tracing before anything
+            runs; `traced` fills it in. Static.
+        constants: Declared bounds: `Constants` to choose parameters by, or a
+            certificate such as `SecondOrderConstants` for a solver whose guarantee
+            rests on them. Static.
+
+    Privacy:
+        `upper` and `lower` see one record at a time and are clipped. The public terms
+        must hold no private data, not even a statistic of it.
+    """
+
+    upper: Loss = eqx.field(static=True)
+    lower: Loss = eqx.field(static=True)
+    upper_public: PublicTerm | None = eqx.field(static=True, default=None)
+    lower_public: PublicTerm | None = eqx.field(static=True, default=None)
+    x_set: AbstractSet = Euclidean()
+    y_set: AbstractSet = Euclidean()
+    x_in_records: bool | tuple[str, ...] = eqx.field(
+        static=True, default=ROLES, converter=_role_names
+    )
+    constants: Constants | AbstractCertificate | None = eqx.field(
+        static=True, default=None
+    )
+
+    def __check_init__(self):
+        owner = "BilevelProblem"
+        for name in ("upper", "lower", "upper_public", "lower_public"):
+            term = getattr(self, name)
+            if not callable(term) and not (term is None and "public" in name):
+                raise TypeError(f"{owner}: {name} must be a function, got {term!r}.")
+        _checks.instance(owner, AbstractSet, x_set=self.x_set, y_set=self.y_set)
+        kinds = (Constants, AbstractCertificate, type(None))
+        _checks.instance(owner, kinds, constants=self.constants)
+
+    def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
+        """The same problem with `x_in_records` decided by tracing the functions.
+
+        Args:
+            w0: The starting point `(x, y)`, or its shapes.
+            data: The records, or their shapes; values are not read.
+
+        Raises:
+            TypeError: As in `check`.
+            ValueError: As in `check`, but for the claim.
+        """
+        self._check_shapes(w0, data)
+        return dataclasses.replace(self, x_in_records=self._x_readers(w0, data))
+
+    def check(self, w0: PyTree, data: Levels) -> None:
+        """Checks shapes, scalar losses and the claim about `x_in_records`.
+
+        Args:
+            w0: The starting point `(x, y)`.
+            data: The records.
+
+        Raises:
+            TypeError: `data` is not `Levels`.
+            ValueError: `w0` is not a pair of finite numbers, shapes do not fit, a loss
+                is not a scalar, or a level that is declared not to read `x` does.
+        """
+        self._check_shapes(w0, data)
+        undeclared = {
+            role for role in self._x_readers(w0, data) if not self.reads_x(role)
+        }
+        if undeclared:
+            raise ValueError(
+                f"BilevelProblem: x_in_records={self.x_in_records} leaves out "
+                f"{sorted(undeclared)}, but tracing shows that x meets the records "
+                "there. Declare it, or move the part that reads x to a public term."
+            )
+
+    def _check_shapes(self, w0: PyTree, data: Levels) -> None:
+        self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
+        _check_records(data)
+        if not isinstance(w0, tuple | list) or len(w0) != 2:
+            raise ValueError(
+                "w0 must be a pair (x, y) of the upper and the lower starting point, "
+                f"got {type(w0).__name__}."
+            )
+        check_start(w0)
+        check_set("x_set", self.x_set, w0[0])
+        check_set("y_set", self.y_set, w0[1])
+        for role, loss in (("upper", self.upper), ("lower", self.lower)):
+            check_scalar(role, loss, *w0, one_record(getattr(data, role)))
+        public_terms = {
+            "upper_public": self.upper_public,
+            "lower_public": self.lower_public,
+        }
+        for name, term in public_terms.items():
+            if term is not None:
+                check_scalar(name, term, *w0, of="the public term")
+
+    def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
+        """The sizes of `data`.
+
+        Args:
+            data: The records.
+            people: Who is behind them; by default shared levels are `"shared"` and
+                separate ones `"overlapping"`.
+
+        Raises:
+            TypeError: `data` is not `Levels`.
+            ValueError: Leading axes differ within a level, or `people` contradicts
+                the data.
+        """
+        natural = People.SHARED if _shared(data) else People.OVERLAPPING
+        self.check_people(data, natural)
+        sizes = Sizes(
+            _checks.leading_axis("data.upper", data.upper),
+            _checks.leading_axis("data.lower", data.lower),
+            natural if people is None else people,  # type: ignore[arg-type]
+        )
+        self.check_people(data, sizes.people)
+        return sizes
+
+    def check_sizes(self, owner: str, sizes: Sizes) -> None:
+        """Refuses what is not `Sizes`."""
+        _checks.instance(owner, Sizes, sizes=sizes)
+
+    def check_people(self, data: Levels, people: People) -> None:
+        """Refuses separate data called shared, and the same data called anything else.
+
+        Args:
+            data: The records.
+            people: Who is said to be behind them.
+
+        Raises:
+            TypeError: `data` is not `Levels`.
+            ValueError: `people` contradicts the data: levels are shared and people are
+                not, or one array is in both levels and people are disjoint.
+        """
+        if not isinstance(data, Levels):
+            raise TypeError(
+                "data of a BilevelProblem must be dpbilevel.Levels(upper=..., "
+                f"lower=...) or Levels.shared(records), got {type(data).__name__}."
+            )
+        if (people is People.SHARED) != data.is_shared:
+            raise ValueError(
+                f"people={people.value!r} contradicts the data: use "
+                "Levels.shared(records) exactly when every record enters both levels."
+            )
+        if people is People.DISJOINT:
+            check_apart(data)
+
+    def reads_x(self, role: str) -> bool:
+        """Whether the records of level `role` are declared to meet x."""
+        return role in tuple(self.x_in_records)  # type: ignore[arg-type]
+
+    def _x_readers(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
+        losses = {"upper": self.upper, "lower": self.lower}
+        return tuple(
+            role
+            for role in ROLES
+            if _reads_first(losses[role], *w0, one_record(getattr(data, role)))
+        )
+
+
+def _check_records(data: Levels) -> None:
+    """Checks types and axes; an empty level is fine: its number may be private."""
+    for role in ROLES:
+        _checks.leading_axis(f"data.{role}", getattr(data, role))
+
+
+def _shared(data: object) -> bool:
+    return isinstance(data, Levels) and data.is_shared
+
+
+def _reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:
+    """Whether the value of `fun` may depend on its first argument, by its jaxpr."""
+    jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr
+    reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
+    for equation in jaxpr.eqns:
+        operands = [v for v in equation.invars if not isinstance(v, JaxprLiteral)]
+        if reached.intersection(operands):
+            reached.update(equation.outvars)
+    outputs = [v for v in jaxpr.outvars if not isinstance(v, JaxprLiteral)]
+    return bool(reached.intersection(outputs))

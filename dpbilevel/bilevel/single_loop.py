@@ -1,0 +1,329 @@
+"""The single-loop method: one joint release moves all three variables."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from .. import _checks
+from ..core.descent import Memory, check_descent, descent, projected_update, shortened
+from ..core.loop import AbstractSolver
+from ..onelevel.noisy_gd import running_mean
+from ..privacy.budget import Neighbours
+from ..privacy.ledger import Ledger, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey, derive
+from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
+from ..sets import Euclidean
+from .penalized import levels_mean, levels_queries
+from .problem import BilevelProblem, Levels, Sizes
+
+
+class _Blocks(eqx.Module):
+    """One entry for each variable; `x` is `None` where no record meets x."""
+
+    y: Any
+    v: Any
+    x: Any
+
+
+class _State(eqx.Module):
+    x: PyTree
+    y: PyTree
+    v: PyTree  # tracks the solution of the linear system
+    mean: PyTree  # running average of (x, y)
+    memory: _Blocks
+    t: Int[Array, ""]
+
+
+class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
+    r"""Stochastic bilevel optimization with one clipped, noisy release a step.
+
+    A third variable $v$ tracks $[\nabla_{yy}^2 g]^{-1} \nabla_y f$. One step moves all
+    three from the same point and the same batch:
+
+    $$
+    q_y = \nabla_y g, \qquad q_v = \nabla_{yy}^2 g \, v - \nabla_y f, \qquad
+    q_x = \nabla_x f - \nabla_{xy}^2 g \, v,
+    $$
+    $$
+    y \leftarrow \Pi_Y(y - \rho_y q_y), \qquad v \leftarrow v - \rho_v q_v, \qquad
+    x \leftarrow \Pi_X(x - \eta q_x),
+    $$
+
+    all at $(x, y, v)$. A lower record enters with $(\nabla_y g, \nabla_{yy}^2 g \, v,
+    -\nabla_{xy}^2 g \, v)$ at the price of about two gradients, an upper one with $(0,
+    -\nabla_y f, \nabla_x f)$. Every block is measured in its unit $u_b = C_b /
+    \sqrt{s_b}$, with the lower level's clip norm $C_b$ and the share $s_b$ of the
+    block, and a record's three blocks are clipped together: a record whose blocks are
+    within their clip norms is left as it is. Unlike in the penalty method there is no
+    inner loop, and no large factor multiplies the noise of the lower level.
+
+    The hypergradient formula holds where $y^*(x)$ is in the interior of `y_set`. Steps
+    of $y$ and $v$ are shorter where they would overshoot the public terms, as in
+    `NoisyGD`.
+
+    Args:
+        num_steps: The number of steps. Static.
+        step_size: $\eta$; or give `optimizer`.
+        lower_step_size: $\rho_y$; or give `lower_optimizer`.
+        linear_step_size: $\rho_v$; or give `linear_optimizer`. Below two over the
+            largest eigenvalue of $\nabla_{yy}^2 g$.
+        clip_norm: $C_y$, for $\nabla_y g$ of one lower record.
+        hessian_clip_norm: $C_v$, for $\nabla_{yy}^2 g \, v$ of one lower record.
+        cross_clip_norm: $C_x$, for $\nabla_{xy}^2 g \, v$ of one lower record; where no
+            lower record meets x, the unit of $\nabla_x f$.
+        upper_clip_norm: $C_f$, for $\nabla_y f$ and for $\nabla_x f$ of one upper
+            record.
+        optimizer: An optax optimizer fed with $q_x$. Static.
+        lower_optimizer: The same for $q_y$. Static.
+        linear_optimizer: The same for $q_v$. Static.
+        sampling: How each step's batches are drawn, one per level.
+        noise: The mechanism, for its neighbouring relation; its multiplier is per step.
+        shares: How the squared budget is split over $y$, $v$ and $x$: the noise of a
+            block is $C_b / \sqrt{s_b}$ times a common factor. Where no record meets x,
+            over the first two.
+        answer: `"last"`, the last pair, or `"mean"`, the average of all. Static.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        `num_steps` Gaussian releases of all blocks at once, from one batch per level.
+        In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
+        upper record by at most $\sqrt{(C_f / u_v)^2 + (C_f / u_x)^2} / n_f$, the second
+        term only where upper records meet x; twice that under replace-one. Enforced by
+        clipping, for any functions. Where no record meets x, $q_x$ is a function of
+        released values: no noise, no budget. $x$, $y$, $v$ and the whole trajectory are
+        released.
+
+    References:
+        Dagréou, Ablin, Vaiter and Moreau, "A framework for bilevel optimization that
+        enables stochastic and global variance reduction algorithms", NeurIPS 2022,
+        Algorithm 1 (SOBA), here with clipped and noisy directions.
+    """
+
+    num_steps: int = eqx.field(static=True)
+    step_size: float | None = None
+    lower_step_size: float | None = None
+    linear_step_size: float | None = None
+    clip_norm: float = 1.0
+    hessian_clip_norm: float = 1.0
+    cross_clip_norm: float = 1.0
+    upper_clip_norm: float = 1.0
+    optimizer: optax.GradientTransformation | None = eqx.field(
+        static=True, default=None
+    )
+    lower_optimizer: optax.GradientTransformation | None = eqx.field(
+        static=True, default=None
+    )
+    linear_optimizer: optax.GradientTransformation | None = eqx.field(
+        static=True, default=None
+    )
+    sampling: AbstractSampling = FullBatch()
+    noise: Gaussian = Gaussian()
+    shares: tuple[float, float, float] = (0.4, 0.4, 0.2)
+    answer: Literal["last", "mean"] = eqx.field(static=True, default="last")
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = BilevelProblem
+
+    def __check_init__(self):
+        owner = "SingleLoopBilevel"
+        unnumbered(owner, self.sampling)
+        _checks.instance(owner, Gaussian, noise=self.noise)
+        _checks.count(owner, num_steps=self.num_steps)
+        _checks.positive(
+            owner,
+            clip_norm=self.clip_norm,
+            hessian_clip_norm=self.hessian_clip_norm,
+            cross_clip_norm=self.cross_clip_norm,
+            upper_clip_norm=self.upper_clip_norm,
+        )
+        for prefix in ("", "lower_", "linear_"):
+            step_size = getattr(self, f"{prefix}step_size")
+            optimizer = getattr(self, f"{prefix}optimizer")
+            check_descent(owner, step_size, optimizer, prefix)
+        _checks.one_of(owner, "answer", self.answer, ("last", "mean"))
+        if not isinstance(self.shares, tuple | list) or len(self.shares) != 3:
+            raise ValueError(
+                f"{owner}: shares must be three positive numbers, for y, v and x, got "
+                f"{self.shares}."
+            )
+        for share in self.shares:
+            _checks.positive(owner, shares=share)
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
+        """Starts at `w0 = (x, y)` and $v = 0$."""
+        x, y = jax.tree.map(jnp.asarray, tuple(w0))
+        x, y = problem.x_set.project(x), problem.y_set.project(y)
+        v, rules = optax.tree.zeros_like(y), self._rules()
+        memory = _Blocks(*map(Memory.of, (rules.y, rules.v, rules.x), (y, v, x)))
+        mean = optax.tree.zeros_like((x, y))
+        return _State(x, y, v, mean, memory, jnp.zeros((), jnp.int32))
+
+    def step(
+        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
+    ) -> _State:
+        """One joint release, three projected updates from the same point."""
+        q = self._shortened(problem, state, self._direction(problem, data, state, key))
+        rules, memory = self._rules(), state.memory
+
+        y, memory_y = projected_update(rules.y, q.y, memory.y, state.y, problem.y_set)
+        v, memory_v = projected_update(rules.v, q.v, memory.v, state.v, Euclidean())
+        x, memory_x = projected_update(rules.x, q.x, memory.x, state.x, problem.x_set)
+
+        mean = running_mean(state.mean, (x, y), state.t)
+        memory = _Blocks(memory_y, memory_v, memory_x)
+        return _State(x, y, v, mean, memory, state.t + 1)
+
+    def released(self, state: _State) -> PyTree:
+        """The current pair."""
+        return state.x, state.y
+
+    def adversary_view(self, state: _State) -> PyTree:
+        """All three variables."""
+        return state.x, state.y, state.v
+
+    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
+        """The pair chosen by `answer`."""
+        return (state.x, state.y) if self.answer == "last" else state.mean
+
+    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
+        """`num_steps` joint releases."""
+        clip_norms = self._clip_norms(problem)
+        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
+        name = _name(self._units(problem))
+        release = Release(name, self.num_steps, queries, self.noise, joint)
+        return Ledger((release,), sizes.people)
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
+        multiplier = scale * self.num_steps**0.5
+        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """Two blocks like y, and one like x where records meet it."""
+        d_x, d_y = (optax.tree.size(w) for w in w0)
+        return {
+            _name(self._units_of(free)): 2 * d_y + (0 if free else d_x)
+            for free in (False, True)
+        }
+
+    def _rules(self) -> _Blocks:
+        return _Blocks(
+            descent(self.lower_step_size, self.lower_optimizer),
+            descent(self.linear_step_size, self.linear_optimizer),
+            descent(self.step_size, self.optimizer),
+        )
+
+    def _shortened(self, problem: BilevelProblem, state: _State, q: _Blocks) -> _Blocks:
+        """No step of y or v overshoots the public term, whose Hessian both meet."""
+        if problem.lower_public is None:
+            return q
+        pull, x = jax.grad(problem.lower_public, 1), state.x
+
+        def along(direction, step_size):
+            return shortened(direction, step_size, lambda y: pull(x, y), state.y)
+
+        y, v = along(q.y, self.lower_step_size), along(q.v, self.linear_step_size)
+        return _Blocks(y, v, q.x)
+
+    def _units(self, problem: BilevelProblem) -> _Blocks:
+        return self._units_of(not problem.x_in_records)
+
+    def _units_of(self, free: bool) -> _Blocks:
+        r"""$u_b = C_b / \sqrt{s_b}$, with shares that add up to one."""
+        total = sum(self.shares[:2]) if free else sum(self.shares)
+        clip_norms = (self.clip_norm, self.hessian_clip_norm, self.cross_clip_norm)
+        y, v, x = (
+            clip_norm * (total / share) ** 0.5
+            for clip_norm, share in zip(clip_norms, self.shares, strict=True)
+        )
+        return _Blocks(y, v, None if free else x)
+
+    def _clip_norms(self, problem: BilevelProblem) -> Levels:
+        """What bounds the blocks of one record of each level, in their units."""
+        u, upper = self._units(problem), self.upper_clip_norm
+        of_upper = (upper / u.v) ** 2
+        of_lower = (self.clip_norm / u.y) ** 2 + (self.hessian_clip_norm / u.v) ** 2
+        if problem.reads_x("upper"):
+            of_upper = of_upper + (upper / u.x) ** 2
+        if problem.reads_x("lower"):
+            of_lower = of_lower + (self.cross_clip_norm / u.x) ** 2
+        return Levels(of_upper**0.5, of_lower**0.5)
+
+    def _direction(self, problem, data, state: _State, key: PRNGKey) -> _Blocks:
+        """The released blocks plus the public terms."""
+        assert self.sizes is not None
+        key_batch, key_noise = derive(key, "sampling", "noise")
+        x, y, v, units = state.x, state.y, state.v, self._units(problem)
+
+        def of_lower(record):
+            blocks = _lower_blocks(lambda x, y: problem.lower(x, y, record), x, y, v)
+            return _scaled(blocks, units, -1)
+
+        def of_upper(record):
+            blocks = _upper_blocks(lambda x, y: problem.upper(x, y, record), x, y)
+            return _scaled(blocks, units, -1)
+
+        bounded = levels_mean(
+            Levels(of_upper, of_lower),
+            data,
+            self.sizes,
+            clip_norms=self._clip_norms(problem),
+            sampling=self.sampling,
+            precision=self.noise.precision,
+            key=key_batch,
+        )
+        released = self.noise.release(bounded, key=key_noise)
+        return _with_public(problem, _scaled(released, units, 1), x, y, v)
+
+
+def _name(units: _Blocks) -> str:
+    """The release, with the units that its noise and sensitivities are given in."""
+    named = {k: v for k, v in vars(units).items() if v is not None}
+    listed = ", ".join(f"{k} / {unit:.3g}" for k, unit in named.items())
+    return f"directions of ({listed})"
+
+
+def _lower_blocks(g, x: PyTree, y: PyTree, v: PyTree) -> _Blocks:
+    r"""$(\nabla_y g, \nabla_{yy}^2 g \, v, -\nabla_{xy}^2 g \, v)$ at $(x, y)$."""
+    (_, gradient), (cross, hessian) = jax.jvp(
+        lambda y: jax.grad(g, (0, 1))(x, y), (y,), (v,)
+    )
+    return _Blocks(gradient, hessian, optax.tree.scale(-1, cross))
+
+
+def _upper_blocks(f, x: PyTree, y: PyTree) -> _Blocks:
+    r"""$(0, -\nabla_y f, \nabla_x f)$ at $(x, y)$."""
+    gradient_x, gradient_y = jax.grad(f, (0, 1))(x, y)
+    return _Blocks(
+        optax.tree.zeros_like(y), optax.tree.scale(-1, gradient_y), gradient_x
+    )
+
+
+def _scaled(blocks: _Blocks, units: _Blocks, power: int) -> _Blocks:
+    """Each block times a power of its unit; without x where x has no unit."""
+    if units.x is None:
+        blocks = dataclasses.replace(blocks, x=None)
+    return jax.tree.map(
+        lambda unit, block: optax.tree.scale(unit**power, block), units, blocks
+    )
+
+
+def _with_public(problem: BilevelProblem, q: _Blocks, x, y, v) -> _Blocks:
+    """Adds the blocks of the public terms, and zero where x has no block."""
+    if q.x is None:
+        q = dataclasses.replace(q, x=optax.tree.zeros_like(x))
+    if problem.lower_public is not None:
+        q = optax.tree.add(q, _lower_blocks(problem.lower_public, x, y, v))
+    if problem.upper_public is not None:
+        q = optax.tree.add(q, _upper_blocks(problem.upper_public, x, y))
+    return q

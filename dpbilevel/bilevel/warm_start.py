@@ -1,0 +1,157 @@
+"""Two bilevel solvers in turn: the released answer of one starts the other."""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from .. import _checks
+from ..core.loop import AbstractSolver
+from ..privacy.budget import Neighbours
+from ..privacy.clipping import Basis
+from ..privacy.ledger import Ledger
+from ..privacy.noise import PRNGKey, derive
+from .problem import BilevelProblem, Levels, Sizes
+
+FIRST, THEN = "first", "then"
+
+
+class _State(eqx.Module):
+    first: Any
+    then: Any
+    y0: PyTree  # of the given start, for a first solver that releases no y
+    t: Int[Array, ""]
+
+
+class WarmStarted(AbstractSolver[BilevelProblem, _State]):
+    r"""Runs one bilevel solver and starts another one from its released answer.
+
+    Args:
+        first: The solver that finds the start.
+        then: The solver that goes on from there.
+        split: The first one's share of the squared budget, in (0, 1).
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        The releases of both runs, composed; the status is the worse of the two. Only
+        released values pass from one to the other: `x`, and `y` where the first
+        releases it; otherwise the second starts from the given `y`.
+
+    References:
+        Lowy and Liu, "Differentially private bilevel optimization: efficient
+        algorithms with near-optimal rates", Algorithm 2, where the first is the
+        exponential mechanism.
+    """
+
+    first: AbstractSolver
+    then: AbstractSolver
+    split: float = 0.5
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = BilevelProblem
+
+    def __check_init__(self):
+        for name, part in ((FIRST, self.first), (THEN, self.then)):
+            _checks.instance("WarmStarted", AbstractSolver, **{name: part})
+            if not issubclass(BilevelProblem, part.problem_type):
+                raise TypeError(
+                    f"WarmStarted: {name} must solve a BilevelProblem, but "
+                    f"{type(part).__name__} does not."
+                )
+        _checks.fraction("WarmStarted", split=self.split)
+        if self.first.neighbours is not self.then.neighbours:
+            raise ValueError(
+                f"WarmStarted: first refers to {self.first.neighbours} but then to "
+                f"{self.then.neighbours}; give both the same relation."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of both."""
+        return self.first.num_steps + self.then.num_steps
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of both runs."""
+        return self.first.neighbours
+
+    @property
+    def basis(self) -> Basis:
+        """The worse one's."""
+        return self.first.basis.worse(self.then.basis)
+
+    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
+        """Starts the first at `w0`; the second waits there."""
+        first, then = (part.init(problem, w0) for part in self._parts())
+        y0 = jax.tree.map(jnp.asarray, w0[1])
+        return _State(first, then, y0, jnp.zeros((), jnp.int32))
+
+    def step(
+        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
+    ) -> _State:
+        """One step of the first, or of the second."""
+        key_first, key_then = derive(key, FIRST, THEN)
+        first, then = self._parts()
+
+        def go_first():
+            new = first.step(problem, data, state.first, key=key_first)
+            x, y = first.output(problem, new)
+            start = then.init(problem, (x, state.y0 if y is None else y))
+            return new, start
+
+        def go_then():
+            return state.first, then.step(problem, data, state.then, key=key_then)
+
+        # The step count is public: both runs always happen.
+        runs = jax.lax.cond(state.t < first.num_steps, go_first, go_then)
+        return _State(runs[0], runs[1], state.y0, state.t + 1)
+
+    def released(self, state: _State) -> PyTree:
+        """The second's iterate, which is the first's answer so far until it starts."""
+        return self.then.released(state.then)
+
+    def adversary_view(self, state: _State) -> PyTree:
+        """What each of the two shows."""
+        first = self.first.adversary_view(state.first)
+        return first, self.then.adversary_view(state.then)
+
+    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
+        """The second's answer."""
+        return self.then.output(problem, state.then)
+
+    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
+        """The releases of the first, then those of the second."""
+        first = self.first.ledger(problem, sizes).named(FIRST)
+        return first + self.then.ledger(problem, sizes).named(THEN)
+
+    def with_noise(self, scale: float) -> Self:
+        """Splits the squared budget: `split` to the first, the rest to the second."""
+        return dataclasses.replace(
+            self,
+            first=self.first.with_noise(scale / self.split**0.5),
+            then=self.then.with_noise(scale / (1 - self.split) ** 0.5),
+        )
+
+    def prepared(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
+        """Prepares both.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes; its own by default.
+        """
+        sizes = self.sizes if sizes is None else sizes
+        first, then = (part.prepared(problem, sizes) for part in self._parts())
+        return dataclasses.replace(self, first=first, then=then)
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """Those of both runs."""
+        return {
+            f"{name}: {key}": value
+            for name, part in ((FIRST, self.first), (THEN, self.then))
+            for key, value in part.dimensions(w0).items()
+        }
+
+    def _parts(self) -> tuple[AbstractSolver, AbstractSolver]:
+        return self.first.planned(self.sizes), self.then.planned(self.sizes)

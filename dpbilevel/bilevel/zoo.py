@@ -1,0 +1,329 @@
+"""Problems with answers in closed form, for tests, figures and documentation."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..onelevel.losses import shortened, squared_loss
+from ..sets import Ball, Euclidean
+from .constants import Constants, SecondOrderConstants, terms_of
+from .problem import BilevelProblem, Levels
+
+Vector = Float[Array, " d"]
+
+# By default accelerators round the factors of a product of matrices.
+_exact = jax.default_matmul_precision("highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    r"""A problem, its data and its exact answers. NON-PRIVATE: all read the data.
+
+    Attributes:
+        problem: The problem.
+        data: The records.
+        w0: A starting point `(x, y)`.
+        lower_solution: $y^*(x)$.
+        penalized_solution: $(x, \lambda) \mapsto \arg\min_y f(x, y) + \lambda g(x,
+            y)$.
+        hyper_objective: $F(x) = f(x, y^*(x))$.
+        hypergradient: $\nabla F(x)$.
+    """
+
+    problem: BilevelProblem
+    data: Levels
+    w0: tuple[PyTree, PyTree]
+    lower_solution: Callable[[Vector], Vector]
+    penalized_solution: Callable[[Vector, float], Vector]
+    hyper_objective: Callable[[Vector], Float[Array, ""]]
+    hypergradient: Callable[[Vector], Vector]
+
+
+def quadratic_bilevel(
+    targets: Float[Array, "n d"],
+    centers: Float[Array, "m d"],
+    *,
+    radius: float | None = None,
+):
+    r"""$f = \frac12 \|y - a\|^2$, $g = \frac12 \|y - B x - b\|^2 + \frac14 \|y\|^2$.
+
+    $B$ is twice the identity; $a$ are upper records and $b$ lower ones. With means
+    $\bar a$ and $\bar b$: $y^*(x) = \frac23 (2 x + \bar b)$, and $F$ is minimal where
+    $y^*(x) = \bar a$. Both records and public terms take part in the lower level.
+
+    Args:
+        targets: $a$, one row per upper record.
+        centers: $b$, one row per lower record.
+        radius: $R$: records are shortened to this norm inside the losses and $x$ is
+            kept within it, so that the problem has a certificate. Its sensitivities
+            $\frac43 \cdot 2 R / n_f$ and $\frac43 \cdot 2 R / (\frac32 n_g)$ are exact.
+
+    Returns:
+        An `Example` with $d_x = d_y = d$.
+    """
+
+    def read(record):
+        return record if radius is None else shortened(record, radius)
+
+    targets, centers = jax.vmap(read)(targets), jax.vmap(read)(centers)
+    a_bar, b_bar = jnp.mean(targets, 0), jnp.mean(centers, 0)
+    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))
+    gain = 2.0 / 1.5
+
+    def upper(x, y, record):
+        del x
+        return 0.5 * jnp.sum((y - read(record)) ** 2)
+
+    def lower(x, y, record):
+        return 0.5 * jnp.sum((y - 2 * x - read(record)) ** 2)
+
+    def lower_public(x, y):
+        del x
+        return 0.25 * jnp.sum(y**2)
+
+    def lower_solution(x):
+        return (2 * x + b_bar) / 1.5
+
+    def penalized_solution(x, penalty):
+        return (a_bar + penalty * (2 * x + b_bar)) / (1 + 1.5 * penalty)
+
+    def hyper_objective(x):
+        return 0.5 * jnp.sum((lower_solution(x) - a_bar) ** 2) + spread
+
+    def hypergradient(x):
+        return gain * (lower_solution(x) - a_bar)
+
+    zero = jnp.zeros_like(a_bar)
+    problem = BilevelProblem(
+        upper,
+        lower,
+        lower_public=lower_public,
+        x_set=Euclidean() if radius is None else Ball(radius),
+        x_in_records=("lower",),
+    )
+    if radius is not None:
+        constants = _quadratic_constants(radius, terms_of(problem))
+        problem = dataclasses.replace(problem, constants=constants)
+    return Example(
+        problem,
+        Levels(targets, centers),
+        (zero, zero),
+        lower_solution,
+        penalized_solution,
+        hyper_objective,
+        hypergradient,
+    )
+
+
+def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
+    """Of `quadratic_bilevel`: its Hessians read no record."""
+    return SecondOrderConstants(
+        strong_convexity=1.5,
+        solution_radius=2 * radius,
+        upper_x=0.0,
+        upper_y=3 * radius,
+        upper_y_spread=radius,
+        upper_xx=0.0,
+        upper_xy=0.0,
+        upper_yy=1.0,
+        lower_y=5 * radius,
+        lower_y_spread=radius,
+        lower_xy=2.0,
+        lower_xy_spread=0.0,
+        lower_yy=1.5,
+        lower_yy_spread=0.0,
+        lower_xy_in_x=0.0,
+        lower_yy_in_x=0.0,
+        lower_xy_in_y=0.0,
+        lower_yy_in_y=0.0,
+        per_record=True,
+        terms=terms,
+    )
+
+
+def ridge_tuning(upper: PyTree, lower: PyTree):
+    r"""Least squares with penalty $\frac12 e^x \|y\|^2$: tunes $x$ on upper records.
+
+    $y^*(x) = (A + e^x I)^{-1} c$ with $A$, $c$ the lower level's second moments.
+
+    Args:
+        upper: Records `{"features", "label"}` of the upper level.
+        lower: Records of the lower level.
+
+    Returns:
+        An `Example` with scalar $x$ of shape `(1,)`.
+    """
+
+    @_exact
+    def moments(records):
+        a, b = records["features"], records["label"]
+        return a.T @ a / len(b), a.T @ b / len(b), jnp.mean(b**2)
+
+    (a_up, c_up, b_up), (a_low, c_low, _) = moments(upper), moments(lower)
+    eye = jnp.eye(len(c_low), dtype=c_low.dtype)
+
+    def loss(x, y, record):
+        del x
+        return squared_loss(y, record)
+
+    def lower_public(x, y):
+        return 0.5 * jnp.exp(x[0]) * jnp.sum(y**2)
+
+    def lower_solution(x):
+        return jnp.linalg.solve(a_low + jnp.exp(x[0]) * eye, c_low)
+
+    def penalized_solution(x, penalty):
+        system = a_up + penalty * (a_low + jnp.exp(x[0]) * eye)
+        return jnp.linalg.solve(system, c_up + penalty * c_low)
+
+    @_exact
+    def hyper_objective(x):
+        y = lower_solution(x)
+        return 0.5 * (y @ a_up @ y) - c_up @ y + 0.5 * b_up
+
+    @_exact
+    def hypergradient(x):
+        y = lower_solution(x)
+        system = a_low + jnp.exp(x[0]) * eye
+        adjoint = jnp.linalg.solve(system, a_up @ y - c_up)
+        return -jnp.exp(x) * (adjoint @ y)
+
+    problem = BilevelProblem(loss, loss, lower_public=lower_public, x_in_records=False)
+    return Example(
+        problem,
+        Levels(upper, lower),
+        (jnp.zeros(1, c_low.dtype), jnp.zeros_like(c_low)),
+        lower_solution,
+        penalized_solution,
+        hyper_objective,
+        hypergradient,
+    )
+
+
+def leak(records: Float[Array, "n d"]):
+    r"""Why a hypergradient needs privacy even where the upper level has no data.
+
+    $f(x, y) = \frac12 \|x + y\|^2$ is public, $g = \frac12 \|y - z\|^2$ has the
+    records. Then $y^* = \bar z$ and $\nabla F(0) = \bar z$: one exact hypergradient
+    publishes the mean of the data.
+
+    Args:
+        records: $z$, one row per lower record.
+
+    Returns:
+        An `Example`. Its upper level reads no record; `data.upper` holds one row of
+        zeros because every level has records.
+
+    References:
+        Kornowski, "Differentially private bilevel optimization", Example 1.
+    """
+    z_bar = jnp.mean(records, 0)
+
+    def upper(x, y, record):
+        del x, y
+        return 0.0 * record
+
+    def lower(x, y, record):
+        del x
+        return 0.5 * jnp.sum((y - record) ** 2)
+
+    def upper_public(x, y):
+        return 0.5 * jnp.sum((x + y) ** 2)
+
+    zero = jnp.zeros_like(z_bar)
+    problem = BilevelProblem(
+        upper, lower, upper_public=upper_public, x_in_records=False
+    )
+    return Example(
+        problem,
+        Levels(jnp.zeros(1, records.dtype), records),
+        (zero, zero),
+        lambda x: z_bar,
+        lambda x, penalty: (penalty * z_bar - x) / (1 + penalty),
+        lambda x: 0.5 * jnp.sum((x + z_bar) ** 2),
+        lambda x: x + z_bar,
+    )
+
+
+def hard_instance(
+    records: Float[Array, "n d"],
+    *,
+    x_diameter: float = 2.0,
+    y_diameter: float = 2.0,
+    upper_lipschitz: float = 1.0,
+    strong_convexity: float = 1.0,
+):
+    r"""The instance behind the lower bounds of private bilevel optimization.
+
+    $f = -L \langle y, z \rangle$ and $g = \frac{\mu}{2} \|y - \zeta x\|^2$ with $\zeta
+    = D_y / D_x$ on balls of diameters $D_x$ and $D_y$, so $F(x) = -L \zeta \langle x,
+    \bar z \rangle$ with minimizer $\frac{D_x}{2} \bar z / \|\bar z\|$. No algorithm
+    beats an excess of order $L D_y \min(1, d / (n \varepsilon))$ under pure privacy.
+
+    Args:
+        records: $z$, one row per upper record; the bound takes entries $\pm 1 / \sqrt
+            d$.
+        x_diameter: $D_x$.
+        y_diameter: $D_y$.
+        upper_lipschitz: $L$.
+        strong_convexity: $\mu$.
+
+    Returns:
+        An `Example`. Its lower level reads no record; `data.lower` holds zeros.
+
+    References:
+        Lowy and Liu, "Differentially private bilevel optimization: efficient
+        algorithms with near-optimal rates", Theorem 3.10.
+    """
+    _checks.positive(
+        "hard_instance",
+        x_diameter=x_diameter,
+        y_diameter=y_diameter,
+        upper_lipschitz=upper_lipschitz,
+        strong_convexity=strong_convexity,
+    )
+    zeta, scale, mu = y_diameter / x_diameter, upper_lipschitz, strong_convexity
+    z_bar = jnp.mean(records, 0)
+
+    def upper(x, y, record):
+        del x
+        return -scale * (y @ record)
+
+    def lower(x, y, record):
+        del x, y
+        return 0.0 * record
+
+    def lower_public(x, y):
+        return 0.5 * mu * jnp.sum((y - zeta * x) ** 2)
+
+    problem = BilevelProblem(
+        upper,
+        lower,
+        lower_public=lower_public,
+        x_set=Ball(x_diameter / 2),
+        y_set=Ball(y_diameter / 2),
+        x_in_records=False,
+        constants=Constants(
+            strong_convexity=mu,
+            upper_lipschitz=scale,
+            upper_smoothness=0.0,
+            lower_lipschitz=mu * y_diameter,
+            lower_smoothness=mu * max(1.0, zeta) ** 2 * 2,
+            lower_hessian_lipschitz=0.0,
+        ),
+    )
+    zero = jnp.zeros_like(z_bar)
+    ball = problem.y_set
+    return Example(
+        problem,
+        Levels(records, jnp.zeros(len(records), records.dtype)),
+        (zero, zero),
+        lambda x: zeta * x,
+        lambda x, penalty: ball.project(zeta * x + scale * z_bar / (mu * penalty)),
+        lambda x: -scale * zeta * (x @ z_bar),
+        lambda x: -scale * zeta * z_bar,
+    )

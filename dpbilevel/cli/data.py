@@ -1,0 +1,122 @@
+"""Records as two levels, ready for a solver."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ..bilevel.problem import Levels
+from ..privacy.budget import Neighbours, People
+from .columns import Records
+from .datasets import Data
+from .matrices import Matrices
+
+
+def load_levels(
+    data: Data,
+    people: People,
+    neighbours: Neighbours,
+    *,
+    base: Path,
+    override: Path | None = None,
+) -> Levels:
+    """Reads the records and splits them into validation and training.
+
+    Args:
+        data: Where they come from.
+        people: Who is behind them; shared levels get the training records.
+        neighbours: The relation, which decides how they are split.
+        base: The folder that relative paths start from.
+        override: A file to read instead of the config's.
+
+    Returns:
+        `Levels(upper=validation, lower=training)` of float32 arrays. NON-PRIVATE:
+        this is the data.
+
+    Raises:
+        ValueError: Too few records, a missing file or column: counts and headers are
+            public.
+        OSError: A file cannot be read or downloaded.
+
+    Privacy:
+        No cell's content raises, warns or prints. Under replace-one the split is a
+        fixed permutation of the row numbers. Under add-or-remove-one the number of
+        rows is private, so each record goes where a hash of itself says, and no
+        record's place depends on another record.
+    """
+    records = data.records(base, override)
+    assert isinstance(records, Records)  # matrices are records of one level
+    shared = people is People.SHARED
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        training, validation = _split_by_hash(records, data)
+        if shared:
+            training = np.arange(len(records))
+    else:
+        training, validation = _split_by_row(records, data, shared)
+    lower = records.take(training)
+    if data.sources is not None and data.sources.flip:
+        lower = data.sources.corrupted(lower)
+    if shared:
+        return Levels.shared(lower.tree())
+    upper = records.take(validation)
+    return Levels(Records(upper.features, upper.label).tree(), lower.tree())
+
+
+def load_records(
+    data: Data,
+    neighbours: Neighbours,
+    *,
+    base: Path,
+    override: Path | None = None,
+) -> PyTree:
+    """Reads the training records of a problem of one level.
+
+    Args:
+        data: Where they come from; validation records are left out.
+        neighbours: The relation.
+        base: As in `load_levels`.
+        override: Likewise.
+
+    Returns:
+        The records as arrays. NON-PRIVATE: this is the data.
+
+    Raises:
+        ValueError: As in `load_levels`.
+        OSError: Likewise.
+
+    Privacy:
+        As `load_levels`.
+    """
+    records = data.records(base, override)
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        training, _ = _split_by_hash(records, data)
+    else:
+        training, _ = _split_by_row(records, data, shared=False)
+    return records.take(training).tree()
+
+
+def _split_by_row(records: Records | Matrices, data: Data, shared: bool):
+    wanted = data.training if shared else data.training + data.validation
+    rows = len(records)
+    if rows < wanted:
+        asked = f"training = {data.training}"
+        if not shared and data.validation:
+            asked += f" and validation = {data.validation}"
+        raise ValueError(
+            f"there are {rows} records, but [data] asks for {asked}. Use smaller "
+            "numbers or more records."
+        )
+    order = np.random.default_rng(data.split_seed).permutation(rows)
+    return order[: data.training], order[data.training : wanted]
+
+
+def _split_by_hash(records: Records | Matrices, data: Data):
+    seed = str(data.split_seed).encode()
+    bound = 2**64 * data.training // (data.training + data.validation)
+    draws = [
+        int.from_bytes(hashlib.sha256(seed + record).digest()[:8])
+        for record in records.as_bytes()
+    ]
+    in_training = np.asarray([draw < bound for draw in draws], bool)
+    return np.flatnonzero(in_training), np.flatnonzero(~in_training)

@@ -1,0 +1,126 @@
+"""What a result folder already holds, and whether a run may start in it."""
+
+import re
+from pathlib import Path
+
+from ..core import checkpoint, lock, spending
+from . import results
+
+
+def check(out: Path, resume: bool, restart: bool) -> None:
+    """Refuses folders that hold something else, before anything is spent.
+
+    Args:
+        out: The result folder, under its lock.
+        resume: Whether an interrupted run is to go on.
+        restart: Whether a further run is to be added.
+
+    Raises:
+        ValueError: The folder does not fit; the message says what to do.
+    """
+    record = spending.read(out)
+    finished = (out / results.RESULT).exists()
+    interrupted = (out / checkpoint.NAME).exists()
+    if finished:
+        _settle(out)
+    elif resume:
+        checkpoint.read(out)
+        return
+    if is_lost(out) and (finished or restart or not interrupted):
+        raise ValueError(
+            f"--out {out} holds {'a finished' if finished else 'an earlier'} run, but "
+            f"no spending record that can be read ({spending.NAME}): what earlier "
+            "runs cost is unknown, so another run cannot be added to it. Put back a "
+            "copy of the record if there is one; otherwise give a new folder, for a "
+            "second release on top of that cost."
+        )
+    if not restart:
+        _check_unused(out, finished, interrupted, len(record.runs))
+    if record.runs or interrupted or not out.exists():
+        return
+    ours = (checkpoint.TEMPORARY, lock.NAME)
+    others = sorted(p.name for p in out.iterdir() if p.name not in ours)
+    if others:
+        raise ValueError(
+            f"--out {out} is not empty (it holds {others[0]!r}); give a new folder."
+        )
+
+
+def close(out: Path, number: int) -> None:
+    """Ends a run whose result is written.
+
+    Args:
+        out: The result folder.
+        number: The run's own number in the spending record.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    spending.finish(out, number)
+    checkpoint.remove(out)
+
+
+def is_lost(out: Path) -> bool:
+    """Whether runs were started in a folder and none of them is on record.
+
+    Args:
+        out: The result folder, which may not exist.
+    """
+    record = spending.read(out)
+    if record.runs:
+        return False
+    if record.last or record.unreadable or (out / results.RESULT).exists():
+        return True
+    if not (out / checkpoint.NAME).exists():
+        return False
+    try:
+        return checkpoint.read(out).done > 0
+    except ValueError:
+        return True
+
+
+def spent(out: Path) -> str:
+    """What the runs of a folder cost, as text; empty where none was started.
+
+    Args:
+        out: The result folder, or the `run-N` of an earlier run in one.
+    """
+    record = spending.read(out)
+    above = out.resolve().parent
+    moved = re.fullmatch(r"run-\d+", out.resolve().name)
+    if not record.runs and moved and (above / spending.NAME).is_file():
+        return f"spending: in the record of its folder: dpbilevel report {above}"
+    return str(record) if record.runs or is_lost(out) else ""
+
+
+def _settle(out: Path) -> None:
+    """Ends a finished run that was killed in its last moment."""
+    if (out / checkpoint.NAME).exists():
+        try:
+            spending.finish(out, checkpoint.read(out).fingerprint["run"])
+        except (ValueError, KeyError):
+            pass  # damaged: whose it was cannot be told, and it is deleted all the same
+    checkpoint.remove(out)
+
+
+def _check_unused(out: Path, finished: bool, interrupted: bool, spent: int) -> None:
+    """Refuses a folder of earlier runs, and says how to go on."""
+    again = "give a new folder"
+    if spent:
+        again += ", or --restart to add it to this folder's spending record"
+    if finished:
+        raise ValueError(
+            f"--out {out} holds a finished run. Running again is a second release, "
+            f"which spends the privacy budget a second time. To do that on purpose "
+            f"{again}. To see the result: dpbilevel report {out}"
+        )
+    if interrupted:
+        raise ValueError(
+            f"--out {out} holds an interrupted run. Continue it with --resume (same "
+            f"bits, no further budget). For a new release {again}."
+        )
+    if spent:
+        raise ValueError(
+            f"--out {out} holds the spending record of earlier runs ({spent}), and "
+            f"nothing to resume. For a new release {again}."
+        )

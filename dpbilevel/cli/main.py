@@ -1,0 +1,238 @@
+"""The command line: `dpbilevel calibrate | run | report | audit`."""
+
+import argparse
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .. import __version__
+from .._extras import missing
+from ..core import checkpoint, interrupts, spending
+from ..core.solution import divergence
+from . import folder, results
+from .config import Config, read_config
+from .run import Prepared, check, prepare, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments, by default those of the process.
+
+    Returns:
+        0, or 1 if an audit found a violation, 2 after a mistake of the user, 130
+        after a `KeyboardInterrupt`. In a process of its own an interrupt ends that
+        process (`dpbilevel.core.interrupts`).
+
+    Privacy:
+        What is printed is public or released, whatever the records hold.
+    """
+    arguments = _parser().parse_args(argv)
+    interrupts.say(lambda: _interrupted(arguments))
+    try:
+        # Records and starts of a run are float32, and so is what a plan assumes.
+        with jax.enable_x64(False):
+            return arguments.command(arguments) or 0
+    except (ValueError, OSError) as error:
+        print(f"dpbilevel: error: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{_interrupted(arguments)}", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpbilevel",
+        description="Differentially private bilevel optimization.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_calibrate(commands)
+    _add_run(commands)
+    _add_report(commands)
+    _add_audit(commands)
+    return parser
+
+
+def _add_calibrate(commands) -> None:
+    calibrate = commands.add_parser(
+        "calibrate", help="print the guarantee of a config; touches no data"
+    )
+    calibrate.add_argument("config", metavar="CONFIG", help="a TOML file")
+    calibrate.add_argument("--json", action="store_true", help="print it as JSON")
+    calibrate.set_defaults(command=_calibrate)
+
+
+def _add_run(commands) -> None:
+    runs = commands.add_parser(
+        "run", help="run a config once: one release under its budget"
+    )
+    runs.add_argument("config", metavar="CONFIG", help="a TOML file")
+    runs.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="a new folder"
+    )
+    runs.add_argument(
+        "--data",
+        metavar="PATH",
+        type=Path,
+        help="the CSV file, instead of the config's",
+    )
+    runs.add_argument(
+        "--resume", action="store_true", help="continue an interrupted run, bit for bit"
+    )
+    runs.add_argument(
+        "--restart",
+        action="store_true",
+        help="run again in a folder of earlier runs: a new release, budgets add up",
+    )
+    runs.add_argument(
+        "--chunk", metavar="N", type=int, help="steps between two checkpoints"
+    )
+    runs.set_defaults(command=_run)
+
+
+def _add_report(commands) -> None:
+    report = commands.add_parser(
+        "report", help="print guarantee, released values and spending of a folder"
+    )
+    report.add_argument("folder", metavar="DIR", type=Path, help="a result folder")
+    report.set_defaults(command=_report)
+
+
+def _add_audit(commands) -> None:
+    audits = commands.add_parser(
+        "audit",
+        help="try to refute the guarantee of a config on made-up records",
+        description="Runs the calibrated solver of a config many times on worst-case "
+        "records of its own and compares what leaks with what is claimed. Reads none "
+        "of the config's records.",
+    )
+    audits.add_argument("config", metavar="CONFIG", help="a TOML file")
+    audits.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="write audit.json and audit.png to this new folder",
+    )
+    audits.add_argument(
+        "--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)"
+    )
+    audits.set_defaults(command=_audit)
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    report = prepare(read_config(arguments.config)).report
+    print(report.to_json() if arguments.json else report)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    config = read_config(arguments.config)
+    _check_installed(config)
+    options = {k: getattr(arguments, k) for k in ("data", "chunk", "resume", "restart")}
+    check(config, arguments.out, **options)
+    prepared = prepare(config)
+    print(prepared.report, flush=True)
+    with _Bar(prepared) as bar:
+        result = run(prepared, arguments.out, **options, progress=bar.at)
+    remark = divergence(result.rejected_updates)
+    if remark is not None:
+        print(f"WARNING: {remark}")
+    print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
+    spent = spending.read(arguments.out)
+    if len(spent.runs) > 1:
+        print(spent)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    spent = folder.spent(arguments.folder)
+    try:
+        print(results.load(arguments.folder))
+    finally:  # what was spent counts where no result came of it, too
+        if spent:
+            print(spent)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    # Imported here: the page reads configs, which the audits themselves do not.
+    from . import audit as page
+
+    config = read_config(arguments.config)
+    if arguments.out is not None:
+        _check_modules(["matplotlib"])
+        page.check_folder(arguments.out)
+    print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
+    outcomes = page.audit_config(config, arguments.runs)
+    print(*outcomes, sep="\n")
+    if arguments.out is not None:
+        page.save(arguments.out, outcomes, config)
+        print(f"audit: {arguments.out}")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+class _Bar:
+    """A progress bar on stderr that appears with the first checkpoint."""
+
+    def __init__(self, prepared: Prepared):
+        self._total = prepared.solver.num_steps
+        self._bar: Any = None
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def at(self, done: int) -> None:
+        """Shows that `done` steps are done."""
+        from tqdm import tqdm
+
+        with interrupts.whole():  # nothing is drawn after the line of an interrupt
+            if self._bar is None:
+                self._bar = tqdm(total=self._total, initial=done, unit="step")
+            self._bar.update(done - self._bar.n)
+
+
+def _interrupted(arguments: argparse.Namespace) -> str:
+    """What is said after an interrupt: how to go on."""
+    said = "dpbilevel: interrupted"
+    if arguments.command is not _run:
+        return said
+    out = arguments.out
+    if (out / checkpoint.NAME).exists():
+        command = ["dpbilevel", "run", arguments.config, "--out", str(out), "--resume"]
+        if arguments.data is not None:
+            command += ["--data", str(arguments.data)]
+        return f"{said}; resume with: {shlex.join(command)}"
+    if (out / results.RESULT).exists():
+        return f"{said}; {out} holds a finished run"
+    return f"{said} before the first step; nothing was spent"
+
+
+def _check_installed(config: Config) -> None:
+    """Refuses to start a run whose figure or records could not be made."""
+    needed = ["matplotlib", "tqdm"]
+    if config.tables["data"]["source"] in ("sklearn", "openml"):
+        needed.append("sklearn")
+    _check_modules(needed)
+
+
+def _check_modules(needed: Sequence[str]) -> None:
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ValueError(missing("this command", *absent))
+
+
+def _sentence(error: Exception) -> str:
+    """The message; for errors of the operating system with the file they are about."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return str(error)

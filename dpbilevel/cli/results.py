@@ -1,0 +1,206 @@
+"""The result folder: released values, the guarantee, a figure."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core import checkpoint, lock
+from ..core.checkpoint import SEARCH
+from ..core.solution import divergence
+from ..privacy.report import PrivacyReport
+from .tasks import TASKS, MatrixGameTask
+
+RESULT = "result.json"
+ARRAYS = "solution.npz"
+FIGURE = "figure.png"
+_AUDIT = "audit.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a finished run published.
+
+    Attributes:
+        task: The name of the task.
+        label: What one shown value is, such as `"weight"`.
+        names: What each shown value belongs to.
+        shown: The released weights or log-penalties.
+        x: The released upper variable; of a game the first.
+        y: The released lower variable, or `None`; of a game the second.
+        trajectory: What is shown, after every step, with the start as row 0.
+        report: The guarantee.
+        versions: The software.
+        config: The config as it was given.
+        rejected_updates: As in `Solution`.
+    """
+
+    task: str
+    label: str
+    names: tuple[str, ...]
+    shown: np.ndarray
+    x: np.ndarray
+    y: np.ndarray | None
+    trajectory: np.ndarray
+    report: PrivacyReport
+    versions: dict[str, str]
+    config: dict[str, Any]
+    rejected_updates: int = 0
+
+    def __str__(self) -> str:
+        """The report and the released values as a page of text."""
+        width = max(map(len, self.names))
+        lines = [str(self.report), f"released {self.label} of each {self._of}:"]
+        lines += [
+            f"  {name:<{width}}  {value:.4f}"
+            for name, value in zip(self.names, self.shown, strict=True)
+        ]
+        task = TASKS[self.task]
+        model = self.y if task.two_levels else self.x
+        if model is not None and task is not MatrixGameTask:  # else it is shown
+            lines += [f"released model: {model.size} coefficients in solution.npz"]
+        remark = divergence(self.rejected_updates)
+        if remark is not None:
+            lines += [f"WARNING: {remark}"]
+        return "\n".join(lines)
+
+    @property
+    def _of(self) -> str:
+        return TASKS[self.task].of
+
+
+def save(folder: Path, result: Result, figure: bytes) -> None:
+    """Writes a result; `result.json` comes last, so its presence means complete.
+
+    Args:
+        folder: An existing folder.
+        result: What to publish.
+        figure: The figure, as PNG.
+
+    Raises:
+        OSError: The disk refuses.
+
+    Privacy:
+        Released values and public ones only.
+    """
+    arrays = {"x": result.x, "trajectory": result.trajectory, "shown": result.shown}
+    if result.y is not None:
+        arrays["y"] = result.y
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    checkpoint.replace(folder / ARRAYS, buffer.getvalue())
+    checkpoint.replace(folder / FIGURE, figure)
+    page = {
+        "format": 1,
+        "task": result.task,
+        "label": result.label,
+        "released": {
+            name: float(value)
+            for name, value in zip(result.names, result.shown, strict=True)
+        },
+        "x": result.x.tolist(),
+        "y": None if result.y is None else result.y.tolist(),
+        "rejected_updates": result.rejected_updates,
+        "report": json.loads(result.report.to_json()),
+        "versions": result.versions,
+        "config": result.config,
+    }
+    text = json.dumps(page, indent=2) + "\n"
+    checkpoint.replace(folder / RESULT, text.encode())
+
+
+def set_aside(folder: Path, number: int) -> int:
+    """Moves the result of an earlier run into a folder of its own, `run-N`.
+
+    Args:
+        folder: The result folder.
+        number: The number of the last run on record.
+
+    Returns:
+        The number of the last run: higher where a `run-N` shows that the record has
+        lost some.
+
+    Raises:
+        OSError: The disk refuses; what was moved is in its new place.
+    """
+    if not (folder / RESULT).exists():
+        return number
+    while (folder / f"run-{number}" / RESULT).exists():
+        number += 1
+    aside = folder / f"run-{number}"
+    aside.mkdir(exist_ok=True)
+    # `result.json` says that a result is complete, so it goes last here too.
+    for name in (ARRAYS, FIGURE, RESULT):
+        if (folder / name).exists():
+            (folder / name).replace(aside / name)
+    return number
+
+
+def load(folder: Path) -> Result:
+    """Reads a finished result folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: The folder holds no finished run, or a damaged one.
+    """
+    file = folder / RESULT
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no finished run{_why(folder)}.")
+    try:
+        page = json.loads(file.read_text(encoding="utf-8"))
+        with np.load(folder / ARRAYS, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+        return Result(
+            task=page["task"],
+            label=page["label"],
+            names=tuple(page["released"]),
+            shown=found["shown"],
+            x=found["x"],
+            y=found.get("y"),
+            trajectory=found["trajectory"],
+            report=PrivacyReport.from_json(json.dumps(page["report"])),
+            versions=page["versions"],
+            config=page["config"],
+            rejected_updates=page.get("rejected_updates", 0),
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(
+            f"{folder} is not a result folder of this version of dpbilevel, or it is "
+            f"damaged: {error}."
+        ) from error
+
+
+def _why(folder: Path) -> str:
+    if not folder.exists():
+        return ": there is no such folder"
+    if not folder.is_dir():
+        return ": it is a file; give the folder that a run wrote"
+    earlier = sorted(
+        int(file.parent.name[4:])
+        for file in folder.glob(f"run-*/{RESULT}")
+        if file.parent.name[4:].isdecimal()
+    )
+    finished = ""
+    if earlier:
+        place = folder / f"run-{earlier[-1]}"
+        finished = f"; an earlier one finished, see dpbilevel report {place}"
+    if lock.in_use(folder):
+        return f": the run in it is in progress{finished}"
+    if (folder / checkpoint.NAME).is_file():
+        return (
+            ": the run in it was interrupted; finish it with dpbilevel run CONFIG "
+            f"--out {folder} --resume{finished}"
+        )
+    if (folder / SEARCH).is_file():
+        return f": it is the folder of a search; read {folder / SEARCH}"
+    if (folder / _AUDIT).is_file():
+        return f": it is the folder of an audit; read {folder / _AUDIT}"
+    return f": it has no {RESULT}{finished}"

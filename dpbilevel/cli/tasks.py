@@ -1,0 +1,360 @@
+"""What the command line can solve: one class per application, one field per key."""
+
+import abc
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .. import _checks
+from ..bilevel.applications import penalty_tuning, source_weighting, source_weights
+from ..bilevel.problem import BilevelProblem
+from ..games.groups import group_fair, group_robust, group_start, group_weights
+from ..games.matrix import matrix_game
+from ..games.problem import SaddleProblem
+from ..onelevel.linear_models import Logistic
+from ..onelevel.losses import logistic_loss, squared_loss
+
+_LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
+
+Start = tuple[Float[Array, " k"], Float[Array, " d"]]
+Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
+Released = tuple[Float[Array, "*t k"], Float[Array, "*t d"] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceWeightingTask:
+    """Weights the sources of the training records by the validation records.
+
+    Args:
+        loss: The model's loss, `"logistic"` or `"squared"`.
+        num_sources: The number of sources.
+        ridge: The public ridge penalty of the model.
+        parametrization: `"logits"` or `"simplex"`.
+    """
+
+    loss: Literal["logistic", "squared"]
+    num_sources: int
+    ridge: float = 0.0
+    parametrization: Literal["logits", "simplex"] = "logits"
+
+    label = "weight"
+    of = "source"
+    two_levels = True
+
+    def __post_init__(self):
+        _checks.count("source_weighting", num_sources=self.num_sources)
+        _checks.non_negative("source_weighting", ridge=self.ridge)
+
+    def problem(self, blocks: Blocks) -> BilevelProblem:
+        """The bilevel problem.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return source_weighting(
+            _LOSSES[self.loss],
+            self.num_sources,
+            ridge=self.ridge,
+            parametrization=self.parametrization,
+        )
+
+    def start(self, blocks: Blocks) -> Start:
+        """Uniform weights and a model of zeros.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        k = self.num_sources
+        x = jnp.full(k, 0.0 if self.parametrization == "logits" else 1 / k)
+        return x.astype(jnp.float32), jnp.zeros(_dimension(blocks), jnp.float32)
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """What each entry of x belongs to.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return tuple(f"source {s}" for s in range(self.num_sources))
+
+    def shown(self, w: Released) -> np.ndarray:
+        """The weights that x stands for.
+
+        Args:
+            w: Released variables `(x, y)`, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        x = w[0]
+        rows = jnp.reshape(jnp.asarray(x), (-1, self.num_sources))
+        weights = jax.vmap(lambda row: source_weights(row, self.parametrization))(rows)
+        return np.asarray(weights).reshape(np.shape(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class PenaltyTuningTask:
+    """Tunes quadratic penalties of a linear model by the validation records.
+
+    Args:
+        loss: The model's loss, `"logistic"` or `"squared"`.
+        groups: What shares one penalty: `"single"` (all coefficients), `"per_block"`
+            (those of one block of features) or `"per_feature"`.
+        bounds: The smallest and the largest log-penalty.
+    """
+
+    loss: Literal["logistic", "squared"]
+    groups: Literal["single", "per_block", "per_feature"] = "per_block"
+    bounds: tuple[float, float] = (-4.0, 2.0)
+
+    label = "log-penalty"
+    of = "group of coefficients"
+    two_levels = True
+
+    def __post_init__(self):
+        low, high = self.bounds
+        if not low < high:
+            raise ValueError(
+                f"bounds must be increasing, got [{low:g}, {high:g}]; put the smallest "
+                "log-penalty first."
+            )
+
+    def problem(self, blocks: Blocks) -> BilevelProblem:
+        """The bilevel problem.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        lengths = [size for _, size in blocks]
+        groups = {
+            "single": np.zeros(_dimension(blocks)),
+            "per_block": np.repeat(np.arange(len(blocks)), lengths),
+            "per_feature": np.arange(_dimension(blocks)),
+        }[self.groups]
+        return penalty_tuning(
+            _LOSSES[self.loss], jnp.asarray(groups, jnp.int32), bounds=self.bounds
+        )
+
+    def start(self, blocks: Blocks) -> Start:
+        """The middle of the box of log-penalties and a model of zeros.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        x = jnp.full(len(self.names(blocks)), sum(self.bounds) / 2, jnp.float32)
+        return x, jnp.zeros(_dimension(blocks), jnp.float32)
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """What each entry of x belongs to.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        if self.groups == "single":
+            return ("all features",)
+        if self.groups == "per_block":
+            return tuple(name for name, _ in blocks)
+        return tuple(
+            name if size == 1 else f"{name} {j}"
+            for name, size in blocks
+            for j in range(size)
+        )
+
+    def shown(self, w: Released) -> np.ndarray:
+        """The log-penalties, as they are.
+
+        Args:
+            w: Released variables `(x, y)`, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        return np.asarray(w[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupTask(abc.ABC):
+    """Fits a logistic model to groups whose weights a second player chooses.
+
+    Args:
+        shares: The declared share of each group; public, not taken from the records.
+        radius: The ball of models.
+        scale: Units of the weights; by default those that balance the bound.
+        ridge: The public ridge penalty of the model.
+    """
+
+    shares: tuple[float, ...]
+    radius: float
+    scale: float | None = None
+    ridge: float = 0.0
+
+    label = "weight"
+    of = "group"
+    two_levels = False
+
+    def __post_init__(self):
+        self.problem(())
+
+    @abc.abstractmethod
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What every game of groups is built from, beside loss and shares."""
+        return {"radius": self.radius, "scale": self.scale, "ridge": self.ridge}
+
+    def start(self, blocks: Blocks) -> Start:
+        """A model of zeros and the declared shares as weights.
+
+        Args:
+            blocks: The blocks of features.
+        """
+        zeros = jnp.zeros(_dimension(blocks), jnp.float32)
+        return group_start(self.problem(blocks), zeros, self.shares)
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """What each weight belongs to.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return tuple(f"group {g}" for g in range(len(self.shares)))
+
+    def shown(self, w: Released) -> np.ndarray:
+        """The weights of the groups.
+
+        Args:
+            w: Released variables `(x, y)`, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        return np.asarray(group_weights(self.problem(()), jnp.asarray(w[1])))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupFairTask(GroupTask):
+    """Fits a logistic model to the group that is worst off."""
+
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return group_fair(Logistic(), self.shares, **self.fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupRobustTask(GroupTask):
+    """Fits a logistic model to the mixtures of groups near to the declared one.
+
+    Args:
+        strength: The weight of the public chi-square penalty that keeps the mixture
+            near to the shares.
+    """
+
+    strength: float
+
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features; not used.
+        """
+        del blocks
+        return group_robust(Logistic(), self.shares, self.strength, **self.fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixGameTask:
+    """Mixes rows so that the mean payoff of the best reply among columns is least.
+
+    Args:
+        rows: The number of rows of every record's matrix.
+        columns: The number of its columns.
+    """
+
+    rows: int
+    columns: int
+
+    label = "weight"
+    of = "row and column"
+    two_levels = False
+
+    def __post_init__(self):
+        self.problem(())
+
+    def problem(self, blocks: Blocks) -> SaddleProblem:
+        """The game.
+
+        Args:
+            blocks: The blocks of features: none.
+        """
+        del blocks
+        return matrix_game(self.rows, self.columns)
+
+    def start(self, blocks: Blocks) -> Start:
+        """Uniform mixtures.
+
+        Args:
+            blocks: The blocks of features: none.
+        """
+        del blocks
+        shape = self.rows, self.columns
+        x, y = (jnp.full(count, 1 / count, jnp.float32) for count in shape)
+        return x, y
+
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """The rows, then the columns.
+
+        Args:
+            blocks: The blocks of features: none.
+        """
+        del blocks
+        rows = (f"row {i}" for i in range(self.rows))
+        return (*rows, *(f"column {j}" for j in range(self.columns)))
+
+    def shown(self, w: Released) -> np.ndarray:
+        """Both mixtures, one behind the other.
+
+        Args:
+            w: Released variables `(x, y)`, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
+        return np.concatenate([np.asarray(v) for v in w], axis=-1)
+
+
+Task = (
+    SourceWeightingTask
+    | PenaltyTuningTask
+    | GroupFairTask
+    | GroupRobustTask
+    | MatrixGameTask
+)
+
+TASKS: dict[str, type[Task]] = {
+    "source_weighting": SourceWeightingTask,
+    "penalty_tuning": PenaltyTuningTask,
+    "group_fair": GroupFairTask,
+    "group_robust": GroupRobustTask,
+    "matrix_game": MatrixGameTask,
+}
+
+
+def _dimension(blocks: Blocks) -> int:
+    return sum(size for _, size in blocks)

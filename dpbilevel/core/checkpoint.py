@@ -1,0 +1,227 @@
+"""Checkpoints of a run in progress. SECRET: they hold the key of noise to come."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._version import __version__
+from ..privacy.noise import PRNGKey
+from .interrupts import whole
+
+NAME = "checkpoint.SECRET"
+TEMPORARY = f"{NAME}.tmp"
+SEARCH = "search.json"  # the result of a search
+_PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
+_NOTICE = (
+    b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come and "
+    b"a hash of the records; whoever has it can subtract that noise. It holds no value "
+    b"of a record and no value without noise. Keep it, or delete it; do not share it.\n"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A run between two chunks. SECRET.
+
+    Attributes:
+        done: The number of steps done.
+        key: The key of the steps to come. Earlier noise cannot be computed from it.
+        state: The leaves of the solver's state.
+        path: The leaves of the released trajectory so far.
+        fingerprint: What must not change between the parts of a run.
+    """
+
+    done: int
+    key: PRNGKey
+    state: list[np.ndarray]
+    path: list[np.ndarray]
+    fingerprint: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """The number of steps; never the key."""
+        return f"Checkpoint(done={self.done})"
+
+
+def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> None:
+    """Replaces the folder's checkpoint in one step; readable by its owner alone.
+
+    Args:
+        folder: The result folder.
+        checkpoint: What to write.
+        notice: The first line of the file: what it holds, for whoever finds it.
+
+    Raises:
+        OSError: The disk refuses; the previous checkpoint is intact.
+    """
+    arrays = {f"state_{i}": v for i, v in enumerate(checkpoint.state)}
+    arrays |= {f"path_{i}": v for i, v in enumerate(checkpoint.path)}
+    arrays["key"] = np.asarray(jax.random.key_data(checkpoint.key))
+    public = {
+        "done": checkpoint.done,
+        "generator": str(jax.random.key_impl(checkpoint.key)),
+        "fingerprint": checkpoint.fingerprint,
+        "leaves": [len(checkpoint.state), len(checkpoint.path)],
+    }
+    arrays["public"] = np.frombuffer(json.dumps(public).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest().encode()
+    replace(folder / NAME, notice + digest + b"\n" + buffer.getvalue(), mode=0o600)
+
+
+def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
+    """Reads the checkpoint of a folder.
+
+    Args:
+        folder: The result folder.
+        notice: The line it begins with.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ValueError: There is none, or it is damaged or of another program.
+    """
+    file = folder / NAME
+    if not file.is_file():
+        raise ValueError(
+            f"nothing to resume: {folder} holds no checkpoint. Start the run without "
+            "--resume."
+        )
+    content = file.read_bytes()
+    digest, _, body = content.removeprefix(notice).partition(b"\n")
+    intact = hashlib.sha256(body).hexdigest().encode() == digest
+    if not content.startswith(notice) or not intact:
+        raise ValueError(
+            f"{file} is damaged or not a checkpoint of this version of dpbilevel, so "
+            "the run cannot go on. Put back a copy of it if there is one. Otherwise "
+            "start over with --restart: a new release, which the folder's spending "
+            "record adds up."
+        )
+    arrays = np.load(io.BytesIO(body), allow_pickle=False)
+    public = json.loads(arrays["public"].tobytes())
+    states, paths = public["leaves"]
+    return Checkpoint(
+        done=public["done"],
+        key=jax.random.wrap_key_data(arrays["key"], impl=public["generator"]),
+        state=[arrays[f"state_{i}"] for i in range(states)],
+        path=[arrays[f"path_{i}"] for i in range(paths)],
+        fingerprint=public["fingerprint"],
+    )
+
+
+def remove(folder: Path) -> None:
+    """Deletes the checkpoint of a finished run, and what a crash left of one.
+
+    Args:
+        folder: The result folder.
+    """
+    for name in (NAME, TEMPORARY):
+        (folder / name).unlink(missing_ok=True)
+
+
+def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Writes a file so that at any time it is the old one or the new one, whole.
+
+    Args:
+        file: The file.
+        content: Its new content.
+        mode: Its permissions.
+
+    Raises:
+        OSError: The disk refuses; the old file is intact.
+    """
+    temporary = file.with_name(f"{file.name}.tmp")
+    with whole():
+        try:
+            temporary.unlink(missing_ok=True)
+            _create(temporary, content, mode)
+            os.replace(temporary, file)
+            _sync_folder(file.parent)
+        except OSError as error:
+            raise OSError(f"cannot write {file}: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def differences(then: Any, now: Any, name: str = "") -> list[str]:
+    """What differs between two nested values, in words.
+
+    Args:
+        then: The old value.
+        now: The new value.
+        name: The dotted name of the values.
+    """
+    if isinstance(then, dict) and isinstance(now, dict):
+        found = []
+        for key in [*then, *(k for k in now if k not in then)]:
+            child = f"{name}.{key}" if name else key
+            found += differences(then.get(key), now.get(key), child)
+        return found
+    if then == now:
+        return []
+    return [f"{name} was {_brief(then)}, is {_brief(now)}"]
+
+
+def leaves(tree: PyTree) -> list[np.ndarray]:
+    """The leaves of a pytree on the host.
+
+    Args:
+        tree: A pytree of arrays.
+    """
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def versions() -> dict[str, str]:
+    """The software that a run's bits depend on."""
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"dpbilevel": __version__} | found | {"python": platform.python_version()}
+
+
+def software() -> dict[str, str | bool]:
+    """All that a run's bits depend on besides its arguments."""
+    settings: Any = jax.config  # without the names of all settings for type checkers
+    return {
+        **versions(),
+        "backend": jax.default_backend(),
+        "floats": str(jnp.result_type(float)),
+        "partitionable": settings.jax_threefry_partitionable,
+    }
+
+
+def _create(file: Path, content: bytes, mode: int) -> None:
+    """Writes a new file, down to the disk."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _brief(value: Any) -> str:
+    text = "absent" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename last through a power cut, where folders can be synced."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,142 @@
+"""One run at a time in a folder: a lock that the operating system lets go of."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from .interrupts import at_end, whole
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+NAME = "dpbilevel.lock"
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keeps every other run out of a folder, which is created if need be.
+
+    A killed process leaves its file behind but no lock; the next run takes it over.
+    Where there are no file locks a warning says so, and nothing is locked.
+
+    Args:
+        folder: The result folder. If it was created here and is empty at the end, it
+            is removed.
+
+    Raises:
+        ValueError: Another run is in progress there.
+        OSError: The folder cannot be made or written to.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    taken: list[int] = []
+
+    def leave() -> None:
+        for descriptor in taken:
+            with contextlib.suppress(OSError):  # the lock itself goes last
+                if _is_at(descriptor, folder / NAME):
+                    (folder / NAME).unlink()
+            os.close(descriptor)
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    with at_end(leave):
+        with whole():
+            taken += _take(folder)
+        yield
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a run is in progress in a folder, as far as locks can tell.
+
+    Args:
+        folder: The result folder.
+    """
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _take(folder: Path) -> list[int]:
+    """The descriptor of the locked file; none where there are no locks."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"cannot create the folder {folder}: {error.strerror}"
+            ) from error
+        if fcntl is None:
+            _warn(folder)
+            return []
+        try:
+            descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            continue  # another run, at its end, removed the empty folder
+        except OSError as error:
+            raise OSError(
+                f"cannot write to the folder {folder}: {error.strerror}"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 20).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise ValueError(_busy(folder, holder)) from None
+        except OSError:
+            os.close(descriptor)
+            (folder / NAME).unlink(missing_ok=True)
+            _warn(folder)
+            return []
+        if _is_at(descriptor, folder / NAME):
+            _sign(descriptor)
+            return [descriptor]
+        os.close(descriptor)  # its last holder removed the file in the meantime
+
+
+def _busy(folder: Path, holder: str) -> str:
+    process = f" (process {holder})" if holder else ""
+    return (
+        f"--out {folder} is in use by another run{process}. Wait until that run ends, "
+        "or give a new folder; this command has spent nothing."
+    )
+
+
+def _warn(folder: Path) -> None:
+    """Says that nothing is locked."""
+    warnings.warn(
+        f"no file locks on this system or disk: start no other run in {folder} while "
+        "this one is in progress, or their results and spending records mix.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _sign(descriptor: int) -> None:
+    """Writes the number of this process, for the message to another."""
+    with contextlib.suppress(OSError):  # the disk may be full; the lock holds
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False

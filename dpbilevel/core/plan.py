@@ -1,0 +1,267 @@
+"""Plans: the least noise that reaches a budget, before any data is seen."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .. import _checks
+from ..privacy import accounting
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.clipping import SUMS, Precision
+from ..privacy.ledger import RECORDS, Ledger, Query, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey, check_key
+from ..privacy.report import describe
+from ..privacy.sampling import AbstractSampling
+from .levels import people_of
+from .loop import AbstractSolver, solve, solver_for
+from .problem import AbstractProblem
+from .solution import Plan, PrivateResult, divergence
+
+_LARGEST_SCALE = 2.0**60
+
+
+def calibrate(
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    budget: PrivacyBudget,
+    *,
+    sizes: Any,
+    w0: PyTree | None = None,
+    precision: Precision = "grid",
+) -> Plan:
+    r"""Finds the least noise at which one run of `solver` stays within `budget`.
+
+    Everything that decides the guarantee is public and on the host: the ledger of the
+    whole run is composed for a common noise scale, and the scale is bisected on
+    $\delta$ at the target $\varepsilon$. The safe end of the bracket is returned, so
+    the reported epsilon never exceeds the budget.
+
+    Args:
+        problem: A `BilevelProblem` or `FiniteSum`.
+        solver: A solver of that problem; its own noise is replaced.
+        budget: The guarantee to reach.
+        sizes: `Sizes(upper, lower, people)` for two levels, the number of records for
+            one.
+        w0: The starting point, or its shapes; only sharpens the report's forecast.
+        precision: `"grid"` sums records exactly and rounds the noise to the same grid,
+            so that the guarantee survives floating-point arithmetic; `"float"` is for
+            research and labelled so in the report.
+
+    Returns:
+        The calibrated solver, bound to these sizes, and the report.
+
+    Raises:
+        ValueError: Gaussian noise with `delta = 0`; a sampling scheme that the
+            relation does not admit; a budget that no noise reaches, for instance a
+            delta smaller than the chance of an overflowing batch; scores that are
+            computed too coarsely for the budget.
+
+    Privacy:
+        Touches no data. The guarantee holds for one run of the returned solver, as it
+        is, on this problem and data of these sizes. A second run is a second release,
+        and changing a field of the solver or the problem voids the report.
+    """
+    solver_for(problem, solver, "calibrate")
+    _checks.instance("calibrate", PrivacyBudget, budget=budget)
+    problem.check_sizes("calibrate", sizes)
+    _checks.one_of("calibrate", "precision", precision, tuple(SUMS))
+    planned = solver.planned(sizes).with_precision(precision)
+
+    def ledger(scale: float) -> Ledger:
+        return planned.with_noise(scale).ledger(problem, sizes)
+
+    _check_releases(ledger(1.0), budget, type(solver).__name__)
+    for release in ledger(1.0).releases:
+        release.check(budget)
+    scale = _least_scale(ledger, budget)
+    _check_accuracy(ledger(scale), budget, type(solver).__name__)
+    calibrated = planned.with_noise(scale).prepared(problem)
+    dimensions = {} if w0 is None else calibrated.dimensions(w0)
+    report = describe(
+        calibrated.ledger(problem, sizes),
+        budget,
+        levels=people_of(sizes) is not None,
+        dimensions=dimensions,
+    )
+    return Plan(calibrated, report)
+
+
+def fit(
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    budget: PrivacyBudget,
+    people: str | None = None,
+    key: PRNGKey,
+    precision: Precision = "grid",
+    trajectory: bool = False,
+) -> PrivateResult:
+    """Plans and runs in one call: calibrate on the data's sizes, then solve.
+
+    Which records meet `x` is decided by tracing here, so an outer step that is public
+    costs nothing without being declared.
+
+    Args:
+        problem: A `BilevelProblem` or a `FiniteSum`.
+        solver: A solver of that problem; its own noise is replaced.
+        data: The records.
+        w0: The starting point.
+        budget: The guarantee to reach.
+        people: `"disjoint"`, `"overlapping"` or `"shared"`, for two levels. By
+            default shared data are `"shared"` and separate ones `"overlapping"`.
+        key: One typed key.
+        precision: As in `calibrate`.
+        trajectory: Whether to return the released iterates.
+
+    Returns:
+        The released value and its report.
+
+    Raises:
+        TypeError: As in `solve`.
+        ValueError: As in `solve` and `calibrate`.
+
+    Warns:
+        RuntimeWarning: The run diverged, by `PrivateResult.rejected_updates`.
+
+    Privacy:
+        One run under `budget`. The numbers of records are published with the report;
+        under add-or-remove-one they are private, so use `calibrate` with public sizes
+        and `solve` instead.
+    """
+    if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        raise ValueError(
+            "fit: takes the sizes from the data, but under add-or-remove-one the "
+            "number of records is private. Use calibrate with public sizes=, then "
+            "solve."
+        )
+    check_key(key)
+    solver_for(problem, solver, "fit")
+    problem = problem.traced(w0, data)
+    sizes = problem.sizes_of(data, people)
+    plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
+    solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
+    rejected = solution.rejected_updates
+    remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
+    if remark is not None:
+        warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
+    return PrivateResult(solution.value, plan.report, solution.trajectory, rejected)
+
+
+def least_multiplier(
+    sampling: AbstractSampling, count: int, size: int, budget: PrivacyBudget
+) -> float:
+    """The least noise multiplier at which Gaussian releases stay within a budget.
+
+    Under replace-one; what `calibrate` finds for a solver of these releases alone.
+
+    Args:
+        sampling: How each release's batch is drawn.
+        count: The number of releases.
+        size: The number of records.
+        budget: The guarantee to reach.
+
+    Raises:
+        ValueError: No noise reaches the budget.
+    """
+
+    def ledger(multiplier: float) -> Ledger:
+        query = Query(RECORDS, size, 1.0, sampling)
+        return Ledger((Release("query", count, (query,), Gaussian(multiplier)),))
+
+    return _least_scale(ledger, budget)
+
+
+def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
+    if not ledger.releases:
+        raise ValueError(
+            f"calibrate: {name} makes no release here, so there is nothing to "
+            "calibrate."
+        )
+    events = ledger.events().values()
+    if budget.delta == 0 and not all(map(accounting.pure_epsilons, events)):
+        raise ValueError(
+            f"calibrate: delta = 0 asks for pure differential privacy, but {name} "
+            "releases with Gaussian noise, or draws at its price, which has none at "
+            "any scale. Use a delta well below 1/n, or ExponentialMechanism, or, on a "
+            "black box, RandomSearch."
+        )
+    if budget.delta == 0 and ledger.failure > 0:
+        raise ValueError(
+            f"calibrate: delta = 0 asks for pure differential privacy, but the draw of "
+            f"{name} is only close to its target. Use a delta well below 1/n, or "
+            "Grid, which draws exactly."
+        )
+
+
+def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
+    """Refuses a plan whose noise only serves to hide the errors of computed scores."""
+    inexact = sum(release.computed_error for release in ledger.releases)
+    cost = accounting.total_variation_delta(budget.epsilon, inexact)
+    if cost <= budget.delta / 2:
+        return
+    remedy = (
+        "Already in float64: use a larger delta, fewer records or a stronger convexity "
+        "of the lower level, or ExponentialMechanism(Grid(...))."
+    )
+    if jnp.result_type(float) != jnp.float64:
+        remedy = (
+            'Enable 64-bit: jax.config.update("jax_enable_x64", True), with float64 '
+            "records and starting point."
+        )
+    raise ValueError(
+        f"calibrate: the errors of the scores that {name} computes would take "
+        f"{cost:.2g} of delta = {budget.delta:.3g}. {remedy}"
+    )
+
+
+def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> float:
+    exact = all(map(accounting.is_exact, ledger(1.0).events().values()))
+
+    def excess(interval: float) -> Callable[[float], bool]:
+        def unsafe(scale: float) -> bool:
+            return ledger(scale).hoped_delta(budget.epsilon, interval) > budget.delta
+
+        return unsafe
+
+    if exact:
+        return _bisect(excess(accounting.FINE), 1.0, 1e-12)
+    # A coarse accountant is safe and fast; the fine one then wins back its slack.
+    coarse = _bisect(excess(accounting.COARSE), 1.0, 2e-3)
+    return _bisect(excess(accounting.FINE), coarse, 5e-4, step=1.005)
+
+
+def _bisect(
+    unsafe: Callable[[float], bool], start: float, tolerance: float, step: float = 2.0
+) -> float:
+    """The safe end of a bracket of `unsafe`, decreasing in its argument."""
+    low = high = start
+    while unsafe(high):
+        low, high = high, high * step
+        step = step**2
+        if high > _LARGEST_SCALE:
+            raise ValueError(
+                "calibrate: no amount of noise reaches the budget. Epsilon or delta is "
+                "too small: with Poisson batches delta must exceed the chance that one "
+                "overflows, and with any sampled batches the rounding of their "
+                "composition, about 1e-15 a release."
+            )
+    if low == high:
+        while not unsafe(low):
+            high, low = low, low / step
+            step = step**2
+            if low < 1 / _LARGEST_SCALE:
+                return high
+    while high > low * (1 + tolerance):
+        middle = math.sqrt(low * high)
+        if unsafe(middle):
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,30 @@
+"""One draw instead of many steps: exponential mechanisms and their samplers."""
+
+from .exponential import ExponentialMechanism
+from .mechanisms import Draw, Exponential, RegularizedExponential
+from .recommend import Recommendation, recommend
+from .regularized import RegularizedExponentialMechanism
+from .samplers.alternating import AlternatingSampler
+from .samplers.base import AbstractSampler
+from .samplers.envelope import ConvexEnvelope
+from .samplers.grid import Grid
+from .samplers.grid_walk import GridWalk
+from .samplers.proximal import AbstractProximalOracle
+from .samplers.rejection import StochasticRejection
+
+__all__ = [
+    "AbstractProximalOracle",
+    "AbstractSampler",
+    "AlternatingSampler",
+    "ConvexEnvelope",
+    "Draw",
+    "Exponential",
+    "ExponentialMechanism",
+    "Grid",
+    "GridWalk",
+    "Recommendation",
+    "RegularizedExponential",
+    "RegularizedExponentialMechanism",
+    "StochasticRejection",
+    "recommend",
+]

@@ -1,0 +1,1 @@
+"""Samplers of the densities that exponential mechanisms draw from."""

@@ -1,0 +1,279 @@
+r"""Public lattices around convex sets, and potentials extended to all of their cells.
+
+A frame describes a compact convex set $X$ in coordinates in which it has an interior: a
+box $A \supseteq X$ with sides parallel to the axes, a centre $c$, and the gauge
+$\psi(z) = \inf \{t > 0 : c + (z - c) / t \in X\}$.
+"""
+
+import abc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from ... import _checks
+from ...sets import AbstractSet, Ball, Box, Simplex
+from .base import AbstractPotential
+
+
+class AbstractFrame(eqx.Module):
+    r"""A set $X$ in coordinates $z \in A = b + \prod_i [0, w_i]$.
+
+    Distances, Lipschitz constants and radii are those of the space of $x$; `stretch`
+    bounds $\|x - x'\|_2 / \|z - z'\|_2$.
+
+    Attributes:
+        corner: $b$.
+        sides: $w$.
+        center: $c$.
+        radius: The largest distance from $c$ to a point of $X$.
+        inverse_inradius: The Lipschitz constant of $\psi$.
+        reach: The largest $\psi$ on $A$; 1 where $A = X$.
+        stretch: From distances of $z$ to distances of $x$.
+    """
+
+    corner: eqx.AbstractVar[Any]
+    sides: eqx.AbstractVar[Any]
+    center: eqx.AbstractVar[Any]
+    radius: eqx.AbstractVar[Any]
+    inverse_inradius: eqx.AbstractVar[Any]
+    reach: eqx.AbstractVar[float]
+    stretch: eqx.AbstractVar[float]
+
+    @abc.abstractmethod
+    def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
+        r"""$\psi(z)$; at most 1 exactly on $X$."""
+
+    @abc.abstractmethod
+    def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
+        """The flattened $x$ at the coordinates $z$."""
+
+
+class BoxFrame(AbstractFrame):
+    """A box is its own lattice."""
+
+    corner: Any
+    sides: Any
+    center: Any
+    radius: Any
+    inverse_inradius: Any
+    reach: float = eqx.field(static=True)
+    stretch: float = eqx.field(static=True)
+
+    def __init__(self, lower, upper):
+        self.corner, self.sides = lower, upper - lower
+        self.center = (lower + upper) / 2
+        self.radius = (self.sides**2).sum() ** 0.5 / 2
+        self.inverse_inradius, self.reach, self.stretch = 0.0, 1.0, 1.0
+
+    def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
+        """Nothing of the lattice is outside."""
+        return jnp.zeros((), z.dtype)
+
+    def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
+        """The coordinates themselves, rounded into the box."""
+        return jnp.clip(z, self.corner, self.corner + self.sides)
+
+
+class BallFrame(AbstractFrame):
+    """A ball in the cube around it."""
+
+    corner: Any
+    sides: Any
+    center: Any
+    radius: Any
+    inverse_inradius: Any
+    reach: float = eqx.field(static=True)
+    stretch: float = eqx.field(static=True)
+
+    def __init__(self, center, radius):
+        self.corner, self.sides = center - radius, 2 * radius + 0 * center
+        self.center, self.radius, self.inverse_inradius = center, radius, 1 / radius
+        self.reach, self.stretch = math.sqrt(len(center)), 1.0
+
+    def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
+        """The distance from the centre over the radius."""
+        return jnp.linalg.norm(z - self.center) / self.radius
+
+    def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
+        """The coordinates themselves."""
+        return z
+
+
+class SimplexFrame(AbstractFrame):
+    r"""The simplex of $d$ entries by its first $n = d - 1$, in the cube $[0, s]^n$."""
+
+    corner: Any
+    sides: Any
+    center: Any
+    radius: Any
+    inverse_inradius: Any
+    scale: Any
+    reach: float = eqx.field(static=True)
+    stretch: float = eqx.field(static=True)
+
+    def __init__(self, scale, dimension, zeros):
+        n = dimension - 1
+        self.corner, self.sides = zeros, zeros + scale
+        self.center, self.scale = zeros + scale / dimension, scale
+        self.radius = scale * math.sqrt(n / dimension)
+        self.inverse_inradius = math.sqrt(n * dimension) / scale
+        self.reach, self.stretch = float(n**2), math.sqrt(dimension)
+
+    def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
+        """By the smallest of all entries, the last one included."""
+        smallest = jnp.minimum(jnp.min(z), self.scale - jnp.sum(z))
+        return 1 - (len(z) + 1) * smallest / self.scale
+
+    def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
+        """All entries; the last is what the others leave, and never negative."""
+        return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
+
+
+def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame:
+    """The set in coordinates, on the host where the set is known there.
+
+    Args:
+        owner: Who asks, for the message.
+        feasible: A bounded `Box`, a `Ball` or a `Simplex` of at least two entries.
+        dimension: $d$, the number of entries of a point.
+
+    Raises:
+        ValueError: Another set, an unbounded one, or one of another dimension.
+    """
+    if isinstance(feasible, Box):
+        lower = _flat(owner, feasible.lower, dimension)
+        upper = _flat(owner, feasible.upper, dimension)
+        if isinstance(lower, np.ndarray) and isinstance(upper, np.ndarray):
+            if not np.isfinite(upper - lower).all():
+                raise ValueError(f"{owner}: the box must be bounded, got {feasible}.")
+        return BoxFrame(lower, upper)
+    if isinstance(feasible, Ball):
+        center = 0.0 if feasible.center is None else feasible.center
+        radius = feasible.radius
+        known = _checks.concrete(radius)
+        return BallFrame(
+            _flat(owner, center, dimension), float(radius) if known else radius
+        )
+    if isinstance(feasible, Simplex) and dimension >= 2:
+        return SimplexFrame(feasible.scale, dimension, np.zeros(dimension - 1))
+    raise ValueError(
+        f"{owner}: needs a compact convex set with an interior, a bounded Box, a Ball "
+        "or a Simplex of at least two entries, got "
+        f"{type(feasible).__name__} with {dimension} entries."
+    )
+
+
+class Extended(eqx.Module):
+    r"""A potential on $X$ extended to all of $A$, at the coordinates of a frame.
+
+    With $\psi_+ = \max(1, \psi(z))$ and $y = c + (z - c) / \psi_+ \in X$,
+
+    $$
+    h(z) = U(c) + \psi_+ (U(y) - U(c)) + K (\psi_+ - 1).
+    $$
+
+    This is $U$ on $X$. It is convex where $U$ is and $K \ge 2 L R$, with $R$ the
+    radius of the frame: $t (U(c + (z - c) / t) - U(c)) + K (t - 1)$ is jointly convex
+    in $(z, t)$ and non-decreasing in $t$, so that $h(z)$ is its least value over the
+    convex set $t \ge \psi_+(z)$. One value of $U$ tells it, where the greatest convex
+    extension with the constant $L$ is a minimisation over $X$.
+
+    Whatever is not finite counts as $U = 0$.
+
+    Args:
+        potential: $U$.
+        frame: The coordinates of $X$.
+        unravel: From a flat $x$ to a point.
+        penalty: $K$.
+    """
+
+    potential: AbstractPotential
+    frame: AbstractFrame
+    unravel: Callable[[Float[Array, " d"]], PyTree] = eqx.field(static=True)
+    penalty: float | Float[Array, ""]
+
+    def reference(self) -> Float[Array, ""]:
+        """$U(c)$, which `many` needs."""
+        return self._values(self.frame.center[None])[0]
+
+    def many(
+        self, zs: Float[Array, "m n"], reference: Float[Array, ""]
+    ) -> Float[Array, " m"]:
+        """$h$ at every row.
+
+        Args:
+            zs: Coordinates in $A$.
+            reference: $U(c)$.
+        """
+        outside = jnp.maximum(jax.vmap(self.frame.gauge)(zs), 1.0)
+        center = self.frame.center[None]
+        values = self._values(center + (zs - center) / outside[:, None])
+        return values + (outside - 1) * (values - reference + self.penalty)
+
+    def _values(self, zs: Float[Array, "m n"]) -> Float[Array, " m"]:
+        points = jax.vmap(lambda z: self.unravel(self.frame.point(z)))(zs)
+        values = self.potential.many(points).astype(zs.dtype)
+        return jnp.where(jnp.isfinite(values), values, 0.0)
+
+
+def middles(
+    frame: AbstractFrame, cells: tuple[int, ...], index: Int[Array, "m n"]
+) -> Float[Array, "m n"]:
+    """The middles of cells.
+
+    Args:
+        frame: The coordinates of the set.
+        cells: How many there are along each axis.
+        index: Which cells.
+    """
+    return within(frame, cells, index, jnp.asarray(0.5, frame.corner.dtype))
+
+
+def within(
+    frame: AbstractFrame,
+    cells: tuple[int, ...],
+    index: Int[Array, "m n"],
+    offset: Float[Array, "..."],
+) -> Float[Array, "m n"]:
+    """Points of cells.
+
+    Args:
+        frame: The coordinates of the set.
+        cells: How many there are along each axis.
+        index: Which cells.
+        offset: Where in the cell, in [0, 1].
+    """
+    dtype = frame.corner.dtype
+    width = frame.sides / jnp.asarray(cells, dtype)
+    return frame.corner[None] + (index.astype(dtype) + offset) * width[None]
+
+
+def on_device(frame: AbstractFrame, dtype: jnp.dtype) -> AbstractFrame:
+    """The frame with arrays of one type.
+
+    Args:
+        frame: The coordinates of the set.
+        dtype: Of the points.
+    """
+    return jax.tree.map(lambda v: jnp.asarray(v, dtype), frame)
+
+
+def _flat(owner: str, bound: PyTree, dimension: int) -> Any:
+    leaves = jax.tree.leaves(bound)
+    flat: Any
+    known = all(map(_checks.concrete, leaves))
+    if known:  # NumPy, for inside a trace nothing of JAX's would be on the host
+        flat = np.concatenate([np.ravel(np.asarray(v, float)) for v in leaves])
+    else:
+        flat = jnp.concatenate([jnp.ravel(v) for v in leaves])
+    if len(flat) not in (1, dimension):
+        raise ValueError(
+            f"{owner}: points have {dimension} entries, the set has {len(flat)}."
+        )
+    return flat + np.zeros(dimension) if known else jnp.broadcast_to(flat, dimension)

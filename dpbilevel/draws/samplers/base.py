@@ -1,0 +1,231 @@
+r"""What a sampler is: draws from a density proportional to $\exp(-U)$ on a set.
+
+Nothing here is private by itself. An exponential mechanism hands a sampler the
+potential $U$ of a density that is private, and charges how far the sampler's law may be
+from it.
+"""
+
+import abc
+import dataclasses
+import math
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int, PyTree
+
+from ... import _checks
+from ...privacy.noise import PRNGKey
+from ...sets import AbstractSet
+
+
+@dataclasses.dataclass(frozen=True)
+class Regularity:
+    r"""What is known of a potential $U$ before any data is seen.
+
+    Args:
+        dimension: $d$, the number of coordinates.
+        lipschitz: $L$, the Lipschitz constant of $U$ on the set in $\ell_2$.
+        strong_convexity: $\alpha \ge 0$ with $U - \frac{\alpha}{2} \|x\|^2$ convex on
+            the set; `None` where $U$ is not known to be convex.
+        smoothness: $\beta$, the Lipschitz constant of $\nabla U$; infinite where none
+            is known.
+        error: $\zeta$: what is computed differs from $U$ by at most that.
+        gradient_error: The same for a gradient, in $\ell_2$.
+        rounding: How far rounding moves a value beyond that, and a gradient times the
+            diameter of the set.
+        num_terms: $n$, where $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$.
+        term_lipschitz: The Lipschitz constant of every $u_i$ in $\ell_2$.
+        quadratic: $m \ge 0$, of the public quadratic part of $U$.
+    """
+
+    dimension: int
+    lipschitz: float
+    strong_convexity: float | None = None
+    smoothness: float = math.inf
+    error: float = 0.0
+    gradient_error: float = 0.0
+    rounding: float = 0.0
+    num_terms: int | None = None
+    term_lipschitz: float | None = None
+    quadratic: float = 0.0
+
+    def __post_init__(self):
+        _checks.count("Regularity", dimension=self.dimension)
+        _checks.non_negative(
+            "Regularity",
+            error=self.error,
+            gradient_error=self.gradient_error,
+            rounding=self.rounding,
+            quadratic=self.quadratic,
+        )
+        if not self.lipschitz >= 0:
+            raise ValueError(
+                f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
+            )
+
+    def scaled(self, rate: float, regularizer: float, reach: float) -> "Regularity":
+        r"""The regularity of $k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$ for a score $\Phi$.
+
+        Args:
+            rate: $k$.
+            regularizer: $\mu$.
+            reach: The largest norm of a point of the set.
+        """
+        quadratic = rate * regularizer
+        convexity = self.strong_convexity
+        terms = self.term_lipschitz
+        return dataclasses.replace(
+            self,
+            lipschitz=rate * self.lipschitz + (quadratic * reach if quadratic else 0.0),
+            strong_convexity=(
+                None if convexity is None else rate * convexity + quadratic
+            ),
+            smoothness=rate * self.smoothness + quadratic,
+            error=rate * self.error,
+            gradient_error=rate * self.gradient_error,
+            rounding=rate * self.rounding,
+            term_lipschitz=None if terms is None else rate * terms,
+            quadratic=quadratic,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    r"""How far a sampler's law is from its target, proved before any data is seen.
+
+    Attributes:
+        num_steps: How many steps it takes.
+        queries: How many times it evaluates the potential, or one term of it; on
+            average, where it may stop looking.
+        log_ratio: $\xi$: the density of the law over the target's lies within
+            $e^{\pm \xi}$.
+        distance: $\eta$: the law is within $\eta$ in total variation of one for which
+            `log_ratio` holds.
+        proved: Whether this follows from a theorem; otherwise the sampler was cut
+            short, or planned for another law, and no guarantee may be claimed.
+        aim: The distance that is aimed at, which noise is chosen by all the same.
+        notes: What it rests on, in the words of the report.
+    """
+
+    num_steps: int
+    queries: float
+    log_ratio: float = 0.0
+    distance: float = 0.0
+    proved: bool = True
+    aim: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+class AbstractPotential(eqx.Module):
+    """A potential on points of a set. NON-PRIVATE: it reads the records."""
+
+    @abc.abstractmethod
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        r"""$U(x)$."""
+
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        """The potential at many points, stacked along the leading axis.
+
+        Args:
+            xs: The points.
+        """
+        return jax.lax.map(self, xs)
+
+    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
+        r"""$U(x)$ and a subgradient.
+
+        Args:
+            x: A point of the set.
+        """
+        return jax.value_and_grad(self)(x)
+
+
+class AbstractSumPotential(AbstractPotential):
+    r"""A potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x\|^2$.
+
+    Attributes:
+        num_terms: $n$. Static.
+        quadratic: $m \ge 0$; public.
+    """
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def num_terms(self) -> int:
+            """The number of terms."""
+
+        @property
+        def quadratic(self) -> Float[Array, ""] | float:
+            """The coefficient of the quadratic part."""
+
+    else:
+        num_terms: eqx.AbstractVar[int]
+        quadratic: eqx.AbstractVar[Float[Array, ""] | float]
+
+    @abc.abstractmethod
+    def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
+        r"""$u_i(x)$.
+
+        Args:
+            index: $i$ in $[0, n)$.
+            x: A point of the set.
+        """
+
+
+class AbstractSampler(eqx.Module):
+    """Draws one point by a number of steps that is fixed before data is seen.
+
+    Attributes:
+        continuous: Whether it draws from the whole set, or from points of it.
+    """
+
+    continuous: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def planned(self, regularity: Regularity, feasible: AbstractSet) -> Self:
+        """The sampler with every count and step size that was left open.
+
+        On the host: the counts are static.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: The set.
+
+        Raises:
+            ValueError: The sampler does not serve such a potential or set, or needs
+                more steps than anyone would run.
+        """
+
+    @abc.abstractmethod
+    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
+        """What is proved of the law of `draw`.
+
+        For a sampler whose counts are open, what planning will reach or refuse; it is
+        asked at noises far from the final one.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: The set.
+        """
+
+    @abc.abstractmethod
+    def draw(
+        self,
+        potential: AbstractPotential,
+        feasible: AbstractSet,
+        start: PyTree,
+        *,
+        key: PRNGKey,
+    ) -> PyTree:
+        r"""One point, by a law close to the density $\propto e^{-U}$ on the set.
+
+        Args:
+            potential: $U$.
+            feasible: The set.
+            start: A public point; a sampler that needs none reads its shape only.
+            key: A typed key.
+
+        Raises:
+            ValueError: The sampler is not planned.
+        """

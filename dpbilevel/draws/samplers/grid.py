@@ -1,0 +1,168 @@
+"""Exact draws from a finite set of points."""
+
+import functools
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy
+from jaxtyping import PyTree
+
+from ... import _checks
+from ...onelevel.problem import check_set
+from ...privacy.clipping import one_record
+from ...privacy.grid import wide_integers
+from ...privacy.noise import PRNGKey, derive, standard_gumbel
+from ...sets import AbstractSet, Box
+from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
+
+
+class Grid(AbstractSampler):
+    r"""Draws one of finitely many public points, with probabilities $\propto e^{-U}$.
+
+    The potential is evaluated at all of them in one batched pass; the index of the
+    largest $-U(x_j) + $ Gumbel noise has exactly that law.
+
+    Args:
+        candidates: The points, stacked along the leading axis of every leaf; public.
+
+    Privacy:
+        No error of sampling: the law is the target on these points.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from dpbilevel import Grid
+        >>> log_penalties = Grid.product(jnp.linspace(-4.0, 0.0, 9), jnp.asarray([0.0]))
+        >>> log_penalties.candidates.shape
+        (9, 2)
+    """
+
+    candidates: PyTree
+    continuous: ClassVar[bool] = False
+
+    def __check_init__(self):
+        count = _checks.leading_axis("candidates", self.candidates)
+        if count < 1:
+            raise ValueError("Grid: needs at least one candidate, got none.")
+        for leaf in jax.tree.leaves(self.candidates):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise TypeError(
+                    "Grid: candidates must be floating-point points, got "
+                    f"{jnp.result_type(leaf)}."
+                )
+            if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf)).all():
+                raise ValueError("Grid: candidates hold NaN or infinity.")
+
+    @classmethod
+    def product(cls, *axes: PyTree) -> "Grid":
+        """Every combination of one value per coordinate.
+
+        Args:
+            *axes: The values of each coordinate, one vector per coordinate.
+        """
+        if not axes or any(jnp.ndim(axis) != 1 for axis in axes):
+            raise ValueError(
+                "Grid.product: needs one vector of values per coordinate, got shapes "
+                f"{[jnp.shape(axis) for axis in axes]}."
+            )
+        columns = jnp.meshgrid(*map(jnp.asarray, axes), indexing="ij")
+        return cls(jnp.stack([column.ravel() for column in columns], axis=-1))
+
+    @classmethod
+    def low_discrepancy(cls, box: Box, count: int) -> "Grid":
+        """Points of a Halton sequence in a box: even, in any number.
+
+        Args:
+            box: With bounds that are vectors of one length.
+            count: How many points.
+        """
+        _checks.instance("Grid.low_discrepancy", Box, box=box)
+        _checks.count("Grid.low_discrepancy", count=count)
+        low, high = jnp.asarray(box.lower), jnp.asarray(box.upper)
+        if low.ndim != 1 or low.shape != high.shape:
+            raise ValueError(
+                "Grid.low_discrepancy: the box must have vectors as bounds, got "
+                f"shapes {low.shape} and {high.shape}."
+            )
+        # Unscrambled: the same points for everyone, and no seed to choose.
+        points = scipy.stats.qmc.Halton(len(low), scramble=False).random(count)
+        unit = jnp.asarray(points, jnp.result_type(low, float))
+        return cls(low[None] + unit * (high - low)[None])
+
+    @property
+    def dimension(self) -> int:
+        """The number of coordinates of a point."""
+        leaves = jax.tree.leaves(self.candidates)
+        return sum(math.prod(jnp.shape(leaf)[1:]) for leaf in leaves)
+
+    def planned(self, regularity: Regularity, feasible: AbstractSet) -> "Grid":
+        """Itself: there is nothing to choose.
+
+        Raises:
+            ValueError: A candidate is outside the set, or of another shape.
+        """
+        del regularity
+        check_set("the problem's set", feasible, one_record(self.candidates))
+        inside = jax.vmap(functools.partial(feasible.contains))(self.candidates)
+        if _checks.concrete(inside) and not bool(inside.all()):
+            first = int(np.argmin(np.asarray(inside)))
+            raise ValueError(
+                f"Grid: candidate {first} is outside the problem's set {feasible}."
+            )
+        return self
+
+    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
+        """Exact."""
+        del regularity, feasible
+        count = _checks.leading_axis("candidates", self.candidates)
+        return Certificate(
+            1, count, notes=(f"drawn exactly from {count} public candidates",)
+        )
+
+    def draw(
+        self,
+        potential: AbstractPotential,
+        feasible: AbstractSet,
+        start: PyTree,
+        *,
+        key: PRNGKey,
+    ) -> PyTree:
+        """One of the candidates, in the dtype of `start`.
+
+        What is known of a potential holds on the set, so candidates are projected onto
+        it. A potential that is not finite counts as the largest one there is.
+
+        Raises:
+            ValueError: A candidate is of another structure than `start`.
+        """
+        found, wanted = _shapes(one_record(self.candidates)), _shapes(start)
+        if found != wanted:
+            raise ValueError(
+                f"Grid: a candidate is {found}, but the starting point is {wanted}; "
+                "stack points of the starting point's structure and shapes along a new "
+                "leading axis of every leaf."
+            )
+        (key,) = derive(key, "select")
+        points = jax.tree.map(
+            lambda v, like: jnp.asarray(v, jnp.asarray(like).dtype),
+            self.candidates,
+            start,
+        )
+        points = jax.vmap(feasible.project)(points)
+        values = potential.many(points)
+        with wide_integers():
+            noise = standard_gumbel(values.shape, jnp.float64, key=key)
+            wide = values.astype(jnp.float64)
+            wide = jnp.where(jnp.isfinite(wide), wide, jnp.finfo(jnp.float64).max)
+            scores = noise - wide
+            # Not argmax: its program would be finished outside of 64-bit mode.
+            best = scores == jnp.max(scores)
+        places = jnp.arange(len(best), dtype=jnp.int32)
+        index = jnp.min(jnp.where(best, places, len(best) - 1))
+        return jax.tree.map(lambda v: v[index], points)
+
+
+def _shapes(point: PyTree) -> PyTree:
+    return jax.tree.map(jnp.shape, point)

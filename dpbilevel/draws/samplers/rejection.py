@@ -1,0 +1,289 @@
+"""A proximal oracle that looks at single terms of a sum."""
+
+import dataclasses
+import math
+from typing import ClassVar, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from ...privacy.noise import PRNGKey, derive, standard_exponential
+from ...sets import AbstractSet, Ball
+from . import restricted
+from .base import AbstractPotential, AbstractSumPotential, Regularity
+from .proximal import AbstractProximalOracle, planned_draw_tries, scaled
+
+_CLIP = 0.5
+_MOST_STAGES = 64
+
+
+class StochasticRejection(AbstractProximalOracle):
+    r"""Accepts by an unbiased estimate that a few random terms give.
+
+    For $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$, a try draws $x, z$ from
+    $\gamma \propto e^{-m \|x\|^2 / 2 - \|x - y\|^2 / (2 \eta)}$ on the set and random
+    indices $j_1, j_2, \dots$, forms
+
+    $$\rho = 1 + \sum_{a=1}^{N} \prod_{i \le a} \Delta_{j_i}, \qquad
+    \Delta_j = \operatorname{clip}(u_j(z) - u_j(x), \pm \tfrac12), \qquad
+    P(N \ge a) = \frac{1}{a!},$$
+
+    and accepts $x$ with probability $\rho / 2$. As every $|\Delta_j| \le 1/2$, $\rho$
+    lies in $[0, 2]$ always.
+
+    **Law.** Given $x$ and $z$, with $u = \frac{1}{n} \sum_j \Delta_j$, $E \rho = e^u$;
+    without clipping the exponent would be $v = \frac{1}{n} \sum_j (u_j(z) - u_j(x))$
+    and the law of an accepted $x$ exact. Dividing both densities by the larger of their
+    masses,
+
+    $$TV \le \frac{E |e^u - e^v|}{E e^v} \le E |e^u - e^v|,$$
+
+    as $E e^v \ge e^{E v} = 1$. Let $W_j = (|u_j(z) - u_j(x)| - \frac12)^+$ and $\bar W$
+    be their mean. $|u - v| \le \bar W$ and $\max(u, v) \le \frac12 + \bar W$, so that
+    $|e^u - e^v| \le \sqrt e \, \bar W e^{\bar W} \le \sqrt e \, \frac1n \sum_j W_j
+    e^{W_j}$ by convexity. The law of $(x, z)$ is $(m + 1/\eta)$-strongly log-concave
+    and $u_j(z) - u_j(x)$ has mean zero and is $\sqrt2 G$-Lipschitz in $(x, z)$, hence
+    $P(W_j > w) \le 2 e^{-(1/2 + w)^2 / (2 \sigma^2)}$ with $\sigma^2 = 2 G^2 \eta / (1
+    + m \eta)$, and integrating $(1 + w) e^w$ against that,
+
+    $$TV \le 2 \sqrt e \, e^{-1 / (8 \sigma^2)} \Bigl(\frac1c + \frac1{c^2}\Bigr),
+    \qquad c = \frac{1}{2 \sigma^2} - 1 > 0 .$$
+
+    A bias of $t$ needs no smaller $\eta$ than about $1 / (16 G^2 \log(2 / t))$. Only
+    the Lipschitz constant of the terms enters: they need not be convex, nor smooth.
+
+    The sum is cut after $A$ stages, which moves $E \rho$ by at most $\sum_{a > A}
+    2^{-a} / a!$. $u$ is symmetric about zero, as $x$ and $z$ may be exchanged, so that
+    odd powers have mean zero and a try is accepted with probability $\frac12 E
+    \sum_{a \le A} u^a / a! \ge \frac12$, whatever $y$.
+
+    Args:
+        stages: $A$. Static; planned.
+        draw_tries: Of one Gaussian draw on the set. Static; planned.
+
+    References:
+        Gopi, Lee and Liu, "Private Convex Optimization via Exponential Mechanism",
+        Algorithm 2 and Lemmas 22 to 24; there $\rho$ is clipped as a whole, and the
+        constant of the step size is not given.
+    """
+
+    stages: int | None = eqx.field(static=True, default=None)
+    draw_tries: int | None = eqx.field(static=True, default=None)
+    draws: ClassVar[int] = 2
+
+    def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
+        r"""Where $\sigma^2 = 1/8$, or the squared diameter if that is less.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: The set.
+
+        Raises:
+            ValueError: No sum of Lipschitz terms, or inexact values.
+        """
+        lipschitz = regularity.term_lipschitz
+        if regularity.num_terms is None or lipschitz is None:
+            raise ValueError(
+                "StochasticRejection: needs a sum of terms with a known Lipschitz "
+                "constant (num_terms and term_lipschitz of the Regularity). Use "
+                "ConvexEnvelope for any other potential."
+            )
+        if not 0 <= lipschitz < math.inf:
+            raise ValueError(
+                "StochasticRejection: term_lipschitz must be finite, got "
+                f"{lipschitz}. Clip the terms or use ConvexEnvelope."
+            )
+        if regularity.error > 0:
+            raise ValueError(
+                "StochasticRejection: the values of the terms must be exact, got "
+                f"error={regularity.error}. Use ConvexEnvelope."
+            )
+        most = restricted.diameter(feasible, regularity.dimension) ** 2
+        variance = 1 / (16 * lipschitz**2) if lipschitz > 0 else math.inf
+        if regularity.quadratic * variance < 1:
+            most = min(most, variance / (1 - regularity.quadratic * variance))
+        return most
+
+    def planned(
+        self,
+        regularity: Regularity,
+        feasible: AbstractSet,
+        *,
+        step_size: float,
+        num_steps: int,
+        tries: int,
+        share: float,
+    ) -> Self:
+        r"""Chooses the stages and the tries of a draw.
+
+        The stages are cut where that costs at most `share / 4` over all steps.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: The set.
+            step_size: $\eta$.
+            num_steps: How many accepted tries are needed.
+            tries: How many tries are made in all.
+            share: What the draws of all tries may fail with.
+        """
+        stages = self.stages
+        if stages is None:
+            stages = next(
+                a
+                for a in range(1, _MOST_STAGES)
+                if num_steps * _cut(a) <= share / 4 or a == _MOST_STAGES - 1
+            )
+        draw_tries = self.draw_tries or planned_draw_tries(
+            self,
+            regularity,
+            feasible,
+            step_size=step_size,
+            num_steps=num_steps,
+            tries=tries,
+            share=share,
+        )
+        return dataclasses.replace(self, stages=stages, draw_tries=draw_tries)
+
+    def serves(self, regularity: Regularity, feasible: AbstractSet) -> bool:
+        """Where values are exact: all that is fixed is counts.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: Not needed.
+        """
+        del feasible
+        known = None not in (regularity.num_terms, regularity.term_lipschitz)
+        return known and regularity.error == 0
+
+    def bias(self, regularity: Regularity, step_size: float) -> float:
+        r"""The bound of the class on the effect of clipping and of cutting.
+
+        Args:
+            regularity: What is known of the potential.
+            step_size: $\eta$.
+        """
+        deviation, _, _ = self.gaussian(regularity, None, step_size)
+        variance = 2 * (deviation * (regularity.term_lipschitz or 0.0)) ** 2
+        cut = 0.0 if self.stages is None else _cut(self.stages)
+        if variance == 0:
+            return cut
+        rate = 1 / (2 * variance) - 1
+        if rate <= 0:
+            return 1.0
+        tail = math.exp(0.5 - 1 / (8 * variance)) * 2
+        return min(1.0, tail * (1 / rate + 1 / rate**2) + cut)
+
+    def acceptance(
+        self, regularity: Regularity, feasible: AbstractSet, step_size: float
+    ) -> float:
+        """One half.
+
+        Args:
+            regularity: Not needed.
+            feasible: Not needed.
+            step_size: Not needed.
+        """
+        del regularity, feasible, step_size
+        return 0.5
+
+    def gaussian(
+        self, regularity: Regularity, feasible: AbstractSet | None, step_size: float
+    ) -> tuple[float, float, float]:
+        r"""$\gamma$ has the mean $y / (1 + m \eta)$ and variance $\eta / (1 + m \eta)$.
+
+        Args:
+            regularity: What is known of the potential.
+            feasible: The set.
+            step_size: $\eta$.
+        """
+        weight = 1 / (1 + regularity.quadratic * step_size)
+        away = 0.0  # how far zero is from a ball
+        if isinstance(feasible, Ball) and feasible.center is not None:
+            center = float(optax.tree.norm(feasible.center))
+            away = max(0.0, center - float(feasible.radius))
+        return math.sqrt(step_size * weight), weight, (1 - weight) * away
+
+    def evaluations(self) -> tuple[float, int]:
+        r"""$2 (e - 1)$ values of terms on average, twice the stages at most."""
+        return 2 * (math.e - 1), 2 * (self.stages or 1)
+
+    def prepared(
+        self,
+        potential: AbstractPotential,
+        feasible: AbstractSet,
+        y: PyTree,
+        step_size: float,
+    ) -> PyTree:
+        r"""The mean of $\gamma$.
+
+        Args:
+            potential: A sum.
+            feasible: The set.
+            y: $y$.
+            step_size: $\eta$.
+
+        Raises:
+            TypeError: The potential is no sum.
+        """
+        if not isinstance(potential, AbstractSumPotential):
+            raise TypeError(
+                "StochasticRejection: the potential must be an AbstractSumPotential, "
+                f"got {type(potential).__name__}. Use ConvexEnvelope."
+            )
+        return scaled(1 / (1 + potential.quadratic * step_size), y)
+
+    def attempt(
+        self,
+        potential: AbstractPotential,
+        feasible: AbstractSet,
+        y: PyTree,
+        prepared: PyTree,
+        step_size: float,
+        *,
+        key: PRNGKey,
+    ) -> tuple[PyTree, Bool[Array, ""], Float[Array, ""]]:
+        r"""One try: all stages at once, those that were not needed left out.
+
+        Args:
+            potential: A sum.
+            feasible: The set.
+            y: $y$.
+            prepared: The mean of the proposals.
+            step_size: $\eta$.
+            key: A typed key.
+        """
+        assert isinstance(potential, AbstractSumPotential)
+        stages = self.stages or 1
+        keys = derive(key, "proposal", "rival", "index", "stages", "accept")
+        deviation = (step_size / (1 + potential.quadratic * step_size)) ** 0.5
+        both = jax.vmap(
+            lambda k: restricted.restricted_normal(
+                feasible, prepared, deviation, self.draw_tries or 1, key=k
+            )
+        )(keys[:2])
+        x, z = (jax.tree.map(lambda v, i=i: v[i], both) for i in (0, 1))
+        indices = jax.random.randint(keys[2], (stages,), 0, potential.num_terms)
+        values = jax.vmap(potential.term, (0, None))
+        gaps = values(indices, z) - values(indices, x)
+        gaps = jnp.where(jnp.isnan(gaps), 0, jnp.clip(gaps, -_CLIP, _CLIP))
+        reached = _reached(stages, gaps.dtype, keys[3])
+        rho = 1 + jnp.sum(jnp.where(reached, jnp.cumprod(gaps), 0))
+        coin = standard_exponential((), rho.dtype, key=keys[4])
+        return x, coin >= -jnp.log(rho / 2), 2 * jnp.sum(reached).astype(rho.dtype)
+
+
+def _reached(stages: int, dtype, key: PRNGKey) -> Bool[Array, " stages"]:
+    r"""Which are reached: stage $a + 1$ from stage $a$ with probability $1/(1 + a)$."""
+    # P(E > log(1 + a)) = 1 / (1 + a) for an exponential E.
+    bars = jnp.log1p(jnp.arange(1, stages + 1).astype(dtype))
+    onward = standard_exponential((stages,), dtype, key=key) > bars
+    return jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(onward)[:-1].astype(bool)])
+
+
+def _cut(stages: int) -> float:
+    """What the stages beyond the last can add to the mean of rho."""
+    first = math.exp((stages + 1) * math.log(_CLIP) - math.lgamma(stages + 2))
+    return first / (1 - _CLIP / (stages + 2))

@@ -1,0 +1,155 @@
+r"""Normal values conditioned on an interval, however far out it lies.
+
+With $S(x) = 1 - \Phi(x)$ and the Mills ratio $R(x) = S(x) / \varphi(x)$, for $z \ge 0$
+
+$$\Lambda_z(t) = \log \frac{S(z)}{S(z + t)} = z t + \frac{t^2}{2}
+    - \log \frac{R(z + t)}{R(z)},$$
+
+in which nothing cancels or underflows: it is what distances from an end of the interval
+are computed from.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import erf, erfc
+from jaxtyping import Array, Float
+
+from ...privacy.noise import PRNGKey, derive, standard_exponential
+
+_FAR = 5.0  # from here on the continued fraction is exact to rounding
+_TERMS = 20
+_NEWTON = 6
+_WIDEST = 64.0  # e^{-Λ} is zero beyond, in float64 as well
+
+
+def truncated_normal(
+    mean: Float[Array, " n"],
+    deviation: Float[Array, ""] | float,
+    lower: Float[Array, " n"],
+    upper: Float[Array, " n"],
+    *,
+    key: PRNGKey,
+) -> Float[Array, " n"]:
+    r"""Independent $\mathcal N(a_i, s^2)$ values, each conditioned on $[l_i, u_i]$.
+
+    By inversion: an interval that holds the mean is split there and a side chosen by
+    its probability; on one side the distance $t$ from the end that is nearer to the
+    mean solves $\Lambda_z(t) = E$ with an exponential $E$ conditioned on $E \le
+    \Lambda_z(w)$, $w$ being the width. Newton's method decreases to the solution, since
+    $\Lambda_z$ is convex and the first guess lies above it. Far ends are resolved to
+    probabilities of $2^{-64}$ in float32 and $2^{-96}$ in float64, near ends to the
+    rounding of $s$.
+
+    Args:
+        mean: $a$.
+        deviation: $s > 0$.
+        lower: $l$; may be infinite.
+        upper: $u \ge l$; may be infinite.
+        key: A typed key, used for this draw and nothing else.
+
+    Returns:
+        Values in $[l, u]$.
+    """
+    key_side, key_distance = derive(key, "side", "distance")
+    low, high = (lower - mean) / deviation, (upper - mean) / deviation
+    shape, dtype = low.shape, low.dtype
+    mass_left, mass_right = _central(-low), _central(high)
+    total = mass_left + mass_right
+    share = jnp.where(total > 0, mass_right / jnp.where(total > 0, total, 1), 1)
+    coin = jnp.exp(-standard_exponential(shape, dtype, key=key_side)) < share
+    right = (low >= 0) | ((high > 0) & coin)
+    near = jnp.maximum(jnp.where(right, low, -high), 0)
+    far = jnp.where(right, high, -low)
+    exponential = standard_exponential(shape, dtype, key=key_distance)
+    distance = deviation * tail_distance(near, far - near, exponential)
+    inside = (low < 0) & (high > 0)
+    anchor = jnp.where(inside, mean, jnp.where(right, lower, upper))
+    drawn = jnp.where(right, anchor + distance, anchor - distance)
+    return jnp.clip(drawn, lower, upper)
+
+
+def tail_distance(
+    near: Float[Array, "..."], width: Float[Array, "..."], exponential: Array
+) -> Float[Array, "..."]:
+    r"""The $t$ in $[0, w]$ with $\Lambda_z(t) = E'$, an $E$ held below $\Lambda_z(w)$.
+
+    Args:
+        near: $z \ge 0$.
+        width: $w \ge 0$; may be infinite.
+        exponential: Standard exponential values $E$; $E' = -\log(1 - (1 - e^{-E})(1 -
+            e^{-\Lambda_z(w)}))$ has their law conditioned on $E \le \Lambda_z(w)$.
+    """
+    last = tail_exponent(near, width)
+    missing = jnp.expm1(-exponential) * -jnp.expm1(-last)  # in (-1, 0]
+    # 1 + missing as a sum of positive numbers, where it is close to zero.
+    survival = jnp.exp(-last) - jnp.exp(-exponential) * jnp.expm1(-last)
+    target = jnp.where(
+        missing > -0.5, -jnp.log1p(jnp.maximum(missing, -0.5)), -jnp.log(survival)
+    )
+    first = 2 * target / (near + jnp.sqrt(near**2 + 2 * target) + _tiny(near))
+
+    def newton(_, t):
+        excess = tail_exponent(near, t) - target
+        return jnp.clip(t - excess * mills_ratio(near + t), 0, first)
+
+    return jnp.minimum(jax.lax.fori_loop(0, _NEWTON, newton, first), width)
+
+
+def tail_exponent(
+    near: Float[Array, "..."], distance: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    r"""$\Lambda_z(t) = \log(S(z) / S(z + t))$; 2048 or more for any $t$ beyond 64.
+
+    Args:
+        near: $z \ge 0$.
+        distance: $t \ge 0$.
+    """
+    t = jnp.minimum(distance, _WIDEST)
+    ratio = mills_ratio(near + t) / mills_ratio(near)
+    return near * t + t**2 / 2 - jnp.log(ratio)
+
+
+def log_probability(
+    mean: Float[Array, "..."], half_width: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    r"""$\log P(|Z + a| \le h)$ of a standard normal $Z$.
+
+    Args:
+        mean: $a \ge 0$.
+        half_width: $h > 0$.
+    """
+    near = jnp.maximum(mean - half_width, 0)
+    scale = jnp.log(mills_ratio(near)) - near**2 / 2 - 0.5 * math.log(2 * math.pi)
+    beside = scale + jnp.log(-jnp.expm1(-tail_exponent(near, 2 * half_width)))
+    around = _central(half_width - mean) + _central(half_width + mean)
+    return jnp.where(
+        mean >= half_width, beside, jnp.log(jnp.where(mean >= half_width, 1, around))
+    )
+
+
+def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    r"""$R(x) = S(x) / \varphi(x)$.
+
+    By the continued fraction $1 / (x + 1 / (x + 2 / (x + \dots)))$ from 5 on.
+
+    Args:
+        x: At least 0.
+    """
+    large = jnp.maximum(x, _FAR)
+    tail = jnp.zeros_like(large)
+    for k in range(_TERMS, 0, -1):  # unrolled: a loop takes longer than its divisions
+        tail = k / (large + tail)
+    small = jnp.minimum(x, _FAR)
+    near = math.sqrt(math.pi / 2) * erfc(small * math.sqrt(0.5))
+    return jnp.where(x < _FAR, near * jnp.exp(small**2 / 2), 1 / (large + tail))
+
+
+def _central(x):
+    """The probability between 0 and x, or zero for a negative x."""
+    return 0.5 * erf(jnp.maximum(x, 0) * math.sqrt(0.5))
+
+
+def _tiny(x):
+    return jnp.finfo(x.dtype).tiny

@@ -1,0 +1,344 @@
+"""Scores of a bilevel problem: its hyper-objective, and the norm of its gradient."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from ...bilevel import certified, fixed_count, sensitivities
+from ...bilevel.bounds import Bounds, Metric
+from ...bilevel.constants import AbstractCertificate
+from ...bilevel.problem import BilevelProblem, Levels, Sizes
+from ...privacy.clipping import Basis, clipped_mean
+from ...sets import Ball, Euclidean
+from ..samplers.base import AbstractPotential
+from .base import (
+    SOLVES,
+    AbstractScore,
+    Facts,
+    batched,
+    check_error,
+    check_loss_dtype,
+    least,
+)
+
+_COMPUTED = (
+    "upper losses and upper_public, which has no large offset, are computed to "
+    f"{sensitivities.UNITS} units of roundoff of the range that the constants give them"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperObjective(AbstractScore):
+    r"""$\Phi(x) = F(x, y^*(x))$, with $y^*$ found by a fixed number of steps.
+
+    One upper record moves the differences $\Phi(x) - \Phi(x')$ by at most $S_{up} D$
+    and by $2 B / n_f$, with $B$ how far one loss may be from itself at another point,
+    by constants or by clipping to $[0, B]$; a lower record by $S_{low} D$ and by $2
+    L_{fy} d$, with $d$ how far it moves $y^*$. The error $e$ of a computed value, from
+    the inner solve and from rounding, adds $4 e$ to each.
+
+    Args:
+        problem: A `BilevelProblem` with a certificate.
+        measure: As in `AbstractScore`.
+        sizes: The planned sizes.
+        clip_range: What losses are clipped to, or `None`.
+        uniform: Whether the lower level is solved by as many steps at every point as at
+            the worst one: points that depend on records must not show in a trip count.
+    """
+
+    clip_range: Any = None
+    uniform: bool = False
+
+    def facts(self, dtype: Any) -> Facts:
+        """Shares of both levels; the basis is the certificate."""
+        certificate, bounds = self._certificate(), self._bounds()
+        self._most_steps(dtype)
+        error = self._slope() * (self._target(dtype) + self._rounding(bounds, dtype))
+        largest = 2 * self._half() + certificate.largest_loss
+        if self.problem.upper_public is not None:
+            largest += 2 * self._reach()
+        error += sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
+        if self.measure == "slope":
+            upper, lower = bounds.upper, bounds.lower
+            steps = sensitivities.effort(certificate, self.sizes)
+            gradient_error = sensitivities.solve_error(bounds, steps)
+            gradient_error += sensitivities.rounding_error(bounds, self.sizes, dtype)
+        else:
+            upper, lower = self.spreads()
+            check_error(
+                error,
+                upper + lower,
+                dtype,
+                "raise the strong convexity (mu_g) by a larger public penalty",
+            )
+            upper, lower = upper + 4 * error, lower + 4 * error
+            gradient_error = 0.0
+        return Facts(
+            {"upper": upper / 2, "lower": lower / 2},
+            Basis.CONSTANTS,
+            self._lipschitz(),
+            certificate.second_order.smoothness,
+            error,
+            gradient_error,
+            assumptions=(*certificate.assumptions, _COMPUTED),
+        )
+
+    def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
+        """Solves the lower level anew at every point."""
+        x, y = start
+        dtype = certified.common_dtype((x, y))
+        check_loss_dtype(self.problem.upper, (x, y), certified.wide(data.upper, dtype))
+        y = Ball(self._bounds().solution_radius).project(y)
+        return _Objective(
+            self.problem,
+            data,
+            y,
+            (x, y),
+            self._half(),
+            self.clip_range is None,
+            self._target(dtype),
+            self._most_steps(dtype) if self.uniform else None,
+            self.sizes,
+        )
+
+    def _certificate(self) -> AbstractCertificate:
+        return certified.certificate_of(self.problem)
+
+    def _bounds(self) -> Bounds:
+        return self._certificate().bounds(self.sizes)
+
+    def spreads(self) -> tuple[Any, Any]:
+        """How far apart an upper and a lower record move exact scores."""
+        bounds = self._bounds()
+        # Also where losses are cut: cutting sets no two values further apart.
+        upper = 2 * self._range() / self.sizes.upper
+        lower = 2 * self._slope() * bounds.solution_shift
+        if self.clip_range is not None:
+            return upper, lower
+        diameter = self.problem.x_set.diameter
+        return (
+            least(bounds.upper * diameter, upper),
+            least(bounds.lower * diameter, lower),
+        )
+
+    def _range(self) -> Any:
+        """How far an upper loss may be from itself at another point."""
+        return self._reach() if self.clip_range is None else self.clip_range
+
+    def _half(self) -> Any:
+        """The norm that upper losses are cut at: about those at a reference, or $B/2$.
+
+        The reference may be at either end of their range.
+        """
+        return self._range() if self.clip_range is None else self._range() / 2
+
+    def _reach(self) -> Any:
+        """The same by constants."""
+        second = self._certificate().second_order
+        reach = 2 * second.upper_y * second.solution_radius
+        if second.upper_x:
+            reach += second.upper_x * self.problem.x_set.diameter
+        return reach
+
+    def _slope(self) -> float:
+        """The Lipschitz constant in y of the mean of clipped losses, and public term.
+
+        Clipping leaves that of every record as it is, but not what cancels in a mean:
+        a public term is at most twice as steep as the bound on the whole.
+        """
+        slope = self._certificate().second_order.upper_y
+        return slope if self.problem.upper_public is None else 3 * slope
+
+    def _lipschitz(self) -> Any:
+        """That of the score in x: where losses are clipped, terms may cancel less."""
+        if self.clip_range is None or self.problem.upper_public is None:
+            return self._bounds().gradient
+        return 3 * self._certificate().second_order.upper_total
+
+    def _target(self, dtype: Any) -> float:
+        """How far a lower solution may be off, beyond rounding."""
+        bounds = self._bounds()
+        rounding = float(self._rounding(bounds, dtype))
+        if self.measure == "slope":
+            return rounding
+        # Half of what is allowed beside the spread of a lower record alone.
+        return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
+
+    def _most_steps(self, dtype: Any) -> int:
+        """What the worst point takes, on the host."""
+        metric = self._certificate().metric(self.problem, self.sizes, None, None)
+        count = _steps(metric, self._target(dtype))
+        if not count <= sensitivities.MOST_STEPS:
+            raise ValueError(
+                f"ExponentialMechanism: the constants ask for {count:.3g} steps to "
+                "solve the lower level at a point, and at most "
+                f"{sensitivities.MOST_STEPS} are made. Raise the strong convexity "
+                "(mu_g) by a larger public penalty."
+            )
+        return int(count)
+
+    def _rounding(self, bounds: Bounds, dtype: Any) -> Any:
+        return sensitivities.solution_rounding(bounds, self.sizes, dtype)
+
+
+class _Objective(AbstractPotential):
+    problem: BilevelProblem
+    data: Levels
+    y0: PyTree
+    reference: PyTree
+    half: Any
+    centered: bool = eqx.field(static=True)  # about the losses at the reference
+    target: float = eqx.field(static=True)
+    num_steps: int | None = eqx.field(static=True)  # by default what a point needs
+    sizes: Sizes = eqx.field(static=True)
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        y = self._solution(x)
+        upper, half = self.problem.upper, jnp.asarray(self.half)
+        dtype, (x0, y0) = certified.common_dtype((x, y)), self.reference
+
+        def centered(record):
+            record = certified.readable(record, dtype)
+            value = upper(x, y, record)
+            if not self.centered:
+                return value - half.astype(value.dtype)
+            return value - upper(x0, y0, record)
+
+        mean = clipped_mean(
+            centered,
+            self.data.upper,
+            clip_norm=half,
+            denominator=float(self.sizes.upper),
+        )
+        value = mean.raw
+        public = self.problem.upper_public
+        if public is not None:
+            value = value + (public(x, y) - public(x0, y0))
+        return value
+
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        # Points that need as many steps as their neighbours wait for nobody.
+        order = jnp.argsort(jax.vmap(self._steps)(xs))
+        values = batched(self, jax.tree.map(lambda v: v[order], xs))
+        return jnp.zeros_like(values).at[order].set(values)
+
+    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
+        gradient = _hypergradient(self.problem, self.data, x, self.y0, self.sizes)
+        return self(x), gradient
+
+    def _solution(self, x: PyTree) -> PyTree:
+        """The lower solution, found from zero in the certificate's metric."""
+        metric = self._metric(x)
+        means = certified.Means(self.problem, self.data, self.sizes)
+        roots = jax.tree.map(jnp.sqrt, metric.diagonal)
+
+        def gradient(s):
+            y = jax.tree.map(jnp.divide, s, roots)
+            return jax.tree.map(jnp.divide, means.lower_y(x, y), roots)
+
+        s = fixed_count.accelerated_gradient(
+            gradient,
+            optax.tree.zeros_like(self.y0),
+            smallest=metric.smallest,
+            largest=metric.largest,
+            num_steps=self._steps(x),
+        )
+        bounds = certified.certificate_of(self.problem).bounds(self.sizes, x)
+        y = jax.tree.map(jnp.divide, s, roots)
+        return Ball(bounds.solution_radius).project(y)
+
+    def _steps(self, x: PyTree) -> Int[Array, ""]:
+        count = self.num_steps
+        if count is None:
+            count = _steps(self._metric(x), self.target)
+        return jnp.asarray(count).astype(jnp.int32)
+
+    def _metric(self, x: PyTree) -> Metric:
+        certificate = certified.certificate_of(self.problem)
+        return certificate.metric(self.problem, self.sizes, x, self.y0)
+
+
+def _steps(metric: Metric, target: float) -> Any:
+    """How many steps leave an error of at most `target` in y."""
+    error = target * metric.least**0.5
+    return fixed_count.accelerated_steps(
+        metric.smallest, metric.largest, metric.radius, error
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientNorm(AbstractScore):
+    r"""$\|x - \Pi_X(x - \nabla \Phi(x))\|$: zero at the stationary points of the set.
+
+    In the interior, as far as a unit step does not leave the set, that is the norm of
+    the hypergradient; where the set's boundary holds a step back, it is smaller. A
+    record of level $r$ moves the hypergradient by at most $S_r$, so, projections not
+    setting points further apart, the score by as much, and the differences between two
+    points by $2 S_r$; the errors of the inner solves are part of $S_r$.
+
+    Args:
+        problem: A `BilevelProblem` with a certificate.
+        measure: `"spread"`.
+        sizes: The planned sizes.
+    """
+
+    def facts(self, dtype: Any) -> Facts:
+        """Shares of both levels; the basis is the certificate."""
+        certificate = certified.certificate_of(self.problem)
+        sensitivities.check_dtype(certificate, self.sizes, dtype)
+        shares = sensitivities.at(certificate, self.sizes, dtype)
+        bounds = certificate.bounds(self.sizes)
+        steps = sensitivities.effort(certificate, self.sizes)
+        error = sensitivities.solve_error(bounds, steps)
+        error += sensitivities.rounding_error(bounds, self.sizes, dtype)
+        # The projection of a step that leaves the set, by a few roundings.
+        rounding = 0.0
+        if not isinstance(self.problem.x_set, Euclidean):
+            far = self.problem.x_set.reach
+            if isinstance(far, float) and math.isinf(far):
+                raise ValueError(
+                    "ExponentialMechanism: the gradient mapping on an unbounded "
+                    f"x_set={self.problem.x_set} rounds without bound; use a bounded "
+                    "set, or Euclidean()."
+                )
+            rounding = 8 * float(jnp.finfo(dtype).eps) * (far + bounds.gradient)
+        return Facts(
+            {"upper": shares.upper + rounding, "lower": shares.lower + rounding},
+            Basis.CONSTANTS,
+            certificate.second_order.smoothness + 2,
+            error=error + rounding,
+            assumptions=certificate.assumptions,
+        )
+
+    def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
+        """Computes the hypergradient anew at every point."""
+        return _Norm(self.problem, data, start[1], self.sizes)
+
+
+class _Norm(AbstractPotential):
+    problem: BilevelProblem
+    data: Levels
+    y0: PyTree
+    sizes: Sizes = eqx.field(static=True)
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        value = _hypergradient(self.problem, self.data, x, self.y0, self.sizes)
+        step = optax.tree.sub(x, value)
+        back = optax.tree.sub(step, self.problem.x_set.project(step))
+        return optax.tree.norm(optax.tree.add(value, back))
+
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        return batched(self, xs)
+
+
+def _hypergradient(problem, data, x, y0, sizes) -> PyTree:
+    certificate = certified.certificate_of(problem)
+    bounds = certificate.bounds(sizes, x)
+    steps = sensitivities.effort(certificate, sizes)
+    return certified.hypergradient(problem, data, x, y0, sizes, bounds, steps)

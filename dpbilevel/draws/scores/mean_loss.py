@@ -1,0 +1,217 @@
+"""The score of a one-level problem: its mean loss."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from ...bilevel import sensitivities
+from ...onelevel.problem import FiniteSum
+from ...privacy.clipping import Basis, clipped_mean
+from ...privacy.ledger import RECORDS
+from ...privacy.sampling import Batch, FullBatch, unpacked
+from ..samplers.base import AbstractPotential, AbstractSumPotential
+from .base import AbstractScore, Facts, batched, check_error, check_loss_dtype
+
+# A public term is cut at this many times the range of the losses.
+_PUBLIC = 8
+# By how much a declared range is exceeded before it is enforced, more than by rounding:
+# a loss may reach it, and at the limit itself derivatives would be cut too.
+_BEYOND = 1 + 2.0**-10
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanLoss(AbstractScore):
+    r"""The objective of a one-level problem.
+
+    With a range $B$ every loss is clipped to $[0, B]$, so that one record moves the
+    mean by less than $B / n$ whatever the loss is. Otherwise $G$, declared, bounds the
+    difference between two points by $G D$.
+
+    Args:
+        problem: A `FiniteSum`.
+        measure: As in `AbstractScore`.
+        sizes: The planned number of records.
+        clip_range: $B$, or `None`.
+    """
+
+    clip_range: Any = None
+
+    def facts(self, dtype: Any) -> Facts:
+        """One record's share is $B / n$ or $G D / n$, as a slope $G / n$."""
+        constant, n = self.problem.lipschitz, self.sizes
+        unit = unit_of(dtype)
+        clipped = self.measure == "spread" and self.clip_range is not None
+        reach = self.clip_range if clipped else self._declared() * self._diameter()
+        public = self.problem.public is not None
+        if self.measure == "slope":
+            self._check_public()
+            share = constant / n
+            # Two losses, and their sum over the records in any order.
+            rounding, error = (2 * sensitivities.UNITS + n) * unit * reach, 0.0
+        else:
+            share, error = spread_of(reach, n, dtype, public)
+            rounding = 0.0
+        assumptions: tuple[str, ...] = ()
+        if not clipped:
+            assumptions = (
+                f"declared: the loss of every possible record is {constant:.6g}-"
+                "Lipschitz on the set, and computed to "
+                f"{sensitivities.UNITS} units of roundoff of its range there",
+            )
+        # A public term may be as steep as it likes.
+        smoothness = self.problem.smoothness
+        return Facts(
+            {RECORDS: share},
+            Basis.CLIPPED if clipped else Basis.CONSTANTS,
+            math.inf if constant is None or public else constant,
+            math.inf if public or smoothness is None else smoothness,
+            error,
+            rounding=rounding,
+            num_terms=self.sizes,
+            term_lipschitz=None if public else constant,
+            assumptions=assumptions,
+        )
+
+    def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
+        """A clipped mean for a spread, a sum of terms for a slope."""
+        batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
+        check_loss_dtype(self.problem.loss, (start,), batch.records)
+        clipped = self.measure == "spread" and self.clip_range is not None
+        if clipped:
+            half = self.clip_range / 2
+            return _ClippedMean(self.problem, batch, start, half, False)
+        half = self._declared() * self._diameter()
+        if self.measure == "slope":
+            assert batch.mask is None  # draws on continuous sets are of replace-one
+            return _Terms(self.problem, batch.records, start, half, self.sizes)
+        return _ClippedMean(self.problem, batch, start, half, True)
+
+    def _check_public(self) -> None:
+        if self.problem.public is not None:
+            raise ValueError(
+                "FiniteSum: a regularized draw knows the slope of its potential, but "
+                "not that of a public term. Leave public out; a quadratic one is "
+                "RegularizedExponentialMechanism(regularizer=)."
+            )
+
+    def _declared(self) -> float:
+        if self.problem.lipschitz is None:
+            raise ValueError(
+                "FiniteSum: a draw needs the Lipschitz constant of the loss, "
+                "FiniteSum(lipschitz=G), or its range: "
+                "ExponentialMechanism(Grid(...), clip_range=B) clips losses to [0, B]."
+            )
+        return self.problem.lipschitz
+
+    def _diameter(self):
+        diameter = self.problem.w_set.diameter
+        if isinstance(diameter, float) and math.isinf(diameter):
+            raise ValueError(
+                f"FiniteSum: w_set={self.problem.w_set} is unbounded, so that losses "
+                "are; an exponential mechanism draws from a bounded set, such as "
+                "dpbilevel.sets.Ball(r)."
+            )
+        return diameter
+
+
+def unit_of(dtype: Any) -> float:
+    """The largest relative error of rounding to a dtype."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def spread_of(reach: Any, n: int, dtype: Any, public: bool) -> tuple[Any, Any]:
+    """One record's share of a mean of clipped losses, and the error of computing it.
+
+    Args:
+        reach: The length of the interval that losses are clipped to.
+        n: The planned number of records.
+        dtype: What the mean is computed in.
+        public: Whether a public term is added, by `public_part`.
+
+    Raises:
+        ValueError: The dtype is too coarse.
+    """
+    # Clipped values lie on a grid; the mean, its multiple and the draw round.
+    own = 4 * unit_of(dtype) * (1 + _PUBLIC * public) * reach
+    share = reach * (1 + 2.0**-20) / n
+    # What a record's own rounding moves is part of its share: four scores', for a
+    # spread that is one share under add-or-remove-one.
+    check_error(own, share, dtype, "use fewer records")
+    return share + 4 * own, own + 2.0**-24 * reach
+
+
+def public_part(
+    public: Callable[[PyTree], Float[Array, ""]] | None,
+    x: PyTree,
+    start: PyTree,
+    half: Float[Array, ""],
+) -> Float[Array, ""]:
+    """The public term against that at the start, cut at a multiple of the range.
+
+    Without data, so cutting it costs nobody privacy; uncut, it would decide how its sum
+    with a mean loss is rounded.
+
+    Args:
+        public: The public term, or `None` for zero.
+        x: The point.
+        start: The start.
+        half: Half the range of the losses, in the dtype of the result.
+    """
+    if public is None:
+        return jnp.zeros_like(half)
+    limit = _PUBLIC * half
+    more = (public(x) - public(start)).astype(half.dtype)
+    return jnp.clip(jnp.nan_to_num(more), -limit, limit)
+
+
+class _ClippedMean(AbstractPotential):
+    problem: FiniteSum
+    batch: Batch
+    start: PyTree
+    half: Any
+    centered: bool = eqx.field(static=True)  # about the loss at the start
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        loss = self.problem.loss
+        half = jnp.asarray(self.half)
+
+        def value(record):
+            found = loss(x, record)
+            if self.centered:
+                return found - loss(self.start, record)
+            return found - half.astype(found.dtype)
+
+        mean = clipped_mean(value, self.batch, clip_norm=half, precision="grid")
+        total = mean.raw.values()
+        public = self.problem.public
+        return total + public_part(public, x, self.start, half.astype(total.dtype))
+
+    def many(self, xs: PyTree) -> Float[Array, " m"]:
+        return batched(self, xs)
+
+
+class _Terms(AbstractSumPotential):
+    problem: FiniteSum
+    data: PyTree
+    start: PyTree
+    half: Any  # how far a loss is from that at the start, by its constant
+    num_terms: int = eqx.field(static=True)
+    quadratic: float = 0.0
+
+    def __call__(self, x: PyTree) -> Float[Array, ""]:
+        losses = jax.vmap(lambda record: self._loss(x, record))(self.data)
+        return jnp.sum(losses) / self.num_terms
+
+    def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
+        return self._loss(x, jax.tree.map(lambda v: v[index], self.data))
+
+    def _loss(self, x, record):
+        value = self.problem.loss(x, record) - self.problem.loss(self.start, record)
+        limit = jnp.asarray(_BEYOND * self.half).astype(value.dtype)
+        return jnp.clip(jnp.where(jnp.isfinite(value), value, 0), -limit, limit)

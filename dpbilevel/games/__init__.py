@@ -1,0 +1,24 @@
+"""Saddle points and variational inequalities: group games, matrix games, solvers."""
+
+from . import zoo
+from .extragradient import NoisyExtragradient
+from .gaps import saddle_gap, variational_gap
+from .groups import group_fair, group_robust, group_start, group_weights
+from .matrix import matrix_game
+from .problem import SaddleProblem, VariationalInequality
+from .proximal_point import InexactProximalPoint
+
+__all__ = [
+    "InexactProximalPoint",
+    "NoisyExtragradient",
+    "SaddleProblem",
+    "VariationalInequality",
+    "group_fair",
+    "group_robust",
+    "group_start",
+    "group_weights",
+    "matrix_game",
+    "saddle_gap",
+    "variational_gap",
+    "zoo",
+]

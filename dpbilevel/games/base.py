@@ -1,0 +1,177 @@
+"""What the solvers of saddle points and variational inequalities have in common."""
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import equinox as eqx
+
+from .. import _checks
+from ..core.loop import AbstractSolver, State
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.mechanisms import Gaussian
+from ..privacy.sampling import AbstractSampling
+from .choices import AVERAGES, Average, Fields, Passes, scene_of
+from .problem import AbstractVariationalInequality
+from .rates import Scene
+
+
+class AbstractSaddleSolver(AbstractSolver[AbstractVariationalInequality, State]):
+    r"""A solver with explicit bounds, which choose its parameters before any data.
+
+    Attributes:
+        clip_norm: The bound on one record's operator in $\ell_2$.
+        sampling: How each query's batch is drawn.
+        noise: The mechanism.
+        average: Which part of the path the answer averages.
+    """
+
+    problem_type: ClassVar[type] = AbstractVariationalInequality
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def clip_norm(self) -> float:
+            """The bound on one record's operator."""
+
+        @property
+        def sampling(self) -> AbstractSampling:
+            """How each query's batch is drawn."""
+
+        @property
+        def noise(self) -> Gaussian:
+            """The mechanism."""
+
+        @property
+        def average(self) -> Average:
+            """Which part of the path the answer averages."""
+
+    else:
+        clip_norm: eqx.AbstractVar[float]
+        sampling: eqx.AbstractVar[AbstractSampling]
+        noise: eqx.AbstractVar[Gaussian]
+        average: eqx.AbstractVar[Average]
+
+    def __check_init__(self):
+        owner = type(self).__name__
+        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
+        _checks.instance(owner, Gaussian, noise=self.noise)
+        _checks.count(owner, num_steps=self.num_steps)
+        _checks.positive(owner, clip_norm=self.clip_norm)
+        _checks.one_of(owner, "average", self.average, AVERAGES)
+
+    @classmethod
+    def from_theorem(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        *,
+        dimension: int,
+        passes: Passes,
+        **fields: Any,
+    ) -> Self:
+        r"""The parameters of the paper, in whole numbers: `theorem_fields` has them.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: $n \ge 2$.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+            passes: `"single"` or `"multi"`.
+            **fields: Further fields.
+
+        Returns:
+            A solver without noise, for `calibrate`. A warning where $a = \sqrt{d
+            \log(1 / \delta)} / \varepsilon \ge n$, so that all bounds are trivial, or
+            where the steps are too many to be run.
+
+        Raises:
+            ValueError: A constant is not declared, the set is unbounded, or there are
+                fewer than two records.
+        """
+        owner = f"{cls.__name__}.from_theorem"
+        scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
+        return cls(**(cls.theorem_fields(scene, a, budget, passes) | fields))
+
+    @classmethod
+    def tuned(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        *,
+        dimension: int,
+        passes: Passes,
+        most_steps: int | None = None,
+        **fields: Any,
+    ) -> Self:
+        r"""The parameters with the least `bound`.
+
+        Exact noise multipliers decide for a single pass. For several, candidates are
+        compared by a central limit theorem and the one with the fewest operator values
+        is taken among those within 5 % of the least bound.
+
+        Args:
+            problem: As in `from_theorem`.
+            budget: Likewise.
+            sizes: Likewise.
+            dimension: Likewise.
+            passes: Likewise.
+            most_steps: The largest number of steps to consider; $n$ by default.
+            **fields: Further fields.
+
+        Returns:
+            A solver without noise, for `calibrate`.
+
+        Raises:
+            ValueError: As `from_theorem`.
+        """
+        owner = f"{cls.__name__}.tuned"
+        most_steps = sizes if most_steps is None else most_steps
+        _checks.count(owner, most_steps=most_steps)
+        scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
+        return cls(**(cls.tuned_fields(scene, budget, passes, most_steps) | fields))
+
+    @classmethod
+    @abc.abstractmethod
+    def theorem_fields(
+        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+    ) -> Fields:
+        """The fields that `from_theorem` sets."""
+
+    @classmethod
+    @abc.abstractmethod
+    def tuned_fields(
+        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+    ) -> Fields:
+        """The fields that `tuned` sets."""
+
+    @abc.abstractmethod
+    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
+        """The bound on the expected gap of the answer: a promise, before any data.
+
+        For a single pass over fresh records it holds for the strong gap on the
+        population, for several passes for the weak gap.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+
+        Raises:
+            ValueError: The solver is not calibrated or bound to sizes, or no theorem
+                covers its parameters.
+        """
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
+        """The clip norm over the problem's bound, where one is declared.
+
+        Args:
+            problem: The problem.
+        """
+        bound = problem.bound
+        return None if bound is None else float(self.clip_norm) / bound

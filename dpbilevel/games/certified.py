@@ -1,0 +1,171 @@
+r"""The third door to the records: resolvents, sealed by how far one record moves them.
+
+The values computed inside are not private and stay there; what leaves is sealed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, PyTree
+
+from .. import _checks
+from ..bilevel.certified import common_dtype, wide
+from ..privacy.clipping import Basis, Bounded, Precision
+from ..privacy.floats import all_finite, is_finite
+from ..privacy.grid import on_grid
+from ..privacy.sampling import Batch
+from .resolvents import OWNER, Number, Resolvent
+
+
+def certified_resolvent(
+    resolvent: Resolvent, batch: Batch, centre: PyTree, *, precision: Precision
+) -> Bounded:
+    r"""An approximate resolvent of a batch's operator, sealed with its sensitivity.
+
+    Args:
+        resolvent: What is computed, and its constants.
+        batch: What a sampling scheme drew, read in the dtype of `centre`. A record with
+            an entry that is not finite contributes zero.
+        centre: $v$, released, a point of the set; the inner solver starts there and
+            knows no other state.
+        precision: `"float"`, or `"grid"`: rounded to a public grid.
+
+    Raises:
+        ValueError: Several dtypes, or more coordinates than `resolvent.dimension`.
+
+    Privacy:
+        One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
+        Picard's iteration it is enforced by clipping; for more it rests on the
+        Lipschitz constants, and for operator extrapolation on monotonicity and the
+        bound too, and on operators exact to 32 units of roundoff. Steps are not
+        private and are not returned.
+    """
+    _checks.strict_floats("certified_resolvent")
+    resolvent.check()
+    rows = _checks.leading_axis("records", batch.records)
+    if batch.denominator != resolvent.denominator or rows > resolvent.rows:
+        raise ValueError(
+            "certified_resolvent: the sensitivity is planned for at most "
+            f"{resolvent.rows} rows over {resolvent.denominator}, but the batch has "
+            f"{rows} over {batch.denominator}."
+        )
+    dtype = common_dtype(centre, OWNER)
+    size = optax.tree.size(centre)
+    if size > resolvent.dimension:
+        raise ValueError(
+            f"{OWNER}: the sensitivity is planned for dimension={resolvent.dimension}, "
+            f"but the starting point has {size} coordinates; give dimension={size}."
+        )
+    # Floating-point sums are part of the bound but where clipping alone enforces it.
+    sums = precision if resolvent.basis is Basis.CLIPPED else "float"
+    with jax.default_matmul_precision("highest"):
+        value = approximate_resolvent(resolvent, batch, centre, precision=sums)
+    contribution = jax.lax.stop_gradient(
+        jnp.asarray(resolvent.contribution(dtype, precision), dtype)
+    )
+    if precision == "grid":
+        value = on_grid(value, 2 * contribution)
+    return Bounded(value, contribution, resolvent.basis)
+
+
+def approximate_resolvent(
+    resolvent: Resolvent,
+    batch: Batch,
+    centre: PyTree,
+    *,
+    precision: Precision = "float",
+) -> PyTree:
+    """The value of `certified_resolvent`, not sealed. NON-PRIVATE.
+
+    Args:
+        resolvent: What is computed.
+        batch: The records.
+        centre: A point of the set.
+        precision: How records are summed.
+    """
+    problem = resolvent.problem
+    dtype = common_dtype(centre, OWNER)
+    records = wide(batch.records, dtype)
+    mask = _readable(records)
+    mask = mask if batch.mask is None else mask & batch.mask
+    batch = Batch(records, mask, batch.denominator)
+
+    def operator(u):
+        mean = problem.clipped_operator(
+            u, batch, clip_norm=resolvent.largest_clip, precision=precision
+        ).raw
+        mean = mean.values() if precision == "grid" else mean
+        return optax.tree.add(mean, _public(problem, u))
+
+    if resolvent.inner == "picard":
+        value = _picard(resolvent, operator, centre)
+    else:
+        value = _operator_extrapolation(resolvent, operator, centre)
+    finite = all_finite(value)
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), value, centre)
+
+
+def _public(problem, u: PyTree) -> PyTree:
+    """The public operator, no longer than declared: rounding is counted from that."""
+    if problem.public is None:
+        return problem.public_operator(u)
+    value = problem.public_operator(u)
+    value = jax.tree.map(lambda v: jnp.where(is_finite(v), v, 0), value)
+    bound = jnp.asarray(problem.declared("public_bound"))
+    return optax.projections.projection_l2_ball(
+        value, bound.astype(common_dtype(value, OWNER))
+    )
+
+
+def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
+    r"""$u^{j+1} = \Pi_W(v - (F_B(u^j) + P(u^j)) / \lambda)$ from $u^0 = v$."""
+    project = resolvent.problem.w_set.project
+
+    def step(_, u):
+        return project(_less(centre, 1 / resolvent.strength, operator(u)))
+
+    if resolvent.steps == 1:
+        return step(0, centre)
+    return jax.lax.fori_loop(0, resolvent.steps, step, centre)
+
+
+def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
+    r"""$x_{j+1} = \Pi_W(x_j - g (G_j + \theta (G_j - G_{j-1})))$ from $x_0 = x_1 = v$.
+
+    $G_j = F_B(x_j) + P(x_j) + \lambda (x_j - v)$ and $g = 1 / (2 (L + \lambda))$.
+    """
+    project = resolvent.problem.w_set.project
+    size = 1 / (2 * (resolvent.lipschitz + resolvent.strength))
+
+    def regularized(u):
+        pull = optax.tree.sub(u, centre)
+        return _less(operator(u), -resolvent.strength, pull)
+
+    def step(_, state):
+        x, before = state
+        now = regularized(x)
+        change = optax.tree.sub(now, before)
+        direction = _less(now, -resolvent.extrapolation, change)
+        return project(_less(x, size, direction)), now
+
+    start = centre, regularized(centre)
+    return jax.lax.fori_loop(0, resolvent.steps, step, start)[0]
+
+
+def _less(a: PyTree, factor: Number, b: PyTree) -> PyTree:
+    """`a - factor * b` in the dtype of `a`."""
+    return jax.tree.map(lambda v, w: v - jnp.asarray(factor, v.dtype) * w, a, b)
+
+
+def _readable(records: PyTree) -> Bool[Array, " n"]:
+    """Which rows hold finite numbers only."""
+    leaves = jax.tree.leaves(records)
+    rows = [
+        is_finite(v).reshape(len(v), -1).all(axis=1)
+        for v in leaves
+        if jnp.issubdtype(v.dtype, jnp.floating)
+    ]
+    whole = jnp.ones(len(leaves[0]), bool)
+    return functools.reduce(jnp.logical_and, rows, whole)

@@ -1,0 +1,249 @@
+"""The noisy extragradient method for saddle points and variational inequalities."""
+
+import dataclasses
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from .. import _checks
+from ..core.descent import Memory, descent, projected_update
+from ..privacy.budget import PrivacyBudget
+from ..privacy.ledger import Ledger, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey, derive
+from ..privacy.sampling import AbstractSampling, FullBatch
+from . import rates as saddle_rates
+from .base import AbstractSaddleSolver
+from .choices import (
+    Average,
+    Fields,
+    Passes,
+    averaged,
+    extragradient_theorem,
+    extragradient_tuned,
+    planned,
+)
+from .problem import AbstractVariationalInequality
+from .rates import Scene
+
+OPERATOR = "operator"
+
+
+class _State(eqx.Module):
+    u: PyTree  # where steps start
+    w: PyTree  # the midpoint
+    mean: PyTree  # running average of the midpoints
+    memory: Memory
+    t: Int[Array, ""]
+
+
+class NoisyExtragradient(AbstractSaddleSolver[_State]):
+    r"""Extragradient steps with clipped, noisy operators; two releases a step.
+
+    $$
+    w_t = \Pi_W(u_{t-1} - \gamma\, \tilde F_{2t-1}(u_{t-1})), \qquad
+    u_t = \Pi_W(u_{t-1} - \gamma\, \tilde F_{2t}(w_t)), \qquad
+    \tilde F_j(w) = \frac1m \sum_{i \in B_j} \mathrm{clip}_C(F_i(w)) + P(w) +
+    \mathcal N(0, s^2 I).
+    $$
+
+    Every query has a batch of its own, and the answer is the average of the midpoints
+    $w_t$, which is in $W$. With `SinglePass` no record is read twice and the strong gap
+    is bounded; with `FixedSize`, `Poisson` or `FullBatch` only the weak gap is.
+
+    Args:
+        num_steps: $T$. Static.
+        clip_norm: $C$, the bound on one record's operator in $\ell_2$. Where it is
+            below the problem's `bound`, clipping may make a monotone operator
+            non-monotone: the guarantee holds, the theorems need not.
+        step_size: $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
+        sampling: How each query's batch is drawn.
+        noise: The mechanism; its multiplier is per release.
+        average: `"all"` averages all midpoints, as in the theorems, `"second_half"`
+            those from step $\lfloor T / 2 \rfloor$ on, which forgets the start and is
+            often better, without a `bound`. Static.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        $2 T$ Gaussian releases, each of $\ell_2$ sensitivity $2C/m$ under replace-one
+        ($C/m$ under add-or-remove-one), enforced by clipping for any operator:
+        monotone or not. With `SinglePass` a record is charged for one of them a pass.
+        All iterates are covered, so output and trajectory are post-processing.
+
+    References:
+        Boob and Guzman, "Optimal algorithms for differentially private stochastic
+        monotone variational inequalities and saddle-point problems", 2024, Algorithm 1.
+        There the multi-pass noise pays for $T$ of the $2 T$ releases; here all are
+        counted.
+    """
+
+    num_steps: int = eqx.field(static=True)
+    clip_norm: float
+    step_size: float
+    sampling: AbstractSampling = FullBatch()
+    noise: Gaussian = Gaussian()
+    average: Average = eqx.field(static=True, default="all")
+    sizes: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.positive("NoisyExtragradient", step_size=self.step_size)
+
+    @classmethod
+    def theorem_fields(
+        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+    ) -> Fields:
+        r"""The parameters of the paper, in whole numbers.
+
+        With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$ and $z$ the exact noise
+        multiplier,
+
+        $$B = \min(\max(\lceil a \rceil, 1), \lfloor n / 2 \rfloor), \quad T =
+        \Bigl\lfloor \frac{n}{2 B} \Bigr\rfloor, \quad \sigma = \frac{2 M z}{B},
+        \quad \gamma = \min\Bigl(\frac{D}{\sqrt{\frac72 T (M^2 / B + d \sigma^2)}},
+        \frac{1}{\sqrt3 L}\Bigr)$$
+
+        for a single pass over disjoint batches and, for several, batches of one record,
+        $T = n^2$ and $\gamma = \min(D / M, 1 / L) / (n \max(\sqrt n, a))$: beyond a
+        thousand records more steps than can be run, so `tuned` is for those.
+
+        Args:
+            scene: The problem as theorems see it.
+            a: $a$.
+            budget: $\varepsilon$ and $\delta$.
+            passes: `"single"` or `"multi"`.
+
+        References:
+            Boob and Guzman, Corollary 1 and Theorem 4; there the step size of the first
+            has no cap, and the noise of the second pays for half of the releases.
+        """
+        return extragradient_theorem(scene, a, budget, passes)
+
+    @classmethod
+    def tuned_fields(
+        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+    ) -> Fields:
+        """Batch and step size with the least bound, for several passes steps too.
+
+        The step size of several passes follows from their exact multiplier.
+
+        Args:
+            scene: The problem as theorems see it.
+            budget: The budget.
+            passes: `"single"` or `"multi"`.
+            most_steps: The largest number of steps.
+        """
+        return extragradient_tuned(scene, budget, passes, most_steps)
+
+    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
+        r"""The bound on the expected gap of the answer: a promise, before any data.
+
+        For a single pass over fresh records `saddle_rates.extragradient_gap` bounds the
+        strong gap on the population. Otherwise that, plus $M$ times the stability of
+        the answer, bounds the weak gap. It holds for monotone operators within the
+        declared constants, a clip norm of at least `bound` and a step size of at most
+        $1 / (\sqrt3 L)$.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+
+        Raises:
+            ValueError: The solver is not calibrated or bound to sizes, or no theorem
+                covers its parameters.
+        """
+        scene, std, batch, single = planned(self, problem, dimension)
+        if self.step_size > scene.largest_step * (1 + 1e-6):
+            raise ValueError(
+                f"NoisyExtragradient.bound: no theorem covers step_size="
+                f"{self.step_size:.3g}; it must be at most {scene.largest_step:.3g}."
+            )
+        gap = saddle_rates.extragradient_gap(
+            scene, self.num_steps, self.step_size, batch, std
+        )
+        if not single:
+            gap += scene.bound * saddle_rates.extragradient_stability(
+                scene, self.num_steps, self.step_size, std
+            )
+        return float(gap)
+
+    def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
+        """Starts at `w0`, projected onto the set."""
+        u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
+        memory = Memory.of(self._rule(), u)
+        return _State(u, u, optax.tree.zeros_like(u), memory, jnp.zeros((), jnp.int32))
+
+    def step(
+        self,
+        problem: AbstractVariationalInequality,
+        data: PyTree,
+        state: _State,
+        *,
+        key: PRNGKey,
+    ) -> _State:
+        """Two noisy operators, two projected updates from the same point."""
+        key_first, key_then = derive(key, "first", "then")
+        rule, u, t = self._rule(), state.u, state.t
+        first = self._operator(problem, data, u, 2 * t, key=key_first)
+        w, memory = projected_update(rule, first, state.memory, u, problem.w_set)
+        then = self._operator(problem, data, w, 2 * t + 1, key=key_then)
+        u, memory = projected_update(rule, then, memory, u, problem.w_set)
+        return _State(u, w, averaged(self, state.mean, w, t), memory, t + 1)
+
+    def released(self, state: _State) -> PyTree:
+        """The midpoint."""
+        return state.w
+
+    def adversary_view(self, state: _State) -> PyTree:
+        """Both points of the step, from which both releases follow."""
+        return state.w, state.u
+
+    def output(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+        """The average of the midpoints, or of the second half of them."""
+        return state.mean
+
+    def ledger(self, problem: AbstractVariationalInequality, sizes: int) -> Ledger:
+        """`2 * num_steps` releases of the operator."""
+        queries = problem.queries(self.clip_norm, self.sampling, sizes)
+        release = Release(
+            OPERATOR,
+            2 * self.num_steps,
+            queries,
+            self.noise,
+            clip_ratio=self.clip_ratio(problem),
+        )
+        return Ledger((release,))
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of a release to `scale * sqrt(2 * num_steps)`."""
+        multiplier = scale * (2 * self.num_steps) ** 0.5
+        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The operator has as many coordinates as `w0`."""
+        return {OPERATOR: optax.tree.size(w0)}
+
+    def _operator(
+        self,
+        problem: AbstractVariationalInequality,
+        data: PyTree,
+        w: PyTree,
+        index: Any,
+        *,
+        key: PRNGKey,
+    ) -> PyTree:
+        """The released operator at `w` on a batch of its own, plus the public one."""
+        key_batch, key_noise = derive(key, "sampling", "noise")
+        assert self.sizes is not None
+        batch = self.sampling.draw(data, self.sizes, key=key_batch, index=index)
+        bounded = problem.clipped_operator(
+            w, batch, clip_norm=self.clip_norm, precision=self.noise.precision
+        )
+        released = self.noise.release(bounded, key=key_noise)
+        return optax.tree.add(released, problem.public_operator(w))
+
+    def _rule(self) -> optax.GradientTransformation:
+        return descent(self.step_size, None)

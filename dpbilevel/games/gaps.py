@@ -1,0 +1,186 @@
+"""NON-PRIVATE gaps: how far a point is from a saddle point, or from a solution.
+
+All of them read the records. A gap that follows from the records is a release nobody
+counted: for tests, figures and public data.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..sets import AbstractSet
+from .problem import AbstractVariationalInequality, SaddleProblem
+
+Scalar = Float[Array, ""]
+
+# A linear objective has no curvature to take a step size from.
+_LEAST_CURVATURE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """An interval that holds a gap. NON-PRIVATE.
+
+    Attributes:
+        lower: What was attained.
+        upper: What is proved; as large as `lower` up to the inner solve's accuracy.
+    """
+
+    lower: Scalar
+    upper: Scalar
+
+
+def mean_operator(
+    problem: AbstractVariationalInequality, w: PyTree, data: PyTree
+) -> PyTree:
+    """NON-PRIVATE. The operator of all records, unclipped, with the public one.
+
+    Args:
+        problem: The problem.
+        w: A point.
+        data: The records.
+    """
+    with jax.default_matmul_precision("highest"):
+        values = jax.vmap(lambda record: problem.record_operator(w, record))(data)
+        mean = jax.tree.map(lambda v: jnp.mean(v, axis=0), values)
+        return optax.tree.add(mean, problem.public_operator(w))
+
+
+def saddle_gap(
+    problem: SaddleProblem, w: PyTree, data: PyTree, *, num_steps: int = 300
+) -> Gap:
+    r"""NON-PRIVATE. The gap $\max_y f(\hat x, y) - \min_x f(x, \hat y)$ on the records.
+
+    Both problems are convex and are solved by accelerated projected gradients. By
+    convexity what is missing is at most $\sup_u \langle \nabla, u - u_k \rangle$, which
+    the support functions of the sets give, so the interval holds whatever the solver
+    did. For linear problems it is a point.
+
+    Args:
+        problem: A problem with a declared `lipschitz` on bounded sets.
+        w: $(\hat x, \hat y)$.
+        data: The records.
+        num_steps: Gradient steps of either problem.
+
+    Raises:
+        TypeError: The problem is no `SaddleProblem`.
+        ValueError: A Lipschitz constant is not declared, or shapes do not fit.
+    """
+    _checks.instance("saddle_gap", SaddleProblem, problem=problem)
+    problem.check(w, data)
+    x_hat, y_hat = w
+    smoothness = _smoothness(problem)
+
+    def value(x, y):
+        with jax.default_matmul_precision("highest"):
+            values = jax.vmap(lambda record: problem.fun(x, y, record))(data)
+            public = 0.0 if problem.public is None else problem.public(x, y)
+        return jnp.mean(values) + public
+
+    best = _maximum(
+        lambda y: value(x_hat, y), problem.y_set, y_hat, smoothness, num_steps
+    )
+    worst = _maximum(
+        lambda x: -value(x, y_hat), problem.x_set, x_hat, smoothness, num_steps
+    )
+    return Gap(best.lower + worst.lower, best.upper + worst.upper)
+
+
+def variational_gap(
+    problem: AbstractVariationalInequality,
+    w: PyTree,
+    data: PyTree,
+    *,
+    num_steps: int = 300,
+) -> Gap:
+    r"""NON-PRIVATE. $\sup_{u \in W} \langle F(u), \hat w - u \rangle$, for affine $F$.
+
+    For an affine monotone operator the supremum is a concave problem, solved and
+    bounded as in `saddle_gap`. That the operator is affine and monotone is trusted and
+    cannot be checked: for others the objective need not be concave and the interval
+    means nothing.
+
+    Args:
+        problem: A problem with a declared `lipschitz` on a bounded set and with affine
+            operators.
+        w: $\hat w$.
+        data: The records.
+        num_steps: Gradient steps.
+
+    Raises:
+        TypeError: The problem is no variational inequality or saddle problem.
+        ValueError: A Lipschitz constant is not declared, or shapes do not fit.
+    """
+    kind = AbstractVariationalInequality
+    _checks.instance("variational_gap", kind, problem=problem)
+    problem.check(w, data)
+    smoothness = 2 * _smoothness(problem)
+
+    def value(u):
+        return optax.tree.vdot(mean_operator(problem, u, data), optax.tree.sub(w, u))
+
+    return _maximum(value, problem.w_set, w, smoothness, num_steps)
+
+
+def certificate(
+    problem: AbstractVariationalInequality,
+    u: PyTree,
+    data: PyTree,
+    *,
+    centre: PyTree,
+    strength: float,
+) -> Scalar:
+    r"""NON-PRIVATE. $\sup_{w \in W} \langle G(u), u - w \rangle$ of a proximal step.
+
+    $G(u) = F(u) + \lambda (u - v)$. The inner inequality holds up to $\nu$ exactly if
+    this is at most $\nu$; then $u$ is within $\sqrt{\nu / \lambda}$ of its solution.
+
+    Args:
+        problem: The problem.
+        u: An approximate resolvent.
+        data: The records of the batch.
+        centre: $v$.
+        strength: $\lambda$.
+    """
+    pull = optax.tree.scale(strength, optax.tree.sub(u, centre))
+    operator = optax.tree.add(mean_operator(problem, u, data), pull)
+    reverse = optax.tree.scale(-1, operator)
+    return optax.tree.vdot(operator, u) + problem.w_set.support(reverse)
+
+
+def _smoothness(problem: AbstractVariationalInequality) -> float:
+    declared = problem.declared("lipschitz") + problem.declared("public_lipschitz")
+    return max(declared, _LEAST_CURVATURE)
+
+
+def _maximum(
+    value: Callable[[PyTree], Scalar],
+    feasible: AbstractSet,
+    start: PyTree,
+    smoothness: float,
+    num_steps: int,
+) -> Gap:
+    """The maximum of a concave function: attained, and bounded by its gradient."""
+    _checks.count("gap", num_steps=num_steps)
+    gradient = jax.grad(value)
+
+    def step(state, t):
+        u, ahead = state
+        moved = jax.tree.map(lambda a, g: a + g / smoothness, ahead, gradient(ahead))
+        new = feasible.project(moved)
+        momentum = (t / (t + 3)).astype(jax.tree.leaves(u)[0].dtype)
+        ahead = jax.tree.map(lambda a, b: a + momentum * (a - b), new, u)
+        return (new, ahead), None
+
+    u = feasible.project(start)
+    times = jnp.arange(num_steps, dtype=jnp.result_type(float))
+    (u, _), _ = jax.lax.scan(step, (u, u), times)
+    slope = gradient(u)
+    attained = value(u)
+    missing = feasible.support(slope) - optax.tree.vdot(slope, u)
+    return Gap(attained, attained + jnp.maximum(missing, 0))

@@ -1,0 +1,388 @@
+r"""Games of a model against groups: learning that is fair to them, or robust.
+
+Constants of the group games. Let $p$ be the declared shares, $s$ the scale of $y$,
+$c = \max_g 1 / p_g$, rows at most $R$ long and $x$ in a ball of radius $r$, so that
+margins are at most $m = r R$; and on $|t| \le m$ let $|\varphi'| \le p_1$, $\varphi''
+\le p_2$ and $\varphi \le \ell = \varphi_0 + m p_1$. One record of group $g$ has
+
+$$\nabla_x = \frac{y_g}{s p_g} \varphi' a, \qquad
+\nabla_{y_g} = \frac{1}{s p_g} \varphi, \qquad 0 \le y_g \le s,$$
+
+hence $M = c \sqrt{p_1^2 R^2 + \ell^2 / s^2}$. Its derivative acts on the directions of
+$a$ and of $y_g$ alone, as $c$ times at most $\begin{pmatrix} \alpha & \beta \\ -\beta
+& 0 \end{pmatrix}$ with $\alpha = p_2 R^2$ and $\beta = p_1 R / s$, whose norm gives $L
+= \frac{c}{2} (\alpha + \sqrt{\alpha^2 + 4 \beta^2})$.
+
+In units of $s$ the bound on the gap is of the order of $M D$ with $M^2 = M_x^2 + M_y^2
+/ s^2$ and $D^2 = D_x^2 + s^2 D_y^2$, which is least, $M_x D_x + M_y D_y$, for $s^2 =
+M_y D_x / (M_x D_y)$.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import _checks
+from ..onelevel.linear_models import AbstractLinearModel
+from ..onelevel.losses import Record, bounded, score
+from ..onelevel.problem import check_start
+from ..sets import AbstractSet, Ball, Euclidean, Simplex
+from .problem import SaddleProblem
+
+Scalar = Float[Array, ""]
+ModelLoss = Callable[[PyTree, PyTree], Scalar]
+ReadGroup = Callable[[PyTree], Int[Array, ""]]
+
+
+def read_group(record: PyTree) -> Int[Array, ""]:
+    """The group of a record: its entry `"group"`.
+
+    Args:
+        record: A record.
+    """
+    if not isinstance(record, Mapping) or "group" not in record:
+        raise ValueError(
+            "group game: a record must be a dict with an entry 'group', such as "
+            '{"features": X, "label": y, "group": g}; or give group=, a function that '
+            "reads the group of a record."
+        )
+    return record["group"]
+
+
+def group_fair(
+    loss: ModelLoss | AbstractLinearModel,
+    shares: Sequence[float],
+    *,
+    radius: float | None = None,
+    scale: float | None = None,
+    ridge: float = 0.0,
+    row_norm: float = 1.0,
+    group: ReadGroup = read_group,
+) -> SaddleProblem:
+    r"""Minimizes the loss of the group that is worst off.
+
+    $$
+    \min_{\|x\| \le r} \max_{y \in \Delta} \frac1n \sum_i \frac{y_{g_i}}{p_{g_i}}
+    \ell(x, z_i) + \rho \|x\|^2 = \min_{\|x\| \le r} \max_g L_g(x) + \rho \|x\|^2,
+    $$
+
+    with $L_g$ the mean loss of group $g$ where $p_g$ is its share of the records, and
+    that times the ratio of true to declared share where it is not. At $y = p$ the first
+    player sees the mean loss of all records, which makes it a good start.
+
+    The variable of the problem is $s y$ on the simplex of scale $s$: see
+    `group_weights`. Clipping and noise are joint over $(x, s y)$, in whose units a
+    record's part for $y$ is $\ell / (s p_g)$: a larger scale leaves more of the clip
+    norm to the model and makes the weights slower, by $s^2$, and noisier, by $s$.
+
+    Args:
+        loss: $\ell(x, z)$, convex in $x$; or a linear model such as `Logistic()` for
+            records `{"features": a, "label": b, "group": g}`, whose constants are
+            derived: `bound`, `lipschitz` and those of the public term. Of a function
+            nothing is known, which clipping needs not; where a method asks for
+            constants, declare them by `dataclasses.replace(game, lipschitz=L,
+            bound=M)`, for the operator over $(x, s y)$ and every possible record.
+        shares: $p$, positive, of sum at most 1: the declared share of each group.
+        radius: $r$, of the ball of models about the origin; unbounded when omitted,
+            and required for a linear model.
+        scale: $s > 0$; 1 for a function. For a linear model the one that balances the
+            bound, $s^2 = \sqrt2 r \ell / (p_1 R)$ with $\ell$ the largest possible
+            loss. With a clip norm far below `bound` see docs/games.md: too small a
+            scale or clip norm counts records of small groups less.
+        ridge: $\rho \ge 0$; public.
+        row_norm: $R$ for a linear model: longer rows are shortened to it.
+        group: Reads a record's group, an integer in $[0, k)$; a record of any other
+            group has no influence.
+
+    Returns:
+        A problem over $(x, s y)$ with $y$ of length $k$.
+
+    Raises:
+        ValueError: A number out of range, shares that are not positive or sum to more
+            than 1, a linear model without `radius` or whose loss has no bound.
+
+    Privacy:
+        The group of a record is part of the record. Shares, scale and ridge are public:
+        the true shares are a statistic of the records, so dividing by them would be a
+        release that nobody counted, and would make one record's term depend on the
+        others. Declare them from a census or a sampling plan. Wrong ones only change
+        the objective: what is enforced by clipping stays, and so do the constants.
+
+    References:
+        Mohri, Sivek and Suresh, "Agnostic federated learning", 2019; Sagawa et al.,
+        "Distributionally robust neural networks for group shifts", 2020; as a private
+        saddle point, Boob and Guzman, 2024, Section 2.1.
+    """
+    owner = "group_fair"
+    game = _game(owner, loss, shares, radius, scale, row_norm, group)
+    return game.problem(ridge, 0.0)
+
+
+def group_robust(
+    loss: ModelLoss | AbstractLinearModel,
+    shares: Sequence[float],
+    strength: float,
+    *,
+    radius: float | None = None,
+    scale: float | None = None,
+    ridge: float = 0.0,
+    row_norm: float = 1.0,
+    group: ReadGroup = read_group,
+) -> SaddleProblem:
+    r"""Minimizes the loss under mixtures of groups not too far from the declared one.
+
+    $$
+    \min_{\|x\| \le r} \max_{y \in \Delta} \frac1n \sum_i \frac{y_{g_i}}{p_{g_i}}
+    \ell(x, z_i) + \rho \|x\|^2 - \frac{\tau}{2} \sum_g \frac{(y_g - q_g)^2}{p_g},
+    \qquad q = \frac{p}{\sum_g p_g}.
+    $$
+
+    For sources, sites or domains whose mixture will be another one than that of the
+    records. The penalty is a chi-square divergence; it is public, so it costs nothing,
+    and it damps the noise in $y$. Where no weight reaches 0, the value is the mean loss
+    plus the variance of group losses over $2 \tau$: small $\tau$ is near to
+    `group_fair`, large $\tau$ to the mean loss.
+
+    Args:
+        loss: As in `group_fair`.
+        shares: $p$, likewise.
+        strength: $\tau \ge 0$, in units of the loss.
+        radius: As in `group_fair`, like all that follow.
+        scale: $s$.
+        ridge: $\rho$.
+        row_norm: $R$.
+        group: Reads a record's group.
+
+    Returns:
+        A problem over $(x, s y)$.
+
+    Raises:
+        ValueError: As `group_fair`.
+
+    Privacy:
+        As for `group_fair`; the strength is public, too.
+
+    References:
+        Namkoong and Duchi, "Variance-based regularization with convex objectives",
+        2017.
+    """
+    owner = "group_robust"
+    _checks.non_negative(owner, strength=strength)
+    game = _game(owner, loss, shares, radius, scale, row_norm, group)
+    return game.problem(ridge, float(strength))
+
+
+def group_weights(problem: SaddleProblem, y: Float[Array, " k"]) -> Float[Array, " k"]:
+    """The weights of the groups, of sum 1, behind the second variable of a group game.
+
+    Args:
+        problem: Of `group_fair` or `group_robust`.
+        y: Its second variable, with any leading axes.
+
+    Raises:
+        TypeError: The problem is no group game, or `y` is no array of numbers.
+
+    Privacy:
+        A function of what is released: free.
+    """
+    scale = _scale_of("group_weights", problem)
+    if not hasattr(y, "dtype"):
+        raise TypeError(
+            "group_weights: y must be an array, the second variable alone, such as "
+            f"solution.y, got {type(y).__name__}."
+        )
+    return y / scale
+
+
+def group_start(
+    problem: SaddleProblem, x: PyTree, shares: Sequence[float]
+) -> tuple[PyTree, Float[Array, " k"]]:
+    r"""The start $(x, s p)$, from which the first step is one on the mean loss.
+
+    Args:
+        problem: Of `group_fair` or `group_robust`.
+        x: The first model, public.
+        shares: The declared shares, as there.
+
+    Raises:
+        TypeError: The problem is no group game.
+        ValueError: Shares that are not positive or sum to more than 1, or a model that
+            is not of finite floating-point numbers.
+    """
+    scale = _scale_of("group_start", problem)
+    check_start(x)
+    values = _checked_shares("group_start", shares)
+    weights = values / np.sum(values)
+    dtype = jnp.result_type(*jax.tree.leaves(x))
+    return x, jnp.asarray(weights * scale, dtype)
+
+
+def _scale_of(owner: str, problem: SaddleProblem) -> float:
+    """The scale of the weights of a group game."""
+    _checks.instance(owner, SaddleProblem, problem=problem)
+    y_set = problem.y_set
+    if not isinstance(y_set, Simplex) or isinstance(problem.x_set, Simplex):
+        raise TypeError(
+            f"{owner}: needs a problem of group_fair or group_robust, got one on "
+            f"{problem.x_set} and {y_set}."
+        )
+    return float(y_set.scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Game:
+    """What `group_fair` and `group_robust` share: the private term of the payoff."""
+
+    loss: ModelLoss
+    shares: np.ndarray
+    scale: float
+    radius: float | None
+    group: ReadGroup
+    lipschitz: float | None
+    bound: float | None
+
+    def problem(self, ridge: float, strength: float) -> SaddleProblem:
+        """The saddle problem with its public term."""
+        _checks.non_negative("ridge of a group game", ridge=ridge)
+        x_set: AbstractSet = Euclidean() if self.radius is None else Ball(self.radius)
+        constants = {"lipschitz": self.lipschitz, "bound": self.bound}
+        if ridge or strength:
+            constants |= self._public_constants(ridge, strength)
+        return SaddleProblem(
+            self._payoff(),
+            self._public(ridge, strength) if ridge or strength else None,
+            x_set=x_set,
+            y_set=Simplex(self.scale),
+            **constants,
+        )
+
+    def _payoff(self) -> Callable:
+        count, scale, loss, group = len(self.shares), self.scale, self.loss, self.group
+        factors = 1 / (scale * self.shares)
+
+        def payoff(x: PyTree, y: Float[Array, " k"], record: PyTree) -> Scalar:
+            if jnp.shape(y) != (count,):
+                raise ValueError(
+                    f"group game: y must have shape ({count},), one weight per share, "
+                    f"got {jnp.shape(y)}."
+                )
+            index = _group_index(group(record))
+            known = (index >= 0) & (index < count)
+            index = jnp.where(known, index, jnp.zeros_like(index))
+            weight = y[index] * jnp.asarray(factors, y.dtype)[index]
+            return jnp.where(known, weight, jnp.zeros_like(weight)) * loss(x, record)
+
+        return payoff
+
+    def _public(self, ridge: float, strength: float) -> Callable:
+        shares, scale = self.shares, self.scale
+        reference = shares / np.sum(shares)
+
+        def public(x: PyTree, y: Float[Array, " k"]) -> Scalar:
+            value = ridge * optax.tree.norm(x, squared=True)
+            if strength:
+                away = y / scale - jnp.asarray(reference, y.dtype)
+                distance = jnp.sum(away * away / jnp.asarray(shares, y.dtype))
+                value = value - strength / 2 * distance
+            return value
+
+        return public
+
+    def _public_constants(self, ridge: float, strength: float) -> dict:
+        """Those of the ridge and, largest in a corner, of the chi-square penalty."""
+        least, reference = np.min(self.shares), self.shares / np.sum(self.shares)
+        corners = (np.eye(len(self.shares)) - reference) / self.shares
+        farthest = np.max(np.linalg.norm(corners, axis=1))
+        bound = None
+        if self.radius is not None:
+            bound = math.hypot(
+                2 * ridge * self.radius, strength * farthest / self.scale
+            )
+        slope = float(max(2 * ridge, strength / (self.scale**2 * least)))
+        return {"public_lipschitz": slope, "public_bound": bound}
+
+
+def _game(owner, loss, shares, radius, scale, row_norm, group) -> _Game:
+    shares = _checked_shares(owner, shares)
+    positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
+    _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
+    if not callable(group):
+        raise TypeError(
+            f"{owner}: group must be a function that reads the group of a record, got "
+            f"{group!r}."
+        )
+    if not isinstance(loss, AbstractLinearModel):
+        if not callable(loss) or isinstance(loss, type):
+            raise TypeError(
+                f"{owner}: loss must be a function of (x, record) or a linear model "
+                f"such as Logistic(), got {loss!r}."
+            )
+        scale = 1.0 if scale is None else float(scale)
+        return _Game(loss, shares, scale, radius, group, None, None)
+    if radius is None:
+        raise ValueError(
+            f"{owner}: the constants of a linear model need radius=, a bound on the "
+            "norm of x."
+        )
+    if not math.isfinite(loss.start):
+        raise ValueError(
+            f"{owner}: the loss of {type(loss).__name__} has no bound, because its "
+            "labels have none. Use Logistic(), or give the loss as a function and rely "
+            "on clipping."
+        )
+    margin = float(radius * row_norm)
+    slope = float(loss.slope(margin))
+    largest = loss.start + margin * slope
+    if scale is None:
+        scale = math.sqrt(math.sqrt(2) * radius * largest / (slope * row_norm))
+    most = 1 / float(np.min(shares))
+    along, across = loss.curvature * row_norm**2, slope * row_norm / scale
+    return _Game(
+        _linear_loss(loss, row_norm),
+        shares,
+        float(scale),
+        float(radius),
+        group,
+        lipschitz=most * (along + math.hypot(along, 2 * across)) / 2,
+        bound=most * math.hypot(slope * row_norm, largest / scale),
+    )
+
+
+def _group_index(group: Array) -> Int[Array, ""]:
+    """The group as an integer; a truth value is one of two groups."""
+    dtype = jnp.result_type(group)
+    if jnp.shape(group) != () or jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            "group game: the group of a record must be one integer from 0 on, got "
+            f"{dtype}{list(jnp.shape(group))}."
+        )
+    return jnp.asarray(group).astype(jnp.int32)
+
+
+def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
+    try:
+        values = np.asarray(shares, float)
+    except (TypeError, ValueError):
+        values = np.zeros(0)
+    good = values.ndim == 1 and values.size > 0 and bool(np.all(values > 0))
+    if not good or not np.sum(values) <= 1 + 1e-6:
+        raise ValueError(
+            f"{owner}: shares must be positive numbers of sum at most 1, one per "
+            f"group, got {shares!r}. Declare them from public knowledge; a group "
+            "without records needs no share."
+        )
+    return values
+
+
+def _linear_loss(model: AbstractLinearModel, row_norm: float) -> ModelLoss:
+    def loss(x: Float[Array, " d"], record: Record) -> Scalar:
+        row, label = bounded(record, row_norm, x.dtype)
+        return model.loss(score(x, row), label)
+
+    return loss

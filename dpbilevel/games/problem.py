@@ -1,0 +1,326 @@
+"""Saddle points and variational inequalities: a mean over records of an operator."""
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..core.levels import one_level
+from ..core.problem import AbstractOneLevel
+from ..onelevel.problem import check_scalar, check_set, check_start
+from ..privacy.clipping import Bounded, Precision, clipped_mean, one_record
+from ..privacy.ledger import RECORDS, Query
+from ..privacy.sampling import AbstractSampling, Batch
+from ..sets import AbstractSet, Euclidean, Product
+
+Scalar = Float[Array, ""]
+
+
+class AbstractVariationalInequality(AbstractOneLevel):
+    r"""Find $w^* \in W$ with $\langle F(w^*), w - w^* \rangle \ge 0$ for all $w$.
+
+    $F(w) = \frac1n \sum_i F_i(w) + P(w)$ with one $F_i$ per record and a public $P$.
+
+    Attributes:
+        w_set: $W$.
+        lipschitz: $L$, declared: a Lipschitz constant of every possible record's $F_i$
+            on $W$, in $\ell_2$.
+        bound: $M$, declared: at least $\|F_i(w)\|$ for every possible record on $W$.
+        public_lipschitz: That of $P$; zero without a public term.
+        public_bound: At least $\|P(w)\|$ on $W$; zero without a public term.
+    """
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def w_set(self) -> AbstractSet:
+            """The feasible set."""
+
+        @property
+        def public(self) -> Callable | None:
+            """The function behind the public operator, if there is one."""
+
+        @property
+        def lipschitz(self) -> float | None:
+            """The declared Lipschitz constant of every record's operator."""
+
+        @property
+        def bound(self) -> float | None:
+            """The declared bound on every record's operator."""
+
+        @property
+        def public_lipschitz(self) -> float | None:
+            """The declared Lipschitz constant of the public operator."""
+
+        @property
+        def public_bound(self) -> float | None:
+            """The declared bound on the public operator."""
+
+    else:
+        w_set: eqx.AbstractVar[AbstractSet]
+        public: eqx.AbstractVar[Callable | None]
+        lipschitz: eqx.AbstractVar[float | None]
+        bound: eqx.AbstractVar[float | None]
+        public_lipschitz: eqx.AbstractVar[float | None]
+        public_bound: eqx.AbstractVar[float | None]
+
+    @abc.abstractmethod
+    def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
+        """$F_i(w)$ of one record, a pytree like `w`."""
+
+    @abc.abstractmethod
+    def public_operator(self, w: PyTree) -> PyTree:
+        """$P(w)$: no clipping, no noise, no budget; zeros without a public term."""
+
+    def clipped_operator(
+        self,
+        w: PyTree,
+        batch: Batch,
+        *,
+        clip_norm: float | Scalar,
+        precision: Precision,
+    ) -> Bounded:
+        r"""The mean of $\mathrm{clip}_C(F_i(w))$ over a batch.
+
+        Args:
+            w: The point, released; or a function of released values and this batch
+                inside of what is sealed with a sensitivity of its own.
+            batch: What a sampling scheme drew.
+            clip_norm: $C$.
+            precision: How the records are summed, as in `clipped_mean`.
+
+        Privacy:
+            One query of contribution $C$ over the batch's denominator, if `w` is
+            released.
+        """
+
+        def operator(record):
+            # An operator that overflows counts in its direction, as one does that is
+            # about to: what it contributes is nonexpansive in the operator.
+            return jax.tree.map(_saturated, self.record_operator(w, record))
+
+        return clipped_mean(
+            operator,
+            batch,
+            clip_norm=clip_norm,
+            precision=precision,
+        )
+
+    def declared(self, name: str) -> float:
+        """A declared constant.
+
+        Args:
+            name: One of `lipschitz`, `bound`, `public_lipschitz`, `public_bound`.
+
+        Returns:
+            Its value; zero for the public ones without a public term.
+
+        Raises:
+            ValueError: It is not declared.
+        """
+        value = getattr(self, name)
+        if value is None and name.startswith("public_") and self.public is None:
+            return 0.0
+        if value is None:
+            raise ValueError(
+                f"{type(self).__name__}: this needs the constant {name}, which is not "
+                f"declared. Give {name}=, valid on the whole set"
+                f"{'' if name.startswith('public_') else ' for every possible record'}."
+            )
+        return float(value)
+
+    def queries(
+        self, clip_norm: float, sampling: AbstractSampling, sizes: int
+    ) -> tuple[Query, ...]:
+        """One query on the records."""
+        return (Query(RECORDS, sizes, float(clip_norm), sampling),)
+
+
+def _saturated(value: Array) -> Array:
+    """The largest finite numbers for infinities."""
+    largest = float(jnp.finfo(value.dtype).max)
+    return jnp.clip(value, -largest, largest)
+
+
+class SaddleProblem(AbstractVariationalInequality):
+    r"""$\min_{x \in X} \max_{y \in Y} \frac1n \sum_i f(x, y; z_i) + r(x, y)$.
+
+    As a variational inequality in $w = (x, y)$ on $X \times Y$, with
+
+    $$F_i(x, y) = \bigl(\nabla_x f(x, y; z_i),\ -\nabla_y f(x, y; z_i)\bigr).$$
+
+    Both variables are released under one budget. It is the bilevel problem whose lower
+    level maximizes the upper level's objective; for other lower levels the operator
+    means something else, so use `BilevelProblem` there.
+
+    Args:
+        fun: $f(x, y, z)$: one record's payoff, a scalar; convex in $x$ and concave in
+            $y$. Static.
+        public: $r(x, y)$: a scalar without data, likewise; costs no budget. Static.
+        x_set: $X$, closed and convex.
+        y_set: $Y$, likewise.
+        lipschitz: $L$, declared: a Lipschitz constant of every possible record's
+            operator on $X \times Y$, in $\ell_2$. Where the gradients in $x$ and in
+            $y$ are $L_x$- and $L_y$-Lipschitz, $\sqrt{L_x^2 + L_y^2}$ is one. Static.
+        bound: $M$, declared: at least $(\|\nabla_x f\|^2 + \|\nabla_y f\|^2)^{1/2}$
+            there, for every possible record. Static.
+        public_lipschitz: A Lipschitz constant of the public operator. Static.
+        public_bound: A bound on its norm. Static.
+
+    Privacy:
+        `fun` sees one record at a time and is clipped; convexity and concavity matter
+        to utility alone, but for an `InexactProximalPoint` by operator extrapolation.
+        The public term must hold no private data, not even a statistic of it.
+
+    References:
+        Boob and Guzman, "Optimal algorithms for differentially private stochastic
+        monotone variational inequalities and saddle-point problems", 2024, Section 2.
+    """
+
+    fun: Callable[[PyTree, PyTree, PyTree], Scalar] = eqx.field(static=True)
+    public: Callable[[PyTree, PyTree], Scalar] | None = eqx.field(
+        static=True, default=None
+    )
+    x_set: AbstractSet = Euclidean()
+    y_set: AbstractSet = Euclidean()
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    bound: float | None = eqx.field(static=True, default=None)
+    public_lipschitz: float | None = eqx.field(static=True, default=None)
+    public_bound: float | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        owner = "SaddleProblem"
+        _checks.instance(owner, AbstractSet, x_set=self.x_set, y_set=self.y_set)
+        _check_functions(owner, fun=self.fun, public=self.public)
+        _check_constants(owner, self)
+
+    @property
+    def w_set(self) -> Product:
+        r"""$X \times Y$."""
+        return Product((self.x_set, self.y_set))
+
+    def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
+        """The gradient in $x$ and minus the gradient in $y$ of one record's payoff."""
+        return _ascent(jax.grad(self.fun, (0, 1))(*w, record))
+
+    def public_operator(self, w: PyTree) -> PyTree:
+        """The same of the public term."""
+        if self.public is None:
+            return optax.tree.zeros_like(w)
+        return _ascent(jax.grad(self.public, (0, 1))(*w))
+
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Checks shapes and that payoff and public term are scalars.
+
+        Raises:
+            ValueError: `w0` is no pair of finite numbers, shapes do not fit, or a
+                function does not return a floating-point scalar.
+        """
+        if not isinstance(w0, tuple) or len(w0) != 2:
+            raise ValueError(
+                "w0 of a SaddleProblem must be a tuple (x, y) of starting points, got "
+                f"{type(w0).__name__}."
+            )
+        one_level(data)
+        check_start(w0)
+        check_set("x_set", self.x_set, w0[0])
+        check_set("y_set", self.y_set, w0[1])
+        check_scalar("fun", self.fun, *w0, one_record(data))
+        if self.public is not None:
+            check_scalar("public", self.public, *w0, of="the public term")
+
+
+class VariationalInequality(AbstractVariationalInequality):
+    r"""A variational inequality of one operator per record and a public one.
+
+    Args:
+        operator: $F_i(w)$ as `operator(w, record)`, a pytree like `w`; monotone where
+            theorems are to hold. Static.
+        public: $P(w)$, a pytree like `w` without data; costs no budget. Static.
+        w_set: $W$, closed and convex.
+        lipschitz: $L$, declared: a Lipschitz constant of every possible record's
+            operator on $W$, in $\ell_2$. Static.
+        bound: $M$, declared: at least the norm of every possible record's operator on
+            $W$. Static.
+        public_lipschitz: A Lipschitz constant of the public operator. Static.
+        public_bound: A bound on its norm. Static.
+
+    Privacy:
+        As for `SaddleProblem`.
+    """
+
+    operator: Callable[[PyTree, PyTree], PyTree] = eqx.field(static=True)
+    public: Callable[[PyTree], PyTree] | None = eqx.field(static=True, default=None)
+    w_set: AbstractSet = Euclidean()
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    bound: float | None = eqx.field(static=True, default=None)
+    public_lipschitz: float | None = eqx.field(static=True, default=None)
+    public_bound: float | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        owner = "VariationalInequality"
+        _checks.instance(owner, AbstractSet, w_set=self.w_set)
+        _check_functions(owner, operator=self.operator, public=self.public)
+        _check_constants(owner, self)
+
+    def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
+        """The operator of one record."""
+        return self.operator(w, record)
+
+    def public_operator(self, w: PyTree) -> PyTree:
+        """The public operator, or zeros."""
+        return optax.tree.zeros_like(w) if self.public is None else self.public(w)
+
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Checks shapes: of data, of the set's points and of the operators' values.
+
+        Raises:
+            ValueError: Leading axes differ, or an operator's value is not like `w0`.
+        """
+        one_level(data)
+        check_start(w0)
+        check_set("w_set", self.w_set, w0)
+        _check_like("operator", w0, self.operator, w0, one_record(data))
+        if self.public is not None:
+            _check_like("public", w0, self.public, w0)
+
+
+def _ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    """Descent in the first variable, ascent in the second."""
+    return gradients[0], optax.tree.scale(-1, gradients[1])
+
+
+def _check_functions(owner: str, public: Callable | None, **functions: object) -> None:
+    for name, fun in functions.items():
+        if not callable(fun):
+            raise TypeError(f"{owner}: {name} must be a function, got {fun!r}.")
+    if public is not None and not callable(public):
+        raise TypeError(f"{owner}: public must be a function, got {public!r}.")
+
+
+def _check_constants(owner: str, problem: AbstractVariationalInequality) -> None:
+    for name in ("lipschitz", "public_lipschitz", "public_bound"):
+        value = getattr(problem, name)
+        if value is not None:
+            _checks.non_negative(owner, **{name: value})
+    if problem.bound is not None:
+        _checks.positive(owner, bound=problem.bound)
+
+
+def _check_like(name: str, like: PyTree, fun: Callable, *arguments: PyTree) -> None:
+    """Raises unless a function's value has the structure and shapes of `like`."""
+    value = jax.eval_shape(fun, *arguments)
+    found, wanted = (
+        jax.tree.map(lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", tree)
+        for tree in (value, like)
+    )
+    if found != wanted:
+        raise ValueError(
+            f"{name} must return a pytree like w0, {wanted}, but returns {found}."
+        )

@@ -1,0 +1,341 @@
+"""The noisy inexact proximal point method for saddle points and inequalities."""
+
+import dataclasses
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from .. import _checks
+from ..bilevel.sensitivities import UNITS
+from ..core.descent import Rejections, finite_or
+from ..core.loop import planned_for
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.clipping import Basis
+from ..privacy.ledger import RECORDS, Ledger, Query, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey, derive
+from ..privacy.sampling import AbstractSampling, FullBatch
+from . import rates as saddle_rates
+from .base import AbstractSaddleSolver
+from .certified import certified_resolvent
+from .choices import (
+    Average,
+    Fields,
+    Passes,
+    averaged,
+    planned,
+    proximal_theorem,
+    proximal_tuned,
+)
+from .problem import AbstractVariationalInequality
+from .rates import Scene
+from .resolvents import Inner, Resolvent
+
+RESOLVENT = "resolvent"
+
+
+class _State(eqx.Module):
+    w: PyTree  # the last release; may be outside the set
+    mean: PyTree  # running average of the releases
+    rejections: Rejections
+    t: Int[Array, ""]
+
+
+class InexactProximalPoint(AbstractSaddleSolver[_State]):
+    r"""Proximal point steps on batches; noise is added to the point, not the operator.
+
+    $$
+    v_k = \Pi_W(w_k), \qquad u_{k+1} \approx u: \
+    \langle F_{B_k}(u) + \lambda (u - v_k), w - u \rangle \ge 0 \ \forall w \in W,
+    \qquad w_{k+1} = u_{k+1} + \mathcal N(0, s^2 I).
+    $$
+
+    The answer is the projection of the average of the $w_k$, which may leave the set
+    one by one. `inner="picard"` takes $N$ steps $u \leftarrow \Pi_W(v_k - F_{B_k}(u) /
+    \lambda)$ from $u = v_k$, which converge if $\lambda$ exceeds the Lipschitz constant
+    of the operator; for `"operator_extrapolation"` any $\lambda > 0$ will do. Both read
+    one batch $N$ times and release once. No inner state survives a step.
+
+    Args:
+        num_steps: The number of rounds. Static.
+        clip_norm: $C$, the bound on one record's operator in $\ell_2$. Operator
+            extrapolation needs the problem's `bound` at least.
+        strength: $\lambda$, the weight of the proximal term.
+        inner_steps: $N$. Static.
+        inner: `"picard"` or `"operator_extrapolation"`. Static.
+        sampling: How each round's batch is drawn.
+        noise: The mechanism; its multiplier is per round.
+        average: `"all"` averages all points, as in the theorems, `"second_half"` those
+            from round $\lfloor T / 2 \rfloor$ on, which forgets the start and is often
+            better, without a `bound`. Static.
+        dimension: At least the number of coordinates of $(x, y)$, which the bound on
+            rounding grows with. Static.
+        sizes: The planned number of records; set by `calibrate`. Static.
+        dtype: What the plan takes resolvents to be computed in; likewise. Static.
+
+    Privacy:
+        `num_steps` Gaussian releases of a point of $W$. With $m$ the batch's
+        denominator, Picard's iteration has $\ell_2$ sensitivity
+
+        $$\frac{2C}{\lambda m} \sum_{j < N} q^j \le \frac{2C}{(\lambda - L) m}, \qquad
+        q = \frac{L}{\lambda},$$
+
+        under replace-one. For $N = 1$ that is enforced by clipping, whatever the
+        operator is. For $N > 1$ it rests on the Lipschitz constant $L$ of records and
+        public term together (status `CONDITIONAL`); monotonicity is not needed and
+        clipping keeps $L$. Operator extrapolation has $2M / (\lambda m)$ plus twice
+        its error at the fixed number of steps, and rests on $L$, $M$ and monotonicity
+        of the records' operators and of the public one.
+        Rounding is added to all of them. The projection must be exact, so sets are
+        bounded: `Ball`, `Box`, `Simplex` or a `Product`. Only $w_k$ and what follows
+        from it is released. Add-or-remove-one is refused.
+
+    References:
+        Boob and Guzman, "Optimal algorithms for differentially private stochastic
+        monotone variational inequalities and saddle-point problems", 2024, Algorithm 2,
+        with three changes: the centre is projected, without which an inner accuracy
+        that privacy rests on cannot be guaranteed; the inner solver and its sensitivity
+        are derived here; composition is exact.
+    """
+
+    num_steps: int = eqx.field(static=True)
+    clip_norm: float
+    strength: float
+    inner_steps: int = eqx.field(static=True)
+    inner: Inner = eqx.field(static=True, default="picard")
+    sampling: AbstractSampling = FullBatch()
+    noise: Gaussian = Gaussian()
+    average: Average = eqx.field(static=True, default="all")
+    dimension: int = eqx.field(static=True, default=100)
+    sizes: int | None = eqx.field(static=True, default=None)
+    dtype: str | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        owner = "InexactProximalPoint"
+        counts = {"inner_steps": self.inner_steps, "dimension": self.dimension}
+        _checks.count(owner, **counts)
+        _checks.positive(owner, strength=self.strength)
+        _checks.one_of(owner, "inner", self.inner, ("picard", "operator_extrapolation"))
+        if self.noise.neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                f"{owner}: its sensitivity is proved under replace-one only, got "
+                f"{self.noise.neighbours}: with a private number of records over a "
+                "public denominator, no constant bounds an operator. Use "
+                "Neighbours.REPLACE_ONE, or NoisyExtragradient, which clips."
+            )
+
+    @classmethod
+    def theorem_fields(
+        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+    ) -> Fields:
+        r"""The parameters of the paper, in whole numbers.
+
+        With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
+        batches has
+
+        $$B = \max(1, \mathrm{round}(n^{1/3})), \quad R = \lfloor n / B \rfloor, \quad
+        \lambda = \max(M / D, L) \max(n^{1/3}, a),$$
+
+        several passes over uniform subsets have $B = \lfloor \sqrt n \rfloor$, $R = n$
+        and $\lambda = \max(M / D, L) \max(\sqrt n, a)$, and both take $N = \lceil
+        \log(2 n) / \log(\lambda / L) \rceil$ steps of Picard's iteration.
+
+        Args:
+            scene: The problem as theorems see it.
+            a: $a$.
+            budget: Not used: the noise follows in `calibrate`.
+            passes: `"single"` or `"multi"`.
+
+        References:
+            Boob and Guzman, Corollary 2 and Theorem 7.
+        """
+        del budget
+        size = {"dimension": scene.coordinates}
+        return size | proximal_theorem(scene, a, passes)
+
+    @classmethod
+    def tuned_fields(
+        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+    ) -> Fields:
+        """Batch, strength and rounds with the least bound.
+
+        Args:
+            scene: The problem as theorems see it.
+            budget: The budget.
+            passes: `"single"` or `"multi"`.
+            most_steps: The largest number of rounds.
+        """
+        size = {"dimension": scene.coordinates}
+        return size | proximal_tuned(scene, budget, passes, most_steps)
+
+    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
+        r"""The bound on the expected gap of the answer: a promise, before any data.
+
+        For a single pass over fresh records `saddle_rates.proximal_gap` bounds the
+        strong gap on the population. Otherwise that, plus $M$ times the stability of
+        the answer, bounds the weak gap. It holds for monotone operators within the
+        declared constants and a clip norm of at least `bound`.
+
+        Args:
+            problem: A problem with declared constants on a bounded set.
+            dimension: $d$; `problem.w_set.dimension(w0)`.
+
+        Raises:
+            ValueError: The solver is not calibrated or bound to sizes, or no theorem
+                covers its parameters.
+        """
+        scene, std, batch, single = planned(self, problem, dimension)
+        assert self.sizes is not None
+        resolvent = self.resolvent(problem, self.sizes)
+        distance, accuracy = resolvent.distance, resolvent.accuracy
+        gap = saddle_rates.proximal_gap(
+            scene, self.num_steps, self.strength, batch, std, accuracy
+        )
+        if not single:
+            gap += scene.bound * saddle_rates.proximal_stability(
+                scene, self.num_steps, self.strength, distance
+            )
+        return float(gap)
+
+    @property
+    def basis(self) -> Basis:
+        """Clipping for one step of Picard's iteration, else constants."""
+        one = self.inner == "picard" and self.inner_steps == 1
+        return Basis.CLIPPED if one else Basis.CONSTANTS
+
+    def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
+        """Starts at `w0`, projected onto the set.
+
+        Raises:
+            ValueError: It is coarser than planned for.
+        """
+        planned_for(type(self).__name__, self.dtype, w0)
+        w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
+        zero = optax.tree.zeros_like(w)
+        return _State(w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
+
+    def step(
+        self,
+        problem: AbstractVariationalInequality,
+        data: PyTree,
+        state: _State,
+        *,
+        key: PRNGKey,
+    ) -> _State:
+        """One noisy resolvent at the projection of the last one."""
+        key_batch, key_noise = derive(key, "sampling", "noise")
+        assert self.sizes is not None
+        resolvent = self.resolvent(problem, self.sizes)
+        resolvent.check()
+        batch = self.sampling.draw(data, self.sizes, key=key_batch, index=state.t)
+        centre = problem.w_set.project(state.w)
+        bounded = certified_resolvent(
+            resolvent, batch, centre, precision=self.noise.precision
+        )
+        w = self.noise.release(bounded, key=key_noise)
+        w, rejections = finite_or(w, state.w, state.rejections)
+        mean = averaged(self, state.mean, w, state.t)
+        return _State(w, mean, rejections, state.t + 1)
+
+    def released(self, state: _State) -> PyTree:
+        """The noisy point, which may be outside the set."""
+        return state.w
+
+    def output(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+        """The average of the noisy points, projected."""
+        return problem.w_set.project(state.mean)
+
+    def resolvent(
+        self, problem: AbstractVariationalInequality, sizes: int
+    ) -> Resolvent:
+        """What a round computes, with its sensitivity.
+
+        Args:
+            problem: The problem.
+            sizes: The planned number of records.
+        """
+        return Resolvent(
+            problem,
+            self.clip_norm,
+            self.strength,
+            self.inner,
+            self.inner_steps,
+            self.dimension,
+            self.sampling.rows(sizes),
+            self.sampling.denominator(sizes),
+        )
+
+    def ledger(self, problem: AbstractVariationalInequality, sizes: int) -> Ledger:
+        """`num_steps` releases of the resolvent.
+
+        Raises:
+            ValueError: The solver is not calibrated, the problem lacks a constant that
+                the sensitivity needs, the inner solver does not converge, or the
+                default floating-point dtype is too coarse for the sensitivity.
+        """
+        plain = dataclasses.replace(
+            self, clip_norm=float(self.clip_norm), strength=float(self.strength)
+        )
+        resolvent = plain.resolvent(problem, sizes)
+        dtype = jnp.result_type(float)
+        resolvent.check()
+        resolvent.check_numbers(dtype)
+        share = float(resolvent.contribution(dtype, self.noise.precision))
+        denominator = self.sampling.denominator(sizes)
+        # A mean of so many vectors of this norm has this sensitivity.
+        query = Query(RECORDS, sizes, share * denominator, self.sampling)
+        release = Release(
+            RESOLVENT,
+            self.num_steps,
+            (query,),
+            self.noise,
+            basis=self.basis,
+            value_norm=float(problem.w_set.reach),
+            clip_ratio=self.clip_ratio(problem),
+        )
+        return Ledger((release,), assumptions=self._assumptions(problem))
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of each round to `scale * sqrt(num_steps)`."""
+        multiplier = scale * self.num_steps**0.5
+        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+
+    def prepared(
+        self, problem: AbstractVariationalInequality, sizes: int | None = None
+    ) -> Self:
+        """The same solver, bound to the default floating-point dtype.
+
+        Args:
+            problem: The problem; not used.
+            sizes: The planned sizes; not used.
+        """
+        del problem, sizes
+        return dataclasses.replace(self, dtype=jnp.result_type(float).name)
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The point has as many coordinates as `w0`."""
+        return {RESOLVENT: optax.tree.size(w0)}
+
+    def _assumptions(self, problem: AbstractVariationalInequality) -> tuple[str, ...]:
+        if self.basis is Basis.CLIPPED:
+            return ()
+        declared: dict[str, Any] = {"lipschitz": problem.declared("lipschitz")}
+        if self.inner != "picard":
+            declared["bound"] = problem.declared("bound")
+        if problem.public is not None:
+            for name in ("public_lipschitz", "public_bound"):
+                declared[name] = problem.declared(name)
+        listed = ", ".join(f"{name}={value:.3g}" for name, value in declared.items())
+        monotone = "" if self.inner == "picard" else "is monotone and "
+        public = ("the public operator is monotone",) if monotone else ()
+        return (
+            *(public if problem.public is not None else ()),
+            f"every possible record's operator {monotone}has the declared constants "
+            f"on the whole set: {listed}",
+            f"{self.inner_steps} inner steps per release; their rounding, for "
+            f"operators exact to {UNITS} units of roundoff, is part of the sensitivity",
+        )

@@ -1,0 +1,185 @@
+"""What theorems promise for saddle points, as explicit bounds without hidden constants.
+
+All of it is on the host and public: no data, no solver state. Bounds take numbers or
+arrays of candidates.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from ..sets import Simplex
+from .problem import AbstractVariationalInequality
+from .resolvents import parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    r"""A problem as the theorems see it.
+
+    Attributes:
+        diameter: $D$ of the set.
+        dimension: $d$ of its affine hull; noise across it is projected away.
+        lipschitz: $L$, of records and public term together.
+        spread: $M$ of the records alone, which sampling and stability depend on.
+        bound: $M$ of records and public term together.
+        records: $n$.
+        coordinates: At least the number of coordinates of a point.
+    """
+
+    diameter: float
+    dimension: int
+    lipschitz: float
+    spread: float
+    bound: float
+    records: int
+    coordinates: int
+
+    @classmethod
+    def of(
+        cls, problem: AbstractVariationalInequality, dimension: int, records: int
+    ) -> "Scene":
+        """The scene of a problem with declared constants.
+
+        Args:
+            problem: The problem.
+            dimension: As above; `problem.w_set.dimension(w0)`.
+            records: The number of records.
+
+        Raises:
+            ValueError: A constant is missing, or the set is unbounded or one point.
+        """
+        diameter = float(problem.w_set.diameter)
+        if not 0 < diameter < math.inf:
+            raise ValueError(
+                "the theorems on saddle points need a bounded set of more than one "
+                f"point, got one of diameter {diameter}."
+            )
+        spread = problem.declared("bound")
+        return cls(
+            diameter,
+            dimension,
+            problem.declared("lipschitz") + problem.declared("public_lipschitz"),
+            spread,
+            spread + problem.declared("public_bound"),
+            records,
+            # The affine hull of a simplex has a dimension less.
+            dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set)),
+        )
+
+    @property
+    def largest_step(self) -> float:
+        r"""$1 / (\sqrt3 L)$, the largest step size of the extragradient theorems."""
+        return 1 / (math.sqrt(3) * self.lipschitz) if self.lipschitz else math.inf
+
+    @property
+    def scale(self) -> float:
+        r"""$\max(M / D, L)$, what proximal strengths are measured in."""
+        return max(self.bound / self.diameter, self.lipschitz)
+
+
+def extragradient_gap(scene: Scene, steps: Any, step_size: Any, batch: Any, std: Any):
+    r"""A bound on the strong gap of extragradient steps on fresh batches.
+
+    $$\frac{D^2}{\gamma T} + \frac72 \gamma \Bigl(\frac{M^2}{B} + d \sigma^2\Bigr),
+    \qquad \gamma \le \frac{1}{\sqrt3 L}.$$
+
+    With batches from one dataset it bounds the gap on that dataset.
+
+    Args:
+        scene: The problem.
+        steps: $T$.
+        step_size: $\gamma$.
+        batch: $B$.
+        std: $\sigma$ per coordinate of an operator.
+
+    References:
+        Boob and Guzman, Theorem 2, with the noise term halved and the batch's variance
+        in place of a record's.
+    """
+    noise = scene.spread**2 / batch + scene.dimension * std**2
+    return scene.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
+
+
+def extragradient_stability(scene: Scene, steps: Any, step_size: Any, std: Any):
+    r"""How far replacing one record moves the answer in expectation, over many passes.
+
+    $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M L}{n}
+    \gamma^2 + \tfrac{2 M}{n} \gamma\bigr) + \bigl(\tfrac{2 M}{n} + 2 L D\bigr)
+    \gamma.$$
+
+    Args:
+        scene: The problem.
+        steps: $T$.
+        step_size: $\gamma$.
+        std: $\sigma$.
+
+    References:
+        Boob and Guzman, Theorem 3, with its last bracket corrected.
+    """
+    lipschitz, pull = scene.lipschitz, scene.lipschitz * scene.diameter
+    moved = 2 * scene.spread / scene.records
+    noise = 4 * scene.bound + 2 * pull + 4 * math.sqrt(scene.dimension) * std
+    a_step = (noise * lipschitz + moved * lipschitz) * step_size**2 + moved * step_size
+    return steps * a_step + (moved + 2 * pull) * step_size
+
+
+def proximal_gap(
+    scene: Scene, rounds: Any, strength: Any, batch: Any, std: Any, accuracy: Any
+):
+    r"""A bound on the strong gap of inexact proximal point steps on fresh batches.
+
+    $$\nu + \frac{3 \lambda D^2}{2 R} + \frac{2 M^2 / B + 3 L^2 D^2}{\lambda} + \lambda
+    d \sigma^2 + M \sigma \sqrt{d / R}.$$
+
+    Args:
+        scene: The problem.
+        rounds: $R$.
+        strength: $\lambda$.
+        batch: $B$.
+        std: $\sigma$ per coordinate of a point.
+        accuracy: $\nu$, of every inner solution as a solution of the inequality.
+
+    References:
+        Boob and Guzman, Theorem 5, with projected centres and the batch's variance.
+    """
+    start = accuracy + 1.5 * strength * scene.diameter**2 / rounds
+    curvature = 3 * (scene.lipschitz * scene.diameter) ** 2
+    sampled = (2 * scene.spread**2 / batch + curvature) / strength
+    noise = strength * scene.dimension * std**2
+    average = scene.bound * std * np.sqrt(scene.dimension / rounds)
+    return start + sampled + noise + average
+
+
+def proximal_stability(scene: Scene, rounds: Any, strength: Any, distance: Any):
+    r"""How far replacing one record moves the answer in expectation, over many passes.
+
+    $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the distance of every inner
+    solution from the exact one.
+
+    Args:
+        scene: The problem.
+        rounds: $R$.
+        strength: $\lambda$.
+        distance: $\zeta$.
+
+    References:
+        Boob and Guzman, Theorem 6, by the recursion without Young's inequality.
+    """
+    moved = 2 * scene.spread / (scene.records * strength)
+    return rounds * (moved + 2 * distance)
+
+
+def picard_steps(scene: Scene, strength: Any):
+    r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$: enough for all theorems here.
+
+    Args:
+        scene: The problem.
+        strength: $\lambda > L$.
+    """
+    if scene.lipschitz == 0:
+        return np.ones_like(strength, int)
+    counts = np.log(2 * scene.records) / np.log(strength / scene.lipschitz)
+    return np.maximum(np.ceil(counts), 1).astype(int)

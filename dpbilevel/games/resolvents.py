@@ -1,0 +1,334 @@
+r"""How far one record moves a resolvent that is computed inexactly.
+
+The resolvent of an operator $F$ at $v$ solves $\langle F(u) + \lambda (u - v), w - u
+\rangle \ge 0$ for all $w$ in a set. It is no sum over records, but every step of a
+contraction towards it moves by a bounded amount, and so does the exact solution where
+the operator is monotone. Rounding is part of the bound. Everything here is known before
+any data is seen.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .. import _checks
+from ..bilevel.sensitivities import UNITS
+from ..privacy.clipping import Basis, Precision
+from ..privacy.grid import ROUNDED_BITS
+from ..privacy.summation import GROUP
+from ..sets import AbstractSet, Ball, Box, Product, Simplex
+from .problem import AbstractVariationalInequality
+
+Inner = Literal["picard", "operator_extrapolation"]
+Number = float | Float[Array, ""]
+
+OWNER = "InexactProximalPoint"
+# How much of the sensitivity rounding may add, and the inexact solution of the inner
+# problem by operator extrapolation.
+_ROUNDING, _SOLVE = 0.05, 0.1
+# The sets whose projection is exact and nonexpansive, up to the rounding granted here.
+_SETS = (Ball, Box, Simplex)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolvent:
+    r"""An approximate resolvent, and what is known about it before any data is seen.
+
+    Attributes:
+        problem: The problem, with its constants.
+        clip_norm: $C$, the clip norm of one record's operator.
+        strength: $\lambda$.
+        inner: The inner solver.
+        steps: $N$, its fixed number of steps.
+        dimension: At least the number of coordinates of a point.
+        rows: The most records that a batch holds.
+        denominator: $m$, what sums over a batch are divided by.
+    """
+
+    problem: AbstractVariationalInequality
+    clip_norm: Number
+    strength: Number
+    inner: Inner
+    steps: int
+    dimension: int
+    rows: int
+    denominator: float
+
+    @property
+    def basis(self) -> Basis:
+        """Clipping for one step of Picard's iteration, else constants."""
+        return Basis.CLIPPED if self._one_step else Basis.CONSTANTS
+
+    @property
+    def lipschitz(self) -> float:
+        """A Lipschitz constant of a batch's operator with the public one.
+
+        A batch may hold more records than its sum is divided by.
+        """
+        records = self.problem.declared("lipschitz") * self._fullest
+        return records + self.problem.declared("public_lipschitz")
+
+    @property
+    def contraction(self) -> Number:
+        r"""$q = L / \lambda$: by how much a step of Picard's iteration contracts."""
+        return self.lipschitz / self.strength
+
+    def contribution(self, dtype: Any, precision: Precision) -> Number:
+        r"""Half of how far replacing one record moves the computed resolvent.
+
+        With $\omega$ a bound on the rounding of a step to first order in the unit
+        roundoff, $N$ steps of Picard's iteration have
+
+        $$\frac{s}{2} = \Bigl(\frac{C}{\lambda m} + 2 \omega\Bigr) \sum_{j < N} q^j,$$
+
+        since neighbours $u, u'$ move apart by a nonexpansive projection of $F_B(u) -
+        F_{B'}(u')$ over $\lambda$: $2 C / m$ for the record, $L \|u - u'\|$ for all
+        others. By operator extrapolation, the exact solutions are $2 M / (\lambda m)$
+        apart by strong monotonicity, and the computed ones within $\zeta$ of them:
+
+        $$\frac{s}{2} = \frac{M}{\lambda m} + 2 \zeta.$$
+
+        A record less moves the value by $s / 2$ at most.
+
+        Args:
+            dtype: What is computed in.
+            precision: `"grid"` adds the rounding of the value to a grid.
+        """
+        if self.inner == "picard":
+            ratio = 0.0 if self._one_step else self.contraction
+            share = self.clip_norm / self.strength / self.denominator
+            value = (share + 2 * self.step_rounding(dtype)) * _series(ratio, self.steps)
+        else:
+            share = self.problem.declared("bound") / self.strength / self.denominator
+            value = share + 2 * (self.solve_error() + self.solve_rounding(dtype))
+        if precision == "grid":
+            value = value * (1 + 2 * math.sqrt(self.dimension) * 2.0**-ROUNDED_BITS)
+        return value
+
+    def solve_error(self) -> Number:
+        r"""How far the last step of operator extrapolation is from the solution.
+
+        $\zeta = \sqrt2\, \theta^{N/2} \min(D, M / \lambda)$ with $\theta = (1 +
+        \lambda / (L + \lambda))^{-1}$.
+
+        References:
+            Kotsalis, Lan and Li, "Simple and optimal methods for stochastic variational
+            inequalities, I: operator extrapolation", 2022; constants derived anew.
+        """
+        first = self._largest / self.strength
+        least = jnp.minimum if isinstance(first, jax.Array) else min
+        start = least(first, self.problem.w_set.diameter)
+        return math.sqrt(2) * self.extrapolation ** (self.steps / 2) * start
+
+    @property
+    def extrapolation(self) -> Number:
+        r"""$\theta$, by which operator extrapolation contracts squared distances."""
+        return 1 / (1 + self.strength / (self.lipschitz + self.strength))
+
+    @property
+    def distance(self) -> Number:
+        r"""A bound on the distance from the exact one: $q^N M / \lambda$ or $\zeta$."""
+        if self.inner != "picard":
+            return self.solve_error()
+        return self.contraction**self.steps * self._largest / self.strength
+
+    @property
+    def accuracy(self) -> Number:
+        r"""$\nu$: the inner inequality holds up to it at the last step."""
+        diameter = self.problem.w_set.diameter
+        if self.inner == "picard":
+            return self._largest * diameter * self.contraction**self.steps
+        slope = self.lipschitz * diameter + self._largest + 2 * self.strength * diameter
+        return slope * self.distance
+
+    def step_rounding(self, dtype: Any) -> Number:
+        r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
+
+        Args:
+            dtype: What is computed in.
+        """
+        moved = self._largest / self.strength
+        operator = self._operator_rounding(dtype) / self.strength
+        return operator + self._projection_rounding(dtype, moved)
+
+    def solve_rounding(self, dtype: Any) -> Number:
+        r"""How far the rounding of all steps moves the end of operator extrapolation.
+
+        Operators off by $\epsilon$ and points by $\pi$ in every step add up to $(4 g
+        \epsilon + 8 \pi) / (1 - \sqrt\theta)$ with the step size $g$, because the
+        root of the method's potential is a norm up to constants and contracts by
+        $\sqrt\theta$.
+
+        Args:
+            dtype: What is computed in.
+        """
+        unit = _unit(dtype)
+        smoothness = self.lipschitz + self.strength
+        step = 1 / (2 * smoothness)
+        pull = self.strength * self.problem.w_set.diameter
+        operator = 4 * self._operator_rounding(dtype) + 20 * unit * pull
+        point = self._projection_rounding(dtype, 3 * step * (self._largest + pull))
+        return (4 * step * operator + 8 * point) / (1 - self.extrapolation**0.5)
+
+    @property
+    def _one_step(self) -> bool:
+        return self.inner == "picard" and self.steps == 1
+
+    @property
+    def _fullest(self) -> float:
+        return max(1.0, self.rows / self.denominator)
+
+    @property
+    def largest_clip(self) -> Number:
+        """What operators are clipped to: never below a bound that privacy rests on."""
+        if self.inner == "picard":
+            return self.clip_norm
+        return jnp.maximum(self.clip_norm, self.problem.declared("bound"))
+
+    @property
+    def _largest(self) -> Number:
+        """The largest norm of a batch's operator with the public one."""
+        norm = self.clip_norm
+        if self.inner != "picard":
+            norm = self.problem.declared("bound")
+        return norm * self._fullest + self.problem.declared("public_bound")
+
+    def _operator_rounding(self, dtype: Any) -> Number:
+        """Of records' operators, their clipped mean, the public operator and the sum.
+
+        Neighbours of a single step read the same point, where all records but one have
+        the same computed operators: then only sums and means differ by their rounding.
+        """
+        unit, public = _unit(dtype), self.problem.declared("public_bound")
+        records = self._largest - public
+        if self._one_step:
+            return unit * (2 * records + 3 * self._largest)
+        mean = 2 * UNITS + self.dimension + 32 + GROUP + 8
+        return unit * (mean * records + UNITS * public + 3 * self._largest)
+
+    def _projection_rounding(self, dtype: Any, moved: Number) -> Number:
+        """Of a step of length `moved` from a point of the set, and of the projection.
+
+        The threshold of a simplex is a sum over all coordinates.
+        """
+        units = UNITS + self.dimension**1.5
+        return _unit(dtype) * units * (2 * self.problem.w_set.reach + moved)
+
+    def check(self) -> None:
+        """Refuses what no sensitivity is known for; reads no number of the solver.
+
+        Raises:
+            ValueError: An unbounded set, one with another projection than the
+                library's, or a missing constant.
+        """
+        for part in parts(self.problem.w_set):
+            bounded = not _checks.concrete(part.reach) or part.reach < math.inf
+            # Of exactly these types: a subclass may project otherwise.
+            if type(part) not in _SETS or not bounded:
+                raise ValueError(
+                    f"{OWNER}: the sensitivity needs a bounded set with an exact "
+                    f"projection, one of {[s.__name__ for s in _SETS]} or a Product of "
+                    f"them, got {part}. Use such a set, or NoisyExtragradient."
+                )
+        needed = ["public_bound"]
+        if not self._one_step:
+            needed += ["lipschitz", "public_lipschitz"]
+        if self.inner != "picard":
+            needed += ["bound"]
+        for name in needed:
+            self.problem.declared(name)
+
+    def check_numbers(self, dtype: Any) -> None:
+        """Refuses a plan whose inner solver does not converge or rounds too coarsely.
+
+        Args:
+            dtype: What will be computed in.
+
+        Raises:
+            ValueError: Picard's iteration does not contract, operator extrapolation is
+                clipped below the bound or has too few steps, or rounding adds more than
+                5 % to the sensitivity.
+        """
+        if self.inner == "picard":
+            share = self.clip_norm / self.strength / self.denominator
+            added = 2 * self.step_rounding(dtype)
+            if not self._one_step and self.contraction >= 1:
+                raise ValueError(
+                    f"{OWNER}: Picard's iteration contracts only if strength exceeds "
+                    f"the Lipschitz constant {self.lipschitz:.3g} of a batch with the "
+                    f"public term, got strength={self.strength:.3g}. Raise it, or use "
+                    'inner="operator_extrapolation".'
+                )
+        else:
+            share, added = self._check_extrapolation(dtype)
+        farthest = float(self.problem.w_set.reach + self._largest / self.strength)
+        if not farthest**2 < float(jnp.finfo(dtype).max) / 4:
+            raise ValueError(
+                f"{OWNER}: points {farthest:.3g} from the origin overflow where their "
+                f"norm is taken in {jnp.dtype(dtype).name}; change the units of the "
+                "problem."
+            )
+        if not added <= _ROUNDING * share:
+            name = jnp.dtype(dtype).name
+            enable = (
+                ""
+                if name == "float64"
+                else "enable 64-bit with jax.config.update('jax_enable_x64', True) and "
+                "give float64 records and starting point, or "
+            )
+            raise ValueError(
+                f"{OWNER}: in {name}, rounding may move a resolvent by as much as "
+                f"{added / share:.2g} of what a record may, and {_ROUNDING} is "
+                f"allowed: {enable}use smaller batches, dimension= the number of "
+                f"coordinates (now {self.dimension}), a smaller set, or a larger clip "
+                "norm."
+            )
+
+    def _check_extrapolation(self, dtype: Any) -> tuple[Number, Number]:
+        bound = self.problem.declared("bound")
+        if self.clip_norm < bound:
+            raise ValueError(
+                f"{OWNER}: operator extrapolation needs monotone operators, which "
+                f"clipping can break; give clip_norm={bound:.3g}, the declared bound, "
+                f'or more, got {self.clip_norm:.3g}, or use inner="picard".'
+            )
+        share = bound / self.strength / self.denominator
+        if self.solve_error() > _SOLVE * share:
+            excess = math.log(self.solve_error() / (_SOLVE * share))
+            more = math.ceil(-2 * excess / math.log(self.extrapolation))
+            raise ValueError(
+                f"{OWNER}: {self.steps} steps of operator extrapolation leave an error "
+                f"of {self.solve_error():.2g}, more than {_SOLVE} of what a record "
+                f"moves; give inner_steps={self.steps + more}."
+            )
+        return share, 2 * self.solve_rounding(dtype)
+
+
+def _series(ratio: Number, count: int) -> Number:
+    r"""$\sum_{j < N} q^j$, for every $q$."""
+    total: Number = 0.0
+    for _ in range(count):
+        total = 1 + ratio * total
+    return total
+
+
+def _unit(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def parts(w_set: Any) -> list[Any]:
+    """The sets that a set is a product of.
+
+    Args:
+        w_set: A set.
+    """
+    if type(w_set) is not Product:
+        return [w_set]
+    leaves = jax.tree.leaves(
+        w_set.sets, is_leaf=lambda node: isinstance(node, AbstractSet)
+    )
+    return [part for leaf in leaves for part in parts(leaf)]

@@ -1,0 +1,169 @@
+r"""Losses $\varphi(\langle a, y \rangle, b)$ of linear models, with their bounds."""
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .. import _checks
+from .losses import signed
+
+Scalar = Float[Array, ""]
+# In widths of a pseudo-Huber loss: far beyond, a loss is linear to 12 digits.
+_LARGEST_LABEL = 1e6
+
+
+class AbstractLinearModel(abc.ABC):
+    r"""A convex loss $\varphi(t, b)$ of a margin $t = \langle a, y \rangle$."""
+
+    @property
+    @abc.abstractmethod
+    def curvature(self) -> float:
+        r"""$p_2 \ge \varphi''$."""
+
+    @property
+    @abc.abstractmethod
+    def third(self) -> float:
+        r"""$p_3 \ge |\varphi'''|$."""
+
+    @property
+    @abc.abstractmethod
+    def concordance(self) -> float:
+        r"""$s$ with $|\varphi'''| \le s \varphi''$."""
+
+    @property
+    @abc.abstractmethod
+    def start(self) -> float:
+        r"""$\varphi_0 \ge \varphi(0, b)$; infinite where labels are not bounded."""
+
+    @property
+    def largest(self) -> float:
+        """How large a loss may be at margin 0: `start`, where that is finite."""
+        return self.start
+
+    @abc.abstractmethod
+    def slope(self, margin: Any) -> Any:
+        r"""$p_1 \ge |\varphi'(t, b)|$ for $|t| \le$ `margin`, non-decreasing in it."""
+
+    @abc.abstractmethod
+    def loss(self, margin: Scalar, label: Scalar) -> Scalar:
+        r"""$\varphi(t, b)$ of one record, for every finite label."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Logistic(AbstractLinearModel):
+    r"""$\log(1 + e^{-b t})$; labels are cut to $[-1, 1]$, and 0 is read as -1.
+
+    With $\sigma$ the logistic function, $|\varphi'| \le \sigma(|t|)$, $\varphi'' = b^2
+    \sigma (1 - \sigma) \le 1/4$ and $|\varphi'''| = |b| \varphi'' |1 - 2 \sigma| \le 1
+    / (6 \sqrt 3)$.
+    """
+
+    @property
+    def curvature(self) -> float:
+        """A quarter."""
+        return 0.25
+
+    @property
+    def third(self) -> float:
+        """The largest third derivative of the logistic loss."""
+        return 1 / (6 * math.sqrt(3))
+
+    @property
+    def concordance(self) -> float:
+        """1."""
+        return 1.0
+
+    @property
+    def start(self) -> float:
+        """The loss at margin 0, whatever the label."""
+        return math.log(2)
+
+    def slope(self, margin: Any) -> Any:
+        """The logistic function."""
+        return 1 / (1 + module_of(margin).exp(-margin))
+
+    def loss(self, margin: Scalar, label: Scalar) -> Scalar:
+        """The loss."""
+        return _softplus(-jnp.clip(signed(label), -1.0, 1.0) * margin)
+
+
+@dataclasses.dataclass(frozen=True)
+class PseudoHuber(AbstractLinearModel):
+    r"""$\delta^2 (\sqrt{1 + u^2} - 1)$ with $u = (t - b) / \delta$: smooth, any label.
+
+    $|\varphi'| \le \delta$, $\varphi'' = (1 + u^2)^{-3/2} \le 1$, and $|\varphi'''| = 3
+    |u| (1 + u^2)^{-5/2} / \delta$ is largest at $u = 1/2$; over $\varphi''$ it is $3
+    |u| / (1 + u^2) / \delta \le 3 / (2 \delta)$.
+
+    Args:
+        width: $\delta > 0$: residuals well below it count squared, others by amount.
+    """
+
+    width: float = 1.0
+
+    def __post_init__(self):
+        _checks.positive("PseudoHuber", width=self.width)
+        object.__setattr__(self, "width", float(self.width))
+
+    @property
+    def curvature(self) -> float:
+        """1, at residual 0."""
+        return 1.0
+
+    @property
+    def third(self) -> float:
+        """The value at half the width."""
+        return 1.5 * 1.25**-2.5 / self.width
+
+    @property
+    def concordance(self) -> float:
+        """The value at the width."""
+        return 1.5 / self.width
+
+    @property
+    def start(self) -> float:
+        """Infinite."""
+        return math.inf
+
+    @property
+    def largest(self) -> float:
+        """That of the largest label that is not cut."""
+        return _LARGEST_LABEL * self.width**2
+
+    def slope(self, margin: Any) -> float:
+        """The width, for every margin."""
+        del margin
+        return self.width
+
+    def loss(self, margin: Scalar, label: Scalar) -> Scalar:
+        """The loss, by a quotient in which nothing cancels; huge labels are cut."""
+        limit = _LARGEST_LABEL * self.width
+        label = jnp.clip(label, -limit, limit)
+        u = (margin - label) / self.width
+        return self.width**2 * u * (u / (1 + jnp.sqrt(1 + u * u)))
+
+
+@jax.custom_jvp
+def _softplus(value: Scalar) -> Scalar:
+    return jnp.logaddexp(0.0, value)
+
+
+@_softplus.defjvp
+def _softplus_jvp(primals, tangents):
+    # One exponential where the derivative of logaddexp takes two and a logarithm.
+    return _softplus(*primals), jax.nn.sigmoid(*primals) * tangents[0]
+
+
+def module_of(value: Any) -> Any:
+    """`jax.numpy` for arrays, `numpy` for what is known on the host.
+
+    Args:
+        value: A number.
+    """
+    return jnp if isinstance(value, jax.Array) else np

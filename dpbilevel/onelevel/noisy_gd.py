@@ -1,0 +1,173 @@
+"""Noisy projected gradient descent for one-level problems."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from .. import _checks
+from ..core.descent import Memory, check_descent, descent, projected_update, shortened
+from ..core.levels import people_of
+from ..core.loop import AbstractSolver
+from ..privacy.budget import Neighbours, People
+from ..privacy.ledger import Ledger, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey, derive
+from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
+from .problem import AbstractFiniteSum
+
+
+class _State(eqx.Module):
+    w: PyTree
+    mean: PyTree  # running average of the iterates
+    memory: Memory
+    t: Int[Array, ""]
+
+
+class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
+    r"""Projected gradient descent with a clipped, noisy gradient at every step.
+
+    $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
+    \tilde g_t = \frac{1}{m} \sum_{i \in B_t} \mathrm{clip}_C(\nabla \ell(w_t, z_i)) +
+    \mathcal N(0, s^2 I).$$
+
+    With `FullBatch` this is noisy gradient descent, with `Poisson` DP-SGD. A step along
+    $q_t = \tilde g_t + \nabla r(w_t)$ is shorter, $\|q_t\|^2 / \langle q_t, \nabla^2
+    r(w_t)\, q_t \rangle$ instead of $\eta$, where that is less: a step size that is too
+    long for the public term does not make the iterates diverge. An update whose result
+    is not finite is left out; `Solution.rejected_updates` counts them.
+
+    Args:
+        num_steps: The number of steps. Static.
+        clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
+        step_size: $\eta$, the longest step; or give `optimizer`.
+        optimizer: An optax optimizer fed with the released gradient, whose steps are
+            taken as they are. Static.
+        sampling: How each step's batch is drawn.
+        noise: The mechanism; its multiplier is per step.
+        average: `"last"` returns the last iterate, `"mean"` the average of all.
+            Static.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        `num_steps` Gaussian releases, each of $\ell_2$ sensitivity $2C/m$ under
+        replace-one ($C/m$ under add-or-remove-one), enforced by clipping for any loss.
+        All iterates are covered, so output and trajectory are post-processing.
+
+    References:
+        Bassily, Smith and Thakurta, "Private empirical risk minimization", FOCS 2014;
+        Abadi et al., "Deep learning with differential privacy", CCS 2016, Algorithm 1.
+    """
+
+    num_steps: int = eqx.field(static=True)
+    clip_norm: float
+    step_size: float | None = None
+    optimizer: optax.GradientTransformation | None = eqx.field(
+        static=True, default=None
+    )
+    sampling: AbstractSampling = FullBatch()
+    noise: Gaussian = Gaussian()
+    average: Literal["last", "mean"] = eqx.field(static=True, default="last")
+    sizes: Any = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = AbstractFiniteSum
+
+    def __check_init__(self):
+        unnumbered(type(self).__name__, self.sampling)
+        _checks.instance(type(self).__name__, Gaussian, noise=self.noise)
+        _checks.count("NoisyGD", num_steps=self.num_steps)
+        _checks.positive("NoisyGD", clip_norm=self.clip_norm)
+        check_descent("NoisyGD", self.step_size, self.optimizer)
+        _checks.one_of("NoisyGD", "average", self.average, ("last", "mean"))
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
+        """Starts at `w0`, projected onto the set."""
+        w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
+        rule = descent(self.step_size, self.optimizer)
+        zero = optax.tree.zeros_like(w)
+        return _State(w, zero, Memory.of(rule, w), jnp.zeros((), jnp.int32))
+
+    def step(
+        self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
+    ) -> _State:
+        """One noisy gradient, one projected update."""
+        gradient = noisy_gradient(self, problem, data, state.w, key=key)
+        gradient = shortened(gradient, self.step_size, problem.public_gradient, state.w)
+        rule = descent(self.step_size, self.optimizer)
+        w, memory = projected_update(
+            rule, gradient, state.memory, state.w, problem.w_set
+        )
+        return _State(w, running_mean(state.mean, w, state.t), memory, state.t + 1)
+
+    def released(self, state: _State) -> PyTree:
+        """The current iterate."""
+        return state.w
+
+    def output(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
+        """The last iterate or the average."""
+        return state.w if self.average == "last" else state.mean
+
+    def ledger(self, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
+        """`num_steps` releases of the gradient."""
+        return gradient_ledger(self, problem, sizes)
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
+        multiplier = scale * self.num_steps**0.5
+        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The gradient has as many coordinates as `w0`."""
+        return {GRADIENT: optax.tree.size(w0)}
+
+
+GRADIENT = "gradient"
+
+
+def noisy_gradient(
+    solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
+) -> PyTree:
+    """The released gradient at `w`: clipped and noisy record terms, public terms.
+
+    Args:
+        solver: Its `clip_norm`, `sampling`, `noise` and `sizes` are read.
+        problem: The one-level problem.
+        data: The records.
+        w: The iterate.
+        key: A typed key for the batch and the noise.
+
+    Privacy:
+        The release that `gradient_ledger` counts once per step.
+    """
+    key_batch, key_noise = derive(key, "sampling", "noise")
+    bounded = problem.clipped_gradient(
+        w,
+        data,
+        solver.sizes,
+        clip_norm=solver.clip_norm,
+        sampling=solver.sampling,
+        precision=solver.noise.precision,
+        key=key_batch,
+    )
+    released = solver.noise.release(bounded, key=key_noise)
+    return optax.tree.add(released, problem.public_gradient(w))
+
+
+def gradient_ledger(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
+    """The ledger of one `noisy_gradient` per step of `solver`."""
+    queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
+    release = Release(GRADIENT, solver.num_steps, queries, solver.noise, joint)
+    return Ledger((release,), people_of(sizes) or People.OVERLAPPING)
+
+
+def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
+    """The mean of `t + 1` values from the mean of the first `t`."""
+    return jax.tree.map(lambda m, v: m + (v - m) / (t + 1).astype(m.dtype), mean, value)

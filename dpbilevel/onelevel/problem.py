@@ -1,0 +1,251 @@
+"""One-level problems: a mean over records plus public terms."""
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..core.levels import one_level
+from ..core.problem import AbstractOneLevel
+from ..privacy.clipping import Bounded, Precision, clipped_mean, one_record
+from ..privacy.ledger import RECORDS, Query
+from ..privacy.noise import PRNGKey
+from ..privacy.sampling import AbstractSampling
+from ..sets import AbstractSet, Euclidean
+
+Scalar = Float[Array, ""]
+
+
+class AbstractFiniteSum(AbstractOneLevel):
+    """What a one-level solver needs: clipped gradients, public gradients, a set."""
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def w_set(self) -> AbstractSet:
+            """The feasible set."""
+
+    else:
+        w_set: eqx.AbstractVar[AbstractSet]
+
+    @abc.abstractmethod
+    def clipped_gradient(
+        self,
+        w: PyTree,
+        data: PyTree,
+        sizes,
+        *,
+        clip_norm: float | Scalar,
+        sampling: AbstractSampling,
+        precision: Precision,
+        key: PRNGKey,
+    ) -> Bounded:
+        """The clipped mean gradient of the record terms on a fresh batch."""
+
+    @abc.abstractmethod
+    def public_gradient(self, w: PyTree) -> PyTree:
+        """The gradient of the public terms: no clipping, no noise, no budget."""
+
+    @abc.abstractmethod
+    def queries(
+        self, clip_norm: float, sampling: AbstractSampling, sizes
+    ) -> tuple[tuple[Query, ...], bool]:
+        """What `clipped_gradient` reads, and whether in one joint batch."""
+
+
+class FiniteSum(AbstractFiniteSum):
+    r"""Minimize $\frac{1}{n} \sum_i \ell(w, z_i) + r(w)$ over a convex set.
+
+    Args:
+        loss: $\ell(w, z)$: one record's loss, a scalar. Static.
+        public: $r(w)$: a scalar without data; costs no budget. Static.
+        w_set: The feasible set.
+        lipschitz: $G$, declared: a Lipschitz constant of every possible record's loss
+            in $w$ on the set, in $\ell_2$. Only exponential mechanisms read it. Static.
+        smoothness: $\beta$, declared: that of the gradient. Static.
+    """
+
+    loss: Callable[[PyTree, PyTree], Scalar] = eqx.field(static=True)
+    public: Callable[[PyTree], Scalar] | None = eqx.field(static=True, default=None)
+    w_set: AbstractSet = Euclidean()
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    smoothness: float | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.instance("FiniteSum", AbstractSet, w_set=self.w_set)
+        if self.lipschitz is not None:
+            _checks.positive("FiniteSum", lipschitz=self.lipschitz)
+        if self.smoothness is not None:
+            _checks.non_negative("FiniteSum", smoothness=self.smoothness)
+        if not callable(self.loss):
+            raise TypeError(f"FiniteSum: loss must be a function, got {self.loss!r}.")
+
+    def clipped_gradient(
+        self,
+        w: PyTree,
+        data: PyTree,
+        sizes: int,
+        *,
+        clip_norm: float | Scalar,
+        sampling: AbstractSampling,
+        precision: Precision,
+        key: PRNGKey,
+    ) -> Bounded:
+        r"""The clipped mean of $\nabla_w \ell(w, z_i)$ on a fresh batch."""
+        return batch_mean(
+            lambda record: jax.grad(self.loss)(w, record),
+            data,
+            sizes,
+            clip_norm=clip_norm,
+            sampling=sampling,
+            precision=precision,
+            key=key,
+        )
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        r"""$\nabla r(w)$."""
+        if self.public is None:
+            return optax.tree.zeros_like(w)
+        return jax.grad(self.public)(w)
+
+    def queries(
+        self, clip_norm: float, sampling: AbstractSampling, sizes: int
+    ) -> tuple[tuple[Query, ...], bool]:
+        """One query on the records."""
+        return (Query(RECORDS, sizes, float(clip_norm), sampling),), False
+
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Checks the shapes of `data` and that the loss is a scalar.
+
+        Raises:
+            ValueError: Leading axes differ or the loss is no floating-point scalar.
+        """
+        one_level(data)
+        check_start(w0)
+        check_set("w_set", self.w_set, w0)
+        check_scalar("loss", self.loss, w0, one_record(data))
+        if self.public is not None:
+            check_scalar("public", self.public, w0, of="the public term")
+
+
+def batch_mean(
+    fun: Callable[[PyTree], PyTree],
+    records: PyTree,
+    size: int,
+    *,
+    clip_norm: float | Scalar,
+    sampling: AbstractSampling,
+    precision: Precision,
+    key: PRNGKey,
+) -> Bounded:
+    """The clipped mean of a per-record function on a fresh batch.
+
+    Args:
+        fun: Maps one record to a pytree.
+        records: All records.
+        size: The planned, public number of records.
+        clip_norm: The bound on one record's value.
+        sampling: How the batch is drawn.
+        precision: How the records are summed, as in `clipped_mean`.
+        key: A typed key for the draw.
+
+    Privacy:
+        One query of contribution `clip_norm` over the sampling's denominator.
+    """
+    batch = sampling.draw(records, size, key=key)
+    return clipped_mean(fun, batch, clip_norm=clip_norm, precision=precision)
+
+
+def check_start(w0: PyTree) -> None:
+    """Raises unless `w0` holds floating-point arrays of finite numbers.
+
+    Args:
+        w0: The starting point, public or already private.
+
+    Raises:
+        ValueError: A leaf is not a floating-point array, or holds NaN or infinity.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(w0):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"w0{where} must be a floating-point array, got "
+                f"{type(leaf).__name__ if dtype is None else dtype}. Convert numbers "
+                "with jnp.asarray(..., float); split other leaves off, as "
+                "equinox.partition(model, equinox.is_inexact_array) does."
+            )
+        if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf, float)).all():
+            raise ValueError(
+                f"w0{jax.tree_util.keystr(path)} holds NaN or infinity; a run from "
+                "there would spend its budget on nothing."
+            )
+
+
+def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
+    """Raises unless the set holds points of the shape of `start`.
+
+    Args:
+        name: What to call the set in an error.
+        feasible: The set.
+        start: A point, or its shapes.
+
+    Raises:
+        ValueError: Projecting the point fails or changes its shape.
+    """
+    shapes = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", start)
+    try:
+        point = jax.eval_shape(feasible.project, start)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}={feasible} does not fit a starting point of shape {shapes}: "
+            f"{error}"
+        ) from error
+    found = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", point)
+    if found != shapes:
+        raise ValueError(
+            f"{name}={feasible} holds points of shape {found}, but the starting point "
+            f"has {shapes}."
+        )
+
+
+def check_scalar(
+    name: str, fun: Callable, *arguments: PyTree, of: str = "one record"
+) -> None:
+    """Raises unless `fun` maps `arguments` to a floating-point scalar.
+
+    Args:
+        name: What to call the function in an error.
+        fun: The function; it is traced on shapes only.
+        *arguments: Its arguments, or their shapes.
+        of: What it is a function of.
+
+    Raises:
+        ValueError: The result is not a floating-point scalar.
+    """
+    try:
+        value = jax.eval_shape(fun, *arguments)
+    except Exception as error:
+        shapes = jax.tree.map(
+            lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", arguments
+        )
+        error.add_note(f"This happened while tracing {name}, called with {shapes}.")
+        raise
+    leaves = jax.tree.leaves(value)
+    if (
+        len(leaves) != 1
+        or leaves[0].shape != ()
+        or not jnp.issubdtype(leaves[0].dtype, jnp.floating)
+    ):
+        got = [f"{v.dtype}{list(v.shape)}" for v in leaves]
+        raise ValueError(
+            f"{name} must return one floating-point scalar for {of} (no mean over "
+            f"records, no auxiliary output), got {got}."
+        )

@@ -1,0 +1,432 @@
+"""Batch sampling: how a batch is drawn, and the event that accounts for it."""
+
+import abc
+import math
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import scipy
+from jaxtyping import Array, Bool, Int, PyTree
+
+from .. import _checks
+from ._lazy import dp_accounting
+from .budget import Neighbours
+from .noise import PRNGKey
+
+# Rows come in multiples of this many. A compiled program treats the rows of such blocks
+# alike, wherever they stand; the last ones of another number may be rounded otherwise.
+BLOCK = 64
+# The chance, per draw, that a Poisson batch outgrows a capacity chosen by us, and that
+# a subset of fixed size has too few different members.
+_OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
+
+
+Index = int | Int[Array, ""] | None
+
+
+class Batch(eqx.Module):
+    """Records drawn for one query; `clipped_mean` takes it whole.
+
+    Attributes:
+        records: A pytree with a leading axis of fixed length. Rows that are no records
+            hold NaN, and zero where they are not floating point.
+        mask: Which rows are records; `None` when all are.
+        denominator: The fixed public number that sums are divided by.
+    """
+
+    records: PyTree
+    mask: Bool[Array, " n"] | None
+    denominator: float
+
+
+class Padded(eqx.Module):
+    """Records in a public number of rows, so that no shape tells how many there are.
+
+    Attributes:
+        records: A pytree with a leading axis of fixed length.
+        present: Which rows are records. The others hold NaN, and zero where they are
+            not floating point.
+    """
+
+    records: PyTree
+    present: Bool[Array, " n"]
+
+
+def padded_rows(size: int) -> int:
+    """The number of rows that a plan for `size` records pads them to.
+
+    Args:
+        size: The planned, public number of records.
+
+    Returns:
+        The next larger multiple of 64, so that one record more always fits.
+    """
+    return (size // BLOCK + 1) * BLOCK
+
+
+def padded(records: PyTree, rows: int) -> Padded:
+    """Records followed by rows that count for nothing.
+
+    Args:
+        records: A pytree of arrays with a common leading axis of at most `rows`.
+        rows: The number of rows of the result.
+    """
+    n = jax.tree.leaves(records)[0].shape[0]
+
+    def pad(v):
+        widths = [(0, rows - n)] + [(0, 0)] * (v.ndim - 1)
+        return jnp.pad(v, widths, constant_values=_nothing(v.dtype))
+
+    # What reads the rows is compiled apart from what makes them of so many records.
+    filled = jax.lax.optimization_barrier(jax.tree.map(pad, records))
+    return Padded(filled, jnp.arange(rows) < n)
+
+
+def _nothing(dtype: jnp.dtype) -> float | int | bool:
+    """What a row that is no record holds."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return math.nan
+    return False if jnp.issubdtype(dtype, jnp.bool_) else 0
+
+
+class AbstractSampling(eqx.Module):
+    """A sampling scheme: draws a batch and knows the event that it amplifies.
+
+    Attributes:
+        numbered: Whether a batch depends on its number in the run, so that only solvers
+            that number their batches can use it.
+        assumptions: What its accounting takes for granted.
+    """
+
+    numbered: ClassVar[bool] = False
+    assumptions: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def draw(
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
+    ) -> Batch:
+        """Draws one batch.
+
+        Args:
+            records: All records, with a common leading axis, or `Padded`.
+            size: The planned, public number of records.
+            key: A typed key for this draw alone; as secret as the noise's.
+            index: The number of the batch in the run, from 0; read by schemes that are
+                `numbered`.
+        """
+
+    @abc.abstractmethod
+    def rows(self, size: int) -> int:
+        """The most records that a batch from `size` records holds."""
+
+    @abc.abstractmethod
+    def denominator(self, size: int) -> float:
+        """The public number that a batch's sum is divided by."""
+
+    @abc.abstractmethod
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> "dp_accounting.DpEvent":
+        """The event of one Gaussian release of a batch drawn this way.
+
+        Args:
+            noise_multiplier: Noise over the sensitivity under `neighbours` of the
+                batch's clipped mean, that is 2C or C over the denominator.
+            neighbours: The relation.
+            size: The planned number of records.
+
+        Raises:
+            ValueError: No accountant supports this scheme under `neighbours`.
+        """
+
+    def charged(self, count: int, size: int) -> int:
+        """How many of the `count` releases of one run a record is charged for.
+
+        All of them, unless a record is known to be in few batches.
+
+        Args:
+            count: The releases, each of a batch of its own.
+            size: The planned number of records.
+        """
+        del size
+        return count
+
+    @abc.abstractmethod
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """The probability per draw that the batch is not drawn as accounted."""
+
+
+class FullBatch(AbstractSampling):
+    """Every record, every time: no amplification, any relation."""
+
+    def draw(
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
+    ) -> Batch:
+        """Returns all records; the key is not used."""
+        del key, index
+        records, present = unpacked(records)
+        return Batch(records, present, self.denominator(size))
+
+    def rows(self, size: int) -> int:
+        """The number of records."""
+        return size
+
+    def denominator(self, size: int) -> float:
+        """The number of records."""
+        return float(size)
+
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> "dp_accounting.DpEvent":
+        """A Gaussian event, the same under both relations."""
+        del neighbours, size
+        return dp_accounting.GaussianDpEvent(noise_multiplier)
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """Zero."""
+        del neighbours, size
+        return 0.0
+
+
+class Poisson(AbstractSampling):
+    r"""Every record independently with probability `rate`.
+
+    The batch has a fixed shape of `capacity` rows and a mask. A draw of more records
+    drops the last ones; the probability of that event over the run is added to
+    $\delta$ (times $1 + e^\varepsilon$), so a truncated draw never goes unaccounted.
+    Sums are divided by the public `rate * size`.
+
+    Args:
+        rate: In (0, 1); realised to 32 bits, and accounted for as realised. Static.
+        capacity: Rows of the batch; replace-one only, because how often it overflows
+            depends on the number of records. When omitted, the smallest multiple of 64
+            that overflows with probability at most 1e-12 a draw.
+    """
+
+    rate: float = eqx.field(static=True)
+    capacity: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.fraction("Poisson", rate=self.rate)
+        if self.capacity is not None:
+            _checks.count("Poisson", capacity=self.capacity)
+
+    @property
+    def realised_rate(self) -> float:
+        """The probability of inclusion as drawn, a multiple of 2**-32."""
+        return self._threshold / 2**32
+
+    @property
+    def _threshold(self) -> int:
+        return min(max(math.ceil(self.rate * 2**32), 1), 2**32 - 1)
+
+    def rows(self, size: int) -> int:
+        """The number of rows of a batch from `size` records."""
+        return self._capacity(padded_rows(size))
+
+    def _capacity(self, trials: int) -> int:
+        if self.capacity is not None:
+            return self.capacity
+        least = int(scipy.stats.binom(trials, self.realised_rate).isf(_OVERFLOW))
+        return max(1, -(-least // BLOCK)) * BLOCK
+
+    def draw(
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
+    ) -> Batch:
+        """Draws the batch as fixed-shape rows with a mask.
+
+        Rows that are chosen keep their places whether or not they are records, so
+        that a record less moves no other.
+        """
+        del index
+        records, present = unpacked(records)
+        n = jax.tree.leaves(records)[0].shape[0]
+        bits = jax.random.bits(key, (n,), jnp.uint32)
+        chosen = bits < jnp.uint32(self._threshold)
+        # Slots beyond those of the chosen rows are filled with nothing.
+        rows = self._capacity(max(n, padded_rows(size)))
+        members = jnp.flatnonzero(chosen, size=rows, fill_value=n)
+        mask = members < n
+        if present is not None:
+            mask &= present.at[members].get(mode="fill", fill_value=False)
+        return Batch(_taken(records, members), mask, self.denominator(size))
+
+    def denominator(self, size: int) -> float:
+        """The expected number of records in a batch."""
+        return self.realised_rate * size
+
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> "dp_accounting.DpEvent":
+        """A Poisson-sampled Gaussian event.
+
+        Raises:
+            ValueError: A `capacity` is given under add-or-remove-one.
+        """
+        del size
+        if self.capacity is not None and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+            raise ValueError(
+                "Poisson: under add-or-remove-one the number of records is private, so "
+                "the overflow of a fixed capacity cannot be accounted for; leave "
+                "capacity out, and it follows the records with overflow at most "
+                f"{_OVERFLOW} a draw."
+            )
+        return dp_accounting.PoissonSampledDpEvent(
+            self.realised_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
+        )
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """The probability that more than `capacity` records are chosen."""
+        del neighbours
+        if self.capacity is None:
+            return _OVERFLOW
+        return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
+
+
+def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
+    """The rows of records, and which of them are records: all, where it is `None`.
+
+    Args:
+        records: Records, or `Padded`.
+    """
+    if isinstance(records, Padded):
+        return records.records, records.present
+    return records, None
+
+
+def _taken(records: PyTree, members: Int[Array, " rows"]) -> PyTree:
+    """The rows with these numbers, nothing for numbers beyond the last row."""
+
+    def take(v):
+        if len(v) == 0:  # an empty axis cannot be indexed
+            return jnp.full((len(members), *v.shape[1:]), _nothing(v.dtype), v.dtype)
+        return v.at[members].get(mode="fill", fill_value=_nothing(v.dtype))
+
+    return jax.tree.map(take, records)
+
+
+class AbstractFixedBatch(AbstractSampling):
+    """A scheme whose batches all hold `size` records.
+
+    Attributes:
+        size: Records in a batch. Static.
+    """
+
+    size: int = eqx.field(static=True)
+
+    def __check_init__(self):
+        _checks.count(type(self).__name__, size=self.size)
+
+    def rows(self, size: int) -> int:
+        """The batch size."""
+        del size
+        return self.size
+
+    def denominator(self, size: int) -> float:
+        """The batch size."""
+        del size
+        return float(self.size)
+
+
+class FixedSize(AbstractFixedBatch):
+    """A uniformly random subset of `size` records, without replacement.
+
+    Replace-one only: the batch size is fixed only while the number of records is.
+    Not interchangeable with Poisson: the other records in the batch tell whether a
+    record was left out, so it has its own, larger privacy loss.
+
+    Args:
+        size: Records in a batch, at most the number of records. Static.
+    """
+
+    def draw(
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
+    ) -> Batch:
+        """Draws the subset: at a cost that grows with it alone where it is small."""
+        del index
+        self._check_fits(size)
+        if self._is_small(size):
+            members = _first_distinct(self.size, size, self._tries(size), key=key)
+        else:
+            members = jax.random.permutation(key, size)[: self.size]
+        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
+        return Batch(batch, None, self.denominator(size))
+
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> "dp_accounting.DpEvent":
+        """A Gaussian event sampled without replacement, replace-one only.
+
+        Raises:
+            ValueError: The relation is add-or-remove-one, or the batch is larger than
+                the data.
+        """
+        self._check_fits(size)
+        if neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                "FixedSize batches are accounted under Neighbours.REPLACE_ONE only: "
+                "with a record more or less, a subset of fixed size contains other "
+                "records too. Use Poisson(rate) or replace-one."
+            )
+        return dp_accounting.SampledWithoutReplacementDpEvent(
+            size, self.size, dp_accounting.GaussianDpEvent(noise_multiplier)
+        )
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """The probability that a small subset has too few different members."""
+        del neighbours
+        return _EXHAUSTED if self._is_small(size) else 0.0
+
+    def _is_small(self, size: int) -> bool:
+        return self.size <= size // 4
+
+    def _tries(self, size: int) -> int:
+        """How many uniform members hold enough different ones, but for `failure`.
+
+        While there are too few, the next one is known with probability (size - 1) / n
+        at most.
+        """
+        repeated, spare = (self.size - 1) / size, 1
+        while scipy.stats.binom(self.size + spare, repeated).sf(spare) > _EXHAUSTED:
+            spare += 1 + spare // 8
+        return self.size + spare
+
+    def _check_fits(self, size: int) -> None:
+        if self.size > size:
+            raise ValueError(
+                f"FixedSize: cannot draw a batch of {self.size} from {size} records."
+            )
+
+
+def _first_distinct(
+    count: int, size: int, tries: int, *, key: PRNGKey
+) -> Int[Array, " count"]:
+    """The first `count` different ones of `tries` numbers below `size`: uniform."""
+    drawn = jax.random.randint(key, (tries,), 0, size, jnp.int32)
+    order = jnp.argsort(drawn, stable=True)
+    ordered = drawn[order]
+    new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    first = jnp.zeros(tries, bool).at[order].set(new)
+    return drawn[jnp.flatnonzero(first, size=count, fill_value=0)]
+
+
+def unnumbered(owner: str, sampling: AbstractSampling) -> None:
+    """Raises unless `sampling` is a scheme that any solver can draw from.
+
+    Args:
+        owner: The solver to name in an error.
+        sampling: What was given as sampling.
+
+    Raises:
+        TypeError: It is no sampling scheme.
+        ValueError: It needs the number of the batch, which the solver does not give.
+    """
+    _checks.instance(owner, AbstractSampling, sampling=sampling)
+    if sampling.numbered:
+        raise ValueError(
+            f"{owner}: {type(sampling).__name__} needs a solver that numbers its "
+            "batches, as NoisyExtragradient and InexactProximalPoint do. Use Poisson, "
+            "FixedSize or FullBatch."
+        )

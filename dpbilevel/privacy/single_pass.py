@@ -1,0 +1,104 @@
+"""Disjoint batches: every record is read once a pass."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ._lazy import dp_accounting
+from .budget import Neighbours
+from .noise import PRNGKey
+from .sampling import AbstractFixedBatch, Batch, Index
+
+
+class SinglePass(AbstractFixedBatch):
+    r"""Disjoint batches: every record is in one of them, at most.
+
+    With $k = \lfloor n / B \rfloor$ batches, batch $t$ has the records $t, t + k, t +
+    2 k, \dots$; the last $n - k B$ records are in none. After a pass the next one
+    begins with the same batches.
+
+    The order of the records must not depend on their values: in a file sorted by a
+    private column, one replaced record moves others to other batches. Shuffle such
+    records first, with fresh randomness.
+
+    Replace-one only: with a record less, the others would move to other batches.
+
+    Args:
+        size: $B$, records in a batch, at most the number of records. Static.
+
+    Privacy:
+        By parallel composition a record is charged for the releases of its own batch
+        alone, one a pass, although later batches are read at points that depend on
+        earlier releases.
+
+    References:
+        McSherry, "Privacy integrated queries", 2009, Theorem 4.
+    """
+
+    numbered: ClassVar[bool] = True
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "single pass: the place of a record does not depend on the values of any; "
+        "records sorted by a private column are shuffled first",
+    )
+
+    def batches(self, size: int) -> int:
+        """The number of batches of a pass over `size` records.
+
+        Args:
+            size: The planned number of records.
+
+        Raises:
+            ValueError: There are fewer records than a batch holds.
+        """
+        if self.size > size:
+            raise ValueError(
+                f"SinglePass: cannot form a batch of {self.size} from {size} records."
+            )
+        return size // self.size
+
+    def draw(
+        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
+    ) -> Batch:
+        """Returns batch `index`, modulo their number; the key is not used.
+
+        Raises:
+            ValueError: No `index`: the solver does not number its batches.
+        """
+        del key
+        if index is None:
+            raise ValueError(
+                "SinglePass.draw: needs index=, the number of the batch in the run."
+            )
+        count = self.batches(size)
+        members = index % count + count * jnp.arange(self.size, dtype=jnp.int32)
+        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
+        return Batch(batch, None, self.denominator(size))
+
+    def event(
+        self, noise_multiplier: float, neighbours: Neighbours, size: int
+    ) -> "dp_accounting.DpEvent":
+        """A Gaussian event, for the records of the batch; replace-one only.
+
+        Raises:
+            ValueError: The relation is add-or-remove-one, or the batch is larger than
+                the data.
+        """
+        self.batches(size)
+        if neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                "SinglePass batches are accounted under Neighbours.REPLACE_ONE only: "
+                "a record less moves others to other batches. Use Poisson(rate) or "
+                "replace-one."
+            )
+        return dp_accounting.GaussianDpEvent(noise_multiplier)
+
+    def charged(self, count: int, size: int) -> int:
+        """One release a pass, for the passes that `count` batches begin."""
+        return -(-count // self.batches(size))
+
+    def failure(self, neighbours: Neighbours, size: int) -> float:
+        """Zero."""
+        del neighbours, size
+        return 0.0

@@ -1,1 +1,0 @@
-"""Problems, data, applications and problems with known answers."""

@@ -1,0 +1,26 @@
+"""Searches by losses alone: the problem has no derivatives."""
+
+from .base import AbstractAskingSolver
+from .gibo import GradientInformativeBO
+from .kernels import RBF, AbstractKernel, Matern52, Quadratic
+from .loop import minimize
+from .noisy_ucb import NoisyUCB
+from .problem import BlackBox
+from .random_search import RandomSearch
+from .ranges import Range
+from .repeat_and_select import RepeatAndSelect
+
+__all__ = [
+    "RBF",
+    "AbstractAskingSolver",
+    "AbstractKernel",
+    "BlackBox",
+    "GradientInformativeBO",
+    "Matern52",
+    "NoisyUCB",
+    "Quadratic",
+    "RandomSearch",
+    "Range",
+    "RepeatAndSelect",
+    "minimize",
+]

@@ -1,0 +1,162 @@
+"""Solvers that only ask for losses at points: what they have in common."""
+
+import abc
+from typing import Any, ClassVar, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..core.loop import AbstractSolver
+from ..onelevel.problem import FiniteSum
+from ..privacy.noise import PRNGKey, derive
+from ..privacy.sampling import Padded, unpacked
+from .problem import BlackBox
+
+State = TypeVar("State")
+
+
+class Asked(eqx.Module):
+    """The points at which a step wants all records' losses.
+
+    Attributes:
+        points: One point a row; only the first `count` rows are asked for.
+        count: How many, at least 0.
+    """
+
+    points: Float[Array, "q d"]
+    count: Int[Array, ""]
+
+
+class AbstractAskingSolver(AbstractSolver[Any, State]):
+    """A solver that sees losses at points of its choice, never a derivative.
+
+    A step asks for points, which reads no record, is told the losses there, and makes
+    its release from them. Between the two, losses come from a compiled function
+    (`solve`) or from Python (`search`): the same keys give the same run.
+    """
+
+    problem_type: ClassVar[Any] = FiniteSum | BlackBox
+
+    @property
+    @abc.abstractmethod
+    def most_evaluations(self) -> int | None:
+        """How many a run makes at most; `None` where that depends on the dimension."""
+
+    @abc.abstractmethod
+    def ask(self, problem: Any, state: State, *, key: PRNGKey) -> Asked:
+        """The next points: a function of released values, public ones and the key.
+
+        Args:
+            problem: Its set is read.
+            state: The state.
+            key: A typed key of its own.
+        """
+
+    @abc.abstractmethod
+    def tell(
+        self,
+        problem: Any,
+        state: State,
+        asked: Asked,
+        losses: Float[Array, "n q"],
+        *,
+        key: PRNGKey,
+    ) -> State:
+        """The next state; all that is read of `losses` is released by a mechanism.
+
+        Args:
+            problem: Its set and public term are read.
+            state: The state that asked.
+            asked: The points.
+            losses: One row a record, one column a point, infinity for NaN; columns
+                that were not asked for hold zeros.
+            key: A typed key of its own.
+        """
+
+    def remark(self, state: State) -> str | None:
+        """What `search` should warn of at the end, by released values, or `None`.
+
+        Args:
+            state: The last one.
+        """
+        del state
+        return None
+
+    def step(self, problem: Any, data: PyTree, state: State, *, key: PRNGKey) -> State:
+        """Asks, evaluates every record's loss at the points, and is told."""
+        key_ask, key_tell = derive(key, "ask", "tell")
+        asked = self.ask(problem, state, key=key_ask)
+        losses = losses_at(problem, asked, data)
+        return self.tell(problem, state, asked, losses, key=key_tell)
+
+
+def losses_at(problem: FiniteSum, asked: Asked, data: PyTree) -> Any:
+    """Every record's loss at every point that is asked for, zero elsewhere.
+
+    NaN becomes infinity, no worse: a run that is debugged must not stop where it is.
+
+    Args:
+        problem: The problem.
+        asked: The points.
+        data: The records, or `Padded`.
+
+    Returns:
+        The losses, `Padded` as the records are.
+    """
+    records, present = unpacked(data)
+
+    def at_one(point, index):
+        def evaluated():
+            found = jax.vmap(lambda record: problem.loss(point, record))(records)
+            return jnp.where(jnp.isnan(found), jnp.inf, found)
+
+        shape = jax.eval_shape(evaluated)
+        return jax.lax.cond(
+            index < asked.count, evaluated, lambda: jnp.zeros(shape.shape, shape.dtype)
+        )
+
+    indices = jnp.arange(asked.points.shape[0], dtype=asked.count.dtype)
+    _, losses = jax.lax.scan(
+        lambda _, row: (None, at_one(*row)), None, (asked.points, indices)
+    )
+    return losses.T if present is None else Padded(losses.T, present)
+
+
+def trusted(problem: Any, most_evaluations: int | None) -> tuple[str, ...]:
+    """What a guarantee on a problem takes for granted, in the words of the report.
+
+    Args:
+        problem: A `FiniteSum` or a `BlackBox`.
+        most_evaluations: How many a run makes at most.
+
+    Raises:
+        ValueError: Training is declared private, but there is no public bound on the
+            number of trainings.
+    """
+    if not isinstance(problem, BlackBox):
+        return ()
+    rows = (
+        "every record moves its own loss only, at every point",
+        "unprotected: how long an evaluation takes, which may depend on records, as "
+        "where a model refuses one",
+    )
+    if problem.training_mu is None:
+        return (
+            *rows,
+            "what the losses are computed from besides the records, such as training "
+            "data, is not protected",
+        )
+    if most_evaluations is None:
+        raise ValueError(
+            "BlackBox: training_mu is charged once for every evaluation, so there must "
+            "be a public bound on their number; give the solver batch= or max_batch=."
+        )
+    count, mu = most_evaluations + problem.trainings_after, problem.training_mu
+    return (
+        *rows,
+        f"declared: one training is {mu:.4g}-GDP towards its records; {count} of them, "
+        f"the most there can be, are {mu * count**0.5:.4g}-GDP towards them, on top of "
+        "the guarantee above for a person who has records on both sides",
+    )

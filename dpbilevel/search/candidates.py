@@ -1,0 +1,111 @@
+"""What searches by losses have in common: points of a box, and what they trust."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .. import _checks
+from ..privacy.noise import PRNGKey
+from ..sets import Box
+
+LOSS = "mean loss"
+
+
+def box_of(owner: str, problem: Any) -> Box:
+    """The box that is searched.
+
+    Args:
+        owner: The solver to name in an error.
+        problem: The problem.
+
+    Raises:
+        ValueError: Its set is no box, or has an end at infinity.
+    """
+    box = problem.w_set
+    if not isinstance(box, Box) or not math.isfinite(_widest(box)):
+        raise ValueError(
+            f"{owner}: draws candidates from a box with finite ends, got w_set={box}; "
+            "give the problem w_set=dpbilevel.sets.Box(lower, upper)."
+        )
+    return box
+
+
+def start_of(owner: str, problem: Any, w0: PyTree) -> Float[Array, " d"]:
+    """The start, projected onto the box.
+
+    Args:
+        owner: The solver to name in an error.
+        problem: The problem.
+        w0: The start.
+
+    Raises:
+        ValueError: It is not one vector.
+    """
+    if getattr(w0, "ndim", None) != 1:
+        raise ValueError(
+            f"{owner}: w0 must be one vector with all coordinates, got "
+            f"{jax.tree.map(jnp.shape, w0)}; ravel it with "
+            "jax.flatten_util.ravel_pytree."
+        )
+    return box_of(owner, problem).project(jnp.asarray(w0))
+
+
+def uniform(
+    box: Box, like: Float[Array, " d"], count: int, *, key: PRNGKey
+) -> Float[Array, "count d"]:
+    """Points drawn uniformly from a box: from a public law, whatever the records are.
+
+    Args:
+        box: The box.
+        like: A point of the shape and dtype that is wanted.
+        count: How many.
+        key: A typed key for this draw alone.
+    """
+    lower, upper = ends(box, like)
+    unit = jax.random.uniform(key, (count, *like.shape), like.dtype)
+    return lower[None] + unit * (upper - lower)[None]
+
+
+def ends(
+    box: Box, like: Float[Array, " d"]
+) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+    """The two corners of a box.
+
+    Args:
+        box: The box.
+        like: A point of the shape and dtype that is wanted.
+    """
+    largest = jnp.full_like(like, jnp.finfo(like.dtype).max)
+    return box.project(-largest), box.project(largest)
+
+
+def public_of(problem: Any) -> Callable[[Any], Float[Array, ""]] | None:
+    """The public term, or `None`: a black box has none.
+
+    Args:
+        problem: A `FiniteSum` or a `BlackBox`.
+    """
+    return getattr(problem, "public", None)
+
+
+def public_values(problem: Any, points: Float[Array, "m d"]) -> Float[Array, " m"]:
+    """The public term at points; zero where there is none.
+
+    Args:
+        problem: A `FiniteSum` or a `BlackBox`.
+        points: The points.
+    """
+    public = public_of(problem)
+    if public is None:
+        return jnp.zeros_like(points[:, 0])
+    return jax.vmap(public)(points).astype(points.dtype)
+
+
+def _widest(box: Box) -> float:
+    leaves = [v for v in jax.tree.leaves((box.lower, box.upper)) if _checks.concrete(v)]
+    return max((float(np.max(np.abs(np.asarray(v)))) for v in leaves), default=0.0)

@@ -1,0 +1,226 @@
+r"""Where to evaluate next: few points that tell most about a gradient.
+
+Everything here is a function of points, a kernel and a key. Losses are no argument: the
+choice of points costs no privacy.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from ..privacy.noise import PRNGKey
+from ..sets import AbstractSet
+from .gp import GradientPosterior, Scalar
+from .kernels import cast
+
+# Radii of the starts over those that are best without earlier points, and half the
+# side of the box around the iterate in which points are sought, in reaches.
+_SCALES = (1.0, 0.5, 2.0)
+_HALF_SIDE = 2.0
+_TIE = 1e-6
+# A polish ends where a step lowers the trace by less than this share.
+_STALLED = 1e-5
+
+
+class Design(eqx.Module):
+    """Points to evaluate, and what they will have told.
+
+    Attributes:
+        points: One a row; only the first `count` are asked for.
+        count: How many.
+        trace: The trace of the gradient's posterior covariance after them.
+    """
+
+    points: Float[Array, "q d"]
+    count: Int[Array, ""]
+    trace: Scalar
+
+
+def choose_batch(
+    posterior: GradientPosterior,
+    feasible: AbstractSet,
+    *,
+    tolerance: float | Scalar,
+    capacity: int,
+    batch: int | None = None,
+    polish: int = 30,
+    at_least: int = 1,
+    key: PRNGKey,
+) -> Design:
+    r"""The smallest number of points that brings the trace to `tolerance`, and which.
+
+    By bisection: the smallest trace that $b$ points can reach falls with $b$. A number
+    is tried by structured designs, then by L-BFGS on all coordinates together.
+
+    Args:
+        posterior: What is known about the gradient, with its $\theta$.
+        feasible: Where points may lie.
+        tolerance: The trace to reach, in squared units of the gradient.
+        capacity: The most points, and the number of rows. Where not even they reach the
+            tolerance, all are used.
+        batch: Asks for just as many points, whatever the tolerance.
+        polish: The most L-BFGS steps per number tried.
+        at_least: The fewest points: zero lets a step go without any.
+        key: A typed key, for the orientation of the designs.
+    """
+    basis = _directions(posterior, key=key)
+    height = posterior.kernel.radius(jnp.asarray(2, jnp.int32), posterior.nugget)
+    tolerance = cast(tolerance, posterior.theta)
+    first = jnp.asarray(at_least if batch is None else batch, jnp.int32)
+    last = jnp.asarray(capacity if batch is None else batch, jnp.int32)
+
+    def tried(count, at_hand, target):
+        start = _best_start(
+            posterior, feasible, basis, height, count, capacity, at_hand
+        )
+        return _polished(posterior, feasible, start, target, polish)
+
+    def narrow(carry):
+        low, high, design, _ = carry
+        # The last pass has one number left, and looks for the best points of it.
+        final = low >= high
+        count = jnp.where(final, high, (low + high) // 2)
+        target = jnp.where(final, -jnp.inf, tolerance)
+        found = tried(count, design, target)
+        enough = found.trace <= tolerance
+        keep = enough | final
+        low = jnp.where(keep, low, count + 1)
+        high = jnp.where(keep, count, high)
+        design = jax.tree.map(lambda a, b: jnp.where(keep, a, b), found, design)
+        return low, high, design, final
+
+    empty = jnp.broadcast_to(posterior.theta, (capacity, posterior.theta.size))
+    known = posterior.trace <= tolerance
+    none = Design(empty, jnp.asarray(0, jnp.int32), posterior.trace)
+    last = jnp.where(known & (batch is None), first, last)
+    carry = jax.lax.while_loop(
+        lambda carry: ~carry[3], narrow, (first, last, none, last == 0)
+    )
+    return carry[2]
+
+
+def _directions(posterior: GradientPosterior, *, key: PRNGKey) -> Float[Array, "d d"]:
+    """Unit vectors, one a row, the least known part of the gradient first.
+
+    Directions of which as much is known are turned at random: none is preferred in
+    step after step.
+    """
+    size = posterior.theta.size
+    # Its eigenvectors are uniform among all bases, and so are those of what is equal.
+    apart = jax.random.normal(key, (size, size), posterior.theta.dtype)
+    apart = _TIE * posterior.prior_trace / size * (apart + apart.T)
+    _, vectors = jnp.linalg.eigh(posterior.covariance + apart)
+    return vectors[:, ::-1].T
+
+
+def _offsets(posterior, basis, height, count, capacity, pairs):
+    r"""Offsets of `count` points: opposite pairs, and the corners of a simplex.
+
+    With $r$ directions, $k$ of them spanned by pairs and the other $r - k$ by a
+    simplex, there are $r + k + 1$ points; pairs tell most and simplices cost least.
+    """
+    size = posterior.theta.size
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    flat = jnp.clip(size - pairs, 0, count - 2 * pairs - 1)  # of the simplex
+    column = jnp.arange(size, dtype=jnp.int32)
+    # Corners in the coordinates of Helmert's contrasts, of length one.
+    corner, axis = (row - 2 * pairs)[:, None], column[None] + 1
+    entry = jnp.where(corner < axis, 1, jnp.where(corner == axis, -axis, 0))
+    entry = jnp.where(axis <= flat, entry, 0).astype(basis.dtype)
+    axis = axis.astype(basis.dtype)
+    corners = entry / jnp.sqrt(axis * (axis + 1))
+    ratio = (flat + 1).astype(basis.dtype) / jnp.maximum(flat, 1).astype(basis.dtype)
+    simplex = corners * jnp.sqrt(ratio) @ jnp.roll(basis, -pairs, axis=0)
+    sign = jnp.where(row % 2 == 0, 1, -1).astype(basis.dtype)
+    # Points beyond two per direction stand further out.
+    shell = 1.5 ** (row // (2 * size)).astype(basis.dtype)
+    opposite = (sign * shell)[:, None] * basis[(row // 2) % size]
+    radius = posterior.kernel.radius(flat + 1, posterior.nugget)
+    is_corner = (row >= 2 * pairs) & (row - 2 * pairs <= flat)
+    return jnp.where(is_corner[:, None], radius * simplex, height * opposite)
+
+
+def _best_start(posterior, feasible, basis, height, count, capacity, at_hand) -> Design:
+    """The best of some structured designs, and of the first points of another one."""
+    size = posterior.theta.size
+    mixed = jnp.clip(count - size - 1, 0, size)
+    pairs = jnp.stack([mixed, (count + 1) // 2])
+    shapes = jax.vmap(
+        lambda number: _offsets(posterior, basis, height, count, capacity, number)
+    )(pairs)
+    scales = jnp.asarray(_SCALES, shapes.dtype)[:, None, None, None]
+    offsets = jnp.concatenate(
+        [
+            (scales * shapes[None]).reshape(-1, capacity, size),
+            (at_hand.points - posterior.theta[None])[None],
+        ]
+    )
+    starts = jax.vmap(lambda rows: _inside(posterior, feasible, rows))(offsets)
+    mask = jnp.arange(capacity, dtype=jnp.int32) < count
+    traces = jax.lax.map(lambda points: posterior.trace_with(points, mask), starts)
+    best = jnp.argmin(traces)
+    return Design(starts[best], count, traces[best])
+
+
+def _inside(posterior, feasible, offsets):
+    """Points at these offsets, or mirrored and further away where that is outside."""
+    theta = posterior.theta[None]
+    points = theta + offsets
+    nearest = jax.vmap(feasible.project)(points)
+    crossed = jnp.any(jnp.abs(points - nearest) > 0, axis=1, keepdims=True)
+    # Twice as far, not to meet the point that stands there already.
+    mirrored = theta + 2 * (2 * nearest - points - theta)
+    return jnp.where(crossed, _project(posterior, feasible, mirrored), points)
+
+
+def _project(posterior, feasible, points):
+    """Into the box around the iterate, then onto the set, which keeps them there."""
+    theta = posterior.theta[None]
+    half = _HALF_SIDE * cast(posterior.kernel.reach, theta)
+    boxed = jnp.clip(points, theta - half, theta + half)
+    return jax.vmap(feasible.project)(boxed)
+
+
+def _polished(posterior, feasible, start: Design, target, steps: int) -> Design:
+    """Lowers the trace by L-BFGS until it reaches the target, or stalls."""
+    if steps == 0:
+        return start
+    mask = jnp.arange(len(start.points), dtype=jnp.int32) < start.count
+
+    def trace(points):
+        return posterior.trace_with(_project(posterior, feasible, points), mask)
+
+    rule = optax.lbfgs(
+        memory_size=10,
+        linesearch=optax.scale_by_backtracking_linesearch(max_backtracking_steps=20),
+    )
+    evaluate = jax.value_and_grad(trace)
+
+    def step(carry):
+        number, points, (value, slope), memory, _ = carry
+        updates, memory = rule.update(
+            slope, memory, points, value=value, grad=slope, value_fn=trace
+        )
+        points = optax.apply_updates(points, updates)
+        found = evaluate(points)
+        return number + 1, points, found, memory, found[0] > (1 - _STALLED) * value
+
+    def unfinished(carry):
+        number, _, (value, _), _, stalled = carry
+        return (number < steps) & (value > target) & ~stalled
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        first = jnp.asarray(0, jnp.int32), start.points, evaluate(start.points)
+        memory = rule.init(start.points), jnp.asarray(False)
+        _, points, (value, _), *_ = jax.lax.while_loop(
+            unfinished, step, (*first, *memory)
+        )
+    points = _project(posterior, feasible, points)
+    better = value < start.trace
+    return Design(
+        jnp.where(better, points, start.points),
+        start.count,
+        jnp.where(better, value, start.trace),
+    )

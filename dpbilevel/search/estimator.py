@@ -1,0 +1,355 @@
+"""Private hyperparameter search of scikit-learn estimators."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float
+
+from .._extras import missing
+
+try:
+    import joblib
+    from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
+    from sklearn.utils.metaestimators import available_if
+    from sklearn.utils.validation import check_is_fitted
+except ImportError as error:
+    raise ImportError(missing("dpbilevel.PrivateSearch", "sklearn")) from error
+
+from .. import _checks
+from ..privacy.budget import PrivacyBudget
+from ..privacy.noise import PRNGKey, check_key
+from ..sets import Box
+from .base import AbstractAskingSolver
+from .gibo import GradientInformativeBO
+from .loop import minimize
+from .problem import BlackBox
+from .ranges import Range as Range
+from .row_losses import RowLosses, check_validation, count, default_losses
+
+# AdaGrad's first step would be as long for pure noise as for a steep slope, but for its
+# initial accumulator. One object, or every search would compile anew.
+_RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
+
+
+def _has(name: str) -> Callable[[Any], bool]:
+    """Whether the estimator has a method, for `available_if`."""
+
+    def check(search):
+        return hasattr(getattr(search, "best_estimator_", search.estimator), name)
+
+    return check
+
+
+class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
+    r"""Tunes an estimator on validation records, and hands out a private answer.
+
+    Every evaluation clones the estimator, sets the parameters, fits it to the training
+    records and takes each validation record's loss. Only what the solver releases
+    leaves: the parameters it passed through.
+
+    Args:
+        estimator: A scikit-learn estimator.
+        space: A `Range` per parameter, named as in `set_params`
+            (`"svr__C": Range(0.1, 10, log=True)`).
+        budget: The guarantee for the validation records.
+        solver: What searches: `GradientInformativeBO`, `RandomSearch`,
+            `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
+            $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
+            default 20 steps of `GradientInformativeBO` with AdaGrad, losses divided by
+            what 95 in 100 gradients of a training record's loss are shorter than, which
+            2d trainings on one half of them tell, and gradients clipped at 1.
+        losses: `losses(estimator, X, y)`, the loss of every row, shape `(n,)`, each
+            from its own row alone. By default half the Brier score for classifiers with
+            `predict_proba`, else 0-1 loss, both in [0, 1]; for regressors the squared
+            error in units of the training targets' variance. Heavy tails mislead:
+            what is clipped may have the best mean where the losses have the worst.
+        training_mu: Declared, for an estimator that trains privately: one `fit` is
+            `training_mu`-GDP towards the training records at any point of the space.
+            The report then says what all fits together are, that of `best_estimator_`
+            included. Nothing else may be learned from the training records then: it
+            needs `losses` and a `solver`, no `folder`, and no losses are tried on
+            training rows first.
+
+    Attributes:
+        best_params_: The released parameters.
+        best_estimator_: The estimator fitted to the training records with them.
+        report_: The `PrivacyReport`.
+        trajectory_: Released points in $[-1, 1]^d$, one a step, where the solver
+            releases them.
+
+    Privacy:
+        The unit is one validation record, $n$ is public, and the relation is the
+        solver's. The training records are NOT protected: parameters, and the fitted
+        estimator above all, are functions of them. Where the estimator trains
+        privately, `training_mu` declares it. No validation loss is shown, logged or
+        kept; a score of the answer on the same records is another release. A record
+        that makes the estimator or the losses raise has the loss NaN, stops nothing and
+        changes nothing that others are computed with; what is printed or warned about
+        validation records is silent. Numbers that are refused, such as NaN, are found
+        before any prediction; rows refused for something else, such as a category that
+        training did not know, cost further ones: time is unprotected. Records must be
+        read without each other: where a stray text in a column has made texts of all
+        its numbers, one record has moved every other, and so it has where an estimator
+        predicts rows by each other, which a trial on training rows refuses where it
+        shows there.
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        space: dict[str, Range],
+        budget: PrivacyBudget,
+        *,
+        solver: AbstractAskingSolver | None = None,
+        losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
+        training_mu: float | None = None,
+    ):
+        self.estimator = estimator
+        self.space = space
+        self.budget = budget
+        self.solver = solver
+        self.losses = losses
+        self.training_mu = training_mu
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        validation: tuple[Any, Any],
+        key: PRNGKey,
+        folder: Any = None,
+        progress: bool = False,
+    ) -> "PrivateSearch":
+        """Searches, then fits the estimator to the training records.
+
+        Where the estimator refuses a validation row, that row counts for nothing, and
+        where it cannot be fitted at some parameters, all rows do.
+
+        Args:
+            X: Training inputs, not protected: an array, a sparse matrix or a data
+                frame.
+            y: Training targets, not protected.
+            validation: `(X, y)` of the private records, of the kinds and columns of
+                the training ones.
+            key: One typed key.
+            folder: Where evaluations are kept, so that a stopped search goes on with
+                the same arguments and the same validation records in the same order; it
+                holds losses and is secret until the search is done.
+            progress: Whether to show a progress bar.
+
+        Returns:
+            The fitted search.
+
+        Raises:
+            TypeError: The estimator, the space, the budget, the losses or the key is of
+                another kind.
+            ValueError: An unknown parameter, rows of different numbers or columns, a
+                folder with `training_mu` or of another search, an estimator that fails
+                in the middle of the space, or losses that depend on each other's rows,
+                as tried on training records.
+
+        Warns:
+            UserWarning: As `search`; or training records do not tell the default
+                solver the unit of losses.
+        """
+        check_key(key)
+        self._check()
+        check_validation(X, y, validation)
+        rows = self._rows(X, y)
+        size = sum(entry.coordinates for entry in self.space.values())
+        if self.training_mu is None:
+            rows.check_apart(np.zeros(size))
+        elif folder is not None:
+            raise ValueError(
+                "PrivateSearch.fit: training_mu counts every training once, but with "
+                "folder= a later call trains again; give no folder, or search a "
+                "BlackBox by dpbilevel.search.minimize and train the answer yourself."
+            )
+        solver = self.solver
+        if solver is None:
+            solver = _default(size)
+            rows.unit = rows.usual_slope(size)
+        records = "" if folder is None else self._identity(X, y, validation)
+        problem = BlackBox(
+            rows.black_box(*validation),
+            count(validation[0]),
+            Box(-1.0, 1.0),
+            records,
+            f"{type(self.estimator).__name__} in {self.space}",
+            training_mu=self.training_mu,
+            trainings_after=1,  # `best_estimator_`
+        )
+        result = minimize(
+            problem,
+            solver,
+            jnp.zeros(size),
+            key=key,
+            budget=self.budget,
+            folder=folder,
+            progress=progress,
+            trajectory=True,
+        )
+        self.best_params_ = self.parameters(result.value)
+        self.trajectory_ = result.trajectory
+        self.report_ = result.report
+        self.best_estimator_ = rows.fitted(result.value)
+        return self
+
+    def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
+        """The parameters at a point of the search.
+
+        Args:
+            point: Coordinates in [-1, 1], in the order of the space.
+        """
+        found, begin = {}, 0
+        for name, entry in self.space.items():
+            end = begin + entry.coordinates
+            found[name] = entry.value(np.asarray(point)[begin:end])
+            begin = end
+        return found
+
+    def predict(self, X: Any) -> Any:
+        """The prediction of `best_estimator_`.
+
+        Args:
+            X: Inputs.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.predict(X)
+
+    @available_if(_has("predict_proba"))
+    def predict_proba(self, X: Any) -> Any:
+        """The chances of the classes by `best_estimator_`, where it tells them.
+
+        Args:
+            X: Inputs.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.predict_proba(X)
+
+    @available_if(_has("decision_function"))
+    def decision_function(self, X: Any) -> Any:
+        """The decision function of `best_estimator_`, where it has one.
+
+        Args:
+            X: Inputs.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.decision_function(X)
+
+    @property
+    def classes_(self) -> Any:
+        """The classes of `best_estimator_`, where it has any.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.classes_
+
+    def score(self, X: Any, y: Any) -> float:
+        """The estimator's own score of `best_estimator_` on other records.
+
+        Args:
+            X: Inputs; those of the private records would be a release nobody counted.
+            y: Targets.
+
+        Raises:
+            NotFittedError: There was no `fit` yet.
+        """
+        check_is_fitted(self)
+        return self.best_estimator_.score(X, y)
+
+    def _identity(self, X: Any, y: Any, validation: tuple[Any, Any]) -> str:
+        """Tells all that an evaluation reads from others; SECRET.
+
+        Losses of rows in another order, as by a new split, must not join old ones.
+        """
+        try:
+            private = joblib.hash(tuple(validation))
+        except Exception:
+            raise TypeError(
+                "PrivateSearch.fit: folder= compares the validation records when an "
+                "interrupted search goes on, and they cannot be pickled; give arrays "
+                "or data frames."
+            ) from None
+        public = X, y, self.space, self.estimator, self.losses
+        return joblib.hash((private, *(_hash_or_name(v) for v in public)))
+
+    def _rows(self, X: Any, y: Any) -> RowLosses:
+        losses = self.losses or default_losses(self.estimator, y)
+        return RowLosses(self._made, X, y, losses)
+
+    def _made(self, point: Float[np.ndarray, " d"]) -> Any:
+        """The estimator with the parameters at a point, not fitted."""
+        return clone(self.estimator).set_params(**self.parameters(point))
+
+    def _check(self) -> None:
+        _checks.instance("PrivateSearch", PrivacyBudget, budget=self.budget)
+        _checks.instance("PrivateSearch", dict, space=self.space)
+        if not self.space:
+            raise ValueError("PrivateSearch: space names no parameter.")
+        if isinstance(self.estimator, type) or not hasattr(
+            self.estimator, "get_params"
+        ):
+            raise TypeError(
+                "PrivateSearch: estimator must be a scikit-learn estimator such as "
+                f"Ridge(), an instance, got {self.estimator!r}."
+            )
+        if self.losses is not None and not callable(self.losses):
+            raise TypeError(
+                "PrivateSearch: losses must be a function of (estimator, X, y) that "
+                f"returns every row's loss, got {self.losses!r}."
+            )
+        if self.training_mu is not None and None in (self.solver, self.losses):
+            raise ValueError(
+                "PrivateSearch: with training_mu the training records are protected, "
+                "so no units may be taken from them; give losses=, and solver= with a "
+                "clip norm that is known to suit them."
+            )
+        known = self.estimator.get_params()
+        for name, entry in self.space.items():
+            if not isinstance(entry, Range):
+                raise TypeError(
+                    f"PrivateSearch: space[{name!r}] must be a Range, such as "
+                    "Range(0.1, 10, log=True), got an instance of "
+                    f"{type(entry).__name__}. Lists of candidates are not searched; "
+                    "for whole numbers give Range(1, 10, integer=True)."
+                )
+            if name not in known:
+                likely = [k for k in known if k.endswith(f"__{name}")]
+                likely = likely or difflib.get_close_matches(name, known, 3)
+                hint = f"did you mean {' or '.join(map(repr, likely))}? " * bool(likely)
+                raise ValueError(
+                    f"PrivateSearch: {type(self.estimator).__name__} has no parameter "
+                    f"{name!r}; {hint}It has {sorted(known)}."
+                )
+
+
+def _hash_or_name(value):
+    """A hash, or a name where there is none, as of a function defined in a session."""
+    try:
+        return joblib.hash(value)
+    except Exception:
+        return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _default(size):
+    """Descent along inferred gradients, in units of a record's usual slope."""
+    return GradientInformativeBO(
+        20, 1.0, optimizer=_RULE, evaluation_noise=0.02, max_batch=2 * size + 16
+    )

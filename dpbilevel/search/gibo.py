@@ -1,0 +1,354 @@
+"""Gradient-informative Bayesian optimization with private gradients."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, Self
+
+import equinox as eqx
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .. import _checks
+from ..core.descent import Memory, check_descent, descent, projected_update, shortened
+from ..onelevel.noisy_gd import GRADIENT, running_mean
+from ..onelevel.problem import check_start
+from ..privacy.budget import Neighbours
+from ..privacy.clipping import Bounded, clipped_mean
+from ..privacy.ledger import RECORDS, Ledger, Query, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey
+from ..privacy.sampling import FullBatch
+from .base import AbstractAskingSolver, Asked, trusted
+from .design import choose_batch
+from .gp import GradientPosterior, double, gradient_posterior
+from .kernels import RBF, AbstractKernel, cast
+from .problem import BlackBox
+
+# Earlier points nearer than this to a later one, in reaches, only harm the algebra.
+_NEARBY = 1e-3
+_TAIL = 0.2  # the share of the iterates that a tail average is over
+
+
+class _Seen(NamedTuple):
+    """Points and everyone's losses there; rows and columns without a mask are empty."""
+
+    points: Float[Array, "m d"]
+    values: Float[Array, "n m"]
+    mask: Bool[Array, " m"]
+
+
+class _State(eqx.Module):
+    w: Float[Array, " d"]
+    mean: Float[Array, " d"]
+    memory: Memory
+    t: Int[Array, ""]
+    seen: _Seen  # its values are private: only `tell` reads them
+    evaluations: Int[Array, ""]
+    unmet: Int[Array, ""]  # steps whose points did not reach the tolerance
+
+
+class GradientInformativeBO(AbstractAskingSolver[_State]):
+    r"""Descent along private gradients that a Gaussian process infers from losses.
+
+    A step chooses the fewest points $Z_t$ that bring the trace of the posterior
+    covariance of the gradient at $\theta_t$ to the tolerance, evaluates everyone's
+    losses there, and with all points $D_t$ that are kept,
+
+    $$g_i = W_t\, y_i, \quad W_t = \nabla k(\theta_t, D_t) (k(D_t, D_t) + c_0 +
+    \sigma^2 I)^{-1}, \qquad \theta_{t+1} = \Pi\Bigl(\theta_t - \eta \Bigl(\frac1n
+    \sum_i \mathrm{clip}_C(g_i) + \mathcal N(0, s^2 I)\Bigr)\Bigr).$$
+
+    Points and $W_t$ are functions of released iterates and of the kernel alone. Needs
+    float64 and a vector `w0`; scale the parameters to a common box, and give
+    `clip_norm` and the kernel in these units.
+
+    Args:
+        num_steps: The number of steps. Static.
+        clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
+        step_size: $\eta$; or give `optimizer`.
+        optimizer: An optax optimizer fed with the released gradient. Static.
+        kernel: $k$, public: not fitted to any record's loss.
+        evaluation_noise: $\sigma \ge 0$, the standard deviation of the noise in one
+            loss, as where training is random.
+        tolerance: Of the trace, as a share of its value before any evaluation.
+        batch: A fixed number of points per step, whatever the tolerance. Static.
+        max_batch: The most points per step; $2d + 16$ by default. Where they do not
+            reach the tolerance, the step counts as unmet; `search` warns of it. Static.
+        may_skip: Whether a step may evaluate nothing, where earlier points suffice.
+            Static.
+        keep: How many earlier points stay in use. Static.
+        keep_rule: Which: the `"last"`, or those `"closest"` to the iterate. Static.
+        polish: The most L-BFGS steps on a design of points. Static.
+        jitter: Added to $\sigma^2$ against rounding, in variances of the kernel; known
+            to the choice of points.
+        constant: $c_0$, in variances of the kernel.
+        noise: The mechanism; its multiplier is per step.
+        average: `"last"` returns the last iterate, `"tail"` the average of the last
+            fifth. Static.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        `num_steps` Gaussian releases, each of $\ell_2$ sensitivity $2C/n$ under
+        replace-one, enforced by clipping for any loss and any kernel. The relation is
+        replace-one: the state has a row for every record. All iterates, points and
+        numbers of points are covered; losses are not and stay in the state. A loss that
+        is not finite counts as the largest finite one of the same record. Protects the
+        records whose losses are evaluated, not what the losses are computed from
+        besides, such as the training data.
+
+    References:
+        Sopa, Marusic, Avella-Medina and Cunningham, "Scalable differentially private
+        Bayesian optimization", Algorithm 1. Here the tolerance bounds the posterior
+        trace itself, losses of earlier points are used again, and an unknown constant
+        is part of the prior.
+    """
+
+    num_steps: int = eqx.field(static=True)
+    clip_norm: float
+    step_size: float | None = None
+    optimizer: optax.GradientTransformation | None = eqx.field(
+        static=True, default=None
+    )
+    kernel: AbstractKernel = RBF()
+    evaluation_noise: float = 0.0
+    tolerance: float = 1 / 30
+    batch: int | None = eqx.field(static=True, default=None)
+    max_batch: int | None = eqx.field(static=True, default=None)
+    may_skip: bool = eqx.field(static=True, default=False)
+    keep: int = eqx.field(static=True, default=512)
+    keep_rule: Literal["last", "closest"] = eqx.field(static=True, default="last")
+    polish: int = eqx.field(static=True, default=30)
+    jitter: float = 1e-8
+    constant: float = 1e4
+    noise: Gaussian = Gaussian()
+    average: Literal["last", "tail"] = eqx.field(static=True, default="last")
+    sizes: Any = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        owner = type(self).__name__
+        _checks.instance(owner, Gaussian, noise=self.noise)
+        if self.noise.neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                f"{owner}: keeps every record's losses, in a state whose shape would "
+                "tell their number, which add-or-remove-one keeps private; use "
+                "Neighbours.REPLACE_ONE."
+            )
+        _checks.instance(owner, AbstractKernel, kernel=self.kernel)
+        _checks.count(owner, num_steps=self.num_steps, keep=self.keep)
+        for name in ("batch", "max_batch"):
+            if getattr(self, name) is not None:
+                _checks.count(owner, **{name: getattr(self, name)})
+        if self.polish != 0:
+            _checks.count(owner, polish=self.polish)
+        _checks.positive(
+            owner,
+            clip_norm=self.clip_norm,
+            tolerance=self.tolerance,
+            jitter=self.jitter,
+        )
+        _checks.non_negative(
+            owner, evaluation_noise=self.evaluation_noise, constant=self.constant
+        )
+        check_descent(owner, self.step_size, self.optimizer)
+        _checks.one_of(owner, "keep_rule", self.keep_rule, ("last", "closest"))
+        _checks.one_of(owner, "average", self.average, ("last", "tail"))
+
+    @property
+    def most_evaluations(self) -> int | None:
+        """The largest batch per step, where it is given."""
+        most = self.batch or self.max_batch
+        return None if most is None else self.num_steps * most
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+        """Starts at `w0`, projected onto the set, with no losses.
+
+        Raises:
+            ValueError: `w0` is no vector of floats, or no number of records is planned.
+        """
+        owner = type(self).__name__
+        w0 = jnp.asarray(w0)
+        check_start(w0)
+        if w0.ndim != 1:
+            raise ValueError(
+                f"{owner}: w0 must be one vector of parameters, got shape {w0.shape}; "
+                "put all parameters into one array and unpack them in the loss."
+            )
+        if self.sizes is None:
+            raise ValueError(
+                f"{owner}: keeps every record's losses, so the number of records must "
+                "be planned; run dpbilevel.calibrate(problem, solver, budget, "
+                "sizes=...) or solver.planned(sizes)."
+            )
+        w = problem.w_set.project(w0)
+        rule = descent(self.step_size, self.optimizer)
+        zero = jnp.zeros((), jnp.int32)
+        seen = _Seen(
+            jnp.zeros((self.keep, w.size), w.dtype),
+            jnp.zeros((self.sizes, self.keep), w.dtype),
+            jnp.zeros(self.keep, bool),
+        )
+        return _State(w, w, Memory.of(rule, w), zero, seen, zero, zero)
+
+    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+        """The fewest points that tell enough about the gradient; reads no loss."""
+        posterior = self._posterior(state.w, state.seen.points, state.seen.mask)
+        most = self.batch or self.max_batch or 2 * state.w.size + 16
+        design = choose_batch(
+            posterior,
+            problem.w_set,
+            tolerance=self._tolerated(posterior),
+            capacity=most,
+            batch=self.batch,
+            polish=self.polish,
+            at_least=0 if self.may_skip else 1,
+            key=key,
+        )
+        return Asked(design.points, design.count)
+
+    def tell(
+        self,
+        problem: Any,
+        state: _State,
+        asked: Asked,
+        losses: Float[Array, "n q"],
+        *,
+        key: PRNGKey,
+    ) -> _State:
+        """One noisy gradient from all losses that are kept, one projected update."""
+        seen = _joined(asked, losses, state.seen)
+        posterior = self._posterior(state.w, seen.points, seen.mask)
+        gradient = self.noise.release(self._gradient(posterior, seen), key=key)
+        gradient = gradient.astype(state.w.dtype) + _public_gradient(problem, state.w)
+        gradient = shortened(
+            gradient, self.step_size, lambda w: _public_gradient(problem, w), state.w
+        )
+        rule = descent(self.step_size, self.optimizer)
+        w, memory = projected_update(
+            rule, gradient, state.memory, state.w, problem.w_set
+        )
+        met = posterior.trace <= self._tolerated(posterior)
+        return _State(
+            w,
+            self._averaged(state, w),
+            memory,
+            state.t + 1,
+            self._kept(seen, w),
+            state.evaluations + asked.count,
+            state.unmet + (~met).astype(jnp.int32),
+        )
+
+    def released(self, state: _State) -> Float[Array, " d"]:
+        """The current iterate."""
+        return state.w
+
+    def remark(self, state: _State) -> str | None:
+        """That the tolerance was not reached, in how many steps."""
+        unmet = int(state.unmet)
+        if self.batch is not None or unmet == 0:
+            return None
+        return (
+            f"the most points a step may ask for did not bring the gradient's "
+            f"uncertainty to the tolerance of {float(self.tolerance):.3g} in {unmet} "
+            f"of {self.num_steps} steps, whose gradients are shrunk and less certain "
+            "than that; give a larger max_batch or tolerance. What was released is as "
+            "private as stated."
+        )
+
+    def adversary_view(self, state: _State) -> PyTree:
+        """The iterate, the points so far and how many there were; no losses."""
+        seen = state.seen
+        return state.w, seen.points, seen.mask, state.evaluations, state.unmet
+
+    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+        """The last iterate or the average of the last fifth."""
+        return state.w if self.average == "last" else state.mean
+
+    def ledger(self, problem: Any, sizes: int) -> Ledger:
+        """`num_steps` releases of the gradient."""
+        query = Query(RECORDS, sizes, float(self.clip_norm), FullBatch())
+        release = Release(GRADIENT, self.num_steps, (query,), self.noise)
+        return Ledger((release,), assumptions=trusted(problem, self.most_evaluations))
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
+        multiplier = scale * self.num_steps**0.5
+        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The gradient has as many coordinates as `w0`."""
+        return {GRADIENT: optax.tree.size(w0)}
+
+    def _posterior(self, w, points, mask) -> GradientPosterior:
+        double(type(self).__name__, w)
+        variance = cast(self.kernel.variance, w)
+        jitter = cast(self.jitter, w) * variance
+        return gradient_posterior(
+            self.kernel,
+            w,
+            points,
+            mask,
+            nugget=cast(self.evaluation_noise, w) ** 2 + jitter,
+            constant=self.constant,
+        )
+
+    def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
+        return cast(self.tolerance, posterior.theta) * posterior.prior_trace
+
+    def _gradient(self, posterior: GradientPosterior, seen: _Seen) -> Bounded:
+        """The clipped mean of everyone's posterior mean gradient."""
+        weights = posterior.weights
+        return clipped_mean(
+            lambda losses: weights @ _usable(losses, seen.mask),
+            seen.values,
+            clip_norm=self.clip_norm,
+            denominator=FullBatch().denominator(self.sizes),
+            precision=self.noise.precision,
+        )
+
+    def _averaged(self, state: _State, w: Array) -> Array:
+        first = self.num_steps - max(1, round(_TAIL * self.num_steps))
+        return running_mean(state.mean, w, jnp.maximum(state.t - first, 0))
+
+    def _kept(self, seen: _Seen, w: Array) -> _Seen:
+        """The points to carry on, by a rule that reads points only."""
+        order = jnp.arange(len(seen.mask), dtype=jnp.int32)
+        offsets = (seen.points - w[None]) / cast(self.kernel.reach, w)
+        lengths = jnp.sum(offsets * offsets, axis=1)
+        squares = lengths[:, None] + lengths[None] - 2 * offsets @ offsets.T
+        later = order[None] < order[:, None]
+        nearby = (squares < _NEARBY**2) & later & seen.mask[None]
+        valid = seen.mask & ~jnp.any(nearby, axis=1)
+        rank = order.astype(w.dtype) if self.keep_rule == "last" else lengths
+        chosen = jnp.argsort(jnp.where(valid, rank, jnp.inf))[: self.keep]
+        return _Seen(seen.points[chosen], seen.values[:, chosen], valid[chosen])
+
+
+def _joined(asked: Asked, losses: Float[Array, "n q"], seen: _Seen) -> _Seen:
+    """The latest points first."""
+    points, values, mask = seen
+    fresh = jnp.arange(len(asked.points), dtype=asked.count.dtype) < asked.count
+    losses = jnp.where(fresh[None], losses.astype(values.dtype), 0)
+    return _Seen(
+        jnp.concatenate([asked.points, points]),
+        jnp.concatenate([losses, values], axis=1),
+        jnp.concatenate([fresh, mask]),
+    )
+
+
+def _usable(losses: Float[Array, " m"], mask: Bool[Array, " m"]) -> Array:
+    """One record's losses, where one is not finite its own largest that is."""
+    finite = jnp.isfinite(losses)
+    largest = jnp.max(jnp.where(finite & mask, losses, -jnp.inf))
+    return jnp.where(finite, losses, jnp.where(jnp.isfinite(largest), largest, 0))
+
+
+def _public_gradient(problem: Any, w: Array) -> Array:
+    """That of the public term; a black box has none."""
+    if isinstance(problem, BlackBox):
+        return jnp.zeros_like(w)
+    return problem.public_gradient(w)

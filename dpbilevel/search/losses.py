@@ -1,0 +1,106 @@
+"""Losses that were evaluated elsewhere: clipped, averaged and sealed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..draws.mechanisms import BoundedScore
+from ..draws.samplers.base import AbstractPotential
+from ..draws.scores.mean_loss import public_part, spread_of
+from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean
+from ..privacy.ledger import RECORDS, Query
+from ..privacy.sampling import Batch, Padded, unpacked
+
+
+def clipped_loss(
+    losses: Float[Array, " n"] | Padded,
+    clip_range: float | Float[Array, ""],
+    size: int,
+    precision: Precision,
+) -> Bounded:
+    r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
+
+    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
+
+    Args:
+        losses: One per record; of `Padded` ones those that are present.
+        clip_range: $B$.
+        size: The planned number of records.
+        precision: How they are summed, as in `clipped_mean`.
+
+    Privacy:
+        One record moves the mean by at most $B / n$ under replace-one, enforced by
+        clipping.
+    """
+    rows, present = unpacked(losses)
+    reach = jnp.asarray(clip_range).astype(rows.dtype)
+
+    def centered(loss):
+        return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
+
+    batch = Batch(rows, present, float(size))
+    return clipped_mean(centered, batch, clip_norm=reach / 2, precision=precision)
+
+
+def column(losses: Float[Array, "n q"] | Padded, index: int) -> Any:
+    """The losses at one point.
+
+    Args:
+        losses: One row per record, one column per point.
+        index: The point's number.
+    """
+    if isinstance(losses, Padded):
+        return Padded(losses.records[:, index], losses.present)
+    return losses[:, index]
+
+
+def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
+    """What `clipped_loss` reads, for the ledger.
+
+    Args:
+        clip_range: $B$.
+        size: The planned number of records.
+    """
+    return Query(RECORDS, size, float(clip_range) / 2)
+
+
+def numbered(
+    losses: Float[Array, "n m"] | Padded,
+    points: Float[Array, "m d"],
+    public: Callable[[Any], Float[Array, ""]] | None,
+    start: Float[Array, " d"],
+    clip_range: float | Float[Array, ""],
+    size: int,
+) -> BoundedScore:
+    """The mean losses of points, as a score of their numbers from 0.
+
+    Args:
+        losses: One row per record, one column per point.
+        points: The points.
+        public: The public term, or `None`.
+        start: Where the public term counts as zero.
+        clip_range: $B$, as in `clipped_loss`.
+        size: The planned number of records.
+    """
+    rows, present = unpacked(losses)
+    half = jnp.asarray(clip_range).astype(rows.dtype) / 2
+
+    def scored(row):
+        point, found = row
+        found = found if present is None else Padded(found, present)
+        mean = clipped_loss(found, clip_range, size, "grid")
+        return mean.raw.values() + public_part(public, point, start, half)
+
+    scores = jax.lax.map(scored, (points, rows.T))
+    share, _ = spread_of(clip_range, size, rows.dtype, public is not None)
+    return BoundedScore(_Numbered(scores), share, "spread", Basis.CLIPPED)
+
+
+class _Numbered(AbstractPotential):
+    scores: Float[Array, " m"]
+
+    def __call__(self, x: Float[Array, ""]) -> Float[Array, ""]:
+        return self.scores[x.astype(jnp.int32)]

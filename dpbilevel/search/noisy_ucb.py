@@ -1,0 +1,242 @@
+"""Global Bayesian optimization of noisy values: a private GP-UCB."""
+
+import dataclasses
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .. import _checks
+from ..privacy.budget import Neighbours
+from ..privacy.ledger import Ledger, Release
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey, derive
+from .base import AbstractAskingSolver, Asked, trusted
+from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
+from .gp import solved
+from .kernels import RBF
+from .losses import clipped_loss, column, loss_query
+
+
+class _State(eqx.Module):
+    w: Float[Array, " d"]
+    points: Float[Array, "steps d"]
+    values: Float[Array, " steps"]  # released: noise included
+    t: Int[Array, ""]
+
+
+class NoisyUCB(AbstractAskingSolver[_State]):
+    r"""Minimizes the lower confidence bound of a surrogate of noisy losses.
+
+    At every step the point is evaluated at which $m(w) - \beta s(w)$ is smallest among
+    random ones, half of them uniform in the problem's box and half near the best so
+    far; the mean of its losses, clipped to $[0, B]$, is released with Gaussian noise. A
+    Gaussian process with posterior mean $m$ and deviation $s$ is fitted to the released
+    values, with the variance of the privacy noise as its noise. The answer is the
+    evaluated point of the smallest $m$.
+
+    Args:
+        num_steps: The number of evaluations. Static.
+        clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
+        length_scale: Of the squared exponential kernel, in sides of the box.
+        amplitude: How far the mean loss varies over the box, one standard deviation;
+            public. By default a quarter of $B$.
+        exploration: $\beta \ge 0$.
+        num_candidates: How many points a step chooses from. Static.
+        noise: The mechanism; its multiplier is per step.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        `num_steps` Gaussian releases of sensitivity $B / n$ under replace-one, $B / (2
+        n)$ under add-or-remove-one, enforced by clipping. No assumption on the losses
+        or the surrogate: it sees released values only, and all of them are covered.
+
+    References:
+        Srinivas, Krause, Kakade and Seeger, "Gaussian process optimization in the
+        bandit setting", ICML 2010, Algorithm 1, here with noise for privacy.
+    """
+
+    num_steps: int = eqx.field(static=True)
+    clip_range: float | Float[Array, ""]
+    length_scale: float = 0.3
+    amplitude: float | None = None
+    exploration: float = 2.0
+    num_candidates: int = eqx.field(static=True, default=1000)
+    noise: Gaussian = Gaussian()
+    sizes: Any = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.count(
+            "NoisyUCB", num_steps=self.num_steps, num_candidates=self.num_candidates
+        )
+        _checks.positive(
+            "NoisyUCB", clip_range=self.clip_range, length_scale=self.length_scale
+        )
+        if self.amplitude is not None:
+            _checks.positive("NoisyUCB", amplitude=self.amplitude)
+        _checks.non_negative("NoisyUCB", exploration=self.exploration)
+        _checks.instance("NoisyUCB", Gaussian, noise=self.noise)
+
+    @property
+    def most_evaluations(self) -> int:
+        """One per step."""
+        return self.num_steps
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+        """Starts at `w0`, without values."""
+        w = start_of("NoisyUCB", problem, w0)
+        points = jnp.broadcast_to(w, (self.num_steps, *w.shape))
+        values = jnp.zeros(self.num_steps, w.dtype)
+        return _State(w, points, values, jnp.zeros((), jnp.int32))
+
+    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+        """The candidate of the lowest confidence bound; first a random point."""
+        box = box_of("NoisyUCB", problem)
+        key_everywhere, key_near = derive(key, "proposal", "search")
+        half = -(-self.num_candidates // 2)
+        everywhere = uniform(box, state.w, half, key=key_everywhere)
+        lower, upper = ends(box, state.w)
+        away = jax.random.normal(key_near, everywhere.shape, state.w.dtype)
+        step = like(self.length_scale / 2, state.w) * (upper - lower)
+        near = jnp.clip(state.w[None] + step[None] * away, lower[None], upper[None])
+        candidates = jnp.concatenate([everywhere, near])
+        mean, deviation = self._posterior(box, state, candidates)
+        bound = mean - like(self.exploration, mean) * deviation
+        return Asked(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
+
+    def tell(
+        self,
+        problem: Any,
+        state: _State,
+        asked: Asked,
+        losses: Float[Array, "n q"],
+        *,
+        key: PRNGKey,
+    ) -> _State:
+        """One noisy value, and the best point by all of them."""
+        (key,) = derive(key, "noise")
+        mean = clipped_loss(
+            column(losses, 0), self.clip_range, self.sizes, self.noise.precision
+        )
+        value = self.noise.release(mean, key=key).astype(state.values.dtype)
+        value += like(self.clip_range, value) / 2
+        value += public_values(problem, asked.points)[0]
+        state = _State(
+            state.w,
+            state.points.at[state.t].set(asked.points[0]),
+            state.values.at[state.t].set(value),
+            state.t + 1,
+        )
+        box = box_of("NoisyUCB", problem)
+        found, _ = self._posterior(box, state, state.points)
+        best = jnp.argmin(jnp.where(self._evaluated(state), found, jnp.inf))
+        return dataclasses.replace(state, w=state.points[best])
+
+    def released(self, state: _State) -> Float[Array, " d"]:
+        """The best point so far."""
+        return state.w
+
+    def adversary_view(self, state: _State) -> Any:
+        """The best point, and all points with their noisy values."""
+        return state.w, state.points, state.values
+
+    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+        """The best point."""
+        return state.w
+
+    def ledger(self, problem: Any, sizes: int) -> Ledger:
+        """`num_steps` releases of a mean loss."""
+        query = loss_query(self.clip_range, sizes)
+        release = Release(LOSS, self.num_steps, (query,), self.noise)
+        return Ledger((release,), assumptions=trusted(problem, self.most_evaluations))
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
+        multiplier = scale * self.num_steps**0.5
+        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+
+    def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
+        """A mean loss is one number."""
+        del w0
+        return {LOSS: 1}
+
+    def _evaluated(self, state: _State) -> Bool[Array, " steps"]:
+        """Which rows hold values."""
+        return jnp.arange(self.num_steps, dtype=jnp.int32) < state.t
+
+    def _posterior(self, box, state, points):
+        """Mean and deviation of the surrogate, in units of losses."""
+        lower, upper = ends(box, state.w)
+        scale = like(self.length_scale, state.w) * jnp.maximum(
+            upper - lower, jnp.finfo(lower.dtype).tiny
+        )
+        amplitude = self.clip_range / 4 if self.amplitude is None else self.amplitude
+        amplitude = like(amplitude, state.values)
+        query = loss_query(1.0, self.sizes)
+        share = self.neighbours.contributions * query.contribution
+        std = like(self.noise.scaled(1.0).noise_multiplier, amplitude) * like(
+            self.clip_range, amplitude
+        )
+        std *= like(share, amplitude)
+        mean, deviation = posterior(
+            state.points / scale[None],
+            state.values / amplitude,
+            self._evaluated(state),
+            points / scale[None],
+            (std / amplitude) ** 2,
+        )
+        return mean * amplitude, deviation * amplitude
+
+
+def posterior(
+    points: Float[Array, "m d"],
+    values: Float[Array, " m"],
+    known: Bool[Array, " m"],
+    at: Float[Array, "q d"],
+    noise: Float[Array, ""],
+) -> tuple[Float[Array, " q"], Float[Array, " q"]]:
+    r"""A Gaussian process with kernel $e^{-\|u - v\|^2 / 2}$ about the values' mean.
+
+    Args:
+        points: Where values are known, in length scales.
+        values: The values, in amplitudes.
+        known: Which rows are in use.
+        at: Where to predict.
+        noise: The variance of the values' noise; a nugget is added to it.
+
+    Returns:
+        The posterior means and standard deviations.
+    """
+    nugget = jnp.finfo(points.dtype).eps ** 0.5
+    both = known[:, None] & known[None, :]
+    diagonal = jnp.where(known, noise + like(nugget, noise), 1)
+    covariance = jnp.where(both, _kernel(points, points), 0) + jnp.diag(diagonal)
+    count = jnp.maximum(jnp.sum(known), 1).astype(values.dtype)
+    center = jnp.sum(jnp.where(known, values, 0)) / count
+    factor = jnp.linalg.cholesky(covariance)
+    cross = jnp.where(known[:, None], _kernel(points, at), 0)
+    rest = jnp.where(known, values - center, 0)
+    half, weights = solved(factor, cross, rest)
+    variance = jnp.maximum(1 - jnp.sum(half**2, axis=0), 0)
+    return center + half.T @ weights, jnp.sqrt(variance)
+
+
+def like(number: Any, value: Array) -> Array:
+    """A number in the dtype of a value.
+
+    Args:
+        number: The number.
+        value: The value.
+    """
+    return jnp.asarray(number).astype(value.dtype)
+
+
+def _kernel(u: Float[Array, "m d"], v: Float[Array, "q d"]) -> Float[Array, "m q"]:
+    return RBF().covariance(u, v, u[0])

@@ -1,0 +1,92 @@
+"""A mean of losses that can only be evaluated, not differentiated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+from jaxtyping import Float, PyTree
+
+from .. import _checks
+from ..core.problem import AbstractOneLevel
+from ..sets import AbstractSet, Box
+
+
+class BlackBox(AbstractOneLevel):
+    r"""Minimize $\frac{1}{n} \sum_i L(\theta, z_i)$ from values of $L$ alone.
+
+    Args:
+        losses: Maps a point, a float64 array of shape `(d,)`, to the losses of all $n$
+            records there, of shape `(n,)`: train a model with these hyperparameters,
+            then return every validation record's loss. Called on the host, outside
+            every trace. Static.
+        num_records: $n$, public. Static.
+        w_set: Where it may be evaluated: a `Box` with both ends, for
+            `GradientInformativeBO` any set.
+        records: What tells the records, their order and what is evaluated on them from
+            others, such as a hash, as text; `search` needs it with `folder`, and
+            compares it before an interrupted run goes on. SECRET. Static.
+        evaluates: What `losses` computes, in words, public: kept in a folder with the
+            result, where another one is refused. Static.
+        training_mu: Declared, where `losses` trains privately on other records: one
+            training is `training_mu`-GDP towards them, whatever the point. The report
+            then says what all trainings of a search together are. Static.
+        trainings_after: How many trainings on the same records follow the search, such
+            as that of the final model; counted with the others. Static.
+
+    Privacy:
+        The unit is one record: one row of what `losses` returns, the same row at every
+        point, also after an interruption. A record may move its own row only. Where
+        rows change places, or are scaled, centred or otherwise computed from other
+        records, one record moves many rows and no guarantee holds; nothing can check
+        that from outside. Whatever else `losses` reads, training data above all, is
+        not protected.
+    """
+
+    losses: Callable[[Float[np.ndarray, " d"]], Float[np.ndarray, " n"]] = eqx.field(
+        static=True
+    )
+    num_records: int = eqx.field(static=True)
+    w_set: AbstractSet = Box(-1.0, 1.0)
+    records: str = eqx.field(static=True, default="", repr=False)
+    evaluates: str = eqx.field(static=True, default="", repr=False)
+    training_mu: float | None = eqx.field(static=True, default=None)
+    trainings_after: int = eqx.field(static=True, default=0)
+
+    def __check_init__(self):
+        if self.training_mu is not None:
+            _checks.positive("BlackBox", training_mu=self.training_mu)
+        if self.trainings_after != 0:
+            _checks.count("BlackBox", trainings_after=self.trainings_after)
+        _checks.instance("BlackBox", AbstractSet, w_set=self.w_set)
+        _checks.count("BlackBox", num_records=self.num_records)
+        for name, example in (
+            ("records", "hashlib.sha256(X.tobytes()).hexdigest()"),
+            ("evaluates", "'digits, two layers'"),
+        ):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"BlackBox: {name} must be text, such as {example}, got an "
+                    f"instance of {type(getattr(self, name)).__name__}."
+                )
+        if not callable(self.losses):
+            raise TypeError(
+                "BlackBox: losses must be a function of a point that returns every "
+                f"record's loss, got {type(self.losses).__name__}."
+            )
+
+    def sizes_of(self, data: Any = None, people: Any = None) -> int:
+        """The number of records; a black box keeps its data to itself."""
+        del data, people
+        return self.num_records
+
+    def check(self, w0: PyTree, data: Any) -> None:
+        """Refuses: a black box is run by `search`.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "BlackBox: calls Python between steps, which no compiled loop can; run it "
+            "by dpbilevel.search.minimize(problem, solver, w0, budget=budget, key=key)."
+        )

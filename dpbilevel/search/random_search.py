@@ -1,0 +1,157 @@
+"""Private random search: many public candidates, one of them drawn by its loss."""
+
+import dataclasses
+from typing import Any, Self
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .. import _checks
+from ..draws.base import DRAW
+from ..draws.mechanisms import Draw, Exponential
+from ..draws.samplers.base import Certificate
+from ..draws.samplers.grid import Grid
+from ..draws.scores.mean_loss import spread_of
+from ..privacy.budget import Neighbours
+from ..privacy.ledger import RECORDS, Ledger, Query
+from ..privacy.mechanisms import ROUNDING_MARGIN
+from ..privacy.noise import PRNGKey
+from ..privacy.sampling import unpacked
+from ..sets import Euclidean
+from .base import AbstractAskingSolver, Asked, trusted
+from .candidates import box_of, public_of, start_of, uniform
+from .losses import numbered
+from .problem import BlackBox
+
+
+class _State(eqx.Module):
+    start: Float[Array, " d"]
+    w: Float[Array, " d"]
+
+
+class RandomSearch(AbstractAskingSolver[_State]):
+    r"""Draws one of $M$ random points with a probability $\propto \exp(-k f(w))$.
+
+    The points are uniform in the problem's box; $f$ is the mean of the losses clipped
+    to $[0, B]$, plus the public term. One step: all candidates are asked for, and one
+    is drawn and released, without its loss.
+
+    Args:
+        num_candidates: $M$, the number of evaluations. Static.
+        clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
+        mechanism: The mechanism and its epsilon.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        One draw, $\varepsilon$-DP without $\delta$, with $k = \varepsilon / o$: one
+        record moves the scores of two points by at most $o = 2 B / n$ against each
+        other under replace-one, $B / n$ under add-or-remove-one, enforced by clipping.
+        The number of candidates costs nothing.
+
+    References:
+        McSherry and Talwar, "Mechanism design via differential privacy", FOCS 2007.
+    """
+
+    num_candidates: int = eqx.field(static=True)
+    clip_range: float | Float[Array, ""]
+    mechanism: Exponential = Exponential()
+    sizes: Any = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        _checks.count("RandomSearch", num_candidates=self.num_candidates)
+        _checks.positive("RandomSearch", clip_range=self.clip_range)
+        _checks.instance("RandomSearch", Exponential, mechanism=self.mechanism)
+
+    @property
+    def num_steps(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def most_evaluations(self) -> int:
+        """One per candidate."""
+        return self.num_candidates
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.mechanism.neighbours
+
+    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+        """Starts at `w0`, of which only the shape matters."""
+        start = start_of("RandomSearch", problem, w0)
+        return _State(start, start)
+
+    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+        """All candidates."""
+        box = box_of("RandomSearch", problem)
+        points = uniform(box, state.start, self.num_candidates, key=key)
+        return Asked(points, jnp.asarray(self.num_candidates, jnp.int32))
+
+    def tell(
+        self,
+        problem: Any,
+        state: _State,
+        asked: Asked,
+        losses: Float[Array, "n q"],
+        *,
+        key: PRNGKey,
+    ) -> _State:
+        """One draw."""
+        dtype = unpacked(losses)[0].dtype
+        numbers = jnp.arange(self.num_candidates, dtype=dtype)
+        number = self.mechanism.draw(
+            numbered(
+                losses,
+                asked.points,
+                public_of(problem),
+                state.start,
+                self.clip_range,
+                self.sizes,
+            ),
+            Grid(numbers),
+            Euclidean(),
+            numbers[0],
+            key=key,
+        )
+        return _State(state.start, asked.points[number.astype(jnp.int32)])
+
+    def released(self, state: _State) -> Float[Array, " d"]:
+        """The drawn point."""
+        return state.w
+
+    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+        """The drawn point."""
+        return state.w
+
+    def ledger(self, problem: Any, sizes: int) -> Ledger:
+        """One draw."""
+        # A black box is searched in float64, whatever is the default here.
+        exact = isinstance(problem, BlackBox)
+        dtype = jnp.float64 if exact else jnp.result_type(float)
+        public = public_of(problem) is not None
+        share, _ = spread_of(self.clip_range, sizes, dtype, public)
+        sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
+        draw = Draw(
+            DRAW,
+            1,
+            (Query(RECORDS, sizes, float(share) * sizes),),
+            self.mechanism,
+            float(self.mechanism.rate(sensitivity)),
+            Certificate(
+                1,
+                self.num_candidates,
+                notes=(f"drawn exactly from {self.num_candidates} random candidates",),
+            ),
+        )
+        return Ledger((draw,), assumptions=trusted(problem, self.most_evaluations))
+
+    def with_noise(self, scale: float) -> Self:
+        r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
+        mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
+        return dataclasses.replace(self, mechanism=mechanism)
+
+    def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
+        """The draw has the size of `w0`."""
+        return {DRAW: w0.size}

@@ -1,1 +1,0 @@
-"""Private solvers, one algorithm per module."""
