@@ -10,7 +10,7 @@ SHORT := contract grid noise mechanisms keys examples rows imports
 # For example jax==0.10.2: the newest that pip finds when empty.
 PINNED ?=
 
-.PHONY: demo test test-short test-slow audit lint type bench clean
+.PHONY: install format check demo test test-short test-slow audit lint type bench clean
 
 $(BIN)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 to 3.14 on the PATH" >&2; exit 1; }
@@ -18,6 +18,14 @@ $(BIN)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" $(PINNED)
 	touch $@
+
+install: $(BIN)/.installed
+
+format: $(BIN)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: test
 
 demo: $(BIN)/.installed
 	$(BIN)/python examples/demo.py --adult "$(ADULT)"
