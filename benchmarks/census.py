@@ -13,12 +13,12 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dpbilevel.cli.main.columns import Records
-from dpbilevel.cli.main.config import read_config
-from dpbilevel.cli.main.data import load_levels
-from dpbilevel.cli.main.run import prepare
 
 import dpbilevel as dpb
+from dpbilevel.cli.columns import Records
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.data import load_levels
+from dpbilevel.cli.run import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
 ADULT = pathlib.Path(os.environ.get("ADULT", ROOT / "../shared/data/adult.csv"))

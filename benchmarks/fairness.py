@@ -24,11 +24,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dpbilevel.cli.main.columns import positions
-from dpbilevel.cli.main.config import read_config
-from dpbilevel.cli.main.files import read_csv
 
 import dpbilevel as dpb
+from dpbilevel.cli.columns import positions
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.files import read_csv
 
 from .census import ADULT, ROOT, quartiles
 

@@ -9,7 +9,7 @@ def main() -> int:
     """Runs the command line of this process.
 
     Returns:
-        The exit code of `dpbilevel.cli.main.main`.
+        The exit code of `dpbilevel.cli.main`.
     """
     watch()
     # Imported here: it takes seconds, in which an interrupt may come as well.

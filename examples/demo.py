@@ -5,9 +5,8 @@ import datetime
 import sys
 from pathlib import Path
 
-from dpbilevel.cli.main.main import main as dpbilevel
-
-from dpbilevel.cli.main import results
+from dpbilevel.cli import results
+from dpbilevel.cli.main import main as dpbilevel
 
 ROOT = Path(__file__).resolve().parents[1]
 

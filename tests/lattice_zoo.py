@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpbilevel.draws.samplers import GridWalk, _cells, _lattice
+from dpbilevel.draws import GridWalk
+from dpbilevel.draws.samplers import _cells, _lattice
 from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
 from dpbilevel.sets import Ball, Box, Simplex
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dpbilevel.draws.samplers import (
+from dpbilevel.draws import (
     AlternatingSampler,
     ConvexEnvelope,
     StochasticRejection,
-    rejection,
 )
+from dpbilevel.draws.samplers import rejection
 from dpbilevel.draws.samplers.alternating import needed_queries
 from dpbilevel.draws.samplers.base import (
     AbstractPotential,

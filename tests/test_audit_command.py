@@ -2,13 +2,13 @@ import json
 
 import pytest
 from audit_zoo import audited, claim_of, noisy_gd
-from dpbilevel.cli.main.config import read_config
-from dpbilevel.cli.main.main import main
-from dpbilevel.cli.main.run import prepare
 from test_cli import config, config_of_csv, failure  # noqa: F401
 from test_runner import GENERATED
 
-from dpbilevel.cli.main import audit as page
+from dpbilevel.cli import audit as page
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.main import main
+from dpbilevel.cli.run import prepare
 
 PNG = b"\x89PNG"
 

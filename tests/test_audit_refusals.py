@@ -7,7 +7,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.cli.main import audit as page
+from dpbilevel.cli import audit as page
 
 ONE, ZERO = jnp.asarray(1.0), jnp.asarray(0.0)
 

@@ -5,10 +5,10 @@ import io
 import shutil
 
 import pytest
-from dpbilevel.cli.main.main import main
 from test_runner import CSV_DATA, GENERATED, rows_of, write_csv
 
 import dpbilevel as dpb
+from dpbilevel.cli.main import main
 from dpbilevel.core import checkpoint
 
 

@@ -3,11 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from config_changes import changed
-from dpbilevel.cli.main.columns import Table
-from dpbilevel.cli.main.config import parse_config, read_config
-from dpbilevel.cli.main.tables import Place
 
 import dpbilevel as dpb
+from dpbilevel.cli.columns import Table
+from dpbilevel.cli.config import parse_config, read_config
+from dpbilevel.cli.tables import Place
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -6,12 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from dpbilevel.cli.main.config import Privacy, parse_config
-from dpbilevel.cli.main.tables import Place
 from test_runner import GENERATED
 
 import dpbilevel as dpb
-from dpbilevel.cli.main import columns, datasets, matrices, sources, tasks
+from dpbilevel.cli import columns, datasets, matrices, sources, tasks
+from dpbilevel.cli.config import Privacy, parse_config
+from dpbilevel.cli.tables import Place
 
 PAGE = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
 ROW = re.compile(r"^\| (.*?) \| `(\w+)` \| (.*?) \| (.*?) \| .* \|$", re.MULTILINE)

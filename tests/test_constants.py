@@ -11,8 +11,8 @@ import pytest
 from solver_zoo import DECLARED
 
 import dpbilevel as dpb
-from dpbilevel import audit, zoo
-from dpbilevel.bilevel import certified, sensitivities
+from dpbilevel import audit
+from dpbilevel.bilevel import certified, sensitivities, zoo
 from dpbilevel.onelevel.losses import shortened
 
 RADIUS = 0.7

@@ -12,12 +12,12 @@ import time
 import jax
 import numpy as np
 import pytest
-from dpbilevel.cli.main.config import read_config
-from dpbilevel.cli.main.run import prepare, run
 from test_runner import CSV_DATA, GENERATED, Stop, bits, config_of, rows_of, stop_at
 from test_runner import write_csv as write_records
 
-from dpbilevel.cli.main import run as runner
+from dpbilevel.cli import run as runner
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.run import prepare, run
 from dpbilevel.core import checkpoint, spending
 
 LONG = GENERATED.replace("num_steps = 3\npen", "num_steps = 39\npen")
@@ -25,7 +25,7 @@ LONG = GENERATED.replace("num_steps = 3\npen", "num_steps = 39\npen")
 DRIVER = """
 import sys
 import jax
-from dpbilevel import cli, runner
+from dpbilevel.cli import main as cli, run as runner
 runner.root_key = lambda: jax.random.key(11)
 cli.main(sys.argv[1:])
 """

@@ -13,7 +13,7 @@ from solver_zoo import EXACT, IN_BOX, LOWER, SOLVERS, Y0, sizes_of
 from test_runner import GENERATED
 
 import dpbilevel as dpb
-from dpbilevel.cli.main import main as cli
+from dpbilevel.cli import main as cli
 from dpbilevel.core.descent import Memory, Rejections, finite_or, projected_update
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from config_changes import changed
-from dpbilevel.cli.main.config import parse_config
-from dpbilevel.cli.main.data import load_records
-from dpbilevel.cli.main.run import prepare, run
-from dpbilevel.cli.main.tables import Place
 
 import dpbilevel as dpb
-from dpbilevel.cli.main import results
+from dpbilevel.cli import results
+from dpbilevel.cli.config import parse_config
+from dpbilevel.cli.data import load_records
+from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.tables import Place
 
 TEXT = """
 task = "group_fair"

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from lattice_zoo import CASES, Peak, Setting, law, peak, setting, transition_matrix
 
-from dpbilevel.draws.samplers import GridWalk, _cells
+from dpbilevel.draws import GridWalk
+from dpbilevel.draws.samplers import _cells
 from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.sets import Ball, Box, Euclidean, NonNegative, Product, Simplex
 

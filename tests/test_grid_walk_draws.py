@@ -5,7 +5,8 @@ import pytest
 import scipy.stats
 from lattice_zoo import CASES, Peak, peak
 
-from dpbilevel.draws.samplers import GridWalk, _lattice
+from dpbilevel.draws import GridWalk
+from dpbilevel.draws.samplers import _lattice
 from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
 from dpbilevel.sets import Ball, Box, Simplex
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dpbilevel.cli.main.run import prepare, run
 from test_runner import CSV_DATA, config_of, rows_of, write_csv
 
 import dpbilevel as dpb
+from dpbilevel.cli.run import prepare, run
 
 N, SECRET = 20, 76543.25
 Y0 = jnp.zeros(3)

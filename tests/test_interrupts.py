@@ -10,11 +10,11 @@ import time
 
 import numpy as np
 import pytest
-from dpbilevel.cli.main.config import read_config
-from dpbilevel.cli.main.run import prepare, run
 from test_runner import GENERATED, bits
 
-from dpbilevel.cli.main import results
+from dpbilevel.cli import results
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.run import prepare, run
 from dpbilevel.core import checkpoint, interrupts, lock, spending
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -43,7 +43,7 @@ class Hook:
 
 def patch():
     import jax
-    from dpbilevel import runner
+    from dpbilevel.cli import run as runner
     calibrate = runner.calibrate
     def planned(*arguments, **options):
         Dying()
@@ -143,7 +143,7 @@ def test_interrupt_in_any_phase_leaves_a_folder_to_go_on_from(
 
 def of_module(script):
     """What becomes of a process that is watched."""
-    head = "import atexit, os, signal, time\nfrom dpbilevel import interrupts\n"
+    head = "import atexit, os, signal, time\nfrom dpbilevel.core import interrupts\n"
     found = subprocess.run(
         [sys.executable, "-c", head + script],
         capture_output=True,

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from dpbilevel.cli.main.main import main
-from dpbilevel.cli.main.run import prepare, run
 from test_runner import GENERATED, Stop, config_of, stop_at
 
-from dpbilevel.cli.main import results
-from dpbilevel.cli.main import run as runner
+from dpbilevel.cli import results
+from dpbilevel.cli import run as runner
+from dpbilevel.cli.main import main
+from dpbilevel.cli.run import prepare, run
 from dpbilevel.core import lock, spending
 
 HOLDER = """

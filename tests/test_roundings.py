@@ -10,7 +10,7 @@ from solver_zoo import CERTIFIED
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import sensitivities, zoo
-from dpbilevel.draws.samplers import (
+from dpbilevel.draws import (
     AlternatingSampler,
     ConvexEnvelope,
     StochasticRejection,

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.datasets
-from dpbilevel.cli.main.config import parse_config
-from dpbilevel.cli.main.data import load_levels
-from dpbilevel.cli.main.run import prepare, run
-from dpbilevel.cli.main.tables import Place
 
 import dpbilevel as dpb
-from dpbilevel.cli.main import results
-from dpbilevel.cli.main import run as runner
+from dpbilevel.cli import results
+from dpbilevel.cli import run as runner
+from dpbilevel.cli.config import parse_config
+from dpbilevel.cli.data import load_levels
+from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.tables import Place
 from dpbilevel.core import checkpoint
 
 GENERATED = """

@@ -10,7 +10,7 @@ import pytest
 from test_secrets import children, holds, root_key
 
 import dpbilevel as dpb
-from dpbilevel.cli.main import results
+from dpbilevel.cli import results
 from dpbilevel.core import checkpoint, spending
 from dpbilevel.privacy import noise
 from dpbilevel.search import loop as searching

@@ -3,13 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from dpbilevel.cli.main.config import read_config
-from dpbilevel.cli.main.main import main
-from dpbilevel.cli.main.run import prepare
 from test_runner import GENERATED
 
-from dpbilevel.cli.main import results
-from dpbilevel.cli.main import run as runner
+from dpbilevel.cli import results
+from dpbilevel.cli import run as runner
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.main import main
+from dpbilevel.cli.run import prepare
 from dpbilevel.core import checkpoint, spending
 from dpbilevel.privacy import noise
 

@@ -3,12 +3,12 @@ import json
 import re
 
 import pytest
-from dpbilevel.cli.main.main import main
-from dpbilevel.cli.main.run import prepare, run
 from test_cli import failure
 from test_runner import GENERATED, Stop, config_of, stop_at
 
-from dpbilevel.cli.main import folder, results
+from dpbilevel.cli import folder, results
+from dpbilevel.cli.main import main
+from dpbilevel.cli.run import prepare, run
 from dpbilevel.core import checkpoint, spending
 
 
