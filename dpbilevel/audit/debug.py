@@ -26,6 +26,18 @@ from ..privacy.noise import PRNGKey, check_key
 from ..search.candidates import box_of, start_of, uniform
 from ..search.problem import BlackBox
 
+__all__ = [
+    "ConstantsSearch",
+    "group_losses",
+    "hyper_objective",
+    "lower_objective",
+    "lower_solution",
+    "operator_norms",
+    "random_search",
+    "refute_constants",
+    "upper_objective",
+]
+
 # Second derivatives are exact to many digits; their differences are not.
 _ROUNDING = 1e-6
 # Lower solutions are computed one by one.

@@ -89,6 +89,7 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
     answer: Literal["uniform", "last"] = eqx.field(static=True, default="uniform")
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
+    in_config: ClassVar[bool] = False
 
     def __check_init__(self):
         owner = "ImplicitBilevel"

@@ -52,6 +52,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
     share: float = 0.2
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
+    in_config: ClassVar[bool] = False
 
     def __check_init__(self):
         for name, part, kind in (

@@ -51,6 +51,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
     split: float = 0.5
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
+    in_config: ClassVar[bool] = False
 
     def __check_init__(self):
         for name, part in ((FIRST, self.first), (THEN, self.then)):

@@ -13,6 +13,14 @@ from ..sets import Ball, Euclidean
 from .constants import Constants, SecondOrderConstants, terms_of
 from .problem import BilevelProblem, Levels
 
+__all__ = [
+    "Example",
+    "hard_instance",
+    "leak",
+    "quadratic_bilevel",
+    "ridge_tuning",
+]
+
 Vector = Float[Array, " d"]
 
 # By default accelerators round the factors of a product of matrices.

@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import _public
-from ..bilevel.implicit import ImplicitBilevel
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
-from ..bilevel.warm_start import WarmStarted
 from ..core.loop import AbstractSolver
-from ..draws.exponential import ExponentialMechanism
-from ..draws.regularized import RegularizedExponentialMechanism
 from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
@@ -24,17 +20,6 @@ from .matrices import MatrixData
 from .tables import Place, Reader, check_choice, check_keys, check_table
 from .tasks import TASKS, GroupTask, MatrixGameTask, Task
 
-# A refit has a table of its own, and no task of a config brings a certificate.
-_PYTHON_ONLY = tuple(
-    kind.__name__
-    for kind in (
-        Refitted,
-        ImplicitBilevel,
-        WarmStarted,
-        ExponentialMechanism,
-        RegularizedExponentialMechanism,
-    )
-)
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
 
@@ -169,7 +154,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
 
 
 def public_classes(base: type) -> dict[str, type]:
-    """The classes that the library and its public packages export of one kind, by name.
+    """The concrete classes of one kind that the library and its packages export.
 
     Args:
         base: The abstract class.
@@ -181,16 +166,16 @@ def public_classes(base: type) -> dict[str, type]:
     return {
         name: value
         for name, value in top.items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base
+        if isinstance(value, type)
+        and issubclass(value, base)
+        and not inspect.isabstract(value)
     }
 
 
 def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> AbstractSolver:
     solvers: dict[str, Any] = public_classes(AbstractSolver)
-    for name in _PYTHON_ONLY:
-        del solvers[name]
     fitting, one_level = (
-        {name: v for name, v in solvers.items() if v.problem_type is wanted}
+        {n: v for n, v in solvers.items() if v.in_config and v.problem_type is wanted}
         for wanted in (kind, AbstractFiniteSum)
     )
     reader = Reader(
@@ -200,7 +185,8 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     )
     where = place.child("solver")
     check_table(tables["solver"], where)
-    if tables["solver"].get("type") in _PYTHON_ONLY:
+    asked = solvers.get(str(tables["solver"].get("type")))
+    if asked is not None and not asked.in_config:
         raise where.error(
             f'type = "{tables["solver"]["type"]}" is for Python only: its parts are '
             f"not written in a config. Choose from {', '.join(sorted(fitting))}."

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import typing
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,11 +34,13 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
 
     Attributes:
         problem_type: The class of problems it solves.
+        in_config: Whether a config of the command line can hold it.
         num_steps: The fixed number of steps. Static.
         sizes: The planned numbers of records; set by `calibrate`. Static.
     """
 
     problem_type: eqx.AbstractClassVar[type]
+    in_config: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
 

@@ -72,6 +72,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         dimension: eqx.AbstractVar[int | None]
         dtype: eqx.AbstractVar[str | None]
     problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
+    in_config: ClassVar[bool] = False
 
     @abc.abstractmethod
     def regularity(self, problem: Any, sizes: Any) -> Regularity:

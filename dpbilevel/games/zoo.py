@@ -12,6 +12,15 @@ from jaxtyping import Array, Float, Int, PyTree
 from ..sets import Ball, Simplex
 from .problem import AbstractVariationalInequality, SaddleProblem, VariationalInequality
 
+__all__ = [
+    "SaddleExample",
+    "affine_operator",
+    "bilinear_saddle",
+    "constant_operator",
+    "matrix_game",
+    "worst_group",
+]
+
 Vector = Float[Array, " d"]
 
 # By default accelerators round the factors of a product of matrices.

@@ -38,6 +38,7 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
     """
 
     problem_type: ClassVar[Any] = FiniteSum | BlackBox
+    in_config: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
