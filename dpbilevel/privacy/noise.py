@@ -131,9 +131,12 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
         raise ValueError(
             f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
         )
-    (base,) = jax.random.split(key, 1)
+    # Barriers: XLA would compute a hash again in whatever reads it, and compile a chain
+    # of them for ten seconds.
+    (base,) = jax.lax.optimization_barrier(jax.random.split(key, 1))
     numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
-    return jax.vmap(jax.random.fold_in, (None, 0))(base, numbers)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(base, numbers)
+    return jax.lax.optimization_barrier(keys)
 
 
 def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
