@@ -131,12 +131,20 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
         raise ValueError(
             f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
         )
-    # Barriers: XLA would compute a hash again in whatever reads it, and compile a chain
-    # of them for ten seconds.
-    (base,) = jax.lax.optimization_barrier(jax.random.split(key, 1))
+    (base,) = _computed_once(jax.random.split(key, 1))
     numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(base, numbers)
-    return jax.lax.optimization_barrier(keys)
+    return _computed_once(jax.vmap(jax.random.fold_in, (None, 0))(base, numbers))
+
+
+def _computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
+    """The keys behind a barrier.
+
+    XLA would compute a hash again in whatever reads it, and compile a chain of them for
+    ten seconds. Of the words of the keys: to the checks of `jax.debug_key_reuse` a
+    barrier would be a use of the keys.
+    """
+    words = jax.lax.optimization_barrier(jax.random.key_data(keys))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(keys))
 
 
 def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
