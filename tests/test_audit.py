@@ -28,13 +28,24 @@ from dpbilevel.audit.claims import TradeOffCurve
 from dpbilevel.privacy import accounting
 
 solvers = pytest.mark.parametrize("name", SOLVERS)
+# In short one of each class, and the samplings.
+FIRST = {type(case.solver): name for name, case in reversed(SOLVERS.items())}
+AT_ONCE = {*FIRST.values(), "NoisyGD, Poisson", "NoisyGD, fixed size"}
+CASES = [
+    pytest.param(
+        name,
+        runs,
+        marks=() if runs == SHORT and name in AT_ONCE else pytest.mark.slow,
+    )
+    for name in SOLVERS
+    for runs in (SHORT, LONG)
+]
 runs = pytest.mark.parametrize(
     "runs", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)]
 )
 
 
-@runs
-@solvers
+@pytest.mark.parametrize(("name", "runs"), CASES)
 def test_no_solver_leaks_more_than_its_ledger_claims(name, runs):
     for outcome in outcomes(name, runs):
         assert outcome.passed, str(outcome)

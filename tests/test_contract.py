@@ -16,12 +16,13 @@ from dpbilevel.core.loop import bound_to
 from dpbilevel.privacy.mechanisms import Gaussian
 
 solvers = pytest.mark.parametrize("name", SOLVERS)
-# One of each class, for tests that compile programs of their own; the slow suite has
-# the others, which differ in problem, people or sampling.
+# One of each class, for the tests that do not compare with the ledger; the slow suite
+# has the others, which differ in problem, people or sampling.
 DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
 DISTINCT += ("refitted", "implicit_at_x", "warm_started", "proximal_point")
 DISTINCT += ("gradient_informative",)
 DISTINCT += ("random_search", "repeat_and_select", "noisy_ucb")
+DISTINCT += ("exponential", "regularized", "extragradient")
 distinct_solvers = pytest.mark.parametrize(
     "name",
     [
@@ -162,7 +163,7 @@ def test_a_ledger_that_claims_too_much_noise_is_caught(name):
         assert not matches(made, boastful, adaptive)
 
 
-@solvers
+@distinct_solvers
 def test_numbers_change_without_retracing(name):
     problem, solver, data, w0 = calibrated(name)
     other = jax.tree.map(lambda v: v * 1.5 if isinstance(v, float) else v, solver)
@@ -184,7 +185,7 @@ def test_another_count_of_steps_does_retrace():
         counted.trace(problem, longer, data, w0, key=jax.random.key(KEY))
 
 
-@solvers
+@distinct_solvers
 def test_same_key_same_bits_new_key_new_bits(name):
     first, again = run(name, jax.random.key(KEY)), run(name, jax.random.key(KEY))
     chex.assert_trees_all_equal(first.value, again.value)
@@ -262,7 +263,7 @@ def test_uncalibrated_solver_raises_with_the_remedy(name):
         dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY))
 
 
-@solvers
+@distinct_solvers
 def test_a_nan_record_leaves_the_answer_finite(name):
     problem, solver, data, w0 = calibrated(name)
     sick = jax.tree.map(first_row_to_nan, data)
@@ -275,14 +276,14 @@ def first_row_to_nan(leaf):
     return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
-@solvers
+@distinct_solvers
 def test_a_raw_key_is_refused(name):
     problem, solver, data, w0 = calibrated(name)
     with pytest.raises(TypeError, match="typed key"):
         dpb.solve(problem, solver, data, w0, key=jax.random.PRNGKey(KEY))
 
 
-@solvers
+@distinct_solvers
 def test_trajectory_has_one_released_iterate_per_step(name):
     _, solver, _, _ = calibrated(name)
     trajectory = run(name, jax.random.key(KEY)).trajectory
@@ -290,7 +291,7 @@ def test_trajectory_has_one_released_iterate_per_step(name):
     assert lengths == {solver.num_steps}
 
 
-@solvers
+@distinct_solvers
 def test_data_of_another_size_than_planned_are_refused(name):
     problem, solver, data, w0 = calibrated(name)
     longer = jax.tree.map(lambda v: jnp.concatenate([v, v[:1]]), data)
@@ -320,7 +321,7 @@ def test_fit_reports_the_ledger_of_what_it_ran(name):
     assert restored == result.report
 
 
-@solvers
+@distinct_solvers
 def test_the_answer_is_feasible(name):
     problem, solver, data, w0 = calibrated(name)
     value = run(name, jax.random.key(KEY)).value

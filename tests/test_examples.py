@@ -14,6 +14,15 @@ SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "demo"
 
 
 scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+# Configs of the same games are run by test_games_config.
+LONG = {"group_fair", "group_robust", "matrix_game"}
+short_scripts = pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else (), id=p.stem)
+        for p in SCRIPTS
+    ],
+)
 
 
 @pytest.fixture
@@ -32,7 +41,7 @@ def as_by_users():
         jax.config.update(name, value)
 
 
-@scripts
+@short_scripts
 def test_example_runs_and_holds_its_own_assertions(script, as_by_users, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script), "--smoke"])
     runpy.run_path(str(script), run_name="__main__")

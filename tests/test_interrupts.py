@@ -19,6 +19,15 @@ from dpbilevel.core import checkpoint, interrupts, lock, spending
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _interruptible():
+    """Jobs in the background ignore interrupts, and their processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # The command line, which interrupts itself in a phase of its run, and keeps a copy of
 # its first checkpoint for a run that is left alone.
 DRIVER = """
@@ -117,14 +126,18 @@ def check_resumed(config, prepared):
     assert spent.finished
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("phase", "left", "told"),
     [
         ("importing", [], ""),
-        ("planning", [], " before the first step; nothing was spent"),
-        ("checkpoint.SECRET 1", START, "; resume with: dpbilevel run "),
+        slow("planning", [], " before the first step; nothing was spent"),
+        slow("checkpoint.SECRET 1", START, "; resume with: dpbilevel run "),
         ("running", LEFT, "; resume with: dpbilevel run "),
-        ("checkpoint.SECRET 3", LEFT, "; resume with: dpbilevel run "),
+        slow("checkpoint.SECRET 3", LEFT, "; resume with: dpbilevel run "),
         ("result.json 1", DONE, " holds a finished run"),
     ],
 )

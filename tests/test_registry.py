@@ -7,6 +7,7 @@ import audit_zoo
 import pytest
 import solver_zoo
 from test_config_page import WHERE
+from test_contract import DISTINCT
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import public_classes
@@ -39,6 +40,10 @@ def without_a_case():
 
 def test_every_public_solver_is_in_every_list():
     assert without_a_case() == []
+
+
+def test_the_short_suite_has_one_solver_of_each_class():
+    assert {type(solver_zoo.SOLVERS[name][1]) for name in DISTINCT} == IN_CONTRACT
 
 
 @pytest.mark.parametrize("kind", [dpb.NoisyGD, dpb.PenaltyBilevel])

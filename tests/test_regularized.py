@@ -100,7 +100,7 @@ def test_bilevel_draws_have_the_law_of_the_closed_hyper_objective():
             example.data,
             example.w0,
             getkey(2),
-            600,
+            200,
         )[0]
         score = jax.vmap(lambda x: example.hyper_objective(x[None]))
         exact = law(lambda x: np.asarray(score(jnp.asarray(x))), rate, mu)

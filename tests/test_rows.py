@@ -166,9 +166,7 @@ LINE = dpb.FiniteSum(
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_padding_counts_for_nothing(name):
-    solver = dpb.calibrate(
-        LINE, SOLVERS[name], dpb.PrivacyBudget(50.0, 1e-3), sizes=50
-    ).solver
+    solver = SOLVERS[name].with_noise(0.3).planned(50).prepared(LINE)
     records = jnp.asarray(np.random.default_rng(0).normal(size=(50, 1)), jnp.float32)
     rows = planned_rows(solver, records)
     assert rows.present.shape == (64,)
