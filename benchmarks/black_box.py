@@ -79,7 +79,7 @@ def gradient_search(task, settings):
         kernel=kernel,
         **fields,
     )
-    return solver.with_noise(1 / settings["mu"]).planned(task.size)
+    return solver.with_noise(1 / settings["mu"]).with_sizes(task.size)
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def descent(task, settings, start, seed):
     solver = dpb.NoisyGD(
         settings["num_steps"], settings["clip_norm"], optimizer=rule(settings)
     )
-    solver = solver.with_noise(1 / settings["mu"]).planned(task.size)
+    solver = solver.with_noise(1 / settings["mu"]).with_sizes(task.size)
     with jax.enable_x64(True):
         run = jax.jit(dpb.solve, static_argnames="trajectory")
         found = run(

@@ -47,7 +47,7 @@ def compare(n, d, precision):
         1, step_size=1.0, lower_step_size=1.0, linear_step_size=1.0
     )
     solver = solver.with_noise(1.0).with_precision(precision)
-    solver = solver.planned(problem.sizes_of(data))
+    solver = solver.with_sizes(problem.sizes_of(data))
     state = solver.init(problem, (jnp.zeros(8), jnp.full(d, 0.1)))
     candidates = {
         "clipped gradient": functools.partial(gradient, problem, precision),

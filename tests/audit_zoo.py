@@ -29,14 +29,14 @@ class Audited:
 
 def noisy_gd(scale=1.0, **fields):
     defaults = {"num_steps": 4, "clip_norm": 0.7, "step_size": 0.1}
-    return dpb.NoisyGD(**(defaults | fields)).with_noise(scale).planned(10)
+    return dpb.NoisyGD(**(defaults | fields)).with_noise(scale).with_sizes(10)
 
 
 def sampled(sampling, neighbours=REPLACE, multiplier=0.5, **fields):
     noise = dpb.privacy.Gaussian(multiplier, neighbours)
     defaults = {"num_steps": 1, "clip_norm": 0.7, "step_size": 0.1}
     solver = dpb.NoisyGD(sampling=sampling, noise=noise, **(defaults | fields))
-    return solver.planned(10)
+    return solver.with_sizes(10)
 
 
 def penalty(people, scale=1.0, kind=dpb.PenaltyBilevel, **fields):
@@ -44,7 +44,7 @@ def penalty(people, scale=1.0, kind=dpb.PenaltyBilevel, **fields):
     defaults = {"num_steps": 2, "penalty": 4.0, "inner": INNER}
     defaults |= {"upper_clip_norm": 1.5, "step_size": 0.1}
     solver = kind(**(defaults | fields))
-    return solver.with_noise(scale).planned(dpb.Sizes(upper, 20, people))
+    return solver.with_noise(scale).with_sizes(dpb.Sizes(upper, 20, people))
 
 
 def single_loop(people, scale=1.0, **fields):
@@ -52,50 +52,50 @@ def single_loop(people, scale=1.0, **fields):
     defaults = {"num_steps": 3, "step_size": 0.1, "lower_step_size": 0.1}
     defaults |= {"linear_step_size": 0.1, "upper_clip_norm": 1.5}
     solver = dpb.SingleLoopBilevel(**(defaults | fields))
-    return solver.with_noise(scale).planned(dpb.Sizes(upper, 20, people))
+    return solver.with_noise(scale).with_sizes(dpb.Sizes(upper, 20, people))
 
 
 def refitted(scale=1.0):
     search = penalty("overlapping", num_steps=1)
-    return dpb.Refitted(search, INNER, 0.3).with_noise(scale).planned(search.sizes)
+    return dpb.Refitted(search, INNER, 0.3).with_noise(scale).with_sizes(search.sizes)
 
 
 def implicit(people, scale=1.0, kind=dpb.ImplicitBilevel, **fields):
     upper = 20 if people == "shared" else 10
     defaults = {"num_steps": 3, "step_size": 0.1}
     solver = kind(**(defaults | fields))
-    return solver.with_noise(scale).planned(dpb.Sizes(upper, 20, people))
+    return solver.with_noise(scale).with_sizes(dpb.Sizes(upper, 20, people))
 
 
 def warm_started(scale=1.0):
     first, then = implicit("overlapping"), implicit("overlapping", num_steps=2)
     solver = dpb.bilevel.WarmStarted(first, then, 0.4)
-    return solver.with_noise(scale).planned(first.sizes)
+    return solver.with_noise(scale).with_sizes(first.sizes)
 
 
 def exponential(sizes, scale=1.0, kind=dpb.draws.ExponentialMechanism, **fields):
     """Two candidates at which one record makes all the difference there can be."""
     solver = kind(dpb.draws.Grid(jnp.asarray([-1.0, 1.0])), **fields)
-    return solver.with_noise(scale).planned(sizes)
+    return solver.with_noise(scale).with_sizes(sizes)
 
 
 def regularized(scale=1.0, kind=dpb.draws.RegularizedExponentialMechanism, **fields):
     """The set is so wide that the law is that of a Gaussian release."""
     sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
     defaults = {"convex": True, "regularizer": 1.0, "dimension": 1}
-    solver = kind(sampler, **(defaults | fields)).with_noise(scale).planned(10)
-    return solver.prepared(_LIPSCHITZ)
+    solver = kind(sampler, **(defaults | fields)).with_noise(scale).with_sizes(10)
+    return solver.with_counts(_LIPSCHITZ)
 
 
 def extragradient(scale=1.0, kind=dpb.games.NoisyExtragradient, **fields):
     defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
-    return kind(**(defaults | fields)).with_noise(scale).planned(10)
+    return kind(**(defaults | fields)).with_noise(scale).with_sizes(10)
 
 
 def proximal(scale=1.0, kind=dpb.games.InexactProximalPoint, **fields):
     defaults = {"num_steps": 3, "clip_norm": 0.7, "strength": 1.0, "inner_steps": 2}
     defaults |= {"dimension": 1}
-    return kind(**(defaults | fields)).with_noise(scale).planned(10)
+    return kind(**(defaults | fields)).with_noise(scale).with_sizes(10)
 
 
 def extrapolated(kind=dpb.games.InexactProximalPoint):
@@ -111,17 +111,17 @@ def once(kind=dpb.privacy.SinglePass, **fields):
 
 def localized(scale=1.0):
     solver = dpb.onelevel.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7)
-    return solver.with_noise(scale).planned(10)
+    return solver.with_noise(scale).with_sizes(10)
 
 
 def gradient_informative(scale=1.0, kind=dpb.search.GradientInformativeBO, **fields):
     defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
     defaults |= {"batch": 2, "keep": 2, "polish": 0}
-    return kind(**(defaults | fields)).with_noise(scale).planned(10)
+    return kind(**(defaults | fields)).with_noise(scale).with_sizes(10)
 
 
 def searching(kind, *args, scale=1.0, **fields):
-    return kind(*args, **fields).with_noise(scale).planned(10)
+    return kind(*args, **fields).with_noise(scale).with_sizes(10)
 
 
 def random_search(kind=dpb.search.RandomSearch, **fields):

@@ -289,7 +289,7 @@ def reuse(solver):
 
 def one_step_reuse(mechanism):
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=mechanism())
-    return reuse(solver.with_noise(1.0).planned(10))
+    return reuse(solver.with_noise(1.0).with_sizes(10))
 
 
 def short_penalty(inner):
@@ -567,7 +567,7 @@ MUTANTS = {
     ),
     "key reused across steps": of_noisy_gd(
         lambda: reuse(
-            SameAtEveryStep(2, 0.7, step_size=0.1).with_noise(1.0).planned(10)
+            SameAtEveryStep(2, 0.7, step_size=0.1).with_noise(1.0).with_sizes(10)
         ),
         lambda: reuse(noisy_gd(num_steps=2)),
     ),
@@ -609,7 +609,7 @@ MUTANTS = {
                 4, 0.7, step_size=0.1, noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE)
             )
             .with_noise(1.0)
-            .planned(10),
+            .with_sizes(10),
             runs=20_000,
         ),
         lambda: audited(ADDED, runs=20_000),

@@ -289,7 +289,7 @@ SOLVERS |= {
         IN_BOX,
         dpb.search.GradientInformativeBO(
             3, 1.0, step_size=0.5, keep=8, max_batch=8, polish=2, average="tail"
-        ).planned(len(LOWER["label"])),
+        ).with_sizes(len(LOWER["label"])),
         jax.tree.map(np.float64, {k: LOWER[k] for k in ("features", "label")}),
         np.zeros(4),
         None,

@@ -123,7 +123,7 @@ def test_under_add_or_remove_the_neighbour_contributes_nothing():
 
 def test_smaller_canary_sizes_keep_the_claim():
     solver = dpb.NoisyGD(2, 1.0, step_size=0.1, sampling=dpb.FixedSize(200))
-    solver = solver.with_noise(1.0).planned(20_000)
+    solver = solver.with_noise(1.0).with_sizes(20_000)
     canary = audit.canaries(solver)["records"]
     assert canary.solver.sizes == 200
     assert canary.solver.sampling.size == 2
@@ -179,7 +179,7 @@ def test_a_statistic_of_the_user_replaces_the_fitted_one():
 
 def test_a_problem_of_the_user_is_audited_on_neighbours_of_its_own():
     problem, solver, data, w0, _ = CONTRACT["noisy_gd"]
-    solver = solver.with_noise(1.0).planned(problem.sizes_of(data))
+    solver = solver.with_noise(1.0).with_sizes(problem.sizes_of(data))
     neighbour = data | {"label": data["label"].at[0].multiply(-1)}
     outcome = audit.trade_off(
         audit.SolverRun(problem, solver, w0),
@@ -272,8 +272,8 @@ def test_a_defect_that_depends_on_the_planned_size_is_rejected():
             return dpb.privacy.Gaussian.release(self, broken, key=key)
 
     solver = noisy_gd(noise=RoundsItsShare())
-    assert audited(solver.planned(2), runs=SHORT // 5).passed
-    assert not audited(solver.planned(70_000_000), runs=SHORT // 5).passed
+    assert audited(solver.with_sizes(2), runs=SHORT // 5).passed
+    assert not audited(solver.with_sizes(70_000_000), runs=SHORT // 5).passed
 
 
 def test_single_loop_leaks_nine_tenths_where_both_records_move_one_block():

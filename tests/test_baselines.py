@@ -174,7 +174,7 @@ def worst_correlation(kind, runs=2000):
     """Between the noisy losses of a run."""
     problem = box_problem(lambda w, z: 0.0 * (w[0] + z))
     solver = kind(4, 1.0, exploration=0.0, num_candidates=4)
-    run = audit.SolverRun(problem, solver.with_noise(1.0).planned(3), jnp.zeros(2))
+    run = audit.SolverRun(problem, solver.with_noise(1.0).with_sizes(3), jnp.zeros(2))
 
     @jax.jit
     def values(keys):
@@ -241,7 +241,7 @@ BEST = RECORDS.mean(axis=0)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_with_hardly_any_noise_the_best_point_is_found(name):
     problem = box_problem(box=dpb.sets.Box(-1.0, 1.0))
-    solver = SOLVERS[name].with_noise(1e-3).planned(30)
+    solver = SOLVERS[name].with_noise(1e-3).with_sizes(30)
 
     @jax.jit
     def run(keys):

@@ -52,8 +52,8 @@ solve = jax.jit(functools.partial(dpb.solve, trajectory=True))
 def calibrated(name, scale=1.0, precision="grid"):
     problem, solver, data, w0, people = SOLVERS[name]
     sizes = sizes_of(problem, data, people)
-    solver = solver.with_noise(scale).with_precision(precision).planned(sizes)
-    return problem, solver.prepared(problem), data, w0
+    solver = solver.with_noise(scale).with_precision(precision).with_sizes(sizes)
+    return problem, solver.with_counts(problem), data, w0
 
 
 def run(name, key, scale=1.0):

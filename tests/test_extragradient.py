@@ -152,7 +152,7 @@ def test_the_second_half_of_the_path_is_averaged_where_asked():
             expected,
         )
     with pytest.raises(ValueError, match="no theorem covers average='second_half'"):
-        solver.planned(N).bound(made.problem, dimension=5)
+        solver.with_sizes(N).bound(made.problem, dimension=5)
 
 
 def test_public_terms_are_free_and_count_in_the_operator():
@@ -220,11 +220,11 @@ def test_bounds_are_refused_where_no_theorem_holds():
     with pytest.raises(ValueError, match="not bound to sizes"):
         extragradient(4).bound(problem, dimension=5)
     with pytest.raises(ValueError, match="covers step_size=10"):
-        extragradient(4, 10.0).planned(N).bound(problem, dimension=5)
-    small = dataclasses.replace(extragradient(4, 0.01), clip_norm=0.1).planned(N)
+        extragradient(4, 10.0).with_sizes(N).bound(problem, dimension=5)
+    small = dataclasses.replace(extragradient(4, 0.01), clip_norm=0.1).with_sizes(N)
     with pytest.raises(ValueError, match=r"clip_norm=0\.1 below"):
         small.bound(problem, dimension=5)
-    passes = extragradient(4, 0.01, sampling=dpb.privacy.SinglePass(20)).planned(N)
+    passes = extragradient(4, 0.01, sampling=dpb.privacy.SinglePass(20)).with_sizes(N)
     with pytest.raises(ValueError, match="4 passes"):
         passes.bound(problem, dimension=5)
     with pytest.raises(ValueError, match="at least two records"):

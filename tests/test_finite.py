@@ -149,7 +149,7 @@ MOVING += ("single_loop", "refitted", "extragradient")
 def test_diverging_run_stays_finite_and_says_how_often(name):
     problem, solver, data, w0, people = divergent(name)
     sizes = sizes_of(problem, data, people)
-    solver = moved_far(solver).planned(sizes).with_noise(1.0)
+    solver = moved_far(solver).with_sizes(sizes).with_noise(1.0)
     key = jax.random.key(0)
     run = jax.jit(dpb.solve, static_argnames="trajectory")
     solution = run(problem, solver, data, w0, key=key, trajectory=True)
@@ -160,7 +160,7 @@ def test_diverging_run_stays_finite_and_says_how_often(name):
 def test_certified_solver_that_diverges_stays_finite():
     solver = dpb.ImplicitBilevel(3, optimizer=HUGE, answer="last")
     problem = dataclasses.replace(EXACT.problem, x_set=dpb.sets.Box(-1e38, 1e38))
-    solver = solver.planned(problem.sizes_of(EXACT.data)).with_noise(1.0)
+    solver = solver.with_sizes(problem.sizes_of(EXACT.data)).with_noise(1.0)
     solution = dpb.solve(
         problem, solver, EXACT.data, EXACT.w0, key=jax.random.key(0), trajectory=True
     )
@@ -170,7 +170,7 @@ def test_certified_solver_that_diverges_stays_finite():
 
 def test_point_that_overflows_with_noise_is_left_out():
     problem, solver, data, w0, _ = SOLVERS["proximal_point"]
-    solver = solver.planned(len(LOWER["label"])).with_noise(1e30)
+    solver = solver.with_sizes(len(LOWER["label"])).with_noise(1e30)
     solution = dpb.solve(problem, solver, data, w0, key=jax.random.key(0))
     assert finite(solution.value)
     assert int(solution.rejected_updates) == solver.num_steps
@@ -179,7 +179,7 @@ def test_point_that_overflows_with_noise_is_left_out():
 @pytest.mark.parametrize("name", ["noisy_gd_adam", "single_loop", "extragradient"])
 def test_healthy_run_leaves_nothing_out(name):
     problem, solver, data, w0, people = SOLVERS[name]
-    solver = solver.planned(sizes_of(problem, data, people)).with_noise(1.0)
+    solver = solver.with_sizes(sizes_of(problem, data, people)).with_noise(1.0)
     solution = dpb.solve(problem, solver, data, w0, key=jax.random.key(0))
     assert int(solution.rejected_updates) == 0
 
@@ -196,7 +196,7 @@ def test_search_that_diverges_stays_finite_and_warns():
     with pytest.warns(UserWarning, match="the run diverged: 3 updates"):
         solution = dpb.search.minimize(
             dataclasses.replace(black_box, w_set=dpb.sets.Box(-np.inf, np.inf)),
-            solver.planned(30).with_noise(1.0),
+            solver.with_sizes(30).with_noise(1.0),
             np.zeros(1),
             key=jax.random.key(0),
         )
@@ -263,7 +263,7 @@ def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch
 def test_mean_of_the_pairs_is_that_of_the_trajectory():
     problem, solver, data, w0, people = SOLVERS["penalty"]
     solver = dataclasses.replace(solver, answer="mean")
-    solver = solver.planned(sizes_of(problem, data, people)).with_noise(1.0)
+    solver = solver.with_sizes(sizes_of(problem, data, people)).with_noise(1.0)
     solution = dpb.solve(
         problem, solver, data, w0, key=jax.random.key(0), trajectory=True
     )

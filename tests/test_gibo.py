@@ -32,7 +32,7 @@ def gibo(scale=0.0, steps=20, **fields):
     defaults = {"clip_norm": 1e3, "step_size": 0.5, "keep": 12, "max_batch": 8}
     defaults |= {"kernel": dpb.search.RBF(2.0, 10.0), "polish": 0}
     solver = dpb.search.GradientInformativeBO(steps, **(defaults | fields))
-    return solver.with_noise(scale).planned(N)
+    return solver.with_noise(scale).with_sizes(N)
 
 
 def test_without_noise_it_finds_the_minimizer_of_a_quadratic():
@@ -142,7 +142,7 @@ def seen_of(values, d=D):
 
 @pytest.mark.parametrize("precision", ["float", "grid"])
 def test_no_losses_move_the_gradient_beyond_its_sensitivity(precision):
-    solver = gibo(1.0, clip_norm=0.7).with_precision(precision).planned(6)
+    solver = gibo(1.0, clip_norm=0.7).with_precision(precision).with_sizes(6)
     values = np.random.default_rng(3).normal(size=(6, 5))
 
     def query(values):
@@ -352,7 +352,7 @@ def test_what_makes_no_sense_is_refused(fields, message):
 def test_starts_and_plans_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="one vector of parameters"):
         gibo(1.0).init(SQUARES, np.ones((2, 2)))
-    with pytest.raises(ValueError, match=r"solver\.planned\(sizes\)"):
-        gibo(1.0).planned(None).init(SQUARES, START)
+    with pytest.raises(ValueError, match=r"solver\.with_sizes\(sizes\)"):
+        gibo(1.0).with_sizes(None).init(SQUARES, START)
     with pytest.raises(TypeError, match="kernel must be an instance"):
         gibo(1.0, kernel="rbf")

@@ -244,7 +244,7 @@ def logistic_records(n=40, d=3):
 
 def run(step_size, precision, key):
     solver = dpb.NoisyGD(4, 1.0, step_size=step_size).with_noise(1.0)
-    solver = solver.with_precision(precision).planned(40)
+    solver = solver.with_precision(precision).with_sizes(40)
     return dpb.solve(LOGISTIC, solver, logistic_records(), jnp.zeros(3), key=key).value
 
 

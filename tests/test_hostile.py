@@ -42,7 +42,7 @@ def by_mean(data):
 
 
 def by_solve(data):
-    solver = GD.with_noise(1.0).planned(N)
+    solver = GD.with_noise(1.0).with_sizes(N)
     return dpb.solve(ONE_LEVEL, solver, data, Y0, key=jax.random.key(0)).value
 
 

@@ -127,7 +127,7 @@ def test_localized_from_theorem_refuses_too_few_records():
 def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
     noise = dpb.privacy.Gaussian(0.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
     problem = dpb.FiniteSum(PROBLEM.loss)
-    solver = dpb.NoisyGD(1, 1e6, step_size=1.0, noise=noise).planned(50)
+    solver = dpb.NoisyGD(1, 1e6, step_size=1.0, noise=noise).with_sizes(50)
     w = run(solver, problem, POINTS[1:])
     gradient = (49 * START - jnp.sum(POINTS[1:], 0)) / 50
     np.testing.assert_allclose(w, START - gradient, rtol=1e-5)

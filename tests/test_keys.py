@@ -77,13 +77,13 @@ def wide(name):
             solver, dimension=SIZE, sampling=dpb.privacy.SinglePass(3)
         )
     if name in ("extragradient", "proximal_point"):
-        return INEQUALITY, solver.with_noise(1.0).planned(SIZE), RECORDS, ZERO
+        return INEQUALITY, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
     if people is None:
-        return ONE_LEVEL, solver.with_noise(1.0).planned(SIZE), RECORDS, ZERO
+        return ONE_LEVEL, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
     shared = people == "shared"
     data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS + 0)
     sizes = dpb.Sizes(SIZE, SIZE, people)
-    return TWO_LEVELS, solver.with_noise(1.0).planned(sizes), data, (ZERO, ZERO)
+    return TWO_LEVELS, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, ZERO)
 
 
 def draws(problem, solver, data, w0):

@@ -132,7 +132,7 @@ HALF = {
 def test_a_solver_with_numbers_of_half_precision_is_refused(kind, field):
     # Multipliers would be rounded by more than the margin of the noise.
     problem, n = dpb.FiniteSum(lambda w, z: -w * z), 100
-    solver = dpb.NoisyGD(1, 1.0, step_size=1.0).with_noise(2.01).planned(n)
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0).with_noise(2.01).with_sizes(n)
     half = HALF[kind](1.01)
     changes = {"clip_norm": half, "noise": dpb.privacy.Gaussian(half)}
     cast = dataclasses.replace(solver, **{field: changes[field]})

@@ -240,7 +240,7 @@ def planned(relation, people, sampling=FULL):
     noise = RELATIONS[relation]
     inner = dpb.NoisyGD(2, 1.0, step_size=0.1, sampling=sampling, noise=noise)
     solver = dpb.PenaltyBilevel(2, 1.0, inner, step_size=0.1, noise=noise)
-    return solver.with_noise(1.0).planned(dpb.Sizes(20, 20, people))
+    return solver.with_noise(1.0).with_sizes(dpb.Sizes(20, 20, people))
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -386,7 +386,7 @@ def test_no_run_takes_the_same_records_for_those_of_disjoint_people(data):
     fields = {"budget": BUDGET, "people": "disjoint", "key": jax.random.key(0)}
     with pytest.raises(ValueError, match="upper and lower are the same array"):
         dpb.fit(PROBLEM, SOLVER, data, W0, **fields)
-    planned = SOLVER.planned(dpb.Sizes(20, 20, "disjoint"))
+    planned = SOLVER.with_sizes(dpb.Sizes(20, 20, "disjoint"))
 
     def run(records):
         levels = dpb.Levels(records, records)

@@ -42,7 +42,7 @@ def test_without_noise_the_gap_vanishes_within_its_bound(name):
     solver, start = proximal(150, strength=strength), point(name)
     w = solve(made.problem, solver, made.data, start)
     assert bool(made.problem.w_set.contains(w))
-    assert float(made.gap(w)) <= solver.planned(N).bound(made.problem, dimension=5)
+    assert float(made.gap(w)) <= solver.with_sizes(N).bound(made.problem, dimension=5)
     assert float(made.gap(w)) < 0.1 * float(made.gap(start))
 
 
@@ -219,7 +219,9 @@ def test_centres_are_projected_and_points_averaged_before_projection():
         lipschitz=0.0,
         bound=1.0,
     )
-    solver = proximal(2, 1.0, inner_steps=1, clip_norm=40.0, strength=1.0).planned(10)
+    solver = proximal(2, 1.0, inner_steps=1, clip_norm=40.0, strength=1.0).with_sizes(
+        10
+    )
     path = dpb.solve(
         problem,
         solver,

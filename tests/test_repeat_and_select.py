@@ -253,7 +253,7 @@ DATA, W0 = jnp.zeros(10), jnp.full(1, 0.5)
 def exact(shape, mean=2.0):
     """Hardly any noise, so that the answer tells the smallest of K uniform numbers."""
     solver = dpb.search.RepeatAndSelect(24, 1.0, mean=mean, shape=shape)
-    return solver.with_noise(1e-4).planned(10)
+    return solver.with_noise(1e-4).with_sizes(10)
 
 
 def answers(solver, runs=4000):
@@ -296,7 +296,7 @@ class ShowsTheBestSoFar(dpb.search.RepeatAndSelect):
 
 
 def shown_before_the_end(kind):
-    solver = kind(24, 1.0, mean=2.0).with_noise(0.1).planned(10)
+    solver = kind(24, 1.0, mean=2.0).with_noise(0.1).with_sizes(10)
     run = jax.jit(dpb.solve, static_argnames="trajectory")
     path = run(
         PROBLEM, solver, DATA, W0, key=jax.random.key(0), trajectory=True
@@ -315,7 +315,7 @@ class TellsTheNumber(dpb.search.RepeatAndSelect):
 
 
 def shows_what_is_hidden(kind):
-    solver = kind(24, 1.0, mean=2.0).with_noise(0.1).planned(10)
+    solver = kind(24, 1.0, mean=2.0).with_noise(0.1).with_sizes(10)
     state = jax.tree.map(jnp.copy, solver.init(PROBLEM, W0))
     shown = {id(v) for v in jax.tree.leaves(solver.adversary_view(state))}
     hidden = {id(state.repeats), id(state.best), id(state.best_value), id(state.t)}

@@ -51,7 +51,7 @@ def test_a_record_less_changes_the_rounding_of_no_other(sampling, d):
     n = 33
     noise = dpb.privacy.Gaussian(1e-6, ADDED, "grid")
     solver = dpb.NoisyGD(1, 1.0, step_size=1.0, sampling=sampling, noise=noise)
-    solver = solver.planned(n)
+    solver = solver.with_sizes(n)
     run = jax.jit(dpb.solve)
     rows = records_of(n, d)
 
@@ -166,7 +166,7 @@ LINE = dpb.FiniteSum(
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_padding_counts_for_nothing(name):
-    solver = SOLVERS[name].with_noise(0.3).planned(50).prepared(LINE)
+    solver = SOLVERS[name].with_noise(0.3).with_sizes(50).with_counts(LINE)
     records = jnp.asarray(np.random.default_rng(0).normal(size=(50, 1)), jnp.float32)
     rows = planned_rows(solver, records)
     assert rows.present.shape == (64,)
@@ -211,7 +211,7 @@ def test_the_number_of_rows_is_that_of_the_plan():
 
 
 def test_more_records_than_the_plan_has_rows_are_refused():
-    solver = SOLVERS["steps"].with_noise(1.0).planned(50)
+    solver = SOLVERS["steps"].with_noise(1.0).with_sizes(50)
     with pytest.raises(ValueError, match=r"more records than the 64 rows .* larger"):
         dpb.solve(LINE, solver, jnp.zeros((65, 1)), jnp.zeros(1), key=jax.random.key(0))
 
@@ -220,11 +220,11 @@ def test_both_levels_are_padded_and_shared_records_once():
     noise = dpb.privacy.Gaussian(1.0, ADDED)
     inner = dpb.NoisyGD(2, 1.0, step_size=0.1, noise=noise)
     solver = dpb.PenaltyBilevel(2, penalty=5.0, inner=inner, step_size=0.1, noise=noise)
-    solver = solver.planned(dpb.Sizes(10, 70))
+    solver = solver.with_sizes(dpb.Sizes(10, 70))
     levels = planned_rows(solver, dpb.Levels(jnp.ones((10, 2)), jnp.ones((70, 2))))
     assert levels.upper.present.shape == (64,)
     assert levels.lower.present.shape == (128,)
-    shared = solver.planned(dpb.Sizes(10, 10, "shared"))
+    shared = solver.with_sizes(dpb.Sizes(10, 10, "shared"))
     levels = planned_rows(shared, dpb.Levels.shared(jnp.ones((10, 2))))
     assert levels.upper is levels.lower
 

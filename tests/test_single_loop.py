@@ -55,7 +55,7 @@ def solved(example, solver, **options):
 
 def mean_before_the_noise(problem, solver, data, w0):
     """The clipped mean that the first step would release."""
-    solver = solver.planned(problem.sizes_of(data))
+    solver = solver.with_sizes(problem.sizes_of(data))
 
     def step(data):
         seen = []
@@ -123,7 +123,7 @@ def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
     state = solver.init(example.problem, (x, y))
     state = dataclasses.replace(state, v=v)
     sizes = example.problem.sizes_of(example.data)
-    moved = solver.planned(sizes).step(
+    moved = solver.with_sizes(sizes).step(
         example.problem, example.data, state, key=jax.random.key(0)
     )
     found = (x - moved.x) / solver.step_size
@@ -217,7 +217,7 @@ def test_shares_decide_the_noise_of_the_blocks():
     fields = {"clip_norm": 2.0, "hessian_clip_norm": 0.5, "cross_clip_norm": 3.0}
     solver = solver_of(1, shares=(5.0, 3.0, 2.0), **fields).with_noise(1.0)
     data = dpb.Levels(jnp.zeros(10), jnp.zeros(20))
-    solver = solver.planned(problem.sizes_of(data))
+    solver = solver.with_sizes(problem.sizes_of(data))
     start = (jnp.zeros(size), jnp.zeros(size))
     state = solver.init(problem, start)
     moved = solver.step(problem, data, state, key=jax.random.key(3))

@@ -353,7 +353,7 @@ def test_disjoint_roles_are_listed_with_what_the_needier_one_needs():
     sizes = dpb.Sizes(50, 70, "disjoint")
     certificate = Fixed(upper=1.0, lower=1e-6, gradient=1e3)
     shares = sensitivities.at(certificate, sizes, jnp.float32)
-    listed = sensitivities.planned(certificate, sizes, jnp.float32)
+    listed = sensitivities.ledger_sensitivity(certificate, sizes, jnp.float32)
     assert listed.upper >= shares.upper
     assert listed.lower >= shares.lower
     # A role that moves nothing is listed with a thousandth of the other, or more.

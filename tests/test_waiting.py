@@ -91,8 +91,8 @@ def test_two_solves_that_do_not_need_each_other_are_seen():
 def test_many_runs_of_a_solver_never_wait_for_each_other(name):
     problem, solver, data, w0, people = SOLVERS[name]
     with jax.enable_x64(name in DOUBLE):
-        solver = solver.with_noise(1.0).planned(sizes_of(problem, data, people))
-        solver = solver.prepared(problem)
+        solver = solver.with_noise(1.0).with_sizes(sizes_of(problem, data, people))
+        solver = solver.with_counts(problem)
 
         def run(key):
             return dpb.solve(problem, solver, data, w0, key=key).value

@@ -17,7 +17,7 @@ KEY = 0
 
 
 def noiseless(solver):
-    return solver.with_noise(0.0).planned(SIZES)
+    return solver.with_noise(0.0).with_sizes(SIZES)
 
 
 # One program for every start.

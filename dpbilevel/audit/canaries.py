@@ -104,7 +104,7 @@ def canaries(
     if solver.sizes is None:
         raise ValueError(
             f"canaries: {type(solver).__name__} is not bound to sizes; take it from "
-            "dpbilevel.calibrate(...).solver or call solver.planned(sizes)."
+            "dpbilevel.calibrate(...).solver or call solver.with_sizes(sizes)."
         )
     problem, w0 = _problem(solver, x_in_records, coordinates)
     claims = ledger_claims(solver.ledger(problem, solver.sizes))
@@ -336,8 +336,8 @@ def _reduced(solver: AbstractSolver) -> AbstractSolver:
     )
     if isinstance(sizes, Sizes):
         upper, lower = (count // divisor for count in counts)
-        return small.planned(dataclasses.replace(sizes, upper=upper, lower=lower))
-    return small.planned(sizes // divisor)
+        return small.with_sizes(dataclasses.replace(sizes, upper=upper, lower=lower))
+    return small.with_sizes(sizes // divisor)
 
 
 def _divisors(number: int) -> list[int]:

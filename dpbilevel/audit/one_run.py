@@ -106,7 +106,7 @@ def one_run(
     key_signs, key_run = jax.random.split(key)
     signs = jax.random.rademacher(key_signs, (canaries,), float)
     problem = FiniteSum(jnp.vdot)
-    planned = solver.planned(canaries)
+    planned = solver.with_sizes(canaries)
     start = jnp.zeros(canaries)
     records = jnp.diag(BEYOND * signs)
     answer = jax.jit(solve)(problem, planned, records, start, key=key_run).value

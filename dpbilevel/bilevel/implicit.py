@@ -221,7 +221,7 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         certificate = certified.certificate_of(problem)
         dtype = jnp.result_type(float)
         sensitivities.check_dtype(certificate, sizes, dtype)
-        shares = sensitivities.planned(certificate, sizes, dtype)
+        shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
         counts = {role: getattr(sizes, role) for role in ROLES}
         # A mean of n vectors of this norm has this sensitivity.
         queries = tuple(

@@ -311,7 +311,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
         def inner(share):
             solver = self.inner.with_noise(part(share).noise_multiplier)
-            return solver.planned(self.sizes)
+            return solver.with_sizes(self.sizes)
 
         return _Parts(
             inner(lower),

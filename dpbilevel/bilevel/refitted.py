@@ -143,7 +143,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
             refit=self.refit.with_noise(scale / self.share**0.5),
         )
 
-    def prepared(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
+    def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
         """Prepares the search.
 
         Args:
@@ -151,7 +151,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
             sizes: The planned sizes; its own by default.
         """
         sizes = self.sizes if sizes is None else sizes
-        return dataclasses.replace(self, search=self.search.prepared(problem, sizes))
+        return dataclasses.replace(self, search=self.search.with_counts(problem, sizes))
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Those of both runs."""
@@ -159,4 +159,4 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         return self.search.dimensions(w0) | refit
 
     def _sized(self, solver: AbstractSolver) -> AbstractSolver:
-        return solver.planned(self.sizes)
+        return solver.with_sizes(self.sizes)

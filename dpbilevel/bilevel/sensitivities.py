@@ -153,7 +153,9 @@ def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> N
         )
 
 
-def planned(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> Levels:
+def ledger_sensitivity(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: Any
+) -> Levels:
     r"""The sensitivities that a ledger lists: the largest ones over all x.
 
     Disjoint people have a ratio of noise to sensitivity per role, fixed before $x$ and

@@ -135,7 +135,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
             then=self.then.with_noise(scale / (1 - self.split) ** 0.5),
         )
 
-    def prepared(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
+    def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
         """Prepares both.
 
         Args:
@@ -143,7 +143,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
             sizes: The planned sizes; its own by default.
         """
         sizes = self.sizes if sizes is None else sizes
-        first, then = (part.prepared(problem, sizes) for part in self._parts())
+        first, then = (part.with_counts(problem, sizes) for part in self._parts())
         return dataclasses.replace(self, first=first, then=then)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
@@ -155,4 +155,4 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
         }
 
     def _parts(self) -> tuple[AbstractSolver, AbstractSolver]:
-        return self.first.planned(self.sizes), self.then.planned(self.sizes)
+        return self.first.with_sizes(self.sizes), self.then.with_sizes(self.sizes)

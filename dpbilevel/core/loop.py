@@ -110,7 +110,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
                 is more private than that.
         """
 
-    def planned(self, sizes: Any) -> Self:
+    def with_sizes(self, sizes: Any) -> Self:
         """The same solver, bound to these numbers of records.
 
         Args:
@@ -119,7 +119,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         changes: dict[str, Any] = {"sizes": sizes}
         return dataclasses.replace(self, **changes)
 
-    def prepared(self, problem: Problem, sizes: Any = None) -> Self:
+    def with_counts(self, problem: Problem, sizes: Any = None) -> Self:
         """With every count that follows from the noise: the last step of calibration.
 
         Args:
@@ -275,7 +275,7 @@ def bound_to(
             )
         return solver
     if solver.sizes is None:
-        return solver.planned(problem.sizes_of(data))
+        return solver.with_sizes(problem.sizes_of(data))
     found = problem.sizes_of(data, people)
     if found != solver.sizes:
         raise ValueError(
@@ -351,7 +351,7 @@ def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
     return solver
 
 
-def planned_for(owner: str, dtype: str | None, w0: PyTree) -> None:
+def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
     """Raises where a start is coarser than what errors are planned for.
 
     Args:

@@ -70,7 +70,7 @@ def calibrate(
     _checks.instance("calibrate", PrivacyBudget, budget=budget)
     problem.check_sizes("calibrate", sizes)
     _checks.one_of("calibrate", "precision", precision, tuple(SUMS))
-    planned = solver.planned(sizes).with_precision(precision)
+    planned = solver.with_sizes(sizes).with_precision(precision)
 
     def ledger(scale: float) -> Ledger:
         return planned.with_noise(scale).ledger(problem, sizes)
@@ -80,7 +80,7 @@ def calibrate(
         release.check(budget)
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
-    calibrated = planned.with_noise(scale).prepared(problem)
+    calibrated = planned.with_noise(scale).with_counts(problem)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     report = describe(
         calibrated.ledger(problem, sizes),
@@ -226,7 +226,9 @@ def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> fl
 
     def excess(interval: float) -> Callable[[float], bool]:
         def unsafe(scale: float) -> bool:
-            return ledger(scale).hoped_delta(budget.epsilon, interval) > budget.delta
+            return (
+                ledger(scale).delta_if_proved(budget.epsilon, interval) > budget.delta
+            )
 
         return unsafe
 

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem
-from ..core.loop import AbstractSolver, planned_for
+from ..core.loop import AbstractSolver, check_planned_dtype
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import RECORDS, Query
@@ -108,7 +108,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 f"has {optax.tree.size(x)}; give candidates, or dimension=, of that "
                 "size."
             )
-        planned_for(type(self).__name__, self.dtype, w0)
+        check_planned_dtype(type(self).__name__, self.dtype, w0)
         x = feasible_set(problem).project(x)
         return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
 
@@ -120,7 +120,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """The drawn `x`; no `y`."""
         return self.released(state)
 
-    def prepared(self, problem: Any, sizes: Any = None) -> Self:
+    def with_counts(self, problem: Any, sizes: Any = None) -> Self:
         """The same solver with the counts of its sampler.
 
         Args:

@@ -293,7 +293,7 @@ class Draw(AbstractRelease):
         if any(not isinstance(q.sampling, FullBatch) for q in self.queries):
             raise ValueError("Draw: a score reads all records; use FullBatch.")
         if not self.certificate.proved:
-            object.__setattr__(self, "basis", Basis.HOPE)
+            object.__setattr__(self, "basis", Basis.UNPROVED)
 
     @property
     def failure(self) -> float:
@@ -325,7 +325,7 @@ class Draw(AbstractRelease):
         if apart or any(query.role == RECORDS for query in self.queries):
             shares = {q.role: q.contribution / self.contribution for q in self.queries}
         certificate = self.certificate
-        if not certificate.proved:  # nothing is claimed, and the noise is that of hope
+        if not certificate.proved:  # nothing is claimed; the noise is as if it were
             certificate = Certificate(certificate.num_steps, certificate.queries)
         for person, share in shares.items():
             event = self.mechanism.event(share, certificate)

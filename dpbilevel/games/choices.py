@@ -85,7 +85,7 @@ def averaged(solver: Any, mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyT
     return running_mean(mean, value, jnp.maximum(t - first, 0))
 
 
-def planned(
+def bound_inputs(
     solver: Any, problem: AbstractVariationalInequality, dimension: int
 ) -> tuple[Scene, float, float, bool]:
     """What a bound needs of a calibrated solver.

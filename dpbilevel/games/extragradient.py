@@ -23,9 +23,9 @@ from .choices import (
     Fields,
     Passes,
     averaged,
+    bound_inputs,
     extragradient_theorem,
     extragradient_tuned,
-    planned,
 )
 from .problem import AbstractVariationalInequality
 from .rates import Scene
@@ -155,7 +155,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             ValueError: The solver is not calibrated or bound to sizes, or no theorem
                 covers its parameters.
         """
-        scene, std, batch, single = planned(self, problem, dimension)
+        scene, std, batch, single = bound_inputs(self, problem, dimension)
         if self.step_size > scene.largest_step * (1 + 1e-6):
             raise ValueError(
                 f"NoisyExtragradient.bound: no theorem covers step_size="

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from .. import _checks
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
-from ..core.loop import planned_for
+from ..core.loop import check_planned_dtype
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Basis
 from ..privacy.ledger import RECORDS, Ledger, Query, Release
@@ -27,7 +27,7 @@ from .choices import (
     Fields,
     Passes,
     averaged,
-    planned,
+    bound_inputs,
     proximal_theorem,
     proximal_tuned,
 )
@@ -188,7 +188,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             ValueError: The solver is not calibrated or bound to sizes, or no theorem
                 covers its parameters.
         """
-        scene, std, batch, single = planned(self, problem, dimension)
+        scene, std, batch, single = bound_inputs(self, problem, dimension)
         assert self.sizes is not None
         resolvent = self.resolvent(problem, self.sizes)
         distance, accuracy = resolvent.distance, resolvent.accuracy
@@ -213,7 +213,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         Raises:
             ValueError: It is coarser than planned for.
         """
-        planned_for(type(self).__name__, self.dtype, w0)
+        check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         zero = optax.tree.zeros_like(w)
         return _State(w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
@@ -304,7 +304,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         multiplier = scale * self.num_steps**0.5
         return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
 
-    def prepared(
+    def with_counts(
         self, problem: AbstractVariationalInequality, sizes: int | None = None
     ) -> Self:
         """The same solver, bound to the default floating-point dtype.

@@ -34,7 +34,7 @@ class Basis(enum.Enum):
 
     CLIPPED = "clipped"  # enforced record by record, whatever the functions are
     CONSTANTS = "constants"  # declared Lipschitz and convexity constants
-    HOPE = "hope"  # that a sampler cut short is near its target
+    UNPROVED = "unproved"  # that a sampler cut short is near its target
 
     def worse(self, other: "Basis") -> "Basis":
         """The weaker of two: what both together rest on."""

@@ -400,13 +400,13 @@ class Ledger:
             interval: Discretization of the privacy loss, where one is needed.
 
         Returns:
-            1 where a release rests on hope.
+            1 where a release is unproved.
         """
-        hope = self.basis is Basis.HOPE
-        return 1.0 if hope else self.hoped_delta(epsilon, interval)
+        unproved = self.basis is Basis.UNPROVED
+        return 1.0 if unproved else self.delta_if_proved(epsilon, interval)
 
-    def hoped_delta(self, epsilon: float, interval: float) -> float:
-        """`delta` as if hopes held: no guarantee, but what noise is chosen by."""
+    def delta_if_proved(self, epsilon: float, interval: float) -> float:
+        """The delta if every sampler met its target: chooses the noise, never reported."""
         failure, events = self.failure, self.events().values()
         profiles = [accounting.profile(e, self.neighbours, interval) for e in events]
 
@@ -434,10 +434,10 @@ class Ledger:
             interval: Discretization of the privacy loss, where one is needed.
 
         Returns:
-            Infinite ones where a release rests on hope.
+            Infinite ones where a release is unproved.
         """
         events = self.events()
-        if self.basis is Basis.HOPE:
+        if self.basis is Basis.UNPROVED:
             return dict.fromkeys(events, math.inf)
         return {p: self._epsilon(e, delta, interval) for p, e in events.items()}
 

@@ -239,7 +239,7 @@ def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
 _STATUS = {
     Basis.CLIPPED: Status.ENFORCED,
     Basis.CONSTANTS: Status.CONDITIONAL,
-    Basis.HOPE: Status.HEURISTIC,
+    Basis.UNPROVED: Status.HEURISTIC,
 }
 
 

@@ -182,7 +182,7 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
             raise ValueError(
                 f"{owner}: keeps every record's losses, so the number of records must "
                 "be planned; run dpbilevel.calibrate(problem, solver, budget, "
-                "sizes=...) or solver.planned(sizes)."
+                "sizes=...) or solver.with_sizes(sizes)."
             )
         w = problem.w_set.project(w0)
         rule = descent(self.step_size, self.optimizer)
