@@ -406,7 +406,7 @@ class Ledger:
         return 1.0 if unproved else self.delta_if_proved(epsilon, interval)
 
     def delta_if_proved(self, epsilon: float, interval: float) -> float:
-        """The delta if every sampler met its target: chooses the noise, never reported."""
+        """The delta if every sampler met its target: for the choice of noise only."""
         failure, events = self.failure, self.events().values()
         profiles = [accounting.profile(e, self.neighbours, interval) for e in events]
 
