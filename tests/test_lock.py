@@ -17,7 +17,7 @@ from dpbilevel.core import lock, spending
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dpbilevel.runs import lock
+from dpbilevel.core import lock
 with lock.held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

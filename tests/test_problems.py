@@ -5,6 +5,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
+from dpbilevel.bilevel.penalized import PenalizedLevel
 
 RECORDS = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 W0 = (jnp.zeros(3), jnp.zeros(3))
@@ -408,3 +409,24 @@ def test_people_of_one_level_are_refused():
             people="disjoint",
             key=jax.random.key(0),
         )
+
+
+@pytest.mark.parametrize(
+    ("people", "data"),
+    [
+        ("disjoint", dpb.Levels.shared(RECORDS)),
+        ("disjoint", dpb.Levels(RECORDS, RECORDS)),
+        ("shared", dpb.Levels(RECORDS, RECORDS + 1)),
+    ],
+)
+@pytest.mark.parametrize("relation", dpb.Neighbours)
+def test_the_level_of_a_bilevel_problem_refuses_people_as_it_does(
+    relation, people, data
+):
+    level = PenalizedLevel(dpb.BilevelProblem(bare, bare), jnp.zeros(1), 2.0, 1.0)
+    noise = dpb.privacy.Gaussian(None, relation)
+    solver = dpb.NoisyGD(2, 1.0, step_size=0.1, noise=noise)
+    sizes = dpb.Sizes(len(RECORDS), len(RECORDS), people)
+    plan = dpb.calibrate(level, solver, dpb.PrivacyBudget(1.0, 1e-5), sizes=sizes)
+    with pytest.raises(ValueError, match="contradicts the data"):
+        dpb.solve(level, plan.solver, data, W0[1], key=jax.random.key(0))

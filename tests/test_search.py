@@ -475,7 +475,7 @@ def test_records_in_the_wrong_place_are_not_shown():
 
 
 def test_lazily_imported_names_are_listed():
-    assert {"PrivateSearch", "Range", "search"} <= set(dir(dpb))
+    assert {"PrivateSearch", "search"} <= set(dir(dpb))
 
 
 def test_a_loss_of_nan_stops_no_run_that_is_debugged():

@@ -178,6 +178,10 @@ class PenalizedLevel(AbstractFiniteSum):
         """Those of both levels."""
         self.problem.check_sizes(owner, sizes)
 
+    def check_people(self, data: Levels, people: People) -> None:
+        """As for the bilevel problem."""
+        self.problem.check_people(data, people)
+
     def check(self, w0: PyTree, data: Levels) -> None:
         """Nothing to check: the bilevel problem was checked as a whole."""
 

@@ -36,8 +36,9 @@ class AbstractProblem(eqx.Module):
             sizes: The planned sizes.
         """
 
+    @abc.abstractmethod
     def check_people(self, data: PyTree, people: People) -> None:
-        """Refuses data that contradict `people`; there is nothing to check by default.
+        """Refuses data that contradict `people`.
 
         Args:
             data: The records.
@@ -74,3 +75,13 @@ class AbstractOneLevel(AbstractProblem):
     def check_sizes(self, owner: str, sizes: Any) -> None:
         """Refuses what is not a number of records."""
         _checks.count(owner, sizes=sizes)
+
+    def check_people(self, data: PyTree, people: People) -> None:
+        """Refuses: a plan for two levels is for another problem.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"people={people.value!r} is for two levels; {type(self).__name__} has one."
+        )

@@ -185,7 +185,7 @@ def clipped_mean(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from dpbilevel import clipped_mean
+        >>> from dpbilevel.privacy import clipped_mean
         >>> ages = jnp.asarray([20.0, 30.0, 90.0, jnp.nan])
         >>> bounded = clipped_mean(lambda age: age, ages, clip_norm=50.0)
         >>> float(bounded.sensitivity())  # replacing one of four records

@@ -17,6 +17,7 @@ from .grid import Grid, wide_integers
 GROUP = 64
 # C / m in steps of the grid.
 _BITS = 23
+_ROOM = 30  # bits between a contribution and what of it is flushed to zero
 # Below these a contribution, or the step of a grid for it, may not be a normal number.
 _LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.0**-900}
 
@@ -86,6 +87,21 @@ class FloatSum(AbstractSum):
     def share(self) -> float:
         """All of it."""
         return 1.0
+
+    @property
+    def contribution(self) -> Float[Array, ""]:
+        """$C / m$, or 0 where a mean of values this long is out of some leaf's range.
+
+        Coordinates far below $C / m$ must be normal numbers, and n times it finite.
+        """
+        contribution = super().contribution
+        infos = [jnp.finfo(v.dtype) for v in jax.tree.leaves(self.value)]
+        least = max((float(info.tiny) for info in infos), default=0.0) * 2.0**_ROOM
+        most = min((float(info.max) for info in infos), default=math.inf) / (
+            4 * max(self.n, 1)
+        )
+        in_range = (contribution >= least) & (contribution <= most)
+        return jnp.where(in_range, contribution, 0)
 
     def empty(self, rows: int) -> PyTree:
         """Zero totals and corrections, one of each for a group of rows."""

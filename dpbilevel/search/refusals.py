@@ -22,7 +22,9 @@ class Refusals:
 
     Rows are judged each by itself, so that none decides about another, and before any
     prediction, so that none decides how many there are. Lists, and texts and objects in
-    arrays and data frames, are not judged.
+    arrays and data frames, are not judged; nor are numbers below the largest of single
+    precision that an estimator refuses for a reason of its own. A row with one of these
+    is found by further predictions, whose number is not protected.
 
     Args:
         refused: For inputs and for targets, per kind of number, the columns; `None` for

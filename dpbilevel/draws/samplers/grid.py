@@ -33,7 +33,7 @@ class Grid(AbstractSampler):
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from dpbilevel import Grid
+        >>> from dpbilevel.draws import Grid
         >>> log_penalties = Grid.product(jnp.linspace(-4.0, 0.0, 9), jnp.asarray([0.0]))
         >>> log_penalties.candidates.shape
         (9, 2)
