@@ -21,7 +21,7 @@ else:
         if name == "__all__":
             return _names()
         if name.startswith("_") or not name.isidentifier():
-            raise _unknown(name)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Modules first: they read each other while the public names are not complete.
         if importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f".{name}", __name__)
@@ -37,7 +37,7 @@ else:
 
     def __dir__() -> list[str]:
         """The public names, imported or not."""
-        return sorted({*globals(), *_names()})
+        return sorted(_names())
 
 
 def _names() -> list[str]:
@@ -60,9 +60,22 @@ def _private_search() -> type:
         return stand_in("PrivateSearch", error)
 
 
+def _elsewhere(name: str) -> str:
+    """Where a name is that one of the packages has."""
+    from . import _public
+
+    packages = (getattr(_public, public) for public in _public.__all__)
+    found = [
+        package.__name__
+        for package in packages
+        if name in getattr(package, "__all__", ())
+    ]
+    return f"; it is {found[0]}.{name}" if found else ""
+
+
 def _unknown(name: str) -> AttributeError:
     return AttributeError(
-        f"module {__name__!r} has no attribute {name!r}",
+        f"module {__name__!r} has no attribute {name!r}{_elsewhere(name)}",
         name=name,
         obj=importlib.import_module(__name__),
     )

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import dpbilevel as dpb
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +90,16 @@ def test_unknown_name_is_an_attribute_error():
     assert not hasattr(dpb, "NoisyGradient")
     assert not hasattr(dpb, "no.name")
     assert not hasattr(dpb, "__wrapped__")
+
+
+def test_a_name_of_a_package_is_found_there():
+    for name, place in (("Ball", "sets"), ("RandomSearch", "search"), ("zoo", None)):
+        with pytest.raises(AttributeError) as error:
+            getattr(dpb, name)
+        if place is not None:
+            assert str(error.value).endswith(f"; it is dpbilevel.{place}.{name}")
+    with pytest.raises(AttributeError, match=r"has no attribute 'NoisyGradient'$"):
+        dpb.NoisyGradient  # noqa: B018
 
 
 def test_modules_are_readable_without_their_import():

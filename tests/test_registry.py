@@ -21,7 +21,7 @@ def in_readme():
     """The classes that the README's table of algorithms names."""
     table = (ROOT / "README.md").read_text().split("\n## Algorithms\n")[1]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return set(re.findall(r"`(\w+)`", " ".join(rows)))
+    return set(re.findall(r"`(?:\w+\.)?(\w+)`", " ".join(rows)))
 
 
 def without_a_case():
