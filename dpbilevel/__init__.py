@@ -61,7 +61,7 @@ def _private_search() -> type:
 
 
 def _elsewhere(name: str) -> str:
-    """Where a name is that one of the packages has."""
+    """The end of an error message: which public package has the name, if one has."""
     from . import _public
 
     packages = (getattr(_public, public) for public in _public.__all__)

@@ -69,7 +69,21 @@ class AbstractSet(eqx.Module):
         """At least the largest norm of a member; `inf` when unbounded."""
 
 
-class Euclidean(AbstractSet):
+class AbstractUnboundedSet(AbstractSet):
+    """A set with members of any norm."""
+
+    @property
+    def reach(self) -> float:
+        """Always `inf`."""
+        return math.inf
+
+    @property
+    def diameter(self) -> float:
+        """Always `inf`."""
+        return math.inf
+
+
+class Euclidean(AbstractUnboundedSet):
     """The whole space: every finite pytree."""
 
     def project(self, w: PyTree) -> PyTree:
@@ -84,16 +98,6 @@ class Euclidean(AbstractSet):
     def support(self, g: PyTree) -> Float[Array, ""]:
         """Zero at zero, else `inf`."""
         return _unbounded(_all(jax.tree.map(lambda v: v == 0, g)))
-
-    @property
-    def reach(self) -> float:
-        """Always `inf`."""
-        return math.inf
-
-    @property
-    def diameter(self) -> float:
-        """Always `inf`."""
-        return math.inf
 
 
 class Ball(AbstractSet):
@@ -233,7 +237,7 @@ class Box(AbstractSet):
         return spread(self.lower), spread(self.upper)
 
 
-class NonNegative(AbstractSet):
+class NonNegative(AbstractUnboundedSet):
     r"""The non-negative orthant $\{w : w \ge 0\}$."""
 
     def project(self, w: PyTree) -> PyTree:
@@ -247,16 +251,6 @@ class NonNegative(AbstractSet):
     def support(self, g: PyTree) -> Float[Array, ""]:
         """Zero where no entry is positive, else `inf`."""
         return _unbounded(_all(jax.tree.map(lambda v: v <= 0, g)))
-
-    @property
-    def reach(self) -> float:
-        """Always `inf`."""
-        return math.inf
-
-    @property
-    def diameter(self) -> float:
-        """Always `inf`."""
-        return math.inf
 
 
 class Simplex(AbstractSet):

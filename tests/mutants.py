@@ -38,8 +38,8 @@ from dpbilevel.bilevel import sensitivities
 from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
-from dpbilevel.privacy.ledger import Query
 from dpbilevel.privacy.noise import standard_normal, step_keys
+from dpbilevel.privacy.releases import Query
 
 
 @dataclasses.dataclass(frozen=True)

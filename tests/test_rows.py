@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.core.loop import advance, planned_rows
 from dpbilevel.privacy.noise import step_keys
-from dpbilevel.privacy.sampling import Padded, padded, padded_rows
+from dpbilevel.privacy.rows import Padded, padded, padded_rows
 
 pytestmark = pytest.mark.reuses_keys  # the same noise on both sides shows what moves
 

@@ -17,7 +17,8 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.bilevel import certified, fixed_count, sensitivities
 from dpbilevel.bilevel.bounds import Bounds, Metric
-from dpbilevel.draws.mechanisms import BoundedScore, Draw
+from dpbilevel.draws.mechanisms import BoundedScore
+from dpbilevel.draws.release import Draw
 from dpbilevel.draws.samplers import restricted
 from dpbilevel.draws.samplers._lattice import frame_of
 from dpbilevel.draws.samplers._walk_bounds import WalkBounds
@@ -34,10 +35,11 @@ from dpbilevel.games import certified as resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy import accounting, pure, renyi
 from dpbilevel.privacy.clipping import _norm
-from dpbilevel.privacy.ledger import Query
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
+from dpbilevel.privacy.releases import Query
 from dpbilevel.privacy.repetitions import Repetitions
-from dpbilevel.privacy.sampling import Batch, padded_rows
+from dpbilevel.privacy.rows import padded_rows
+from dpbilevel.privacy.sampling import Batch
 from dpbilevel.privacy.selection import Selection
 
 SIDE = 256

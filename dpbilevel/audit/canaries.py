@@ -22,7 +22,7 @@ from ..games.proximal_point import InexactProximalPoint
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
-from ..privacy.ledger import PERSON, RECORDS
+from ..privacy.releases import PERSON, RECORDS
 from ..privacy.sampling import (
     AbstractFixedBatch,
     AbstractSampling,

@@ -16,9 +16,10 @@ from ..core.loop import AbstractSolver
 from ..core.outputs import uniform_iterate
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
-from ..privacy.ledger import Ledger, Query, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import Query, Release
 from . import certified, sensitivities
 from .constants import AbstractCertificate
 from .problem import ROLES, BilevelProblem, Levels, Sizes

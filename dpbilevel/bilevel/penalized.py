@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, PyTree
 from ..onelevel.problem import AbstractFiniteSum, batch_mean
 from ..privacy.budget import People
 from ..privacy.clipping import Bounded, Precision
-from ..privacy.ledger import Query
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet
 from .problem import ROLES, BilevelProblem, Levels, Sizes

@@ -18,9 +18,10 @@ from ..onelevel.noisy_gd import running_mean
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours
 from ..privacy.clipping import Bounded
-from ..privacy.ledger import Ledger, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .constants import Constants
 from .penalized import PenalizedLevel, levels_mean, levels_queries

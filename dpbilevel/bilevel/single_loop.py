@@ -14,9 +14,10 @@ from ..core.descent import Memory, check_descent, descent, projected_update, sho
 from ..core.loop import AbstractSolver
 from ..onelevel.noisy_gd import running_mean
 from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Euclidean
 from .penalized import levels_mean, levels_queries

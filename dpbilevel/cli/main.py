@@ -14,7 +14,7 @@ from .. import __version__
 from .._extras import missing
 from ..core import checkpoint, interrupts, spending
 from ..core.solution import divergence
-from . import folder, results
+from . import audit, folder, results
 from .config import Config, read_config
 from .run import Prepared, check, prepare, run
 
@@ -160,18 +160,15 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    # Imported here: the page reads configs, which the audits themselves do not.
-    from . import audit as page
-
     config = read_config(arguments.config)
     if arguments.out is not None:
         _check_modules(["matplotlib"])
-        page.check_folder(arguments.out)
+        audit.check_folder(arguments.out)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
-    outcomes = page.audit_config(config, arguments.runs)
+    outcomes = audit.audit_config(config, arguments.runs)
     print(*outcomes, sep="\n")
     if arguments.out is not None:
-        page.save(arguments.out, outcomes, config)
+        audit.save(arguments.out, outcomes, config)
         print(f"audit: {arguments.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -16,7 +16,7 @@ from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key, step_keys
-from ..privacy.sampling import padded, padded_rows
+from ..privacy.rows import padded, padded_rows
 from .descent import rejected_updates
 from .levels import Levels, people_of
 from .problem import AbstractProblem

@@ -12,9 +12,10 @@ from .. import _checks
 from ..privacy import accounting
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import SUMS, Precision
-from ..privacy.ledger import RECORDS, Ledger, Query, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
+from ..privacy.releases import RECORDS, Query, Release
 from ..privacy.report import describe
 from ..privacy.sampling import AbstractSampling
 from .levels import people_of

@@ -1,9 +1,10 @@
 """One draw instead of many steps: exponential mechanisms and their samplers."""
 
 from .exponential import ExponentialMechanism
-from .mechanisms import Draw, Exponential, RegularizedExponential
+from .mechanisms import Exponential, RegularizedExponential
 from .recommend import Recommendation, recommend
 from .regularized import RegularizedExponentialMechanism
+from .release import Draw
 from .samplers.alternating import AlternatingSampler
 from .samplers.base import AbstractSampler
 from .samplers.envelope import ConvexEnvelope

@@ -15,7 +15,7 @@ from ..bilevel.problem import BilevelProblem
 from ..core.loop import AbstractSolver, check_planned_dtype
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours
-from ..privacy.ledger import RECORDS, Query
+from ..privacy.releases import RECORDS, Query
 from .mechanisms import Exponential, RegularizedExponential
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid

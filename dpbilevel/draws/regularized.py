@@ -19,7 +19,8 @@ from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
 from .base import DRAW, AbstractDrawSolver, DrawState, feasible_set, queries_of
-from .mechanisms import Draw, RegularizedExponential, check_continuous
+from .mechanisms import RegularizedExponential, check_continuous
+from .release import Draw
 from .samplers.base import AbstractSampler, Regularity
 from .scores.base import AbstractScore, Facts
 from .scores.hyper import HyperObjective

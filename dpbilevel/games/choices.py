@@ -17,7 +17,7 @@ from ..privacy import accounting
 from ..privacy.budget import PrivacyBudget
 from ..privacy.sampling import AbstractSampling, FixedSize
 from ..privacy.single_pass import SinglePass
-from . import rates as saddle_rates
+from . import rates
 from .problem import AbstractVariationalInequality
 from .rates import Scene
 
@@ -166,7 +166,7 @@ def extragradient_tuned(
         steps = n // (2 * batch)
         std = least_multiplier(SinglePass(1), 1, n, budget) * 2 * scene.spread / batch
         step_size = _extragradient_step(scene, steps, batch, std)
-        gap = saddle_rates.extragradient_gap(scene, steps, step_size, batch, std)
+        gap = rates.extragradient_gap(scene, steps, step_size, batch, std)
         best = int(np.argmin(gap))
         sampling = SinglePass(int(batch[best]))
         return _extragradient_fields(scene, int(steps[best]), step_size[best], sampling)
@@ -211,17 +211,15 @@ def proximal_tuned(
             _whole(n // 2, 25), _whole(most_steps, 40), strength
         )
         multiplier = _estimate(batch / n, rounds, budget)
-    steps = saddle_rates.picard_steps(scene, strength)
+    steps = rates.picard_steps(scene, strength)
     ratio = scene.lipschitz / strength
     share = 2 * scene.spread / ((strength - scene.lipschitz) * batch)
     std = multiplier * share * (1 - ratio**steps)
     accuracy = scene.bound * scene.diameter * ratio**steps
-    gap = saddle_rates.proximal_gap(scene, rounds, strength, batch, std, accuracy)
+    gap = rates.proximal_gap(scene, rounds, strength, batch, std, accuracy)
     if passes == "multi":
         distance = ratio**steps * scene.bound / strength
-        gap += scene.bound * saddle_rates.proximal_stability(
-            scene, rounds, strength, distance
-        )
+        gap += scene.bound * rates.proximal_stability(scene, rounds, strength, distance)
     best = _cheapest(gap, rounds * batch * steps)
     kind = SinglePass if passes == "single" else FixedSize
     chosen = kind(int(batch.flat[best]))
@@ -248,7 +246,7 @@ def _proximal_fields(
         "num_steps": rounds,
         "clip_norm": scene.spread,
         "strength": strength,
-        "inner_steps": int(saddle_rates.picard_steps(scene, strength)),
+        "inner_steps": int(rates.picard_steps(scene, strength)),
         "sampling": sampling,
     }
 
@@ -264,10 +262,8 @@ def _multi_step(scene: Scene, steps, batch, std) -> tuple[np.ndarray, np.ndarray
     """The step sizes with the least bounds on the weak gap, and these bounds."""
     shrunk = _extragradient_step(scene, steps, batch, std)
     step_size = shrunk[None] * np.logspace(-4, 0, 81).reshape(-1, *[1] * shrunk.ndim)
-    gap = saddle_rates.extragradient_gap(scene, steps, step_size, batch, std)
-    gap += scene.bound * saddle_rates.extragradient_stability(
-        scene, steps, step_size, std
-    )
+    gap = rates.extragradient_gap(scene, steps, step_size, batch, std)
+    gap += scene.bound * rates.extragradient_stability(scene, steps, step_size, std)
     best = np.argmin(gap, axis=0)[None]
     return tuple(np.take_along_axis(v, best, 0)[0] for v in (step_size, gap))
 

@@ -12,11 +12,12 @@ from jaxtyping import Array, Int, PyTree
 from .. import _checks
 from ..core.descent import Memory, descent, projected_update
 from ..privacy.budget import PrivacyBudget
-from ..privacy.ledger import Ledger, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch
-from . import rates as saddle_rates
+from . import rates
 from .base import AbstractSaddleSolver
 from .choices import (
     Average,
@@ -141,7 +142,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         r"""The bound on the expected gap of the answer: a promise, before any data.
 
-        For a single pass over fresh records `saddle_rates.extragradient_gap` bounds the
+        For a single pass over fresh records `rates.extragradient_gap` bounds the
         strong gap on the population. Otherwise that, plus $M$ times the stability of
         the answer, bounds the weak gap. It holds for monotone operators within the
         declared constants, a clip norm of at least `bound` and a step size of at most
@@ -161,11 +162,9 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
                 f"NoisyExtragradient.bound: no theorem covers step_size="
                 f"{self.step_size:.3g}; it must be at most {scene.largest_step:.3g}."
             )
-        gap = saddle_rates.extragradient_gap(
-            scene, self.num_steps, self.step_size, batch, std
-        )
+        gap = rates.extragradient_gap(scene, self.num_steps, self.step_size, batch, std)
         if not single:
-            gap += scene.bound * saddle_rates.extragradient_stability(
+            gap += scene.bound * rates.extragradient_stability(
                 scene, self.num_steps, self.step_size, std
             )
         return float(gap)

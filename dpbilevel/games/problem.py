@@ -15,7 +15,7 @@ from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.clipping import Bounded, Precision, clipped_mean, one_record
-from ..privacy.ledger import RECORDS, Query
+from ..privacy.releases import RECORDS, Query
 from ..privacy.sampling import AbstractSampling, Batch
 from ..sets import AbstractSet, Euclidean, Product
 

@@ -15,11 +15,12 @@ from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Basis
-from ..privacy.ledger import RECORDS, Ledger, Query, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import RECORDS, Query, Release
 from ..privacy.sampling import AbstractSampling, FullBatch
-from . import rates as saddle_rates
+from . import rates
 from .base import AbstractSaddleSolver
 from .certified import certified_resolvent
 from .choices import (
@@ -175,7 +176,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         r"""The bound on the expected gap of the answer: a promise, before any data.
 
-        For a single pass over fresh records `saddle_rates.proximal_gap` bounds the
+        For a single pass over fresh records `rates.proximal_gap` bounds the
         strong gap on the population. Otherwise that, plus $M$ times the stability of
         the answer, bounds the weak gap. It holds for monotone operators within the
         declared constants and a clip norm of at least `bound`.
@@ -192,11 +193,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         assert self.sizes is not None
         resolvent = self.resolvent(problem, self.sizes)
         distance, accuracy = resolvent.distance, resolvent.accuracy
-        gap = saddle_rates.proximal_gap(
+        gap = rates.proximal_gap(
             scene, self.num_steps, self.strength, batch, std, accuracy
         )
         if not single:
-            gap += scene.bound * saddle_rates.proximal_stability(
+            gap += scene.bound * rates.proximal_stability(
                 scene, self.num_steps, self.strength, distance
             )
         return float(gap)

@@ -14,9 +14,10 @@ from ..core.descent import Memory, check_descent, descent, projected_update, sho
 from ..core.levels import people_of
 from ..core.loop import AbstractSolver
 from ..privacy.budget import Neighbours, People
-from ..privacy.ledger import Ledger, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .problem import AbstractFiniteSum
 

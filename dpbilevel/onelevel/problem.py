@@ -15,8 +15,8 @@ from .. import _checks
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..privacy.clipping import Bounded, Precision, clipped_mean, one_record
-from ..privacy.ledger import RECORDS, Query
 from ..privacy.noise import PRNGKey
+from ..privacy.releases import RECORDS, Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
 

@@ -2,9 +2,10 @@
 
 from .budget import Neighbours, People, PrivacyBudget
 from .clipping import Basis, Bounded, clipped_mean
-from .ledger import Ledger, Query, Release
+from .ledger import Ledger
 from .mechanisms import Gaussian
 from .noise import root_key
+from .releases import Query, Release
 from .report import PrivacyReport, Status
 from .sampling import FixedSize, FullBatch, Poisson
 from .single_pass import SinglePass

@@ -137,11 +137,11 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
 
 
 def _computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
-    """The keys behind a barrier.
+    """The same keys behind an optimization barrier.
 
-    XLA would compute a hash again in whatever reads it, and compile a chain of them for
-    ten seconds. Of the words of the keys: to the checks of `jax.debug_key_reuse` a
-    barrier would be a use of the keys.
+    Without it XLA computes a hash again in every operation that reads it, and takes
+    seconds to compile a chain of hashes. The barrier is on the words of the keys,
+    because `jax.debug_key_reuse` counts a barrier on typed keys as a use of them.
     """
     words = jax.lax.optimization_barrier(jax.random.key_data(keys))
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(keys))

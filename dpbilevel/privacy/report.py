@@ -13,7 +13,7 @@ from . import accounting
 from .budget import Neighbours, PrivacyBudget
 from .clipping import Basis
 from .ledger import Ledger
-from .sampling import padded_rows
+from .rows import padded_rows
 
 
 class Status(enum.Enum):

@@ -14,10 +14,8 @@ from .. import _checks
 from ._lazy import dp_accounting
 from .budget import Neighbours
 from .noise import PRNGKey
+from .rows import BLOCK, filler, padded_rows, unpacked
 
-# Rows come in multiples of this many. A compiled program treats the rows of such blocks
-# alike, wherever they stand; the last ones of another number may be rounded otherwise.
-BLOCK = 64
 # The chance, per draw, that a Poisson batch outgrows a capacity chosen by us, and that
 # a subset of fixed size has too few different members.
 _OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
@@ -39,56 +37,6 @@ class Batch(eqx.Module):
     records: PyTree
     mask: Bool[Array, " n"] | None
     denominator: float
-
-
-class Padded(eqx.Module):
-    """Records in a public number of rows, so that no shape tells how many there are.
-
-    Attributes:
-        records: A pytree with a leading axis of fixed length.
-        present: Which rows are records. The others hold NaN, and zero where they are
-            not floating point.
-    """
-
-    records: PyTree
-    present: Bool[Array, " n"]
-
-
-def padded_rows(size: int) -> int:
-    """The number of rows that a plan for `size` records pads them to.
-
-    Args:
-        size: The planned, public number of records.
-
-    Returns:
-        The next larger multiple of 64, so that one record more always fits.
-    """
-    return (size // BLOCK + 1) * BLOCK
-
-
-def padded(records: PyTree, rows: int) -> Padded:
-    """Records followed by rows that count for nothing.
-
-    Args:
-        records: A pytree of arrays with a common leading axis of at most `rows`.
-        rows: The number of rows of the result.
-    """
-    n = jax.tree.leaves(records)[0].shape[0]
-
-    def pad(v):
-        widths = [(0, rows - n)] + [(0, 0)] * (v.ndim - 1)
-        return jnp.pad(v, widths, constant_values=_nothing(v.dtype))
-
-    # What reads the rows is compiled apart from what makes them of so many records.
-    filled = jax.lax.optimization_barrier(jax.tree.map(pad, records))
-    return Padded(filled, jnp.arange(rows) < n)
-
-
-def _nothing(dtype: jnp.dtype) -> float | int | bool:
-    """What a row that is no record holds."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return math.nan
-    return False if jnp.issubdtype(dtype, jnp.bool_) else 0
 
 
 class AbstractSampling(eqx.Module):
@@ -285,24 +233,13 @@ class Poisson(AbstractSampling):
         return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
 
 
-def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
-    """The rows of records, and which of them are records: all, where it is `None`.
-
-    Args:
-        records: Records, or `Padded`.
-    """
-    if isinstance(records, Padded):
-        return records.records, records.present
-    return records, None
-
-
 def _taken(records: PyTree, members: Int[Array, " rows"]) -> PyTree:
     """The rows with these numbers, nothing for numbers beyond the last row."""
 
     def take(v):
         if len(v) == 0:  # an empty axis cannot be indexed
-            return jnp.full((len(members), *v.shape[1:]), _nothing(v.dtype), v.dtype)
-        return v.at[members].get(mode="fill", fill_value=_nothing(v.dtype))
+            return jnp.full((len(members), *v.shape[1:]), filler(v.dtype), v.dtype)
+        return v.at[members].get(mode="fill", fill_value=filler(v.dtype))
 
     return jax.tree.map(take, records)
 

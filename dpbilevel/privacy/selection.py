@@ -7,7 +7,7 @@ from .. import _checks
 from ._lazy import dp_accounting
 from .budget import People
 from .clipping import Basis
-from .ledger import AbstractGaussianRelease
+from .releases import AbstractGaussianRelease
 from .repetitions import Repetitions
 
 

@@ -92,7 +92,8 @@ class FloatSum(AbstractSum):
     def contribution(self) -> Float[Array, ""]:
         """$C / m$, or 0 where a mean of values this long is out of some leaf's range.
 
-        Coordinates far below $C / m$ must be normal numbers, and n times it finite.
+        Coordinates down to $2^{-30} C / m$ must be normal numbers, and $4 n C / m$
+        finite.
         """
         contribution = super().contribution
         infos = [jnp.finfo(v.dtype) for v in jax.tree.leaves(self.value)]

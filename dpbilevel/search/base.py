@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ..core.loop import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.sampling import Padded, unpacked
+from ..privacy.rows import Padded, unpacked
 from .problem import BlackBox
 
 State = TypeVar("State")

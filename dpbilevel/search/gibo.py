@@ -14,9 +14,10 @@ from ..onelevel.noisy_gd import GRADIENT, running_mean
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
 from ..privacy.clipping import Bounded, clipped_mean
-from ..privacy.ledger import RECORDS, Ledger, Query, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
+from ..privacy.releases import RECORDS, Query, Release
 from ..privacy.sampling import FullBatch
 from .base import AbstractAskingSolver, Asked, trusted
 from .design import choose_batch

@@ -11,8 +11,9 @@ from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
 from ..draws.scores.mean_loss import public_part, spread_of
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean
-from ..privacy.ledger import RECORDS, Query
-from ..privacy.sampling import Batch, Padded, unpacked
+from ..privacy.releases import RECORDS, Query
+from ..privacy.rows import Padded, unpacked
+from ..privacy.sampling import Batch
 
 
 def clipped_loss(

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .. import _checks
 from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger, Release
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import Release
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
 from .gp import solved

@@ -9,15 +9,17 @@ from jaxtyping import Array, Float
 
 from .. import _checks
 from ..draws.base import DRAW
-from ..draws.mechanisms import Draw, Exponential
+from ..draws.mechanisms import Exponential
+from ..draws.release import Draw
 from ..draws.samplers.base import Certificate
 from ..draws.samplers.grid import Grid
 from ..draws.scores.mean_loss import spread_of
 from ..privacy.budget import Neighbours
-from ..privacy.ledger import RECORDS, Ledger, Query
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
-from ..privacy.sampling import unpacked
+from ..privacy.releases import RECORDS, Query
+from ..privacy.rows import unpacked
 from ..sets import Euclidean
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import box_of, public_of, start_of, uniform

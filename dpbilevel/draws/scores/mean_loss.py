@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from ...bilevel import sensitivities
 from ...onelevel.problem import FiniteSum
 from ...privacy.clipping import Basis, clipped_mean
-from ...privacy.ledger import RECORDS
-from ...privacy.sampling import Batch, FullBatch, unpacked
+from ...privacy.releases import RECORDS
+from ...privacy.rows import unpacked
+from ...privacy.sampling import Batch, FullBatch
 from ..samplers.base import AbstractPotential, AbstractSumPotential
 from .base import AbstractScore, Facts, batched, check_error, check_loss_dtype
 

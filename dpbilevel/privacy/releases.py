@@ -1,0 +1,329 @@
+"""Releases: what is read, by what mechanism, and what each person is charged."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Self
+
+from .. import _checks
+from ._lazy import dp_accounting
+from .budget import Neighbours, People, PrivacyBudget
+from .clipping import Basis
+from .mechanisms import Gaussian
+from .sampling import AbstractSampling, FullBatch
+
+RECORDS = "records"  # the role of the records of a one-level problem
+
+
+ROLES = ("upper", "lower", RECORDS)
+
+
+PERSON = "person"  # whoever may have a record in either level
+
+
+# The largest sum, in shares of the role with the smallest one, that the grid holds.
+_LARGEST_RATIO = 2.0**37
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    r"""The part of a release that reads one role's records: one clipped mean.
+
+    Args:
+        role: Whose records: `"upper"`, `"lower"` or `"records"`.
+        size: The planned number of records $n$.
+        clip_norm: $C$, the bound on one record's value in $\ell_2$.
+        sampling: How its batch is drawn.
+    """
+
+    role: str
+    size: int
+    clip_norm: float
+    sampling: AbstractSampling = dataclasses.field(default_factory=FullBatch)
+
+    def __post_init__(self):
+        _checks.one_of("Query", "role", self.role, ROLES)
+        _checks.count("Query", size=self.size)
+        _checks.positive("Query", clip_norm=self.clip_norm)
+        _checks.instance("Query", AbstractSampling, sampling=self.sampling)
+
+    @property
+    def contribution(self) -> float:
+        r"""One record's share of the mean: $C$ over the public denominator."""
+        return self.clip_norm / self.sampling.denominator(self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractRelease(abc.ABC):
+    """`count` releases of one kind, and what each person is charged for them.
+
+    Attributes:
+        name: What is released, in the words of the algorithm.
+        count: How many times.
+        queries: What it reads, one query per role.
+        basis: What the sensitivities rest on.
+        notes: What was proved about it, in the words of the report.
+    """
+
+    name: str
+    count: int
+    queries: tuple[Query, ...]
+
+    def __post_init__(self):
+        owner = type(self).__name__
+        _checks.count(owner, count=self.count)
+        _checks.instance(owner, tuple, queries=self.queries)
+        for query in self.queries:
+            _checks.instance(owner, Query, queries=query)
+        if len({query.role for query in self.queries}) != len(self.queries):
+            raise ValueError(f"{owner}: one query per role; add up the clip norms.")
+
+    if TYPE_CHECKING:
+
+        @property
+        def basis(self) -> Basis:
+            """What the sensitivities rest on."""
+
+        @property
+        def mechanism(self) -> Any:
+            """The mechanism."""
+
+    @property
+    def contribution(self) -> float:
+        """The largest share of one person with a record in every role."""
+        return sum(query.contribution for query in self.queries)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was proved about it, in the words of the report."""
+        return ()
+
+    def repeated(self, count: int) -> tuple[Self, ...]:
+        """The releases of `count` runs.
+
+        Numbered batches begin anew in every run, so a record of the first batches is
+        charged in each of them: such runs are not counted as one long run.
+
+        Args:
+            count: How many runs.
+        """
+        if any(query.sampling.numbered for query in self.queries):
+            return (self,) * count
+        return (dataclasses.replace(self, count=count * self.count),)
+
+    @property
+    @abc.abstractmethod
+    def failure(self) -> float:
+        """How far, in total variation, all of them are from what is charged."""
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation that the noise refers to."""
+        return self.mechanism.neighbours
+
+    @property
+    def overflow(self) -> float:
+        """The part of `failure` that is the chance of an overflowing batch."""
+        return 0.0
+
+    @property
+    def computed_error(self) -> float:
+        """The part of `failure` that errors of computed scores are."""
+        return 0.0
+
+    def check(self, budget: PrivacyBudget) -> None:
+        """Refuses a budget that no noise reaches; by default none is known to be.
+
+        Args:
+            budget: The guarantee to reach.
+        """
+        del budget
+
+    def row(self) -> dict[str, Any]:
+        """The release in the report: what it reads, by what mechanism."""
+        factor = self.neighbours.contributions
+        roles = {
+            query.role: {
+                "records": query.size,
+                "sampling": repr(query.sampling),
+                "sensitivity": factor * query.contribution,
+            }
+            for query in self.queries
+        }
+        return {
+            "release": self.name,
+            "count": self.count,
+            "roles": roles,
+            "mechanism": type(self.mechanism).__name__,
+            "precision": self.mechanism.precision,
+            "basis": self.basis.value,
+        }
+
+    @abc.abstractmethod
+    def forecast(self, coordinates: int | None) -> dict[str, Any]:
+        """How the noise compares with the signal, as a row of the report.
+
+        Args:
+            coordinates: The number of coordinates of a release, where it is known.
+        """
+
+    @abc.abstractmethod
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
+        """The events of all `count` releases, with the kind of person they charge."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractGaussianRelease(AbstractRelease):
+    """A sum of clipped means plus Gaussian noise.
+
+    Args:
+        mechanism: The noise, relative to the sum of the queries' sensitivities.
+    """
+
+    mechanism: Gaussian
+
+    def __post_init__(self):
+        super().__post_init__()
+        _checks.instance(type(self).__name__, Gaussian, mechanism=self.mechanism)
+
+    @property
+    def clip_norm(self) -> float:
+        """The largest norm of the noiseless value."""
+        return sum(query.clip_norm for query in self.queries)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise over the sensitivity of one person with a record in every role."""
+        return self.mechanism.event().noise_multiplier
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise in every coordinate."""
+        factor = self.neighbours.contributions
+        return self.noise_multiplier * factor * self.contribution
+
+    def row(self) -> dict[str, Any]:
+        """The release in the report, with its noise."""
+        return super().row() | {
+            "noise_multiplier": self.noise_multiplier,
+            "noise_std": self.noise_std,
+            "clip_norm": self.clip_norm,
+        }
+
+    def forecast(self, coordinates: int | None) -> dict[str, Any]:
+        """The noise over the largest value, and where it outgrows every signal."""
+        ratio = self.noise_std / self.clip_norm
+        row = {
+            "release": self.name,
+            "largest": "clip norm",
+            "noise_std_over_clip_norm": ratio,
+            "break_even_coordinates": 1 / ratio**2 if ratio else math.inf,
+        }
+        if coordinates is not None:
+            row["coordinates"] = coordinates
+            row["noise_norm_over_clip_norm"] = ratio * math.sqrt(coordinates)
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class Release(AbstractGaussianRelease):
+    r"""`count` releases of one kind: a sum of clipped means plus one Gaussian draw.
+
+    Args:
+        name: What is released, in the words of the algorithm.
+        count: How many times.
+        queries: The clipped means it adds up, one per role.
+        mechanism: The noise, relative to the sum of the queries' sensitivities.
+        joint: Whether all queries read one batch of the same records.
+        basis: What the sensitivities rest on.
+        value_norm: The largest norm of the noiseless value, where it is not the sum of
+            the queries' clip norms.
+        clip_ratio: The clip norm over the declared bound on what is clipped, where it
+            is declared. Only the report reads it.
+
+    Privacy:
+        Noise of standard deviation $m S$ with $S = \sum_r S_r$ over the roles. A person
+        of role $r$ alone sees it as multiplier $m S / S_r$. A person with a record in
+        each role sees independent releases with the noise's variance split in
+        proportion to $S_r$, that is multipliers $m \sqrt{S / S_r}$, whose composition
+        is a Gaussian of multiplier $m$: sensitivities add.
+    """
+
+    joint: bool = False
+    basis: Basis = Basis.CLIPPED
+    value_norm: float | None = None
+    clip_ratio: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.value_norm is not None:
+            _checks.positive("Release", value_norm=self.value_norm)
+        if self.mechanism.precision == "grid" and self.queries:
+            self._check_range()
+
+    def _check_range(self) -> None:
+        shares = [query.contribution for query in self.queries]
+        largest = max(q.contribution * q.size for q in self.queries)
+        if largest > _LARGEST_RATIO * min(shares):
+            raise ValueError(
+                f"Release: {self.name!r} adds two means; one record moves one by up to "
+                f"{max(shares):.3g}, the other by up to {min(shares):.3g}, and no grid "
+                "of 64-bit integers holds both. Bring the clip norms or the penalty "
+                'closer together, or use precision="float" for research.'
+            )
+
+    @property
+    def clip_norm(self) -> float:
+        """The largest norm of the noiseless value."""
+        return super().clip_norm if self.value_norm is None else self.value_norm
+
+    @property
+    def failure(self) -> float:
+        """The probability that some batch of these releases overflows."""
+        batches = self.queries[:1] if self.joint else self.queries
+        chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
+        return self.count * sum(chances)
+
+    @property
+    def overflow(self) -> float:
+        """All of `failure`."""
+        return self.failure
+
+    def forecast(self, coordinates: int | None) -> dict[str, Any]:
+        """That of a Gaussian release, with what is clipped by."""
+        row = super().forecast(coordinates)
+        if self.value_norm is not None:
+            row["largest"] = "largest value"
+        if self.clip_ratio is not None:
+            row["clip_norm_over_bound"] = self.clip_ratio
+        return row
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How often a record is charged, where that is not every time."""
+        return tuple(
+            f"{self.name}: batches are disjoint, so a record is charged for "
+            f"{charged} of {self.count} releases"
+            for query in self.queries
+            if (charged := query.sampling.charged(self.count, query.size)) < self.count
+        )
+
+    def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
+        """The events of all `count` releases, with the kind of person they charge."""
+        for person, query, multiplier in self._shares(people):
+            event = query.sampling.event(multiplier, self.neighbours, query.size)
+            count = query.sampling.charged(self.count, query.size)
+            yield person, dp_accounting.SelfComposedDpEvent(event, count)
+
+    def _shares(self, people: People) -> Iterator[tuple[str, Query, float]]:
+        multiplier, total = self.noise_multiplier, self.contribution
+        if self.joint:
+            yield PERSON, self.queries[0], multiplier
+            return
+        for query in self.queries:
+            ratio = total / query.contribution
+            if query.role == RECORDS or people is People.DISJOINT:
+                yield query.role, query, multiplier * ratio
+            else:
+                yield PERSON, query, multiplier * ratio**0.5

@@ -1,0 +1,77 @@
+"""Rows of a public number, so that no shape tells how many records there are."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+# Rows come in multiples of this many. A compiled program treats the rows of such blocks
+# alike, wherever they stand; the last ones of another number may be rounded otherwise.
+BLOCK = 64
+
+
+class Padded(eqx.Module):
+    """Records in a public number of rows, so that no shape tells how many there are.
+
+    Attributes:
+        records: A pytree with a leading axis of fixed length.
+        present: Which rows are records. The others hold NaN, and zero where they are
+            not floating point.
+    """
+
+    records: PyTree
+    present: Bool[Array, " n"]
+
+
+def padded_rows(size: int) -> int:
+    """The number of rows that a plan for `size` records pads them to.
+
+    Args:
+        size: The planned, public number of records.
+
+    Returns:
+        The next larger multiple of 64, so that one record more always fits.
+    """
+    return (size // BLOCK + 1) * BLOCK
+
+
+def padded(records: PyTree, rows: int) -> Padded:
+    """Records followed by rows that count for nothing.
+
+    Args:
+        records: A pytree of arrays with a common leading axis of at most `rows`.
+        rows: The number of rows of the result.
+    """
+    n = jax.tree.leaves(records)[0].shape[0]
+
+    def pad(v):
+        widths = [(0, rows - n)] + [(0, 0)] * (v.ndim - 1)
+        return jnp.pad(v, widths, constant_values=filler(v.dtype))
+
+    # What reads the rows is compiled apart from what makes them of so many records.
+    filled = jax.lax.optimization_barrier(jax.tree.map(pad, records))
+    return Padded(filled, jnp.arange(rows) < n)
+
+
+def filler(dtype: jnp.dtype) -> float | int | bool:
+    """What a row that is no record holds.
+
+    Args:
+        dtype: NaN where it is inexact, else zero.
+    """
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return math.nan
+    return False if jnp.issubdtype(dtype, jnp.bool_) else 0
+
+
+def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
+    """The rows of records, and which of them are records: all, where it is `None`.
+
+    Args:
+        records: Records, or `Padded`.
+    """
+    if isinstance(records, Padded):
+        return records.records, records.present
+    return records, None
