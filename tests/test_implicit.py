@@ -214,6 +214,44 @@ def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
         )
 
 
+@pytest.mark.parametrize("people", ["overlapping", "shared"])
+def test_the_noise_for_people_in_both_levels_covers_both_shares(people, x64):
+    rows = wide(LEVELS.lower)
+    data = dpb.Levels.shared(rows) if people == "shared" else wide(LEVELS)
+    x, sizes = jnp.asarray([-1.0, 0.5]), TUNING.sizes_of(data, people)
+    _, bounded = value_at(TUNING, x, data, people)
+    shares = sensitivities.at(TUNING.constants, sizes, jnp.float64, x)
+    # One share alone, or half of both, would be too little.
+    assert min(shares.upper, shares.lower) > 1e-3 * max(shares.upper, shares.lower)
+    assert float(bounded.sensitivity()) == pytest.approx(
+        float(shares.upper + shares.lower)
+    )
+
+
+def test_neither_solution_nor_hypergradient_leaves_the_ball_of_its_bound(x64):
+    # The lower solution is 10 e_1 and the hypergradient the solution itself.
+    problem = dpb.BilevelProblem(
+        lambda x, y, z: jnp.vdot(x, y) + 0 * jnp.sum(z),
+        lambda x, y, z: 0 * jnp.vdot(y, z),
+        lower_public=lambda x, y: 0.5 * jnp.sum(y * y) - 10 * y[0],
+    )
+    data, x = wide(EXACT.data), jnp.zeros(4)
+    sizes = problem.sizes_of(data)
+    certificate = EXACT.problem.constants
+    steps = sensitivities.effort(certificate, sizes)
+
+    def norm(**radii):
+        bounds = dataclasses.replace(
+            certificate.bounds(sizes, x), strong_convexity=1.0, smoothness=1.0, **radii
+        )
+        found = certified.hypergradient(problem, data, x, x, sizes, bounds, steps)
+        return float(jnp.linalg.norm(found))
+
+    assert norm(solution_radius=20.0, gradient=30.0) == pytest.approx(10.0)
+    assert norm(solution_radius=2.0, gradient=30.0) <= 2.0
+    assert norm(solution_radius=20.0, gradient=3.0) <= 3.0
+
+
 def test_nothing_but_released_values_is_kept(monkeypatch):
     def same_for_all(self, bounded, *, key):
         del key

@@ -241,3 +241,33 @@ def test_a_clip_norm_beyond_float32_lets_nothing_through():
         lambda v: v, values, clip_norm=1e39, denominator=1e39
     )
     assert float(mean.raw) == 0.0
+
+
+@pytest.mark.parametrize("contribution", [2e-38, 1e-37, 1e-27, 1.0, 1e30, 1e38])
+def test_a_float_mean_at_the_ends_of_the_range_moves_no_further_than_claimed(
+    contribution,
+):
+    # Coordinates below the normal numbers are flushed, and sums above them are
+    # infinite: one record decides about both where others come close.
+    clip_norm = 1e-3 if contribution < 1 else 1e15
+    d, tiny = 100, float(jnp.finfo(jnp.float32).tiny)
+    close = min(tiny / contribution * d**0.5, 8.0) - 0.5
+    others = np.full((10, d), close / 10 / d**0.5 * clip_norm, np.float32)
+    last = np.full((1, d), clip_norm / d**0.5, np.float32)
+    records = jnp.asarray(np.concatenate([others, last]))
+
+    def mean(counts):
+        return dpb.privacy.clipped_mean(
+            lambda z: z,
+            records,
+            clip_norm=clip_norm,
+            denominator=clip_norm / contribution,
+            mask=jnp.arange(11) < counts,
+            precision="float",
+        )
+
+    with_last, without = (np.float64(mean(counts).raw) for counts in (11, 10))
+    moved = np.linalg.norm(with_last - without)
+    assert moved <= contribution * (1 + 1e-6)
+    # Nothing counts where the range of the floats is too near, all else does.
+    assert np.any(with_last) == (contribution in (1e-27, 1.0, 1e30))
