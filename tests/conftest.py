@@ -23,9 +23,9 @@ os.environ["NPROC"] = "1"
 # This run, the processes that it starts and later runs share what they compile.
 CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", os.fspath(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.fspath(CACHE)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 _TESTS = itertools.count(1)
 # What these claim is about noise, rounding and leaks, or the bits of another process:

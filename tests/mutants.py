@@ -39,7 +39,7 @@ from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.noise import standard_normal, step_keys
-from dpbilevel.privacy.releases import Query
+from dpbilevel.privacy.releases import Query, Release
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,33 +119,37 @@ class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
     def step(self, problem, data, state, *, key):
         key_batch, key = jax.random.split(key)
         level = PenalizedLevel(problem, state.x)
-        exact = level.clipped_gradient(
-            state.y,
-            data,
-            self.sizes,
-            clip_norm=0.5,
-            sampling=self.sampling,
-            precision="float",
-            key=key_batch,
-        ).raw
+        queries, _ = level.queries(0.5, self.sampling, self.sizes)
+        release = Release("exact", 1, queries, dpb.privacy.Gaussian(precision="float"))
+        exact = release.read(level.record_gradients(state.y), data, key=key_batch).raw
         warm = eqx.tree_at(lambda s: s.y, state, state.y - exact)
         return dpb.PenaltyBilevel.step(self, problem, data, warm, key=key)
 
 
-class Unclipped(dpb.FiniteSum):
-    def clipped_gradient(self, w, data, sizes, *, clip_norm, **_):
-        mean = jax.tree.map(
-            lambda v: v.sum(axis=0) / sizes,
-            jax.vmap(jax.grad(self.loss), (None, 0))(w, data),
-        )
-        return dpb.privacy.Bounded(mean, clip_norm / sizes)
+class ReadsUnclipped(Query):
+    def read(self, fun, records, **_):
+        mean = jax.tree.map(lambda v: v.sum(axis=0) / self.size, jax.vmap(fun)(records))
+        return dpb.privacy.Bounded(mean, self.clip_norm / self.size)
 
 
-class ClippedAsABatch(dpb.FiniteSum):
-    def clipped_gradient(self, w, data, sizes, *, clip_norm, **_):
-        mean = jnp.sum(jax.vmap(jax.grad(self.loss), (None, 0))(w, data)) / sizes
-        clipped = mean * jnp.minimum(1.0, clip_norm / jnp.abs(mean))
-        return dpb.privacy.Bounded(clipped, clip_norm / sizes)
+class ClipsTheBatch(Query):
+    def read(self, fun, records, **_):
+        mean = jnp.sum(jax.vmap(fun)(records)) / self.size
+        clipped = mean * jnp.minimum(1.0, self.clip_norm / jnp.abs(mean))
+        return dpb.privacy.Bounded(clipped, self.clip_norm / self.size)
+
+
+def read_by(kind):
+    """Finite sums whose query reads in another way than it charges for."""
+
+    class Broken(dpb.FiniteSum):
+        def queries(self, clip_norm, sampling, sizes):
+            return (kind("records", sizes, clip_norm, sampling),), False
+
+    return Broken
+
+
+Unclipped, ClippedAsABatch = read_by(ReadsUnclipped), read_by(ClipsTheBatch)
 
 
 def on_problem(kind):
@@ -162,22 +166,33 @@ def on_problem(kind):
     )
 
 
-class ReadsTwice(dpb.FiniteSum):
-    """Two queries on one batch or, if sound, the second one on a batch of its own."""
+class TwoReads(Release):
+    """Two queries of one batch or, if sound, the second one of a batch of its own."""
 
-    one_batch: bool = eqx.field(static=True, default=True)
-
-    def clipped_gradient(self, w, data, sizes, *, key, **fields):
-        keys = (key, key) if self.one_batch else jax.random.split(key)
+    def read(self, funs, data, *, key, index=None):
         first, second = (
-            dpb.FiniteSum.clipped_gradient(self, w, data, sizes, key=k, **fields)
-            for k in keys
+            query.read(funs["records"], data, precision=self.mechanism.precision, key=k)
+            for query, k in zip(self.queries, self.keys(key), strict=True)
         )
         return first + second
 
-    def queries(self, clip_norm, sampling, sizes):
+    def keys(self, key):
+        return key, key
+
+
+class TwoBatches(TwoReads):
+    def keys(self, key):
+        return jax.random.split(key)
+
+
+class ReadsTwice(dpb.NoisyGD):
+    one_batch: bool = eqx.field(static=True, default=True)
+
+    def release(self, problem, sizes):
+        kind = TwoReads if self.one_batch else TwoBatches
         roles = ("upper", "lower")
-        return tuple(Query(r, sizes, clip_norm, sampling) for r in roles), False
+        queries = tuple(Query(r, sizes, self.clip_norm, self.sampling) for r in roles)
+        return kind("gradient", self.num_steps, queries, self.noise)
 
 
 TWICE = sampled(dpb.Poisson(0.1), ADD_OR_REMOVE, 0.5, num_steps=20)
@@ -187,8 +202,9 @@ TWICE = sampled(dpb.Poisson(0.1), ADD_OR_REMOVE, 0.5, num_steps=20)
 def twice():
     """The canary, its two readings' noise, and what two batches would claim."""
     canary = audit.canaries(TWICE)["records"]
-    problem = ReadsTwice(canary.problem.loss)
-    ledger = canary.solver.ledger(problem, canary.solver.sizes)
+    ledger = ReadsTwice(**vars(canary.solver)).ledger(
+        canary.problem, canary.solver.sizes
+    )
     claim = audit.ledger_claims(ledger)["person"]
     return canary, ledger.releases[0].noise_std, claim
 
@@ -201,9 +217,9 @@ def reading_twice(one_batch):
         steps = -np.diff(rows, axis=1, prepend=0.0) / (0.1 * noise_std)
         return np.log1p(0.1 * np.expm1(2 * steps - 2)).sum(axis=1)
 
-    problem = ReadsTwice(canary.problem.loss, one_batch=one_batch)
+    solver = ReadsTwice(**vars(canary.solver), one_batch=one_batch)
     return audit.trade_off(
-        audit.SolverRun(problem, canary.solver, canary.w0),
+        audit.SolverRun(canary.problem, solver, canary.w0),
         canary.data,
         canary.neighbour,
         claim,

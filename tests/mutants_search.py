@@ -13,33 +13,44 @@ from mutants import Hotter, Mutant, Silent
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.privacy.noise import derive
+from dpbilevel.privacy.releases import Query
 from dpbilevel.search import losses as told
-from dpbilevel.search import noisy_ucb as ucb
 from dpbilevel.search.losses import clipped_loss
 
 RUNS = 8_000
 
 
-def raw_mean(losses, clip_range, size, precision):
-    mean = jnp.sum(losses) / size - clip_range / 2
-    return dpb.privacy.Bounded(mean, clip_range / 2 / size)
+class RawMean(Query):
+    """The mean of losses that are not clipped."""
+
+    def read(self, fun, records, **_):
+        mean = jnp.sum(records) / self.size - self.clip_norm
+        return dpb.privacy.Bounded(mean, self.clip_norm / self.size)
 
 
-def clipped_as_a_mean(losses, clip_range, size, precision):
-    mean = jnp.clip(jnp.sum(losses) / size, 0, clip_range) - clip_range / 2
-    return dpb.privacy.Bounded(mean, clip_range / 2 / size)
+class ClippedAsAMean(Query):
+    def read(self, fun, records, **_):
+        mean = jnp.clip(jnp.sum(records) / self.size, 0, 2 * self.clip_norm)
+        return dpb.privacy.Bounded(mean - self.clip_norm, self.clip_norm / self.size)
 
 
 def raw_score(losses, clip_range, size, precision):
-    mean = raw_mean(losses, clip_range, size, precision).raw
+    mean = jnp.sum(losses) / size - clip_range / 2
     return types.SimpleNamespace(raw=types.SimpleNamespace(values=lambda: mean))
 
 
-def scored_by(kind, place, score):
-    class Mutated(kind):
-        def tell(self, *args, **kwargs):
-            with mock.patch.object(place, "clipped_loss", score):
-                return kind.tell(self, *args, **kwargs)
+class DrawsByRawScores(dpb.search.RandomSearch):
+    def tell(self, *args, **kwargs):
+        with mock.patch.object(told, "clipped_loss", raw_score):
+            return dpb.search.RandomSearch.tell(self, *args, **kwargs)
+
+
+def reading_by(kind):
+    class Mutated(dpb.search.NoisyUCB):
+        def release(self, problem, sizes):
+            release = dpb.search.NoisyUCB.release(self, problem, sizes)
+            queries = tuple(kind(**vars(query)) for query in release.queries)
+            return dataclasses.replace(release, queries=queries)
 
     return Mutated
 
@@ -154,16 +165,10 @@ def of_selection(kind):
 
 
 MUTANTS = {
-    "draws by scores that are not clipped": of_draw(
-        scored_by(dpb.search.RandomSearch, told, raw_score)
-    ),
+    "draws by scores that are not clipped": of_draw(DrawsByRawScores),
     "draws a candidate at a wrong rate": of_draw(mechanism=Hotter()),
-    "queries that are not clipped": of_ucb(
-        scored_by(dpb.search.NoisyUCB, ucb, raw_mean)
-    ),
-    "queries clipped as a mean": of_ucb(
-        scored_by(dpb.search.NoisyUCB, ucb, clipped_as_a_mean)
-    ),
+    "queries that are not clipped": of_ucb(reading_by(RawMean)),
+    "queries clipped as a mean": of_ucb(reading_by(ClippedAsAMean)),
     "noise forgotten in one query": of_ucb(ForgetsNoiseOnce),
     "all queries counted as one": of_ucb(CountsOneQuery),
     "every repetition is shown": of_selection(ShowsEveryRepetition),

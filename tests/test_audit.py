@@ -28,9 +28,16 @@ from dpbilevel.audit.claims import TradeOffCurve
 from dpbilevel.privacy import accounting
 
 solvers = pytest.mark.parametrize("name", SOLVERS)
-# In short one of each class, and the samplings.
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# In short one of each class, and the samplings; those that take longest are only slow.
 FIRST = {type(case.solver): name for name, case in reversed(SOLVERS.items())}
 AT_ONCE = {*FIRST.values(), "NoisyGD, Poisson", "NoisyGD, fixed size"}
+AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO", "Refitted"}
 CASES = [
     pytest.param(
         name,
@@ -51,8 +58,9 @@ def test_no_solver_leaks_more_than_its_ledger_claims(name, runs):
         assert outcome.passed, str(outcome)
 
 
-@runs
-@pytest.mark.parametrize("name", [n for n, case in SOLVERS.items() if case.exact])
+@pytest.mark.parametrize(
+    ("name", "runs"), [case for case in CASES if SOLVERS[case.values[0]].exact]
+)
 def test_gaussian_solvers_leak_nine_tenths_of_what_their_ledger_claims(name, runs):
     case = SOLVERS[name]
     canaries = audit.canaries(case.solver, x_in_records=case.x_in_records)
@@ -82,7 +90,7 @@ def test_an_adversary_sees_at_least_what_is_released(name):
     ("solver", "smaller"),
     [
         (sampled(dpb.Poisson(0.2), ADD_OR_REMOVE), dpb.Poisson(0.17)),
-        (sampled(dpb.FixedSize(2)), dpb.FixedSize(1)),
+        slow(sampled(dpb.FixedSize(2)), dpb.FixedSize(1)),
     ],
 )
 def test_the_claim_of_a_smaller_batch_is_rejected(solver, smaller):
@@ -224,7 +232,9 @@ def test_misuse_is_refused_with_the_remedy(broken, message):
         broken()
 
 
-@pytest.mark.parametrize("name", ["NoisyGD", "PenaltyBilevel, x in lower", "Refitted"])
+@pytest.mark.parametrize(
+    "name", ["NoisyGD", slow("PenaltyBilevel, x in lower"), "Refitted"]
+)
 def test_solvers_draw_every_noise_afresh(name):
     case = SOLVERS[name]
     found = audit.noise_reuse(

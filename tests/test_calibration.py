@@ -72,7 +72,9 @@ def test_full_batches_get_the_closed_form_noise(epsilon, delta):
     assert plan.report.epsilon <= epsilon
 
 
-@pytest.mark.parametrize("name", ["full", "subset"])
+@pytest.mark.parametrize(
+    "name", ["full", pytest.param("subset", marks=pytest.mark.slow)]
+)
 def test_a_larger_budget_needs_less_noise_and_more_steps_need_more(name):
     def multiplier(epsilon=1.0, **fields):
         budget = dpb.PrivacyBudget(epsilon, 1e-5)

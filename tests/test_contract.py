@@ -231,7 +231,6 @@ def test_vmap_over_solvers_and_keys_equals_a_loop(name):
 @pytest.mark.parametrize("over", ["solvers", "keys"])
 def test_vmap_over_one_of_solvers_and_keys_equals_a_loop(name, over):
     problem, solver, data, w0 = calibrated(name, 0.5)
-    keys = jax.random.split(jax.random.key(KEY), 2)
     loud = solver.with_noise(1.0)
     both = jax.tree.map(lambda a, b: jnp.asarray([a, b], jnp.float32), solver, loud)
 
@@ -239,12 +238,16 @@ def test_vmap_over_one_of_solvers_and_keys_equals_a_loop(name, over):
         return dpb.solve(problem, solver, data, w0, key=key).value
 
     if over == "keys":
+        keys = jnp.stack([jax.random.key(seed) for seed in (0, 1)])
         together = jax.jit(jax.vmap(one, (None, 0)))(solver, keys)
-        pairs = ((solver, keys[0]), (solver, keys[1]))
+        pairs = (solver, 0), (solver, 1)
     else:
-        together = jax.jit(jax.vmap(one, (0, None)))(both, keys[0])
-        pairs = ((solver, keys[0]), (loud, keys[0]))
-    apart = [solve(problem, solver, data, w0, key=key).value for solver, key in pairs]
+        together = jax.jit(jax.vmap(one, (0, None)))(both, jax.random.key(0))
+        pairs = (solver, 0), (loud, 0)
+    apart = [
+        solve(problem, solver, data, w0, key=jax.random.key(seed)).value
+        for solver, seed in pairs
+    ]
     alone = jax.tree.map(lambda *v: jnp.stack(v), *apart)
     chex.assert_trees_all_close(together, alone, rtol=2e-4, atol=2e-4)
 

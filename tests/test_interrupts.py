@@ -138,7 +138,7 @@ def slow(*case):
         slow("checkpoint.SECRET 1", START, "; resume with: dpbilevel run "),
         ("running", LEFT, "; resume with: dpbilevel run "),
         slow("checkpoint.SECRET 3", LEFT, "; resume with: dpbilevel run "),
-        ("result.json 1", DONE, " holds a finished run"),
+        slow("result.json 1", DONE, " holds a finished run"),
     ],
 )
 def test_interrupt_in_any_phase_leaves_a_folder_to_go_on_from(

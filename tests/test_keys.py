@@ -14,7 +14,7 @@ import dpbilevel as dpb
 from dpbilevel.bilevel import penalty
 from dpbilevel.core import loop as base
 from dpbilevel.onelevel import noisy_gd
-from dpbilevel.privacy import noise
+from dpbilevel.privacy import noise, releases
 from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.noise import derive, standard_normal, step_keys
@@ -56,6 +56,7 @@ UNSEEN = ("exponential", "regularized", "random_search", "repeat", "noisy_ucb")
 UNSEEN += ("gradient_informative",)
 ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
 ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
+ALIKE += ("penalty_shared_poisson", "single_loop_shared_poisson", "refitted")
 ALIKE += ("single_loop", "single_loop_free_x", "implicit")
 CASES = [
     pytest.param(name, True, marks=pytest.mark.slow if name in ALIKE else ())
@@ -133,10 +134,10 @@ def test_all_noise_and_all_batches_of_a_run_are_uncorrelated(name, partitionable
     problem, solver, data, w0 = wide(name)
     with jax.threefry_partitionable(partitionable):
         noises, batches = draws(problem, solver, data, w0)
-    releases = solver.ledger(problem, solver.sizes).releases
-    joint = any("directions" in release.name for release in releases)
+    made = solver.ledger(problem, solver.sizes).releases
+    joint = any("directions" in release.name for release in made)
     blocks = (3 if problem.x_in_records else 2) if joint else 1
-    assert len(noises) == blocks * sum(release.count for release in releases)
+    assert len(noises) == blocks * sum(release.count for release in made)
     assert worst_correlation(noises + batches) < LIMIT
 
 
@@ -160,7 +161,7 @@ def one_key_for_all_lanes(solver, problem, data, w, *, key):
     ("place", "mutant"),
     [
         (base, same_key_each_step),
-        (noisy_gd, same_key_for_both),
+        (releases, same_key_for_both),
         (noisy_gd, one_key_for_all_lanes),
     ],
 )

@@ -67,7 +67,9 @@ def relative(a, b):
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["sources", pytest.param("penalty", marks=pytest.mark.slow)]
+)
 def test_hypergradients_agree_with_central_differences(case, double):
     problem, data, x, y0 = CASES[case]()
     objective = jax.jit(functools.partial(hyper_objective, problem, data, y0))

@@ -43,7 +43,12 @@ def quadratic(place=None):
     return problem, dpb.Levels(clean, rows), jnp.zeros(2), jnp.zeros(2)
 
 
-@pytest.mark.parametrize("place", ["a", "b"])
+places = pytest.mark.parametrize(
+    "place", ["a", pytest.param("b", marks=pytest.mark.slow)]
+)
+
+
+@places
 @pytest.mark.parametrize("name", LOWER_SOLVERS)
 def test_a_record_with_nan_has_no_lower_solution(place, name):
     problem, data, x, y0 = quadratic(place)
@@ -58,7 +63,7 @@ def test_a_record_with_nan_has_no_lower_solution(place, name):
     assert np.all(np.isnan(penalized))
 
 
-@pytest.mark.parametrize("place", ["a", "b"])
+@places
 @pytest.mark.parametrize("name", LINEAR_SOLVERS)
 def test_a_record_with_nan_has_no_derivative(place, name):
     problem, data, x, y0 = quadratic(place)

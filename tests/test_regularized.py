@@ -85,6 +85,7 @@ def test_one_level_draws_have_the_exact_law_and_a_wrong_temperature_is_seen():
     assert scipy.stats.kstest(values, law(score, 2 * rate, mu)).pvalue < ALPHA
 
 
+@pytest.mark.slow
 def test_bilevel_draws_have_the_law_of_the_closed_hyper_objective():
     rng = np.random.default_rng(5)
     with jax.enable_x64(True):

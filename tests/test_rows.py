@@ -45,7 +45,7 @@ def distance(a, b):
 
 
 @pytest.mark.parametrize("sampling", [dpb.FullBatch(), dpb.Poisson(0.5)])
-@pytest.mark.parametrize("d", [200, 784])
+@pytest.mark.parametrize("d", [200, pytest.param(784, marks=pytest.mark.slow)])
 def test_a_record_less_changes_the_rounding_of_no_other(sampling, d):
     w, loss = steep(d)
     n = 33

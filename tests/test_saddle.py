@@ -81,8 +81,8 @@ def test_a_huge_record_moves_a_clipped_operator_by_its_sensitivity_at_most():
     huge = jax.tree.map(lambda v: v.at[0].set(1e9), made.data)
 
     def mean(data):
-        bounded = made.problem.clipped_operator(
-            w,
+        bounded = dpb.privacy.clipped_mean(
+            made.problem.saturated_operator(w),
             dpb.FullBatch().draw(data, N, key=jax.random.key(0)),
             clip_norm=0.5,
             precision="float",

@@ -122,7 +122,11 @@ def test_the_black_box_sees_its_own_point_in_float64_under_the_callers_setting()
 
 @pytest.mark.parametrize(
     ("name", "fails_at"),
-    [("random_search", 7), ("repeat_and_select", 5), ("noisy_ucb", 0)],
+    [
+        pytest.param("random_search", 7, marks=pytest.mark.slow),
+        ("repeat_and_select", 5),
+        ("noisy_ucb", 0),
+    ],
 )
 def test_a_crash_in_a_step_loses_no_evaluation_and_no_bit(
     name, fails_at, whole, tmp_path

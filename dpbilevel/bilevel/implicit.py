@@ -1,8 +1,7 @@
 """Noisy descent along implicit hypergradients, private by declared constants."""
 
-import dataclasses
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -12,11 +11,10 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, check_descent, descent, projected_update
-from ..core.loop import AbstractSolver
+from ..core.loop import AbstractNoisySolver
 from ..core.outputs import uniform_iterate
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
-from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Query, Release
@@ -35,7 +33,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
+class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     r"""Projected descent along noisy implicit hypergradients; releases $x$ only.
 
     $$
@@ -166,11 +164,6 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         return cls(**(defaults | fields))
 
     @property
-    def neighbours(self) -> Neighbours:
-        """Replace-one."""
-        return self.noise.neighbours
-
-    @property
     def basis(self) -> Basis:
         """Constants."""
         return Basis.CONSTANTS
@@ -212,8 +205,8 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         """The `x` chosen by `answer`; no `y`."""
         return state.chosen if self.answer == "uniform" else state.x, None
 
-    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """`num_steps` releases of the hypergradient, at the worst x of the set.
+    def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
+        """The hypergradient, at the worst x of the set.
 
         Raises:
             ValueError: The problem has no certificate, the solver is not calibrated, or
@@ -229,7 +222,7 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
             Query(role, n, float(getattr(shares, role)) * n / 2)
             for role, n in counts.items()
         )
-        release = Release(
+        return Release(
             HYPERGRADIENT,
             self.num_steps,
             queries,
@@ -238,6 +231,10 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
             basis=Basis.CONSTANTS,
             value_norm=float(certificate.bounds(sizes).gradient),
         )
+
+    def assumptions(self, problem: BilevelProblem, sizes: Sizes) -> tuple[str, ...]:
+        """Those of the certificate, and of what is computed."""
+        certificate = certified.certificate_of(problem)
         effort = sensitivities.effort(certificate, sizes)
         numerical = (
             f"{effort.lower_steps} accelerated gradient and {effort.linear_steps} "
@@ -249,12 +246,7 @@ class ImplicitBilevel(AbstractSolver[BilevelProblem, _State]):
         if certificate.varies:
             follows = "the noise follows the sensitivity at the released x, "
             assumptions += (follows + "at most the one listed",)
-        return Ledger((release,), sizes.people, assumptions)
-
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
-        multiplier = scale * self.num_steps**0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+        return assumptions
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The hypergradient has the size of x."""

@@ -1,15 +1,14 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from ..onelevel.problem import AbstractFiniteSum, batch_mean
+from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
-from ..privacy.clipping import Bounded, Precision
-from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet
@@ -18,73 +17,10 @@ from .problem import ROLES, BilevelProblem, Levels, Sizes
 Scalar = Float[Array, ""]
 
 
-def levels_mean(
-    funs: Levels,
-    data: Levels,
-    sizes: Sizes,
-    *,
-    clip_norms: Levels,
-    sampling: AbstractSampling,
-    precision: Precision,
-    key: PRNGKey,
-) -> Bounded:
-    r"""The sum of one clipped mean per level.
-
-    Args:
-        funs: Per-record functions; `None` for a level that is not read.
-        data: The records.
-        sizes: The planned sizes.
-        clip_norms: Clip norms $C_f$ and $C_g$.
-        sampling: How each level's batch is drawn, independently of the other's.
-        precision: How the records are summed, as in `clipped_mean`.
-        key: A typed key for the draws.
-
-    Returns:
-        The sum, sealed. Where the records are shared, both functions are evaluated on
-        one batch and their sum is clipped once, at $C_f + C_g$: the same bound with
-        less distortion.
-
-    Privacy:
-        One query whose contribution is the sum of the levels' clip norms over their
-        public denominators, matched by `levels_queries`.
-    """
-    key_upper, key_lower = derive(key, "upper", "lower")
-    if sizes.people is People.SHARED and None not in (funs.upper, funs.lower):
-
-        def both(record):
-            return optax.tree.add(funs.upper(record), funs.lower(record))
-
-        return batch_mean(
-            both,
-            data.lower,
-            sizes.lower,
-            clip_norm=clip_norms.upper + clip_norms.lower,
-            sampling=sampling,
-            precision=precision,
-            key=key_lower,
-        )
-    total = None
-    for role, subkey in (("upper", key_upper), ("lower", key_lower)):
-        fun = getattr(funs, role)
-        if fun is not None:
-            mean = batch_mean(
-                fun,
-                getattr(data, role),
-                getattr(sizes, role),
-                clip_norm=getattr(clip_norms, role),
-                sampling=sampling,
-                precision=precision,
-                key=subkey,
-            )
-            total = mean if total is None else total + mean
-    assert total is not None
-    return total
-
-
 def levels_queries(
     clip_norms: Levels, sampling: AbstractSampling, sizes: Sizes
 ) -> tuple[tuple[Query, ...], bool]:
-    """What `levels_mean` reads: its queries, and whether they share one batch.
+    """One query for each level that is read, and whether they share one batch.
 
     Args:
         clip_norms: Clip norms; `None` for a level that is not read.
@@ -92,7 +28,7 @@ def levels_queries(
         sizes: The planned sizes.
     """
     queries = tuple(
-        Query(role, getattr(sizes, role), float(getattr(clip_norms, role)), sampling)
+        Query(role, getattr(sizes, role), getattr(clip_norms, role), sampling)
         for role in ROLES
         if getattr(clip_norms, role) is not None
     )
@@ -122,18 +58,8 @@ class PenalizedLevel(AbstractFiniteSum):
         """The feasible set of y."""
         return self.problem.y_set
 
-    def clipped_gradient(
-        self,
-        w: PyTree,
-        data: Levels,
-        sizes: Sizes,
-        *,
-        clip_norm: float | Scalar,
-        sampling: AbstractSampling,
-        precision: Precision,
-        key: PRNGKey,
-    ) -> Bounded:
-        r"""The clipped mean of $\nabla_y g$, plus that of $\nabla_y f / \lambda$."""
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        r"""$\nabla_y g$ of a lower record, $\nabla_y f / \lambda$ of an upper one."""
 
         def lower(record):
             return jax.grad(self.problem.lower, 1)(self.x, w, record)
@@ -142,17 +68,7 @@ class PenalizedLevel(AbstractFiniteSum):
             gradient = jax.grad(self.problem.upper, 1)(self.x, w, record)
             return jax.tree.map(lambda v: v / self.penalty, gradient)
 
-        funs = Levels(upper if self.penalty is not None else None, lower)
-        clip_norms = self._clip_norms(clip_norm)
-        return levels_mean(
-            funs,
-            data,
-            sizes,
-            clip_norms=clip_norms,
-            sampling=sampling,
-            precision=precision,
-            key=key,
-        )
+        return {"lower": lower} | ({} if self.penalty is None else {"upper": upper})
 
     def public_gradient(self, w: PyTree) -> PyTree:
         r"""$\nabla_y r_g$, plus $\nabla_y r_f / \lambda$."""
@@ -165,7 +81,7 @@ class PenalizedLevel(AbstractFiniteSum):
         return total
 
     def queries(
-        self, clip_norm: float, sampling: AbstractSampling, sizes: Sizes
+        self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes: Sizes
     ) -> tuple[tuple[Query, ...], bool]:
         """One query on the lower records, and one on the upper ones if penalized."""
         return levels_queries(self._clip_norms(clip_norm), sampling, sizes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 import equinox as eqx
@@ -17,14 +18,13 @@ from ..core.outputs import Best, smallest_step
 from ..onelevel.noisy_gd import running_mean
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours
-from ..privacy.clipping import Bounded
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .constants import Constants
-from .penalized import PenalizedLevel, levels_mean, levels_queries
+from .penalized import PenalizedLevel, levels_queries
 from .problem import BilevelProblem, Levels, Sizes
 
 LOWER = "lower solution"
@@ -244,10 +244,10 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         )
         gradient = self._public_gradient(problem, state.x, y, z)
         if parts.outer is not None:
-            key_batch, key_noise = derive(key_outer, "sampling", "noise")
-            bounded = self._record_gradient(problem, data, state.x, y, z, key_batch)
-            released = parts.outer.release(bounded, key=key_noise)
-            gradient = optax.tree.add(gradient, released)
+            assert self.sizes is not None
+            outer = self._outer(problem, parts.outer, self.sizes)
+            funs = self._record_gradients(problem, state.x, y, z)
+            gradient = optax.tree.add(gradient, outer.of(funs, data, key=key_outer))
 
         rule = descent(self.step_size, self.optimizer)
         x, memory = projected_update(
@@ -279,9 +279,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         total = parts.lower.ledger(lower, sizes).named(LOWER)
         total += parts.penalized.ledger(penalized, sizes).named(PENALIZED)
         if parts.outer is not None:
-            clip_norms = self._outer_clip_norms(problem)
-            queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-            outer = Release(OUTER, 1, queries, parts.outer, joint)
+            outer = self._outer(problem, parts.outer, sizes)
             total += Ledger((outer,), sizes.people)
         return total.repeat(self.num_steps)
 
@@ -326,8 +324,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         penalized = PenalizedLevel(problem, x, self.penalty, self.upper_clip_norm)
         return PenalizedLevel(problem, x), penalized
 
-    def _record_gradient(self, problem, data, x, y, z, key) -> Bounded:
-        r"""Clipped means of $\nabla_x f$ and $\lambda (\nabla_x g - \nabla_x g)$."""
+    def _record_gradients(self, problem, x, y, z) -> dict[str, Callable]:
+        r"""$\nabla_x f$ of an upper record, $\lambda (\nabla_x g - \nabla_x g)$."""
 
         def upper(record):
             return jax.grad(problem.upper)(x, z, record)
@@ -339,20 +337,16 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             )
             return jax.tree.map(lambda v: self.penalty * v, difference)
 
-        funs = Levels(
-            upper if problem.reads_x("upper") else None,
-            lower if problem.reads_x("lower") else None,
-        )
-        assert self.sizes is not None
-        return levels_mean(
-            funs,
-            data,
-            self.sizes,
-            clip_norms=self._outer_clip_norms(problem),
-            sampling=self.sampling,
-            precision=self.noise.precision,
-            key=key,
-        )
+        funs = {"upper": upper, "lower": lower}
+        return {role: fun for role, fun in funs.items() if problem.reads_x(role)}
+
+    def _outer(
+        self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
+    ) -> Release:
+        """The release of the outer gradient, once a step."""
+        clip_norms = self._outer_clip_norms(problem)
+        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
+        return Release(OUTER, 1, queries, mechanism, joint=joint)
 
     def _outer_clip_norms(self, problem: BilevelProblem) -> Levels:
         return Levels(

@@ -1,7 +1,7 @@
 """The single-loop method: one joint release moves all three variables."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -11,16 +11,14 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, check_descent, descent, projected_update, shortened
-from ..core.loop import AbstractSolver
+from ..core.loop import AbstractNoisySolver
 from ..onelevel.noisy_gd import running_mean
-from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Euclidean
-from .penalized import levels_mean, levels_queries
+from .penalized import levels_queries
 from .problem import BilevelProblem, Levels, Sizes
 
 
@@ -41,7 +39,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
+class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     r"""Stochastic bilevel optimization with one clipped, noisy release a step.
 
     A third variable $v$ tracks $[\nabla_{yy}^2 g]^{-1} \nabla_y f$. One step moves all
@@ -155,11 +153,6 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         for share in self.shares:
             _checks.positive(owner, shares=share)
 
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.noise.neighbours
-
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts at `w0 = (x, y)` and $v = 0$."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
@@ -196,18 +189,12 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
         """The pair chosen by `answer`."""
         return (state.x, state.y) if self.answer == "last" else state.mean
 
-    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """`num_steps` joint releases."""
+    def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
+        """All blocks at once, in their units."""
         clip_norms = self._clip_norms(problem)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
         name = _name(self._units(problem))
-        release = Release(name, self.num_steps, queries, self.noise, joint)
-        return Ledger((release,), sizes.people)
-
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
-        multiplier = scale * self.num_steps**0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+        return Release(name, self.num_steps, queries, self.noise, joint=joint)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Two blocks like y, and one like x where records meet it."""
@@ -263,7 +250,6 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
     def _direction(self, problem, data, state: _State, key: PRNGKey) -> _Blocks:
         """The released blocks plus the public terms."""
         assert self.sizes is not None
-        key_batch, key_noise = derive(key, "sampling", "noise")
         x, y, v, units = state.x, state.y, state.v, self._units(problem)
 
         def of_lower(record):
@@ -274,22 +260,16 @@ class SingleLoopBilevel(AbstractSolver[BilevelProblem, _State]):
             blocks = _upper_blocks(lambda x, y: problem.upper(x, y, record), x, y)
             return _scaled(blocks, units, -1)
 
-        bounded = levels_mean(
-            Levels(of_upper, of_lower),
-            data,
-            self.sizes,
-            clip_norms=self._clip_norms(problem),
-            sampling=self.sampling,
-            precision=self.noise.precision,
-            key=key_batch,
-        )
-        released = self.noise.release(bounded, key=key_noise)
+        funs = {"upper": of_upper, "lower": of_lower}
+        released = self.release(problem, self.sizes).of(funs, data, key=key)
         return _with_public(problem, _scaled(released, units, 1), x, y, v)
 
 
 def _name(units: _Blocks) -> str:
     """The release, with the units that its noise and sensitivities are given in."""
     named = {k: v for k, v in vars(units).items() if v is not None}
+    if not all(map(_checks.concrete, named.values())):
+        return "directions"  # inside of a compiled step, where nobody reads it
     listed = ", ".join(f"{k} / {unit:.3g}" for k, unit in named.items())
     return f"directions of ({listed})"
 

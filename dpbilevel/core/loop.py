@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key, step_keys
+from ..privacy.releases import AbstractRelease
 from ..privacy.rows import padded, padded_rows
 from .descent import rejected_updates
 from .levels import Levels, people_of
@@ -143,6 +144,78 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The number of coordinates of each release, by its name in the ledger."""
+
+
+class AbstractNoisySolver(AbstractSolver[Problem, State]):
+    """A solver that makes the same Gaussian releases at every step.
+
+    What it releases is declared once, in `releases`; the ledger follows from that.
+
+    Attributes:
+        noise: The mechanism; its multiplier is per release.
+        releases_per_step: How many releases a step makes.
+    """
+
+    releases_per_step: ClassVar[int] = 1
+
+    if TYPE_CHECKING:
+
+        @property
+        def noise(self) -> Gaussian:
+            """The mechanism."""
+
+    else:
+        noise: eqx.AbstractVar[Gaussian]
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    @property
+    def num_releases(self) -> int:
+        """Of a whole run."""
+        return self.releases_per_step * self.num_steps
+
+    @abc.abstractmethod
+    def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
+        """What a step releases, with its count in a whole run.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes.
+
+        Raises:
+            ValueError: The problem lacks what the sensitivity rests on.
+        """
+
+    def assumptions(self, problem: Problem, sizes: Any) -> tuple[str, ...]:
+        """What the guarantee rests on besides clipping; by default nothing.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes.
+        """
+        del problem, sizes
+        return ()
+
+    def ledger(self, problem: Problem, sizes: Any) -> Ledger:
+        """All of its releases."""
+        return Ledger(
+            (self.release(problem, sizes),),
+            people_of(sizes) or People.OVERLAPPING,
+            self.assumptions(problem, sizes),
+        )
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of a release to `scale` times the root of their number.
+
+        Args:
+            scale: As in `AbstractSolver.with_noise`.
+        """
+        noise = self.noise.with_multiplier(scale * self.num_releases**0.5)
+        changes: dict[str, Any] = {"noise": noise}
+        return dataclasses.replace(self, **changes)
 
 
 def solve(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import equinox as eqx
 
 from .. import _checks
-from ..core.loop import AbstractSolver, State
-from ..privacy.budget import Neighbours, PrivacyBudget
+from ..core.loop import AbstractNoisySolver, State
+from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.sampling import AbstractSampling
 from .choices import AVERAGES, Average, Fields, Passes, scene_of
@@ -15,13 +15,12 @@ from .problem import AbstractVariationalInequality
 from .rates import Scene
 
 
-class AbstractSaddleSolver(AbstractSolver[AbstractVariationalInequality, State]):
+class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
     r"""A solver with explicit bounds, which choose its parameters before any data.
 
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
         sampling: How each query's batch is drawn.
-        noise: The mechanism.
         average: Which part of the path the answer averages.
     """
 
@@ -38,17 +37,12 @@ class AbstractSaddleSolver(AbstractSolver[AbstractVariationalInequality, State])
             """How each query's batch is drawn."""
 
         @property
-        def noise(self) -> Gaussian:
-            """The mechanism."""
-
-        @property
         def average(self) -> Average:
             """Which part of the path the answer averages."""
 
     else:
         clip_norm: eqx.AbstractVar[float]
         sampling: eqx.AbstractVar[AbstractSampling]
-        noise: eqx.AbstractVar[Gaussian]
         average: eqx.AbstractVar[Average]
 
     def __check_init__(self):
@@ -162,11 +156,6 @@ class AbstractSaddleSolver(AbstractSolver[AbstractVariationalInequality, State])
                 covers its parameters.
         """
 
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.noise.neighbours
-
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
         """The clip norm over the problem's bound, where one is declared.
 
@@ -174,4 +163,4 @@ class AbstractSaddleSolver(AbstractSolver[AbstractVariationalInequality, State])
             problem: The problem.
         """
         bound = problem.bound
-        return None if bound is None else float(self.clip_norm) / bound
+        return None if bound is None else self.clip_norm / bound

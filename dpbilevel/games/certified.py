@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .. import _checks
 from ..bilevel.certified import common_dtype, wide
-from ..privacy.clipping import Basis, Bounded, Precision
+from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean
 from ..privacy.floats import all_finite, is_finite
 from ..privacy.grid import on_grid
 from ..privacy.sampling import Batch
@@ -93,8 +93,11 @@ def approximate_resolvent(
     batch = Batch(records, mask, batch.denominator)
 
     def operator(u):
-        mean = problem.clipped_operator(
-            u, batch, clip_norm=resolvent.largest_clip, precision=precision
+        mean = clipped_mean(
+            problem.saturated_operator(u),
+            batch,
+            clip_norm=resolvent.largest_clip,
+            precision=precision,
         ).raw
         mean = mean.values() if precision == "grid" else mean
         return optax.tree.add(mean, _public(problem, u))

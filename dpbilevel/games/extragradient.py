@@ -1,7 +1,6 @@
 """The noisy extragradient method for saddle points and variational inequalities."""
 
-import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -12,10 +11,9 @@ from jaxtyping import Array, Int, PyTree
 from .. import _checks
 from ..core.descent import Memory, descent, projected_update
 from ..privacy.budget import PrivacyBudget
-from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import Release
+from ..privacy.releases import RECORDS, Query, Release
 from ..privacy.sampling import AbstractSampling, FullBatch
 from . import rates
 from .base import AbstractSaddleSolver
@@ -89,6 +87,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     noise: Gaussian = Gaussian()
     average: Average = eqx.field(static=True, default="all")
     sizes: int | None = eqx.field(static=True, default=None)
+    releases_per_step: ClassVar[int] = 2
 
     def __check_init__(self):
         _checks.positive("NoisyExtragradient", step_size=self.step_size)
@@ -204,22 +203,15 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         """The average of the midpoints, or of the second half of them."""
         return state.mean
 
-    def ledger(self, problem: AbstractVariationalInequality, sizes: int) -> Ledger:
-        """`2 * num_steps` releases of the operator."""
-        queries = problem.queries(self.clip_norm, self.sampling, sizes)
-        release = Release(
+    def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
+        """The operator."""
+        return Release(
             OPERATOR,
-            2 * self.num_steps,
-            queries,
+            self.num_releases,
+            (Query(RECORDS, sizes, self.clip_norm, self.sampling),),
             self.noise,
             clip_ratio=self.clip_ratio(problem),
         )
-        return Ledger((release,))
-
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of a release to `scale * sqrt(2 * num_steps)`."""
-        multiplier = scale * (2 * self.num_steps) ** 0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The operator has as many coordinates as `w0`."""
@@ -235,13 +227,10 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         key: PRNGKey,
     ) -> PyTree:
         """The released operator at `w` on a batch of its own, plus the public one."""
-        key_batch, key_noise = derive(key, "sampling", "noise")
         assert self.sizes is not None
-        batch = self.sampling.draw(data, self.sizes, key=key_batch, index=index)
-        bounded = problem.clipped_operator(
-            w, batch, clip_norm=self.clip_norm, precision=self.noise.precision
-        )
-        released = self.noise.release(bounded, key=key_noise)
+        funs = {RECORDS: problem.saturated_operator(w)}
+        release = self.release(problem, self.sizes)
+        released = release.of(funs, data, key=key, index=index)
         return optax.tree.add(released, problem.public_operator(w))
 
     def _rule(self) -> optax.GradientTransformation:

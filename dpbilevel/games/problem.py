@@ -14,9 +14,7 @@ from .. import _checks
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
-from ..privacy.clipping import Bounded, Precision, clipped_mean, one_record
-from ..privacy.releases import RECORDS, Query
-from ..privacy.sampling import AbstractSampling, Batch
+from ..privacy.clipping import one_record
 from ..sets import AbstractSet, Euclidean, Product
 
 Scalar = Float[Array, ""]
@@ -78,39 +76,21 @@ class AbstractVariationalInequality(AbstractOneLevel):
     def public_operator(self, w: PyTree) -> PyTree:
         """$P(w)$: no clipping, no noise, no budget; zeros without a public term."""
 
-    def clipped_operator(
-        self,
-        w: PyTree,
-        batch: Batch,
-        *,
-        clip_norm: float | Scalar,
-        precision: Precision,
-    ) -> Bounded:
-        r"""The mean of $\mathrm{clip}_C(F_i(w))$ over a batch.
+    def saturated_operator(self, w: PyTree) -> Callable[[PyTree], PyTree]:
+        """$F_i(w)$ as a function of the record, with the largest numbers for infinity.
+
+        So an operator that overflows counts in its direction, as one does that is about
+        to: what a clipped one contributes is nonexpansive in the operator.
 
         Args:
             w: The point, released; or a function of released values and this batch
                 inside of what is sealed with a sensitivity of its own.
-            batch: What a sampling scheme drew.
-            clip_norm: $C$.
-            precision: How the records are summed, as in `clipped_mean`.
-
-        Privacy:
-            One query of contribution $C$ over the batch's denominator, if `w` is
-            released.
         """
 
         def operator(record):
-            # An operator that overflows counts in its direction, as one does that is
-            # about to: what it contributes is nonexpansive in the operator.
             return jax.tree.map(_saturated, self.record_operator(w, record))
 
-        return clipped_mean(
-            operator,
-            batch,
-            clip_norm=clip_norm,
-            precision=precision,
-        )
+        return operator
 
     def declared(self, name: str) -> float:
         """A declared constant.
@@ -134,12 +114,6 @@ class AbstractVariationalInequality(AbstractOneLevel):
                 f"{'' if name.startswith('public_') else ' for every possible record'}."
             )
         return float(value)
-
-    def queries(
-        self, clip_norm: float, sampling: AbstractSampling, sizes: int
-    ) -> tuple[Query, ...]:
-        """One query on the records."""
-        return (Query(RECORDS, sizes, float(clip_norm), sampling),)
 
 
 def _saturated(value: Array) -> Array:

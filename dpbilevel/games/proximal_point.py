@@ -15,7 +15,6 @@ from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Basis
-from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import RECORDS, Query, Release
@@ -270,8 +269,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             self.sampling.denominator(sizes),
         )
 
-    def ledger(self, problem: AbstractVariationalInequality, sizes: int) -> Ledger:
-        """`num_steps` releases of the resolvent.
+    def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
+        """The resolvent.
 
         Raises:
             ValueError: The solver is not calibrated, the problem lacks a constant that
@@ -289,7 +288,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         denominator = self.sampling.denominator(sizes)
         # A mean of so many vectors of this norm has this sensitivity.
         query = Query(RECORDS, sizes, share * denominator, self.sampling)
-        release = Release(
+        return Release(
             RESOLVENT,
             self.num_steps,
             (query,),
@@ -298,12 +297,6 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             value_norm=float(problem.w_set.reach),
             clip_ratio=self.clip_ratio(problem),
         )
-        return Ledger((release,), assumptions=self._assumptions(problem))
-
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of each round to `scale * sqrt(num_steps)`."""
-        multiplier = scale * self.num_steps**0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
 
     def with_counts(
         self, problem: AbstractVariationalInequality, sizes: int | None = None
@@ -321,7 +314,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """The point has as many coordinates as `w0`."""
         return {RESOLVENT: optax.tree.size(w0)}
 
-    def _assumptions(self, problem: AbstractVariationalInequality) -> tuple[str, ...]:
+    def assumptions(
+        self, problem: AbstractVariationalInequality, sizes: int
+    ) -> tuple[str, ...]:
+        """The constants that the sensitivity rests on."""
+        del sizes
         if self.basis is Basis.CLIPPED:
             return ()
         declared: dict[str, Any] = {"lipschitz": problem.declared("lipschitz")}

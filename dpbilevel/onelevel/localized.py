@@ -1,8 +1,7 @@
 """Localized noisy gradient descent: DP-Loc-GD and DP-Loc-SGD."""
 
-import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -12,14 +11,13 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Rejections, finite_or
-from ..core.loop import AbstractSolver
-from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger
+from ..core.loop import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
+from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
-from .noisy_gd import GRADIENT, gradient_ledger, noisy_gradient, running_mean
+from .noisy_gd import GRADIENT, gradient_release, noisy_gradient, running_mean
 from .problem import AbstractFiniteSum
 
 
@@ -31,7 +29,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
+class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     r"""Noisy gradient descent in rounds, each in a smaller ball around the last mean.
 
     Round $m$ starts at its center $c_m$ and runs $T_{in}$ steps
@@ -153,11 +151,6 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
         """Rounds times steps per round."""
         return len(self.radii) * self.steps_per_round
 
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.noise.neighbours
-
     def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
         """The first round starts at `w0`."""
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
@@ -192,14 +185,9 @@ class LocalizedGD(AbstractSolver[AbstractFiniteSum, _State]):
         """The mean of the last round."""
         return state.center
 
-    def ledger(self, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
-        """One release of the gradient per step."""
-        return gradient_ledger(self, problem, sizes)
-
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
-        multiplier = scale * self.num_steps**0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+    def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
+        """The gradient."""
+        return gradient_release(self, problem, sizes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The gradient has as many coordinates as `w0`."""

@@ -1,7 +1,6 @@
 """Noisy projected gradient descent for one-level problems."""
 
-import dataclasses
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -11,12 +10,9 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, check_descent, descent, projected_update, shortened
-from ..core.levels import people_of
-from ..core.loop import AbstractSolver
-from ..privacy.budget import Neighbours, People
-from ..privacy.ledger import Ledger
+from ..core.loop import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .problem import AbstractFiniteSum
@@ -29,7 +25,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
+class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     r"""Projected gradient descent with a clipped, noisy gradient at every step.
 
     $$w_{t+1} = \Pi_W\bigl(w_t - \eta\,(\tilde g_t + \nabla r(w_t))\bigr), \qquad
@@ -84,11 +80,6 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
         check_descent("NoisyGD", self.step_size, self.optimizer)
         _checks.one_of("NoisyGD", "average", self.average, ("last", "mean"))
 
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.noise.neighbours
-
     def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
         """Starts at `w0`, projected onto the set."""
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
@@ -116,14 +107,9 @@ class NoisyGD(AbstractSolver[AbstractFiniteSum, _State]):
         """The last iterate or the average."""
         return state.w if self.average == "last" else state.mean
 
-    def ledger(self, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
-        """`num_steps` releases of the gradient."""
-        return gradient_ledger(self, problem, sizes)
-
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
-        multiplier = scale * self.num_steps**0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+    def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
+        """The gradient."""
+        return gradient_release(self, problem, sizes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The gradient has as many coordinates as `w0`."""
@@ -139,34 +125,24 @@ def noisy_gradient(
     """The released gradient at `w`: clipped and noisy record terms, public terms.
 
     Args:
-        solver: Its `clip_norm`, `sampling`, `noise` and `sizes` are read.
+        solver: Its `release` and `sizes` are read.
         problem: The one-level problem.
         data: The records.
         w: The iterate.
         key: A typed key for the batch and the noise.
 
     Privacy:
-        The release that `gradient_ledger` counts once per step.
+        One `solver.release`.
     """
-    key_batch, key_noise = derive(key, "sampling", "noise")
-    bounded = problem.clipped_gradient(
-        w,
-        data,
-        solver.sizes,
-        clip_norm=solver.clip_norm,
-        sampling=solver.sampling,
-        precision=solver.noise.precision,
-        key=key_batch,
-    )
-    released = solver.noise.release(bounded, key=key_noise)
+    release = solver.release(problem, solver.sizes)
+    released = release.of(problem.record_gradients(w), data, key=key)
     return optax.tree.add(released, problem.public_gradient(w))
 
 
-def gradient_ledger(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Ledger:
-    """The ledger of one `noisy_gradient` per step of `solver`."""
+def gradient_release(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Release:
+    """The release that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
-    release = Release(GRADIENT, solver.num_steps, queries, solver.noise, joint)
-    return Ledger((release,), people_of(sizes) or People.OVERLAPPING)
+    return Release(GRADIENT, solver.num_steps, queries, solver.noise, joint=joint)
 
 
 def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:

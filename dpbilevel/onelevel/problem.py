@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
-from ..privacy.clipping import Bounded, Precision, clipped_mean, one_record
-from ..privacy.noise import PRNGKey
+from ..privacy.clipping import one_record
 from ..privacy.releases import RECORDS, Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
@@ -24,7 +23,7 @@ Scalar = Float[Array, ""]
 
 
 class AbstractFiniteSum(AbstractOneLevel):
-    """What a one-level solver needs: clipped gradients, public gradients, a set."""
+    """What a one-level solver needs: gradients of records, public ones, a set."""
 
     if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
 
@@ -36,18 +35,8 @@ class AbstractFiniteSum(AbstractOneLevel):
         w_set: eqx.AbstractVar[AbstractSet]
 
     @abc.abstractmethod
-    def clipped_gradient(
-        self,
-        w: PyTree,
-        data: PyTree,
-        sizes,
-        *,
-        clip_norm: float | Scalar,
-        sampling: AbstractSampling,
-        precision: Precision,
-        key: PRNGKey,
-    ) -> Bounded:
-        """The clipped mean gradient of the record terms on a fresh batch."""
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        """The gradient of one record's term at `w`, for each role that has records."""
 
     @abc.abstractmethod
     def public_gradient(self, w: PyTree) -> PyTree:
@@ -55,9 +44,9 @@ class AbstractFiniteSum(AbstractOneLevel):
 
     @abc.abstractmethod
     def queries(
-        self, clip_norm: float, sampling: AbstractSampling, sizes
+        self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes
     ) -> tuple[tuple[Query, ...], bool]:
-        """What `clipped_gradient` reads, and whether in one joint batch."""
+        """The queries of `record_gradients`, and whether they share one batch."""
 
 
 class FiniteSum(AbstractFiniteSum):
@@ -87,27 +76,9 @@ class FiniteSum(AbstractFiniteSum):
         if not callable(self.loss):
             raise TypeError(f"FiniteSum: loss must be a function, got {self.loss!r}.")
 
-    def clipped_gradient(
-        self,
-        w: PyTree,
-        data: PyTree,
-        sizes: int,
-        *,
-        clip_norm: float | Scalar,
-        sampling: AbstractSampling,
-        precision: Precision,
-        key: PRNGKey,
-    ) -> Bounded:
-        r"""The clipped mean of $\nabla_w \ell(w, z_i)$ on a fresh batch."""
-        return batch_mean(
-            lambda record: jax.grad(self.loss)(w, record),
-            data,
-            sizes,
-            clip_norm=clip_norm,
-            sampling=sampling,
-            precision=precision,
-            key=key,
-        )
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        r"""$\nabla_w \ell(w, z)$ of one record."""
+        return {RECORDS: lambda record: jax.grad(self.loss)(w, record)}
 
     def public_gradient(self, w: PyTree) -> PyTree:
         r"""$\nabla r(w)$."""
@@ -116,10 +87,10 @@ class FiniteSum(AbstractFiniteSum):
         return jax.grad(self.public)(w)
 
     def queries(
-        self, clip_norm: float, sampling: AbstractSampling, sizes: int
+        self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes: int
     ) -> tuple[tuple[Query, ...], bool]:
         """One query on the records."""
-        return (Query(RECORDS, sizes, float(clip_norm), sampling),), False
+        return (Query(RECORDS, sizes, clip_norm, sampling),), False
 
     def check(self, w0: PyTree, data: PyTree) -> None:
         """Checks the shapes of `data` and that the loss is a scalar.
@@ -133,34 +104,6 @@ class FiniteSum(AbstractFiniteSum):
         check_scalar("loss", self.loss, w0, one_record(data))
         if self.public is not None:
             check_scalar("public", self.public, w0, of="the public term")
-
-
-def batch_mean(
-    fun: Callable[[PyTree], PyTree],
-    records: PyTree,
-    size: int,
-    *,
-    clip_norm: float | Scalar,
-    sampling: AbstractSampling,
-    precision: Precision,
-    key: PRNGKey,
-) -> Bounded:
-    """The clipped mean of a per-record function on a fresh batch.
-
-    Args:
-        fun: Maps one record to a pytree.
-        records: All records.
-        size: The planned, public number of records.
-        clip_norm: The bound on one record's value.
-        sampling: How the batch is drawn.
-        precision: How the records are summed, as in `clipped_mean`.
-        key: A typed key for the draw.
-
-    Privacy:
-        One query of contribution `clip_norm` over the sampling's denominator.
-    """
-    batch = sampling.draw(records, size, key=key)
-    return clipped_mean(fun, batch, clip_norm=clip_norm, precision=precision)
 
 
 def check_start(w0: PyTree) -> None:

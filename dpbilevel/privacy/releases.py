@@ -2,21 +2,28 @@
 
 import abc
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
+
+import optax
+from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ._lazy import dp_accounting
 from .budget import Neighbours, People, PrivacyBudget
-from .clipping import Basis
+from .clipping import Basis, Bounded, Precision, clipped_mean
 from .mechanisms import Gaussian
-from .sampling import AbstractSampling, FullBatch
+from .noise import PRNGKey, derive
+from .sampling import AbstractSampling, FullBatch, Index
 
 RECORDS = "records"  # the role of the records of a one-level problem
 
 
-ROLES = ("upper", "lower", RECORDS)
+LEVELS = ("upper", "lower")
+ROLES = (*LEVELS, RECORDS)
 
 
 PERSON = "person"  # whoever may have a record in either level
@@ -30,16 +37,20 @@ _LARGEST_RATIO = 2.0**37
 class Query:
     r"""The part of a release that reads one role's records: one clipped mean.
 
+    What is read and what it costs are one object: `read` clips to the norm that the
+    ledger charges, on a batch drawn as it accounts for.
+
     Args:
         role: Whose records: `"upper"`, `"lower"` or `"records"`.
         size: The planned number of records $n$.
-        clip_norm: $C$, the bound on one record's value in $\ell_2$.
+        clip_norm: $C$, the bound on one record's value in $\ell_2$; traced inside a
+            compiled step.
         sampling: How its batch is drawn.
     """
 
     role: str
     size: int
-    clip_norm: float
+    clip_norm: float | Float[Array, ""]
     sampling: AbstractSampling = dataclasses.field(default_factory=FullBatch)
 
     def __post_init__(self):
@@ -51,7 +62,31 @@ class Query:
     @property
     def contribution(self) -> float:
         r"""One record's share of the mean: $C$ over the public denominator."""
-        return self.clip_norm / self.sampling.denominator(self.size)
+        return float(self.clip_norm) / self.sampling.denominator(self.size)
+
+    def read(
+        self,
+        fun: Callable[[PyTree], PyTree],
+        records: PyTree,
+        *,
+        precision: Precision,
+        key: PRNGKey,
+        index: Index = None,
+    ) -> Bounded:
+        """The clipped mean of a per-record function on a fresh batch.
+
+        Args:
+            fun: Maps one record to a pytree.
+            records: All records of the role.
+            precision: How they are summed, as in `clipped_mean`.
+            key: A typed key for the draw of the batch.
+            index: The number of the batch in the run, for samplings that are numbered.
+
+        Privacy:
+            Sealed with this query's `contribution`.
+        """
+        batch = self.sampling.draw(records, self.size, key=key, index=index)
+        return clipped_mean(fun, batch, clip_norm=self.clip_norm, precision=precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +214,7 @@ class AbstractGaussianRelease(AbstractRelease):
 
     Args:
         mechanism: The noise, relative to the sum of the queries' sensitivities.
+        joint: Whether both queries read one batch of the same records.
     """
 
     mechanism: Gaussian
@@ -187,10 +223,79 @@ class AbstractGaussianRelease(AbstractRelease):
         super().__post_init__()
         _checks.instance(type(self).__name__, Gaussian, mechanism=self.mechanism)
 
+    joint: bool = dataclasses.field(default=False, kw_only=True)
+
+    def of(
+        self,
+        funs: Mapping[str, Callable[[PyTree], PyTree]],
+        data: PyTree,
+        *,
+        key: PRNGKey,
+        index: Index = None,
+    ) -> PyTree:
+        """One of these releases: its queries, their sum, and the noise.
+
+        Args:
+            funs: The per-record function of each query, by its role.
+            data: The records; those of role `"upper"` are `data.upper`, and so on.
+            key: A typed key for the batches and the noise of this release alone.
+            index: The number of the release in the run, for samplings that are
+                numbered.
+        """
+        key_batch, key_noise = derive(key, "sampling", "noise")
+        bounded = self.read(funs, data, key=key_batch, index=index)
+        return self.mechanism.release(bounded, key=key_noise)
+
+    def read(
+        self,
+        funs: Mapping[str, Callable[[PyTree], PyTree]],
+        data: PyTree,
+        *,
+        key: PRNGKey,
+        index: Index = None,
+    ) -> Bounded:
+        """The sum of one clipped mean per query, sealed.
+
+        Joint queries read one batch: the sum of their functions is clipped once, at the
+        sum of their clip norms, the same bound with less distortion.
+
+        Args:
+            funs: As in `of`.
+            data: As in `of`.
+            key: A typed key for the batches.
+            index: As in `of`.
+
+        Raises:
+            ValueError: The functions are not those of the queries.
+        """
+        roles = [query.role for query in self.queries]
+        if set(funs) != set(roles):
+            raise ValueError(
+                f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
+                f"but functions of {[*funs]} are to be read."
+            )
+        keys = {RECORDS: key}
+        if RECORDS not in roles:
+            keys = dict(zip(LEVELS, derive(key, *LEVELS), strict=True))
+        parts = [(query, funs[query.role]) for query in self.queries]
+        if self.joint:
+            parts = [_in_one(*parts)]
+        means = [
+            query.read(
+                fun,
+                data if query.role == RECORDS else getattr(data, query.role),
+                precision=self.mechanism.precision,
+                key=keys[query.role],
+                index=index,
+            )
+            for query, fun in parts
+        ]
+        return functools.reduce(operator.add, means)
+
     @property
     def clip_norm(self) -> float:
         """The largest norm of the noiseless value."""
-        return sum(query.clip_norm for query in self.queries)
+        return sum(float(query.clip_norm) for query in self.queries)
 
     @property
     def noise_multiplier(self) -> float:
@@ -226,6 +331,13 @@ class AbstractGaussianRelease(AbstractRelease):
         return row
 
 
+def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
+    """Two queries of the same records as one, of the sum of their functions."""
+    (query, fun), (other, gun) = first, last
+    both = dataclasses.replace(other, clip_norm=query.clip_norm + other.clip_norm)
+    return both, lambda record: optax.tree.add(fun(record), gun(record))
+
+
 @dataclasses.dataclass(frozen=True)
 class Release(AbstractGaussianRelease):
     r"""`count` releases of one kind: a sum of clipped means plus one Gaussian draw.
@@ -235,7 +347,6 @@ class Release(AbstractGaussianRelease):
         count: How many times.
         queries: The clipped means it adds up, one per role.
         mechanism: The noise, relative to the sum of the queries' sensitivities.
-        joint: Whether all queries read one batch of the same records.
         basis: What the sensitivities rest on.
         value_norm: The largest norm of the noiseless value, where it is not the sum of
             the queries' clip norms.
@@ -250,7 +361,6 @@ class Release(AbstractGaussianRelease):
         is a Gaussian of multiplier $m$: sensitivities add.
     """
 
-    joint: bool = False
     basis: Basis = Basis.CLIPPED
     value_norm: float | None = None
     clip_ratio: float | None = None
@@ -259,7 +369,8 @@ class Release(AbstractGaussianRelease):
         super().__post_init__()
         if self.value_norm is not None:
             _checks.positive("Release", value_norm=self.value_norm)
-        if self.mechanism.precision == "grid" and self.queries:
+        known = all(_checks.concrete(query.clip_norm) for query in self.queries)
+        if self.mechanism.precision == "grid" and self.queries and known:
             self._check_range()
 
     def _check_range(self) -> None:
@@ -296,7 +407,7 @@ class Release(AbstractGaussianRelease):
         if self.value_norm is not None:
             row["largest"] = "largest value"
         if self.clip_ratio is not None:
-            row["clip_norm_over_bound"] = self.clip_ratio
+            row["clip_norm_over_bound"] = float(self.clip_ratio)
         return row
 
     @property

@@ -1,7 +1,6 @@
 """Gradient-informative Bayesian optimization with private gradients."""
 
-import dataclasses
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,11 +9,10 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, check_descent, descent, projected_update, shortened
+from ..core.loop import AbstractNoisySolver
 from ..onelevel.noisy_gd import GRADIENT, running_mean
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
-from ..privacy.clipping import Bounded, clipped_mean
-from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import RECORDS, Query, Release
@@ -48,7 +46,9 @@ class _State(eqx.Module):
     unmet: Int[Array, ""]  # steps whose points did not reach the tolerance
 
 
-class GradientInformativeBO(AbstractAskingSolver[_State]):
+class GradientInformativeBO(
+    AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]
+):
     r"""Descent along private gradients that a Gaussian process infers from losses.
 
     A step chooses the fewest points $Z_t$ that bring the trace of the posterior
@@ -160,11 +160,6 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
         most = self.batch or self.max_batch
         return None if most is None else self.num_steps * most
 
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.noise.neighbours
-
     def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, projected onto the set, with no losses.
 
@@ -223,7 +218,11 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
         """One noisy gradient from all losses that are kept, one projected update."""
         seen = _joined(asked, losses, state.seen)
         posterior = self._posterior(state.w, seen.points, seen.mask)
-        gradient = self.noise.release(self._gradient(posterior, seen), key=key)
+        weights = posterior.weights
+        funs = {RECORDS: lambda losses: weights @ _usable(losses, seen.mask)}
+        # Every record is read, so no batch is drawn by the key.
+        bounded = self.release(problem, self.sizes).read(funs, seen.values, key=key)
+        gradient = self.noise.release(bounded, key=key)
         gradient = gradient.astype(state.w.dtype) + _public_gradient(problem, state.w)
         gradient = shortened(
             gradient, self.step_size, lambda w: _public_gradient(problem, w), state.w
@@ -269,16 +268,15 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
         """The last iterate or the average of the last fifth."""
         return state.w if self.average == "last" else state.mean
 
-    def ledger(self, problem: Any, sizes: int) -> Ledger:
-        """`num_steps` releases of the gradient."""
-        query = Query(RECORDS, sizes, float(self.clip_norm), FullBatch())
-        release = Release(GRADIENT, self.num_steps, (query,), self.noise)
-        return Ledger((release,), assumptions=trusted(problem, self.most_evaluations))
+    def release(self, problem: Any, sizes: int) -> Release:
+        """The gradient."""
+        query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
+        return Release(GRADIENT, self.num_steps, (query,), self.noise)
 
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
-        multiplier = scale * self.num_steps**0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+    def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
+        """What a black box is trusted with."""
+        del sizes
+        return trusted(problem, self.most_evaluations)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The gradient has as many coordinates as `w0`."""
@@ -299,17 +297,6 @@ class GradientInformativeBO(AbstractAskingSolver[_State]):
 
     def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
-
-    def _gradient(self, posterior: GradientPosterior, seen: _Seen) -> Bounded:
-        """The clipped mean of everyone's posterior mean gradient."""
-        weights = posterior.weights
-        return clipped_mean(
-            lambda losses: weights @ _usable(losses, seen.mask),
-            seen.values,
-            clip_norm=self.clip_norm,
-            denominator=FullBatch().denominator(self.sizes),
-            precision=self.noise.precision,
-        )
 
     def _averaged(self, state: _State, w: Array) -> Array:
         first = self.num_steps - max(1, round(_TAIL * self.num_steps))

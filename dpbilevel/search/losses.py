@@ -24,8 +24,6 @@ def clipped_loss(
 ) -> Bounded:
     r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
 
-    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
-
     Args:
         losses: One per record; of `Padded` ones those that are present.
         clip_range: $B$.
@@ -38,12 +36,26 @@ def clipped_loss(
     """
     rows, present = unpacked(losses)
     reach = jnp.asarray(clip_range).astype(rows.dtype)
+    batch = Batch(rows, present, float(size))
+    return clipped_mean(
+        centered(reach), batch, clip_norm=reach / 2, precision=precision
+    )
 
-    def centered(loss):
+
+def centered(clip_range: float | Float[Array, ""]) -> Callable[[Array], Array]:
+    """A loss clipped to $[0, B]$, less $B / 2$.
+
+    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
+
+    Args:
+        clip_range: $B$.
+    """
+
+    def of(loss):
+        reach = jnp.asarray(clip_range).astype(loss.dtype)
         return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
 
-    batch = Batch(rows, present, float(size))
-    return clipped_mean(centered, batch, clip_norm=reach / 2, precision=precision)
+    return of
 
 
 def column(losses: Float[Array, "n q"] | Padded, index: int) -> Any:
@@ -59,13 +71,13 @@ def column(losses: Float[Array, "n q"] | Padded, index: int) -> Any:
 
 
 def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
-    """What `clipped_loss` reads, for the ledger.
+    """The query that reads `centered` losses.
 
     Args:
         clip_range: $B$.
         size: The planned number of records.
     """
-    return Query(RECORDS, size, float(clip_range) / 2)
+    return Query(RECORDS, size, clip_range / 2)
 
 
 def numbered(

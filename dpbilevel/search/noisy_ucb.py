@@ -1,7 +1,7 @@
 """Global Bayesian optimization of noisy values: a private GP-UCB."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,16 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .. import _checks
-from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger
+from ..core.loop import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import Release
+from ..privacy.releases import RECORDS, Release
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
 from .gp import solved
 from .kernels import RBF
-from .losses import clipped_loss, column, loss_query
+from .losses import centered, column, loss_query
 
 
 class _State(eqx.Module):
@@ -28,7 +27,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class NoisyUCB(AbstractAskingSolver[_State]):
+class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
     r"""Minimizes the lower confidence bound of a surrogate of noisy losses.
 
     At every step the point is evaluated at which $m(w) - \beta s(w)$ is smallest among
@@ -85,11 +84,6 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         """One per step."""
         return self.num_steps
 
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
-        return self.noise.neighbours
-
     def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, without values."""
         w = start_of("NoisyUCB", problem, w0)
@@ -122,11 +116,9 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         key: PRNGKey,
     ) -> _State:
         """One noisy value, and the best point by all of them."""
-        (key,) = derive(key, "noise")
-        mean = clipped_loss(
-            column(losses, 0), self.clip_range, self.sizes, self.noise.precision
-        )
-        value = self.noise.release(mean, key=key).astype(state.values.dtype)
+        funs = {RECORDS: centered(self.clip_range)}
+        release = self.release(problem, self.sizes)
+        value = release.of(funs, column(losses, 0), key=key).astype(state.values.dtype)
         value += like(self.clip_range, value) / 2
         value += public_values(problem, asked.points)[0]
         state = _State(
@@ -152,16 +144,15 @@ class NoisyUCB(AbstractAskingSolver[_State]):
         """The best point."""
         return state.w
 
-    def ledger(self, problem: Any, sizes: int) -> Ledger:
-        """`num_steps` releases of a mean loss."""
+    def release(self, problem: Any, sizes: int) -> Release:
+        """A mean loss."""
         query = loss_query(self.clip_range, sizes)
-        release = Release(LOSS, self.num_steps, (query,), self.noise)
-        return Ledger((release,), assumptions=trusted(problem, self.most_evaluations))
+        return Release(LOSS, self.num_steps, (query,), self.noise)
 
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of each step to `scale * sqrt(num_steps)`."""
-        multiplier = scale * self.num_steps**0.5
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(multiplier))
+    def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
+        """What a black box is trusted with."""
+        del sizes
+        return trusted(problem, self.most_evaluations)
 
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
         """A mean loss is one number."""

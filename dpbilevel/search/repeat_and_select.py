@@ -14,10 +14,11 @@ from ..privacy.grid import wide_integers
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive, standard_exponential
+from ..privacy.releases import RECORDS
 from ..privacy.selection import Repetitions, Selection
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import LOSS, box_of, public_values, start_of, uniform
-from .losses import clipped_loss, column, loss_query
+from .losses import centered, column, loss_query
 
 BEST = f"point of the least {LOSS}"
 # A chance of needing more runs than are made that no budget would pay for.
@@ -131,9 +132,9 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """One repetition; the last step shows the best."""
         key_repeats, key_noise = derive(key, "repeats", "noise")
         repeats = jnp.where(state.t == 0, self._repeats(key_repeats), state.repeats)
-        mean = clipped_loss(
-            column(losses, 0), self.clip_range, self.sizes, self.noise.precision
-        )
+        funs = {RECORDS: centered(self.clip_range)}
+        # Every record is read, so no batch is drawn by the key.
+        mean = self._selection(self.sizes).read(funs, column(losses, 0), key=key_noise)
         value = self.noise.release(mean, key=key_noise).astype(state.value.dtype)
         value += jnp.asarray(self.clip_range).astype(value.dtype) / 2
         value += public_values(problem, asked.points)[0]
@@ -165,15 +166,8 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
 
     def ledger(self, problem: Any, sizes: int) -> Ledger:
         """One selection."""
-        selection = Selection(
-            BEST,
-            1,
-            (loss_query(self.clip_range, sizes),),
-            self.noise,
-            self.repetitions,
-            self.num_steps,
-        )
-        return Ledger((selection,), assumptions=trusted(problem, self.most_evaluations))
+        assumptions = trusted(problem, self.most_evaluations)
+        return Ledger((self._selection(sizes),), assumptions=assumptions)
 
     def with_noise(self, scale: float) -> Self:
         """Sets the multiplier of every repetition to `scale`."""
@@ -183,6 +177,16 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """A repetition's noisy value is one number."""
         del w0
         return {BEST: 1}
+
+    def _selection(self, sizes: int) -> Selection:
+        return Selection(
+            BEST,
+            1,
+            (loss_query(self.clip_range, sizes),),
+            self.noise,
+            self.repetitions,
+            self.num_steps,
+        )
 
     def _repeats(self, key: PRNGKey) -> Int[Array, ""]:
         """Draws K, at most the number of steps."""
