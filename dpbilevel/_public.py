@@ -15,9 +15,10 @@ from .bilevel import (
     source_weighting,
     source_weights,
 )
-from .core.loop import AbstractSolver, solve
+from .core.loop import solve
 from .core.plan import calibrate, fit
 from .core.solution import Plan, PrivateResult, Solution
+from .core.solver import AbstractSolver
 from .draws import recommend
 from .onelevel import (
     FiniteSum,

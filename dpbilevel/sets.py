@@ -14,15 +14,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from . import _checks
 
-__all__ = [
-    "AbstractSet",
-    "Ball",
-    "Box",
-    "Euclidean",
-    "NonNegative",
-    "Product",
-    "Simplex",
-]
+__all__ = ["AbstractSet", "Ball", "Box", "Euclidean", "NonNegative"]
+__all__ += ["Product", "Simplex"]
 
 
 class AbstractSet(eqx.Module):

@@ -8,7 +8,6 @@ import pathlib
 import hypothesis
 import jax
 import pytest
-from jax._src import compiler as _compiler
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -25,33 +24,12 @@ CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", os.fspath(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.fspath(CACHE)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 _TESTS = itertools.count(1)
-# What these claim is about noise, rounding and leaks, or the bits of another process:
-# they are compiled as by users, and so are all slow ones. XLA's former emitters compile
-# the others, in two thirds of the time.
-_COMPILED_AS_BY_USERS = {
-    "test_audit",
-    "test_clipping",
-    "test_draw_attacks",
-    "test_faults",
-    "test_grid",
-    "test_hostile",
-    "test_interrupts",
-    "test_mechanisms",
-    "test_noise",
-    "test_private_search_attacks",
-    "test_resolvent_attacks",
-    "test_roundings",
-    "test_rows",
-    "test_secrets",
-    "test_sensitivity",
-    "test_sensitivity_search",
-}
-
-# Most of the time of these is compiling still, and what they claim does not depend on
-# how well.
+# Most of the time of these is compiling, and what they claim does not depend on how
+# well. What claims something about noise, rounding or leaks, and every slow test, is
+# compiled as by users.
 _COMPILED_IN_HASTE = {
     "test_alternating",
     "test_applications",
@@ -117,22 +95,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fixed")
 
 
-def pytest_collection_modifyitems(items):
-    items.sort(key=_by_users, reverse=True)  # each process changes its compiler once
-
-
-def _by_users(item):
-    slow = item.get_closest_marker("slow") is not None
-    return slow or item.module.__name__ in _COMPILED_AS_BY_USERS
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A test that makes noise fails, fixtures included, where a key is used twice."""
     module = item.module.__name__
     reuses = item.get_closest_marker("reuses_keys") is not None
-    _compile_with({} if _by_users(item) else _FORMER)
-    hasty = module in _COMPILED_IN_HASTE and not _by_users(item)
+    slow = item.get_closest_marker("slow") is not None
+    hasty = module in _COMPILED_IN_HASTE and not slow
     jax.config.update("jax_disable_most_optimizations", hasty)
     with jax.debug_key_reuse(not reuses and module not in _WITHOUT_KEYS):
         result = yield
@@ -150,40 +119,6 @@ def _drop_programs():
     jax.clear_caches()
     gc.collect()
     _LIMIT = max(_LIMIT, _gigabytes() + 0.5)
-
-
-_OPTIONS = {}  # of XLA, for the test at hand
-
-
-def _compile_with(options):
-    if options != _OPTIONS:
-        jax.clear_caches()
-        _OPTIONS.clear()
-        _OPTIONS.update(options)
-
-
-def _with_options(make):
-    """JAX has no setting for options of XLA, only an argument of each `jax.jit`."""
-
-    def made(*args, env_options_overrides=None, **kwargs):
-        overrides = _OPTIONS | (env_options_overrides or {})
-        return make(*args, env_options_overrides=overrides, **kwargs)
-
-    return made
-
-
-_compiler.get_compile_options = _with_options(_compiler.get_compile_options)
-
-
-def _where_known(options):
-    try:
-        jax.jit(lambda: 0, compiler_options=options)()
-    except jax.errors.JaxRuntimeError:
-        return {}  # of another release
-    return options
-
-
-_FORMER = _where_known({"xla_cpu_use_fusion_emitters": False})
 
 
 def _memory_maps():

@@ -39,7 +39,8 @@ from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.noise import standard_normal, step_keys
-from dpbilevel.privacy.releases import Query, Release
+from dpbilevel.privacy.queries import Query
+from dpbilevel.privacy.releases import Release
 
 
 @dataclasses.dataclass(frozen=True)

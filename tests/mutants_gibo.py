@@ -17,7 +17,7 @@ OTHERS = 0.5  # the slope of everyone else's loss, below the clip norm
 class ClipsTheMean(GIBO):
     """Averages over records first, then clips."""
 
-    def _gradient(self, posterior, seen):
+    def _gradient(self, problem, posterior, seen, *, key):
         mean = posterior.weights @ jnp.mean(seen.values, axis=0)
         clipped = mean * jnp.minimum(1, self.clip_norm / jnp.linalg.norm(mean))
         return dpb.privacy.Bounded(clipped, self.clip_norm / self.sizes)

@@ -13,7 +13,7 @@ from mutants import Hotter, Mutant, Silent
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.privacy.noise import derive
-from dpbilevel.privacy.releases import Query
+from dpbilevel.privacy.queries import Query
 from dpbilevel.search import losses as told
 from dpbilevel.search.losses import clipped_loss
 

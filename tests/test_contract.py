@@ -227,6 +227,7 @@ def test_vmap_over_solvers_and_keys_equals_a_loop(name):
 
 
 @pytest.mark.slow
+@pytest.mark.reuses_keys  # by the loop that is compared with
 @solvers
 @pytest.mark.parametrize("over", ["solvers", "keys"])
 def test_vmap_over_one_of_solvers_and_keys_equals_a_loop(name, over):

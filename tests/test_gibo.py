@@ -150,7 +150,7 @@ def test_no_losses_move_the_gradient_beyond_its_sensitivity(precision):
         posterior = gradient_posterior(
             solver.kernel, jnp.zeros(D), seen.points, seen.mask, nugget=1e-6
         )
-        return solver._gradient(posterior, seen)
+        return solver._gradient(None, posterior, seen, key=jax.random.key(0))
 
     found = audit.sensitivity_search(
         query, values, key=jax.random.key(3), tries=300, rounds=3

@@ -12,7 +12,7 @@ from saddle_zoo import AFFINE, FAMILIES, SADDLES, N, example, point
 import dpbilevel as dpb
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.games import gaps
-from dpbilevel.privacy.releases import RECORDS
+from dpbilevel.privacy.queries import RECORDS
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)

@@ -36,7 +36,7 @@ from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy import accounting, pure, renyi
 from dpbilevel.privacy.clipping import _norm
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.releases import Query
+from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.repetitions import Repetitions
 from dpbilevel.privacy.rows import padded_rows
 from dpbilevel.privacy.sampling import Batch

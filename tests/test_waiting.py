@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from solver_zoo import DOUBLE, SOLVERS, sizes_of
 
 import dpbilevel as dpb
-from dpbilevel.audit import debug
+from dpbilevel.audit import refutation
 from dpbilevel.bilevel import zoo
 
 WAITING = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd"}
@@ -107,6 +107,8 @@ def test_the_search_for_violated_constants_never_waits_for_itself():
     rows = jnp.ones((2, 4, 3))
     problem = zoo.quadratic_bilevel(rows[0], rows[1], radius=1.0).problem
     points = (rows[0], rows[0]), (rows[1], rows[1])
-    jaxpr = jax.make_jaxpr(lambda *at: debug._measured(problem, at))(*points, *points)
+    jaxpr = jax.make_jaxpr(lambda *at: refutation._measured(problem, at))(
+        *points, *points
+    )
     assert "svd" in str(jaxpr)
     assert not at_once(jaxpr)

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from ..bilevel.constants import SecondOrderConstants
-from ..bilevel.problem import ROLES, BilevelProblem, Levels, Sizes
-from ..core.loop import AbstractSolver
+from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.solution import Plan
+from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
 from ..draws.regularized import RegularizedExponentialMechanism
 from ..games.problem import VariationalInequality
@@ -22,7 +22,8 @@ from ..games.proximal_point import InexactProximalPoint
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
-from ..privacy.releases import PERSON, RECORDS
+from ..privacy.queries import LEVELS, RECORDS
+from ..privacy.releases import PERSON
 from ..privacy.sampling import (
     AbstractFixedBatch,
     AbstractSampling,
@@ -127,7 +128,7 @@ def canaries(
             return records(RECORDS, small.sizes)
         if small.sizes.people is People.SHARED:
             return Levels.shared(records(PERSON, small.sizes.lower))
-        upper, lower = (records(role, getattr(small.sizes, role)) for role in ROLES)
+        upper, lower = (records(role, getattr(small.sizes, role)) for role in LEVELS)
         return Levels(upper, lower)
 
     return {
@@ -171,7 +172,7 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
             "audit on neighbouring data of your own with audit.trade_off."
         )
     declared = BilevelProblem(_plain, _plain, x_in_records=x_in_records)
-    reads = tuple(role for role in ROLES if declared.reads_x(role))
+    reads = tuple(role for role in LEVELS if declared.reads_x(role))
     problem = _bilevel(reads)
     if "lower" in reads:
         return problem, (zeros, (zeros, jnp.zeros(())))

@@ -11,7 +11,7 @@ import numpy as np
 import scipy
 from jaxtyping import Float
 
-from ..core.loop import AbstractSolver
+from ..core.solver import AbstractSolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import canaries, check_solver

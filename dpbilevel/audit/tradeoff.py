@@ -10,7 +10,7 @@ import numpy as np
 import scipy
 from jaxtyping import Float, PyTree
 
-from ..core.loop import AbstractSolver
+from ..core.solver import AbstractSolver
 from ..privacy.noise import PRNGKey, check_key, step_keys
 from .canaries import Canary, canaries, check_solver
 from .claims import Claim, TradeOffCurve, gaussian_mu_of

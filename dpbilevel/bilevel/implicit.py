@@ -11,16 +11,17 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, check_descent, descent, projected_update
-from ..core.loop import AbstractNoisySolver
 from ..core.outputs import uniform_iterate
+from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import Query, Release
+from ..privacy.queries import LEVELS, Query
+from ..privacy.releases import Release
 from . import certified, sensitivities
 from .constants import AbstractCertificate
-from .problem import ROLES, BilevelProblem, Levels, Sizes
+from .problem import BilevelProblem, Levels, Sizes
 
 HYPERGRADIENT = "hypergradient"
 
@@ -181,6 +182,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         """One noisy hypergradient, one projected update, one coin for the answer."""
         key_noise, key_answer = derive(key, "noise", "answer")
         assert self.sizes is not None
+        # Algorithm 1: y near the lower solution, not released, and the hypergradient.
         bounded = certified.certified_hypergradient(
             problem,
             data,
@@ -189,6 +191,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             self.sizes,
             precision=self.noise.precision,
         )
+        # The noisy step, and the uniform choice among x_1 .. x_T as it goes along.
         gradient = self.noise.release(bounded, key=key_noise)
         rule = descent(self.step_size, self.optimizer)
         x, memory = projected_update(
@@ -216,7 +219,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         dtype = jnp.result_type(float)
         sensitivities.check_dtype(certificate, sizes, dtype)
         shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
-        counts = {role: getattr(sizes, role) for role in ROLES}
+        counts = {role: getattr(sizes, role) for role in LEVELS}
         # A mean of n vectors of this norm has this sensitivity.
         queries = tuple(
             Query(role, n, float(getattr(shares, role)) * n / 2)

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, PyTree
 
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
-from ..privacy.releases import Query
+from ..privacy.queries import LEVELS, Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet
-from .problem import ROLES, BilevelProblem, Levels, Sizes
+from .problem import BilevelProblem, Levels, Sizes
 
 Scalar = Float[Array, ""]
 
@@ -29,7 +29,7 @@ def levels_queries(
     """
     queries = tuple(
         Query(role, getattr(sizes, role), getattr(clip_norms, role), sampling)
-        for role in ROLES
+        for role in LEVELS
         if getattr(clip_norms, role) is not None
     )
     return queries, sizes.people is People.SHARED and len(queries) > 1

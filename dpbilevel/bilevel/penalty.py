@@ -13,8 +13,9 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, Rejections, check_descent, descent, projected_update
-from ..core.loop import AbstractSolver, inner_solve
+from ..core.loop import inner_solve
 from ..core.outputs import Best, smallest_step
+from ..core.solver import AbstractSolver
 from ..onelevel.noisy_gd import running_mean
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours
@@ -238,10 +239,12 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         parts = self._parts(problem)
         lower, penalized = self._levels(problem, state.x)
 
+        # Algorithm 1: both strongly convex problems, privately.
         y, of_y = inner_solve(lower, parts.lower, data, state.y, key=key_lower)
         z, of_z = inner_solve(
             penalized, parts.penalized, data, state.z, key=key_penalized
         )
+        # The noisy outer gradient.
         gradient = self._public_gradient(problem, state.x, y, z)
         if parts.outer is not None:
             assert self.sizes is not None
@@ -249,6 +252,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             funs = self._record_gradients(problem, state.x, y, z)
             gradient = optax.tree.add(gradient, outer.of(funs, data, key=key_outer))
 
+        # The projected step, and the output rule t_out as it goes along.
         rule = descent(self.step_size, self.optimizer)
         x, memory = projected_update(
             rule, gradient, state.memory, state.x, problem.x_set

@@ -14,6 +14,7 @@ from ..core.problem import AbstractProblem
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
 from ..privacy.clipping import one_record
+from ..privacy.queries import LEVELS
 from ..sets import AbstractSet, Euclidean
 from .constants import AbstractCertificate, Constants
 
@@ -21,17 +22,15 @@ Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
 PublicTerm = Callable[[PyTree, PyTree], Scalar]
 
-ROLES = ("upper", "lower")
-
 
 def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
     if isinstance(value, bool):
-        return ROLES if value else ()
+        return LEVELS if value else ()
     _checks.instance("BilevelProblem", (bool, str, tuple, list), x_in_records=value)
     chosen = (value,) if isinstance(value, str) else tuple(value)
     for name in chosen:
-        _checks.one_of("BilevelProblem", "x_in_records", name, (*ROLES, True, False))
-    return tuple(role for role in ROLES if role in chosen)
+        _checks.one_of("BilevelProblem", "x_in_records", name, (*LEVELS, True, False))
+    return tuple(role for role in LEVELS if role in chosen)
 
 
 class BilevelProblem(AbstractProblem):
@@ -71,7 +70,7 @@ class BilevelProblem(AbstractProblem):
     x_set: AbstractSet = Euclidean()
     y_set: AbstractSet = Euclidean()
     x_in_records: bool | tuple[str, ...] = eqx.field(
-        static=True, default=ROLES, converter=_role_names
+        static=True, default=LEVELS, converter=_role_names
     )
     constants: Constants | AbstractCertificate | None = eqx.field(
         static=True, default=None
@@ -205,14 +204,14 @@ class BilevelProblem(AbstractProblem):
         losses = {"upper": self.upper, "lower": self.lower}
         return tuple(
             role
-            for role in ROLES
+            for role in LEVELS
             if _reads_first(losses[role], *w0, one_record(getattr(data, role)))
         )
 
 
 def _check_records(data: Levels) -> None:
     """Checks types and axes; an empty level is fine: its number may be private."""
-    for role in ROLES:
+    for role in LEVELS:
         _checks.leading_axis(f"data.{role}", getattr(data, role))
 
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Rejections
-from ..core.loop import AbstractSolver, inner_solve
+from ..core.loop import inner_solve
+from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours
 from ..privacy.clipping import Basis

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, check_descent, descent, projected_update, shortened
-from ..core.loop import AbstractNoisySolver
+from ..core.solver import AbstractNoisySolver
 from ..onelevel.noisy_gd import running_mean
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
@@ -166,6 +166,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
     ) -> _State:
         """One joint release, three projected updates from the same point."""
+        # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
         q = self._shortened(problem, state, self._direction(problem, data, state, key))
         rules, memory = self._rules(), state.memory
 

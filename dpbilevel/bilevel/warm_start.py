@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
-from ..core.loop import AbstractSolver
+from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours
 from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger

@@ -9,7 +9,7 @@ from typing import Any
 from .. import _public
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
-from ..core.loop import AbstractSolver
+from ..core.solver import AbstractSolver
 from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget

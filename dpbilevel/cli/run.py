@@ -17,8 +17,9 @@ from ..core import checkpoint, lock, spending
 from ..core.checkpoint import Checkpoint
 from ..core.descent import rejected_updates
 from ..core.interrupts import whole
-from ..core.loop import AbstractSolver, advance, bound_to, planned_rows
+from ..core.loop import advance, bound_to, planned_rows
 from ..core.plan import calibrate
+from ..core.solver import AbstractSolver
 from ..games.problem import SaddleProblem
 from ..privacy.noise import root_key, step_keys
 from ..privacy.report import PrivacyReport

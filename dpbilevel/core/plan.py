@@ -15,13 +15,15 @@ from ..privacy.clipping import SUMS, Precision
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
-from ..privacy.releases import RECORDS, Query, Release
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
 from ..privacy.report import describe
 from ..privacy.sampling import AbstractSampling
 from .levels import people_of
-from .loop import AbstractSolver, solve, solver_for
+from .loop import solve, solver_for
 from .problem import AbstractProblem
 from .solution import Plan, PrivateResult, divergence
+from .solver import AbstractSolver
 
 _LARGEST_SCALE = 2.0**60
 

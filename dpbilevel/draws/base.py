@@ -12,10 +12,11 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem
-from ..core.loop import AbstractSolver, check_planned_dtype
+from ..core.loop import check_planned_dtype
+from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours
-from ..privacy.releases import RECORDS, Query
+from ..privacy.queries import RECORDS, Query
 from .mechanisms import Exponential, RegularizedExponential
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid

@@ -12,8 +12,8 @@ from ..bilevel.constants import SecondOrderConstants
 from ..bilevel.implicit import ImplicitBilevel
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.warm_start import WarmStarted
-from ..core.loop import AbstractSolver
 from ..core.plan import calibrate
+from ..core.solver import AbstractSolver
 from ..privacy import accounting
 from ..privacy.budget import People, PrivacyBudget
 from .exponential import ExponentialMechanism

@@ -9,7 +9,8 @@ from ..privacy import accounting
 from ..privacy._lazy import dp_accounting
 from ..privacy.budget import People, PrivacyBudget
 from ..privacy.clipping import Basis
-from ..privacy.releases import PERSON, RECORDS, AbstractRelease
+from ..privacy.queries import RECORDS
+from ..privacy.releases import PERSON, AbstractRelease
 from ..privacy.sampling import FullBatch
 from .mechanisms import Exponential, RegularizedExponential
 from .samplers.base import Certificate

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import equinox as eqx
 
 from .. import _checks
-from ..core.loop import AbstractNoisySolver, State
+from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.sampling import AbstractSampling

@@ -13,7 +13,8 @@ from ..core.descent import Memory, descent, projected_update
 from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import RECORDS, Query, Release
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch
 from . import rates
 from .base import AbstractSaddleSolver
@@ -185,8 +186,10 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         """Two noisy operators, two projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
         rule, u, t = self._rule(), state.u, state.t
+        # Algorithm 1: the midpoint, from the operator at u.
         first = self._operator(problem, data, u, 2 * t, key=key_first)
         w, memory = projected_update(rule, first, state.memory, u, problem.w_set)
+        # The next point, from u again but by the operator at the midpoint.
         then = self._operator(problem, data, w, 2 * t + 1, key=key_then)
         u, memory = projected_update(rule, then, memory, u, problem.w_set)
         return _State(u, w, averaged(self, state.mean, w, t), memory, t + 1)

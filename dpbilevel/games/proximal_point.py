@@ -17,7 +17,8 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import RECORDS, Query, Release
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch
 from . import rates
 from .base import AbstractSaddleSolver
@@ -233,6 +234,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         resolvent.check()
         batch = self.sampling.draw(data, self.sizes, key=key_batch, index=state.t)
         centre = problem.w_set.project(state.w)
+        # Algorithm 2: the approximate solution of (5.1) on this batch, then the noise.
         bounded = certified_resolvent(
             resolvent, batch, centre, precision=self.noise.precision
         )

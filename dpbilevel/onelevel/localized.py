@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Rejections, finite_or
-from ..core.loop import AbstractNoisySolver
+from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
@@ -161,6 +161,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
     ) -> _State:
         """One noisy step in the round's ball; the last one moves the center."""
+        # Algorithm 2: one step within the ball of the round.
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
         round_index, t = jnp.divmod(state.t, self.steps_per_round)
         mean = running_mean(state.mean, state.w, t)
@@ -172,6 +173,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         # The center is feasible, so projecting onto the set keeps w inside the ball.
         w = problem.w_set.project(Ball(radius, state.center).project(moved))
         w, rejections = finite_or(w, state.w, state.rejections)
+        # The next round starts at the mean of this one.
         ends = t == self.steps_per_round - 1
         center = jax.tree.map(lambda m, c: jnp.where(ends, m, c), mean, state.center)
         w = jax.tree.map(lambda m, v: jnp.where(ends, m, v), mean, w)

@@ -15,7 +15,7 @@ from .. import _checks
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..privacy.clipping import one_record
-from ..privacy.releases import RECORDS, Query
+from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
 

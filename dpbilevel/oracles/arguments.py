@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..bilevel.problem import ROLES, BilevelProblem, Levels
+from ..bilevel.problem import BilevelProblem, Levels
 from ..onelevel.problem import check_scalar
 from ..privacy.clipping import one_record
+from ..privacy.queries import LEVELS
 from .linear import AbstractLinearSolver
 from .minimizers import AbstractLowerSolver
 from .objectives import merge, split
@@ -32,7 +33,7 @@ def checked(
     data: Levels,
     *,
     name: str = "y0",
-    roles: tuple[str, ...] = ROLES,
+    roles: tuple[str, ...] = LEVELS,
     v0: PyTree = None,
     **solvers: object,
 ) -> tuple[PyTree, PyTree]:

@@ -5,7 +5,8 @@ from .clipping import Basis, Bounded, clipped_mean
 from .ledger import Ledger
 from .mechanisms import Gaussian
 from .noise import root_key
-from .releases import Query, Release
+from .queries import Query
+from .releases import Release
 from .report import PrivacyReport, Status
 from .sampling import FixedSize, FullBatch, Poisson
 from .single_pass import SinglePass

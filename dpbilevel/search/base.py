@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..core.loop import AbstractSolver
+from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.rows import Padded, unpacked

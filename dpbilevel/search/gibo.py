@@ -9,13 +9,15 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, check_descent, descent, projected_update, shortened
-from ..core.loop import AbstractNoisySolver
+from ..core.solver import AbstractNoisySolver
 from ..onelevel.noisy_gd import GRADIENT, running_mean
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
+from ..privacy.clipping import Bounded
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
-from ..privacy.releases import RECORDS, Query, Release
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
 from ..privacy.sampling import FullBatch
 from .base import AbstractAskingSolver, Asked, trusted
 from .design import choose_batch
@@ -194,6 +196,7 @@ class GradientInformativeBO(
         """The fewest points that tell enough about the gradient; reads no loss."""
         posterior = self._posterior(state.w, state.seen.points, state.seen.mask)
         most = self.batch or self.max_batch or 2 * state.w.size + 16
+        # Algorithm 1, lines 4 and 5: how many points are enough, and which.
         design = choose_batch(
             posterior,
             problem.w_set,
@@ -218,10 +221,8 @@ class GradientInformativeBO(
         """One noisy gradient from all losses that are kept, one projected update."""
         seen = _joined(asked, losses, state.seen)
         posterior = self._posterior(state.w, seen.points, seen.mask)
-        weights = posterior.weights
-        funs = {RECORDS: lambda losses: weights @ _usable(losses, seen.mask)}
-        # Every record is read, so no batch is drawn by the key.
-        bounded = self.release(problem, self.sizes).read(funs, seen.values, key=key)
+        # Algorithm 1, lines 7 to 9: every record's gradient, clipped, averaged, noise.
+        bounded = self._gradient(problem, posterior, seen, key=key)
         gradient = self.noise.release(bounded, key=key)
         gradient = gradient.astype(state.w.dtype) + _public_gradient(problem, state.w)
         gradient = shortened(
@@ -297,6 +298,17 @@ class GradientInformativeBO(
 
     def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
+
+    def _gradient(
+        self, problem: Any, posterior: GradientPosterior, seen: _Seen, *, key: PRNGKey
+    ) -> Bounded:
+        """The clipped mean of everyone's posterior mean gradient.
+
+        Every record is read, so the key draws no batch.
+        """
+        weights = posterior.weights
+        funs = {RECORDS: lambda losses: weights @ _usable(losses, seen.mask)}
+        return self.release(problem, self.sizes).read(funs, seen.values, key=key)
 
     def _averaged(self, state: _State, w: Array) -> Array:
         first = self.num_steps - max(1, round(_TAIL * self.num_steps))

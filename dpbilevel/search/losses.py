@@ -11,7 +11,7 @@ from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
 from ..draws.scores.mean_loss import public_part, spread_of
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean
-from ..privacy.releases import RECORDS, Query
+from ..privacy.queries import RECORDS, Query
 from ..privacy.rows import Padded, unpacked
 from ..privacy.sampling import Batch
 

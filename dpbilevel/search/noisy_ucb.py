@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .. import _checks
-from ..core.loop import AbstractNoisySolver
+from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import RECORDS, Release
+from ..privacy.queries import RECORDS
+from ..privacy.releases import Release
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
 from .gp import solved

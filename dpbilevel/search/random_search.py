@@ -18,7 +18,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
-from ..privacy.releases import RECORDS, Query
+from ..privacy.queries import RECORDS, Query
 from ..privacy.rows import unpacked
 from ..sets import Euclidean
 from .base import AbstractAskingSolver, Asked, trusted

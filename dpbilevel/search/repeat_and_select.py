@@ -14,7 +14,7 @@ from ..privacy.grid import wide_integers
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive, standard_exponential
-from ..privacy.releases import RECORDS
+from ..privacy.queries import RECORDS
 from ..privacy.selection import Repetitions, Selection
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import LOSS, box_of, public_values, start_of, uniform

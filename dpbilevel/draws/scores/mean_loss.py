@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ...bilevel import sensitivities
 from ...onelevel.problem import FiniteSum
 from ...privacy.clipping import Basis, clipped_mean
-from ...privacy.releases import RECORDS
+from ...privacy.queries import RECORDS
 from ...privacy.rows import unpacked
 from ...privacy.sampling import Batch, FullBatch
 from ..samplers.base import AbstractPotential, AbstractSumPotential

@@ -1,0 +1,237 @@
+"""NON-PRIVATE search for points and records at which declared constants fail."""
+
+import dataclasses
+import math
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _checks
+from ..bilevel.constants import AbstractCertificate
+from ..bilevel.problem import BilevelProblem, Levels
+from ..privacy.noise import PRNGKey, check_key
+from .exact import as_float64, lower_solution
+
+# Second derivatives are exact to many digits; their differences are not.
+_ROUNDING = 1e-6
+# Lower solutions are computed one by one.
+_SOLUTIONS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantsSearch:
+    """The outcome of a search for violated constants. NON-PRIVATE.
+
+    Attributes:
+        tried: How many points were looked at.
+        ratios: By name, the largest value found over the declared one, and for
+            `strong_convexity` the declared one over the least found: above 1 is a
+            violation. 0 where both are 0, infinite where only the declared one is.
+    """
+
+    tried: int
+    ratios: dict[str, float]
+
+    @property
+    def violated(self) -> tuple[str, ...]:
+        """The constants that do not hold."""
+        return tuple(k for k, v in self.ratios.items() if not v <= 1 + _ROUNDING)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no violation was found: not a proof."""
+        return not self.violated
+
+    def __str__(self) -> str:
+        """The outcome in a few lines."""
+        verdict = f"VIOLATED: {', '.join(self.violated)}" if self.violated else "none"
+        lines = [f"constants violated at {self.tried} points: {verdict}"]
+        lines += [
+            f"  {k}: the declared one is {v:.3g} of the least found"
+            if k == "strong_convexity"
+            else f"  {k}: the largest found is {v:.3g} of the declared one"
+            for k, v in self.ratios.items()
+        ]
+        return "\n".join(lines)
+
+
+def refute_constants(
+    problem: BilevelProblem,
+    w0: tuple[PyTree, PyTree],
+    records: Levels,
+    *,
+    key: PRNGKey,
+    tries: int = 500,
+    spread: float = 1.0,
+) -> ConstantsSearch:
+    r"""NON-PRIVATE. Looks for points at which the problem's constants do not hold.
+
+    Derivatives up to second order are formed densely, in float64, at random $x$ of the
+    set, $y$ of the ball of `solution_radius` and single records; those of third order
+    are differences. Means over records are no worse than their worst record. Lower
+    solutions are computed for a few datasets of one record each.
+
+    Args:
+        problem: A problem whose `constants` are a certificate; its constants over all
+            x are tried.
+        w0: A point `(x, y)` around which to look.
+        records: Public or synthetic records, as different from each other as records
+            can be.
+        key: A typed key.
+        tries: How many points.
+        spread: The standard deviation of $x$ around `w0`, before projection.
+
+    Returns:
+        The largest ratios found. It can only refute.
+
+    Raises:
+        ValueError: The problem has no certificate.
+    """
+    check_key(key)
+    _checks.count("refute_constants", tries=tries)
+    if not isinstance(problem.constants, AbstractCertificate):
+        raise ValueError(
+            "refute_constants: problem.constants is no certificate but "
+            f"{type(problem.constants).__name__}; declare SecondOrderConstants(...)."
+        )
+    declared = problem.constants.second_order
+    random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    with jax.enable_x64(True):
+        w0, records = as_float64(w0), as_float64(records)
+        radius = declared.solution_radius
+        points = [_points(problem, w0, random, tries, spread, radius) for _ in range(2)]
+        datasets = [_drawn(records, random, tries) for _ in range(2)]
+        measure = jax.jit(lambda *points: _measured(problem, points))
+        found = {k: float(v.max()) for k, v in measure(*points, *datasets).items()}
+        found["solution_radius"] = max(
+            _solution_norm(problem, points[0], datasets[0], i)
+            for i in range(min(_SOLUTIONS, tries))
+        )
+    found = {k: math.inf if math.isnan(v) else v for k, v in found.items()}
+    least = -found.pop("strong_convexity")
+    ratios = {name: _ratio(v, getattr(declared, name)) for name, v in found.items()}
+    convexity = declared.strong_convexity
+    ratios["strong_convexity"] = convexity / least if least > 0 else math.inf
+    return ConstantsSearch(tries, ratios)
+
+
+def _points(problem, w0, random, count: int, spread: float, radius: float):
+    """Random x of the set and y of the ball."""
+    (x0, unravel_x), (y0, unravel_y) = map(jax.flatten_util.ravel_pytree, w0)
+    near = np.asarray(x0)[None] + spread * random.normal(size=(count, x0.size))
+    project = jax.vmap(lambda v: problem.x_set.project(unravel_x(v)))
+    directions = random.normal(size=(count, y0.size))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    lengths = radius * random.choice([0.1, 0.5, 1.0], size=(count, 1))
+    return project(jnp.asarray(near)), jax.vmap(unravel_y)(
+        jnp.asarray(lengths * directions)
+    )
+
+
+def _drawn(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
+    """As many datasets of one record in each level."""
+
+    def draw(level):
+        rows = random.integers(_checks.leading_axis("records", level), size=count)
+        return jax.tree.map(lambda v: v[rows], level)
+
+    return draw(records.upper), draw(records.lower)
+
+
+def _solution_norm(problem, points, dataset, index: int) -> float:
+    (x, y), one = jax.tree.map(lambda v: v[index], points), slice(index, index + 1)
+    data = Levels(*jax.tree.map(lambda v: v[one], dataset))
+    y = lower_solution(problem, x, y, data)
+    return float(np.linalg.norm(jax.flatten_util.ravel_pytree(y)[0]))
+
+
+def _ratio(found: float, declared: float) -> float:
+    # Differences of rounded derivatives are not exactly zero.
+    if found <= 1e-9:
+        return 0.0
+    return found / declared if declared > 0 else math.inf
+
+
+def _measured(problem: BilevelProblem, points: tuple) -> dict[str, jax.Array]:
+    """What the constants bound, point after point.
+
+    Not with `jax.vmap`: jaxlib 0.10 gives a batch of singular values to the threads of
+    the pool that it runs in and waits, on few cores for ever where several do.
+    """
+    return jax.lax.map(lambda at: _measured_at(problem, *at), points)
+
+
+def _measured_at(problem: BilevelProblem, w, w_other, z, z_other):
+    """What the constants bound, at one point; strong convexity with a minus sign."""
+    (x, y), (other_x, other_y) = w, w_other
+    f, f_other = (_derivatives(problem, "upper", x, y, r[0]) for r in (z, z_other))
+    g, g_other = (_derivatives(problem, "lower", x, y, r[1]) for r in (z, z_other))
+    in_x = _derivatives(problem, "lower", other_x, y, z[1])
+    in_y = _derivatives(problem, "lower", x, other_y, z[1])
+    step_x, step_y = (
+        jnp.maximum(_size(_flat(a) - _flat(b)), 1e-12)
+        for a, b in ((other_x, x), (other_y, y))
+    )
+    found = {
+        "strong_convexity": -jnp.linalg.eigvalsh(g["yy"])[0],
+        "lower_y": jnp.maximum(_size(g["record_y"]), _size(g["y"] - g["record_y"])),
+        "lower_y_spread": _size(g["y"] - g_other["y"]) / 2,
+    }
+    found |= {f"upper_{k}": _size(f[k]) for k in ("xx", "xy", "yy")}
+    found |= {f"upper_{k}": _both(f, k) for k in ("x", "y")}
+    found |= {f"upper_{k}_spread": _size(f[k] - f_other[k]) / 2 for k in ("x", "y")}
+    for block in ("xy", "yy"):
+        found |= {
+            f"lower_{block}": _both(g, block),
+            f"lower_{block}_spread": _size(g[block] - g_other[block]) / 2,
+            f"lower_{block}_in_x": _size(in_x[block] - g[block]) / step_x,
+            f"lower_{block}_in_y": _size(in_y[block] - g[block]) / step_y,
+        }
+    return found
+
+
+def _derivatives(problem: BilevelProblem, role: str, x, y, record):
+    """First and second derivatives of one level at one record, flat and dense."""
+    flat_x, unravel_x = jax.flatten_util.ravel_pytree(x)
+    flat_y, unravel_y = jax.flatten_util.ravel_pytree(y)
+    loss, term = getattr(problem, role), getattr(problem, f"{role}_public")
+
+    def alone(x, y):
+        return loss(unravel_x(x), unravel_y(y), record)
+
+    def whole(x, y):
+        public = 0.0 if term is None else term(unravel_x(x), unravel_y(y))
+        return alone(x, y) + public
+
+    gradient = jax.grad(whole, (0, 1))(flat_x, flat_y)
+    second = jax.hessian(whole, (0, 1))(flat_x, flat_y)
+    first_alone = jax.grad(alone, (0, 1))(flat_x, flat_y)
+    second_alone = jax.hessian(alone, (0, 1))(flat_x, flat_y)
+    return {
+        "x": gradient[0],
+        "y": gradient[1],
+        "record_x": first_alone[0],
+        "record_y": first_alone[1],
+        "record_xy": second_alone[0][1],
+        "record_yy": second_alone[1][1],
+        "xx": second[0][0],
+        "xy": second[0][1],
+        "yy": second[1][1],
+    }
+
+
+def _both(found: dict[str, jax.Array], name: str) -> jax.Array:
+    """The larger of a derivative with the public term and of a record's alone."""
+    return jnp.maximum(_size(found[name]), _size(found[f"record_{name}"]))
+
+
+def _flat(tree: PyTree) -> jax.Array:
+    return jax.flatten_util.ravel_pytree(tree)[0]
+
+
+def _size(value: jax.Array) -> jax.Array:
+    """The Euclidean norm of a vector, the largest singular value of a matrix."""
+    return jnp.linalg.norm(value, 2) if value.ndim == 2 else jnp.linalg.norm(value)

@@ -1,0 +1,211 @@
+"""The solver contract: what a private iterative method says and does."""
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ..privacy.budget import Neighbours, People
+from ..privacy.clipping import Basis, Precision
+from ..privacy.ledger import Ledger
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey
+from ..privacy.releases import AbstractRelease
+from .levels import people_of
+
+Problem = TypeVar("Problem")
+State = TypeVar("State")
+
+
+class AbstractSolver(eqx.Module, Generic[Problem, State]):
+    """A private iterative method: a frozen pytree that is its own configuration.
+
+    Numbers are leaves, so changing them never retraces; counts and callables are
+    static. A solver is run by `solve`, calibrated by `calibrate`.
+
+    Attributes:
+        problem_type: The class of problems it solves.
+        in_config: Whether a config of the command line can hold it.
+        num_steps: The fixed number of steps. Static.
+        sizes: The planned numbers of records; set by `calibrate`. Static.
+    """
+
+    problem_type: eqx.AbstractClassVar[type]
+    in_config: ClassVar[bool] = True
+
+    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
+
+        @property
+        def num_steps(self) -> int:
+            """The fixed number of steps."""
+
+        @property
+        def sizes(self) -> Any:
+            """The planned numbers of records."""
+
+    else:
+        num_steps: eqx.AbstractVar[int]
+        sizes: eqx.AbstractVar[Any]
+
+    @property
+    @abc.abstractmethod
+    def neighbours(self) -> Neighbours:
+        """The relation that the noise refers to."""
+
+    @property
+    def basis(self) -> Basis:
+        """What the sensitivities of its releases rest on; by default on clipping."""
+        return Basis.CLIPPED
+
+    @abc.abstractmethod
+    def init(self, problem: Problem, w0: PyTree) -> State:
+        """The state before the first step; reads no data."""
+
+    @abc.abstractmethod
+    def step(
+        self, problem: Problem, data: PyTree, state: State, *, key: PRNGKey
+    ) -> State:
+        """One step; every read of `data` is released through a mechanism."""
+
+    @abc.abstractmethod
+    def released(self, state: State) -> PyTree:
+        """The current iterate, released: one row of the trajectory."""
+
+    def adversary_view(self, state: State) -> PyTree:
+        """What an audit may look at after a step: all that the ledger pays for.
+
+        By default `released(state)`. A solver whose state holds more released values
+        names them here; one that must hide part of its state leaves that part out.
+        """
+        return self.released(state)
+
+    @abc.abstractmethod
+    def output(self, problem: Problem, state: State) -> PyTree:
+        """The answer, computed from released values alone."""
+
+    @abc.abstractmethod
+    def ledger(self, problem: Problem, sizes: Any) -> Ledger:
+        """Every release of a whole run on data of these sizes.
+
+        Raises:
+            ValueError: The solver is not calibrated.
+        """
+
+    @abc.abstractmethod
+    def with_noise(self, scale: float) -> Self:
+        """The same solver at this noise, with the ratios its fields ask for.
+
+        Args:
+            scale: The noise multiplier of the single Gaussian release that a run on
+                full batches amounts to: the run is 1/scale-GDP. With sampling the run
+                is more private than that.
+        """
+
+    def with_sizes(self, sizes: Any) -> Self:
+        """The same solver, bound to these numbers of records.
+
+        Args:
+            sizes: `Sizes` for two levels, an integer for one.
+        """
+        changes: dict[str, Any] = {"sizes": sizes}
+        return dataclasses.replace(self, **changes)
+
+    def with_counts(self, problem: Problem, sizes: Any = None) -> Self:
+        """With every count that follows from the noise: the last step of calibration.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes; the solver's own by default.
+        """
+        return self
+
+    def with_precision(self, precision: Precision) -> Self:
+        """The same solver with every mechanism in this precision.
+
+        Args:
+            precision: `"grid"` or `"float"`, as in `Gaussian`.
+        """
+        return jax.tree.map(
+            lambda v: v.with_precision(precision) if isinstance(v, Gaussian) else v,
+            self,
+            is_leaf=lambda v: isinstance(v, Gaussian),
+        )
+
+    @abc.abstractmethod
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The number of coordinates of each release, by its name in the ledger."""
+
+
+class AbstractNoisySolver(AbstractSolver[Problem, State]):
+    """A solver that makes the same Gaussian releases at every step.
+
+    What it releases is declared once, in `releases`; the ledger follows from that.
+
+    Attributes:
+        noise: The mechanism; its multiplier is per release.
+        releases_per_step: How many releases a step makes.
+    """
+
+    releases_per_step: ClassVar[int] = 1
+
+    if TYPE_CHECKING:
+
+        @property
+        def noise(self) -> Gaussian:
+            """The mechanism."""
+
+    else:
+        noise: eqx.AbstractVar[Gaussian]
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of the mechanism."""
+        return self.noise.neighbours
+
+    @property
+    def num_releases(self) -> int:
+        """Of a whole run."""
+        return self.releases_per_step * self.num_steps
+
+    @abc.abstractmethod
+    def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
+        """What a step releases, with its count in a whole run.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes.
+
+        Raises:
+            ValueError: The problem lacks what the sensitivity rests on.
+        """
+
+    def assumptions(self, problem: Problem, sizes: Any) -> tuple[str, ...]:
+        """What the guarantee rests on besides clipping; by default nothing.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes.
+        """
+        del problem, sizes
+        return ()
+
+    def ledger(self, problem: Problem, sizes: Any) -> Ledger:
+        """All of its releases."""
+        return Ledger(
+            (self.release(problem, sizes),),
+            people_of(sizes) or People.OVERLAPPING,
+            self.assumptions(problem, sizes),
+        )
+
+    def with_noise(self, scale: float) -> Self:
+        """Sets the multiplier of a release to `scale` times the root of their number.
+
+        Args:
+            scale: As in `AbstractSolver.with_noise`.
+        """
+        noise = self.noise.with_multiplier(scale * self.num_releases**0.5)
+        changes: dict[str, Any] = {"noise": noise}
+        return dataclasses.replace(self, **changes)
