@@ -24,7 +24,7 @@ def ours(epsilon, delta, n):
     problem = dpb.BilevelProblem(problem.lower, problem.lower)
     inner = dpb.NoisyGD(1, 1.0, step_size=1.0)
     solver = dpb.PenaltyBilevel(
-        STEPS, 10.0, inner, step_size=1.0, shares=(1.0, 1.0, 1.0)
+        STEPS, 10.0, inner, step_size=1.0, budget_split=(1.0, 1.0, 1.0)
     )
     sizes = dpb.Sizes(n, n, "overlapping")
     plan = dpb.calibrate(

@@ -84,6 +84,24 @@ def proper_fraction(owner: str, **values: object) -> None:
     _require(owner, values, lambda v: 0 <= v < 1, "at least 0 and below 1")
 
 
+def budget_split(owner: str, value: object, *parts: str) -> None:
+    """Raises `ValueError` unless `value` holds one positive number for each part.
+
+    Args:
+        owner: What to name in an error.
+        value: The field `budget_split`.
+        parts: What the squared budget is split over.
+    """
+    if not isinstance(value, tuple | list) or len(value) != len(parts):
+        *first, last = parts
+        raise ValueError(
+            f"{owner}: budget_split must be {len(parts)} positive numbers, for "
+            f"{', '.join(first)} and {last}, got {value}."
+        )
+    for number in value:
+        positive(owner, budget_split=number)
+
+
 def count(owner: str, **values: object) -> None:
     """Raises `ValueError` unless every value is a Python integer of at least 1."""
     for name, value in values.items():

@@ -57,7 +57,7 @@ def main(smoke: bool) -> None:
         answer="last",
     )
     refit = dpb.NoisyGD(num_steps=30, clip_norm=1.0, step_size=2.0)
-    solver = dpb.Refitted(search, refit, share=0.2)
+    solver = dpb.Refitted(search, refit, budget_split=(0.8, 0.2))
 
     budget = dpb.PrivacyBudget(epsilon=1.0, delta=1e-5)
     sizes = dpb.Sizes(upper=6_000, lower=20_000, people="disjoint")

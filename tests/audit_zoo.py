@@ -57,7 +57,11 @@ def single_loop(people, scale=1.0, **fields):
 
 def refitted(scale=1.0):
     search = penalty("overlapping", num_steps=1)
-    return dpb.Refitted(search, INNER, 0.3).with_noise(scale).with_sizes(search.sizes)
+    return (
+        dpb.Refitted(search, INNER, (0.7, 0.3))
+        .with_noise(scale)
+        .with_sizes(search.sizes)
+    )
 
 
 def implicit(people, scale=1.0, kind=dpb.ImplicitBilevel, **fields):
@@ -69,7 +73,7 @@ def implicit(people, scale=1.0, kind=dpb.ImplicitBilevel, **fields):
 
 def warm_started(scale=1.0):
     first, then = implicit("overlapping"), implicit("overlapping", num_steps=2)
-    solver = dpb.bilevel.WarmStarted(first, then, 0.4)
+    solver = dpb.bilevel.WarmStarted(first, then, (0.4, 0.6))
     return solver.with_noise(scale).with_sizes(first.sizes)
 
 

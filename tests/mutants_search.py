@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from unittest import mock
 
 import jax
@@ -35,8 +34,7 @@ class ClippedAsAMean(Query):
 
 
 def raw_score(losses, clip_range, size, precision):
-    mean = jnp.sum(losses) / size - clip_range / 2
-    return types.SimpleNamespace(raw=types.SimpleNamespace(values=lambda: mean))
+    return dpb.privacy.Bounded(jnp.sum(losses) / size - clip_range / 2, 1.0)
 
 
 class DrawsByRawScores(dpb.search.RandomSearch):

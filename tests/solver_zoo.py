@@ -185,7 +185,7 @@ SOLVERS = {
     ),
     "refitted": (
         WEIGHTING,
-        dpb.Refitted(penalty(), INNER, 0.3),
+        dpb.Refitted(penalty(), INNER, (0.7, 0.3)),
         LEVELS,
         (X0, Y0),
         "disjoint",

@@ -99,6 +99,7 @@ SHORT = Box(-0.2, 0.3)
 FREE = StochasticRejection(stages=14, draw_tries=1)
 
 
+@pytest.mark.slow
 def test_a_stochastic_try_has_the_law_of_the_sum():
     potential, eta, y = hinges(1.0, 3.0), 0.5, jnp.asarray(0.4)
     sample, accepted, queries = accepted_tries(

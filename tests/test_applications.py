@@ -103,7 +103,7 @@ def test_refit_is_paid_from_its_share():
     search = dpb.PenaltyBilevel(
         5, 10.0, dpb.NoisyGD(3, 1.0, step_size=1.0), step_size=1.0
     )
-    solver = dpb.Refitted(search, dpb.NoisyGD(7, 1.0, step_size=1.0), 0.25)
+    solver = dpb.Refitted(search, dpb.NoisyGD(7, 1.0, step_size=1.0), (0.75, 0.25))
     releases = solver.with_noise(2.0).ledger(problem, dpb.Sizes(10, 20)).releases
     spent = {r.name: r.count / r.noise_multiplier**2 * 4 for r in releases}
     assert spent.pop("refit: gradient") == pytest.approx(0.25)
@@ -116,7 +116,7 @@ def test_refit_starts_from_the_search_and_keeps_its_x():
     search = dpb.PenaltyBilevel(
         3, 10.0, dpb.NoisyGD(3, 1.0, step_size=1.0), step_size=1.0, answer="last"
     )
-    solver = dpb.Refitted(search, dpb.NoisyGD(300, 100.0, step_size=1.0), 0.25)
+    solver = dpb.Refitted(search, dpb.NoisyGD(300, 100.0, step_size=1.0), (0.75, 0.25))
     solver = solver.with_noise(1e-7)
     w0 = (jnp.zeros(2), jnp.zeros(5))
     solution = dpb.solve(

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,22 @@ def test_the_top_of_the_library_is_small():
     assert packages == {*PACKAGES, "cli"}
     assert len(packages) <= 12
     assert len(modules) <= 6
+
+
+OPENS = {"privacy/clipping.py", "privacy/mechanisms.py", "draws/mechanisms.py"}
+OPENS |= {"audit/unseal.py"}
+UNSEALS = {"games/certified.py", "draws/scores/mean_loss.py", "draws/scores/hyper.py"}
+UNSEALS |= {"search/losses.py"}
+
+
+def places_of(pattern):
+    return {
+        file.relative_to(LIBRARY).as_posix()
+        for file in LIBRARY.rglob("*.py")
+        if re.search(pattern, file.read_text())
+    }
+
+
+def test_sealed_values_are_opened_in_a_few_listed_places():
+    assert places_of(r"\.raw\b") == OPENS
+    assert places_of(r"\bunsealed\(") == UNSEALS | {"privacy/clipping.py"}

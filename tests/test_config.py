@@ -92,9 +92,9 @@ def test_localized_inner_solver_needs_no_code_of_its_own():
 
 def test_refit_table_wraps_the_solver():
     refit = {"type": "NoisyGD", "num_steps": 3, "step_size": 1.0, "clip_norm": 1.0}
-    solver = parsed(("refit", refit | {"share": 0.3})).solver
+    solver = parsed(("refit", refit | {"budget_split": [0.7, 0.3]})).solver
     assert isinstance(solver, dpb.Refitted)
-    assert (solver.share, solver.refit.num_steps) == (0.3, 3)
+    assert (solver.budget_split, solver.refit.num_steps) == ((0.7, 0.3), 3)
 
 
 def test_relation_reaches_every_mechanism():
@@ -135,7 +135,11 @@ def test_wrong_type_says_what_was_wanted():
         ("solver.num_steps", True, "num_steps must be an integer, got true"),
         ("solver.num_steps", 0, "[solver]: PenaltyBilevel: num_steps"),
         ("solver.answer", "lost", "did you mean 'last'"),
-        ("solver.shares", [1.0], "shares must be a list of 3 values, got 1"),
+        (
+            "solver.budget_split",
+            [1.0],
+            "budget_split must be a list of 3 values, got 1",
+        ),
         ("privacy.epsilon", 0, "[privacy]: PrivacyBudget: epsilon must be positive"),
         ("privacy.epsilon", -1.0, "epsilon must be positive"),
         ("privacy.delta", 0, "delta = 0 asks for pure differential privacy"),

@@ -315,7 +315,7 @@ def test_a_draw_that_starts_a_descent_is_composed_with_it():
         dpb.draws.Grid(0.1 * jnp.eye(4, dtype=jnp.float32)), score="gradient_norm"
     )
     then = dpb.ImplicitBilevel(3, 0.05)
-    both = dpb.bilevel.WarmStarted(first, then, 0.5)
+    both = dpb.bilevel.WarmStarted(first, then, (0.5, 0.5))
     budget = dpb.PrivacyBudget(1.0, 1e-5)
     sizes = EXACT.problem.sizes_of(EXACT.data, "disjoint")
     plan = dpb.calibrate(EXACT.problem, both, budget, sizes=sizes)

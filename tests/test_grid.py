@@ -242,6 +242,7 @@ def run(step_size, precision, key):
     return dpb.solve(LOGISTIC, solver, logistic_records(), jnp.zeros(3), key=key).value
 
 
+@pytest.mark.slow
 @pytest.mark.reuses_keys
 def test_grid_solvers_run_under_jit_vmap_and_grad():
     keys = jax.random.split(jax.random.key(1), 3)
@@ -263,7 +264,7 @@ def test_grid_solvers_run_under_jit_vmap_and_grad():
 def test_precision_reaches_every_release_and_the_report():
     problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=0.1)
     solver = dpb.PenaltyBilevel(2, 3.0, dpb.NoisyGD(2, 1.0, step_size=1.0), step_size=1)
-    solver = dpb.Refitted(solver, dpb.NoisyGD(2, 1.0, step_size=1.0), 0.2)
+    solver = dpb.Refitted(solver, dpb.NoisyGD(2, 1.0, step_size=1.0), (0.8, 0.2))
     budget = dpb.PrivacyBudget(1.0, 1e-5)
     sizes = dpb.Sizes(30, 30, "disjoint")
     for options, precision in (({}, "grid"), ({"precision": "float"}, "float")):

@@ -430,6 +430,7 @@ def test_bad_field_is_named_in_the_error(fields, message):
         implicit(**fields)
 
 
+@pytest.mark.slow
 def test_descends_where_there_are_records_enough(x64):
     rng = np.random.default_rng(6)
     features = rng.normal(size=(20_000, 4)) / 2

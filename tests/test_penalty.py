@@ -179,12 +179,12 @@ def test_outer_release_is_free_exactly_where_no_record_meets_x():
 
 def test_shares_split_the_squared_budget():
     inner = dpb.NoisyGD(5, 1.0, step_size=0.2)
-    shares = (0.5, 0.3, 0.2)
-    solver = dpb.PenaltyBilevel(7, 5.0, inner, step_size=0.1, shares=shares)
+    split = (0.5, 0.3, 0.2)
+    solver = dpb.PenaltyBilevel(7, 5.0, inner, step_size=0.1, budget_split=split)
     problem = examples()["quadratic"].problem
     ledger = solver.with_noise(2.0).ledger(problem, dpb.Sizes(10, 20))
     spent = [r.count / r.noise_multiplier**2 for r in ledger.releases]
-    np.testing.assert_allclose(np.asarray(spent) * 2.0**2, shares, rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(spent) * 2.0**2, split, rtol=1e-12)
 
 
 def test_optax_optimizer_replaces_the_step_size():
@@ -243,7 +243,7 @@ def test_calibrated_noise_is_well_below_the_papers(epsilon, num_records):
     problem = examples()["quadratic"].problem
     equal = (1.0, 1.0, 1.0)  # the paper gives each of the three queries the same
     inner = dpb.NoisyGD(1, 1.0, step_size=0.1)
-    solver = dpb.PenaltyBilevel(20, 5.0, inner, step_size=0.1, shares=equal)
+    solver = dpb.PenaltyBilevel(20, 5.0, inner, step_size=0.1, budget_split=equal)
     budget = dpb.PrivacyBudget(epsilon, 1 / num_records**1.1)
     sizes = dpb.Sizes(num_records, num_records, "overlapping")
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
@@ -260,7 +260,7 @@ def test_calibrated_noise_is_well_below_the_papers(epsilon, num_records):
         ({"step_size": None}, "one of step_size and optimizer .*, got neither"),
         ({"optimizer": optax.sgd(0.1)}, "one of step_size and optimizer .*, got both"),
         ({"answer": "best"}, "answer must be one of"),
-        ({"shares": (0.5, 0.5)}, "three positive numbers"),
+        ({"budget_split": (0.5, 0.5)}, "3 positive numbers, for lower solves, pena"),
     ],
 )
 def test_bad_field_is_named_in_the_error(fields, message):

@@ -119,6 +119,7 @@ def test_protected_training_records_tell_no_units():
             searched(training_mu=0.1, **options)
 
 
+@pytest.mark.slow
 def test_default_steps_are_in_units_of_the_slopes_of_training_records():
     search = dpb.PrivateSearch(Ridge(), SPACE, BUDGET)
     slope = search._rows(*TRAINING).usual_slope(1)

@@ -256,6 +256,7 @@ def test_linear_risks_are_convex_and_as_steep_as_declared(loss):
     assert 0.1 < steepness.max() <= 0.5 * (1 + 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wide")
 def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
     grid = dpb.draws.Grid.product(*[jnp.linspace(0.0, 1.0, 3)] * 2)

@@ -130,14 +130,8 @@ def axis(size, length):
     return jnp.zeros(size).at[0].set(length)
 
 
-@pytest.mark.parametrize(
-    "length",
-    [
-        pytest.param(0.0, marks=pytest.mark.slow),
-        0.9,
-        pytest.param(1.5, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [0.0, 0.9, 1.5])
 def test_draws_on_a_ball_have_the_law_of_the_normal_there(length):
     size, deviation, key = 6, 0.8, jax.random.key(5)
     sample = np.asarray(points(Ball(1.0), axis(size, length), deviation, key))

@@ -215,7 +215,7 @@ def test_shares_decide_the_noise_of_the_blocks():
     )
     size = 40_000
     fields = {"clip_norm": 2.0, "hessian_clip_norm": 0.5, "cross_clip_norm": 3.0}
-    solver = solver_of(1, shares=(5.0, 3.0, 2.0), **fields).with_noise(1.0)
+    solver = solver_of(1, budget_split=(5.0, 3.0, 2.0), **fields).with_noise(1.0)
     data = dpb.Levels(jnp.zeros(10), jnp.zeros(20))
     solver = solver.with_sizes(problem.sizes_of(data))
     start = (jnp.zeros(size), jnp.zeros(size))
@@ -291,8 +291,8 @@ def test_optax_optimizers_replace_the_step_sizes_of_all_blocks():
         ),
         ({"linear_step_size": -1.0}, "linear_step_size must be"),
         ({"hessian_clip_norm": 0.0}, "hessian_clip_norm must be"),
-        ({"shares": (1.0, 1.0)}, "for y, v and x"),
-        ({"shares": (1.0, 0.0, 1.0)}, "shares must be"),
+        ({"budget_split": (1.0, 1.0)}, "for y, v and x"),
+        ({"budget_split": (1.0, 0.0, 1.0)}, "budget_split must be"),
         ({"answer": "best"}, "answer must be one of"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_second_one_that_releases_y_gives_it():
 
 def test_ledgers_add_and_the_budget_is_split():
     solver = dpb.bilevel.WarmStarted(
-        implicit(num_steps=3), implicit(num_steps=5), split=0.3
+        implicit(num_steps=3), implicit(num_steps=5), budget_split=(0.3, 0.7)
     )
     ledger = solver.with_noise(2.0).ledger(EXACT.problem, SIZES)
     names = [release.name for release in ledger.releases]
@@ -86,7 +86,7 @@ def test_the_status_is_the_worse_of_the_two():
 
 
 def test_a_private_y_is_bought_by_a_refit():
-    solver = noiseless(dpb.Refitted(implicit(num_steps=2), INNER, 0.3))
+    solver = noiseless(dpb.Refitted(implicit(num_steps=2), INNER, (0.7, 0.3)))
     solution = run(solver)
     assert solution.y.shape == (4,)
     assert bool(jnp.any(solution.y != 0))
@@ -97,7 +97,7 @@ def test_a_private_y_is_bought_by_a_refit():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"split": 1.0}, ValueError, "split must be strictly between"),
+        ({"budget_split": (1.0, 0.0)}, ValueError, "budget_split must be positive"),
         ({"first": INNER}, TypeError, "first must solve a BilevelProblem"),
         ({"then": "gd"}, TypeError, "then must be an instance of"),
         (

@@ -80,8 +80,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             inner solves are `inner.sampling`'s.
         noise: The mechanism, for its neighbouring relation; its multiplier is that of
             the whole run seen as one full-batch release.
-        shares: How the squared budget is split over lower solves, penalized solves and
-            outer gradients; where the outer gradient is free, over the first two.
+        budget_split: How the squared budget is split over lower solves, penalized
+            solves and outer gradients; where those are free, over the first two.
         answer: `"last"`; `"mean"`, the average of all pairs, in which the noise of y is
             less: better where records are few; or `"smallest_step"` as in the paper.
             The latter wants inner solves that are accurate from the first step on:
@@ -116,7 +116,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     )
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    shares: tuple[float, float, float] = (0.4, 0.4, 0.2)
+    budget_split: tuple[float, float, float] = (0.4, 0.4, 0.2)
     answer: Literal["smallest_step", "last", "mean"] = eqx.field(
         static=True, default="last"
     )
@@ -143,13 +143,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
                 f"{owner}: inner must be a solver of a one-level problem, such as "
                 f"NoisyGD, got {type(self.inner).__name__}."
             )
-        if not isinstance(self.shares, tuple | list) or len(self.shares) != 3:
-            raise ValueError(
-                f"{owner}: shares must be three positive numbers, for lower solves, "
-                f"penalized solves and outer gradients, got {self.shares}."
-            )
-        for share in self.shares:
-            _checks.positive(owner, shares=share)
+        parts = "lower solves", "penalized solves", "outer gradients"
+        _checks.budget_split(owner, self.budget_split, *parts)
         if self.inner.neighbours is not self.noise.neighbours:
             raise ValueError(
                 f"{owner}: noise refers to {self.noise.neighbours} but inner to "
@@ -288,7 +283,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         return total.repeat(self.num_steps)
 
     def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of the whole run; `shares` splits it."""
+        """Sets the multiplier of the whole run; `budget_split` splits it."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
@@ -302,9 +297,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         return names | {OUTER: optax.tree.size(w0[0])}
 
     def _parts(self, problem: BilevelProblem) -> "_Parts":
-        """The calibrated inner solvers and outer mechanism that `shares` ask for."""
+        """The calibrated inner solvers and outer mechanism, by `budget_split`."""
         scale = self.noise.scaled(self.num_steps**0.5)
-        lower, penalized, outer = self.shares
+        lower, penalized, outer = self.budget_split
         if not problem.x_in_records:
             outer = 0.0
         total = lower + penalized + outer

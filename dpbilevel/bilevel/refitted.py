@@ -41,7 +41,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
     Args:
         search: The bilevel solver.
         refit: The one-level solver of the lower level.
-        share: The refit's share of the squared budget, in (0, 1).
+        budget_split: How the squared budget is split over search and refit.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -50,7 +50,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
 
     search: AbstractSolver
     refit: AbstractSolver
-    share: float = 0.2
+    budget_split: tuple[float, float] = (0.8, 0.2)
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
@@ -66,7 +66,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
                     f"Refitted: {name} must solve a {kind.__name__}, but "
                     f"{type(part).__name__} does not."
                 )
-        _checks.fraction("Refitted", share=self.share)
+        _checks.budget_split("Refitted", self.budget_split, "search", "refit")
         if self.search.neighbours is not self.refit.neighbours:
             raise ValueError(
                 f"Refitted: search refers to {self.search.neighbours} but refit to "
@@ -137,11 +137,12 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         return self.search.ledger(problem, sizes) + refit.named(REFIT)
 
     def with_noise(self, scale: float) -> Self:
-        """Splits the squared budget: `share` to the refit, the rest to the search."""
+        """Splits the squared budget by `budget_split`."""
+        search, refit = (part / sum(self.budget_split) for part in self.budget_split)
         return dataclasses.replace(
             self,
-            search=self.search.with_noise(scale / (1 - self.share) ** 0.5),
-            refit=self.refit.with_noise(scale / self.share**0.5),
+            search=self.search.with_noise(scale / search**0.5),
+            refit=self.refit.with_noise(scale / refit**0.5),
         )
 
     def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:

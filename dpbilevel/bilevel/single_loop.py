@@ -83,9 +83,9 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         linear_optimizer: The same for $q_v$. Static.
         sampling: How each step's batches are drawn, one per level.
         noise: The mechanism, for its neighbouring relation; its multiplier is per step.
-        shares: How the squared budget is split over $y$, $v$ and $x$: the noise of a
-            block is $C_b / \sqrt{s_b}$ times a common factor. Where no record meets x,
-            over the first two.
+        budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise
+            of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record
+            meets x, over the first two.
         answer: `"last"`, the last pair, or `"mean"`, the average of all. Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
@@ -123,7 +123,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     )
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    shares: tuple[float, float, float] = (0.4, 0.4, 0.2)
+    budget_split: tuple[float, float, float] = (0.4, 0.4, 0.2)
     answer: Literal["last", "mean"] = eqx.field(static=True, default="last")
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
@@ -145,13 +145,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             optimizer = getattr(self, f"{prefix}optimizer")
             check_descent(owner, step_size, optimizer, prefix)
         _checks.one_of(owner, "answer", self.answer, ("last", "mean"))
-        if not isinstance(self.shares, tuple | list) or len(self.shares) != 3:
-            raise ValueError(
-                f"{owner}: shares must be three positive numbers, for y, v and x, got "
-                f"{self.shares}."
-            )
-        for share in self.shares:
-            _checks.positive(owner, shares=share)
+        _checks.budget_split(owner, self.budget_split, "y", "v", "x")
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts at `w0 = (x, y)` and $v = 0$."""
@@ -229,11 +223,12 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     def _units_of(self, free: bool) -> _Blocks:
         r"""$u_b = C_b / \sqrt{s_b}$, with shares that add up to one."""
-        total = sum(self.shares[:2]) if free else sum(self.shares)
+        split = self.budget_split
+        total = sum(split[:2]) if free else sum(split)
         clip_norms = (self.clip_norm, self.hessian_clip_norm, self.cross_clip_norm)
         y, v, x = (
             clip_norm * (total / share) ** 0.5
-            for clip_norm, share in zip(clip_norms, self.shares, strict=True)
+            for clip_norm, share in zip(clip_norms, split, strict=True)
         )
         return _Blocks(y, v, None if free else x)
 

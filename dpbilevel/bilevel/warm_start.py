@@ -32,7 +32,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
     Args:
         first: The solver that finds the start.
         then: The solver that goes on from there.
-        split: The first one's share of the squared budget, in (0, 1).
+        budget_split: How the squared budget is split over both.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -48,7 +48,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
 
     first: AbstractSolver
     then: AbstractSolver
-    split: float = 0.5
+    budget_split: tuple[float, float] = (0.5, 0.5)
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
                     f"WarmStarted: {name} must solve a BilevelProblem, but "
                     f"{type(part).__name__} does not."
                 )
-        _checks.fraction("WarmStarted", split=self.split)
+        _checks.budget_split("WarmStarted", self.budget_split, FIRST, THEN)
         if self.first.neighbours is not self.then.neighbours:
             raise ValueError(
                 f"WarmStarted: first refers to {self.first.neighbours} but then to "
@@ -128,11 +128,12 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
         return first + self.then.ledger(problem, sizes).named(THEN)
 
     def with_noise(self, scale: float) -> Self:
-        """Splits the squared budget: `split` to the first, the rest to the second."""
+        """Splits the squared budget by `budget_split`."""
+        first, then = (part / sum(self.budget_split) for part in self.budget_split)
         return dataclasses.replace(
             self,
-            first=self.first.with_noise(scale / self.split**0.5),
-            then=self.then.with_noise(scale / (1 - self.split) ** 0.5),
+            first=self.first.with_noise(scale / first**0.5),
+            then=self.then.with_noise(scale / then**0.5),
         )
 
     def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:

@@ -199,11 +199,13 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
         raise where.error("is for tasks of two levels only; remove it.")
     check_table(tables["refit"], where)
     fields = dict(tables["refit"])
-    share = {"share": fields.pop("share")} if "share" in fields else {}
+    split = fields.pop("budget_split", None)
     refit = reader.build_named(one_level, fields, where)
-    share = {k: reader.convert(float, v, where, k) for k, v in share.items()}
     try:
-        return Refitted(solver, refit, **share)
+        if split is None:
+            return Refitted(solver, refit)
+        pair = reader.convert(tuple[float, float], split, where, "budget_split")
+        return Refitted(solver, refit, budget_split=pair)
     except ValueError as error:
         raise where.error(str(error)) from error
 

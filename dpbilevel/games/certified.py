@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .. import _checks
 from ..bilevel.certified import common_dtype, wide
-from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean
+from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.floats import all_finite, is_finite
 from ..privacy.grid import on_grid
 from ..privacy.sampling import Batch
@@ -98,9 +98,8 @@ def approximate_resolvent(
             batch,
             clip_norm=resolvent.largest_clip,
             precision=precision,
-        ).raw
-        mean = mean.values() if precision == "grid" else mean
-        return optax.tree.add(mean, _public(problem, u))
+        )
+        return optax.tree.add(unsealed(mean), _public(problem, u))
 
     if resolvent.inner == "picard":
         value = _picard(resolvent, operator, centre)

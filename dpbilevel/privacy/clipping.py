@@ -116,6 +116,19 @@ class Bounded(eqx.Module):
         )
 
 
+def unsealed(bounded: Bounded) -> PyTree:
+    """The value in floating point, without its seal. NON-PRIVATE.
+
+    For a value that is computed from it and sealed with a bound of its own; the places
+    that do so are listed in docs/architecture.md.
+
+    Args:
+        bounded: The sealed value.
+    """
+    raw = bounded.raw
+    return raw.values() if isinstance(raw, Grid) else raw
+
+
 def clipped_mean(
     fun: Callable[[PyTree], PyTree],
     records: PyTree | Batch,

@@ -40,6 +40,7 @@ class Query:
         _checks.count("Query", size=self.size)
         _checks.positive("Query", clip_norm=self.clip_norm)
         _checks.instance("Query", AbstractSampling, sampling=self.sampling)
+        object.__setattr__(self, "clip_norm", _checks.number(self.clip_norm))
 
     @property
     def contribution(self) -> float:

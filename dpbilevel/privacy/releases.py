@@ -155,12 +155,11 @@ class AbstractGaussianRelease(AbstractRelease):
     """
 
     mechanism: Gaussian
+    joint: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
         _checks.instance(type(self).__name__, Gaussian, mechanism=self.mechanism)
-
-    joint: bool = dataclasses.field(default=False, kw_only=True)
 
     def of(
         self,
@@ -178,6 +177,9 @@ class AbstractGaussianRelease(AbstractRelease):
             key: A typed key for the batches and the noise of this release alone.
             index: The number of the release in the run, for samplings that are
                 numbered.
+
+        Privacy:
+            What `charges` counts for one of `count`.
         """
         key_batch, key_noise = derive(key, "sampling", "noise")
         bounded = self.read(funs, data, key=key_batch, index=index)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
 from ..draws.scores.mean_loss import public_part, spread_of
-from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean
+from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.queries import RECORDS, Query
 from ..privacy.rows import Padded, unpacked
 from ..privacy.sampling import Batch
@@ -105,7 +105,7 @@ def numbered(
         point, found = row
         found = found if present is None else Padded(found, present)
         mean = clipped_loss(found, clip_range, size, "grid")
-        return mean.raw.values() + public_part(public, point, start, half)
+        return unsealed(mean) + public_part(public, point, start, half)
 
     scores = jax.lax.map(scored, (points, rows.T))
     share, _ = spread_of(clip_range, size, rows.dtype, public is not None)

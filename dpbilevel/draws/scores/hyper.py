@@ -14,7 +14,7 @@ from ...bilevel import certified, fixed_count, sensitivities
 from ...bilevel.bounds import Bounds, Metric
 from ...bilevel.constants import AbstractCertificate
 from ...bilevel.problem import BilevelProblem, Levels, Sizes
-from ...privacy.clipping import Basis, clipped_mean
+from ...privacy.clipping import Basis, clipped_mean, unsealed
 from ...sets import Ball, Euclidean
 from ..samplers.base import AbstractPotential
 from .base import (
@@ -216,7 +216,7 @@ class _Objective(AbstractPotential):
             clip_norm=half,
             denominator=float(self.sizes.upper),
         )
-        value = mean.raw
+        value = unsealed(mean)
         public = self.problem.upper_public
         if public is not None:
             value = value + (public(x, y) - public(x0, y0))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ...bilevel import sensitivities
 from ...onelevel.problem import FiniteSum
-from ...privacy.clipping import Basis, clipped_mean
+from ...privacy.clipping import Basis, clipped_mean, unsealed
 from ...privacy.queries import RECORDS
 from ...privacy.rows import unpacked
 from ...privacy.sampling import Batch, FullBatch
@@ -189,7 +189,7 @@ class _ClippedMean(AbstractPotential):
             return found - half.astype(found.dtype)
 
         mean = clipped_mean(value, self.batch, clip_norm=half, precision="grid")
-        total = mean.raw.values()
+        total = unsealed(mean)
         public = self.problem.public
         return total + public_part(public, x, self.start, half.astype(total.dtype))
 
