@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ADULT ?= $(wildcard ../shared/data/adult.csv)
 # Leave one core's worth of threads to each test process.
-TEST_FLAGS ?= -n 2 --dist loadfile
+TEST_FLAGS ?= -n 2 --dist worksteal
 # What differs between releases of Python and JAX: programs, keys, noise, what is shown.
 SHORT := contract grid noise mechanisms keys examples rows imports
 # For example jax==0.10.2: the newest that pip finds when empty.

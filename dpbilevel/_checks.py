@@ -84,6 +84,26 @@ def proper_fraction(owner: str, **values: object) -> None:
     _require(owner, values, lambda v: 0 <= v < 1, "at least 0 and below 1")
 
 
+def _kind(value: object) -> str:
+    """What was given, without what is in it: it may be the records themselves."""
+    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"a {type(value).__name__}{length}"
+
+
+def floats(value: Any) -> Any:
+    """The integers of a tuple as floats: inside a program their sum might overflow.
+
+    Args:
+        value: A field of several numbers; anything else is left to its check.
+    """
+
+    def converted(number):
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        return float(number) if whole else number
+
+    return tuple(map(converted, value)) if isinstance(value, tuple | list) else value
+
+
 def budget_split(owner: str, value: object, *parts: str) -> None:
     """Raises `ValueError` unless `value` holds one positive number for each part.
 
@@ -96,9 +116,14 @@ def budget_split(owner: str, value: object, *parts: str) -> None:
         *first, last = parts
         raise ValueError(
             f"{owner}: budget_split must be {len(parts)} positive numbers, for "
-            f"{', '.join(first)} and {last}, got {value}."
+            f"{', '.join(first)} and {last}, got {_kind(value)}."
         )
     for number in value:
+        if hasattr(number, "dtype") and not np.issubdtype(number.dtype, np.floating):
+            raise ValueError(
+                f"{owner}: budget_split must hold floating-point numbers, got "
+                f"{number.dtype}."
+            )
         positive(owner, budget_split=number)
 
 

@@ -13,6 +13,7 @@ import pytest
 from solver_zoo import ADAPTIVE, DOUBLE, FEW_ANSWERS, SOLVERS, sizes_of
 
 import dpbilevel as dpb
+from dpbilevel.core.descent import rejected_updates
 from dpbilevel.core.loop import advance, bound_to
 from dpbilevel.privacy.mechanisms import Gaussian
 
@@ -378,7 +379,9 @@ class Constant:
             made = jax.eval_shape(
                 lambda: self.release.__get__(mechanism, kind)(*args, **kwargs)
             )
-            return jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), made)
+            # The key decides about the noise, so it must not depend on records either.
+            number = jnp.sum(jax.random.key_data(kwargs["key"]) % 97)
+            return jax.tree.map(lambda v: jnp.full(v.shape, number, v.dtype), made)
 
         return constant
 
@@ -393,7 +396,8 @@ def reads(name, solver=None):
         state, path = advance(
             problem, solver, data, solver.init(problem, w0), keys, trajectory=True
         )
-        return solver.adversary_view(state), solver.output(problem, state), path
+        seen = solver.adversary_view(state), rejected_updates(state)
+        return seen, solver.output(problem, state), path
 
     with pytest.MonkeyPatch.context() as patch:
         for kind, method in (
@@ -417,11 +421,47 @@ class Peeks(dpb.NoisyGD):
     """Reads a record in passing."""
 
     def step(self, problem, data, state, *, key):
-        state = super().step(problem, data, state, key=key)
+        state = dpb.NoisyGD.step(self, problem, data, state, key=key)
         seen = 1e-30 * data["features"][0]
         return dataclasses.replace(state, w=state.w + seen)
 
 
-def test_a_record_read_in_passing_is_noticed():  # the control of the test above
+class CountsByRecord(dpb.NoisyGD):
+    """Tells of a record by the number of updates that were left out."""
+
+    def step(self, problem, data, state, *, key):
+        state = dpb.NoisyGD.step(self, problem, data, state, key=key)
+        told = (data["features"][0, 0] > 0).astype(jnp.int32)
+        memory = dataclasses.replace(
+            state.memory, rejections=state.memory.rejections.plus(told)
+        )
+        return dataclasses.replace(state, memory=memory)
+
+
+class NoiseByRecord(dpb.NoisyGD):
+    """Chooses the noise by a record."""
+
+    def step(self, problem, data, state, *, key):
+        bit = (data["features"][0, 0] > 0).astype(jnp.uint32)
+        key = jax.random.fold_in(key, bit)
+        return dpb.NoisyGD.step(self, problem, data, state, key=key)
+
+
+@pytest.mark.parametrize("kind", [Peeks, CountsByRecord, NoiseByRecord])
+def test_a_record_read_in_passing_is_noticed(kind):  # the control of the test above
     _, solver, _, _ = calibrated("noisy_gd")
-    assert reads("noisy_gd", Peeks(**vars(solver)))
+    assert reads("noisy_gd", kind(**vars(solver)))
+
+
+class StepsTwice(dpb.NoisyGD):
+    releases_per_step = 2
+
+    def release(self, problem, sizes):
+        made = dpb.NoisyGD.release(self, problem, sizes)
+        return dataclasses.replace(made, count=self.num_steps)
+
+
+def test_a_release_that_counts_too_few_is_refused():
+    problem, solver, data, _ = calibrated("noisy_gd")
+    with pytest.raises(ValueError, match="makes 12 releases in 6 steps"):
+        StepsTwice(**vars(solver)).ledger(problem, problem.sizes_of(data))

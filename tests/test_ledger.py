@@ -10,6 +10,8 @@ from scipy.stats import norm
 
 import dpbilevel as dpb
 from dpbilevel.privacy import accounting
+from dpbilevel.privacy.queries import Query
+from dpbilevel.privacy.releases import Release
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 DISJOINT, OVERLAPPING, SHARED = dpb.People
@@ -282,3 +284,19 @@ def test_people_of_a_ledger_may_be_a_word_but_not_any_word():
 def test_epsilon_at_a_delta_outside_its_range_is_refused():
     with pytest.raises(ValueError, match="delta must be strictly between 0 and 1"):
         dpb.privacy.Ledger(()).epsilon(2.0)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        Query("lower", 100, 1.0, dpb.FullBatch()),
+        Query("lower", 50, 1.0, dpb.Poisson(0.01)),
+        Query("records", 100, 1.0, dpb.Poisson(0.01)),
+    ],
+)
+def test_joint_queries_of_different_batches_are_refused(last):
+    first = Query("upper", 100, 1.0, dpb.Poisson(0.01))
+    same = Query("lower", 100, 2.0, dpb.Poisson(0.01))
+    Release("sum", 1, (first, same), dpb.privacy.Gaussian(1.0), joint=True)
+    with pytest.raises(ValueError, match="one batch of the same records"):
+        Release("sum", 1, (first, last), dpb.privacy.Gaussian(1.0), joint=True)

@@ -280,3 +280,25 @@ def test_inner_solver_of_another_relation_is_refused():
 def test_anything_but_a_solver_as_inner_is_refused():
     with pytest.raises(TypeError, match="such as NoisyGD"):
         dpb.PenaltyBilevel(3, 1.0, "gd", step_size=0.1)
+
+
+def test_integers_in_a_split_do_not_overflow_inside_a_program():
+    inner = dpb.NoisyGD(2, 1.0, step_size=0.1)
+    most = 2**31 - 1
+    solver = dpb.PenaltyBilevel(
+        2, 5.0, inner, step_size=0.1, budget_split=(most, most, 3)
+    ).with_noise(1.0)
+    problem = dpb.source_weighting(dpb.logistic_loss, 3, ridge=0.05)
+
+    def multiplier(solver):
+        return solver._parts(problem).lower.noise.noise_multiplier
+
+    inside = jax.jit(multiplier)(solver)
+    np.testing.assert_allclose(inside, multiplier(solver), rtol=1e-6)
+
+
+def test_an_error_about_the_split_shows_no_numbers():
+    inner = dpb.NoisyGD(2, 1.0, step_size=0.1)
+    with pytest.raises(ValueError, match="a tuple of 1") as error:
+        dpb.PenaltyBilevel(2, 5.0, inner, step_size=0.1, budget_split=[0.123])
+    assert "0.123" not in str(error.value)

@@ -116,7 +116,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     )
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    budget_split: tuple[float, float, float] = (0.4, 0.4, 0.2)
+    budget_split: tuple[float, float, float] = eqx.field(
+        default=(0.4, 0.4, 0.2), converter=_checks.floats
+    )
     answer: Literal["smallest_step", "last", "mean"] = eqx.field(
         static=True, default="last"
     )

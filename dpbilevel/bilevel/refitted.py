@@ -50,7 +50,9 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
 
     search: AbstractSolver
     refit: AbstractSolver
-    budget_split: tuple[float, float] = (0.8, 0.2)
+    budget_split: tuple[float, float] = eqx.field(
+        default=(0.8, 0.2), converter=_checks.floats
+    )
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False

@@ -123,7 +123,9 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     )
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    budget_split: tuple[float, float, float] = (0.4, 0.4, 0.2)
+    budget_split: tuple[float, float, float] = eqx.field(
+        default=(0.4, 0.4, 0.2), converter=_checks.floats
+    )
     answer: Literal["last", "mean"] = eqx.field(static=True, default="last")
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
@@ -189,7 +191,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         clip_norms = self._clip_norms(problem)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
         name = _name(self._units(problem))
-        return Release(name, self.num_steps, queries, self.noise, joint=joint)
+        return Release(name, self.num_releases, queries, self.noise, joint=joint)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Two blocks like y, and one like x where records meet it."""

@@ -48,7 +48,9 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
 
     first: AbstractSolver
     then: AbstractSolver
-    budget_split: tuple[float, float] = (0.5, 0.5)
+    budget_split: tuple[float, float] = eqx.field(
+        default=(0.5, 0.5), converter=_checks.floats
+    )
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False

@@ -142,7 +142,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
 class AbstractNoisySolver(AbstractSolver[Problem, State]):
     """A solver that makes the same Gaussian releases at every step.
 
-    What it releases is declared once, in `releases`; the ledger follows from that.
+    What it releases is declared once, in `release`; the ledger follows from that.
 
     Attributes:
         noise: The mechanism; its multiplier is per release.
@@ -193,9 +193,21 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         return ()
 
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
-        """All of its releases."""
+        """All of its releases.
+
+        Raises:
+            ValueError: The solver is not calibrated, or its `release` counts another
+                number of releases than its steps make.
+        """
+        release = self.release(problem, sizes)
+        if release.count != self.num_releases:
+            raise ValueError(
+                f"{type(self).__name__}: makes {self.num_releases} releases in "
+                f"{self.num_steps} steps, but its release counts {release.count}; give "
+                "it count=self.num_releases."
+            )
         return Ledger(
-            (self.release(problem, sizes),),
+            (release,),
             people_of(sizes) or People.OVERLAPPING,
             self.assumptions(problem, sizes),
         )

@@ -159,7 +159,19 @@ class AbstractGaussianRelease(AbstractRelease):
 
     def __post_init__(self):
         super().__post_init__()
-        _checks.instance(type(self).__name__, Gaussian, mechanism=self.mechanism)
+        owner = type(self).__name__
+        _checks.instance(owner, Gaussian, mechanism=self.mechanism)
+        _checks.instance(owner, bool, joint=self.joint)
+        if self.joint and (
+            tuple(query.role for query in self.queries) != LEVELS
+            or len({query.size for query in self.queries}) > 1
+            or len({repr(query.sampling) for query in self.queries}) > 1
+        ):
+            raise ValueError(
+                f"{owner}: joint queries read one batch of the same records, so there "
+                "must be one of the upper and one of the lower level, of one size and "
+                f"one sampling; got {self.queries}."
+            )
 
     def of(
         self,
@@ -306,6 +318,7 @@ class Release(AbstractGaussianRelease):
 
     def __post_init__(self):
         super().__post_init__()
+        _checks.instance("Release", Basis, basis=self.basis)
         if self.value_norm is not None:
             _checks.positive("Release", value_norm=self.value_norm)
         known = all(_checks.concrete(query.clip_norm) for query in self.queries)

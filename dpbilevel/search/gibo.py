@@ -272,7 +272,7 @@ class GradientInformativeBO(
     def release(self, problem: Any, sizes: int) -> Release:
         """The gradient."""
         query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
-        return Release(GRADIENT, self.num_steps, (query,), self.noise)
+        return Release(GRADIENT, self.num_releases, (query,), self.noise)
 
     def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
         """What a black box is trusted with."""
