@@ -157,11 +157,13 @@ def ledger_delta(people, epsilon, sampling, count=6, **fields):
     """A release of noise multiplier 3 that reads both levels, C/n = 1/500 and 3/2000.
 
     One person in both moves it by S = 2 (1/500 + 3/2000), in units of which the shares
-    are 4/7 and 3/7.
+    are 4/7 and 3/7. Joint queries are of as many records, so the lower one is
+    0.75/500 there.
     """
+    lower = (500, 0.75) if fields.get("joint") else (2000, 3.0)
     queries = (
         dpb.privacy.Query("upper", 500, 1.0, sampling),
-        dpb.privacy.Query("lower", 2000, 3.0, sampling),
+        dpb.privacy.Query("lower", *lower, sampling),
     )
     release = dpb.privacy.Release(
         "a", count, queries, dpb.privacy.Gaussian(3.0), **fields
