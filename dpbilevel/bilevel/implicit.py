@@ -191,7 +191,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             self.sizes,
             precision=self.noise.precision,
         )
-        # The noisy step, and the uniform choice among x_1 .. x_T as it goes along.
+        # The noisy step, and the uniform choice among the iterates so far.
         gradient = self.noise.release(bounded, key=key_noise)
         rule = descent(self.step_size, self.optimizer)
         x, memory = projected_update(

@@ -249,7 +249,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             funs = self._record_gradients(problem, state.x, y, z)
             gradient = optax.tree.add(gradient, outer.of(funs, data, key=key_outer))
 
-        # The projected step, and the output rule t_out as it goes along.
+        # The projected step, and the candidate of the output rule t_out.
         rule = descent(self.step_size, self.optimizer)
         x, memory = projected_update(
             rule, gradient, state.memory, state.x, problem.x_set

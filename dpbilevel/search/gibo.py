@@ -275,7 +275,7 @@ class GradientInformativeBO(
         return Release(GRADIENT, self.num_releases, (query,), self.noise)
 
     def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
-        """What a black box is trusted with."""
+        """What is assumed of a black box."""
         del sizes
         return trusted(problem, self.most_evaluations)
 

@@ -151,7 +151,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         return Release(LOSS, self.num_releases, (query,), self.noise)
 
     def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
-        """What a black box is trusted with."""
+        """What is assumed of a black box."""
         del sizes
         return trusted(problem, self.most_evaluations)
 
