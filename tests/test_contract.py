@@ -456,12 +456,12 @@ def test_a_record_read_in_passing_is_noticed(kind):  # the control of the test a
 class StepsTwice(dpb.NoisyGD):
     releases_per_step = 2
 
-    def release(self, problem, sizes):
-        made = dpb.NoisyGD.release(self, problem, sizes)
-        return dataclasses.replace(made, count=self.num_steps)
 
-
-def test_a_release_that_counts_too_few_is_refused():
+def test_a_ledger_counts_every_release_of_a_step():
     problem, solver, data, _ = calibrated("noisy_gd")
-    with pytest.raises(ValueError, match="makes 12 releases in 6 steps"):
-        StepsTwice(**vars(solver)).ledger(problem, problem.sizes_of(data))
+    twice = StepsTwice(**vars(solver))
+    (release,) = twice.ledger(problem, problem.sizes_of(data)).releases
+    assert release.count == 2 * solver.num_steps
+    assert twice.with_noise(1.0).noise.noise_multiplier == pytest.approx(
+        (2 * solver.num_steps) ** 0.5
+    )

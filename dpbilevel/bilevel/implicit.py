@@ -227,7 +227,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         )
         return Release(
             HYPERGRADIENT,
-            self.num_releases,
+            1,
             queries,
             self.noise,
             joint=sizes.people is People.SHARED,

@@ -191,7 +191,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         clip_norms = self._clip_norms(problem)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
         name = _name(self._units(problem))
-        return Release(name, self.num_releases, queries, self.noise, joint=joint)
+        return Release(name, 1, queries, self.noise, joint=joint)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Two blocks like y, and one like x where records meet it."""

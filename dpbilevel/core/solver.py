@@ -172,7 +172,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
-        """What a step releases, with its count in a whole run.
+        """What a step releases; `ledger` counts how often.
 
         Args:
             problem: The problem.
@@ -196,16 +196,10 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         """All of its releases.
 
         Raises:
-            ValueError: The solver is not calibrated, or its `release` counts another
-                number of releases than its steps make.
+            ValueError: The solver is not calibrated.
         """
         release = self.release(problem, sizes)
-        if release.count != self.num_releases:
-            raise ValueError(
-                f"{type(self).__name__}: makes {self.num_releases} releases in "
-                f"{self.num_steps} steps, but its release counts {release.count}; give "
-                "it count=self.num_releases."
-            )
+        release = dataclasses.replace(release, count=self.num_releases)
         return Ledger(
             (release,),
             people_of(sizes) or People.OVERLAPPING,

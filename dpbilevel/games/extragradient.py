@@ -210,7 +210,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         """The operator."""
         return Release(
             OPERATOR,
-            self.num_releases,
+            1,
             (Query(RECORDS, sizes, self.clip_norm, self.sampling),),
             self.noise,
             clip_ratio=self.clip_ratio(problem),

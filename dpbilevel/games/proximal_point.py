@@ -292,7 +292,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         query = Query(RECORDS, sizes, share * denominator, self.sampling)
         return Release(
             RESOLVENT,
-            self.num_releases,
+            1,
             (query,),
             self.noise,
             basis=self.basis,

@@ -142,7 +142,7 @@ def noisy_gradient(
 def gradient_release(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Release:
     """The release that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
-    return Release(GRADIENT, solver.num_releases, queries, solver.noise, joint=joint)
+    return Release(GRADIENT, 1, queries, solver.noise, joint=joint)
 
 
 def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:

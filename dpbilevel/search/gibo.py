@@ -272,7 +272,7 @@ class GradientInformativeBO(
     def release(self, problem: Any, sizes: int) -> Release:
         """The gradient."""
         query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
-        return Release(GRADIENT, self.num_releases, (query,), self.noise)
+        return Release(GRADIENT, 1, (query,), self.noise)
 
     def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
         """What is assumed of a black box."""

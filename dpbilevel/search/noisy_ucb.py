@@ -148,7 +148,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
     def release(self, problem: Any, sizes: int) -> Release:
         """A mean loss."""
         query = loss_query(self.clip_range, sizes)
-        return Release(LOSS, self.num_releases, (query,), self.noise)
+        return Release(LOSS, 1, (query,), self.noise)
 
     def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
         """What is assumed of a black box."""
