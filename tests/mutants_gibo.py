@@ -9,18 +9,26 @@ from audit_zoo import gradient_informative
 
 import dpbilevel as dpb
 from dpbilevel import audit
+from dpbilevel.privacy.queries import Query
 
 GIBO = dpb.search.GradientInformativeBO
 OTHERS = 0.5  # the slope of everyone else's loss, below the clip norm
 
 
-class ClipsTheMean(GIBO):
+class ClippedMean(Query):
     """Averages over records first, then clips."""
 
-    def _gradient(self, problem, posterior, seen, *, key):
-        mean = posterior.weights @ jnp.mean(seen.values, axis=0)
+    def read(self, fun, records, **_):
+        mean = fun(jnp.mean(records, axis=0))
         clipped = mean * jnp.minimum(1, self.clip_norm / jnp.linalg.norm(mean))
-        return dpb.privacy.Bounded(clipped, self.clip_norm / self.sizes)
+        return dpb.privacy.Bounded(clipped, self.clip_norm / self.size)
+
+
+class ClipsTheMean(GIBO):
+    def release(self, problem, sizes):
+        release = GIBO.release(self, problem, sizes)
+        queries = tuple(ClippedMean(**vars(query)) for query in release.queries)
+        return dataclasses.replace(release, queries=queries)
 
 
 class FitsItsKernel(GIBO):

@@ -14,7 +14,7 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core.loop import advance
 from dpbilevel.privacy.noise import derive, step_keys
-from dpbilevel.search.gibo import _Seen, _usable
+from dpbilevel.search.gibo import _record_gradient, _Seen, _usable
 from dpbilevel.search.gp import gradient_posterior
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -150,7 +150,9 @@ def test_no_losses_move_the_gradient_beyond_its_sensitivity(precision):
         posterior = gradient_posterior(
             solver.kernel, jnp.zeros(D), seen.points, seen.mask, nugget=1e-6
         )
-        return solver._gradient(None, posterior, seen, key=jax.random.key(0))
+        funs = {"records": _record_gradient(posterior, seen)}
+        release = solver.release(None, solver.sizes)
+        return release.read(funs, seen.values, key=jax.random.key(0))
 
     found = audit.sensitivity_search(
         query, values, key=jax.random.key(3), tries=300, rounds=3

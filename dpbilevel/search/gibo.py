@@ -13,7 +13,6 @@ from ..core.solver import AbstractNoisySolver
 from ..onelevel.noisy_gd import GRADIENT, running_mean
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
-from ..privacy.clipping import Bounded
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
@@ -222,8 +221,9 @@ class GradientInformativeBO(
         seen = _joined(asked, losses, state.seen)
         posterior = self._posterior(state.w, seen.points, seen.mask)
         # Algorithm 1, lines 7 to 9: every record's gradient, clipped, averaged, noise.
-        bounded = self._gradient(problem, posterior, seen, key=key)
-        gradient = self.noise.release(bounded, key=key)
+        funs = {RECORDS: _record_gradient(posterior, seen)}
+        release = self.release(problem, self.sizes)
+        gradient = release.of(funs, seen.values, key=key)
         gradient = gradient.astype(state.w.dtype) + _public_gradient(problem, state.w)
         gradient = shortened(
             gradient, self.step_size, lambda w: _public_gradient(problem, w), state.w
@@ -299,17 +299,6 @@ class GradientInformativeBO(
     def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
 
-    def _gradient(
-        self, problem: Any, posterior: GradientPosterior, seen: _Seen, *, key: PRNGKey
-    ) -> Bounded:
-        """The clipped mean of everyone's posterior mean gradient.
-
-        Every record is read, so the key draws no batch.
-        """
-        weights = posterior.weights
-        funs = {RECORDS: lambda losses: weights @ _usable(losses, seen.mask)}
-        return self.release(problem, self.sizes).read(funs, seen.values, key=key)
-
     def _averaged(self, state: _State, w: Array) -> Array:
         first = self.num_steps - max(1, round(_TAIL * self.num_steps))
         return running_mean(state.mean, w, jnp.maximum(state.t - first, 0))
@@ -326,6 +315,11 @@ class GradientInformativeBO(
         rank = order.astype(w.dtype) if self.keep_rule == "last" else lengths
         chosen = jnp.argsort(jnp.where(valid, rank, jnp.inf))[: self.keep]
         return _Seen(seen.points[chosen], seen.values[:, chosen], valid[chosen])
+
+
+def _record_gradient(posterior: GradientPosterior, seen: _Seen):
+    """The posterior mean gradient of a record, from the losses that are kept of it."""
+    return lambda losses: posterior.weights @ _usable(losses, seen.mask)
 
 
 def _joined(asked: Asked, losses: Float[Array, "n q"], seen: _Seen) -> _Seen:

@@ -130,12 +130,12 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         key: PRNGKey,
     ) -> _State:
         """One repetition; the last step shows the best."""
-        key_repeats, key_noise = derive(key, "repeats", "noise")
+        key_repeats, key_select = derive(key, "repeats", "select")
         repeats = jnp.where(state.t == 0, self._repeats(key_repeats), state.repeats)
         funs = {RECORDS: centered(self.clip_range)}
-        # Every record is read, so no batch is drawn by the key.
-        mean = self._selection(self.sizes).read(funs, column(losses, 0), key=key_noise)
-        value = self.noise.release(mean, key=key_noise).astype(state.value.dtype)
+        selection = self._selection(self.sizes)
+        value = selection.of(funs, column(losses, 0), key=key_select)
+        value = value.astype(state.value.dtype)
         value += jnp.asarray(self.clip_range).astype(value.dtype) / 2
         value += public_values(problem, asked.points)[0]
         better = (state.t < repeats) & (value < state.best_value)
