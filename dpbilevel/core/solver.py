@@ -16,6 +16,11 @@ from ..privacy.noise import PRNGKey
 from ..privacy.releases import AbstractRelease
 from .levels import people_of
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 Problem = TypeVar("Problem")
 State = TypeVar("State")
 
@@ -36,19 +41,8 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     problem_type: eqx.AbstractClassVar[type]
     in_config: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def num_steps(self) -> int:
-            """The fixed number of steps."""
-
-        @property
-        def sizes(self) -> Any:
-            """The planned numbers of records."""
-
-    else:
-        num_steps: eqx.AbstractVar[int]
-        sizes: eqx.AbstractVar[Any]
+    num_steps: AbstractVar[int]
+    sizes: AbstractVar[Any]
 
     @property
     @abc.abstractmethod
@@ -151,14 +145,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
 
     releases_per_step: ClassVar[int] = 1
 
-    if TYPE_CHECKING:
-
-        @property
-        def noise(self) -> Gaussian:
-            """The mechanism."""
-
-    else:
-        noise: eqx.AbstractVar[Gaussian]
+    noise: AbstractVar[Gaussian]
 
     @property
     def neighbours(self) -> Neighbours:

@@ -3,8 +3,6 @@
 import abc
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import equinox as eqx
-
 from .. import _checks
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
@@ -13,6 +11,11 @@ from ..privacy.sampling import AbstractSampling
 from .choices import AVERAGES, Average, Fields, Passes, scene_of
 from .problem import AbstractVariationalInequality
 from .rates import Scene
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 
 class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
@@ -26,24 +29,9 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
 
     problem_type: ClassVar[type] = AbstractVariationalInequality
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def clip_norm(self) -> float:
-            """The bound on one record's operator."""
-
-        @property
-        def sampling(self) -> AbstractSampling:
-            """How each query's batch is drawn."""
-
-        @property
-        def average(self) -> Average:
-            """Which part of the path the answer averages."""
-
-    else:
-        clip_norm: eqx.AbstractVar[float]
-        sampling: eqx.AbstractVar[AbstractSampling]
-        average: eqx.AbstractVar[Average]
+    clip_norm: AbstractVar[float]
+    sampling: AbstractVar[AbstractSampling]
+    average: AbstractVar[Average]
 
     def __check_init__(self):
         owner = type(self).__name__
