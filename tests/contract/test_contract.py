@@ -397,7 +397,7 @@ def reads(name, solver=None):
             problem, solver, data, solver.init(problem, w0), keys, trajectory=True
         )
         seen = solver.adversary_view(state), rejected_updates(state)
-        return seen, solver.output(problem, state), path
+        return seen, solver.answer(problem, state), path
 
     with pytest.MonkeyPatch.context() as patch:
         for kind, method in (

@@ -141,8 +141,8 @@ def test_the_mirrored_game_is_played_by_mirrored_steps():
 
 def test_the_second_half_of_the_path_is_averaged_where_asked():
     made, start = example("bilinear"), point("bilinear")
-    for average, first in (("all", 0), ("second_half", 3)):
-        solver, key = extragradient(7, average=average), jax.random.key(first)
+    for rule, first in ((dpb.outputs.Mean(), 0), (dpb.outputs.TailMean(0.5), 3)):
+        solver, key = extragradient(7, output=rule), jax.random.key(first)
         found = solve(made.problem, solver, made.data, start, key, trajectory=True)
         path = found.trajectory
         expected = jax.tree.map(lambda v, first=first: v[first:].mean(0), path)
@@ -151,7 +151,7 @@ def test_the_second_half_of_the_path_is_averaged_where_asked():
             found.value,
             expected,
         )
-    with pytest.raises(ValueError, match="no theorem covers average='second_half'"):
+    with pytest.raises(ValueError, match="no theorem covers output=TailMean"):
         solver.with_sizes(N).bound(made.problem, dimension=5)
 
 
