@@ -17,7 +17,7 @@ from .bilevel import (
 )
 from .core.loop import solve
 from .core.plan import calibrate, fit
-from .core.solution import Plan, PrivateResult, Solution
+from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
 from .draws import recommend
 from .onelevel import (
@@ -55,7 +55,6 @@ __all__ = [
     "Plan",
     "Poisson",
     "PrivacyBudget",
-    "PrivateResult",
     "Refitted",
     "SingleLoopBilevel",
     "Sizes",
