@@ -259,7 +259,7 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
 def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     """What the run releases, from its last state."""
     config, state = prepared.config, jax.tree.map(jnp.asarray, saved.state)
-    x, y = prepared.solver.output(prepared.problem, state)
+    x, y = prepared.solver.answer(prepared.problem, state)
     return Result(
         task=config.task_name,
         label=config.task.label,

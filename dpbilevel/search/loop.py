@@ -199,7 +199,7 @@ def _run(
         saved = run_in_parts(part, saved, solver.num_steps, keep)
     with wide_integers():
         state = jax.tree.map(jnp.asarray, saved.state)
-        value = np.asarray(solver.output(public, state))
+        value = np.asarray(solver.answer(public, state))
     rejected = int(rejected_updates(state))
     remarks = [solver.remark(state), divergence(rejected)]
     return Solution(value, saved.path, rejected), [r for r in remarks if r is not None]
