@@ -81,7 +81,13 @@ def test_penalties_grow_on_useless_features_and_shrink_on_useful_ones():
     quiet = dpb.privacy.Gaussian(0.0)
     inner = dpb.NoisyGD(60, 1e6, step_size=0.05, noise=quiet)
     solver = dpb.PenaltyBilevel(
-        60, 10.0, inner, step_size=1.0, upper_clip_norm=1e6, noise=quiet, answer="last"
+        60,
+        10.0,
+        inner,
+        step_size=1.0,
+        upper_clip_norm=1e6,
+        noise=quiet,
+        output=dpb.outputs.Last(),
     )
     x = dpb.solve(
         problem, solver, data, (jnp.zeros(2), jnp.zeros(6)), key=jax.random.key(0)
@@ -114,7 +120,11 @@ def test_refit_starts_from_the_search_and_keeps_its_x():
     data = two_sources(400)
     problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=0.1)
     search = dpb.PenaltyBilevel(
-        3, 10.0, dpb.NoisyGD(3, 1.0, step_size=1.0), step_size=1.0, answer="last"
+        3,
+        10.0,
+        dpb.NoisyGD(3, 1.0, step_size=1.0),
+        step_size=1.0,
+        output=dpb.outputs.Last(),
     )
     solver = dpb.Refitted(search, dpb.NoisyGD(300, 100.0, step_size=1.0), (0.75, 0.25))
     solver = solver.with_noise(1e-7)

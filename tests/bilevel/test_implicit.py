@@ -12,7 +12,7 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.bilevel import certified, sensitivities, zoo
 from dpbilevel.bilevel import fixed_count as solves
-from dpbilevel.core.outputs import uniform_iterate
+from dpbilevel.core.outputs import UniformIterate
 from tests.contract.solver_zoo import DECLARED, EXACT, LEVELS, Y0, implicit
 
 BOX = (-1.0, 1.0)
@@ -196,7 +196,7 @@ def test_noise_follows_the_sensitivity_at_the_current_x(x64):
 
 def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
     data, multiplier = wide(LEVELS), 3.0
-    solver = implicit(noise=dpb.privacy.Gaussian(multiplier))
+    solver = implicit().with_noise(multiplier / math.sqrt(3))
     sizes = TUNING.sizes_of(data, "disjoint")
     events = solver.ledger(TUNING, sizes).events()
     for x in ([-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]):
@@ -307,11 +307,15 @@ def test_the_answer_is_x_alone_and_an_iterate():
 
 
 def chosen_steps(count, runs, *, broken=False):
+    rule = UniformIterate()
+
     def run(key):
-        chosen = jnp.asarray(-1, jnp.int32)
+        chosen = rule.init(jnp.asarray(-1, jnp.int32))
         for t, step_key in enumerate(jax.random.split(key, count)):
             value, seen = (jnp.asarray(v, jnp.int32) for v in (t, 0 if broken else t))
-            chosen = uniform_iterate(chosen, value, seen, key=step_key)
+            chosen = rule.update(
+                chosen, value, before=value, t=seen, num_steps=count, key=step_key
+            )
         return chosen
 
     keys = jax.random.split(jax.random.key(KEY), runs)
@@ -421,8 +425,7 @@ def test_add_or_remove_is_refused():
     ("fields", "message"),
     [
         ({"num_steps": 0}, "num_steps must be an integer"),
-        ({"step_size": None}, "give one of step_size and optimizer"),
-        ({"answer": "best"}, "answer must be one of"),
+        ({"step_size": None}, "give step_size, a positive number or an optax"),
     ],
 )
 def test_bad_field_is_named_in_the_error(fields, message):
@@ -438,7 +441,7 @@ def test_descends_where_there_are_records_enough(x64):
     label = np.sign(margin + 0.3 * rng.normal(size=len(margin)))
     rows = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
     data = dpb.Levels(*(jax.tree.map(lambda v, k=k: v[k::2], rows) for k in (0, 1)))
-    solver = implicit(num_steps=20, step_size=3.0, answer="last")
+    solver = implicit(num_steps=20, step_size=3.0, output=dpb.outputs.Last())
     result = dpb.fit(
         TUNING,
         solver,

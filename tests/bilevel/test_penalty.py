@@ -46,7 +46,7 @@ def noiseless(penalty, **fields):
                 "upper_clip_norm": HUGE,
                 "step_size": 1e-3,
                 "noise": dpb.privacy.Gaussian(0.0),
-                "answer": "last",
+                "output": dpb.outputs.Last(),
             }
             | fields
         )
@@ -147,7 +147,7 @@ def test_answer_is_the_iterate_before_the_smallest_step():
     example = examples()["quadratic"]
     inner = dpb.NoisyGD(3, 1.0, step_size=0.2)
     solver = dpb.PenaltyBilevel(
-        8, 5.0, inner, step_size=0.1, answer="smallest_step"
+        8, 5.0, inner, step_size=0.1, output=dpb.outputs.SmallestStep()
     ).with_noise(0.3)
     solution = dpb.solve(
         example.problem,
@@ -192,7 +192,7 @@ def test_optax_optimizer_replaces_the_step_size():
     inner = dpb.NoisyGD(3, 1.0, step_size=0.2)
     rule = {"num_steps": 4, "penalty": 5.0, "inner": inner}
     plain = dpb.PenaltyBilevel(**rule, step_size=0.1).with_noise(0.1)
-    same = dpb.PenaltyBilevel(**rule, optimizer=optax.sgd(0.1)).with_noise(0.1)
+    same = dpb.PenaltyBilevel(**rule, step_size=optax.sgd(0.1)).with_noise(0.1)
     runs = [
         dpb.solve(example.problem, s, example.data, example.w0, key=jax.random.key(0))
         for s in (plain, same)
@@ -257,9 +257,9 @@ def test_calibrated_noise_is_well_below_the_papers(epsilon, num_records):
         ({"penalty": -1.0}, "penalty must be positive"),
         ({"num_steps": 2.5}, "num_steps must be an integer"),
         ({"clip_norm": math.nan}, "clip_norm must be positive"),
-        ({"step_size": None}, "one of step_size and optimizer .*, got neither"),
-        ({"optimizer": optax.sgd(0.1)}, "one of step_size and optimizer .*, got both"),
-        ({"answer": "best"}, "answer must be one of"),
+        ({"step_size": None}, "give step_size, a positive number or an optax"),
+        ({"step_size": optax.constant_schedule(1.0)}, "Pass a schedule as step_size"),
+        ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
         ({"budget_split": (0.5, 0.5)}, "3 positive numbers, for lower solves, pena"),
     ],
 )

@@ -205,7 +205,9 @@ def test_the_private_solver_does_not_publish_the_mean_of_the_data():
     example = zoo.leak(RECORDS)
     mean = RECORDS.mean(0)[None]
     inner = dpb.NoisyGD(10, 2.0, step_size=0.3)
-    solver = dpb.PenaltyBilevel(1, 10.0, inner, step_size=1.0, answer="last")
+    solver = dpb.PenaltyBilevel(
+        1, 10.0, inner, step_size=1.0, output=dpb.outputs.Last()
+    )
 
     def one(key):
         run = dpb.fit(

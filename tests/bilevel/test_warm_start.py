@@ -37,11 +37,11 @@ def long_penalty():
 
 @pytest.mark.parametrize(
     "first",
-    [implicit(num_steps=3, answer="last"), long_penalty()],
+    [implicit(num_steps=3, output=dpb.outputs.Last()), long_penalty()],
     ids=["no y", "with y"],
 )
 def test_the_second_goes_on_where_the_first_ended(first):
-    then = implicit(num_steps=2, answer="last")
+    then = implicit(num_steps=2, output=dpb.outputs.Last())
     both = run(noiseless(dpb.bilevel.WarmStarted(first, then)))
     start = run(noiseless(first))
     y = EXACT.w0[1] if start.y is None else start.y

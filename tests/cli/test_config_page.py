@@ -44,9 +44,6 @@ WHERE = {
 # Fields that a text file cannot hold, or that the library fills in.
 NOT_KEYS = {
     "noise",
-    "optimizer",
-    "lower_optimizer",
-    "linear_optimizer",
     "sizes",
     "dtype",
 }

@@ -74,16 +74,13 @@ def implicit(**fields):
 
 
 def penalty(**fields):
-    defaults = {"num_steps": 4, "penalty": 5.0, "inner": INNER}
-    if "optimizer" not in fields:
-        defaults["step_size"] = 1.0
+    defaults = {"num_steps": 4, "penalty": 5.0, "inner": INNER, "step_size": 1.0}
     return dpb.PenaltyBilevel(**(defaults | fields))
 
 
 def single_loop(**fields):
     defaults = {"num_steps": 6, "step_size": 0.5, "linear_step_size": 0.5}
-    if "lower_optimizer" not in fields:
-        defaults["lower_step_size"] = 0.5
+    defaults["lower_step_size"] = 0.5
     return dpb.SingleLoopBilevel(**(defaults | fields))
 
 
@@ -92,14 +89,14 @@ SOLVERS = {
     "noisy_gd": (ONE_LEVEL, dpb.NoisyGD(6, 1.0, step_size=0.5), LOWER, Y0, None),
     "noisy_gd_poisson": (
         ONE_LEVEL,
-        dpb.NoisyGD(6, 1.0, step_size=0.5, sampling=POISSON, average="mean"),
+        dpb.NoisyGD(6, 1.0, step_size=0.5, sampling=POISSON, output=dpb.outputs.Mean()),
         LOWER,
         Y0,
         None,
     ),
     "noisy_gd_adam": (
         ONE_LEVEL,
-        dpb.NoisyGD(6, 1.0, optimizer=optax.adam(0.1), sampling=dpb.FixedSize(10)),
+        dpb.NoisyGD(6, 1.0, step_size=optax.adam(0.1), sampling=dpb.FixedSize(10)),
         LOWER,
         Y0,
         None,
@@ -140,8 +137,8 @@ SOLVERS = {
         penalty(
             inner=dpb.NoisyGD(3, 1.0, step_size=0.5, sampling=POISSON),
             sampling=POISSON,
-            optimizer=optax.adam(0.1),
-            answer="last",
+            step_size=optax.adam(0.1),
+            output=dpb.outputs.Last(),
         ),
         LEVELS,
         (X0, Y0),
@@ -164,7 +161,9 @@ SOLVERS = {
     "single_loop": (WEIGHTING, single_loop(), LEVELS, (X0, Y0), "disjoint"),
     "single_loop_poisson": (
         WEIGHTING,
-        single_loop(sampling=POISSON, lower_optimizer=optax.adam(0.1), answer="mean"),
+        single_loop(
+            sampling=POISSON, lower_step_size=optax.adam(0.1), output=dpb.outputs.Mean()
+        ),
         LEVELS,
         (X0, Y0),
         "overlapping",
@@ -193,7 +192,7 @@ SOLVERS = {
     "implicit": (EXACT.problem, implicit(), EXACT.data, EXACT.w0, "disjoint"),
     "implicit_at_x": (
         CERTIFIED,
-        implicit(step_size=None, optimizer=optax.adam(0.1)),
+        implicit(step_size=optax.adam(0.1)),
         LEVELS,
         (jnp.zeros(2), Y0),
         "disjoint",
@@ -288,7 +287,13 @@ SOLVERS |= {
     "gradient_informative": (
         IN_BOX,
         dpb.search.GradientInformativeBO(
-            3, 1.0, step_size=0.5, keep=8, max_batch=8, polish=2, average="tail"
+            3,
+            1.0,
+            step_size=0.5,
+            keep=8,
+            max_batch=8,
+            polish=2,
+            output=dpb.outputs.TailMean(0.2),
         ).with_sizes(len(LOWER["label"])),
         jax.tree.map(np.float64, {k: LOWER[k] for k in ("features", "label")}),
         np.zeros(4),

@@ -397,7 +397,7 @@ def reads(name, solver=None):
             problem, solver, data, solver.init(problem, w0), keys, trajectory=True
         )
         seen = solver.adversary_view(state), rejected_updates(state)
-        return seen, solver.output(problem, state), path
+        return seen, solver.answer(problem, state), path
 
     with pytest.MonkeyPatch.context() as patch:
         for kind, method in (
@@ -462,6 +462,6 @@ def test_a_ledger_counts_every_release_of_a_step():
     twice = StepsTwice(**vars(solver))
     (release,) = twice.ledger(problem, problem.sizes_of(data)).releases
     assert release.count == 2 * solver.num_steps
-    assert twice.with_noise(1.0).noise.noise_multiplier == pytest.approx(
+    assert twice.with_noise(1.0).release_noise.noise_multiplier == pytest.approx(
         (2 * solver.num_steps) ** 0.5
     )

@@ -12,7 +12,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.cli import main as cli
-from dpbilevel.core.descent import Memory, Rejections, finite_or, projected_update
+from dpbilevel.core.descent import Descent, Rejections, Rule, finite_or
 from tests.cli.test_runner import GENERATED
 from tests.contract.solver_zoo import EXACT, IN_BOX, LOWER, SOLVERS, Y0, sizes_of
 
@@ -76,7 +76,7 @@ def test_step_beyond_public_curvature_ends_at_the_minimum_of_the_public_term():
     solution = dpb.solve(problem, solver, LOWER, Y0 + 1, key=jax.random.key(0))
     np.testing.assert_allclose(solution.value, 0, atol=1e-6)
     # The control: an optimizer of one's own is followed as it is.
-    own = dataclasses.replace(solver, step_size=None, optimizer=optax.sgd(7.0))
+    own = dataclasses.replace(solver, step_size=optax.sgd(7.0))
     solution = dpb.solve(problem, own, LOWER, Y0 + 1, key=jax.random.key(0))
     np.testing.assert_allclose(solution.value, 1 - 700.0)
 
@@ -98,7 +98,7 @@ def test_shorter_steps_do_not_move_the_solution():
 def test_step_within_public_curvature_is_not_shortened():
     problem = dpb.FiniteSum(dpb.logistic_loss, lambda w: 0.3 * jnp.sum(w**2))
     plain = quiet(dpb.NoisyGD(5, 1.0, step_size=1.5))
-    own = dataclasses.replace(plain, step_size=None, optimizer=optax.sgd(1.5))
+    own = dataclasses.replace(plain, step_size=optax.sgd(1.5))
     answers = [
         np.asarray(dpb.solve(problem, s, LOWER, Y0, key=jax.random.key(0)).value)
         for s in (plain, own)
@@ -120,15 +120,14 @@ def divergent(name):
 
 
 def moved_far(solver):
-    huge = {"optimizer": HUGE, "step_size": None}
+    huge = {"step_size": HUGE}
     match solver:
         case dpb.PenaltyBilevel():
             inner = dataclasses.replace(solver.inner, **huge)
             return dataclasses.replace(solver, inner=inner, **huge)
         case dpb.SingleLoopBilevel():
             prefixes = ("", "lower_", "linear_")
-            named = {f"{p}optimizer": HUGE for p in prefixes}
-            named |= {f"{p}step_size": None for p in prefixes}
+            named = {f"{p}step_size": HUGE for p in prefixes}
             return dataclasses.replace(solver, **named)
         case dpb.Refitted():
             parts = {"search": moved_far(solver.search)}
@@ -158,7 +157,7 @@ def test_diverging_run_stays_finite_and_says_how_often(name):
 
 
 def test_certified_solver_that_diverges_stays_finite():
-    solver = dpb.ImplicitBilevel(3, optimizer=HUGE, answer="last")
+    solver = dpb.ImplicitBilevel(3, step_size=HUGE, output=dpb.outputs.Last())
     problem = dataclasses.replace(EXACT.problem, x_set=dpb.sets.Box(-1e38, 1e38))
     solver = solver.with_sizes(problem.sizes_of(EXACT.data)).with_noise(1.0)
     solution = dpb.solve(
@@ -190,7 +189,7 @@ def test_search_that_diverges_stays_finite_and_warns():
 
     huge = dpb.sets.Box(-np.full(1, 1e150), np.full(1, 1e150))
     solver = dpb.search.GradientInformativeBO(
-        3, 1.0, optimizer=optax.sgd(1e300), keep=4, batch=2, polish=1
+        3, 1.0, step_size=optax.sgd(1e300), keep=4, batch=2, polish=1
     )
     black_box = dpb.search.BlackBox(losses, 30, huge)
     with pytest.warns(UserWarning, match="the run diverged: 3 updates"):
@@ -205,11 +204,10 @@ def test_search_that_diverges_stays_finite_and_warns():
 
 
 def test_rejected_update_leaves_variable_and_optimizer_as_they_were():
-    rule, w = optax.adam(0.1), jnp.ones(2)
-    start = Memory.of(rule, w)
-    w, memory = projected_update(rule, jnp.ones(2), start, w, dpb.sets.Euclidean())
+    descent, w = Descent(Rule(optax.adam(0.1)), dpb.sets.Euclidean()), jnp.ones(2)
+    w, memory = descent.update(jnp.ones(2), descent.init(w), w)
     bad = jnp.asarray([jnp.nan, 1.0])
-    again, after = projected_update(rule, bad, memory, w, dpb.sets.Euclidean())
+    again, after = descent.update(bad, memory, w)
     np.testing.assert_array_equal(again, w)
     jax.tree.map(np.testing.assert_array_equal, after.rule, memory.rule)
     assert (int(memory.rejections.count), int(after.rejections.count)) == (0, 1)
@@ -233,7 +231,7 @@ def test_memory_may_start_at_infinity():
 
 
 def fitted(optimizer):
-    solver = dpb.NoisyGD(4, 1.0, optimizer=optimizer)
+    solver = dpb.NoisyGD(4, 1.0, step_size=optimizer)
     problem = dataclasses.replace(IN_BOX, w_set=dpb.sets.Euclidean())
     key = jax.random.key(0)
     return dpb.fit(problem, solver, LOWER, Y0, budget=BUDGET, key=key)
@@ -262,7 +260,7 @@ def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch
 
 def test_mean_of_the_pairs_is_that_of_the_trajectory():
     problem, solver, data, w0, people = SOLVERS["penalty"]
-    solver = dataclasses.replace(solver, answer="mean")
+    solver = dataclasses.replace(solver, output=dpb.outputs.Mean())
     solver = solver.with_sizes(sizes_of(problem, data, people)).with_noise(1.0)
     solution = dpb.solve(
         problem, solver, data, w0, key=jax.random.key(0), trajectory=True

@@ -102,12 +102,12 @@ def test_a_single_pass_is_calibrated_for_one_release():
     made = example("bilinear")
     solver = extragradient(4, multiplier=None, sampling=dpb.privacy.SinglePass(5))
     plan = dpb.calibrate(made.problem, solver, BUDGET, sizes=N)
-    assert plan.solver.noise.noise_multiplier == pytest.approx(3.7306, abs=1e-4)
+    assert plan.solver.release_noise.noise_multiplier == pytest.approx(3.7306, abs=1e-4)
     assert "charged for 1 of 8 releases" in str(plan.report)
     # One step more begins a second pass.
     longer = dataclasses.replace(solver, num_steps=5)
     again = dpb.calibrate(made.problem, longer, BUDGET, sizes=N)
-    assert again.solver.noise.noise_multiplier > 1.4 * 3.7306
+    assert again.solver.release_noise.noise_multiplier > 1.4 * 3.7306
 
 
 def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():
@@ -141,8 +141,8 @@ def test_the_mirrored_game_is_played_by_mirrored_steps():
 
 def test_the_second_half_of_the_path_is_averaged_where_asked():
     made, start = example("bilinear"), point("bilinear")
-    for average, first in (("all", 0), ("second_half", 3)):
-        solver, key = extragradient(7, average=average), jax.random.key(first)
+    for rule, first in ((dpb.outputs.Mean(), 0), (dpb.outputs.TailMean(0.5), 3)):
+        solver, key = extragradient(7, output=rule), jax.random.key(first)
         found = solve(made.problem, solver, made.data, start, key, trajectory=True)
         path = found.trajectory
         expected = jax.tree.map(lambda v, first=first: v[first:].mean(0), path)
@@ -151,7 +151,7 @@ def test_the_second_half_of_the_path_is_averaged_where_asked():
             found.value,
             expected,
         )
-    with pytest.raises(ValueError, match="no theorem covers average='second_half'"):
+    with pytest.raises(ValueError, match="no theorem covers output=TailMean"):
         solver.with_sizes(N).bound(made.problem, dimension=5)
 
 

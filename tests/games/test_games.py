@@ -181,7 +181,11 @@ def worst(x, data):
 def on_average(data):
     problem = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.sets.Ball(5.0))
     solver = dpb.NoisyGD(
-        200, 1e6, step_size=1.0, noise=dpb.privacy.Gaussian(0.0), average="mean"
+        200,
+        1e6,
+        step_size=1.0,
+        noise=dpb.privacy.Gaussian(0.0),
+        output=dpb.outputs.Mean(),
     )
     return jax.jit(dpb.solve)(
         problem, solver, data, jnp.zeros(4), key=jax.random.key(0)

@@ -31,14 +31,16 @@ def test_noiseless_steps_equal_the_formula():
         w = w - 0.3 * (w - np.mean(POINTS, 0) + w / 2)
         total += w
     last = run(dpb.NoisyGD(5, 1e6, step_size=0.3, noise=QUIET))
-    mean = run(dpb.NoisyGD(5, 1e6, step_size=0.3, noise=QUIET, average="mean"))
+    mean = run(
+        dpb.NoisyGD(5, 1e6, step_size=0.3, noise=QUIET, output=dpb.outputs.Mean())
+    )
     np.testing.assert_allclose(last, w, rtol=1e-5)
     np.testing.assert_allclose(mean, total / 5, rtol=1e-5)
 
 
 def test_optimizer_state_is_carried():
     rule = optax.sgd(0.1, momentum=0.9)
-    found = run(dpb.NoisyGD(20, 1e6, optimizer=rule, noise=QUIET))
+    found = run(dpb.NoisyGD(20, 1e6, step_size=rule, noise=QUIET))
     w, memory = START, rule.init(START)
     for _ in range(20):
         updates, memory = rule.update(w - POINTS.mean(0) + w / 2, memory, w)

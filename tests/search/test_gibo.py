@@ -47,13 +47,14 @@ def test_the_public_term_is_added_to_the_released_gradient():
 
 
 def test_a_tail_average_is_that_of_the_last_fifth():
-    solver = gibo(0.0, average="tail")
+    solver = gibo(0.0, output=dpb.outputs.TailMean(0.2))
     state = solver.init(SQUARES, START)
     path = np.random.default_rng(4).normal(size=(20, D))
     for t, w in enumerate(path):
-        mean = solver._averaged(state, jnp.asarray(w))
-        state = dataclasses.replace(state, mean=mean, t=jnp.asarray(t + 1))
-    found = solver.output(SQUARES, state)
+        w, t = jnp.asarray(w), jnp.asarray(t)
+        kept = solver.output.update(state.kept, w, before=w, t=t, num_steps=20)
+        state = dataclasses.replace(state, kept=kept)
+    found = solver.answer(SQUARES, state)
     np.testing.assert_allclose(found, path[-4:].mean(axis=0))
 
 
@@ -309,7 +310,7 @@ def test_points_are_kept_by_age_or_distance_and_near_ones_merged(rule, kept):
 
 
 def test_an_optimizer_takes_the_released_gradient():
-    solver = gibo(0.1, 5, step_size=None, optimizer=optax.adagrad(0.3))
+    solver = gibo(0.1, 5, step_size=optax.adagrad(0.3))
     found = solve(SQUARES, solver, RECORDS, START, key=jax.random.key(9))
     assert bool(jnp.isfinite(found.trajectory).all())
 
@@ -337,8 +338,8 @@ def test_single_precision_is_refused_with_the_remedy():
         ({"keep": 0}, "keep must be an integer"),
         ({"polish": -1}, "polish must be an integer"),
         ({"keep_rule": "best"}, "keep_rule must be one of"),
-        ({"average": "best"}, "average must be one of"),
-        ({"step_size": None}, "give one of step_size and optimizer"),
+        ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
+        ({"step_size": None}, "give step_size, a positive number or an optax"),
         # One record more would be a state of another shape, and an error.
         (
             {"noise": dpb.privacy.Gaussian(None, ADD_OR_REMOVE)},
