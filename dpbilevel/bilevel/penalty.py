@@ -127,7 +127,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
-        check_fields(self)
         unnumbered(owner, self.sampling)
         check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
@@ -138,6 +137,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
                 f"{owner}: inner must be a solver of a one-level problem, such as "
                 f"NoisyGD, got {type(self.inner).__name__}."
             )
+        check_fields(self)
         parts = "lower solves", "penalized solves", "outer gradients"
         _checks.budget_split(owner, self.budget_split, *parts)
         if self.inner.neighbours is not self.noise.neighbours:
