@@ -60,7 +60,7 @@ class Folder:
             page = json.loads(file.read_text(encoding="utf-8"))
             value, path = np.asarray(page["value"]), np.asarray(page["trajectory"])
             rejected = int(page.get("rejected_updates", 0))
-            check_same_run(self.path, page["run"], self._public)
+            check_same_run(self.path, page, {"run": self._public})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{file} is damaged or of another version of dpbilevel: {error}. Give "
@@ -165,16 +165,14 @@ class Folder:
                 "version of dpbilevel. Give a new folder: a second release, on top of "
                 "what this one cost. An older copy would use noise again."
             ) from None
-        check_same_run(self.path, saved.fingerprint["run"], self._public)
-        if saved.fingerprint["records"] != self.first.fingerprint["records"]:
-            raise ValueError(
-                f"cannot resume {self.path}: the records, their order, or what is "
-                "evaluated on them (in a PrivateSearch also the estimator, its losses, "
-                "the space and the training records) are not those the run began with. "
-                "Give the same ones, or a new folder for a second release."
-            )
+        records = (
+            "the records, their order, or what is evaluated on them (in a "
+            "PrivateSearch also the estimator, its losses, the space and the training "
+            "records)"
+        )
+        saved = resumed(self.path, saved, self.first, records)
         self._forget(saved.done)
-        return resumed(saved, self.first)
+        return saved
 
     def _forget(self, done: int) -> None:
         """Deletes the evaluations of steps before `done`."""
