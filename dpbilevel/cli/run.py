@@ -16,11 +16,16 @@ from jaxtyping import PyTree
 from ..bilevel.problem import BilevelProblem
 from ..core import checkpoint, lock, spending
 from ..core.checkpoint import Checkpoint
-from ..core.descent import rejected_updates
 from ..core.interrupts import whole
 from ..core.loop import advance, bound_to, planned_rows
 from ..core.plan import calibrate
-from ..core.resume import finish_run, first_checkpoint, resumed, run_in_parts
+from ..core.resume import (
+    finish_run,
+    first_checkpoint,
+    resumed,
+    run_in_parts,
+    solution_of,
+)
 from ..core.solver import AbstractSolver
 from ..games.problem import SaddleProblem
 from ..privacy.noise import root_key
@@ -57,9 +62,6 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Plans a run from the config alone.
-
-    Args:
-        config: The config.
 
     Returns:
         The plan, with its report.
@@ -238,20 +240,20 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
 
 def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     """What the run releases, from its last state."""
-    config, state = prepared.config, jax.tree.map(jnp.asarray, saved.state)
-    x, y = prepared.solver.answer(prepared.problem, state)
+    config = prepared.config
+    found = solution_of(prepared.problem, prepared.solver, saved)
     return Result(
         task=config.task_name,
         label=config.task.label,
         names=config.task.names(config.data.blocks),
-        shown=config.task.shown((x, y)),
-        x=np.asarray(x),
-        y=None if y is None else np.asarray(y),
-        trajectory=config.task.shown(saved.path),
+        shown=config.task.shown(found.value),
+        x=found.x,
+        y=found.y,
+        trajectory=config.task.shown(found.trajectory),
         report=prepared.report,
         versions=checkpoint.versions(),
         config=config.tables,
-        rejected_updates=int(rejected_updates(state)),
+        rejected_updates=int(found.rejected_updates),
     )
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from ..privacy.noise import PRNGKey, step_keys
 from . import checkpoint, lock, spending
 from .checkpoint import Checkpoint
+from .descent import rejected_updates
 from .problem import AbstractProblem
+from .solution import Solution
 from .solver import AbstractSolver
 
 
@@ -121,6 +124,15 @@ def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> N
             )
 
 
+def solution_of(
+    problem: AbstractProblem, solver: AbstractSolver, saved: Checkpoint
+) -> Solution:
+    """What a run released, by its last checkpoint, as NumPy arrays."""
+    state = jax.tree.map(jnp.asarray, saved.state)
+    value = _on_host(solver.answer(problem, state))
+    return Solution(value, saved.path, int(rejected_updates(state)))
+
+
 def check_empty(name: str, folder: Path) -> None:
     """Raises `ValueError` where a folder holds something, but for what a crash leaves.
 
@@ -139,10 +151,6 @@ def check_empty(name: str, folder: Path) -> None:
 
 def finish_run(folder: Path, number: int) -> None:
     """Ends a run whose result is written.
-
-    Args:
-        folder: Its folder.
-        number: Its number in the spending record.
 
     Raises:
         OSError: The disk refuses.

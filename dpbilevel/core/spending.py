@@ -158,10 +158,6 @@ def begin(
 def finish(folder: Path, number: int) -> None:
     """Records that a run's result is written, once.
 
-    Args:
-        folder: The result folder.
-        number: The run's number in the folder.
-
     Raises:
         OSError: The disk refuses; the record is as before.
 

@@ -94,12 +94,6 @@ class Folder:
     ) -> np.ndarray:
         """What was kept of this evaluation, or the evaluation, kept.
 
-        Args:
-            step: The number of the step.
-            number: The number of the point in it.
-            point: The point.
-            evaluate: Evaluates the losses there.
-
         Raises:
             ValueError: What was kept is damaged, or from another point.
             OSError: The disk refuses.
@@ -127,9 +121,6 @@ class Folder:
     def keep(self, saved: Checkpoint) -> None:
         """Replaces the checkpoint, then forgets the evaluations of the steps done.
 
-        Args:
-            saved: The run after a step.
-
         Raises:
             OSError: The disk refuses; the previous checkpoint is intact.
         """
@@ -138,9 +129,6 @@ class Folder:
 
     def finish(self, solution: Solution) -> None:
         """Writes the result; released values and public ones only.
-
-        Args:
-            solution: The solution, with its trajectory.
 
         Raises:
             OSError: The disk refuses; the last checkpoint is intact.
@@ -194,15 +182,7 @@ def fingerprint(
     budget: PrivacyBudget | None,
     report: PrivacyReport | None,
 ) -> dict[str, Any]:
-    """What must not change between the parts of a run: `run`, public, and `records`.
-
-    Args:
-        problem: The black box; its `records` are SECRET.
-        solver: The calibrated solver.
-        w0: The start.
-        budget: What it was calibrated to, if it was calibrated by the search.
-        report: The guarantee, likewise.
-    """
+    """What must not change between the parts of a run: `run`, public, and `records`."""
     public = {
         "budget": budget and {"epsilon": budget.epsilon, "delta": budget.delta},
         "solver": _as_json(solver),

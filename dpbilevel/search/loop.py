@@ -18,10 +18,9 @@ from .. import _checks
 from .._extras import missing
 from ..core import lock
 from ..core.checkpoint import Checkpoint
-from ..core.descent import rejected_updates
 from ..core.loop import bound_to
 from ..core.plan import calibrate
-from ..core.resume import first_checkpoint, run_in_parts
+from ..core.resume import first_checkpoint, run_in_parts, solution_of
 from ..core.solution import Solution, divergence
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
@@ -139,7 +138,14 @@ def _planned(
             )
             solver, report = plan.solver, plan.report
         solver = bound_to(problem, solver, None, "minimize")  # type: ignore[assignment]
-        _check_calibrated(problem, solver)
+        try:  # before the first evaluation, which may take hours
+            solver.ledger(problem, solver.sizes).events()
+        except ValueError as error:
+            raise ValueError(
+                "minimize: the solver is not calibrated; give "
+                "budget=PrivacyBudget(epsilon, delta), or a solver from "
+                f"dpbilevel.calibrate. {error}"
+            ) from None
         first = first_checkpoint(
             problem,
             solver,
@@ -198,11 +204,9 @@ def _run(
         part = functools.partial(_step, public, solver, losses)
         saved = run_in_parts(part, saved, solver.num_steps, keep)
     with wide_integers():
-        state = jax.tree.map(jnp.asarray, saved.state)
-        value = np.asarray(solver.answer(public, state))
-    rejected = int(rejected_updates(state))
-    remarks = [solver.remark(state), divergence(rejected)]
-    return Solution(value, saved.path, rejected), [r for r in remarks if r is not None]
+        solution = solution_of(public, solver, saved)
+    remarks = solver.remark(saved.state), divergence(int(solution.rejected_updates))
+    return solution, [remark for remark in remarks if remark is not None]
 
 
 def _step(
@@ -269,18 +273,6 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
 
 def _unseen(point: np.ndarray) -> np.ndarray:
     raise TypeError("AbstractAskingSolver: ask and tell must not call losses.")
-
-
-def _check_calibrated(problem: BlackBox, solver: Any) -> None:
-    """Raises before the first evaluation, which may take hours."""
-    try:
-        solver.ledger(problem, solver.sizes).events()
-    except ValueError as error:
-        raise ValueError(
-            "minimize: the solver is not calibrated; give "
-            "budget=PrivacyBudget(epsilon, delta), or a solver from "
-            f"dpbilevel.calibrate. {error}"
-        ) from None
 
 
 def _check(

@@ -42,11 +42,7 @@ class RowLosses:
         self._refusals = Refusals.untried()
 
     def fitted(self, point: Float[np.ndarray, " d"]) -> Any:
-        """The estimator fitted to the training rows.
-
-        Args:
-            point: The point.
-        """
+        """The estimator fitted to the training rows."""
         return self.made(point).fit(*_parts(self.training, _all(self.training)))
 
     def black_box(self, X: Any, y: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -81,9 +77,6 @@ class RowLosses:
 
         Each is judged beside others and beside copies of one; where they are numbers,
         also with holes, and beside large ones. Then finds out what numbers are refused.
-
-        Args:
-            point: Where to fit the estimator.
 
         Raises:
             ValueError: It does, or the estimator or the losses fail there.
@@ -290,11 +283,7 @@ def _kind(value):
 
 
 def count(table: Any) -> int:
-    """The number of rows; sparse matrices have no length.
-
-    Args:
-        table: An array, a list, a sparse matrix or a data frame.
-    """
+    """The number of rows; sparse matrices have no length."""
     return table.shape[0] if hasattr(table, "shape") else len(table)
 
 
