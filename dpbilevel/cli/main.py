@@ -13,10 +13,11 @@ import jax
 from .. import __version__
 from .._extras import missing
 from ..core import checkpoint, interrupts, spending
+from ..core.progress import step_bar
 from ..core.solution import divergence
 from . import audit, folder, results
 from .config import Config, read_config
-from .run import Prepared, check, prepare, run
+from .run import check, prepare, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,8 +105,8 @@ def _run(arguments: argparse.Namespace) -> None:
     check(config, arguments.out, **options)
     prepared = prepare(config)
     print(prepared.report, flush=True)
-    with _Bar(prepared) as bar:
-        result = run(prepared, arguments.out, **options, progress=bar.at)
+    with step_bar(prepared.solver.num_steps) as progress:
+        result = run(prepared, arguments.out, **options, progress=progress)
     remark = divergence(result.rejected_updates)
     if remark is not None:
         print(f"WARNING: {remark}")
@@ -136,30 +137,6 @@ def _audit(arguments: argparse.Namespace) -> int:
         audit.save(arguments.out, outcomes, config)
         print(f"audit: {arguments.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
-
-
-class _Bar:
-    """A progress bar on stderr that appears with the first checkpoint."""
-
-    def __init__(self, prepared: Prepared):
-        self._total = prepared.solver.num_steps
-        self._bar: Any = None
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def at(self, done: int) -> None:
-        """Shows that `done` steps are done."""
-        from tqdm import tqdm
-
-        with interrupts.whole():  # nothing is drawn after the line of an interrupt
-            if self._bar is None:
-                self._bar = tqdm(total=self._total, initial=done, unit="step")
-            self._bar.update(done - self._bar.n)
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:

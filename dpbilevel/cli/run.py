@@ -22,7 +22,7 @@ from ..core.plan import calibrate
 from ..core.resume import (
     finish_run,
     first_checkpoint,
-    resumed,
+    resume_run,
     run_in_parts,
     solution_of,
 )
@@ -192,7 +192,7 @@ def _run(
         fingerprint=fingerprint,
         with_start=True,
     )
-    saved = _begin(first, out) if before is None else resumed(out, before, first)
+    saved = _begin(first, out) if before is None else resume_run(out, before, first)
     progress(saved.done)
     try:
         number = saved.fingerprint["run"]

@@ -77,7 +77,7 @@ def run_in_parts(
     return saved
 
 
-def resumed(
+def resume_run(
     folder: Path, saved: Checkpoint, first: Checkpoint, records: str = "the records"
 ) -> Checkpoint:
     """An interrupted run, to go on with.

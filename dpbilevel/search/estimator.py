@@ -200,7 +200,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.best_params_ = self.parameters(result.value)
         self.trajectory_ = result.trajectory
         self.report_ = result.report
-        self.best_estimator_ = rows.fitted(result.value)
+        self.best_estimator_ = rows.fit(result.value)
         return self
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
@@ -279,9 +279,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _rows(self, X: Any, y: Any) -> RowLosses:
         losses = self.losses or default_losses(self.estimator, y)
-        return RowLosses(self._made, X, y, losses)
+        return RowLosses(self._make, X, y, losses)
 
-    def _made(self, point: Float[np.ndarray, " d"]) -> Any:
+    def _make(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""
         return clone(self.estimator).set_params(**self.parameters(point))
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..core import checkpoint, spending
 from ..core.checkpoint import Checkpoint
 from ..core.interrupts import whole
-from ..core.resume import check_empty, check_same_run, finish_run, resumed
+from ..core.resume import check_empty, check_same_run, finish_run, resume_run
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
@@ -158,7 +158,7 @@ class Folder:
             "PrivateSearch also the estimator, its losses, the space and the training "
             "records)"
         )
-        saved = resumed(self.path, saved, self.first, records)
+        saved = resume_run(self.path, saved, self.first, records)
         self._forget(saved.done)
         return saved
 
