@@ -64,7 +64,9 @@ class Regularity:
                 f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
             )
 
-    def scaled(self, rate: float, regularizer: float, reach: float) -> "Regularity":
+    def of_potential(
+        self, rate: float, regularizer: float, reach: float
+    ) -> "Regularity":
         r"""The regularity of $k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$ for a score $\Phi$.
 
         Args:
@@ -91,7 +93,7 @@ class Regularity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Certificate:
+class SamplerGuarantee:
     r"""How far a sampler's law is from its target, proved before any data is seen.
 
     Attributes:
@@ -183,7 +185,7 @@ class AbstractSampler(eqx.Module):
     continuous: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def planned(self, regularity: Regularity, feasible: AbstractSet) -> Self:
+    def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         """The sampler with every count and step size that was left open.
 
         On the host: the counts are static.
@@ -198,11 +200,13 @@ class AbstractSampler(eqx.Module):
         """
 
     @abc.abstractmethod
-    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
+    def guarantee(
+        self, regularity: Regularity, feasible: AbstractSet
+    ) -> SamplerGuarantee:
         """What is proved of the law of `draw`.
 
-        For a sampler whose counts are open, what planning will reach or refuse; it is
-        asked at noises far from the final one.
+        For a sampler whose counts are open, what `with_counts` will reach or refuse:
+        calibration needs it at noises far from the final one.
 
         Args:
             regularity: What is known of the potential.
@@ -227,5 +231,5 @@ class AbstractSampler(eqx.Module):
             key: A typed key.
 
         Raises:
-            ValueError: The sampler is not planned.
+            ValueError: The sampler's counts are open.
         """

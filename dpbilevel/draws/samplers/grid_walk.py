@@ -9,13 +9,14 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from ... import _checks
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet
 from . import _cells, _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
-from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
+from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
 
@@ -132,16 +133,13 @@ class GridWalk(AbstractSampler):
                 f"num_steps, got {self.num_steps}."
             )
 
-    def planned(self, regularity: Regularity, feasible: AbstractSet) -> Self:
+    @override
+    def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         """The sampler with cells, penalty, slack, tries and steps.
 
-        Args:
-            regularity: What is known of the potential; its Lipschitz constant must be
-                finite.
-            feasible: A bounded `Box`, a `Ball` or a `Simplex`.
-
         Raises:
-            ValueError: Another set, no Lipschitz constant, or more than `max_queries`
+            ValueError: The set is no bounded `Box`, `Ball` or `Simplex`, the Lipschitz
+                constant is infinite, or there would be more than `max_queries`
                 evaluations while `num_steps` was left open.
         """
         bounds = self._bounds(regularity, feasible)
@@ -163,24 +161,21 @@ class GridWalk(AbstractSampler):
             slack=bounds.slack,
         )
 
-    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
-        r"""What the class text proves for these counts.
+    @override
+    def guarantee(
+        self, regularity: Regularity, feasible: AbstractSet
+    ) -> SamplerGuarantee:
+        r"""What the class text proves for these counts; it has no `distance`.
 
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-
-        Returns:
-            $\xi$ for these counts as `log_ratio`; infinite, and unproved, where it is
-            above what was aimed at, because the walk was cut short or a count, the
-            penalty or the slack was set too low. It has no `distance`.
-
-            With all counts open, what is aimed at.
+        `log_ratio` is $\xi$ for these counts; infinite, and unproved, where it is above
+        what was aimed at, because the walk was cut short or a count, the penalty or the
+        slack was set too low. With all counts open, it is what is aimed at.
         """
         if self._is_open() and self.num_steps is None:
-            return Certificate(0, math.inf, log_ratio=self.log_ratio)
+            return SamplerGuarantee(0, math.inf, log_ratio=self.log_ratio)
         if self._is_open():
-            return self.planned(regularity, feasible).certificate(regularity, feasible)
+            sampler = self.with_counts(regularity, feasible)
+            return sampler.guarantee(regularity, feasible)
         cells, tries, _, _ = self._plan()
         bounds = self._bounds(regularity, feasible)
         steps = self.num_steps or 0
@@ -208,7 +203,7 @@ class GridWalk(AbstractSampler):
                 f"GridWalk: HEURISTIC, {steps} steps and {tries} tries prove no log "
                 f"ratio of {self.log_ratio:.3g}; {needed:.3g} steps are certified"
             ]
-        return Certificate(
+        return SamplerGuarantee(
             num_steps=steps,
             queries=queries(cells, self.num_steps, tries),
             log_ratio=ratio if proved else math.inf,
@@ -216,6 +211,7 @@ class GridWalk(AbstractSampler):
             notes=tuple(notes),
         )
 
+    @override
     def draw(
         self,
         potential: AbstractPotential,
@@ -224,16 +220,10 @@ class GridWalk(AbstractSampler):
         *,
         key: PRNGKey,
     ) -> PyTree:
-        r"""One point, by the law of the class text.
-
-        Args:
-            potential: $U$.
-            feasible: The set.
-            start: Only its shape is read; floating-point leaves of one type.
-            key: A typed key.
+        """One point; of `start`, floating-point leaves of one type, the shape is read.
 
         Raises:
-            ValueError: The sampler is not planned, or for points of another dimension.
+            ValueError: The counts are open, or for points of another dimension.
         """
         cells, tries, penalty, slack = self._plan()
         flat, unravel = jax.flatten_util.ravel_pytree(start)
@@ -250,6 +240,7 @@ class GridWalk(AbstractSampler):
         def energy(index):
             return extended.many(_lattice.middles(frame, cells, index), reference)
 
+        # The steps of Lowy and Liu, Appendix B.3.1: 3(a) to (c), the last cell x.
         key_walk, key_cell, key_accept = derive(key, "walk", "cell", "restart")
         shape = (tries, len(cells))
         if self.tabulate:
@@ -258,13 +249,16 @@ class GridWalk(AbstractSampler):
             index, lowest = _cells.from_walks(
                 energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
             )
+        # 3(d), theta uniform in the cell of x.
         offset = jax.random.uniform(key_cell, shape, flat.dtype)
         thetas = _lattice.within(frame, cells, index, offset)
+        # 3(e), accepted with probability exp(h(x) - h(theta) - c), in X only.
         excess = extended.many(thetas, reference) - lowest + slack
         gauges = jax.vmap(frame.gauge)(thetas)
         coins = standard_exponential((tries,), flat.dtype, key=key_accept)
         accepted = (gauges <= 1) & (coins >= excess)
         chosen = jnp.where(jnp.any(accepted), jnp.argmax(accepted), tries - 1)
+        # No restart: if all tries are rejected, the last one is folded into X.
         fold = jnp.maximum(gauges[chosen], 1.0) ** 2
         return unravel(
             frame.point(frame.center + (thetas[chosen] - frame.center) / fold)
@@ -310,7 +304,7 @@ class GridWalk(AbstractSampler):
 
     def _plan(self):
         if self._is_open():
-            raise ValueError("GridWalk: not planned; call planned(...) first.")
+            raise ValueError("GridWalk: its counts are not planned; call with_counts(...) first.")
         return self.cells, self.num_tries, self.penalty, self.slack
 
     def _refusal(self, bounds, steps, tries, total) -> str:
