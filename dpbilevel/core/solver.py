@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .._fields import Checked
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
@@ -16,11 +17,16 @@ from ..privacy.noise import PRNGKey
 from ..privacy.releases import AbstractRelease
 from .levels import people_of
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 Problem = TypeVar("Problem")
 State = TypeVar("State")
 
 
-class AbstractSolver(eqx.Module, Generic[Problem, State]):
+class AbstractSolver(Checked, Generic[Problem, State]):
     """A private iterative method: a frozen pytree that is its own configuration.
 
     Numbers are leaves, so changing them never retraces; counts and callables are
@@ -36,19 +42,8 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     problem_type: eqx.AbstractClassVar[type]
     in_config: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def num_steps(self) -> int:
-            """The fixed number of steps."""
-
-        @property
-        def sizes(self) -> Any:
-            """The planned numbers of records."""
-
-    else:
-        num_steps: eqx.AbstractVar[int]
-        sizes: eqx.AbstractVar[Any]
+    num_steps: AbstractVar[int]
+    sizes: AbstractVar[Any]
 
     @property
     @abc.abstractmethod
@@ -83,7 +78,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         return self.released(state)
 
     @abc.abstractmethod
-    def output(self, problem: Problem, state: State) -> PyTree:
+    def answer(self, problem: Problem, state: State) -> PyTree:
         """The answer, computed from released values alone."""
 
     @abc.abstractmethod
@@ -151,14 +146,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
 
     releases_per_step: ClassVar[int] = 1
 
-    if TYPE_CHECKING:
-
-        @property
-        def noise(self) -> Gaussian:
-            """The mechanism."""
-
-    else:
-        noise: eqx.AbstractVar[Gaussian]
+    noise: AbstractVar[Gaussian]
 
     @property
     def neighbours(self) -> Neighbours:

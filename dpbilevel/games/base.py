@@ -3,16 +3,19 @@
 import abc
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import equinox as eqx
-
 from .. import _checks
+from ..core.outputs import AbstractOutput, check_output
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
-from ..privacy.mechanisms import Gaussian
 from ..privacy.sampling import AbstractSampling
-from .choices import AVERAGES, Average, Fields, Passes, scene_of
+from .choices import Fields, Passes, scene_of
 from .problem import AbstractVariationalInequality
 from .rates import Scene
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 
 class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
@@ -21,37 +24,17 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
         sampling: How each query's batch is drawn.
-        average: Which part of the path the answer averages.
+        output: Which point is the answer; the theorems are about `Mean()`.
     """
 
     problem_type: ClassVar[type] = AbstractVariationalInequality
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def clip_norm(self) -> float:
-            """The bound on one record's operator."""
-
-        @property
-        def sampling(self) -> AbstractSampling:
-            """How each query's batch is drawn."""
-
-        @property
-        def average(self) -> Average:
-            """Which part of the path the answer averages."""
-
-    else:
-        clip_norm: eqx.AbstractVar[float]
-        sampling: eqx.AbstractVar[AbstractSampling]
-        average: eqx.AbstractVar[Average]
+    clip_norm: AbstractVar[float]
+    sampling: AbstractVar[AbstractSampling]
+    output: AbstractVar[AbstractOutput]
 
     def __check_init__(self):
-        owner = type(self).__name__
-        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        _checks.count(owner, num_steps=self.num_steps)
-        _checks.positive(owner, clip_norm=self.clip_norm)
-        _checks.one_of(owner, "average", self.average, AVERAGES)
+        check_output(type(self).__name__, self.output)
 
     @classmethod
     def from_theorem(
