@@ -2,7 +2,7 @@ r"""Mechanisms that draw their answer, from a density that the records shape."""
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
+from .._fields import Checked, Positive
 from ..privacy import pure
 from ..privacy._lazy import dp_accounting
 from ..privacy.budget import Neighbours
@@ -20,6 +21,11 @@ from ..privacy.noise import PRNGKey
 from ..sets import AbstractSet
 from .samplers.base import AbstractPotential, AbstractSampler
 from .samplers.potentials import Number, scaled_potential
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 # What the contribution of a score bounds, for the change that one record makes in it:
 # the largest difference between two points, or the Lipschitz constant.
@@ -54,7 +60,7 @@ class BoundedScore(eqx.Module):
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
 
-class AbstractDrawMechanism(eqx.Module):
+class AbstractDrawMechanism(Checked):
     """Draws a point from a density that a sealed score shapes.
 
     Attributes:
@@ -64,16 +70,13 @@ class AbstractDrawMechanism(eqx.Module):
         parameter: The name of the field that sets the noise.
     """
 
-    neighbours: eqx.AbstractVar[Neighbours]
+    neighbours: AbstractVar[Neighbours]
     measure: eqx.AbstractClassVar[Measure]
     parameter: eqx.AbstractClassVar[str]
     precision: ClassVar[str] = "draw"
 
     def __check_init__(self):
-        owner, value = type(self).__name__, getattr(self, self.parameter)
-        if value is not None:
-            _checks.positive(owner, **{self.parameter: value})
-        _checks.instance(owner, Neighbours, neighbours=self.neighbours)
+        _checks.instance(type(self).__name__, Neighbours, neighbours=self.neighbours)
 
     def draw(
         self,
@@ -136,7 +139,7 @@ class AbstractDrawMechanism(eqx.Module):
         """
 
     @abc.abstractmethod
-    def with_multiplier(self, multiplier: float) -> Self:
+    def with_multiplier(self, multiplier: Number) -> Self:
         """The mechanism with the privacy of a Gaussian release.
 
         Args:
@@ -190,7 +193,7 @@ class Exponential(AbstractDrawMechanism):
         exponential mechanisms", ICML 2020 (bounded range).
     """
 
-    epsilon: Number | None = None
+    epsilon: Positive | None = None
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
     measure: ClassVar[Measure] = "spread"
     parameter: ClassVar[str] = "epsilon"
@@ -206,7 +209,7 @@ class Exponential(AbstractDrawMechanism):
         return pure.event(share * float(self.calibrated()) + 2 * log_ratio)
 
     @override
-    def with_multiplier(self, multiplier: float) -> Self:
+    def with_multiplier(self, multiplier: Number) -> Self:
         r"""$\varepsilon = 2 / m$: then the zero-concentrated privacy is the same."""
         changes: dict[str, Any] = {"epsilon": 2 / multiplier}
         return dataclasses.replace(self, **changes)
@@ -233,7 +236,7 @@ class RegularizedExponential(AbstractDrawMechanism):
         COLT 2022, Theorem 4.
     """
 
-    noise_multiplier: Number | None = None
+    noise_multiplier: Positive | None = None
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
     measure: ClassVar[Measure] = "slope"
     parameter: ClassVar[str] = "noise_multiplier"
@@ -259,7 +262,7 @@ class RegularizedExponential(AbstractDrawMechanism):
         return dp_accounting.GaussianDpEvent(float(self.calibrated()) / share)
 
     @override
-    def with_multiplier(self, multiplier: float) -> Self:
+    def with_multiplier(self, multiplier: Number) -> Self:
         changes: dict[str, Any] = {"noise_multiplier": multiplier}
         return dataclasses.replace(self, **changes)
 

@@ -11,13 +11,18 @@ import scipy
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from ... import _checks
+from ..._fields import Count, Fraction, Positive
 from ...privacy.noise import PRNGKey, check_key, derive, standard_normal
 from ...sets import AbstractSet
 from . import restricted
 from ._walk_bounds import duration
 from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
-from .proximal import AbstractProximalOracle, ProximalPlan, combination
+from .proximal import (
+    AbstractProximalOracle,
+    ProximalLaw,
+    ProximalPlan,
+    combination,
+)
 
 _MOST_TRIES = 10**9
 _LEAST_ACCEPTANCE = 1e-3
@@ -101,8 +106,8 @@ class AlternatingSampler(AbstractSampler):
         max_queries: `with_counts` refuses to make more evaluations than that. Static.
 
     Privacy:
-        None by itself: see `SamplerGuarantee`. That $U$ is strongly convex on the set is
-        assumed, not checked.
+        None by itself: see `SamplerGuarantee`. That $U$ is strongly convex on the set
+        is assumed, not checked.
 
     References:
         Lee, Shen and Tian, COLT 2021; Gopi, Lee and Liu, "Private Convex Optimization
@@ -112,22 +117,11 @@ class AlternatingSampler(AbstractSampler):
     """
 
     oracle: AbstractProximalOracle
-    distance: float
-    num_steps: int | None = eqx.field(static=True, default=None)
-    step_size: float | None = None
-    tries: int | None = eqx.field(static=True, default=None)
+    distance: Fraction
+    num_steps: Count | None = eqx.field(static=True, default=None)
+    step_size: Positive | None = None
+    tries: Count | None = eqx.field(static=True, default=None)
     max_queries: int = eqx.field(static=True, default=10_000_000)
-
-    def __check_init__(self):
-        _checks.instance(
-            "AlternatingSampler", AbstractProximalOracle, oracle=self.oracle
-        )
-        _checks.fraction("AlternatingSampler", distance=self.distance)
-        for name in ("num_steps", "tries"):
-            if getattr(self, name) is not None:
-                _checks.count("AlternatingSampler", **{name: getattr(self, name)})
-        if self.step_size is not None:
-            _checks.positive("AlternatingSampler", step_size=self.step_size)
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
@@ -258,21 +252,17 @@ class AlternatingSampler(AbstractSampler):
         """
         check_key(key)
         num_steps, step_size, tries = self._counts()
+        law = ProximalLaw(potential, feasible, step_size)
 
         def attempt(_, chain):
             keys = derive(chain.key, "next", "smooth", "reject")
             # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
             noisy = _noisy(chain.x, step_size, keys[1])
             y = _where(chain.fresh, noisy, chain.y)
-            common = _where(
-                chain.fresh,
-                self.oracle.prepare(potential, feasible, noisy, step_size),
-                chain.common,
-            )
+            common = self.oracle.prepare(law, noisy)
+            common = _where(chain.fresh, common, chain.common)
             # Its Line 1, x_t given y_t, by one try.
-            x, accepted, queries = self.oracle.attempt(
-                potential, feasible, y, common, step_size, key=keys[2]
-            )
+            x, accepted, queries = self.oracle.attempt(law, y, common, key=keys[2])
             running = chain.done < num_steps
             accepted = accepted & running
             return Chain(
@@ -286,9 +276,7 @@ class AlternatingSampler(AbstractSampler):
             )
 
         x = feasible.project(jax.tree.map(jnp.asarray, start))
-        shapes = jax.eval_shape(
-            lambda v: self.oracle.prepare(potential, feasible, v, step_size), x
-        )
+        shapes = jax.eval_shape(lambda y: self.oracle.prepare(law, y), x)
         blank = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)
         zero = jnp.zeros((), jnp.int32)
         first = Chain(x, x, blank, zero, zero == 0, jnp.zeros((), jnp.float32), key)
@@ -313,7 +301,7 @@ class AlternatingSampler(AbstractSampler):
         return 1 + max(0, math.ceil(math.log(start) / _mixing_rate(plan)))
 
     def _step_size(self, plan: ProximalPlan) -> float:
-        """The largest, up to the plan's, at which the bias of all steps has its share."""
+        """The largest up to the plan's at which the bias of all steps has its share."""
         largest = plan.step_size
 
         def serves(step_size):

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ... import _checks
+from ..._fields import Checked, Count, NonNegative, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
@@ -44,26 +44,19 @@ class Regularity:
         quadratic: $m \ge 0$, of the public quadratic part of $U$.
     """
 
-    dimension: int
+    dimension: Count
     lipschitz: float
     strong_convexity: float | None = None
     smoothness: float = math.inf
-    error: float = 0.0
-    gradient_error: float = 0.0
-    rounding: float = 0.0
+    error: NonNegative = 0.0
+    gradient_error: NonNegative = 0.0
+    rounding: NonNegative = 0.0
     num_terms: int | None = None
     term_lipschitz: float | None = None
-    quadratic: float = 0.0
+    quadratic: NonNegative = 0.0
 
     def __post_init__(self):
-        _checks.count("Regularity", dimension=self.dimension)
-        _checks.non_negative(
-            "Regularity",
-            error=self.error,
-            gradient_error=self.gradient_error,
-            rounding=self.rounding,
-            quadratic=self.quadratic,
-        )
+        check_fields(self)
         if not self.lipschitz >= 0:
             raise ValueError(
                 f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
@@ -169,7 +162,7 @@ class AbstractSumPotential(AbstractPotential):
         """
 
 
-class AbstractSampler(eqx.Module):
+class AbstractSampler(Checked):
     """Draws one point by a number of steps that is fixed before data is seen.
 
     Attributes:

@@ -8,15 +8,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, PyTree
 from typing_extensions import override
 
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet
 from . import restricted
-from .base import AbstractPotential, Regularity
+from .base import Regularity
 from .proximal import (
     AbstractProximalOracle,
+    Attempt,
+    ProximalLaw,
     ProximalPlan,
     combination,
     finite_part,
@@ -140,23 +142,18 @@ class ConvexEnvelope(AbstractProximalOracle):
         return float(count), count
 
     @override
-    def prepare(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        step_size: float,
-    ) -> PyTree:
+    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
         r"""The tangent at $c_J$."""
 
         def tangent(point):
-            value, gradient = potential.value_and_gradient(point)
+            value, gradient = law.potential.value_and_gradient(point)
             return _Tangent(point, finite_part(value), finite_part(gradient))
 
         def move(_, point):
             gradient = tangent(point).gradient
             return feasible.project(combination(1, y, -step_size, gradient))
 
+        _, feasible, step_size = law
         point = feasible.project(y)
         if self.gradient_steps:
             point = jax.lax.fori_loop(0, self.gradient_steps, move, point)
@@ -164,16 +161,10 @@ class ConvexEnvelope(AbstractProximalOracle):
 
     @override
     def attempt(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        common: PyTree,
-        step_size: float,
-        *,
-        key: PRNGKey,
-    ) -> tuple[PyTree, Bool[Array, ""], Float[Array, ""]]:
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> Attempt:
         key_proposal, key_accept = derive(key, "proposal", "accept")
+        potential, feasible, step_size = law
         curvature = 0.0 if self.curvature is None else self.curvature
         slack, c = 0.0 if self.slack is None else self.slack, common.point
         # x from the Gaussian of mean (alpha c + y / eta - g) / P.

@@ -1,6 +1,5 @@
 """Exact draws from a finite set of points."""
 
-import functools
 import math
 from typing import ClassVar
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from ... import _checks
+from ..._fields import Count, Positive
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet
 from . import _cells, _lattice
@@ -112,21 +113,18 @@ class GridWalk(AbstractSampler):
         and an improved volume algorithm", 1993.
     """
 
-    log_ratio: float = eqx.field(static=True, default=0.01)
-    num_steps: int | None = eqx.field(static=True, default=None)
+    log_ratio: Positive = eqx.field(static=True, default=0.01)
+    num_steps: Count | None = eqx.field(static=True, default=None)
     tabulate: bool | None = eqx.field(static=True, default=None)
-    max_queries: int = eqx.field(static=True, default=10_000_000)
-    num_tries: int | None = eqx.field(static=True, default=None)
+    max_queries: Count = eqx.field(static=True, default=10_000_000)
+    num_tries: Count | None = eqx.field(static=True, default=None)
     cells: tuple[int, ...] | None = eqx.field(static=True, default=None)
     penalty: float | Float[Array, ""] | None = None
     slack: float | Float[Array, ""] | None = None
 
     def __check_init__(self):
-        _checks.positive("GridWalk", log_ratio=self.log_ratio)
-        counts = {"num_steps": self.num_steps, "num_tries": self.num_tries}
-        counts |= {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
-        counts = {name: count for name, count in counts.items() if count is not None}
-        _checks.count("GridWalk", max_queries=self.max_queries, **counts)
+        cells = {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
+        _checks.count("GridWalk", **cells)
         if self.tabulate and self.num_steps is not None:
             raise ValueError(
                 "GridWalk: tabulate=True draws the cell without a walk; leave out "
@@ -304,7 +302,9 @@ class GridWalk(AbstractSampler):
 
     def _plan(self):
         if self._is_open():
-            raise ValueError("GridWalk: its counts are not planned; call with_counts(...) first.")
+            raise ValueError(
+                "GridWalk: its counts are not planned; call with_counts(...) first."
+            )
         return self.cells, self.num_tries, self.penalty, self.slack
 
     def _refusal(self, bounds, steps, tries, total) -> str:

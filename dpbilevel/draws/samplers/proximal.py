@@ -3,7 +3,7 @@ r"""What draws from $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set, try by try.""
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -17,6 +17,9 @@ from . import restricted
 from .base import AbstractPotential, Regularity
 
 _MOST_DRAW_TRIES = 100_000
+
+# A proposal, whether it is accepted, and how many evaluations were needed.
+Attempt = tuple[PyTree, Bool[Array, ""], Float[Array, ""]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,20 @@ class ProximalPlan:
     def convexity(self) -> float:
         r"""$\alpha$; 0 where none is known."""
         return float(self.regularity.strong_convexity or 0.0)
+
+
+class ProximalLaw(NamedTuple):
+    r"""The laws with densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
+
+    Attributes:
+        potential: $U$.
+        feasible: The set.
+        step_size: $\eta$.
+    """
+
+    potential: AbstractPotential
+    feasible: AbstractSet
+    step_size: float
 
 
 class AbstractProximalOracle(eqx.Module):
@@ -134,41 +151,24 @@ class AbstractProximalOracle(eqx.Module):
         """Per try, how many evaluations are needed on average, and are made at most."""
 
     @abc.abstractmethod
-    def prepare(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        step_size: float,
-    ) -> PyTree:
-        r"""What all tries at one $y$ have in common.
+    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
+        """What all tries at one point have in common.
 
         Args:
-            potential: $U$.
-            feasible: The set.
+            law: What to draw from.
             y: $y$.
-            step_size: $\eta$.
         """
 
     @abc.abstractmethod
     def attempt(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        common: PyTree,
-        step_size: float,
-        *,
-        key: PRNGKey,
-    ) -> tuple[PyTree, Bool[Array, ""], Float[Array, ""]]:
-        r"""One try.
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> Attempt:
+        """One try.
 
         Args:
-            potential: $U$.
-            feasible: The set.
+            law: What to draw from.
             y: $y$.
             common: What `prepare` returned for $y$.
-            step_size: $\eta$.
             key: A typed key.
 
         Returns:
@@ -217,7 +217,7 @@ class AbstractProximalOracle(eqx.Module):
         return far + self.draws * plan.tries * rejected
 
     def _draw_chance(self, plan: ProximalPlan) -> tuple[float, bool]:
-        """The least chance that a try of a draw is accepted, and whether at any mean."""
+        """The least chance that a draw accepts a try, and whether for any mean."""
         deviation, weight, shift = self.gaussian(plan)
         feasible, dimension = plan.feasible, plan.dimension
         noise = math.sqrt(plan.step_size)

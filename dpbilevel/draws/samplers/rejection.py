@@ -8,14 +8,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 from typing_extensions import override
 
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet, Ball
 from . import restricted
-from .base import AbstractPotential, AbstractSumPotential, Regularity
-from .proximal import AbstractProximalOracle, ProximalPlan, multiple
+from .base import AbstractSumPotential, Regularity
+from .proximal import (
+    AbstractProximalOracle,
+    Attempt,
+    ProximalLaw,
+    ProximalPlan,
+    multiple,
+)
 
 _CLIP = 0.5
 _MOST_STAGES = 64
@@ -154,39 +160,26 @@ class StochasticRejection(AbstractProximalOracle):
         return 2 * (math.e - 1), 2 * (self.stages or 1)
 
     @override
-    def prepare(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        step_size: float,
-    ) -> PyTree:
+    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
         r"""The mean of $\gamma$.
 
         Raises:
             TypeError: The potential is no sum.
         """
-        if not isinstance(potential, AbstractSumPotential):
+        if not isinstance(law.potential, AbstractSumPotential):
             raise TypeError(
                 "StochasticRejection: the potential must be an AbstractSumPotential, "
-                f"got {type(potential).__name__}. Use ConvexEnvelope."
+                f"got {type(law.potential).__name__}. Use ConvexEnvelope."
             )
-        return multiple(1 / (1 + potential.quadratic * step_size), y)
+        return multiple(1 / (1 + law.potential.quadratic * law.step_size), y)
 
     @override
     def attempt(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        common: PyTree,
-        step_size: float,
-        *,
-        key: PRNGKey,
-    ) -> tuple[PyTree, Bool[Array, ""], Float[Array, ""]]:
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> Attempt:
         """All stages at once, those that were not needed left out."""
+        (potential, feasible, step_size), stages = law, self.stages or 1
         assert isinstance(potential, AbstractSumPotential)
-        stages = self.stages or 1
         keys = derive(key, "proposal", "rival", "index", "stages", "accept")
         deviation = (step_size / (1 + potential.quadratic * step_size)) ** 0.5
         # Algorithm 2 of Gopi, Lee and Liu: x and z.
