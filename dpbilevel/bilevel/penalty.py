@@ -82,8 +82,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         step_size: $\eta$, or an optax optimizer fed with $\tilde g_t$.
         sampling: How the batches of the outer gradient are drawn. The batches of the
             inner solves are `inner.sampling`'s.
-        noise: The mechanism, for its neighbouring relation; its multiplier is that of
-            the whole run seen as one full-batch release.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over lower solves, penalized
             solves and outer gradients; where those are free, over the first two.
         output: Which pair is the answer: `Last()`; `Mean()`, better where records are

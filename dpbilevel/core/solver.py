@@ -140,7 +140,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     What it releases is declared once, in `release`; the ledger follows from that.
 
     Attributes:
-        noise: The mechanism; its multiplier is per release.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         releases_per_step: How many releases a step makes.
     """
 
@@ -157,6 +157,11 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     def num_releases(self) -> int:
         """Of a whole run."""
         return self.releases_per_step * self.num_steps
+
+    @property
+    def release_noise(self) -> Gaussian:
+        """The mechanism of one release: `num_releases` of them amount to `noise`."""
+        return self.noise.scaled(self.num_releases**0.5)
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
@@ -195,11 +200,10 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         )
 
     def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of a release to `scale` times the root of their number.
+        """Sets the multiplier of `noise`.
 
         Args:
             scale: As in `AbstractSolver.with_noise`.
         """
-        noise = self.noise.with_multiplier(scale * self.num_releases**0.5)
-        changes: dict[str, Any] = {"noise": noise}
+        changes: dict[str, Any] = {"noise": self.noise.with_multiplier(scale)}
         return dataclasses.replace(self, **changes)
