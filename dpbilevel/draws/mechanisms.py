@@ -147,12 +147,21 @@ class AbstractDrawMechanism(Checked):
         """
 
     def check_sampler(self, sampler: AbstractSampler) -> None:
-        """Refuses samplers that the guarantee does not hold for; by default none.
+        """Refuses samplers of single points where the measure is a slope.
 
         Args:
             sampler: How to draw.
+
+        Raises:
+            ValueError: The guarantee does not hold for the sampler.
         """
-        del sampler
+        if self.measure == "slope" and not sampler.continuous:
+            raise ValueError(
+                "RegularizedExponentialMechanism: its guarantee is about densities on "
+                f"a convex set, and {type(sampler).__name__} draws from single points "
+                "of it. Use AlternatingSampler, or ExponentialMechanism with this "
+                "sampler."
+            )
 
     def calibrated(self) -> Number:
         """The number that sets the noise.
@@ -265,21 +274,6 @@ class RegularizedExponential(AbstractDrawMechanism):
     def with_multiplier(self, multiplier: Number) -> Self:
         changes: dict[str, Any] = {"noise_multiplier": multiplier}
         return dataclasses.replace(self, **changes)
-
-    @override
-    def check_sampler(self, sampler: AbstractSampler) -> None:
-        """Refuses samplers that draw from single points of the set.
-
-        Raises:
-            ValueError: The sampler draws from a finite set.
-        """
-        if not sampler.continuous:
-            raise ValueError(
-                "RegularizedExponentialMechanism: its guarantee is about densities on "
-                f"a convex set, and {type(sampler).__name__} draws from single points "
-                "of it. Use AlternatingSampler, or ExponentialMechanism with this "
-                "sampler."
-            )
 
 
 def _check_score(mechanism, score) -> None:

@@ -118,13 +118,9 @@ class SimplexFrame(AbstractFrame):
 def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame:
     """The set in coordinates, on the host where the set is known there.
 
-    Args:
-        owner: Who asks, for the message.
-        feasible: A bounded `Box`, a `Ball` or a `Simplex` of at least two entries.
-        dimension: $d$, the number of entries of a point.
-
     Raises:
-        ValueError: Another set, an unbounded one, or one of another dimension.
+        ValueError: The set is no bounded `Box`, `Ball`, or `Simplex` of at least two
+            entries, or of another dimension.
     """
     if isinstance(feasible, Box):
         lower = _flat(owner, feasible.lower, dimension)
@@ -185,12 +181,7 @@ class Extended(eqx.Module):
     def many(
         self, zs: Float[Array, "m n"], reference: Float[Array, ""]
     ) -> Float[Array, " m"]:
-        """$h$ at every row.
-
-        Args:
-            zs: Coordinates in $A$.
-            reference: $U(c)$.
-        """
+        """$h$ at every row, given $U(c)$."""
         outside = jnp.maximum(jax.vmap(self.frame.gauge)(zs), 1.0)
         center = self.frame.center[None]
         values = self._values(center + (zs - center) / outside[:, None])

@@ -17,12 +17,7 @@ from ...sets import AbstractSet
 from . import restricted
 from ._walk_bounds import duration
 from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
-from .proximal import (
-    AbstractProximalOracle,
-    ProximalLaw,
-    ProximalPlan,
-    combination,
-)
+from .proximal import AbstractProximalOracle, ProximalLaw, ProximalPlan, plus
 
 _MOST_TRIES = 10**9
 _LEAST_ACCEPTANCE = 1e-3
@@ -369,7 +364,7 @@ def _enough_tries(num_steps: int, chance: float, failure: float) -> int:
 
 
 def _noisy(x: PyTree, step_size, key: PRNGKey) -> PyTree:
-    return combination(1, x, step_size**0.5, standard_normal(x, key=key))
+    return plus(x, step_size**0.5, standard_normal(x, key=key))
 
 
 def _where(condition, left: PyTree, right: PyTree) -> PyTree:

@@ -20,9 +20,9 @@ from .proximal import (
     Attempt,
     ProximalLaw,
     ProximalPlan,
-    combination,
     finite_part,
     multiple,
+    plus,
 )
 
 _MOST_GRADIENT_STEPS = 12
@@ -151,7 +151,7 @@ class ConvexEnvelope(AbstractProximalOracle):
 
         def move(_, point):
             gradient = tangent(point).gradient
-            return feasible.project(combination(1, y, -step_size, gradient))
+            return feasible.project(plus(y, -step_size, gradient))
 
         _, feasible, step_size = law
         point = feasible.project(y)
@@ -169,8 +169,8 @@ class ConvexEnvelope(AbstractProximalOracle):
         slack, c = 0.0 if self.slack is None else self.slack, common.point
         # x from the Gaussian of mean (alpha c + y / eta - g) / P.
         shrink = 1 / (1 + curvature * step_size)
-        mean = combination(1, y, -step_size, common.gradient)
-        mean = combination(1, mean, step_size * curvature, c)
+        mean = plus(y, -step_size, common.gradient)
+        mean = plus(mean, step_size * curvature, c)
         x = restricted.restricted_normal(
             feasible,
             multiple(shrink, mean),

@@ -234,31 +234,15 @@ def _far(plan: ProximalPlan) -> float:
 
 
 def finite_part(tree: PyTree) -> PyTree:
-    """The tree with zero in place of NaN and infinite values.
-
-    Args:
-        tree: Arrays.
-    """
+    """The tree with zero in place of NaN and infinite values."""
     return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0), tree)
 
 
-def combination(scale: Any, tree: PyTree, other_scale: Any, other: PyTree) -> PyTree:
-    """The sum of two trees times their scales, in the dtypes of the first.
-
-    Args:
-        scale: Of the first.
-        tree: The first.
-        other_scale: Of the second.
-        other: The second.
-    """
-    return optax.tree.add(multiple(scale, tree), multiple(other_scale, other))
-
-
 def multiple(scale: Any, tree: PyTree) -> PyTree:
-    """The tree times a number, in its dtypes.
-
-    Args:
-        scale: The number.
-        tree: Arrays.
-    """
+    """The tree times a number, in its dtypes."""
     return jax.tree.map(lambda v: jnp.asarray(scale, v.dtype) * v, tree)
+
+
+def plus(tree: PyTree, scale: Any, other: PyTree) -> PyTree:
+    """The tree plus a multiple of another."""
+    return optax.tree.add(tree, multiple(scale, other))

@@ -142,22 +142,6 @@ def check_loss_dtype(
         )
 
 
-def least(first: Any, second: Any) -> Any:
-    """The smaller of two numbers, on the host or in a program.
-
-    Args:
-        first: A number.
-        second: Another.
-    """
-    known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
-    return min(first, second) if known else jnp.minimum(first, second)
-
-
 def batched(potential: AbstractPotential, xs: PyTree) -> Float[Array, " m"]:
-    """A potential at many points, some of them side by side.
-
-    Args:
-        potential: The potential.
-        xs: The points, stacked.
-    """
+    """A potential at many points, some of them side by side."""
     return jax.lax.map(potential, xs, batch_size=TOGETHER)

@@ -24,7 +24,6 @@ from .base import (
     batched,
     check_error,
     check_loss_dtype,
-    least,
 )
 
 _COMPUTED = (
@@ -132,8 +131,8 @@ class HyperObjective(AbstractScore):
             return upper, lower
         diameter = self.problem.x_set.diameter
         return (
-            least(bounds.upper * diameter, upper),
-            least(bounds.lower * diameter, lower),
+            _least(bounds.upper * diameter, upper),
+            _least(bounds.lower * diameter, lower),
         )
 
     def _range(self) -> Any:
@@ -194,6 +193,12 @@ class HyperObjective(AbstractScore):
 
     def _rounding(self, bounds: Bounds, dtype: Any) -> Any:
         return sensitivities.solution_rounding(bounds, self.sizes, dtype)
+
+
+def _least(first: Any, second: Any) -> Any:
+    """The smaller of two numbers, on the host or in a program."""
+    known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
+    return min(first, second) if known else jnp.minimum(first, second)
 
 
 class _Objective(AbstractPotential):

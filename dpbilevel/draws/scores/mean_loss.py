@@ -65,15 +65,16 @@ class MeanLoss(AbstractScore):
         else:
             error = spread_of(reach, self.sizes, dtype, public)[1]
         # A public term may be as steep as it likes.
-        unknown = public or problem.smoothness is None
+        lipschitz = None if public else problem.lipschitz
+        smoothness = None if public else problem.smoothness
         return Regularity(
             dimension,
-            math.inf if public or problem.lipschitz is None else problem.lipschitz,
-            smoothness=math.inf if unknown else problem.smoothness,
+            math.inf if lipschitz is None else lipschitz,
+            smoothness=math.inf if smoothness is None else smoothness,
             error=float(error),
             rounding=float(rounding),
             num_terms=self.sizes,
-            term_lipschitz=None if public else problem.lipschitz,
+            term_lipschitz=lipschitz,
         )
 
     @property
