@@ -292,7 +292,8 @@ def test_clipping_costs_less_than_is_claimed(variance):
     density = scipy.stats.norm(0, math.sqrt(variance)).pdf(v) * (v[1] - v[0])
     exact = np.sum(np.abs(np.exp(np.clip(v, -0.5, 0.5)) - np.exp(v)) * density)
     regularity = Regularity(1, 1.0, num_terms=1, term_lipschitz=1.0)
-    bound = StochasticRejection().bias(regularity, variance / 2)
+    plan = ProximalPlan(regularity, Box(-1.0, 1.0), variance / 2)
+    bound = StochasticRejection().bias(plan)
     assert exact < bound < 40 * exact
 
 
