@@ -381,19 +381,19 @@ class SteeperThanDeclared(MeanLoss):
 
 
 class DrawsBySteeper(dpb.draws.RegularizedExponentialMechanism):
-    def _score(self, problem, sizes):
+    def score_of(self, problem, sizes):
         return SteeperThanDeclared(problem, "slope", sizes)
 
 
 class RateOfRemoved(dpb.draws.RegularizedExponential):
     """Takes a record's share for its sensitivity."""
 
-    def rate(self, sensitivity, convexity):
+    def rate(self, sensitivity, convexity=0.0):
         return dpb.draws.RegularizedExponential.rate(self, sensitivity / 2, convexity)
 
 
 class DrawsUnclipped(dpb.draws.ExponentialMechanism):
-    def _score(self, problem, sizes):
+    def score_of(self, problem, sizes):
         return Unbounded(problem, "spread", sizes, self.clip_range)
 
 
