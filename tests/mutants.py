@@ -330,7 +330,7 @@ def coarse_inner(kind):
         exact = jax.tree.map(jnp.subtract, start, gradient(start))
         return jax.tree.map(lambda y: y + allowed * jnp.sign(y), exact)
 
-    changes = {"effort": lambda *_: sensitivities.Effort(1, 1)}
+    changes = {"step_counts": lambda *_: sensitivities.StepCounts(1, 1)}
     if kind is CoarseInnerLeftOut:
         changes["solve_error"] = lambda *_: 0.0
     with (

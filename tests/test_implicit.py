@@ -32,15 +32,16 @@ def wide(tree):
 def value_at(problem, x, data, people="overlapping"):
     sizes = problem.sizes_of(data, people)
     y0 = jnp.zeros(4, x.dtype)
-    bounded = certified.certified_hypergradient(
-        problem, data, x, y0, sizes, precision="float"
-    )
+    query = certified.HypergradientQuery(problem, sizes)
+    bounded = query.read((x, y0), data, precision="float")
     return bounded.raw, bounded
 
 
 def error_at(problem, x, sizes):
     bounds = problem.constants.bounds(sizes, x)
-    claimed = sensitivities.at(problem.constants, sizes, jnp.float64, x)
+    claimed = sensitivities.hypergradient_sensitivity(
+        problem.constants, sizes, jnp.float64, x
+    )
     return float(claimed.upper - bounds.upper) / 2
 
 
@@ -171,7 +172,7 @@ def test_inexact_gradients_add_at_most_twice_their_error_over_the_convexity(kapp
 def test_inner_errors_add_at_most_one_percent_at_every_x(bounds):
     problem = dpb.linear_tuning(dpb.Logistic(), GROUPS, bounds=bounds)
     sizes = dpb.Sizes(500, 10_000)
-    steps = sensitivities.effort(problem.constants, sizes)
+    steps = sensitivities.step_counts(problem.constants, sizes)
     shares = []
     for low in np.linspace(*bounds, 9):
         for high in np.linspace(low, bounds[1], 5):
@@ -179,7 +180,7 @@ def test_inner_errors_add_at_most_one_percent_at_every_x(bounds):
             added = 4 * sensitivities.solve_error(here, steps)
             shares.append(float(added / (here.upper + here.lower)))
     assert max(shares) <= 0.01
-    fewer = dataclasses.replace(steps, lower_steps=steps.lower_steps - 2)
+    fewer = dataclasses.replace(steps, lower=steps.lower - 2)
     worst = problem.constants.bounds(sizes)
     added = 4 * sensitivities.solve_error(worst, fewer)
     assert added / (worst.upper + worst.lower) > 0.005
@@ -203,7 +204,9 @@ def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
         x = jnp.asarray(x)
         _, bounded = value_at(TUNING, x, data, "disjoint")
         std = multiplier * bounded.sensitivity()
-        own = sensitivities.at(TUNING.constants, sizes, jnp.float64, x)
+        own = sensitivities.hypergradient_sensitivity(
+            TUNING.constants, sizes, jnp.float64, x
+        )
         seen = {role: float(std / getattr(own, role)) for role in events}
         for role, event in events.items():
             claimed = event.events[0].event.noise_multiplier
@@ -220,7 +223,9 @@ def test_the_noise_for_people_in_both_levels_covers_both_shares(people, x64):
     data = dpb.Levels.shared(rows) if people == "shared" else wide(LEVELS)
     x, sizes = jnp.asarray([-1.0, 0.5]), TUNING.sizes_of(data, people)
     _, bounded = value_at(TUNING, x, data, people)
-    shares = sensitivities.at(TUNING.constants, sizes, jnp.float64, x)
+    shares = sensitivities.hypergradient_sensitivity(
+        TUNING.constants, sizes, jnp.float64, x
+    )
     # One share alone, or half of both, would be too little.
     assert min(shares.upper, shares.lower) > 1e-3 * max(shares.upper, shares.lower)
     assert float(bounded.sensitivity()) == pytest.approx(
@@ -238,7 +243,7 @@ def test_neither_solution_nor_hypergradient_leaves_the_ball_of_its_bound(x64):
     data, x = wide(EXACT.data), jnp.zeros(4)
     sizes = problem.sizes_of(data)
     certificate = EXACT.problem.constants
-    steps = sensitivities.effort(certificate, sizes)
+    steps = sensitivities.step_counts(certificate, sizes)
 
     def norm(**radii):
         bounds = dataclasses.replace(

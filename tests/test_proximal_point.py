@@ -11,7 +11,7 @@ from saddle_zoo import N, example, point
 
 import dpbilevel as dpb
 from dpbilevel.games import gaps
-from dpbilevel.games.certified import approximate_resolvent, certified_resolvent
+from dpbilevel.games.certified import approximate_resolvent, sealed_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling import Batch
 
@@ -202,7 +202,7 @@ def test_what_is_sealed_lies_on_the_grid_with_its_contribution():
     rows = {"turn": jnp.ones(3), "stretch": jnp.zeros(3), "push": jnp.ones((3, 2))}
     plan = resolvent(TURNS, dimension=2, rows=3, denominator=3.0)
     batch, centre = Batch(rows, None, 3.0), jnp.ones(2)
-    sealed = certified_resolvent(plan, batch, centre, precision="grid")
+    sealed = sealed_resolvent(plan, batch, centre, precision="grid")
     assert sealed.precision == "grid"
     assert sealed.basis is dpb.privacy.Basis.CONSTANTS
     plain = approximate_resolvent(plan, batch, centre)
@@ -273,7 +273,7 @@ def test_plans_without_grounds_for_a_sensitivity_are_refused():
         ledger_of(strong, inner="operator_extrapolation", clip_norm=0.1)
     with refused(match=r"give inner_steps=\d+"):
         ledger_of(strong, inner="operator_extrapolation", inner_steps=2)
-    with refused(match="float32, rounding may move"):
+    with refused(match="float32, roundings of a resolvent"):
         ledger_of(strong, clip_norm=1e-3, strength=20.0)
     with refused(match="replace-one only"):
         noise = dpb.privacy.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games.certified import certified_resolvent
+from dpbilevel.games.certified import sealed_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling import Batch
 
@@ -32,7 +32,7 @@ def planned(problem, **fields):
 
 def sealed(plan, problem, records, centre):
     batch = Batch(records, None, float(N))
-    return certified_resolvent(
+    return sealed_resolvent(
         plan.solver.resolvent(problem, N), batch, centre, precision="float"
     )
 
@@ -87,7 +87,7 @@ def test_a_batch_of_other_numbers_than_the_seal_is_refused():
     for rows, denominator in ((1, 1.0), (N + 1, float(N))):
         batch = Batch(jnp.zeros((rows, 1)), None, denominator)
         with pytest.raises(ValueError, match="planned for at most 1000 rows"):
-            certified_resolvent(resolvent, batch, jnp.zeros(1), precision="float")
+            sealed_resolvent(resolvent, batch, jnp.zeros(1), precision="float")
 
 
 def test_extreme_units_keep_a_sensitivity_or_are_refused():
@@ -110,7 +110,7 @@ def test_records_that_overflow_in_the_dtype_of_the_start_contribute_nothing(x64)
     plan = Resolvent(problem, 1.0, 2.0, "picard", 3, 1, N, float(N))
     batch = Batch(jnp.zeros((N, 1)).at[0].set(1e300), None, float(N))
     centre = jnp.full(1, 0.25, jnp.float32)
-    found = certified_resolvent(plan, batch, centre, precision="float").raw
+    found = sealed_resolvent(plan, batch, centre, precision="float").raw
     np.testing.assert_array_equal(found, centre)
 
 

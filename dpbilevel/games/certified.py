@@ -1,39 +1,38 @@
-r"""The third door to the records: resolvents, sealed by how far one record moves them.
+"""Resolvents, sealed with how far one record moves them.
 
 The values computed inside are not private and stay there; what leaves is sealed.
 """
 
+import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.certified import common_dtype, wide
+from ..privacy.certified import AbstractCertifiedQuery
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.floats import all_finite, is_finite
 from ..privacy.grid import on_grid
-from ..privacy.sampling import Batch
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import RECORDS, Query
+from ..privacy.sampling import AbstractSampling, Batch, Index
 from .resolvents import OWNER, Number, Resolvent
 
 
-def certified_resolvent(
-    resolvent: Resolvent, batch: Batch, centre: PyTree, *, precision: Precision
-) -> Bounded:
-    r"""An approximate resolvent of a batch's operator, sealed with its sensitivity.
+@dataclasses.dataclass(frozen=True)
+class ResolventQuery(AbstractCertifiedQuery):
+    r"""An approximate resolvent of a batch's operator, with its sensitivity.
 
     Args:
         resolvent: What is computed, and its constants.
-        batch: What a sampling scheme drew, read in the dtype of `centre`. A record with
-            an entry that is not finite contributes zero.
-        centre: $v$, released, a point of the set; the inner solver starts there and
-            knows no other state.
-        precision: `"float"`, or `"grid"`: rounded to a public grid.
-
-    Raises:
-        ValueError: Several dtypes, or more coordinates than `resolvent.dimension`.
+        size: The planned number of records.
+        sampling: How its batch is drawn.
 
     Privacy:
         One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
@@ -42,14 +41,74 @@ def certified_resolvent(
         bound too, and on operators exact to 32 units of roundoff. Steps are not
         private and are not returned.
     """
-    _checks.strict_floats("certified_resolvent")
+
+    resolvent: Resolvent
+    size: int
+    sampling: AbstractSampling
+    draws_batch: ClassVar[bool] = True
+
+    @property
+    @override
+    def basis(self) -> Basis:
+        return self.resolvent.basis
+
+    @property
+    @override
+    def value_norm(self) -> float:
+        return _checks.number(self.resolvent.problem.w_set.reach)
+
+    @override
+    def costs(self, precision: Precision) -> tuple[Query, ...]:
+        dtype = jnp.result_type(float)
+        self.resolvent.check()
+        self.resolvent.check_numbers(dtype)
+        share = self.resolvent.contribution(dtype, precision)
+        return (Query.of_contribution(RECORDS, self.size, share, self.sampling),)
+
+    @override
+    def read(
+        self,
+        point: PyTree,
+        data: PyTree,
+        *,
+        precision: Precision,
+        key: PRNGKey,
+        index: Index = None,
+    ) -> Bounded:
+        """The resolvent at a released point of the set, where the inner solver starts.
+
+        Records are read in the dtype of the point; one with an entry that is not finite
+        contributes zero.
+
+        Raises:
+            ValueError: The point has several dtypes, or more coordinates than planned.
+        """
+        batch = self.sampling.draw(data, self.size, key=key, index=index)
+        return sealed_resolvent(self.resolvent, batch, point, precision=precision)
+
+
+def sealed_resolvent(
+    resolvent: Resolvent, batch: Batch, centre: PyTree, *, precision: Precision
+) -> Bounded:
+    """The value of `ResolventQuery` on a batch.
+
+    Args:
+        resolvent: What is computed, and its constants.
+        batch: What a sampling scheme drew.
+        centre: $v$, released, a point of the set.
+        precision: `"float"`, or `"grid"`: rounded to a public grid.
+
+    Raises:
+        ValueError: As `ResolventQuery.read`, or a batch of other numbers than planned.
+    """
+    _checks.strict_floats(OWNER)
     resolvent.check()
     rows = _checks.leading_axis("records", batch.records)
     if batch.denominator != resolvent.denominator or rows > resolvent.rows:
         raise ValueError(
-            "certified_resolvent: the sensitivity is planned for at most "
-            f"{resolvent.rows} rows over {resolvent.denominator}, but the batch has "
-            f"{rows} over {batch.denominator}."
+            f"{OWNER}: the sensitivity is planned for at most {resolvent.rows} rows "
+            f"over {resolvent.denominator}, but the batch has {rows} over "
+            f"{batch.denominator}."
         )
     dtype = common_dtype(centre, OWNER)
     size = optax.tree.size(centre)
@@ -77,7 +136,7 @@ def approximate_resolvent(
     *,
     precision: Precision = "float",
 ) -> PyTree:
-    """The value of `certified_resolvent`, not sealed. NON-PRIVATE.
+    """The value of `sealed_resolvent`, not sealed. NON-PRIVATE.
 
     Args:
         resolvent: What is computed.

@@ -14,15 +14,15 @@ from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
 from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
-from ..privacy.queries import RECORDS, Query
+from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch
 from . import rates
 from .base import AbstractSaddleSolver
-from .certified import certified_resolvent
+from .certified import ResolventQuery
 from .choices import (
     Average,
     Fields,
@@ -228,17 +228,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         key: PRNGKey,
     ) -> _State:
         """One noisy resolvent at the projection of the last one."""
-        key_batch, key_noise = derive(key, "sampling", "noise")
         assert self.sizes is not None
-        resolvent = self.resolvent(problem, self.sizes)
-        resolvent.check()
-        batch = self.sampling.draw(data, self.sizes, key=key_batch, index=state.t)
+        # Algorithm 2: the approximate solution of (5.1) on a batch, and the noise.
+        release = self.release(problem, self.sizes)
         centre = problem.w_set.project(state.w)
-        # Algorithm 2: the approximate solution of (5.1) on this batch, then the noise.
-        bounded = certified_resolvent(
-            resolvent, batch, centre, precision=self.noise.precision
-        )
-        w = self.noise.release(bounded, key=key_noise)
+        w = release.of(centre, data, key=key, index=state.t)
         w, rejections = finite_or(w, state.w, state.rejections)
         mean = averaged(self, state.mean, w, state.t)
         return _State(w, mean, rejections, state.t + 1)
@@ -262,8 +256,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """
         return Resolvent(
             problem,
-            self.clip_norm,
-            self.strength,
+            _checks.number(self.clip_norm),
+            _checks.number(self.strength),
             self.inner,
             self.inner_steps,
             self.dimension,
@@ -279,24 +273,12 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
                 the sensitivity needs, the inner solver does not converge, or the
                 default floating-point dtype is too coarse for the sensitivity.
         """
-        plain = dataclasses.replace(
-            self, clip_norm=float(self.clip_norm), strength=float(self.strength)
-        )
-        resolvent = plain.resolvent(problem, sizes)
-        dtype = jnp.result_type(float)
-        resolvent.check()
-        resolvent.check_numbers(dtype)
-        share = float(resolvent.contribution(dtype, self.noise.precision))
-        denominator = self.sampling.denominator(sizes)
-        # A mean of so many vectors of this norm has this sensitivity.
-        query = Query(RECORDS, sizes, share * denominator, self.sampling)
-        return Release(
+        resolvent = self.resolvent(problem, sizes)
+        return CertifiedRelease(
             RESOLVENT,
             1,
-            (query,),
             self.noise,
-            basis=self.basis,
-            value_norm=float(problem.w_set.reach),
+            query=ResolventQuery(resolvent, sizes, self.sampling),
             clip_ratio=self.clip_ratio(problem),
         )
 

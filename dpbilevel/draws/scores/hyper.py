@@ -66,7 +66,7 @@ class HyperObjective(AbstractScore):
         error += sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
         if self.measure == "slope":
             upper, lower = bounds.upper, bounds.lower
-            steps = sensitivities.effort(certificate, self.sizes)
+            steps = sensitivities.step_counts(certificate, self.sizes)
             gradient_error = sensitivities.solve_error(bounds, steps)
             gradient_error += sensitivities.rounding_error(bounds, self.sizes, dtype)
         else:
@@ -292,9 +292,9 @@ class GradientNorm(AbstractScore):
         """Shares of both levels; the basis is the certificate."""
         certificate = certified.certificate_of(self.problem)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
-        shares = sensitivities.at(certificate, self.sizes, dtype)
+        shares = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
         bounds = certificate.bounds(self.sizes)
-        steps = sensitivities.effort(certificate, self.sizes)
+        steps = sensitivities.step_counts(certificate, self.sizes)
         error = sensitivities.solve_error(bounds, steps)
         error += sensitivities.rounding_error(bounds, self.sizes, dtype)
         # The projection of a step that leaves the set, by a few roundings.
@@ -340,5 +340,5 @@ class _Norm(AbstractPotential):
 def _hypergradient(problem, data, x, y0, sizes) -> PyTree:
     certificate = certified.certificate_of(problem)
     bounds = certificate.bounds(sizes, x)
-    steps = sensitivities.effort(certificate, sizes)
+    steps = sensitivities.step_counts(certificate, sizes)
     return certified.hypergradient(problem, data, x, y0, sizes, bounds, steps)
