@@ -66,11 +66,9 @@ class Overstated(AbstractCertifiedQuery):
     """Says that clipping enforces what rests on constants."""
 
     query: AbstractCertifiedQuery
-    basis = dpb.privacy.Basis.CLIPPED
-    value_norm = 1.0
 
     def costs(self, precision):
-        return self.query.costs(precision)
+        return self.query.costs(precision)._replace(basis=dpb.privacy.Basis.CLIPPED)
 
     def read(self, point, data, **options):
         return self.query.read(point, data, **options)

@@ -11,7 +11,7 @@ from saddle_zoo import N, example, point
 
 import dpbilevel as dpb
 from dpbilevel.games import gaps
-from dpbilevel.games.certified import approximate_resolvent, sealed_resolvent
+from dpbilevel.games.certified import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling import Batch
 
@@ -202,7 +202,8 @@ def test_what_is_sealed_lies_on_the_grid_with_its_contribution():
     rows = {"turn": jnp.ones(3), "stretch": jnp.zeros(3), "push": jnp.ones((3, 2))}
     plan = resolvent(TURNS, dimension=2, rows=3, denominator=3.0)
     batch, centre = Batch(rows, None, 3.0), jnp.ones(2)
-    sealed = sealed_resolvent(plan, batch, centre, precision="grid")
+    query = ResolventQuery(plan, 3, dpb.FullBatch())
+    sealed = query.read(centre, rows, precision="grid", key=jax.random.key(0))
     assert sealed.precision == "grid"
     assert sealed.basis is dpb.privacy.Basis.CONSTANTS
     plain = approximate_resolvent(plan, batch, centre)

@@ -39,7 +39,6 @@ from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.repetitions import Repetitions
 from dpbilevel.privacy.rows import padded_rows
-from dpbilevel.privacy.sampling import Batch
 from dpbilevel.privacy.selection import Selection
 
 SIDE = 256
@@ -135,10 +134,9 @@ def test_a_resolvent_rounded_to_its_grid_moves_no_further_than_is_charged(
 
     def sealed(value):
         monkeypatch.setattr(resolvent, "approximate_resolvent", lambda *_, **__: value)
-        batch = Batch(jnp.zeros((1, SIZE)), None, 1.0)
-        return resolvent.sealed_resolvent(
-            plan, batch, jnp.zeros(SIZE), precision="grid"
-        )
+        query = resolvent.ResolventQuery(plan, 1, dpb.FullBatch())
+        options = {"precision": "grid", "key": jax.random.key(0)}
+        return query.read(jnp.zeros(SIZE), jnp.zeros((1, SIZE)), **options)
 
     seals = [sealed(value) for value in adversary(1.0, 2.0**23)]
     far = moved([seal.raw for seal in seals])

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
-from ..privacy.certified import AbstractCertifiedQuery
+from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision
 from ..privacy.floats import all_finite
 from ..privacy.grid import ROUNDED_BITS, on_grid
@@ -57,37 +57,21 @@ class HypergradientQuery(AbstractCertifiedQuery):
     problem: BilevelProblem
     sizes: Sizes
 
-    @functools.cached_property
-    def certificate(self) -> AbstractCertificate:
-        """The problem's certificate."""
-        return certificate_of(self.problem)
-
-    @property
     @override
-    def basis(self) -> Basis:
-        return Basis.CONSTANTS
-
-    @property
-    @override
-    def value_norm(self) -> float:
-        return float(self.certificate.bounds(self.sizes).gradient)
-
-    @property
-    @override
-    def joint(self) -> bool:
-        return self.sizes.people is People.SHARED
-
-    @override
-    def costs(self, precision: Precision) -> tuple[Query, ...]:
+    def costs(self, precision: Precision) -> Costs:
+        certificate, sizes = certificate_of(self.problem), self.sizes
         dtype = jnp.result_type(float)
-        sensitivities.check_dtype(self.certificate, self.sizes, dtype)
-        shares = sensitivities.ledger_sensitivity(self.certificate, self.sizes, dtype)
-        return tuple(
+        sensitivities.check_dtype(certificate, sizes, dtype)
+        shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
+        queries = tuple(
             Query.of_contribution(
-                role, getattr(self.sizes, role), float(getattr(shares, role)) / 2
+                role, getattr(sizes, role), float(getattr(shares, role)) / 2
             )
             for role in LEVELS
         )
+        largest = float(certificate.bounds(sizes).gradient)
+        joint = sizes.people is People.SHARED
+        return Costs(queries, Basis.CONSTANTS, largest, joint)
 
     @override
     def read(
@@ -112,7 +96,8 @@ class HypergradientQuery(AbstractCertifiedQuery):
             index: Not used.
         """
         _checks.strict_floats("ImplicitBilevel")
-        (x, y0), sizes, certificate = point, self.sizes, self.certificate
+        (x, y0), sizes = point, self.sizes
+        certificate = certificate_of(self.problem)
         dtype = common_dtype(point)
         sensitivities.check_dtype(certificate, sizes, dtype)
         bounds = certificate.bounds(sizes, x)
@@ -130,7 +115,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
             value = on_grid(value, least)
         ratios, factor = sensitivities.multiple_of_ratios(certificate, sizes, shares)
         contribution = (ratios.upper + ratios.lower) / 2 * factor
-        return Bounded(value, contribution, self.basis)
+        return Bounded(value, contribution, Basis.CONSTANTS)
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:

@@ -1,18 +1,44 @@
 """What the solvers of saddle points and variational inequalities have in common."""
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+import dataclasses
+import typing
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.solver import AbstractNoisySolver, State
+from ..onelevel.noisy_gd import running_mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.sampling import AbstractSampling
-from .choices import AVERAGES, Average, Fields, Passes, scene_of
 from .problem import AbstractVariationalInequality
-from .rates import Scene
+from .rates import TheoremConstants
+
+Passes = Literal["single", "multi"]
+Average = Literal["all", "second_half"]
+Fields = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundInputs:
+    """What a bound needs of a calibrated solver.
+
+    Attributes:
+        constants: Of the problem.
+        std: The noise per coordinate of a release.
+        batch: The size of a batch.
+        single_pass: Whether every record is read once.
+    """
+
+    constants: TheoremConstants
+    std: float
+    batch: float
+    single_pass: bool
 
 
 class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
@@ -51,7 +77,7 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         _checks.instance(owner, Gaussian, noise=self.noise)
         _checks.count(owner, num_steps=self.num_steps)
         _checks.positive(owner, clip_norm=self.clip_norm)
-        _checks.one_of(owner, "average", self.average, AVERAGES)
+        _checks.one_of(owner, "average", self.average, typing.get_args(Average))
 
     @classmethod
     def from_theorem(
@@ -83,9 +109,8 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
             ValueError: A constant is not declared, the set is unbounded, or there are
                 fewer than two records.
         """
-        owner = f"{cls.__name__}.from_theorem"
-        scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
-        return cls(**(cls.theorem_fields(scene, a, budget, passes) | fields))
+        constants = cls._constants(problem, budget, sizes, dimension, passes)
+        return cls(**(cls.theorem_fields(constants, budget, passes) | fields))
 
     @classmethod
     def tuned(
@@ -99,53 +124,85 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         most_steps: int | None = None,
         **fields: Any,
     ) -> Self:
-        r"""The parameters with the least `bound`.
+        r"""The parameters with the least `bound`, of at most `most_steps` steps.
 
         Exact noise multipliers decide for a single pass. For several, candidates are
         compared by a central limit theorem and the one with the fewest operator values
-        is taken among those within 5 % of the least bound.
-
-        Args:
-            problem: As in `from_theorem`.
-            budget: Likewise.
-            sizes: Likewise.
-            dimension: Likewise.
-            passes: Likewise.
-            most_steps: The largest number of steps to consider; $n$ by default.
-            **fields: Further fields.
-
-        Returns:
-            A solver without noise, for `calibrate`.
-
-        Raises:
-            ValueError: As `from_theorem`.
+        is taken among those within 5 % of the least bound. `most_steps` is $n$ by
+        default; all else is as in `from_theorem`.
         """
-        owner = f"{cls.__name__}.tuned"
         most_steps = sizes if most_steps is None else most_steps
-        _checks.count(owner, most_steps=most_steps)
-        scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
-        return cls(**(cls.tuned_fields(scene, budget, passes, most_steps) | fields))
+        _checks.count(f"{cls.__name__}.tuned", most_steps=most_steps)
+        constants = cls._constants(problem, budget, sizes, dimension, passes)
+        return cls(**(cls.tuned_fields(constants, budget, passes, most_steps) | fields))
+
+    @classmethod
+    def _constants(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        dimension: int,
+        passes: Passes,
+    ) -> TheoremConstants:
+        """The problem as theorems see it; the arguments are checked."""
+        owner = cls.__name__
+        _checks.instance(owner, AbstractVariationalInequality, problem=problem)
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        _checks.count(owner, sizes=sizes, dimension=dimension)
+        _checks.one_of(owner, "passes", passes, typing.get_args(Passes))
+        _checks.fraction(owner, delta=budget.delta)
+        if sizes < 2:
+            raise ValueError(f"{owner}: needs at least two records, got sizes={sizes}.")
+        constants = TheoremConstants.of(problem, dimension, sizes)
+        if (a := constants.privacy_dimension(budget)) >= sizes:
+            warnings.warn(
+                f"{owner}: hopeless: sqrt(d log(1/delta)) / epsilon = {a:.3g} is not "
+                f"below the {sizes} records, so no bound here is below its trivial "
+                f"value M D = {constants.bound * constants.diameter:.3g}. Use more "
+                "records, a larger epsilon or fewer dimensions.",
+                stacklevel=3,
+            )
+        return constants
 
     @classmethod
     @abc.abstractmethod
     def theorem_fields(
-        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
-        """The fields that `from_theorem` sets."""
+        """The fields that `from_theorem` sets.
+
+        Args:
+            constants: Of the problem.
+            budget: As in `from_theorem`, as is `passes`.
+            passes: `"single"` or `"multi"`.
+        """
 
     @classmethod
     @abc.abstractmethod
     def tuned_fields(
-        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+        cls,
+        constants: TheoremConstants,
+        budget: PrivacyBudget,
+        passes: Passes,
+        most_steps: int,
     ) -> Fields:
-        """The fields that `tuned` sets."""
+        """The fields that `tuned` sets.
+
+        Args:
+            constants: Of the problem.
+            budget: As in `tuned`, as is all else.
+            passes: `"single"` or `"multi"`.
+            most_steps: The largest number of steps.
+        """
 
     @abc.abstractmethod
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         """The bound on the expected gap of the answer: a promise, before any data.
 
         For a single pass over fresh records it holds for the strong gap on the
-        population, for several passes for the weak gap.
+        population, for several passes for the weak gap. It holds for monotone operators
+        within the declared constants and a clip norm of at least `bound`.
 
         Args:
             problem: A problem with declared constants on a bounded set.
@@ -155,6 +212,57 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
             ValueError: The solver is not calibrated or bound to sizes, or no theorem
                 covers its parameters.
         """
+
+    def bound_inputs(
+        self, problem: AbstractVariationalInequality, dimension: int
+    ) -> BoundInputs:
+        """What `bound` is evaluated at.
+
+        Args:
+            problem: The problem.
+            dimension: $d$.
+
+        Raises:
+            ValueError: The solver is not bound to sizes, averages another part of its
+                path, clips below the bound, or goes over disjoint batches several
+                times.
+        """
+        owner = f"{type(self).__name__}.bound"
+        if self.sizes is None:
+            raise ValueError(
+                f"{owner}: not bound to sizes; take the solver from "
+                "dpbilevel.calibrate(...).solver."
+            )
+        if self.average != "all":
+            raise ValueError(
+                f"{owner}: no theorem covers average={self.average!r}; use "
+                'average="all".'
+            )
+        constants = TheoremConstants.of(problem, dimension, self.sizes)
+        if self.clip_norm < constants.spread:
+            raise ValueError(
+                f"{owner}: no theorem covers clip_norm={self.clip_norm:.3g} below the "
+                f"declared bound {constants.spread:.3g}."
+            )
+        (release,) = self.ledger(problem, self.sizes).releases
+        charged = self.sampling.charged(release.count, self.sizes)
+        if self.sampling.numbered and charged > 1:
+            raise ValueError(
+                f"{owner}: no theorem covers {charged} passes over disjoint batches."
+            )
+        batch = self.sampling.denominator(self.sizes)
+        return BoundInputs(constants, release.noise_std, batch, self.sampling.numbered)
+
+    def averaged(self, mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
+        """The average with one more value, from where `average` begins.
+
+        Args:
+            mean: The average so far.
+            value: The value of step `t`.
+            t: The number of the step, from 0.
+        """
+        first = self.num_steps // 2 if self.average == "second_half" else 0
+        return running_mean(mean, value, jnp.maximum(t - first, 0))
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
         """The clip norm over the problem's bound, where one is declared.

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.certified import common_dtype, wide
-from ..privacy.certified import AbstractCertifiedQuery
+from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.floats import all_finite, is_finite
 from ..privacy.grid import on_grid
@@ -47,23 +47,15 @@ class ResolventQuery(AbstractCertifiedQuery):
     sampling: AbstractSampling
     draws_batch: ClassVar[bool] = True
 
-    @property
     @override
-    def basis(self) -> Basis:
-        return self.resolvent.basis
-
-    @property
-    @override
-    def value_norm(self) -> float:
-        return _checks.number(self.resolvent.problem.w_set.reach)
-
-    @override
-    def costs(self, precision: Precision) -> tuple[Query, ...]:
-        dtype = jnp.result_type(float)
-        self.resolvent.check()
-        self.resolvent.check_numbers(dtype)
-        share = self.resolvent.contribution(dtype, precision)
-        return (Query.of_contribution(RECORDS, self.size, share, self.sampling),)
+    def costs(self, precision: Precision) -> Costs:
+        resolvent, dtype = self.resolvent, jnp.result_type(float)
+        resolvent.check()
+        resolvent.check_numbers(dtype)
+        share = resolvent.contribution(dtype, precision)
+        query = Query.of_contribution(RECORDS, self.size, share, self.sampling)
+        reach = _checks.number(resolvent.problem.w_set.reach)
+        return Costs((query,), resolvent.basis, reach)
 
     @override
     def read(
@@ -81,52 +73,24 @@ class ResolventQuery(AbstractCertifiedQuery):
         contributes zero.
 
         Raises:
-            ValueError: The point has several dtypes, or more coordinates than planned.
+            ValueError: The point has several dtypes or more coordinates than planned,
+                or the batch has more rows.
         """
+        _checks.strict_floats(OWNER)
         batch = self.sampling.draw(data, self.size, key=key, index=index)
-        return sealed_resolvent(self.resolvent, batch, point, precision=precision)
-
-
-def sealed_resolvent(
-    resolvent: Resolvent, batch: Batch, centre: PyTree, *, precision: Precision
-) -> Bounded:
-    """The value of `ResolventQuery` on a batch.
-
-    Args:
-        resolvent: What is computed, and its constants.
-        batch: What a sampling scheme drew.
-        centre: $v$, released, a point of the set.
-        precision: `"float"`, or `"grid"`: rounded to a public grid.
-
-    Raises:
-        ValueError: As `ResolventQuery.read`, or a batch of other numbers than planned.
-    """
-    _checks.strict_floats(OWNER)
-    resolvent.check()
-    rows = _checks.leading_axis("records", batch.records)
-    if batch.denominator != resolvent.denominator or rows > resolvent.rows:
-        raise ValueError(
-            f"{OWNER}: the sensitivity is planned for at most {resolvent.rows} rows "
-            f"over {resolvent.denominator}, but the batch has {rows} over "
-            f"{batch.denominator}."
+        resolvent, dtype = self.resolvent, common_dtype(point, OWNER)
+        resolvent.check()
+        resolvent.check_shapes(batch, optax.tree.size(point))
+        # Floating-point sums are part of the bound but where clipping enforces it.
+        sums = precision if resolvent.basis is Basis.CLIPPED else "float"
+        with jax.default_matmul_precision("highest"):
+            value = approximate_resolvent(resolvent, batch, point, precision=sums)
+        contribution = jax.lax.stop_gradient(
+            jnp.asarray(resolvent.contribution(dtype, precision), dtype)
         )
-    dtype = common_dtype(centre, OWNER)
-    size = optax.tree.size(centre)
-    if size > resolvent.dimension:
-        raise ValueError(
-            f"{OWNER}: the sensitivity is planned for dimension={resolvent.dimension}, "
-            f"but the starting point has {size} coordinates; give dimension={size}."
-        )
-    # Floating-point sums are part of the bound but where clipping alone enforces it.
-    sums = precision if resolvent.basis is Basis.CLIPPED else "float"
-    with jax.default_matmul_precision("highest"):
-        value = approximate_resolvent(resolvent, batch, centre, precision=sums)
-    contribution = jax.lax.stop_gradient(
-        jnp.asarray(resolvent.contribution(dtype, precision), dtype)
-    )
-    if precision == "grid":
-        value = on_grid(value, 2 * contribution)
-    return Bounded(value, contribution, resolvent.basis)
+        if precision == "grid":
+            value = on_grid(value, 2 * contribution)
+        return Bounded(value, contribution, resolvent.basis)
 
 
 def approximate_resolvent(
@@ -136,7 +100,7 @@ def approximate_resolvent(
     *,
     precision: Precision = "float",
 ) -> PyTree:
-    """The value of `sealed_resolvent`, not sealed. NON-PRIVATE.
+    """The value of `ResolventQuery`, not sealed. NON-PRIVATE.
 
     Args:
         resolvent: What is computed.

@@ -1,39 +1,36 @@
 """The noisy inexact proximal point method for saddle points and inequalities."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
+from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch
+from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
+from ..privacy.single_pass import SinglePass
 from . import rates
-from .base import AbstractSaddleSolver
+from .base import AbstractSaddleSolver, Average, Fields, Passes
 from .certified import ResolventQuery
-from .choices import (
-    Average,
-    Fields,
-    Passes,
-    averaged,
-    bound_inputs,
-    proximal_theorem,
-    proximal_tuned,
-)
+from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
-from .rates import Scene
+from .rates import TheoremConstants
 from .resolvents import Inner, Resolvent
 
 RESOLVENT = "resolvent"
@@ -130,8 +127,9 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             )
 
     @classmethod
+    @override
     def theorem_fields(
-        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
@@ -145,61 +143,67 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         and $\lambda = \max(M / D, L) \max(\sqrt n, a)$, and both take $N = \lceil
         \log(2 n) / \log(\lambda / L) \rceil$ steps of Picard's iteration.
 
-        Args:
-            scene: The problem as theorems see it.
-            a: $a$.
-            budget: Not used: the noise follows in `calibrate`.
-            passes: `"single"` or `"multi"`.
-
         References:
             Boob and Guzman, Corollary 2 and Theorem 7.
         """
-        del budget
-        size = {"dimension": scene.coordinates}
-        return size | proximal_theorem(scene, a, passes)
+        n, a = constants.records, constants.privacy_dimension(budget)
+        if passes == "single":
+            batch = max(1, round(n ** (1 / 3)))
+            strength = constants.scale * max(n ** (1 / 3), a)
+            return _fields(constants, n // batch, strength, SinglePass(batch))
+        strength = constants.scale * max(math.sqrt(n), a)
+        return _fields(constants, n, strength, FixedSize(max(1, math.isqrt(n))))
 
     @classmethod
+    @override
     def tuned_fields(
-        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+        cls,
+        constants: TheoremConstants,
+        budget: PrivacyBudget,
+        passes: Passes,
+        most_steps: int,
     ) -> Fields:
-        """Batch, strength and rounds with the least bound.
-
-        Args:
-            scene: The problem as theorems see it.
-            budget: The budget.
-            passes: `"single"` or `"multi"`.
-            most_steps: The largest number of rounds.
-        """
-        size = {"dimension": scene.coordinates}
-        return size | proximal_tuned(scene, budget, passes, most_steps)
-
-    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        r"""The bound on the expected gap of the answer: a promise, before any data.
-
-        For a single pass over fresh records `rates.proximal_gap` bounds the
-        strong gap on the population. Otherwise that, plus $M$ times the stability of
-        the answer, bounds the weak gap. It holds for monotone operators within the
-        declared constants and a clip norm of at least `bound`.
-
-        Args:
-            problem: A problem with declared constants on a bounded set.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
-
-        Raises:
-            ValueError: The solver is not calibrated or bound to sizes, or no theorem
-                covers its parameters.
-        """
-        scene, std, batch, single = bound_inputs(self, problem, dimension)
-        assert self.sizes is not None
-        resolvent = self.resolvent(problem, self.sizes)
-        distance, accuracy = resolvent.distance, resolvent.accuracy
-        gap = rates.proximal_gap(
-            scene, self.num_steps, self.strength, batch, std, accuracy
-        )
-        if not single:
-            gap += scene.bound * rates.proximal_stability(
-                scene, self.num_steps, self.strength, distance
+        """Batch, strength and rounds with the least bound."""
+        n, lipschitz = constants.records, constants.lipschitz
+        strength = constants.scale * np.logspace(-2, 5, 211)
+        strength = strength[strength > 1.05 * lipschitz]
+        if passes == "single":
+            batch, strength = np.meshgrid(integers(n, 200), strength)
+            rounds = n // batch
+            fits = rounds <= most_steps
+            batch, rounds, strength = batch[fits], rounds[fits], strength[fits]
+            multiplier: Any = least_multiplier(SinglePass(1), 1, n, budget)
+        else:
+            counts = integers(n // 2, 25), integers(most_steps, 40)
+            batch, rounds, strength = np.meshgrid(*counts, strength)
+            multiplier = estimated_multiplier(batch / n, rounds, budget)
+        steps = rates.picard_steps(constants, strength)
+        ratio = lipschitz / strength
+        share = 2 * constants.spread / ((strength - lipschitz) * batch)
+        std = multiplier * share * (1 - ratio**steps)
+        accuracy = constants.bound * constants.diameter * ratio**steps
+        gap = rates.proximal_gap(constants, rounds, strength, batch, std, accuracy)
+        if passes == "multi":
+            distance = ratio**steps * constants.bound / strength
+            gap += constants.bound * rates.proximal_stability(
+                constants, rounds, strength, distance
             )
+        best = cheapest(gap, rounds * batch * steps)
+        kind = SinglePass if passes == "single" else FixedSize
+        chosen = kind(int(batch.flat[best]))
+        number, weight = int(rounds.flat[best]), float(strength.flat[best])
+        return _fields(constants, number, weight, chosen)
+
+    @override
+    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
+        """`rates.proximal_gap`, for several passes plus $M$ times the stability."""
+        known = self.bound_inputs(problem, dimension)
+        path = known.constants, self.num_steps, self.strength
+        resolvent = self.resolvent(problem, self.sizes)
+        gap = rates.proximal_gap(*path, known.batch, known.std, resolvent.accuracy)
+        if not known.single_pass:
+            stability = rates.proximal_stability(*path, resolvent.distance)
+            gap += known.constants.bound * stability
         return float(gap)
 
     @property
@@ -234,7 +238,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         centre = problem.w_set.project(state.w)
         w = release.of(centre, data, key=key, index=state.t)
         w, rejections = finite_or(w, state.w, state.rejections)
-        mean = averaged(self, state.mean, w, state.t)
+        mean = self.averaged(state.mean, w, state.t)
         return _State(w, mean, rejections, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
@@ -321,3 +325,19 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             f"{self.inner_steps} inner steps per release; their rounding, for "
             f"operators exact to {UNITS} units of roundoff, is part of the sensitivity",
         )
+
+
+def _fields(
+    constants: TheoremConstants,
+    rounds: int,
+    strength: float,
+    sampling: AbstractSampling,
+) -> Fields:
+    return {
+        "num_steps": rounds,
+        "clip_norm": constants.spread,
+        "strength": strength,
+        "inner_steps": int(rates.picard_steps(constants, strength)),
+        "sampling": sampling,
+        "dimension": constants.coordinates,
+    }

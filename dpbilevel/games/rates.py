@@ -6,17 +6,18 @@ arrays of candidates.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from ..privacy.budget import PrivacyBudget
 from ..sets import Simplex
 from .problem import AbstractVariationalInequality
 from .resolvents import parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class TheoremConstants:
     r"""A problem as the theorems see it.
 
     Attributes:
@@ -40,8 +41,8 @@ class Scene:
     @classmethod
     def of(
         cls, problem: AbstractVariationalInequality, dimension: int, records: int
-    ) -> "Scene":
-        """The scene of a problem with declared constants.
+    ) -> Self:
+        """Those of a problem with declared constants.
 
         Args:
             problem: The problem.
@@ -69,6 +70,14 @@ class Scene:
             dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set)),
         )
 
+    def privacy_dimension(self, budget: PrivacyBudget) -> float:
+        r"""$a = \sqrt{d \log(1 / \delta)} / \varepsilon$.
+
+        Args:
+            budget: $\varepsilon$ and $\delta$.
+        """
+        return math.sqrt(self.dimension * math.log(1 / budget.delta)) / budget.epsilon
+
     @property
     def largest_step(self) -> float:
         r"""$1 / (\sqrt3 L)$, the largest step size of the extragradient theorems."""
@@ -80,7 +89,9 @@ class Scene:
         return max(self.bound / self.diameter, self.lipschitz)
 
 
-def extragradient_gap(scene: Scene, steps: Any, step_size: Any, batch: Any, std: Any):
+def extragradient_gap(
+    constants: TheoremConstants, steps: Any, step_size: Any, batch: Any, std: Any
+):
     r"""A bound on the strong gap of extragradient steps on fresh batches.
 
     $$\frac{D^2}{\gamma T} + \frac72 \gamma \Bigl(\frac{M^2}{B} + d \sigma^2\Bigr),
@@ -89,7 +100,7 @@ def extragradient_gap(scene: Scene, steps: Any, step_size: Any, batch: Any, std:
     With batches from one dataset it bounds the gap on that dataset.
 
     Args:
-        scene: The problem.
+        constants: Of the problem.
         steps: $T$.
         step_size: $\gamma$.
         batch: $B$.
@@ -99,11 +110,13 @@ def extragradient_gap(scene: Scene, steps: Any, step_size: Any, batch: Any, std:
         Boob and Guzman, Theorem 2, with the noise term halved and the batch's variance
         in place of a record's.
     """
-    noise = scene.spread**2 / batch + scene.dimension * std**2
-    return scene.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
+    noise = constants.spread**2 / batch + constants.dimension * std**2
+    return constants.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
 
 
-def extragradient_stability(scene: Scene, steps: Any, step_size: Any, std: Any):
+def extragradient_stability(
+    constants: TheoremConstants, steps: Any, step_size: Any, std: Any
+):
     r"""How far replacing one record moves the answer in expectation, over many passes.
 
     $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M L}{n}
@@ -111,7 +124,7 @@ def extragradient_stability(scene: Scene, steps: Any, step_size: Any, std: Any):
     \gamma.$$
 
     Args:
-        scene: The problem.
+        constants: Of the problem.
         steps: $T$.
         step_size: $\gamma$.
         std: $\sigma$.
@@ -119,15 +132,20 @@ def extragradient_stability(scene: Scene, steps: Any, step_size: Any, std: Any):
     References:
         Boob and Guzman, Theorem 3, with its last bracket corrected.
     """
-    lipschitz, pull = scene.lipschitz, scene.lipschitz * scene.diameter
-    moved = 2 * scene.spread / scene.records
-    noise = 4 * scene.bound + 2 * pull + 4 * math.sqrt(scene.dimension) * std
+    lipschitz, pull = constants.lipschitz, constants.lipschitz * constants.diameter
+    moved = 2 * constants.spread / constants.records
+    noise = 4 * constants.bound + 2 * pull + 4 * math.sqrt(constants.dimension) * std
     a_step = (noise * lipschitz + moved * lipschitz) * step_size**2 + moved * step_size
     return steps * a_step + (moved + 2 * pull) * step_size
 
 
 def proximal_gap(
-    scene: Scene, rounds: Any, strength: Any, batch: Any, std: Any, accuracy: Any
+    constants: TheoremConstants,
+    rounds: Any,
+    strength: Any,
+    batch: Any,
+    std: Any,
+    accuracy: Any,
 ):
     r"""A bound on the strong gap of inexact proximal point steps on fresh batches.
 
@@ -135,7 +153,7 @@ def proximal_gap(
     d \sigma^2 + M \sigma \sqrt{d / R}.$$
 
     Args:
-        scene: The problem.
+        constants: Of the problem.
         rounds: $R$.
         strength: $\lambda$.
         batch: $B$.
@@ -145,22 +163,24 @@ def proximal_gap(
     References:
         Boob and Guzman, Theorem 5, with projected centres and the batch's variance.
     """
-    start = accuracy + 1.5 * strength * scene.diameter**2 / rounds
-    curvature = 3 * (scene.lipschitz * scene.diameter) ** 2
-    sampled = (2 * scene.spread**2 / batch + curvature) / strength
-    noise = strength * scene.dimension * std**2
-    average = scene.bound * std * np.sqrt(scene.dimension / rounds)
+    start = accuracy + 1.5 * strength * constants.diameter**2 / rounds
+    curvature = 3 * (constants.lipschitz * constants.diameter) ** 2
+    sampled = (2 * constants.spread**2 / batch + curvature) / strength
+    noise = strength * constants.dimension * std**2
+    average = constants.bound * std * np.sqrt(constants.dimension / rounds)
     return start + sampled + noise + average
 
 
-def proximal_stability(scene: Scene, rounds: Any, strength: Any, distance: Any):
+def proximal_stability(
+    constants: TheoremConstants, rounds: Any, strength: Any, distance: Any
+):
     r"""How far replacing one record moves the answer in expectation, over many passes.
 
     $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the distance of every inner
     solution from the exact one.
 
     Args:
-        scene: The problem.
+        constants: Of the problem.
         rounds: $R$.
         strength: $\lambda$.
         distance: $\zeta$.
@@ -168,18 +188,18 @@ def proximal_stability(scene: Scene, rounds: Any, strength: Any, distance: Any):
     References:
         Boob and Guzman, Theorem 6, by the recursion without Young's inequality.
     """
-    moved = 2 * scene.spread / (scene.records * strength)
+    moved = 2 * constants.spread / (constants.records * strength)
     return rounds * (moved + 2 * distance)
 
 
-def picard_steps(scene: Scene, strength: Any):
+def picard_steps(constants: TheoremConstants, strength: Any):
     r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$: enough for all theorems here.
 
     Args:
-        scene: The problem.
+        constants: Of the problem.
         strength: $\lambda > L$.
     """
-    if scene.lipschitz == 0:
+    if constants.lipschitz == 0:
         return np.ones_like(strength, int)
-    counts = np.log(2 * scene.records) / np.log(strength / scene.lipschitz)
+    counts = np.log(2 * constants.records) / np.log(strength / constants.lipschitz)
     return np.maximum(np.ceil(counts), 1).astype(int)

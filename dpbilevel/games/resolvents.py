@@ -20,6 +20,7 @@ from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
 from ..privacy.floats import check_rounding
 from ..privacy.grid import ROUNDED_BITS
+from ..privacy.sampling import Batch
 from ..privacy.summation import GROUP
 from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality
@@ -242,6 +243,30 @@ class Resolvent:
             needed += ["bound"]
         for name in needed:
             self.problem.declared(name)
+
+    def check_shapes(self, batch: Batch, size: int) -> None:
+        """Refuses a batch or a point of other numbers than planned.
+
+        Args:
+            batch: What a sampling scheme drew.
+            size: The number of coordinates of a point.
+
+        Raises:
+            ValueError: The batch has more rows or another denominator, or the point
+                more coordinates.
+        """
+        rows = _checks.leading_axis("records", batch.records)
+        if batch.denominator != self.denominator or rows > self.rows:
+            raise ValueError(
+                f"{OWNER}: the sensitivity is planned for at most {self.rows} rows "
+                f"over {self.denominator}, but the batch has {rows} over "
+                f"{batch.denominator}."
+            )
+        if size > self.dimension:
+            raise ValueError(
+                f"{OWNER}: the sensitivity is planned for dimension={self.dimension}, "
+                f"but the starting point has {size} coordinates; give dimension={size}."
+            )
 
     def check_numbers(self, dtype: Any) -> None:
         """Refuses a plan whose inner solver does not converge or rounds too coarsely.

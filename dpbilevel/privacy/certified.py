@@ -3,15 +3,25 @@
 import abc
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .clipping import Basis, Bounded, Precision
 from .noise import PRNGKey
 from .queries import Query
 from .releases import Release
 from .sampling import Index
+
+
+class Costs(NamedTuple):
+    """What a release of a certified query costs, as fields of a `Release`."""
+
+    queries: tuple[Query, ...]
+    basis: Basis
+    value_norm: float
+    joint: bool = False
 
 
 class AbstractCertifiedQuery(abc.ABC):
@@ -26,23 +36,8 @@ class AbstractCertifiedQuery(abc.ABC):
 
     draws_batch: ClassVar[bool] = False
 
-    @property
     @abc.abstractmethod
-    def basis(self) -> Basis:
-        """What the sensitivities rest on."""
-
-    @property
-    @abc.abstractmethod
-    def value_norm(self) -> float:
-        """The largest norm of the value."""
-
-    @property
-    def joint(self) -> bool:
-        """Whether both levels are the same records."""
-        return False
-
-    @abc.abstractmethod
-    def costs(self, precision: Precision) -> tuple[Query, ...]:
+    def costs(self, precision: Precision) -> Costs:
         """What the ledger lists: the largest contribution of each role.
 
         Args:
@@ -56,14 +51,14 @@ class AbstractCertifiedQuery(abc.ABC):
     @abc.abstractmethod
     def read(
         self,
-        point: PyTree,
+        point: Any,
         data: PyTree,
         *,
         precision: Precision,
         key: PRNGKey,
         index: Index = None,
     ) -> Bounded:
-        """The value, sealed with a contribution of at most the sum of `costs`.
+        """The value, sealed with a contribution of at most the sum of the listed ones.
 
         Args:
             point: Where it is computed: released or public.
@@ -95,13 +90,8 @@ class CertifiedRelease(Release):
     )
 
     def __post_init__(self):
-        derived = {
-            "queries": self.query.costs(self.mechanism.precision),
-            "joint": self.query.joint,
-            "basis": self.query.basis,
-            "value_norm": self.query.value_norm,
-        }
-        for name, value in derived.items():
+        costs = self.query.costs(self.mechanism.precision)
+        for name, value in costs._asdict().items():
             object.__setattr__(self, name, value)
         super().__post_init__()
 
@@ -109,9 +99,9 @@ class CertifiedRelease(Release):
         # Without a batch the noise is all that the key is for.
         return super()._keys(key) if self.query.draws_batch else (key, key)
 
+    @override
     def read(
         self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> Bounded:
-        """The value of the query at the point `what`, sealed."""
         precision = self.mechanism.precision
         return self.query.read(what, data, precision=precision, key=key, index=index)
