@@ -33,8 +33,8 @@ from audit_zoo import (
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.canaries import BEYOND
-from dpbilevel.bilevel import fixed_count as solves
 from dpbilevel.bilevel import sensitivities
+from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
@@ -326,7 +326,7 @@ def coarse_inner(kind):
     radius = BEYOND
     allowed = 0.06 * radius
 
-    def adversary(gradient, start, **_):
+    def adversary(spectrum, gradient, start, num_steps):
         exact = jax.tree.map(jnp.subtract, start, gradient(start))
         return jax.tree.map(lambda y: y + allowed * jnp.sign(y), exact)
 
@@ -335,8 +335,8 @@ def coarse_inner(kind):
         changes["solve_error"] = lambda *_: 0.0
     with (
         mock.patch.multiple(sensitivities, **changes),
-        mock.patch.object(solves, "accelerated_gradient", adversary),
-        mock.patch.object(solves, "accelerated_error", return_value=allowed),
+        mock.patch.object(Spectrum, "accelerated_gradient", adversary),
+        mock.patch.object(Spectrum, "accelerated_error", return_value=allowed),
     ):
         return audited(implicit("overlapping", kind=kind), runs=20_000)
 

@@ -15,8 +15,9 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import certified, fixed_count, sensitivities
+from dpbilevel.bilevel import certified, sensitivities
 from dpbilevel.bilevel.bounds import Bounds, Metric
+from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.draws.mechanisms import BoundedScore
 from dpbilevel.draws.release import Draw
 from dpbilevel.draws.samplers import restricted
@@ -533,8 +534,9 @@ def test_the_largest_loss_of_a_model_is_part_of_the_error_of_its_values(x64):
 
 
 def test_the_metric_of_a_lower_level_is_charged_where_it_is_flattest():
-    metric = Metric(jnp.full(1, 1e-4), 1e-4, 1.0, 4.0, 3.0)
-    in_metric = fixed_count.accelerated_steps(1.0, 4.0, 3.0, 1e-3 * 1e-2)
+    spectrum = Spectrum(1.0, 4.0)
+    metric = Metric(jnp.full(1, 1e-4), 1e-4, spectrum, 3.0)
+    in_metric = spectrum.accelerated_steps(3.0, 1e-3 * 1e-2)
     assert _steps(metric, 1e-3) >= in_metric
 
 
@@ -731,7 +733,7 @@ def test_proved_bounds_of_a_linear_model_have_every_term_of_the_proof():
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
     metric = problem.constants.metric(problem, sizes, None, None)
-    assert metric.largest == pytest.approx(1 + p2 / mu)
+    assert metric.spectrum.largest == pytest.approx(1 + p2 / mu)
     assert metric.radius == pytest.approx(energy)
 
 

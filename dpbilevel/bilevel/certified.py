@@ -25,7 +25,7 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import LEVELS, Query
 from ..privacy.sampling import Index
 from ..sets import Ball, Euclidean
-from . import fixed_count, sensitivities
+from . import sensitivities
 from .bounds import Bounds
 from .constants import AbstractCertificate
 from .problem import BilevelProblem, Levels, Sizes
@@ -186,24 +186,16 @@ def hypergradient(
         counts: The numbers of inner steps.
     """
     ball = Ball(bounds.solution_radius)
-    eigenvalues = {
-        "smallest": bounds.strong_convexity,
-        "largest": bounds.smoothness,
-    }
-    means = Means(problem, data, sizes)
-    y = fixed_count.accelerated_gradient(
-        functools.partial(means.lower_y, x),
-        ball.project(y0),
-        num_steps=counts.lower,
-        **eigenvalues,
+    spectrum, means = bounds.spectrum, Means(problem, data, sizes)
+    y = spectrum.accelerated_gradient(
+        functools.partial(means.lower_y, x), ball.project(y0), counts.lower
     )
     y = ball.project(y)
     direct, right = means.upper(x, y)
-    v = fixed_count.chebyshev(
+    v = spectrum.chebyshev(
         lambda v: jax.jvp(lambda y: means.lower_y(x, y), (y,), (v,))[1],
         right,
-        num_steps=counts.linear,
-        **eigenvalues,
+        counts.linear,
     )
     cross = jax.jvp(lambda y: means.lower_x(x, y), (y,), (v,))[1]
     value = optax.tree.sub(direct, cross)

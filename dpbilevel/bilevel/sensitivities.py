@@ -15,7 +15,6 @@ from jaxtyping import PyTree
 
 from ..privacy.budget import People
 from ..privacy.floats import check_rounding
-from . import fixed_count
 from .bounds import Bounds
 from .constants import AbstractCertificate
 from .problem import Levels, Sizes
@@ -58,7 +57,7 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
     """
     bounds = certificate.bounds(sizes)
     allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)
-    ends = bounds.strong_convexity, bounds.smoothness
+    spectrum = bounds.spectrum
 
     def fewest(steps: Callable[[Any], Any], factor: Any) -> int:
         count = 1.0 if factor == 0 else math.inf
@@ -76,13 +75,11 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
 
     return StepCounts(
         fewest(
-            lambda error: fixed_count.accelerated_steps(
-                *ends, 2 * bounds.solution_radius, error
-            ),
+            lambda error: spectrum.accelerated_steps(2 * bounds.solution_radius, error),
             bounds.lower_error,
         ),
         fewest(
-            lambda factor: fixed_count.chebyshev_steps(*ends, factor),
+            spectrum.chebyshev_steps,
             bounds.linear_error * bounds.upper_gradient,
         ),
     )
@@ -216,10 +213,10 @@ def solve_error(bounds: Bounds, counts: StepCounts) -> Any:
         bounds: The bounds at an x.
         counts: The numbers of steps.
     """
-    ends = bounds.strong_convexity, bounds.smoothness
+    spectrum = bounds.spectrum
     radius = 2 * bounds.solution_radius
-    lower = fixed_count.accelerated_error(*ends, radius, counts.lower)
-    linear = fixed_count.chebyshev_error(*ends, counts.linear) * bounds.upper_gradient
+    lower = spectrum.accelerated_error(radius, counts.lower)
+    linear = spectrum.chebyshev_error(counts.linear) * bounds.upper_gradient
     return bounds.lower_error * lower + bounds.linear_error * linear
 
 
@@ -234,7 +231,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
         dtype: What it is computed in.
     """
     mean = _mean_rounding(sizes, dtype) * bounds.parts
-    kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
+    kappa = bounds.spectrum.condition_number
     linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
     return (
         bounds.lower_error * solution_rounding(bounds, sizes, dtype)

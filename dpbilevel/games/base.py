@@ -200,8 +200,9 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         """The bound on the expected gap of the answer: a promise, before any data.
 
-        For a single pass over fresh records it holds for the strong gap on the
-        population, for several passes for the weak gap. It holds for monotone operators
+        For a single pass over fresh records it is that of `TheoremConstants` on the
+        strong gap on the population. For several passes that, plus $M$ times the
+        stability of the answer, bounds the weak gap. It holds for monotone operators
         within the declared constants and a clip norm of at least `bound`.
 
         Args:
@@ -244,7 +245,7 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
                 f"{owner}: no theorem covers clip_norm={self.clip_norm:.3g} below the "
                 f"declared bound {constants.spread:.3g}."
             )
-        (release,) = self.ledger(problem, self.sizes).releases
+        release: Any = self.ledger(problem, self.sizes).releases[0]
         charged = self.sampling.charged(release.count, self.sizes)
         if self.sampling.numbered and charged > 1:
             raise ValueError(

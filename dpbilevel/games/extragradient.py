@@ -22,7 +22,6 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
-from . import rates
 from .base import AbstractSaddleSolver, Average, Fields, Passes
 from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
@@ -153,7 +152,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             steps = n // (2 * batch)
             std = least_multiplier(SinglePass(1), 1, n, budget) * most / batch
             step_size = _best_step(constants, steps, batch, std)
-            gap = rates.extragradient_gap(constants, steps, step_size, batch, std)
+            gap = constants.extragradient_gap(steps, step_size, batch, std)
             best = int(np.argmin(gap))
             sampling = SinglePass(int(batch[best]))
             return _fields(constants, int(steps[best]), step_size[best], sampling)
@@ -170,24 +169,19 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @override
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        r"""`rates.extragradient_gap`, for several passes plus $M$ times the stability.
-
-        The step size must be at most $1 / (\sqrt3 L)$.
-        """
+        r"""That of extragradient steps, of a size of at most $1 / (\sqrt3 L)$."""
         known = self.bound_inputs(problem, dimension)
-        constants, steps, step_size = known.constants, self.num_steps, self.step_size
-        if step_size > constants.largest_step * (1 + 1e-6):
+        constants, path = known.constants, (self.num_steps, self.step_size)
+        if self.step_size > constants.largest_step * (1 + 1e-6):
             raise ValueError(
-                f"NoisyExtragradient.bound: no theorem covers step_size="
-                f"{step_size:.3g}; it must be at most {constants.largest_step:.3g}."
+                "NoisyExtragradient.bound: no theorem covers step_size="
+                f"{self.step_size:.3g}; it must be at most "
+                f"{constants.largest_step:.3g}."
             )
-        gap = rates.extragradient_gap(
-            constants, steps, step_size, known.batch, known.std
-        )
+        gap = constants.extragradient_gap(*path, known.batch, known.std)
         if not known.single_pass:
-            gap += constants.bound * rates.extragradient_stability(
-                constants, steps, step_size, known.std
-            )
+            stability = constants.extragradient_stability(*path, known.std)
+            gap += constants.bound * stability
         return float(gap)
 
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
@@ -283,8 +277,8 @@ def _best_weak_step(
     """The step sizes with the least bounds on the weak gap, and these bounds."""
     shrunk = _best_step(constants, steps, batch, std)
     step_size = shrunk[None] * np.logspace(-4, 0, 81).reshape(-1, *[1] * shrunk.ndim)
-    gap = rates.extragradient_gap(constants, steps, step_size, batch, std)
-    stability = rates.extragradient_stability(constants, steps, step_size, std)
+    gap = constants.extragradient_gap(steps, step_size, batch, std)
+    stability = constants.extragradient_stability(steps, step_size, std)
     gap += constants.bound * stability
     best = np.argmin(gap, axis=0)[None]
     return tuple(np.take_along_axis(v, best, 0)[0] for v in (step_size, gap))

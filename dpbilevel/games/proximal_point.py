@@ -25,7 +25,6 @@ from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
-from . import rates
 from .base import AbstractSaddleSolver, Average, Fields, Passes
 from .certified import ResolventQuery
 from .choices import cheapest, estimated_multiplier, integers
@@ -177,16 +176,16 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             counts = integers(n // 2, 25), integers(most_steps, 40)
             batch, rounds, strength = np.meshgrid(*counts, strength)
             multiplier = estimated_multiplier(batch / n, rounds, budget)
-        steps = rates.picard_steps(constants, strength)
+        steps = constants.picard_steps(strength)
         ratio = lipschitz / strength
         share = 2 * constants.spread / ((strength - lipschitz) * batch)
         std = multiplier * share * (1 - ratio**steps)
         accuracy = constants.bound * constants.diameter * ratio**steps
-        gap = rates.proximal_gap(constants, rounds, strength, batch, std, accuracy)
+        gap = constants.proximal_gap(rounds, strength, batch, std, accuracy)
         if passes == "multi":
             distance = ratio**steps * constants.bound / strength
-            gap += constants.bound * rates.proximal_stability(
-                constants, rounds, strength, distance
+            gap += constants.bound * constants.proximal_stability(
+                rounds, strength, distance
             )
         best = cheapest(gap, rounds * batch * steps)
         kind = SinglePass if passes == "single" else FixedSize
@@ -196,14 +195,14 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @override
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        """`rates.proximal_gap`, for several passes plus $M$ times the stability."""
+        """That of proximal point steps and of the error of their inner solutions."""
         known = self.bound_inputs(problem, dimension)
-        path = known.constants, self.num_steps, self.strength
-        resolvent = self.resolvent(problem, self.sizes)
-        gap = rates.proximal_gap(*path, known.batch, known.std, resolvent.accuracy)
+        constants, path = known.constants, (self.num_steps, self.strength)
+        resolvent = self.resolvent(problem, constants.records)
+        gap = constants.proximal_gap(*path, known.batch, known.std, resolvent.accuracy)
         if not known.single_pass:
-            stability = rates.proximal_stability(*path, resolvent.distance)
-            gap += known.constants.bound * stability
+            stability = constants.proximal_stability(*path, resolvent.distance)
+            gap += constants.bound * stability
         return float(gap)
 
     @property
@@ -337,7 +336,7 @@ def _fields(
         "num_steps": rounds,
         "clip_norm": constants.spread,
         "strength": strength,
-        "inner_steps": int(rates.picard_steps(constants, strength)),
+        "inner_steps": int(constants.picard_steps(strength)),
         "sampling": sampling,
         "dimension": constants.coordinates,
     }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...bilevel import certified, fixed_count, sensitivities
+from ...bilevel import certified, sensitivities
 from ...bilevel.bounds import Bounds, Metric
 from ...bilevel.constants import AbstractCertificate
 from ...bilevel.problem import BilevelProblem, Levels, Sizes
@@ -242,13 +242,8 @@ class _Objective(AbstractPotential):
             y = jax.tree.map(jnp.divide, s, roots)
             return jax.tree.map(jnp.divide, means.lower_y(x, y), roots)
 
-        s = fixed_count.accelerated_gradient(
-            gradient,
-            optax.tree.zeros_like(self.y0),
-            smallest=metric.smallest,
-            largest=metric.largest,
-            num_steps=self._steps(x),
-        )
+        start = optax.tree.zeros_like(self.y0)
+        s = metric.spectrum.accelerated_gradient(gradient, start, self._steps(x))
         bounds = certified.certificate_of(self.problem).bounds(self.sizes, x)
         y = jax.tree.map(jnp.divide, s, roots)
         return Ball(bounds.solution_radius).project(y)
@@ -267,9 +262,7 @@ class _Objective(AbstractPotential):
 def _steps(metric: Metric, target: float) -> Any:
     """How many steps leave an error of at most `target` in y."""
     error = target * metric.least**0.5
-    return fixed_count.accelerated_steps(
-        metric.smallest, metric.largest, metric.radius, error
-    )
+    return metric.spectrum.accelerated_steps(metric.radius, error)
 
 
 @dataclasses.dataclass(frozen=True)
