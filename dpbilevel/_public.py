@@ -15,9 +15,10 @@ from .bilevel import (
     source_weighting,
     source_weights,
 )
+from .core import outputs
 from .core.loop import solve
 from .core.plan import calibrate, fit
-from .core.solution import Plan, PrivateResult, Solution
+from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
 from .draws import recommend
 from .onelevel import (
@@ -55,7 +56,6 @@ __all__ = [
     "Plan",
     "Poisson",
     "PrivacyBudget",
-    "PrivateResult",
     "Refitted",
     "SingleLoopBilevel",
     "Sizes",
@@ -73,6 +73,7 @@ __all__ = [
     "logistic_loss",
     "onelevel",
     "oracles",
+    "outputs",
     "penalty_tuning",
     "privacy",
     "recommend",

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .._fields import Checked
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
@@ -16,11 +17,16 @@ from ..privacy.noise import PRNGKey
 from ..privacy.releases import AbstractRelease
 from .levels import people_of
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 Problem = TypeVar("Problem")
 State = TypeVar("State")
 
 
-class AbstractSolver(eqx.Module, Generic[Problem, State]):
+class AbstractSolver(Checked, Generic[Problem, State]):
     """A private iterative method: a frozen pytree that is its own configuration.
 
     Numbers are leaves, so changing them never retraces; counts and callables are
@@ -36,19 +42,8 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
     problem_type: eqx.AbstractClassVar[type]
     in_config: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def num_steps(self) -> int:
-            """The fixed number of steps."""
-
-        @property
-        def sizes(self) -> Any:
-            """The planned numbers of records."""
-
-    else:
-        num_steps: eqx.AbstractVar[int]
-        sizes: eqx.AbstractVar[Any]
+    num_steps: AbstractVar[int]
+    sizes: AbstractVar[Any]
 
     @property
     @abc.abstractmethod
@@ -83,7 +78,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         return self.released(state)
 
     @abc.abstractmethod
-    def output(self, problem: Problem, state: State) -> PyTree:
+    def answer(self, problem: Problem, state: State) -> PyTree:
         """The answer, computed from released values alone."""
 
     @abc.abstractmethod
@@ -145,20 +140,13 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     What it releases is declared once, in `release`; the ledger follows from that.
 
     Attributes:
-        noise: The mechanism; its multiplier is per release.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         releases_per_step: How many releases a step makes.
     """
 
     releases_per_step: ClassVar[int] = 1
 
-    if TYPE_CHECKING:
-
-        @property
-        def noise(self) -> Gaussian:
-            """The mechanism."""
-
-    else:
-        noise: eqx.AbstractVar[Gaussian]
+    noise: AbstractVar[Gaussian]
 
     @property
     def neighbours(self) -> Neighbours:
@@ -169,6 +157,11 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     def num_releases(self) -> int:
         """Of a whole run."""
         return self.releases_per_step * self.num_steps
+
+    @property
+    def release_noise(self) -> Gaussian:
+        """The mechanism of one release: `num_releases` of them amount to `noise`."""
+        return self.noise.scaled(self.num_releases**0.5)
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
@@ -207,11 +200,10 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         )
 
     def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of a release to `scale` times the root of their number.
+        """Sets the multiplier of `noise`.
 
         Args:
             scale: As in `AbstractSolver.with_noise`.
         """
-        noise = self.noise.with_multiplier(scale * self.num_releases**0.5)
-        changes: dict[str, Any] = {"noise": noise}
+        changes: dict[str, Any] = {"noise": self.noise.with_multiplier(scale)}
         return dataclasses.replace(self, **changes)

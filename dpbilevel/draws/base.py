@@ -17,10 +17,14 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours
 from ..privacy.queries import RECORDS, Query
-from .mechanisms import Exponential, RegularizedExponential
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
 from .scores.base import Facts
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 DRAW = "draw of x"
 
@@ -49,29 +53,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         dtype: What the plan takes scores to be computed in; set by `calibrate`.
     """
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def sampler(self) -> AbstractSampler:
-            """How it draws."""
-
-        @property
-        def mechanism(self) -> Exponential | RegularizedExponential:
-            """What makes the draw private."""
-
-        @property
-        def dimension(self) -> int | None:
-            """The declared number of coordinates of x."""
-
-        @property
-        def dtype(self) -> str | None:
-            """What the plan takes scores to be computed in."""
-
-    else:
-        sampler: eqx.AbstractVar[AbstractSampler]
-        mechanism: eqx.AbstractVar[Any]
-        dimension: eqx.AbstractVar[int | None]
-        dtype: eqx.AbstractVar[str | None]
+    sampler: AbstractVar[AbstractSampler]
+    mechanism: AbstractVar[Any]
+    dimension: AbstractVar[int | None]
+    dtype: AbstractVar[str | None]
     problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
     in_config: ClassVar[bool] = False
 
@@ -117,7 +102,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """The drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
-    def output(self, problem: Any, state: DrawState) -> PyTree:
+    def answer(self, problem: Any, state: DrawState) -> PyTree:
         """The drawn `x`; no `y`."""
         return self.released(state)
 

@@ -6,21 +6,15 @@ import typing
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import equinox as eqx
-import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
-
 from .. import _checks
+from ..core.outputs import AbstractOutput, Mean, check_output
 from ..core.solver import AbstractNoisySolver, State
-from ..onelevel.noisy_gd import running_mean
 from ..privacy.budget import PrivacyBudget
-from ..privacy.mechanisms import Gaussian
 from ..privacy.sampling import AbstractSampling
 from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
 
 Passes = Literal["single", "multi"]
-Average = Literal["all", "second_half"]
 Fields = dict[str, Any]
 
 
@@ -41,43 +35,29 @@ class BoundInputs:
     single_pass: bool
 
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
+
 class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
     r"""A solver with explicit bounds, which choose its parameters before any data.
 
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
         sampling: How each query's batch is drawn.
-        average: Which part of the path the answer averages.
+        output: Which point is the answer; the theorems are about `Mean()`.
     """
 
     problem_type: ClassVar[type] = AbstractVariationalInequality
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def clip_norm(self) -> float:
-            """The bound on one record's operator."""
-
-        @property
-        def sampling(self) -> AbstractSampling:
-            """How each query's batch is drawn."""
-
-        @property
-        def average(self) -> Average:
-            """Which part of the path the answer averages."""
-
-    else:
-        clip_norm: eqx.AbstractVar[float]
-        sampling: eqx.AbstractVar[AbstractSampling]
-        average: eqx.AbstractVar[Average]
+    clip_norm: AbstractVar[float]
+    sampling: AbstractVar[AbstractSampling]
+    output: AbstractVar[AbstractOutput]
 
     def __check_init__(self):
-        owner = type(self).__name__
-        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        _checks.count(owner, num_steps=self.num_steps)
-        _checks.positive(owner, clip_norm=self.clip_norm)
-        _checks.one_of(owner, "average", self.average, typing.get_args(Average))
+        check_output(type(self).__name__, self.output)
 
     @classmethod
     def from_theorem(
@@ -234,10 +214,10 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
                 f"{owner}: not bound to sizes; take the solver from "
                 "dpbilevel.calibrate(...).solver."
             )
-        if self.average != "all":
+        if type(self.output) is not Mean:
             raise ValueError(
-                f"{owner}: no theorem covers average={self.average!r}; use "
-                'average="all".'
+                f"{owner}: no theorem covers output={type(self.output).__name__}; "
+                "use output=Mean()."
             )
         constants = TheoremConstants.of(problem, dimension, self.sizes)
         if self.clip_norm < constants.spread:
@@ -253,17 +233,6 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
             )
         batch = self.sampling.denominator(self.sizes)
         return BoundInputs(constants, release.noise_std, batch, self.sampling.numbered)
-
-    def averaged(self, mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
-        """The average with one more value, from where `average` begins.
-
-        Args:
-            mean: The average so far.
-            value: The value of step `t`.
-            t: The number of the step, from 0.
-        """
-        first = self.num_steps // 2 if self.average == "second_half" else 0
-        return running_mean(mean, value, jnp.maximum(t - first, 0))
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
         """The clip norm over the problem's bound, where one is declared.

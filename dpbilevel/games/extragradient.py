@@ -12,8 +12,9 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from .. import _checks
-from ..core.descent import Memory, descent, projected_update
+from .._fields import Count, Positive
+from ..core.descent import Descent, Memory
+from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
 from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
@@ -22,7 +23,7 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
-from .base import AbstractSaddleSolver, Average, Fields, Passes
+from .base import AbstractSaddleSolver, Fields, Passes
 from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
@@ -34,7 +35,7 @@ OPERATOR = "operator"
 class _State(eqx.Module):
     u: PyTree  # where steps start
     w: PyTree  # the midpoint
-    mean: PyTree  # running average of the midpoints
+    kept: PyTree  # by the output rule
     memory: Memory
     t: Int[Array, ""]
 
@@ -49,8 +50,8 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     \mathcal N(0, s^2 I).
     $$
 
-    Every query has a batch of its own, and the answer is the average of the midpoints
-    $w_t$, which is in $W$. With `SinglePass` no record is read twice and the strong gap
+    Every query has a batch of its own. The iterates are the midpoints $w_t$, whose
+    average is in $W$. With `SinglePass` no record is read twice and the strong gap
     is bounded; with `FixedSize`, `Poisson` or `FullBatch` only the weak gap is.
 
     Args:
@@ -60,10 +61,10 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             non-monotone: the guarantee holds, the theorems need not.
         step_size: $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
         sampling: How each query's batch is drawn.
-        noise: The mechanism; its multiplier is per release.
-        average: `"all"` averages all midpoints, as in the theorems, `"second_half"`
-            those from step $\lfloor T / 2 \rfloor$ on, which forgets the start and is
-            often better, without a `bound`. Static.
+        noise: The mechanism of the whole run, seen as one release on full batches.
+        output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or
+            for instance `TailMean(0.5)`, which forgets the start and is often better,
+            without a `bound`.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -79,17 +80,14 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         counted.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_norm: float
-    step_size: float
+    num_steps: Count = eqx.field(static=True)
+    clip_norm: Positive
+    step_size: Positive
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    average: Average = eqx.field(static=True, default="all")
+    output: AbstractOutput = Mean()
     sizes: int | None = eqx.field(static=True, default=None)
     releases_per_step: ClassVar[int] = 2
-
-    def __check_init__(self):
-        _checks.positive("NoisyExtragradient", step_size=self.step_size)
 
     @classmethod
     @override
@@ -187,8 +185,8 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
         """Starts at `w0`, projected onto the set."""
         u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        memory = Memory.of(descent(self.step_size, None), u)
-        return _State(u, u, optax.tree.zeros_like(u), memory, jnp.zeros((), jnp.int32))
+        memory = Descent(self.step_size, problem.w_set).init(u)
+        return _State(u, u, self.output.init(u), memory, jnp.zeros((), jnp.int32))
 
     def step(
         self,
@@ -200,15 +198,17 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     ) -> _State:
         """Two noisy operators, two projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
-        u, t, feasible = state.u, state.t, problem.w_set
-        rule = descent(self.step_size, None)
+        descent, u, t = Descent(self.step_size, problem.w_set), state.u, state.t
         # Algorithm 1, line 3: the midpoint, by the operator at u.
         g = self._operator(problem, data, u, 2 * t, key=key_first)
-        w, memory = projected_update(rule, g, state.memory, u, feasible)
+        w, memory = descent.update(g, state.memory, u)
         # Line 5: the next point, from u again but by the operator at the midpoint.
         g = self._operator(problem, data, w, 2 * t + 1, key=key_then)
-        u, memory = projected_update(rule, g, memory, u, feasible)
-        return _State(u, w, self.averaged(state.mean, w, t), memory, t + 1)
+        u, memory = descent.update(g, memory, u)
+        kept = self.output.update(
+            state.kept, w, before=state.w, t=t, num_steps=self.num_steps
+        )
+        return _State(u, w, kept, memory, t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The midpoint."""
@@ -218,9 +218,9 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         """Both points of the step, from which both releases follow."""
         return state.w, state.u
 
-    def output(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
-        """The average of the midpoints, or of the second half of them."""
-        return state.mean
+    @override
+    def answer(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+        return self.output.answer(state.kept, state.w)
 
     def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
         """The operator."""
@@ -228,7 +228,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             OPERATOR,
             1,
             (Query(RECORDS, sizes, self.clip_norm, self.sampling),),
-            self.noise,
+            self.release_noise,
             clip_ratio=self.clip_ratio(problem),
         )
 

@@ -17,6 +17,11 @@ from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.clipping import one_record
 from ..sets import AbstractSet, Euclidean, Product
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 Scalar = Float[Array, ""]
 
 
@@ -34,39 +39,12 @@ class AbstractVariationalInequality(AbstractOneLevel):
         public_bound: At least $\|P(w)\|$ on $W$; zero without a public term.
     """
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def w_set(self) -> AbstractSet:
-            """The feasible set."""
-
-        @property
-        def public(self) -> Callable | None:
-            """The function behind the public operator, if there is one."""
-
-        @property
-        def lipschitz(self) -> float | None:
-            """The declared Lipschitz constant of every record's operator."""
-
-        @property
-        def bound(self) -> float | None:
-            """The declared bound on every record's operator."""
-
-        @property
-        def public_lipschitz(self) -> float | None:
-            """The declared Lipschitz constant of the public operator."""
-
-        @property
-        def public_bound(self) -> float | None:
-            """The declared bound on the public operator."""
-
-    else:
-        w_set: eqx.AbstractVar[AbstractSet]
-        public: eqx.AbstractVar[Callable | None]
-        lipschitz: eqx.AbstractVar[float | None]
-        bound: eqx.AbstractVar[float | None]
-        public_lipschitz: eqx.AbstractVar[float | None]
-        public_bound: eqx.AbstractVar[float | None]
+    w_set: AbstractVar[AbstractSet]
+    public: AbstractVar[Callable | None]
+    lipschitz: AbstractVar[float | None]
+    bound: AbstractVar[float | None]
+    public_lipschitz: AbstractVar[float | None]
+    public_bound: AbstractVar[float | None]
 
     @abc.abstractmethod
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:

@@ -13,9 +13,11 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from .._fields import Count, Positive, check_fields
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
+from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.certified import CertifiedRelease
@@ -25,7 +27,7 @@ from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
-from .base import AbstractSaddleSolver, Average, Fields, Passes
+from .base import AbstractSaddleSolver, Fields, Passes
 from .certified import ResolventQuery
 from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
@@ -37,7 +39,7 @@ RESOLVENT = "resolvent"
 
 class _State(eqx.Module):
     w: PyTree  # the last release; may be outside the set
-    mean: PyTree  # running average of the releases
+    kept: PyTree  # by the output rule
     rejections: Rejections
     t: Int[Array, ""]
 
@@ -65,10 +67,10 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         inner_steps: $N$. Static.
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
-        noise: The mechanism; its multiplier is per round.
-        average: `"all"` averages all points, as in the theorems, `"second_half"` those
-            from round $\lfloor T / 2 \rfloor$ on, which forgets the start and is often
-            better, without a `bound`. Static.
+        noise: The mechanism of the whole run, seen as one release on full batches.
+        output: Which point is projected for the answer: `Mean()` of all, as in the
+            theorems, or for instance `TailMean(0.5)`, which forgets the start and is
+            often better, without a `bound`.
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -99,24 +101,21 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         are derived here; composition is exact.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_norm: float
-    strength: float
-    inner_steps: int = eqx.field(static=True)
+    num_steps: Count = eqx.field(static=True)
+    clip_norm: Positive
+    strength: Positive
+    inner_steps: Count = eqx.field(static=True)
     inner: Inner = eqx.field(static=True, default="picard")
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    average: Average = eqx.field(static=True, default="all")
-    dimension: int = eqx.field(static=True, default=100)
+    output: AbstractOutput = Mean()
+    dimension: Count = eqx.field(static=True, default=100)
     sizes: int | None = eqx.field(static=True, default=None)
     dtype: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         owner = "InexactProximalPoint"
-        counts = {"inner_steps": self.inner_steps, "dimension": self.dimension}
-        _checks.count(owner, **counts)
-        _checks.positive(owner, strength=self.strength)
-        _checks.one_of(owner, "inner", self.inner, ("picard", "operator_extrapolation"))
+        check_fields(self)
         if self.noise.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
@@ -219,8 +218,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        zero = optax.tree.zeros_like(w)
-        return _State(w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
+        kept = self.output.init(w)
+        return _State(w, kept, Rejections.none(), jnp.zeros((), jnp.int32))
 
     def step(
         self,
@@ -237,16 +236,18 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         centre = problem.w_set.project(state.w)
         w = release.of(centre, data, key=key, index=state.t)
         w, rejections = finite_or(w, state.w, state.rejections)
-        mean = self.averaged(state.mean, w, state.t)
-        return _State(w, mean, rejections, state.t + 1)
+        kept = self.output.update(
+            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
+        )
+        return _State(w, kept, rejections, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The noisy point, which may be outside the set."""
         return state.w
 
-    def output(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
-        """The average of the noisy points, projected."""
-        return problem.w_set.project(state.mean)
+    def answer(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+        """The point of the output rule, projected."""
+        return problem.w_set.project(self.output.answer(state.kept, state.w))
 
     def resolvent(
         self, problem: AbstractVariationalInequality, sizes: int
@@ -280,7 +281,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return CertifiedRelease(
             RESOLVENT,
             1,
-            self.noise,
+            self.release_noise,
             query=ResolventQuery(resolvent, sizes, self.sampling),
             clip_ratio=self.clip_ratio(problem),
         )

@@ -19,20 +19,18 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 Scalar = Float[Array, ""]
 
 
 class AbstractFiniteSum(AbstractOneLevel):
     """What a one-level solver needs: gradients of records, public ones, a set."""
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def w_set(self) -> AbstractSet:
-            """The feasible set."""
-
-    else:
-        w_set: eqx.AbstractVar[AbstractSet]
+    w_set: AbstractVar[AbstractSet]
 
     @abc.abstractmethod
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:

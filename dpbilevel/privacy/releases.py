@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
 from jaxtyping import PyTree
@@ -34,13 +34,17 @@ class AbstractRelease(abc.ABC):
         name: What is released, in the words of the algorithm.
         count: How many times.
         queries: What it reads, one query per role.
-        basis: What the sensitivities rest on.
+        basis: What the sensitivities rest on; a field of every subclass.
+        mechanism: What makes it private; a field of every subclass.
         notes: What was proved about it, in the words of the report.
     """
 
     name: str
     count: int
     queries: tuple[Query, ...]
+    if TYPE_CHECKING:  # fields of subclasses, in an order of theirs
+        mechanism: ClassVar[Any]
+        basis: ClassVar[Basis]
 
     def __post_init__(self):
         owner = type(self).__name__
@@ -50,16 +54,6 @@ class AbstractRelease(abc.ABC):
             _checks.instance(owner, Query, queries=query)
         if len({query.role for query in self.queries}) != len(self.queries):
             raise ValueError(f"{owner}: one query per role; add up the clip norms.")
-
-    if TYPE_CHECKING:
-
-        @property
-        def basis(self) -> Basis:
-            """What the sensitivities rest on."""
-
-        @property
-        def mechanism(self) -> Any:
-            """The mechanism."""
 
     @property
     def contribution(self) -> float:

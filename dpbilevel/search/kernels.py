@@ -10,6 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from .. import _checks
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 Scalar = Float[Array, ""]
 
 # Radii among which the best of a design is looked for, in length-scales.
@@ -24,19 +29,8 @@ class AbstractKernel(eqx.Module):
         reach: How far from a point others tell about its gradient.
     """
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def variance(self) -> float | Scalar:
-            """The scale of the covariance."""
-
-        @property
-        def reach(self) -> float | Scalar:
-            """How far from a point others tell about its gradient."""
-
-    else:
-        variance: eqx.AbstractVar[float | Scalar]
-        reach: eqx.AbstractVar[float | Scalar]
+    variance: AbstractVar[float | Scalar]
+    reach: AbstractVar[float | Scalar]
 
     @abc.abstractmethod
     def covariance(
@@ -74,14 +68,7 @@ class AbstractKernel(eqx.Module):
 class AbstractStationary(AbstractKernel):
     r"""$k(\theta, \theta') = \sigma^2 \varphi(\|\theta - \theta'\|^2 / \ell^2)$."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def lengthscale(self) -> float | Scalar:
-            """The unit of distance."""
-
-    else:
-        lengthscale: eqx.AbstractVar[float | Scalar]
+    lengthscale: AbstractVar[float | Scalar]
 
     @abc.abstractmethod
     def _profile(self, s: Array) -> Array:

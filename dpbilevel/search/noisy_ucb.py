@@ -46,7 +46,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
             public. By default a quarter of $B$.
         exploration: $\beta \ge 0$.
         num_candidates: How many points a step chooses from. Static.
-        noise: The mechanism; its multiplier is per step.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -141,14 +141,14 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
 
-    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
         """The best point."""
         return state.w
 
     def release(self, problem: Any, sizes: int) -> Release:
         """A mean loss."""
         query = loss_query(self.clip_range, sizes)
-        return Release(LOSS, 1, (query,), self.noise)
+        return Release(LOSS, 1, (query,), self.release_noise)
 
     def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
         """What is assumed of a black box."""
@@ -174,7 +174,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         amplitude = like(amplitude, state.values)
         query = loss_query(1.0, self.sizes)
         share = self.neighbours.contributions * query.contribution
-        std = like(self.noise.scaled(1.0).noise_multiplier, amplitude) * like(
+        std = like(self.release_noise.noise_multiplier, amplitude) * like(
             self.clip_range, amplitude
         )
         std *= like(share, amplitude)

@@ -18,6 +18,11 @@ from ... import _checks
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 
 @dataclasses.dataclass(frozen=True)
 class Regularity:
@@ -149,19 +154,8 @@ class AbstractSumPotential(AbstractPotential):
         quadratic: $m \ge 0$; public.
     """
 
-    if TYPE_CHECKING:  # mypy takes an AbstractVar for a field of this class
-
-        @property
-        def num_terms(self) -> int:
-            """The number of terms."""
-
-        @property
-        def quadratic(self) -> Float[Array, ""] | float:
-            """The coefficient of the quadratic part."""
-
-    else:
-        num_terms: eqx.AbstractVar[int]
-        quadratic: eqx.AbstractVar[Float[Array, ""] | float]
+    num_terms: AbstractVar[int]
+    quadratic: AbstractVar[Float[Array, ""] | float]
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:

@@ -1,0 +1,156 @@
+import dataclasses
+import functools
+import math
+
+import dp_accounting
+import jax.numpy as jnp
+import pytest
+
+import dpbilevel as dpb
+
+N = 1000
+BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+PROBLEM = dpb.FiniteSum(lambda w, z: w * z)
+BILEVEL = dpb.BilevelProblem(
+    lambda x, y, z: x * y * z, lambda x, y, z: (y - x * z) ** 2
+)
+SAMPLINGS = {
+    "full": dpb.FullBatch(),
+    "poisson": dpb.Poisson(0.1),
+    "tight_poisson": dpb.Poisson(0.1, capacity=150),
+    "subset": dpb.FixedSize(100),
+}
+
+
+def noisy_gd(name="full", num_steps=5, **noise):
+    return dpb.NoisyGD(
+        num_steps,
+        1.0,
+        step_size=0.1,
+        sampling=SAMPLINGS[name],
+        noise=dpb.privacy.Gaussian(**noise),
+    )
+
+
+@functools.cache
+def calibrated(name="full", budget=BUDGET, **fields):
+    return dpb.calibrate(PROBLEM, noisy_gd(name, **fields), budget, sizes=N)
+
+
+def delta_at(solver, budget=BUDGET):
+    return solver.ledger(PROBLEM, N).delta(budget.epsilon)
+
+
+def with_less_noise(solver, factor):
+    return dataclasses.replace(solver, noise=solver.noise.scaled(factor))
+
+
+@pytest.mark.parametrize(
+    ("name", "slack"),
+    [
+        pytest.param(k, 2e-3, marks=pytest.mark.slow if k.startswith("tight") else ())
+        for k in SAMPLINGS
+    ],
+)
+def test_the_noise_is_safe_and_a_little_less_is_not(name, slack):
+    plan = calibrated(name)
+    assert delta_at(plan.solver) <= BUDGET.delta
+    assert delta_at(with_less_noise(plan.solver, 1 - slack)) > BUDGET.delta
+    assert plan.report.epsilon <= BUDGET.epsilon
+    assert plan.report.epsilon >= 0.99 * BUDGET.epsilon
+
+
+@pytest.mark.parametrize("epsilon", [0.01, 0.3, 1.0, 8.0, 50.0])
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.01])
+def test_full_batches_get_the_closed_form_noise(epsilon, delta):
+    budget = dpb.PrivacyBudget(epsilon, delta)
+    plan = calibrated(budget=budget, num_steps=7)
+    expected = dp_accounting.get_sigma_gaussian(epsilon, delta)
+    assert plan.solver.noise.noise_multiplier == pytest.approx(expected, rel=2e-6)
+    assert delta_at(plan.solver, budget) <= delta
+    assert delta_at(with_less_noise(plan.solver, 0.999), budget) > delta
+    assert plan.report.epsilon <= epsilon
+
+
+@pytest.mark.parametrize(
+    "name", ["full", pytest.param("subset", marks=pytest.mark.slow)]
+)
+def test_a_larger_budget_needs_less_noise_and_more_steps_need_more(name):
+    def multiplier(epsilon=1.0, **fields):
+        budget = dpb.PrivacyBudget(epsilon, 1e-5)
+        return calibrated(name, budget, **fields).solver.release_noise.noise_multiplier
+
+    assert multiplier(2.0) < multiplier() < multiplier(num_steps=20)
+
+
+def test_noise_in_physical_units_is_twice_as_large_when_replacing():
+    stds = [
+        calibrated(neighbours=relation).report.ledger[0]["noise_std"]
+        for relation in (dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    ]
+    assert stds[0] == pytest.approx(2 * stds[1])
+
+
+def test_what_the_solver_had_before_does_not_matter():
+    fresh = calibrated().solver
+    again = dpb.calibrate(PROBLEM, fresh.with_noise(77.0), BUDGET, sizes=N).solver
+    assert again == fresh
+    assert fresh.sizes == N
+
+
+@pytest.mark.parametrize("people", ["disjoint", "overlapping"])
+def test_disjoint_people_get_less_noise(people):
+    inner = dpb.NoisyGD(4, 1.0, step_size=0.1)
+    solver = dpb.PenaltyBilevel(3, 5.0, inner, step_size=0.1)
+    sizes = dpb.Sizes(500, 800, people)
+    plan = dpb.calibrate(BILEVEL, solver, BUDGET, sizes=sizes)
+    ledger = plan.solver.ledger(BILEVEL, sizes)
+    assert ledger.delta(1.0) <= BUDGET.delta
+    whole = dp_accounting.get_sigma_gaussian(1.0, 1e-5)
+    if people == "overlapping":
+        assert plan.solver.noise.noise_multiplier == pytest.approx(whole, rel=2e-6)
+    else:
+        assert plan.solver.noise.noise_multiplier < whole
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf, None, True])
+def test_budgets_need_a_positive_finite_epsilon(epsilon):
+    with pytest.raises(ValueError, match="epsilon must be positive and finite"):
+        dpb.PrivacyBudget(epsilon, 1e-5)
+
+
+@pytest.mark.parametrize("delta", [-1e-9, math.nan, 1.0, 2.0, None])
+def test_budgets_need_a_delta_from_zero_to_below_one(delta):
+    with pytest.raises(ValueError, match="PrivacyBudget: delta must be"):
+        dpb.PrivacyBudget(1.0, delta)
+
+
+def test_pure_privacy_is_refused_for_gaussian_noise():
+    with pytest.raises(ValueError, match=r"delta = 0.*NoisyGD.*Use a delta"):
+        calibrated(budget=dpb.PrivacyBudget(1.0, 0.0))
+
+
+def test_a_large_epsilon_is_reached_with_poisson_batches():
+    # At epsilon 12 a thousand overflows of 1e-12 would cost more than delta.
+    budget = dpb.PrivacyBudget(12.0, 1e-5)
+    plan = calibrated("poisson", budget, num_steps=1000)
+    assert delta_at(plan.solver, budget) <= 1e-5
+    assert 5 < plan.report.epsilon <= 12
+
+
+def test_a_delta_below_the_chance_of_overflow_is_refused():
+    solver = dpb.NoisyGD(5, 1.0, step_size=0.1, sampling=dpb.Poisson(0.1, capacity=110))
+    with pytest.raises(ValueError, match="no amount of noise reaches the budget"):
+        dpb.calibrate(PROBLEM, solver, BUDGET, sizes=N)
+
+
+def test_subsets_are_refused_under_add_or_remove_before_any_data():
+    with pytest.raises(ValueError, match="REPLACE_ONE only"):
+        calibrated("subset", neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+
+
+def test_calibration_is_deterministic_and_touches_no_arrays():
+    first, second = calibrated("subset"), calibrated.__wrapped__("subset")
+    assert first.solver == second.solver
+    assert isinstance(first.solver.noise.noise_multiplier, float)
+    assert not isinstance(first.report.epsilon, jnp.ndarray)
