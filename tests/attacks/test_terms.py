@@ -15,8 +15,9 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import certified, fixed_count, sensitivities
+from dpbilevel.bilevel import certified, sensitivities
 from dpbilevel.bilevel.bounds import Bounds, Metric
+from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.draws.mechanisms import BoundedScore
 from dpbilevel.draws.release import Draw
 from dpbilevel.draws.samplers import restricted
@@ -39,7 +40,6 @@ from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.repetitions import Repetitions
 from dpbilevel.privacy.rows import padded_rows
-from dpbilevel.privacy.sampling import Batch
 from dpbilevel.privacy.selection import Selection
 
 SIDE = 256
@@ -101,20 +101,15 @@ def test_a_hypergradient_rounded_to_its_grid_moves_no_further_than_is_charged(
     example = dpb.linear_tuning(dpb.Logistic(), jnp.zeros(2, int), bounds=(0.0, 1.0))
     sizes, ones = dpb.Sizes(40, 40, "disjoint"), dpb.Levels(1.0, 1.0)
     # Powers of two, whose grid is the coarsest; the other role moves it by more.
-    monkeypatch.setattr(sensitivities, "at", lambda *_: ones)
-    monkeypatch.setattr(sensitivities, "ratios", lambda *_: ones)
+    monkeypatch.setattr(sensitivities, "hypergradient_sensitivity", lambda *_: ones)
+    monkeypatch.setattr(sensitivities, "role_ratios", lambda *_: ones)
     records = {"features": jnp.zeros((40, 2)), "label": jnp.ones(40)}
 
     def sealed(value):
         monkeypatch.setattr(certified, "hypergradient", lambda *_: value)
-        return certified.certified_hypergradient(
-            example,
-            dpb.Levels(records, records),
-            jnp.zeros(1),
-            jnp.zeros(2),
-            sizes,
-            precision="grid",
-        )
+        query = certified.HypergradientQuery(example, sizes)
+        start = jnp.zeros(1), jnp.zeros(2)
+        return query.read(start, dpb.Levels(records, records), precision="grid")
 
     seals = [sealed(value) for value in adversary(1.0, 2.0**24)]
     far = moved([seal.raw for seal in seals])
@@ -140,10 +135,9 @@ def test_a_resolvent_rounded_to_its_grid_moves_no_further_than_is_charged(
 
     def sealed(value):
         monkeypatch.setattr(resolvent, "approximate_resolvent", lambda *_, **__: value)
-        batch = Batch(jnp.zeros((1, SIZE)), None, 1.0)
-        return resolvent.certified_resolvent(
-            plan, batch, jnp.zeros(SIZE), precision="grid"
-        )
+        query = resolvent.ResolventQuery(plan, 1, dpb.FullBatch())
+        options = {"precision": "grid", "key": jax.random.key(0)}
+        return query.read(jnp.zeros(SIZE), jnp.zeros((1, SIZE)), **options)
 
     seals = [sealed(value) for value in adversary(1.0, 2.0**23)]
     far = moved([seal.raw for seal in seals])
@@ -285,12 +279,12 @@ class Fixed:
         return self._bounds
 
 
-def solved(bounds, effort):
+def solved(bounds, counts):
     """Both inexact solves at a condition number of 4."""
     angle = math.atanh(0.5)
     start = 2 * bounds.solution_radius
-    alpha = start / math.cosh((effort.lower_steps + 1) * angle)
-    tau = 2 * (1 / 3) ** effort.linear_steps * bounds.upper_gradient
+    alpha = start / math.cosh((counts.lower + 1) * angle)
+    tau = 2 * (1 / 3) ** counts.linear * bounds.upper_gradient
     return bounds.lower_error * alpha + bounds.linear_error * tau
 
 
@@ -298,9 +292,9 @@ def solved(bounds, effort):
 def test_either_inexact_solve_is_part_of_a_hypergradients_error(name):
     zero = {"lower_error", "linear_error"} - {name}
     alone = dataclasses.replace(LAX, **dict.fromkeys(zero, 0.0))
-    effort = sensitivities.Effort(3, 4)
-    found = sensitivities.solve_error(alone, effort)
-    assert found == pytest.approx(solved(alone, effort), rel=1e-9)
+    counts = sensitivities.StepCounts(3, 4)
+    found = sensitivities.solve_error(alone, counts)
+    assert found == pytest.approx(solved(alone, counts), rel=1e-9)
 
 
 @pytest.mark.parametrize("large", ["upper", "lower"])
@@ -334,32 +328,36 @@ def test_twice_all_errors_are_part_of_both_sensitivities_up_to_the_diameter():
     sizes = dpb.Sizes(50, 70)
     certificate = Fixed(gradient=1e3, lower_gradient=1.0)
     bounds = certificate.bounds(sizes)
-    effort = sensitivities.effort(certificate, sizes)
-    error = solved(bounds, effort)
+    counts = sensitivities.step_counts(certificate, sizes)
+    error = solved(bounds, counts)
     allowed = 0.01 / 8 * (bounds.upper + bounds.lower)
     assert 0 < error <= 2 * allowed
     rounding = sensitivities.rounding_error(bounds, sizes, jnp.float32)
     assert rounding > 1e-3 * bounds.upper
-    shares = sensitivities.at(certificate, sizes, jnp.float32)
+    shares = sensitivities.hypergradient_sensitivity(certificate, sizes, jnp.float32)
     assert shares.upper - bounds.upper == pytest.approx(2 * (error + rounding))
     assert shares.lower - bounds.lower == pytest.approx(2 * (error + rounding))
-    listed = sensitivities.ratios(certificate, sizes)
+    listed = sensitivities.role_ratios(certificate, sizes)
     assert listed.upper - bounds.upper == pytest.approx(2 * error)
     assert listed.lower - bounds.lower == pytest.approx(2 * error)
     # The values lie in a ball.
-    small = sensitivities.at(Fixed(gradient=0.05), sizes, jnp.float32)
+    small = sensitivities.hypergradient_sensitivity(
+        Fixed(gradient=0.05), sizes, jnp.float32
+    )
     assert small == dpb.Levels(0.1, 0.1)
 
 
 def test_disjoint_roles_are_listed_with_what_the_needier_one_needs():
     sizes = dpb.Sizes(50, 70, "disjoint")
     certificate = Fixed(upper=1.0, lower=1e-6, gradient=1e3)
-    shares = sensitivities.at(certificate, sizes, jnp.float32)
+    shares = sensitivities.hypergradient_sensitivity(certificate, sizes, jnp.float32)
     listed = sensitivities.ledger_sensitivity(certificate, sizes, jnp.float32)
     assert listed.upper >= shares.upper
     assert listed.lower >= shares.lower
     # A role that moves nothing is listed with a thousandth of the other, or more.
-    ratios = sensitivities.ratios(Fixed(upper=1.0, lower=0.0, lower_error=0.0), sizes)
+    ratios = sensitivities.role_ratios(
+        Fixed(upper=1.0, lower=0.0, lower_error=0.0), sizes
+    )
     assert ratios.lower >= 1e-3 * ratios.upper
 
 
@@ -509,7 +507,7 @@ def test_slopes_of_a_hyper_objective_know_every_error_of_their_gradient(x64):
     sizes = dpb.Sizes(300, 500)
     score = HyperObjective(two_levels(), "slope", sizes)
     bounds, rounding = parts_of(score)
-    steps = sensitivities.effort(CONSTANTS, sizes)
+    steps = sensitivities.step_counts(CONSTANTS, sizes)
     solves = sensitivities.solve_error(bounds, steps)
     rounds = sensitivities.rounding_error(bounds, sizes, jnp.float64)
     known = score.regularity(jnp.float64, 1)
@@ -537,8 +535,9 @@ def test_the_largest_loss_of_a_model_is_part_of_the_error_of_its_values(x64):
 
 
 def test_the_metric_of_a_lower_level_is_charged_where_it_is_flattest():
-    metric = Metric(jnp.full(1, 1e-4), 1e-4, 1.0, 4.0, 3.0)
-    in_metric = fixed_count.accelerated_steps(1.0, 4.0, 3.0, 1e-3 * 1e-2)
+    spectrum = Spectrum(1.0, 4.0)
+    metric = Metric(jnp.full(1, 1e-4), 1e-4, spectrum, 3.0)
+    in_metric = spectrum.accelerated_steps(3.0, 1e-3 * 1e-2)
     assert _steps(metric, 1e-3) >= in_metric
 
 
@@ -550,9 +549,9 @@ def test_errors_of_a_gradient_norm_are_part_of_both_shares():
             score.regularity(jnp.float64, 1),
             score.contributions(jnp.float64),
         )
-        shares = sensitivities.at(CONSTANTS, sizes, jnp.float64)
+        shares = sensitivities.hypergradient_sensitivity(CONSTANTS, sizes, jnp.float64)
         bounds = CONSTANTS.bounds(sizes)
-        steps = sensitivities.effort(CONSTANTS, sizes)
+        steps = sensitivities.step_counts(CONSTANTS, sizes)
     solves = sensitivities.solve_error(bounds, steps)
     rounds = sensitivities.rounding_error(bounds, sizes, jnp.float64)
     projected = 8 * 2.0**-52 * (1.0 + CONSTANTS.upper_total)
@@ -737,7 +736,7 @@ def test_proved_bounds_of_a_linear_model_have_every_term_of_the_proof():
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
     metric = problem.constants.metric(problem, sizes, None, None)
-    assert metric.largest == pytest.approx(1 + p2 / mu)
+    assert metric.spectrum.largest == pytest.approx(1 + p2 / mu)
     assert metric.radius == pytest.approx(energy)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.canaries import BEYOND
-from dpbilevel.bilevel import fixed_count as solves
 from dpbilevel.bilevel import sensitivities
+from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
@@ -327,17 +327,17 @@ def coarse_inner(kind):
     radius = BEYOND
     allowed = 0.06 * radius
 
-    def adversary(gradient, start, **_):
+    def adversary(spectrum, gradient, start, num_steps):
         exact = jax.tree.map(jnp.subtract, start, gradient(start))
         return jax.tree.map(lambda y: y + allowed * jnp.sign(y), exact)
 
-    changes = {"effort": lambda *_: sensitivities.Effort(1, 1)}
+    changes = {"step_counts": lambda *_: sensitivities.StepCounts(1, 1)}
     if kind is CoarseInnerLeftOut:
         changes["solve_error"] = lambda *_: 0.0
     with (
         mock.patch.multiple(sensitivities, **changes),
-        mock.patch.object(solves, "accelerated_gradient", adversary),
-        mock.patch.object(solves, "accelerated_error", return_value=allowed),
+        mock.patch.object(Spectrum, "accelerated_gradient", adversary),
+        mock.patch.object(Spectrum, "accelerated_error", return_value=allowed),
     ):
         return audited(implicit("overlapping", kind=kind), runs=20_000)
 

@@ -392,7 +392,7 @@ REFUSALS = {
             PURE,
             sizes=10**7,
         ),
-        "enable 64-bit",
+        "Enable 64-bit",
     ),
     "unbounded set": (
         lambda: dpb.calibrate(

@@ -1,7 +1,7 @@
 r"""What a score is: computed from records, sealed before it leaves.
 
-The modules here are the third place that reads records: mean losses of clipped range,
-and objectives of two levels whose sensitivity constants prove.
+The modules here read records: mean losses of clipped range, and objectives of two
+levels whose sensitivity constants prove.
 """
 
 import abc
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ...privacy.clipping import Basis, one_record
+from ...privacy.floats import check_rounding
 from ..mechanisms import BoundedScore, Measure
 from ..samplers.base import AbstractPotential, Regularity
 
@@ -102,20 +103,14 @@ def check_error(error: Any, spread: Any, dtype: Any, remedy: str) -> None:
     Raises:
         ValueError: Four errors are more than 6 % of the spread.
     """
-    if isinstance(error / spread, jax.Array):  # in a program: checked when planned
-        return
-    if 4 * error <= (SOLVES + ROUNDING) * spread:
-        return
-    enable = ""
-    if jnp.dtype(dtype) != jnp.float64:
-        enable = (
-            'enable 64-bit (jax.config.update("jax_enable_x64", True), with float64 '
-            "records and starting point); or "
-        )
-    raise ValueError(
-        f"ExponentialMechanism: in {jnp.dtype(dtype).name}, errors of computed scores "
-        f"may add {4 * error / spread:.2g} of what a record may change, and "
-        f"{SOLVES + ROUNDING:.2g} is allowed. {enable}{remedy}."
+    check_rounding(
+        "ExponentialMechanism",
+        "errors of computed scores",
+        4 * error,
+        spread,
+        dtype,
+        allowed=SOLVES + ROUNDING,
+        remedy=remedy,
     )
 
 

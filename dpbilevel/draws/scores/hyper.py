@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from ...bilevel import certified, fixed_count, sensitivities
+from ...bilevel import certified, sensitivities
 from ...bilevel.bounds import Bounds, Metric
 from ...bilevel.constants import AbstractCertificate
 from ...bilevel.problem import BilevelProblem, Levels, Sizes
@@ -258,13 +258,8 @@ class _Objective(AbstractPotential):
             y = jax.tree.map(jnp.divide, s, roots)
             return jax.tree.map(jnp.divide, means.lower_y(x, y), roots)
 
-        s = fixed_count.accelerated_gradient(
-            gradient,
-            optax.tree.zeros_like(self.y0),
-            smallest=metric.smallest,
-            largest=metric.largest,
-            num_steps=self._steps(x),
-        )
+        start = optax.tree.zeros_like(self.y0)
+        s = metric.spectrum.accelerated_gradient(gradient, start, self._steps(x))
         bounds = certified.certificate_of(self.problem).bounds(self.sizes, x)
         y = jax.tree.map(jnp.divide, s, roots)
         return Ball(bounds.solution_radius).project(y)
@@ -283,9 +278,7 @@ class _Objective(AbstractPotential):
 def _steps(metric: Metric, target: float) -> Any:
     """How many steps leave an error of at most `target` in y."""
     error = target * metric.least**0.5
-    return fixed_count.accelerated_steps(
-        metric.smallest, metric.largest, metric.radius, error
-    )
+    return metric.spectrum.accelerated_steps(metric.radius, error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +301,7 @@ class GradientNorm(AbstractScore):
     def contributions(self, dtype: Any) -> dict[str, Any]:
         certificate, rounding = self._certificate(), self._rounding(dtype)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
-        shares = sensitivities.at(certificate, self.sizes, dtype)
+        shares = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
         return {"upper": shares.upper + rounding, "lower": shares.lower + rounding}
 
     @override
@@ -365,7 +358,10 @@ class _Norm(AbstractPotential):
 
 def _gradient_error(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> Any:
     """How far a computed hypergradient may be off."""
-    bounds, steps = certificate.bounds(sizes), sensitivities.effort(certificate, sizes)
+    bounds, steps = (
+        certificate.bounds(sizes),
+        sensitivities.step_counts(certificate, sizes),
+    )
     error = sensitivities.solve_error(bounds, steps)
     return error + sensitivities.rounding_error(bounds, sizes, dtype)
 
@@ -373,5 +369,5 @@ def _gradient_error(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) 
 def _hypergradient(problem, data, x, y0, sizes) -> PyTree:
     certificate = certified.certificate_of(problem)
     bounds = certificate.bounds(sizes, x)
-    steps = sensitivities.effort(certificate, sizes)
+    steps = sensitivities.step_counts(certificate, sizes)
     return certified.hypergradient(problem, data, x, y0, sizes, bounds, steps)
