@@ -218,6 +218,21 @@ def test_evaluations_of_a_step_in_progress_are_the_owners_alone(tmp_path):
     assert len(losses.points) == 10
 
 
+def test_a_black_box_that_changes_its_point_spoils_nothing_that_is_kept(tmp_path):
+    losses = Counted(3)
+
+    def changing(point):
+        found = losses(point.copy())
+        point[:] = 7.0
+        return found
+
+    with pytest.raises(RuntimeError):
+        search("random_search", changing, folder=tmp_path)
+    losses.fails_at = None
+    search("random_search", changing, folder=tmp_path)
+    assert len(losses.points) == 12
+
+
 def test_losses_kept_at_another_point_are_not_used(tmp_path):
     with pytest.raises(RuntimeError):
         search("random_search", Counted(1), folder=tmp_path)
