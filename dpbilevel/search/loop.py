@@ -66,7 +66,7 @@ def minimize(
             arguments and folder goes on where the run was interrupted, without
             evaluating again; one after the end returns the finished result. Needs
             `budget`, so that the folder can say what its run costs, and
-            `BlackBox.records`, so that no other records are told to go on with.
+            `BlackBox.records`, so that no run goes on with other records.
         progress: Whether to show a bar of steps and evaluations; needs tqdm.
         trajectory: Whether to return the released iterates.
 
