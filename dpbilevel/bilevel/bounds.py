@@ -5,6 +5,8 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from .fixed_count import Spectrum
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
@@ -44,6 +46,11 @@ class Bounds:
     lower_gradient: Any
     parts: float = 1.0
 
+    @property
+    def spectrum(self) -> Spectrum:
+        """The eigenvalues of $H$."""
+        return Spectrum(self.strong_convexity, self.smoothness)
+
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
@@ -52,13 +59,11 @@ class Metric:
     Attributes:
         diagonal: $M$, positive, a pytree like $y$.
         least: Its least entry.
-        smallest: A lower bound on the eigenvalues of $M^{-1/2} H M^{-1/2}$.
-        largest: An upper bound.
+        spectrum: Of $M^{-1/2} H M^{-1/2}$.
         radius: At least $\|M^{1/2} y^*\|$.
     """
 
     diagonal: PyTree
     least: Any
-    smallest: Any
-    largest: Any
+    spectrum: Spectrum
     radius: Any

@@ -129,6 +129,8 @@ def moved_far(solver):
             prefixes = ("", "lower_", "linear_")
             named = {f"{p}step_size": HUGE for p in prefixes}
             return dataclasses.replace(solver, **named)
+        case dpb.bilevel.F2SA():
+            return dataclasses.replace(solver, **huge, lower_step_size=HUGE)
         case dpb.Refitted():
             parts = {"search": moved_far(solver.search)}
             return dataclasses.replace(solver, **parts, refit=moved_far(solver.refit))
@@ -141,7 +143,7 @@ def moved_far(solver):
 
 
 MOVING = ("noisy_gd", "noisy_gd_adam", "localized", "penalty", "penalty_free_outer")
-MOVING += ("single_loop", "refitted", "extragradient")
+MOVING += ("single_loop", "f2sa", "refitted", "extragradient")
 
 
 @pytest.mark.parametrize("name", MOVING)
