@@ -237,7 +237,7 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
         shown=config.task.shown(found.value),
         x=found.x,
         y=found.y,
-        trajectory=config.task.shown(found.trajectory),
+        trajectory=config.task.shown(saved.path),
         report=prepared.report,
         versions=checkpoint.versions(),
         config=config.tables,
