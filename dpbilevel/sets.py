@@ -120,7 +120,7 @@ class Ball(AbstractSet):
     def support(self, g: PyTree) -> Float[Array, ""]:
         r"""$\langle g, c \rangle + r \|g\|_2$."""
         at_center = 0.0 if self.center is None else optax.tree.vdot(g, self.center)
-        return at_center + self.radius * optax.tree.norm(g)
+        return jnp.asarray(at_center + self.radius * optax.tree.norm(g))
 
     @property
     def reach(self) -> float:
@@ -180,7 +180,7 @@ class Box(AbstractSet):
             ends = jnp.maximum(v * low, v * high)
             return jnp.sum(jnp.where(v == 0, 0, ends))  # zero times inf is NaN
 
-        return optax.tree.sum(jax.tree.map(largest, g, *self._bounds(g)))
+        return jnp.asarray(optax.tree.sum(jax.tree.map(largest, g, *self._bounds(g))))
 
     @property
     def reach(self) -> float:
@@ -212,7 +212,9 @@ class Box(AbstractSet):
                 "numbers as bounds do not tell; give arrays shaped like w."
             )
         if not all(map(_checks.concrete, leaves)):
-            return optax.tree.norm(optax.tree.sub(self.upper, self.lower))
+            return _checks.number(
+                optax.tree.norm(optax.tree.sub(self.upper, self.lower))
+            )
         sides = jax.tree.map(
             lambda lo, hi: np.asarray(hi) - np.asarray(lo), self.lower, self.upper
         )
@@ -313,7 +315,8 @@ class Product(AbstractSet):
 
     def support(self, g: PyTree) -> Float[Array, ""]:
         """The sum over the parts."""
-        return optax.tree.sum(self._map(lambda part, v: part.support(v), g))
+        supports = self._map(lambda part, v: part.support(v), g)
+        return jnp.asarray(optax.tree.sum(supports))
 
     def dimension(self, w: PyTree) -> int:
         """The sum over the parts."""

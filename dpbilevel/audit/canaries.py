@@ -214,8 +214,8 @@ def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
     noise = 2 * step * solver.noise.event().noise_multiplier
     steps = solver.num_steps
     radius = 10 * math.sqrt(size) * (noise * math.sqrt(steps) + step * steps)
-    ball = Ball(2.0 ** math.ceil(math.log2(radius)))
-    return _constant(length / math.sqrt(size) / BEYOND, length, ball.radius)
+    radius = 2.0 ** math.ceil(math.log2(radius))
+    return _constant(length / math.sqrt(size) / BEYOND, length, radius)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
@@ -156,7 +157,7 @@ class TuningCertificate(AbstractCertificate):
             ValueError: A loss, a public term or the box was exchanged.
         """
         box = problem.x_set
-        known = not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(box))
+        known = not any(isinstance(v, Tracer) for v in jax.tree.leaves(box))
         # Inside a program the box has no values; then it was checked when planned.
         if not isinstance(box, Box) or (known and not self._holds(box)):
             raise ValueError(
@@ -291,7 +292,8 @@ class TuningCertificate(AbstractCertificate):
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
         """Bounds on the slope, on the solution's norm and on it in Lambda's norm."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
-        slope = self.model.slope(module.inf + 0 * mu)
+        radius = module.inf + 0 * mu
+        slope = self.model.slope(radius)
         for _ in range(_REFINEMENTS):
             radius = module.minimum(slope * self.row_norm / mu, energy / mu**0.5)
             slope = self.model.slope(self.row_norm * radius)

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Memory, Rejections, check_descent, descent, projected_update
@@ -284,7 +284,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             total += Ledger((outer,), sizes.people)
         return total.repeat(self.num_steps)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         """Sets the multiplier of the whole run; `budget_split` splits it."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 
@@ -310,7 +310,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             return scale.scaled((total / share) ** 0.5)
 
         def inner(share):
-            solver = self.inner.with_noise(part(share).noise_multiplier)
+            solver = self.inner.with_noise(part(share).multiplier)
             return solver.with_sizes(self.sizes)
 
         return _Parts(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 import equinox as eqx
 import jax
 from jax.extend.core import Literal as JaxprLiteral
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..core.levels import Levels, Sizes, check_apart
+from ..core.levels import Levels, Sizes, check_apart, known_people
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
@@ -20,7 +21,7 @@ from .constants import AbstractCertificate, Constants
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
-PublicTerm = Callable[[PyTree, PyTree], Scalar]
+PublicTerm = Callable[[PyTree, PyTree], ArrayLike]
 
 
 def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
@@ -162,7 +163,7 @@ class BilevelProblem(AbstractProblem):
         sizes = Sizes(
             _checks.leading_axis("data.upper", data.upper),
             _checks.leading_axis("data.lower", data.lower),
-            natural if people is None else people,  # type: ignore[arg-type]
+            natural if people is None else known_people(people),
         )
         self.check_people(data, sizes.people)
         return sizes
@@ -198,7 +199,7 @@ class BilevelProblem(AbstractProblem):
 
     def reads_x(self, role: str) -> bool:
         """Whether the records of level `role` are declared to meet x."""
-        return role in tuple(self.x_in_records)  # type: ignore[arg-type]
+        return role in _role_names(self.x_in_records)
 
     def _x_readers(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
         losses = {"upper": self.upper, "lower": self.lower}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
 from ..core.descent import Rejections
@@ -138,7 +138,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         refit = self.refit.ledger(PenalizedLevel(problem, None), sizes)
         return self.search.ledger(problem, sizes) + refit.named(REFIT)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         """Splits the squared budget by `budget_split`."""
         search, refit = (part / sum(self.budget_split) for part in self.budget_split)
         return dataclasses.replace(

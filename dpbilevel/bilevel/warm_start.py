@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
 from ..core.solver import AbstractSolver
@@ -129,7 +129,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
         first = self.first.ledger(problem, sizes).named(FIRST)
         return first + self.then.ledger(problem, sizes).named(THEN)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         """Splits the squared budget by `budget_split`."""
         first, then = (part / sum(self.budget_split) for part in self.budget_split)
         return dataclasses.replace(

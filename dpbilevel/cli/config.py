@@ -18,7 +18,7 @@ from ..privacy.sampling import AbstractSampling
 from .datasets import MATRICES, SOURCES, Data, Sources
 from .matrices import MatrixData
 from .tables import Place, Reader, check_choice, check_keys, check_table
-from .tasks import TASKS, GroupTask, MatrixGameTask, Task
+from .tasks import TASKS, GroupTask, MatrixGameTask, SourceWeightingTask, Task
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
@@ -258,7 +258,7 @@ def _check_levels(config: Config) -> None:
 
 def _check_sources(config: Config) -> None:
     where, sources = config.place.child("data.sources"), config.data.sources
-    if config.task_name != "source_weighting":
+    if not isinstance(config.task, SourceWeightingTask):
         if sources is not None:
             raise where.error('is for task = "source_weighting" only; remove it.')
         return
@@ -267,7 +267,7 @@ def _check_sources(config: Config) -> None:
             "missing table. Source weighting needs the sources of the training "
             "records: flip (generated corruption) or column and values."
         )
-    wanted = config.task.num_sources  # type: ignore[union-attr]
+    wanted = config.task.num_sources
     if sources.count != wanted:
         raise where.error(
             f"lists {sources.count} sources, but [model] has num_sources = {wanted}."

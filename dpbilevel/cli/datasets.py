@@ -172,7 +172,7 @@ class OpenmlData(TableData):
                 'use a local file with source = "csv".'
             ) from error
         columns = _openml_columns(bunch)
-        rows = len(bunch.data)
+        rows = len(next(iter(columns.values())))
         return self.encode(Table(f"openml's {self.name}", columns, rows))
 
 

@@ -86,11 +86,15 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     Privacy:
         Released values and public ones only.
     """
-    arrays = {"x": result.x, "trajectory": result.trajectory, "shown": result.shown}
+    arrays: dict[str, Any] = {
+        "x": result.x,
+        "trajectory": result.trajectory,
+        "shown": result.shown,
+    }
     if result.y is not None:
         arrays["y"] = result.y
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    np.savez(buffer, **arrays)
     checkpoint.replace(folder / ARRAYS, buffer.getvalue())
     checkpoint.replace(folder / FIGURE, figure)
     page = {

@@ -82,8 +82,9 @@ class Reader:
                 that the class refuses; the message names file and table.
         """
         check_table(table, place)
+        assert dataclasses.is_dataclass(cls)
         hints = typing.get_type_hints(cls)
-        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         given = {k: self.supplied[hints[k]] for k in fields if self._fills(hints[k])}
         keys = [k for k in fields if k not in given and self._is_key(k, hints[k])]
         required = [k for k in keys if _has_no_default(fields[k])]

@@ -65,7 +65,7 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
     Raises:
         OSError: The disk refuses; the previous checkpoint is intact.
     """
-    arrays = {f"state_{i}": v for i, v in enumerate(checkpoint.state)}
+    arrays: dict[str, Any] = {f"state_{i}": v for i, v in enumerate(checkpoint.state)}
     arrays |= {f"path_{i}": v for i, v in enumerate(checkpoint.path)}
     arrays["key"] = np.asarray(jax.random.key_data(checkpoint.key))
     public = {
@@ -76,7 +76,7 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
     }
     arrays["public"] = np.frombuffer(json.dumps(public).encode(), np.uint8)
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    np.savez(buffer, **arrays)
     digest = hashlib.sha256(buffer.getvalue()).hexdigest().encode()
     replace(folder / NAME, notice + digest + b"\n" + buffer.getvalue(), mode=0o600)
 

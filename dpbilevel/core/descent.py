@@ -17,7 +17,10 @@ def descent(
     optimizer: optax.GradientTransformation | None,
 ) -> optax.GradientTransformation:
     """The update rule that a solver's `step_size` or `optimizer` field names."""
-    return optax.sgd(step_size) if optimizer is None else optimizer
+    if optimizer is not None:
+        return optimizer
+    assert step_size is not None
+    return optax.sgd(step_size)
 
 
 def check_descent(owner: str, step_size, optimizer, prefix: str = "") -> None:

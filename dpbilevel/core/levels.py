@@ -60,15 +60,24 @@ class Sizes:
 
     def __post_init__(self):
         _checks.count("Sizes", upper=self.upper, lower=self.lower)
-        allowed = [people.value for people in People]
-        if not isinstance(self.people, People):
-            _checks.one_of("Sizes", "people", self.people, allowed)
-            object.__setattr__(self, "people", People(self.people))
+        object.__setattr__(self, "people", known_people(self.people))
         if self.people is People.SHARED and self.upper != self.lower:
             raise ValueError(
                 f"Sizes: shared levels have equal sizes, got upper={self.upper} and "
                 f"lower={self.lower}."
             )
+
+
+def known_people(people: People | str) -> People:
+    """`people` by its value, such as `"disjoint"`.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if isinstance(people, People):
+        return people
+    _checks.one_of("Sizes", "people", people, [known.value for known in People])
+    return People(people)
 
 
 def people_of(sizes: Any) -> People | None:

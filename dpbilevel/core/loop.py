@@ -1,10 +1,11 @@
 """The one loop that runs every solver."""
 
 import typing
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
@@ -16,6 +17,8 @@ from .levels import Levels, people_of
 from .problem import AbstractProblem
 from .solution import Plan, Solution
 from .solver import AbstractSolver
+
+Solver = TypeVar("Solver", bound=AbstractSolver)
 
 
 def solve(
@@ -57,7 +60,7 @@ def solve(
     """
     check_key(key)
     solver_for(problem, solver, "solve")
-    if isinstance(trajectory, jax.core.Tracer):
+    if isinstance(trajectory, Tracer):
         raise TypeError(
             "solve: trajectory must be a Python bool; under jax.jit pass "
             'static_argnames="trajectory".'
@@ -122,8 +125,8 @@ def inner_solve(
 
 
 def bound_to(
-    problem: AbstractProblem, solver: AbstractSolver, data: PyTree, owner: str = "solve"
-) -> AbstractSolver:
+    problem: AbstractProblem, solver: Solver, data: PyTree, owner: str = "solve"
+) -> Solver:
     """The solver with the sizes that its plan fixed, checked against the data.
 
     Args:

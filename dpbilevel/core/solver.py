@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
@@ -89,7 +89,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         """
 
     @abc.abstractmethod
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         """The same solver at this noise, with the ratios its fields ask for.
 
         Args:
@@ -193,7 +193,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
             self.assumptions(problem, sizes),
         )
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         """Sets the multiplier of a release to `scale` times the root of their number.
 
         Args:

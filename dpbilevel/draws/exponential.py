@@ -132,7 +132,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         assumptions = (*declared, *facts.assumptions)
         return Ledger((draw,), people_of(sizes) or People.OVERLAPPING, assumptions)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`.
 
         A draw of bounded range $\varepsilon$ has the zero-concentrated privacy of a

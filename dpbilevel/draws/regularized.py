@@ -202,7 +202,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         people = people_of(sizes) or People.OVERLAPPING
         return Ledger((draw,), people, (convex, *facts.assumptions))
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         """Sets the multiplier to `scale`."""
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=scale)
         return dataclasses.replace(self, mechanism=mechanism)

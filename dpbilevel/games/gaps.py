@@ -122,7 +122,8 @@ def variational_gap(
     smoothness = 2 * _smoothness(problem)
 
     def value(u):
-        return optax.tree.vdot(mean_operator(problem, u, data), optax.tree.sub(w, u))
+        operator = mean_operator(problem, u, data)
+        return jnp.asarray(optax.tree.vdot(operator, optax.tree.sub(w, u)))
 
     return _maximum(value, problem.w_set, w, smoothness, num_steps)
 
@@ -150,7 +151,7 @@ def certificate(
     pull = optax.tree.scale(strength, optax.tree.sub(u, centre))
     operator = optax.tree.add(mean_operator(problem, u, data), pull)
     reverse = optax.tree.scale(-1, operator)
-    return optax.tree.vdot(operator, u) + problem.w_set.support(reverse)
+    return problem.w_set.support(reverse) + optax.tree.vdot(operator, u)
 
 
 def _smoothness(problem: AbstractVariationalInequality) -> float:

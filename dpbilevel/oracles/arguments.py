@@ -112,7 +112,7 @@ def _check_alike(owner: str, v0: PyTree, variable: PyTree) -> None:
         found = jax.tree.map(_described, jax.eval_shape(lambda v: v, v0))
     except TypeError:
         found = jax.tree.map(_described, v0)
-    unlike = jax.tree.structure(found) != jax.tree.structure(expected)  # type: ignore[operator]
+    unlike = jax.tree.structure(found) != jax.tree.structure(expected)
     if unlike or jax.tree.leaves(found) != jax.tree.leaves(expected):
         raise ValueError(
             f"{owner}: v0 must be like the arrays of floats of y, {expected}, got "

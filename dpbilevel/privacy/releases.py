@@ -218,7 +218,7 @@ class AbstractGaussianRelease(AbstractRelease):
                 f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
                 f"but functions of {[*funs]} are to be read."
             )
-        keys = {RECORDS: key}
+        keys: dict[str, PRNGKey] = {RECORDS: key}
         if RECORDS not in roles:
             keys = dict(zip(LEVELS, derive(key, *LEVELS), strict=True))
         parts = [(query, funs[query.role]) for query in self.queries]

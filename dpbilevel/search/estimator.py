@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -288,7 +288,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "or data frames."
             ) from None
         public = X, y, self.space, self.estimator, self.losses
-        return joblib.hash((private, *(_hash_or_name(v) for v in public)))
+        return str(joblib.hash((private, *(_hash_or_name(v) for v in public))))
 
     def _rows(self, X: Any, y: Any) -> RowLosses:
         losses = self.losses or default_losses(self.estimator, y)
@@ -296,7 +296,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _made(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""
-        return clone(self.estimator).set_params(**self.parameters(point))
+        estimator = cast(BaseEstimator, clone(self.estimator))
+        return estimator.set_params(**self.parameters(point))
 
     def _check(self) -> None:
         _checks.instance("PrivateSearch", PrivacyBudget, budget=self.budget)

@@ -11,6 +11,7 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
@@ -140,7 +141,7 @@ def minimize(
                 precision=precision,
             )
             solver, report = plan.solver, plan.report
-        solver = bound_to(problem, solver, None, "minimize")  # type: ignore[assignment]
+        solver = bound_to(problem, solver, None, "minimize")
         _check_calibrated(problem, solver)
         first = _before(problem, solver, w0, key)
         public = described(problem, solver, w0)
@@ -352,7 +353,7 @@ def _check_resumable(problem: BlackBox, budget: PrivacyBudget | None) -> None:
 
 def _start(problem: BlackBox, w0: Any) -> Any:
     """The start in float64."""
-    if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(w0)):
+    if any(isinstance(v, Tracer) for v in jax.tree.leaves(w0)):
         raise TypeError(
             "minimize: calls Python between steps, so it cannot be used inside "
             "jax.jit, jax.vmap or jax.grad; call it from plain Python."

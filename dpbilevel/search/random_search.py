@@ -149,7 +149,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
         )
         return Ledger((draw,), assumptions=trusted(problem, self.most_evaluations))
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
         mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
         return dataclasses.replace(self, mechanism=mechanism)

@@ -169,7 +169,7 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         assumptions = trusted(problem, self.most_evaluations)
         return Ledger((self._selection(sizes),), assumptions=assumptions)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
         """Sets the multiplier of every repetition to `scale`."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 

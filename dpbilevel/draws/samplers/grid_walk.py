@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from ... import _checks
 from ...privacy.noise import PRNGKey, derive, standard_exponential
@@ -16,6 +16,7 @@ from ...sets import AbstractSet
 from . import _cells, _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
 from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
+from .potentials import Number
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
 
@@ -117,8 +118,8 @@ class GridWalk(AbstractSampler):
     max_queries: int = eqx.field(static=True, default=10_000_000)
     num_tries: int | None = eqx.field(static=True, default=None)
     cells: tuple[int, ...] | None = eqx.field(static=True, default=None)
-    penalty: float | Float[Array, ""] | None = None
-    slack: float | Float[Array, ""] | None = None
+    penalty: Number | None = None
+    slack: Number | None = None
 
     def __check_init__(self):
         _checks.positive("GridWalk", log_ratio=self.log_ratio)
@@ -177,11 +178,12 @@ class GridWalk(AbstractSampler):
 
             With all counts open, what is aimed at.
         """
-        if self._is_open() and self.num_steps is None:
+        plan = self._plan()
+        if plan is None and self.num_steps is None:
             return Certificate(0, math.inf, log_ratio=self.log_ratio)
-        if self._is_open():
+        if plan is None:
             return self.planned(regularity, feasible).certificate(regularity, feasible)
-        cells, tries, _, _ = self._plan()
+        cells, tries, _, _ = plan
         bounds = self._bounds(regularity, feasible)
         steps = self.num_steps or 0
         mixing = 0.0 if self.tabulate else bounds.mixing(steps)
@@ -235,7 +237,10 @@ class GridWalk(AbstractSampler):
         Raises:
             ValueError: The sampler is not planned, or for points of another dimension.
         """
-        cells, tries, penalty, slack = self._plan()
+        plan = self._plan()
+        if plan is None:
+            raise ValueError("GridWalk: not planned; call planned(...) first.")
+        cells, tries, penalty, slack = plan
         flat, unravel = jax.flatten_util.ravel_pytree(start)
         frame = _lattice.frame_of("GridWalk", feasible, flat.size)
         if len(frame.corner) != len(cells):
@@ -303,15 +308,14 @@ class GridWalk(AbstractSampler):
             steps = bounds.steps(mixing)
         return steps, tries, queries(bounds.cells, steps, tries)
 
-    def _is_open(self) -> bool:
-        plan = (self.cells, self.num_tries, self.penalty, self.slack)
-        walks = self.num_steps or self.tabulate
-        return not walks or any(v is None for v in plan)
-
-    def _plan(self):
-        if self._is_open():
-            raise ValueError("GridWalk: not planned; call planned(...) first.")
-        return self.cells, self.num_tries, self.penalty, self.slack
+    def _plan(self) -> tuple[tuple[int, ...], int, Number, Number] | None:
+        """Cells, tries, penalty and slack, once all counts are known."""
+        cells, tries, walks = self.cells, self.num_tries, self.num_steps
+        if not (walks or self.tabulate) or cells is None or tries is None:
+            return None
+        if self.penalty is None or self.slack is None:
+            return None
+        return cells, tries, self.penalty, self.slack
 
     def _refusal(self, bounds, steps, tries, total) -> str:
         size = float(min(math.prod(bounds.cells), 10**300))

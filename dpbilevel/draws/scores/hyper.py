@@ -219,7 +219,7 @@ class _Objective(AbstractPotential):
         value = unsealed(mean)
         public = self.problem.upper_public
         if public is not None:
-            value = value + (public(x, y) - public(x0, y0))
+            value = value + jnp.subtract(public(x, y), public(x0, y0))
         return value
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:

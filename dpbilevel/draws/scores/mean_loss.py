@@ -83,8 +83,7 @@ class MeanLoss(AbstractScore):
         """A clipped mean for a spread, a sum of terms for a slope."""
         batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
         check_loss_dtype(self.problem.loss, (start,), batch.records)
-        clipped = self.measure == "spread" and self.clip_range is not None
-        if clipped:
+        if self.measure == "spread" and self.clip_range is not None:
             half = self.clip_range / 2
             return _ClippedMean(self.problem, batch, start, half, False)
         half = self._declared() * self._diameter()
