@@ -35,7 +35,7 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 
 type: $(BIN)/.installed
-	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 test: $(BIN)/.installed lint type
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow"
@@ -54,5 +54,5 @@ bench: $(BIN)/.installed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-* build dist runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build dist runs .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

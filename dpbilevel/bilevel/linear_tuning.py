@@ -7,7 +7,7 @@ every record there can be.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ _REFINEMENTS = 8
 
 def linear_tuning(
     model: AbstractLinearModel,
-    groups: Int[Array, " d"],
+    groups: Sequence[int] | Int[Array, " d"],
     *,
     bounds: tuple[float, float],
     row_norm: float = 1.0,

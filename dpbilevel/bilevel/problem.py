@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..core.levels import Levels, Sizes, check_apart, known_people
+from ..core.levels import Levels, Sizes, check_apart
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
@@ -163,7 +163,7 @@ class BilevelProblem(AbstractProblem):
         sizes = Sizes(
             _checks.leading_axis("data.upper", data.upper),
             _checks.leading_axis("data.lower", data.lower),
-            natural if people is None else known_people(people),
+            natural if people is None else people,
         )
         self.check_people(data, sizes.people)
         return sizes

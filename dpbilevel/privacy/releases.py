@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
 from jaxtyping import PyTree
@@ -42,8 +42,10 @@ class AbstractRelease(abc.ABC):
     name: str
     count: int
     queries: tuple[Query, ...]
-    basis: ClassVar[Basis]
-    mechanism: ClassVar[Any]
+
+    if TYPE_CHECKING:
+        basis: ClassVar[Basis]
+        mechanism: ClassVar[Any]
 
     def __post_init__(self):
         owner = type(self).__name__
