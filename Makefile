@@ -6,7 +6,8 @@ ADULT ?= $(wildcard ../shared/data/adult.csv)
 # Leave one core's worth of threads to each test process.
 TEST_FLAGS ?= -n 2 --dist worksteal
 # What differs between releases of Python and JAX: programs, keys, noise, what is shown.
-SHORT := contract grid noise mechanisms keys examples rows imports
+SHORT := contract privacy/test_grid.py privacy/test_noise.py \
+  privacy/test_mechanisms.py attacks/test_keys.py attacks/test_rows.py
 # For example jax==0.10.2: the newest that pip finds when empty.
 PINNED ?=
 
@@ -41,14 +42,14 @@ test: $(BIN)/.installed lint type
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow"
 
 test-short: $(BIN)/.installed
-	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow" $(SHORT:%=tests/test_%.py)
+	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow" $(SHORT:%=tests/%)
 
 test-slow: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m slow
 
 audit: $(BIN)/.installed
-	$(BIN)/python -m pytest $(TEST_FLAGS) tests/test_audit.py tests/test_mutants.py
-	$(BIN)/python tests/audit_table.py
+	$(BIN)/python -m pytest $(TEST_FLAGS) tests/audit
+	$(BIN)/python -m tests.audit.table
 
 bench: $(BIN)/.installed
 	$(BIN)/python -m benchmarks

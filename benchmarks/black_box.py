@@ -75,7 +75,7 @@ def gradient_search(task, settings):
     solver = dpb.search.GradientInformativeBO(
         settings["num_steps"],
         settings["clip_norm"],
-        optimizer=rule(settings),
+        step_size=rule(settings),
         kernel=kernel,
         **fields,
     )
@@ -118,7 +118,7 @@ def follow(task, solver, box, start, seed):
 def descent(task, settings, start, seed):
     """Clipped noisy gradient descent on the exact gradients, for comparison."""
     solver = dpb.NoisyGD(
-        settings["num_steps"], settings["clip_norm"], optimizer=rule(settings)
+        settings["num_steps"], settings["clip_norm"], step_size=rule(settings)
     )
     solver = solver.with_noise(1 / settings["mu"]).with_sizes(task.size)
     with jax.enable_x64(True):

@@ -76,11 +76,14 @@ def main():
     for epsilon in EPSILONS:
         budget = dpb.PrivacyBudget(epsilon, DELTA)
         print(f"epsilon {epsilon}: test accuracy, median [quartiles]")
-        for answer in ("last", "mean"):
-            solver = dataclasses.replace(TUNING, answer=answer)
+        for rule in (dpb.outputs.Last(), dpb.outputs.Mean()):
+            solver = dataclasses.replace(TUNING, output=rule)
             data = dpb.Levels(validation, train)
             found = released(tuned, solver, data, start, budget, sizes=sizes)
-            print(f"  30 penalties, {answer:18} {row(found.y, test)}", flush=True)
+            print(
+                f"  30 penalties, {type(rule).__name__:18} {row(found.y, test)}",
+                flush=True,
+            )
         for name, records in (("training", train), ("and validation", both)):
             count = len(records["label"])
             found = released(plain, PLAIN, records, start[0], budget, sizes=count)

@@ -34,7 +34,11 @@ CLIP_RANGE = 3.0
 
 def gradients():
     return dpb.search.GradientInformativeBO(
-        25, 3.0, optimizer=made(0.3, None), evaluation_noise=NOISE, average="tail"
+        25,
+        3.0,
+        step_size=made(0.3, None),
+        evaluation_noise=NOISE,
+        output=dpb.outputs.TailMean(0.2),
     )
 
 

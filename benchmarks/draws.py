@@ -65,7 +65,7 @@ def solvers(problem, n, d):
     # As many steps as make what is left of descent as small as what noise does.
     steps = round((EPSILON * n) ** 2 / (8 * d * math.log(1 / DELTA)))
     steps = min(max(steps, 64), 4096)
-    noisy = dpb.NoisyGD(steps, 1.0, step_size=1.0, average="mean")
+    noisy = dpb.NoisyGD(steps, 1.0, step_size=1.0, output=dpb.outputs.Mean())
     plan = dpb.calibrate(problem, noisy, budget, sizes=n)
     std = plan.report.ledger[0]["noise_std"]
     # The step size of the textbook bound for averaged noisy subgradients.
@@ -126,7 +126,7 @@ def bilevel(n):
             dpb.PrivacyBudget(EPSILON, DELTA),
         ),
         "implicit": (
-            dpb.ImplicitBilevel(50, step_size=0.2, answer="last"),
+            dpb.ImplicitBilevel(50, step_size=0.2, output=dpb.outputs.Last()),
             dpb.PrivacyBudget(EPSILON, DELTA),
         ),
     }

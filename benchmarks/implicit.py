@@ -68,7 +68,7 @@ def main():
     keys = jax.random.split(jax.random.key(0), 2)
     data = dpb.Levels(*(generated(N, key) for key in keys))
     sizes = problem.sizes_of(data, "overlapping")
-    solver = dpb.ImplicitBilevel(NUM_STEPS, step_size=20.0, answer="last")
+    solver = dpb.ImplicitBilevel(NUM_STEPS, step_size=20.0, output=dpb.outputs.Last())
     print(f"\npenalties of a logistic model, n = {N} twice, d = {DIMENSION}")
     table(problem, solver, sizes)
 

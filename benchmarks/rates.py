@@ -51,7 +51,9 @@ def solvers(n):
             clip_norm=4.0,
             upper_clip_norm=2.0,
         ),
-        "implicit": dpb.ImplicitBilevel(steps, step_size=0.2, answer="last"),
+        "implicit": dpb.ImplicitBilevel(
+            steps, step_size=0.2, output=dpb.outputs.Last()
+        ),
         "single loop": dpb.SingleLoopBilevel(
             steps,
             step_size=0.2,

@@ -263,7 +263,9 @@ def pure_game(n):
     tuned = dpb.games.NoisyExtragradient.tuned(
         problem, BUDGET, n, dimension=dimension, passes="single"
     )
-    full = dpb.games.NoisyExtragradient(100, problem.bound, 0.5, average="second_half")
+    full = dpb.games.NoisyExtragradient(
+        100, problem.bound, 0.5, output=dpb.outputs.TailMean(0.5)
+    )
     lines = ["| method | gap, median | smallest | largest |", "|---|---|---|---|"]
     rows = {
         "one pass, tuned": tuned,

@@ -15,6 +15,7 @@ from .bilevel import (
     source_weighting,
     source_weights,
 )
+from .core import outputs
 from .core.loop import solve
 from .core.plan import calibrate, fit
 from .core.solution import Plan, PrivateResult, Solution
@@ -73,6 +74,7 @@ __all__ = [
     "logistic_loss",
     "onelevel",
     "oracles",
+    "outputs",
     "penalty_tuning",
     "privacy",
     "recommend",

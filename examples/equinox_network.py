@@ -79,9 +79,9 @@ def main(smoke: bool) -> None:
     )
     solver = dpb.SingleLoopBilevel(
         num_steps=100 if smoke else 300,
-        optimizer=optax.adam(0.05),
-        lower_optimizer=optax.adam(optax.cosine_decay_schedule(0.05, 300)),
-        linear_optimizer=optax.sgd(0.3),
+        step_size=optax.adam(0.05),
+        lower_step_size=optax.adam(optax.cosine_decay_schedule(0.05, 300)),
+        linear_step_size=optax.sgd(0.3),
     )
     budget = dpb.PrivacyBudget(epsilon=2.0, delta=1e-6)
     sizes = dpb.Sizes(upper=UPPER, lower=LOWER, people="disjoint")

@@ -37,7 +37,7 @@ def main(smoke: bool) -> None:
         penalty=10.0,
         step_size=1.0,
         inner=dpb.NoisyGD(num_steps=10, clip_norm=1.0, step_size=0.5),
-        answer="last",
+        output=dpb.outputs.Last(),
     )
     budget = dpb.PrivacyBudget(epsilon=1.0, delta=1e-5)
     sizes = dpb.Sizes(upper=1, lower=200, people="disjoint")

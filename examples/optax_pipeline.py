@@ -68,7 +68,7 @@ def main(smoke: bool) -> None:
         penalty=10.0,
         step_size=10.0,
         inner=dpb.NoisyGD(num_steps=8, clip_norm=1.0, step_size=1.0),
-        answer="last",
+        output=dpb.outputs.Last(),
     )
     sampling = dpb.Poisson(rate=0.1)
     budget = dpb.PrivacyBudget(epsilon=1.5, delta=5e-6)

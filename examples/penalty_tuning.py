@@ -40,7 +40,7 @@ def main(smoke: bool) -> None:
         penalty=3.0,
         step_size=200.0,
         inner=dpb.NoisyGD(num_steps=20, clip_norm=1.0, step_size=10.0),
-        answer="last",
+        output=dpb.outputs.Last(),
     )
     result = dpb.fit(
         problem,

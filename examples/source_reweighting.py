@@ -54,7 +54,7 @@ def main(smoke: bool) -> None:
         step_size=20.0,
         upper_clip_norm=0.5,
         inner=dpb.NoisyGD(num_steps=10, clip_norm=1.0, step_size=1.0),
-        answer="last",
+        output=dpb.outputs.Last(),
     )
     refit = dpb.NoisyGD(num_steps=30, clip_norm=1.0, step_size=2.0)
     solver = dpb.Refitted(search, refit, budget_split=(0.8, 0.2))

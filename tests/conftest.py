@@ -51,9 +51,9 @@ _COMPILED_IN_HASTE = {
     "test_inner_solvers",
     "test_keys",
     "test_oracles",
-    "test_oracles_linear",
-    "test_oracles_peers",
-    "test_oracles_refusals",
+    "test_linear",
+    "test_peers",
+    "test_refusals",
     "test_penalty",
     "test_runner",
     "test_saddle",
@@ -76,10 +76,10 @@ _WITHOUT_KEYS = {
     "test_ledger",
     "test_lock",
     "test_oracles",
-    "test_oracles_layout",
-    "test_oracles_linear",
-    "test_oracles_peers",
-    "test_oracles_refusals",
+    "test_layout",
+    "test_linear",
+    "test_peers",
+    "test_refusals",
     "test_report",
     "test_saddle",
     "test_secrets",
@@ -98,7 +98,7 @@ hypothesis.settings.load_profile("fixed")
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A test that makes noise fails, fixtures included, where a key is used twice."""
-    module = item.module.__name__
+    module = item.module.__name__.rpartition(".")[2]
     reuses = item.get_closest_marker("reuses_keys") is not None
     slow = item.get_closest_marker("slow") is not None
     hasty = module in _COMPILED_IN_HASTE and not slow

@@ -1,7 +1,7 @@
 """Noisy descent along implicit hypergradients, private by declared constants."""
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -10,8 +10,9 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
-from ..core.descent import Memory, check_descent, descent, projected_update
-from ..core.outputs import uniform_iterate
+from .._fields import Count, check_fields
+from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
@@ -30,7 +31,7 @@ class _State(eqx.Module):
     x: PyTree
     start: PyTree  # where every lower solve starts: a function of w0 alone
     memory: Memory
-    chosen: PyTree
+    kept: PyTree  # by the output rule
     t: Int[Array, ""]
 
 
@@ -54,12 +55,11 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     Args:
         num_steps: $T$. Static.
-        step_size: $\eta$, at most $1 / (2 \beta_\Phi)$ in the theorem; or give
-            `optimizer`.
-        optimizer: An optax optimizer fed with the released hypergradient. Static.
+        step_size: $\eta$, at most $1 / (2 \beta_\Phi)$ in the theorem; or an optax
+            optimizer fed with the released hypergradient.
         noise: The mechanism; its multiplier is per step.
-        answer: `"uniform"`, one of $x_1, \dots, x_T$ at random as in the paper, or
-            `"last"`. Static.
+        output: Which iterate is the answer: `UniformIterate()`, one of $x_1, \dots,
+            x_T$ at random as in the paper, or for instance `Last()`.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -80,23 +80,18 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         \varepsilon)$; here it is derived term by term and composed exactly.
     """
 
-    num_steps: int = eqx.field(static=True)
-    step_size: float | None = None
-    optimizer: optax.GradientTransformation | None = eqx.field(
-        static=True, default=None
-    )
+    num_steps: Count = eqx.field(static=True)
+    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     noise: Gaussian = Gaussian()
-    answer: Literal["uniform", "last"] = eqx.field(static=True, default="uniform")
+    output: AbstractOutput = UniformIterate()
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
 
     def __check_init__(self):
         owner = "ImplicitBilevel"
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        _checks.count(owner, num_steps=self.num_steps)
-        check_descent(owner, self.step_size, self.optimizer)
-        _checks.one_of(owner, "answer", self.answer, ("uniform", "last"))
+        check_fields(self)
+        check_step_sizes(owner, step_size=self.step_size)
         if self.noise.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
@@ -159,9 +154,10 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
                 "PenaltyBilevel does not depend on K."
             )
         steps = math.ceil(drop / (constants.sensitivity_constant * scale))
-        defaults: dict[str, Any] = {"num_steps": max(steps, 1)}
-        if "optimizer" not in fields:
-            defaults["step_size"] = 1 / (2 * constants.smoothness)
+        defaults: dict[str, Any] = {
+            "num_steps": max(steps, 1),
+            "step_size": 1 / (2 * constants.smoothness),
+        }
         return cls(**(defaults | fields))
 
     @property
@@ -173,14 +169,14 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         """Starts at `w0 = (x, y)`; every lower solve starts at `y`."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x = problem.x_set.project(x)
-        memory = Memory.of(descent(self.step_size, self.optimizer), x)
-        return _State(x, y, memory, x, jnp.zeros((), jnp.int32))
+        memory = Descent(self.step_size, problem.x_set).init(x)
+        return _State(x, y, memory, self.output.init(x), jnp.zeros((), jnp.int32))
 
     def step(
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
     ) -> _State:
         """One noisy hypergradient, one projected update, one coin for the answer."""
-        key_noise, key_answer = derive(key, "noise", "answer")
+        key_noise, key_output = derive(key, "noise", "answer")
         assert self.sizes is not None
         # Algorithm 1: y near the lower solution, not released, and the hypergradient.
         bounded = certified.certified_hypergradient(
@@ -193,20 +189,25 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         )
         # The noisy step, and the uniform choice among the iterates so far.
         gradient = self.noise.release(bounded, key=key_noise)
-        rule = descent(self.step_size, self.optimizer)
-        x, memory = projected_update(
-            rule, gradient, state.memory, state.x, problem.x_set
+        descent = Descent(self.step_size, problem.x_set)
+        x, memory = descent.update(gradient, state.memory, state.x)
+        kept = self.output.update(
+            state.kept,
+            x,
+            before=state.x,
+            t=state.t,
+            num_steps=self.num_steps,
+            key=key_output,
         )
-        chosen = uniform_iterate(state.chosen, x, state.t, key=key_answer)
-        return _State(x, state.start, memory, chosen, state.t + 1)
+        return _State(x, state.start, memory, kept, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The current `x`; no `y`."""
         return state.x, None
 
-    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The `x` chosen by `answer`; no `y`."""
-        return state.chosen if self.answer == "uniform" else state.x, None
+    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
+        """The `x` of the output rule; no `y`."""
+        return self.output.answer(state.kept, state.x), None
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
         """The hypergradient, at the worst x of the set.

@@ -3,20 +3,28 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
-from ..core.descent import Memory, Rejections, check_descent, descent, projected_update
+from .._fields import Count, Positive, check_fields
+from ..core.descent import (
+    Descent,
+    Memory,
+    Rejections,
+    StepSize,
+    as_rule,
+    check_step_sizes,
+)
 from ..core.loop import inner_solve
-from ..core.outputs import Best, smallest_step
+from ..core.outputs import AbstractOutput, Last, SmallestStep, check_output
 from ..core.solver import AbstractSolver
-from ..onelevel.noisy_gd import running_mean
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
@@ -39,8 +47,7 @@ class _State(eqx.Module):
     z: PyTree  # private solution of the penalized level at the last x
     memory: Memory
     inner: Rejections  # of both inner solves
-    mean: PyTree  # running average of (x, y)
-    best: Best
+    kept: PyTree  # by the output rule
     t: Int[Array, ""]
 
 
@@ -58,10 +65,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     g(x_t, y_t)\bigr) + \nu_t, \qquad x_{t+1} = \Pi_X(x_t - \eta \tilde g_t).
     $$
 
-    Both inner solves start from the previous step's private solutions. The answer is
-    the last pair, the average of the pairs, or as in the paper the $x_t$ with the
-    smallest $\|x_{t+1} - x_t\|$ and its $y_t$. Where no record meets $x$, $\tilde g_t$
-    is a function of private values: no noise, no budget.
+    Both inner solves start from the previous step's private solutions. Where no record
+    meets $x$, $\tilde g_t$ is a function of private values: no noise, no budget.
 
     Args:
         num_steps: The number of outer steps $T$. Static.
@@ -74,19 +79,16 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             y_t; z))$ of one lower record; it includes the factor $\lambda$.
         upper_clip_norm: $C_f$, the bound on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
-        step_size: $\eta$; or give `optimizer`.
-        optimizer: An optax optimizer fed with $\tilde g_t$. Static.
+        step_size: $\eta$, or an optax optimizer fed with $\tilde g_t$.
         sampling: How the batches of the outer gradient are drawn. The batches of the
             inner solves are `inner.sampling`'s.
         noise: The mechanism, for its neighbouring relation; its multiplier is that of
             the whole run seen as one full-batch release.
         budget_split: How the squared budget is split over lower solves, penalized
             solves and outer gradients; where those are free, over the first two.
-        answer: `"last"`; `"mean"`, the average of all pairs, in which the noise of y is
-            less: better where records are few; or `"smallest_step"` as in the paper.
-            The latter wants inner solves that are accurate from the first step on:
-            short ones start equal, so that the first outer step is small for no good
-            reason. Static.
+        output: Which pair is the answer: `Last()`; `Mean()`, better where records are
+            few; or as in the paper `SmallestStep()`, the $x_t$ with the smallest
+            $\|x_{t+1} - x_t\|$ and its $y_t$.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -105,39 +107,27 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         calibrated numerically instead of by the constants of the theorems.
     """
 
-    num_steps: int = eqx.field(static=True)
-    penalty: float
+    num_steps: Count = eqx.field(static=True)
+    penalty: Positive
     inner: AbstractSolver
-    clip_norm: float = 1.0
-    upper_clip_norm: float = 1.0
-    step_size: float | None = None
-    optimizer: optax.GradientTransformation | None = eqx.field(
-        static=True, default=None
-    )
+    clip_norm: Positive = 1.0
+    upper_clip_norm: Positive = 1.0
+    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
     budget_split: tuple[float, float, float] = eqx.field(
         default=(0.4, 0.4, 0.2), converter=_checks.floats
     )
-    answer: Literal["smallest_step", "last", "mean"] = eqx.field(
-        static=True, default="last"
-    )
+    output: AbstractOutput = Last()
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
+        check_fields(self)
         unnumbered(owner, self.sampling)
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        _checks.count(owner, num_steps=self.num_steps)
-        _checks.positive(
-            owner,
-            penalty=self.penalty,
-            clip_norm=self.clip_norm,
-            upper_clip_norm=self.upper_clip_norm,
-        )
-        check_descent(owner, self.step_size, self.optimizer)
-        _checks.one_of(owner, "answer", self.answer, ("smallest_step", "last", "mean"))
+        check_step_sizes(owner, step_size=self.step_size)
+        check_output(owner, self.output)
         if not isinstance(self.inner, AbstractSolver) or not issubclass(
             AbstractFiniteSum, self.inner.problem_type
         ):
@@ -204,7 +194,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         defaults: dict[str, Any] = {
             "clip_norm": ell * kappa,
             "upper_clip_norm": constants.upper_lipschitz,
-            "answer": "smallest_step",
+            "output": SmallestStep(),
         }
         return cls(
             num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),
@@ -223,10 +213,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         """Starts at `w0 = (x, y)`; both inner solves start at `y`."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x, y = problem.x_set.project(x), problem.y_set.project(y)
-        memory = Memory.of(descent(self.step_size, self.optimizer), x)
-        best, t = Best.none((x, y)), jnp.zeros((), jnp.int32)
-        mean = optax.tree.zeros_like((x, y))
-        return _State(x, y, y, memory, Rejections.none(), mean, best, t)
+        memory = Descent(self.step_size, problem.x_set).init(x)
+        kept, t = self.output.init((x, y)), jnp.zeros((), jnp.int32)
+        return _State(x, y, y, memory, Rejections.none(), kept, t)
 
     def step(
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
@@ -250,14 +239,17 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             gradient = optax.tree.add(gradient, outer.of(funs, data, key=key_outer))
 
         # The projected step, and the candidate of the output rule t_out.
-        rule = descent(self.step_size, self.optimizer)
-        x, memory = projected_update(
-            rule, gradient, state.memory, state.x, problem.x_set
+        descent = Descent(self.step_size, problem.x_set)
+        x, memory = descent.update(gradient, state.memory, state.x)
+        kept = self.output.update(
+            state.kept,
+            (x, y),
+            before=(state.x, y),
+            t=state.t,
+            num_steps=self.num_steps,
         )
-        best = smallest_step(state.best, (state.x, y), optax.tree.sub(x, state.x))
-        mean = running_mean(state.mean, (x, y), state.t)
         inner = state.inner.plus(of_y, of_z)
-        return _State(x, y, z, memory, inner, mean, best, state.t + 1)
+        return _State(x, y, z, memory, inner, kept, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The current `x`, and the lower solution at the `x` before it."""
@@ -267,11 +259,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         """The current `x` and both inner solutions: all are released."""
         return state.x, state.y, state.z
 
-    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The pair chosen by `answer`."""
-        last = state.x, state.y
-        answers = {"last": last, "mean": state.mean, "smallest_step": state.best.value}
-        return answers[self.answer]
+    @override
+    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
+        return self.output.answer(state.kept, (state.x, state.y))
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """Two inner runs a step, and an outer release where x meets records."""

@@ -111,7 +111,7 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
             return new, state.y if y is None else y, state.refit.count
 
         def refit():
-            x, y = self.search.output(problem, state.search)
+            x, y = self.search.answer(problem, state.search)
             level = PenalizedLevel(problem, x)
             y = state.y if y is None else y
             solver = self._sized(self.refit)
@@ -129,9 +129,9 @@ class Refitted(AbstractSolver[BilevelProblem, _State]):
         """What the search shows, and the refitted `y`."""
         return self.search.adversary_view(state.search), state.y
 
-    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
+    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
         """The search's answer with the refitted `y`."""
-        return self.search.output(problem, state.search)[0], state.y
+        return self.search.answer(problem, state.search)[0], state.y
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """The releases of the search, then those of the refit."""

@@ -1,18 +1,20 @@
 """The single-loop method: one joint release moves all three variables."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
-from ..core.descent import Memory, check_descent, descent, projected_update, shortened
+from .._fields import Count, Positive
+from ..core.descent import Descent, StepSize, as_rule, check_step_sizes
+from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
-from ..onelevel.noisy_gd import running_mean
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
@@ -34,7 +36,7 @@ class _State(eqx.Module):
     x: PyTree
     y: PyTree
     v: PyTree  # tracks the solution of the linear system
-    mean: PyTree  # running average of (x, y)
+    kept: PyTree  # by the output rule
     memory: _Blocks
     t: Int[Array, ""]
 
@@ -68,25 +70,22 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     Args:
         num_steps: The number of steps. Static.
-        step_size: $\eta$; or give `optimizer`.
-        lower_step_size: $\rho_y$; or give `lower_optimizer`.
-        linear_step_size: $\rho_v$; or give `linear_optimizer`. Below two over the
-            largest eigenvalue of $\nabla_{yy}^2 g$.
+        step_size: $\eta$, or an optax optimizer fed with $q_x$.
+        lower_step_size: $\rho_y$, or an optax optimizer fed with $q_y$.
+        linear_step_size: $\rho_v$, below two over the largest eigenvalue of
+            $\nabla_{yy}^2 g$; or an optax optimizer fed with $q_v$.
         clip_norm: $C_y$, for $\nabla_y g$ of one lower record.
         hessian_clip_norm: $C_v$, for $\nabla_{yy}^2 g \, v$ of one lower record.
         cross_clip_norm: $C_x$, for $\nabla_{xy}^2 g \, v$ of one lower record; where no
             lower record meets x, the unit of $\nabla_x f$.
         upper_clip_norm: $C_f$, for $\nabla_y f$ and for $\nabla_x f$ of one upper
             record.
-        optimizer: An optax optimizer fed with $q_x$. Static.
-        lower_optimizer: The same for $q_y$. Static.
-        linear_optimizer: The same for $q_v$. Static.
         sampling: How each step's batches are drawn, one per level.
         noise: The mechanism, for its neighbouring relation; its multiplier is per step.
         budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise
             of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record
             meets x, over the first two.
-        answer: `"last"`, the last pair, or `"mean"`, the average of all. Static.
+        output: Which pair is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -104,59 +103,43 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         Algorithm 1 (SOBA), here with clipped and noisy directions.
     """
 
-    num_steps: int = eqx.field(static=True)
-    step_size: float | None = None
-    lower_step_size: float | None = None
-    linear_step_size: float | None = None
-    clip_norm: float = 1.0
-    hessian_clip_norm: float = 1.0
-    cross_clip_norm: float = 1.0
-    upper_clip_norm: float = 1.0
-    optimizer: optax.GradientTransformation | None = eqx.field(
-        static=True, default=None
-    )
-    lower_optimizer: optax.GradientTransformation | None = eqx.field(
-        static=True, default=None
-    )
-    linear_optimizer: optax.GradientTransformation | None = eqx.field(
-        static=True, default=None
-    )
+    num_steps: Count = eqx.field(static=True)
+    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    lower_step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    linear_step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    clip_norm: Positive = 1.0
+    hessian_clip_norm: Positive = 1.0
+    cross_clip_norm: Positive = 1.0
+    upper_clip_norm: Positive = 1.0
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
     budget_split: tuple[float, float, float] = eqx.field(
         default=(0.4, 0.4, 0.2), converter=_checks.floats
     )
-    answer: Literal["last", "mean"] = eqx.field(static=True, default="last")
+    output: AbstractOutput = Last()
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
 
     def __check_init__(self):
         owner = "SingleLoopBilevel"
         unnumbered(owner, self.sampling)
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        _checks.count(owner, num_steps=self.num_steps)
-        _checks.positive(
+        check_step_sizes(
             owner,
-            clip_norm=self.clip_norm,
-            hessian_clip_norm=self.hessian_clip_norm,
-            cross_clip_norm=self.cross_clip_norm,
-            upper_clip_norm=self.upper_clip_norm,
+            step_size=self.step_size,
+            lower_step_size=self.lower_step_size,
+            linear_step_size=self.linear_step_size,
         )
-        for prefix in ("", "lower_", "linear_"):
-            step_size = getattr(self, f"{prefix}step_size")
-            optimizer = getattr(self, f"{prefix}optimizer")
-            check_descent(owner, step_size, optimizer, prefix)
-        _checks.one_of(owner, "answer", self.answer, ("last", "mean"))
+        check_output(owner, self.output)
         _checks.budget_split(owner, self.budget_split, "y", "v", "x")
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts at `w0 = (x, y)` and $v = 0$."""
         x, y = jax.tree.map(jnp.asarray, tuple(w0))
         x, y = problem.x_set.project(x), problem.y_set.project(y)
-        v, rules = optax.tree.zeros_like(y), self._rules()
-        memory = _Blocks(*map(Memory.of, (rules.y, rules.v, rules.x), (y, v, x)))
-        mean = optax.tree.zeros_like((x, y))
-        return _State(x, y, v, mean, memory, jnp.zeros((), jnp.int32))
+        v, descents = optax.tree.zeros_like(y), self._descents(problem)
+        memory = _Blocks(descents.y.init(y), descents.v.init(v), descents.x.init(x))
+        kept = self.output.init((x, y))
+        return _State(x, y, v, kept, memory, jnp.zeros((), jnp.int32))
 
     def step(
         self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
@@ -164,15 +147,18 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         """One joint release, three projected updates from the same point."""
         # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
         q = self._shortened(problem, state, self._direction(problem, data, state, key))
-        rules, memory = self._rules(), state.memory
+        descents, memory = self._descents(problem), state.memory
 
-        y, memory_y = projected_update(rules.y, q.y, memory.y, state.y, problem.y_set)
-        v, memory_v = projected_update(rules.v, q.v, memory.v, state.v, Euclidean())
-        x, memory_x = projected_update(rules.x, q.x, memory.x, state.x, problem.x_set)
+        y, memory_y = descents.y.update(q.y, memory.y, state.y)
+        v, memory_v = descents.v.update(q.v, memory.v, state.v)
+        x, memory_x = descents.x.update(q.x, memory.x, state.x)
 
-        mean = running_mean(state.mean, (x, y), state.t)
+        before = state.x, state.y
+        kept = self.output.update(
+            state.kept, (x, y), before=before, t=state.t, num_steps=self.num_steps
+        )
         memory = _Blocks(memory_y, memory_v, memory_x)
-        return _State(x, y, v, mean, memory, state.t + 1)
+        return _State(x, y, v, kept, memory, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The current pair."""
@@ -182,9 +168,9 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         """All three variables."""
         return state.x, state.y, state.v
 
-    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The pair chosen by `answer`."""
-        return (state.x, state.y) if self.answer == "last" else state.mean
+    @override
+    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
+        return self.output.answer(state.kept, (state.x, state.y))
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
         """All blocks at once, in their units."""
@@ -201,24 +187,23 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             for free in (False, True)
         }
 
-    def _rules(self) -> _Blocks:
+    def _descents(self, problem: BilevelProblem) -> _Blocks:
         return _Blocks(
-            descent(self.lower_step_size, self.lower_optimizer),
-            descent(self.linear_step_size, self.linear_optimizer),
-            descent(self.step_size, self.optimizer),
+            Descent(self.lower_step_size, problem.y_set),
+            Descent(self.linear_step_size, Euclidean()),
+            Descent(self.step_size, problem.x_set),
         )
 
     def _shortened(self, problem: BilevelProblem, state: _State, q: _Blocks) -> _Blocks:
         """No step of y or v overshoots the public term, whose Hessian both meet."""
         if problem.lower_public is None:
             return q
-        pull, x = jax.grad(problem.lower_public, 1), state.x
+        pull, descents = jax.grad(problem.lower_public, 1), self._descents(problem)
 
-        def along(direction, step_size):
-            return shortened(direction, step_size, lambda y: pull(x, y), state.y)
+        def along(direction, descent):
+            return descent.shortened(direction, lambda y: pull(state.x, y), state.y)
 
-        y, v = along(q.y, self.lower_step_size), along(q.v, self.linear_step_size)
-        return _Blocks(y, v, q.x)
+        return _Blocks(along(q.y, descents.y), along(q.v, descents.v), q.x)
 
     def _units(self, problem: BilevelProblem) -> _Blocks:
         return self._units_of(not problem.x_in_records)

@@ -100,7 +100,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
 
         def go_first():
             new = first.step(problem, data, state.first, key=key_first)
-            x, y = first.output(problem, new)
+            x, y = first.answer(problem, new)
             start = then.init(problem, (x, state.y0 if y is None else y))
             return new, start
 
@@ -120,9 +120,9 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
         first = self.first.adversary_view(state.first)
         return first, self.then.adversary_view(state.then)
 
-    def output(self, problem: BilevelProblem, state: _State) -> PyTree:
+    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
         """The second's answer."""
-        return self.then.output(problem, state.then)
+        return self.then.answer(problem, state.then)
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """The releases of the first, then those of the second."""

@@ -9,6 +9,7 @@ from typing import Any
 from .. import _public
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
+from ..core.outputs import AbstractOutput
 from ..core.solver import AbstractSolver
 from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.problem import AbstractFiniteSum
@@ -179,7 +180,11 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
         for wanted in (kind, AbstractFiniteSum)
     )
     reader = Reader(
-        {AbstractSolver: one_level, AbstractSampling: public_classes(AbstractSampling)},
+        {
+            AbstractSolver: one_level,
+            AbstractSampling: public_classes(AbstractSampling),
+            AbstractOutput: public_classes(AbstractOutput),
+        },
         _mechanisms(neighbours),
         frozenset({"sizes", "dtype"}),
     )

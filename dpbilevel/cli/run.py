@@ -255,7 +255,7 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     released: Any = jax.tree.structure(solver.released(state))
     path = released.unflatten(saved.path)
     state = structure.unflatten([jnp.asarray(v) for v in saved.state])
-    x, y = solver.output(prepared.problem, state)
+    x, y = solver.answer(prepared.problem, state)
     return Result(
         task=config.task_name,
         label=config.task.label,

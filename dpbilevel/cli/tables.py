@@ -133,6 +133,8 @@ class Reader:
         hint = _plain(hint)
         origin = typing.get_origin(hint)
         if hint in self.families:
+            if isinstance(value, str):  # short for a table with nothing but its type
+                value = {"type": value}
             return self.build_named(self.families[hint], value, place.child(key))
         if origin is typing.Literal:
             return check_choice(value, typing.get_args(hint), place, key)

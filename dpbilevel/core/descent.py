@@ -1,45 +1,62 @@
 """How a released gradient moves a variable: optax rules, projected onto a set."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from .. import _checks
 from ..sets import AbstractSet
 
 
-def descent(
-    step_size: float | Float[Array, ""] | None,
-    optimizer: optax.GradientTransformation | None,
-) -> optax.GradientTransformation:
-    """The update rule that a solver's `step_size` or `optimizer` field names."""
-    if optimizer is not None:
-        return optimizer
-    assert step_size is not None
-    return optax.sgd(step_size)
+class Rule(eqx.Module):
+    """An optax optimizer as a part of a solver.
+
+    Attributes:
+        optimizer: The optimizer. Static.
+    """
+
+    optimizer: optax.GradientTransformation = eqx.field(static=True)
 
 
-def check_descent(owner: str, step_size, optimizer, prefix: str = "") -> None:
-    """Raises unless exactly one of `step_size` and `optimizer` is given."""
-    names = f"{prefix}step_size", f"{prefix}optimizer"
-    if (step_size is None) == (optimizer is None):
-        raise ValueError(
-            f"{owner}: give one of {names[0]} and {names[1]} (an optax optimizer), "
-            f"got {'both' if optimizer is not None else 'neither'}."
-        )
-    if callable(step_size):
-        raise ValueError(
-            f"{owner}: {names[0]} must be a positive number, got {step_size!r}. Pass a "
-            f"schedule as {names[1]}=optax.sgd(schedule)."
-        )
-    if step_size is not None:
-        _checks.positive(owner, **{names[0]: step_size})
-    if optimizer is not None:
-        _checks.instance(owner, optax.GradientTransformation, **{names[1]: optimizer})
+StepSize = float | optax.GradientTransformation
+
+
+def as_rule(value: Any) -> Any:
+    """The converter of fields of this type: an optimizer becomes a static part.
+
+    A number stays a leaf of the solver, so that changing it does not retrace.
+
+    Args:
+        value: A number, or an optax optimizer fed with the released gradient.
+    """
+    return Rule(value) if isinstance(value, optax.GradientTransformation) else value
+
+
+def check_step_sizes(owner: str, **values: Any) -> None:
+    """Raises `ValueError` unless every value is a positive number or an optimizer.
+
+    Args:
+        owner: What to name in an error.
+        **values: The values by the names of their fields.
+    """
+    for name, value in values.items():
+        if isinstance(value, Rule):
+            continue
+        if callable(value):
+            raise ValueError(
+                f"{owner}: {name} must be a positive number or an optax optimizer, got "
+                f"{value!r}. Pass a schedule as {name}=optax.sgd(schedule)."
+            )
+        if value is None:
+            raise ValueError(
+                f"{owner}: give {name}, a positive number or an optax optimizer."
+            )
+        _checks.positive(owner, **{name: value})
 
 
 class Rejections(eqx.Module):
@@ -85,31 +102,82 @@ class Memory(eqx.Module):
     rule: optax.OptState
     rejections: Rejections
 
-    @classmethod
-    def of(cls, rule: optax.GradientTransformation, w: PyTree) -> "Memory":
-        """Before the first update, which starts at `w`."""
-        return cls(rule.init(w), Rejections.none())
 
+class Descent(eqx.Module):
+    r"""Projected steps along released gradients, of one size or by an optax rule.
 
-def projected_update(
-    rule: optax.GradientTransformation,
-    gradient: PyTree,
-    memory: Memory,
-    w: PyTree,
-    w_set: AbstractSet,
-) -> tuple[PyTree, Memory]:
-    """One update by `rule` from a released gradient, projected onto the set.
+    $$w_{t+1} = \Pi_W(w_t - \eta\, q_t)$$
 
-    Where the result is not finite, variable and rule stay as they were: the update is
-    left out and counted.
+    Args:
+        step_size: $\eta$, or a `Rule`.
+        w_set: $W$.
     """
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        updates, state = rule.update(gradient, memory.rule, w)
-    new = w_set.project(optax.apply_updates(w, updates))
-    (w, state), rejections = finite_or(
-        (new, state), (w, memory.rule), memory.rejections
-    )
-    return w, Memory(state, rejections)
+
+    step_size: Any
+    w_set: AbstractSet
+
+    @property
+    def rule(self) -> optax.GradientTransformation:
+        """The optax rule: plain steps for a number."""
+        if isinstance(self.step_size, Rule):
+            return self.step_size.optimizer
+        return optax.sgd(self.step_size)
+
+    def init(self, w: PyTree) -> Memory:
+        """What is remembered before the first update, which starts at `w`."""
+        return Memory(self.rule.init(w), Rejections.none())
+
+    def update(
+        self, gradient: PyTree, memory: Memory, w: PyTree
+    ) -> tuple[PyTree, Memory]:
+        """One update from a released gradient.
+
+        Where the result is not finite, variable and rule stay as they were: the update
+        is left out and counted.
+
+        Args:
+            gradient: $q_t$.
+            memory: What is remembered.
+            w: $w_t$.
+        """
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
+            updates, state = self.rule.update(gradient, memory.rule, w)
+        new = self.w_set.project(optax.apply_updates(w, updates))
+        (w, state), rejections = finite_or(
+            (new, state), (w, memory.rule), memory.rejections
+        )
+        return w, Memory(state, rejections)
+
+    def shortened(
+        self, gradient: PyTree, public_gradient: Callable[[PyTree], PyTree], w: PyTree
+    ) -> PyTree:
+        r"""The gradient, shorter where a step overshoots the public terms.
+
+        $$q \min\Bigl(1, \frac{\|q\|^2}{\eta \langle q, \nabla^2 r(w)\, q
+        \rangle}\Bigr)$$
+
+        The step ends where $\langle q, w \rangle$ plus the quadratic model of the
+        public terms is least, or before: gradients of records are clipped and only pull
+        so far, but a public term that is curved by more than $2 / \eta$ would drive the
+        iterates apart without limit. The steps of an optax rule are taken as they are.
+
+        Args:
+            gradient: $q$, the released gradient plus the public one.
+            public_gradient: $\nabla r$.
+            w: Where the step starts.
+
+        Privacy:
+            Post-processing of released values: free.
+        """
+        if isinstance(self.step_size, Rule):
+            return gradient
+        _, bent = jax.jvp(public_gradient, (w,), (gradient,))
+        with jax.numpy_dtype_promotion("standard"):
+            length = optax.tree.norm(gradient, squared=True)
+            curvature = self.step_size * optax.tree.vdot(gradient, bent)
+        overshoots = curvature > length
+        factor = jnp.where(overshoots, length / jnp.where(overshoots, curvature, 1), 1)
+        return jax.tree.map(lambda v: factor.astype(v.dtype) * v, gradient)
 
 
 def finite_or(
@@ -129,41 +197,6 @@ def finite_or(
     fits = jnp.stack([_fits(a, b) for a, b in pairs]).all()
     kept = jax.tree.map(lambda a, b: jnp.where(fits, a, b), new, old)
     return kept, rejections.plus((~fits).astype(jnp.int32))
-
-
-def shortened(
-    gradient: PyTree,
-    step_size: float | Float[Array, ""] | None,
-    public_gradient: Callable[[PyTree], PyTree],
-    w: PyTree,
-) -> PyTree:
-    r"""The gradient, shorter where a step of this size overshoots the public terms.
-
-    $$q \min\Bigl(1, \frac{\|q\|^2}{\eta \langle q, \nabla^2 r(w)\, q \rangle}\Bigr)$$
-
-    The step ends where $\langle q, w \rangle$ plus the quadratic model of the public
-    terms is least, or before: gradients of records are clipped and only pull so far,
-    but a public term that is curved by more than $2 / \eta$ would drive the iterates
-    apart without limit.
-
-    Args:
-        gradient: $q$, the released gradient plus the public one.
-        step_size: $\eta$; with `None` the gradient stays as it is.
-        public_gradient: $\nabla r$.
-        w: Where the step starts.
-
-    Privacy:
-        Post-processing of released values: free.
-    """
-    if step_size is None:
-        return gradient
-    _, bent = jax.jvp(public_gradient, (w,), (gradient,))
-    with jax.numpy_dtype_promotion("standard"):
-        length = optax.tree.norm(gradient, squared=True)
-        curvature = step_size * optax.tree.vdot(gradient, bent)
-    overshoots = curvature > length
-    factor = jnp.where(overshoots, length / jnp.where(overshoots, curvature, 1), 1)
-    return jax.tree.map(lambda v: factor.astype(v.dtype) * v, gradient)
 
 
 def _fits(new: Array, old: Array) -> Bool[Array, ""]:

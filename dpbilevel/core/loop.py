@@ -72,7 +72,7 @@ def solve(
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
-    value = solver.output(problem, state)
+    value = solver.answer(problem, state)
     return Solution(value, path, rejected_updates(state))
 
 
@@ -121,7 +121,7 @@ def inner_solve(
     """
     _, keys = step_keys(key, solver.num_steps)
     state, _ = advance(problem, solver, data, solver.init(problem, start), keys)
-    return solver.output(problem, state), rejected_updates(state)
+    return solver.answer(problem, state), rejected_updates(state)
 
 
 def bound_to(

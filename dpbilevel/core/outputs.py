@@ -1,67 +1,212 @@
-"""Output rules: which of the released iterates is the answer."""
+"""Output rules: which of the released iterates is the answer of a run."""
 
-import equinox as eqx
+import abc
+import math
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
+from .. import _checks
+from .._fields import Checked, Fraction
 from ..privacy.noise import PRNGKey
 
+__all__ = [
+    "AbstractOutput",
+    "Last",
+    "Mean",
+    "SmallestStep",
+    "TailMean",
+    "UniformIterate",
+]
 
-class Best(eqx.Module):
-    """The best released value so far.
+
+class AbstractOutput(Checked):
+    """The rule that makes an answer from the released iterates of a run.
 
     Attributes:
-        value: The value.
-        score: Its score; smaller is better.
-    """
-
-    value: PyTree
-    score: Float[Array, ""]
-
-    @classmethod
-    def none(cls, like: PyTree) -> "Best":
-        """Before the first step: any score is better."""
-        return cls(like, jnp.asarray(jnp.inf))
-
-
-def smallest_step(best: Best, value: PyTree, step: PyTree) -> Best:
-    r"""Keeps the iterate after which the method moved least.
-
-    Args:
-        best: The best so far.
-        value: The iterate $x_t$, with whatever belongs to it.
-        step: $x_{t+1} - x_t$.
+        needs_key: Whether `update` draws at random. Only solvers that derive a key for
+            their output admit such a rule.
 
     Privacy:
         Post-processing of released iterates: free.
+    """
+
+    needs_key: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def init(self, w: PyTree) -> PyTree:
+        """What the rule keeps before the first step.
+
+        Args:
+            w: A point like the iterates.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self,
+        kept: PyTree,
+        w: PyTree,
+        *,
+        before: PyTree,
+        t: Int[Array, ""],
+        num_steps: int,
+        key: PRNGKey | None = None,
+    ) -> PyTree:
+        """What the rule keeps after a step.
+
+        Args:
+            kept: What it kept before the step.
+            w: The iterate after the step.
+            before: The point like `w` that the step started from.
+            t: The number of the step, from 0.
+            num_steps: The number of steps of the run.
+            key: A typed key of its own, for rules that draw.
+        """
+
+    @abc.abstractmethod
+    def answer(self, kept: PyTree, last: PyTree) -> PyTree:
+        """The answer.
+
+        Args:
+            kept: What the rule keeps.
+            last: The last iterate.
+        """
+
+
+class Last(AbstractOutput):
+    """The last iterate."""
+
+    @override
+    def init(self, w):
+        return None
+
+    @override
+    def update(self, kept, w, *, before, t, num_steps, key=None):
+        return None
+
+    @override
+    def answer(self, kept, last):
+        return last
+
+
+class Mean(AbstractOutput):
+    """The average of all iterates, in which the noise of each is less."""
+
+    @override
+    def init(self, w):
+        return optax.tree.zeros_like(w)
+
+    @override
+    def update(self, kept, w, *, before, t, num_steps, key=None):
+        return running_mean(kept, w, jnp.maximum(t - self.first(num_steps), 0))
+
+    @override
+    def answer(self, kept, last):
+        return kept
+
+    def first(self, num_steps: int) -> int:
+        """The step that the average begins with, from 0.
+
+        Args:
+            num_steps: The number of steps of the run.
+        """
+        return 0
+
+
+class TailMean(Mean):
+    """The average of the last iterates, which forgets the start.
+
+    Args:
+        fraction: The part of the run that is averaged, between 0 and 1; rounded to a
+            number of steps, at least one.
+    """
+
+    fraction: Fraction = 0.5
+
+    @override
+    def first(self, num_steps: int) -> int:
+        return num_steps - max(1, math.floor(self.fraction * num_steps + 0.5))
+
+
+class SmallestStep(AbstractOutput):
+    r"""The $w_t$ after which the run moved least: the smallest $\|w_{t+1} - w_t\|$.
+
+    It wants steps that are accurate from the first one on: where inner solves are short
+    and start equal, the first step is small for no good reason.
 
     References:
         Kornowski, "Differentially private bilevel optimization", Algorithm 1.
     """
-    score = optax.tree.norm(step).astype(best.score.dtype)
-    better = score < best.score
-    pick = jax.tree.map(lambda a, b: jnp.where(better, a, b), value, best.value)
-    return Best(pick, jnp.where(better, score, best.score))
+
+    @override
+    def init(self, w):
+        return w, jnp.asarray(jnp.inf)
+
+    @override
+    def update(self, kept, w, *, before, t, num_steps, key=None):
+        best, least = kept
+        length = optax.tree.norm(optax.tree.sub(w, before)).astype(least.dtype)
+        shorter = length < least
+        best = jax.tree.map(lambda a, b: jnp.where(shorter, a, b), before, best)
+        return best, jnp.where(shorter, length, least)
+
+    @override
+    def answer(self, kept, last):
+        return kept[0]
 
 
-def uniform_iterate(
-    chosen: PyTree, value: PyTree, t: Int[Array, ""], *, key: PRNGKey
-) -> PyTree:
-    r"""One of the iterates, each with the same chance, without keeping them all.
-
-    Args:
-        chosen: The choice among the first $t$ iterates.
-        value: Iterate $t + 1$, which takes its place with probability $1 / (t + 1)$.
-        t: How many iterates there were; public.
-        key: A typed key of its own: the choice is independent of all noise.
+class UniformIterate(AbstractOutput):
+    """One of the iterates at random, each with the same probability.
 
     Privacy:
-        Post-processing of released iterates by a coin that reads no data: free.
+        The choice is by coins that read no data: free.
 
     References:
         Vitter, "Random sampling with a reservoir", 1985, Algorithm R with one place.
     """
-    replaces = jax.random.randint(key, (), 0, t + 1) == 0
-    return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), value, chosen)
+
+    needs_key: ClassVar[bool] = True
+
+    @override
+    def init(self, w):
+        return w
+
+    @override
+    def update(self, kept, w, *, before, t, num_steps, key=None):
+        assert key is not None
+        # The iterate of step t takes the place with probability 1 / (t + 1).
+        replaces = jax.random.randint(key, (), 0, t + 1) == 0
+        return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), w, kept)
+
+    @override
+    def answer(self, kept, last):
+        return kept
+
+
+def check_output(owner: str, output: AbstractOutput) -> None:
+    """Refuses what is no output rule, and one that draws at random.
+
+    Args:
+        owner: The solver to name in an error; one that derives no key for its output.
+        output: The field `output`.
+
+    Raises:
+        TypeError: It is no output rule.
+        ValueError: It draws at random.
+    """
+    _checks.instance(owner, AbstractOutput, output=output)
+    if output.needs_key:
+        raise ValueError(
+            f"{owner}: output={type(output).__name__}() draws at random, for which "
+            "this solver derives no key; use Last(), Mean(), TailMean() or "
+            "SmallestStep()."
+        )
+
+
+def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
+    """The mean of `t + 1` values from the mean of the first `t`."""
+    return jax.tree.map(lambda m, v: m + (v - m) / (t + 1).astype(m.dtype), mean, value)

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PyTree
 
+from .._fields import Checked
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
@@ -25,7 +26,7 @@ Problem = TypeVar("Problem")
 State = TypeVar("State")
 
 
-class AbstractSolver(eqx.Module, Generic[Problem, State]):
+class AbstractSolver(Checked, Generic[Problem, State]):
     """A private iterative method: a frozen pytree that is its own configuration.
 
     Numbers are leaves, so changing them never retraces; counts and callables are
@@ -77,7 +78,7 @@ class AbstractSolver(eqx.Module, Generic[Problem, State]):
         return self.released(state)
 
     @abc.abstractmethod
-    def output(self, problem: Problem, state: State) -> PyTree:
+    def answer(self, problem: Problem, state: State) -> PyTree:
         """The answer, computed from released values alone."""
 
     @abc.abstractmethod

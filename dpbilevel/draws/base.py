@@ -102,7 +102,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """The drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
-    def output(self, problem: Any, state: DrawState) -> PyTree:
+    def answer(self, problem: Any, state: DrawState) -> PyTree:
         """The drawn `x`; no `y`."""
         return self.released(state)
 

@@ -4,11 +4,11 @@ import abc
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .. import _checks
+from ..core.outputs import AbstractOutput, check_output
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
-from ..privacy.mechanisms import Gaussian
 from ..privacy.sampling import AbstractSampling
-from .choices import AVERAGES, Average, Fields, Passes, scene_of
+from .choices import Fields, Passes, scene_of
 from .problem import AbstractVariationalInequality
 from .rates import Scene
 
@@ -24,22 +24,17 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
     Attributes:
         clip_norm: The bound on one record's operator in $\ell_2$.
         sampling: How each query's batch is drawn.
-        average: Which part of the path the answer averages.
+        output: Which point is the answer; the theorems are about `Mean()`.
     """
 
     problem_type: ClassVar[type] = AbstractVariationalInequality
 
     clip_norm: AbstractVar[float]
     sampling: AbstractVar[AbstractSampling]
-    average: AbstractVar[Average]
+    output: AbstractVar[AbstractOutput]
 
     def __check_init__(self):
-        owner = type(self).__name__
-        _checks.instance(owner, AbstractSampling, sampling=self.sampling)
-        _checks.instance(owner, Gaussian, noise=self.noise)
-        _checks.count(owner, num_steps=self.num_steps)
-        _checks.positive(owner, clip_norm=self.clip_norm)
-        _checks.one_of(owner, "average", self.average, AVERAGES)
+        check_output(type(self).__name__, self.output)
 
     @classmethod
     def from_theorem(

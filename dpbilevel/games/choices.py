@@ -1,18 +1,15 @@
 """Parameters of the saddle-point methods: the theorems', and the bounds' minimizers."""
 
 import math
-import typing
 import warnings
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 import scipy
-from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
+from ..core.outputs import Mean
 from ..core.plan import least_multiplier
-from ..onelevel.noisy_gd import running_mean
 from ..privacy import accounting
 from ..privacy.budget import PrivacyBudget
 from ..privacy.sampling import AbstractSampling, FixedSize
@@ -22,8 +19,6 @@ from .problem import AbstractVariationalInequality
 from .rates import Scene
 
 Passes = Literal["single", "multi"]
-Average = Literal["all", "second_half"]
-AVERAGES = typing.get_args(Average)
 Fields = dict[str, Any]
 _MANY_STEPS = 10**7
 
@@ -72,19 +67,6 @@ def scene_of(
     return scene, a
 
 
-def averaged(solver: Any, mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
-    """The average with one more value, from where the solver's average begins.
-
-    Args:
-        solver: Its `average` and `num_steps` are read.
-        mean: The average so far.
-        value: The value of step `t`.
-        t: The number of the step, from 0.
-    """
-    first = solver.num_steps // 2 if solver.average == "second_half" else 0
-    return running_mean(mean, value, jnp.maximum(t - first, 0))
-
-
 def bound_inputs(
     solver: Any, problem: AbstractVariationalInequality, dimension: int
 ) -> tuple[Scene, float, float, bool]:
@@ -109,10 +91,10 @@ def bound_inputs(
             f"{owner}.bound: not bound to sizes; take the solver from "
             "dpbilevel.calibrate(...).solver."
         )
-    if solver.average != "all":
+    if type(solver.output) is not Mean:
         raise ValueError(
-            f"{owner}.bound: no theorem covers average={solver.average!r}; use "
-            'average="all".'
+            f"{owner}.bound: no theorem covers output={type(solver.output).__name__}; "
+            "use output=Mean()."
         )
     scene = Scene.of(problem, dimension, solver.sizes)
     if solver.clip_norm < scene.spread:

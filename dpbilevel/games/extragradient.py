@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
-from .. import _checks
-from ..core.descent import Memory, descent, projected_update
+from .._fields import Count, Positive
+from ..core.descent import Descent, Memory
+from ..core.outputs import AbstractOutput, Mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
@@ -19,10 +21,8 @@ from ..privacy.sampling import AbstractSampling, FullBatch
 from . import rates
 from .base import AbstractSaddleSolver
 from .choices import (
-    Average,
     Fields,
     Passes,
-    averaged,
     bound_inputs,
     extragradient_theorem,
     extragradient_tuned,
@@ -36,7 +36,7 @@ OPERATOR = "operator"
 class _State(eqx.Module):
     u: PyTree  # where steps start
     w: PyTree  # the midpoint
-    mean: PyTree  # running average of the midpoints
+    kept: PyTree  # by the output rule
     memory: Memory
     t: Int[Array, ""]
 
@@ -51,8 +51,8 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     \mathcal N(0, s^2 I).
     $$
 
-    Every query has a batch of its own, and the answer is the average of the midpoints
-    $w_t$, which is in $W$. With `SinglePass` no record is read twice and the strong gap
+    Every query has a batch of its own. The iterates are the midpoints $w_t$, whose
+    average is in $W$. With `SinglePass` no record is read twice and the strong gap
     is bounded; with `FixedSize`, `Poisson` or `FullBatch` only the weak gap is.
 
     Args:
@@ -63,9 +63,9 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         step_size: $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
         sampling: How each query's batch is drawn.
         noise: The mechanism; its multiplier is per release.
-        average: `"all"` averages all midpoints, as in the theorems, `"second_half"`
-            those from step $\lfloor T / 2 \rfloor$ on, which forgets the start and is
-            often better, without a `bound`. Static.
+        output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or
+            for instance `TailMean(0.5)`, which forgets the start and is often better,
+            without a `bound`.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -81,17 +81,14 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         counted.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_norm: float
-    step_size: float
+    num_steps: Count = eqx.field(static=True)
+    clip_norm: Positive
+    step_size: Positive
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    average: Average = eqx.field(static=True, default="all")
+    output: AbstractOutput = Mean()
     sizes: int | None = eqx.field(static=True, default=None)
     releases_per_step: ClassVar[int] = 2
-
-    def __check_init__(self):
-        _checks.positive("NoisyExtragradient", step_size=self.step_size)
 
     @classmethod
     def theorem_fields(
@@ -172,8 +169,8 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
         """Starts at `w0`, projected onto the set."""
         u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        memory = Memory.of(self._rule(), u)
-        return _State(u, u, optax.tree.zeros_like(u), memory, jnp.zeros((), jnp.int32))
+        memory = Descent(self.step_size, problem.w_set).init(u)
+        return _State(u, u, self.output.init(u), memory, jnp.zeros((), jnp.int32))
 
     def step(
         self,
@@ -185,14 +182,17 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     ) -> _State:
         """Two noisy operators, two projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
-        rule, u, t = self._rule(), state.u, state.t
+        descent, u, t = Descent(self.step_size, problem.w_set), state.u, state.t
         # Algorithm 1: the midpoint, from the operator at u.
         first = self._operator(problem, data, u, 2 * t, key=key_first)
-        w, memory = projected_update(rule, first, state.memory, u, problem.w_set)
+        w, memory = descent.update(first, state.memory, u)
         # The next point, from u again but by the operator at the midpoint.
         then = self._operator(problem, data, w, 2 * t + 1, key=key_then)
-        u, memory = projected_update(rule, then, memory, u, problem.w_set)
-        return _State(u, w, averaged(self, state.mean, w, t), memory, t + 1)
+        u, memory = descent.update(then, memory, u)
+        kept = self.output.update(
+            state.kept, w, before=state.w, t=t, num_steps=self.num_steps
+        )
+        return _State(u, w, kept, memory, t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The midpoint."""
@@ -202,9 +202,9 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         """Both points of the step, from which both releases follow."""
         return state.w, state.u
 
-    def output(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
-        """The average of the midpoints, or of the second half of them."""
-        return state.mean
+    @override
+    def answer(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+        return self.output.answer(state.kept, state.w)
 
     def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
         """The operator."""
@@ -235,6 +235,3 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         release = self.release(problem, self.sizes)
         released = release.of(funs, data, key=key, index=index)
         return optax.tree.add(released, problem.public_operator(w))
-
-    def _rule(self) -> optax.GradientTransformation:
-        return descent(self.step_size, None)

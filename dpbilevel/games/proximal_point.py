@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from .. import _checks
+from .._fields import Count, Positive, check_fields
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
+from ..core.outputs import AbstractOutput, Mean
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
@@ -24,10 +25,8 @@ from . import rates
 from .base import AbstractSaddleSolver
 from .certified import certified_resolvent
 from .choices import (
-    Average,
     Fields,
     Passes,
-    averaged,
     bound_inputs,
     proximal_theorem,
     proximal_tuned,
@@ -41,7 +40,7 @@ RESOLVENT = "resolvent"
 
 class _State(eqx.Module):
     w: PyTree  # the last release; may be outside the set
-    mean: PyTree  # running average of the releases
+    kept: PyTree  # by the output rule
     rejections: Rejections
     t: Int[Array, ""]
 
@@ -70,9 +69,9 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
         noise: The mechanism; its multiplier is per round.
-        average: `"all"` averages all points, as in the theorems, `"second_half"` those
-            from round $\lfloor T / 2 \rfloor$ on, which forgets the start and is often
-            better, without a `bound`. Static.
+        output: Which point is projected for the answer: `Mean()` of all, as in the
+            theorems, or for instance `TailMean(0.5)`, which forgets the start and is
+            often better, without a `bound`.
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -103,24 +102,21 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         are derived here; composition is exact.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_norm: float
-    strength: float
-    inner_steps: int = eqx.field(static=True)
+    num_steps: Count = eqx.field(static=True)
+    clip_norm: Positive
+    strength: Positive
+    inner_steps: Count = eqx.field(static=True)
     inner: Inner = eqx.field(static=True, default="picard")
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    average: Average = eqx.field(static=True, default="all")
-    dimension: int = eqx.field(static=True, default=100)
+    output: AbstractOutput = Mean()
+    dimension: Count = eqx.field(static=True, default=100)
     sizes: int | None = eqx.field(static=True, default=None)
     dtype: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         owner = "InexactProximalPoint"
-        counts = {"inner_steps": self.inner_steps, "dimension": self.dimension}
-        _checks.count(owner, **counts)
-        _checks.positive(owner, strength=self.strength)
-        _checks.one_of(owner, "inner", self.inner, ("picard", "operator_extrapolation"))
+        check_fields(self)
         if self.noise.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
@@ -216,8 +212,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        zero = optax.tree.zeros_like(w)
-        return _State(w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
+        kept = self.output.init(w)
+        return _State(w, kept, Rejections.none(), jnp.zeros((), jnp.int32))
 
     def step(
         self,
@@ -240,16 +236,18 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         )
         w = self.noise.release(bounded, key=key_noise)
         w, rejections = finite_or(w, state.w, state.rejections)
-        mean = averaged(self, state.mean, w, state.t)
-        return _State(w, mean, rejections, state.t + 1)
+        kept = self.output.update(
+            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
+        )
+        return _State(w, kept, rejections, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The noisy point, which may be outside the set."""
         return state.w
 
-    def output(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
-        """The average of the noisy points, projected."""
-        return problem.w_set.project(state.mean)
+    def answer(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+        """The point of the output rule, projected."""
+        return problem.w_set.project(self.output.answer(state.kept, state.w))
 
     def resolvent(
         self, problem: AbstractVariationalInequality, sizes: int

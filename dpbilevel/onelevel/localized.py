@@ -10,14 +10,16 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
+from .._fields import Count, Positive
 from ..core.descent import Rejections, finite_or
+from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
-from .noisy_gd import GRADIENT, gradient_release, noisy_gradient, running_mean
+from .noisy_gd import GRADIENT, gradient_release, noisy_gradient
 from .problem import AbstractFiniteSum
 
 
@@ -63,17 +65,16 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     """
 
     radii: tuple[float, ...]
-    steps_per_round: int = eqx.field(static=True)
-    strong_convexity: float
-    clip_norm: float
+    steps_per_round: Count = eqx.field(static=True)
+    strong_convexity: Positive
+    clip_norm: Positive
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
     sizes: Any = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):
-        unnumbered(type(self).__name__, self.sampling)
-        _checks.instance(type(self).__name__, Gaussian, noise=self.noise)
+        unnumbered("LocalizedGD", self.sampling)
         if not isinstance(self.radii, tuple) or not self.radii:
             raise ValueError(
                 "LocalizedGD: radii must be a tuple with one radius per round, got "
@@ -81,12 +82,6 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
             )
         for radius in self.radii:
             _checks.positive("LocalizedGD", radii=radius)
-        _checks.count("LocalizedGD", steps_per_round=self.steps_per_round)
-        _checks.positive(
-            "LocalizedGD",
-            strong_convexity=self.strong_convexity,
-            clip_norm=self.clip_norm,
-        )
 
     @classmethod
     def from_theorem(
@@ -183,7 +178,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         """The current iterate."""
         return state.w
 
-    def output(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
+    def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         """The mean of the last round."""
         return state.center
 

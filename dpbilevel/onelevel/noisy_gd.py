@@ -1,15 +1,17 @@
 """Noisy projected gradient descent for one-level problems."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
-from .. import _checks
-from ..core.descent import Memory, check_descent, descent, projected_update, shortened
+from .._fields import Count, Positive
+from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
@@ -20,7 +22,7 @@ from .problem import AbstractFiniteSum
 
 class _State(eqx.Module):
     w: PyTree
-    mean: PyTree  # running average of the iterates
+    kept: PyTree  # by the output rule
     memory: Memory
     t: Int[Array, ""]
 
@@ -41,13 +43,11 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     Args:
         num_steps: The number of steps. Static.
         clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
-        step_size: $\eta$, the longest step; or give `optimizer`.
-        optimizer: An optax optimizer fed with the released gradient, whose steps are
-            taken as they are. Static.
+        step_size: $\eta$, the longest step; or an optax optimizer fed with the released
+            gradient, whose steps are taken as they are.
         sampling: How each step's batch is drawn.
         noise: The mechanism; its multiplier is per step.
-        average: `"last"` returns the last iterate, `"mean"` the average of all.
-            Static.
+        output: Which iterate is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -60,52 +60,47 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         Abadi et al., "Deep learning with differential privacy", CCS 2016, Algorithm 1.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_norm: float
-    step_size: float | None = None
-    optimizer: optax.GradientTransformation | None = eqx.field(
-        static=True, default=None
-    )
+    num_steps: Count = eqx.field(static=True)
+    clip_norm: Positive
+    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
-    average: Literal["last", "mean"] = eqx.field(static=True, default="last")
+    output: AbstractOutput = Last()
     sizes: Any = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractFiniteSum
 
     def __check_init__(self):
-        unnumbered(type(self).__name__, self.sampling)
-        _checks.instance(type(self).__name__, Gaussian, noise=self.noise)
-        _checks.count("NoisyGD", num_steps=self.num_steps)
-        _checks.positive("NoisyGD", clip_norm=self.clip_norm)
-        check_descent("NoisyGD", self.step_size, self.optimizer)
-        _checks.one_of("NoisyGD", "average", self.average, ("last", "mean"))
+        owner = type(self).__name__
+        unnumbered(owner, self.sampling)
+        check_step_sizes(owner, step_size=self.step_size)
+        check_output(owner, self.output)
 
     def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
         """Starts at `w0`, projected onto the set."""
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
-        rule = descent(self.step_size, self.optimizer)
-        zero = optax.tree.zeros_like(w)
-        return _State(w, zero, Memory.of(rule, w), jnp.zeros((), jnp.int32))
+        memory = Descent(self.step_size, problem.w_set).init(w)
+        return _State(w, self.output.init(w), memory, jnp.zeros((), jnp.int32))
 
     def step(
         self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
     ) -> _State:
         """One noisy gradient, one projected update."""
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
-        gradient = shortened(gradient, self.step_size, problem.public_gradient, state.w)
-        rule = descent(self.step_size, self.optimizer)
-        w, memory = projected_update(
-            rule, gradient, state.memory, state.w, problem.w_set
+        descent = Descent(self.step_size, problem.w_set)
+        gradient = descent.shortened(gradient, problem.public_gradient, state.w)
+        w, memory = descent.update(gradient, state.memory, state.w)
+        kept = self.output.update(
+            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
         )
-        return _State(w, running_mean(state.mean, w, state.t), memory, state.t + 1)
+        return _State(w, kept, memory, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
         """The current iterate."""
         return state.w
 
-    def output(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
-        """The last iterate or the average."""
-        return state.w if self.average == "last" else state.mean
+    @override
+    def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
+        return self.output.answer(state.kept, state.w)
 
     def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
         """The gradient."""
@@ -143,8 +138,3 @@ def gradient_release(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Rel
     """The release that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
     return Release(GRADIENT, 1, queries, solver.noise, joint=joint)
-
-
-def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
-    """The mean of `t + 1` values from the mean of the first `t`."""
-    return jax.tree.map(lambda m, v: m + (v - m) / (t + 1).astype(m.dtype), mean, value)

@@ -42,10 +42,9 @@ class AbstractRelease(abc.ABC):
     name: str
     count: int
     queries: tuple[Query, ...]
-
-    if TYPE_CHECKING:
-        basis: ClassVar[Basis]
+    if TYPE_CHECKING:  # fields of subclasses, in an order of theirs
         mechanism: ClassVar[Any]
+        basis: ClassVar[Basis]
 
     def __post_init__(self):
         owner = type(self).__name__

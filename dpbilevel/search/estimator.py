@@ -352,5 +352,5 @@ def _hash_or_name(value):
 def _default(size):
     """Descent along inferred gradients, in units of a record's usual slope."""
     return GradientInformativeBO(
-        20, 1.0, optimizer=_RULE, evaluation_noise=0.02, max_batch=2 * size + 16
+        20, 1.0, step_size=_RULE, evaluation_noise=0.02, max_batch=2 * size + 16
     )

@@ -6,11 +6,14 @@ import equinox as eqx
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
-from ..core.descent import Memory, check_descent, descent, projected_update, shortened
+from .._fields import Count, NonNegative, Positive, check_fields
+from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
-from ..onelevel.noisy_gd import GRADIENT, running_mean
+from ..onelevel.noisy_gd import GRADIENT
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
@@ -26,7 +29,6 @@ from .problem import BlackBox
 
 # Earlier points nearer than this to a later one, in reaches, only harm the algebra.
 _NEARBY = 1e-3
-_TAIL = 0.2  # the share of the iterates that a tail average is over
 
 
 class _Seen(NamedTuple):
@@ -39,7 +41,7 @@ class _Seen(NamedTuple):
 
 class _State(eqx.Module):
     w: Float[Array, " d"]
-    mean: Float[Array, " d"]
+    kept: PyTree  # by the output rule
     memory: Memory
     t: Int[Array, ""]
     seen: _Seen  # its values are private: only `tell` reads them
@@ -67,8 +69,7 @@ class GradientInformativeBO(
     Args:
         num_steps: The number of steps. Static.
         clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
-        step_size: $\eta$; or give `optimizer`.
-        optimizer: An optax optimizer fed with the released gradient. Static.
+        step_size: $\eta$, or an optax optimizer fed with the released gradient.
         kernel: $k$, public: not fitted to any record's loss.
         evaluation_noise: $\sigma \ge 0$, the standard deviation of the noise in one
             loss, as where training is random.
@@ -85,8 +86,8 @@ class GradientInformativeBO(
             to the choice of points.
         constant: $c_0$, in variances of the kernel.
         noise: The mechanism; its multiplier is per step.
-        average: `"last"` returns the last iterate, `"tail"` the average of the last
-            fifth. Static.
+        output: Which iterate is the answer: `Last()`, or for instance
+            `TailMean(0.2)`, the average of the last fifth.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -105,55 +106,37 @@ class GradientInformativeBO(
         is part of the prior.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_norm: float
-    step_size: float | None = None
-    optimizer: optax.GradientTransformation | None = eqx.field(
-        static=True, default=None
-    )
+    num_steps: Count = eqx.field(static=True)
+    clip_norm: Positive
+    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     kernel: AbstractKernel = RBF()
-    evaluation_noise: float = 0.0
-    tolerance: float = 1 / 30
-    batch: int | None = eqx.field(static=True, default=None)
-    max_batch: int | None = eqx.field(static=True, default=None)
+    evaluation_noise: NonNegative = 0.0
+    tolerance: Positive = 1 / 30
+    batch: Count | None = eqx.field(static=True, default=None)
+    max_batch: Count | None = eqx.field(static=True, default=None)
     may_skip: bool = eqx.field(static=True, default=False)
-    keep: int = eqx.field(static=True, default=512)
+    keep: Count = eqx.field(static=True, default=512)
     keep_rule: Literal["last", "closest"] = eqx.field(static=True, default="last")
     polish: int = eqx.field(static=True, default=30)
-    jitter: float = 1e-8
-    constant: float = 1e4
+    jitter: Positive = 1e-8
+    constant: NonNegative = 1e4
     noise: Gaussian = Gaussian()
-    average: Literal["last", "tail"] = eqx.field(static=True, default="last")
+    output: AbstractOutput = Last()
     sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         owner = type(self).__name__
-        _checks.instance(owner, Gaussian, noise=self.noise)
+        check_fields(self)
         if self.noise.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: keeps every record's losses, in a state whose shape would "
                 "tell their number, which add-or-remove-one keeps private; use "
                 "Neighbours.REPLACE_ONE."
             )
-        _checks.instance(owner, AbstractKernel, kernel=self.kernel)
-        _checks.count(owner, num_steps=self.num_steps, keep=self.keep)
-        for name in ("batch", "max_batch"):
-            if getattr(self, name) is not None:
-                _checks.count(owner, **{name: getattr(self, name)})
         if self.polish != 0:
             _checks.count(owner, polish=self.polish)
-        _checks.positive(
-            owner,
-            clip_norm=self.clip_norm,
-            tolerance=self.tolerance,
-            jitter=self.jitter,
-        )
-        _checks.non_negative(
-            owner, evaluation_noise=self.evaluation_noise, constant=self.constant
-        )
-        check_descent(owner, self.step_size, self.optimizer)
-        _checks.one_of(owner, "keep_rule", self.keep_rule, ("last", "closest"))
-        _checks.one_of(owner, "average", self.average, ("last", "tail"))
+        check_step_sizes(owner, step_size=self.step_size)
+        check_output(owner, self.output)
 
     @property
     def most_evaluations(self) -> int | None:
@@ -182,14 +165,15 @@ class GradientInformativeBO(
                 "sizes=...) or solver.with_sizes(sizes)."
             )
         w = problem.w_set.project(w0)
-        rule = descent(self.step_size, self.optimizer)
+        memory = Descent(self.step_size, problem.w_set).init(w)
         zero = jnp.zeros((), jnp.int32)
         seen = _Seen(
             jnp.zeros((self.keep, w.size), w.dtype),
             jnp.zeros((self.sizes, self.keep), w.dtype),
             jnp.zeros(self.keep, bool),
         )
-        return _State(w, w, Memory.of(rule, w), zero, seen, zero, zero)
+        kept = self.output.init(w)
+        return _State(w, kept, memory, zero, seen, zero, zero)
 
     def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
         """The fewest points that tell enough about the gradient; reads no loss."""
@@ -225,17 +209,17 @@ class GradientInformativeBO(
         release = self.release(problem, self.sizes)
         gradient = release.of(funs, seen.values, key=key)
         gradient = gradient.astype(state.w.dtype) + _public_gradient(problem, state.w)
-        gradient = shortened(
-            gradient, self.step_size, lambda w: _public_gradient(problem, w), state.w
+        descent = Descent(self.step_size, problem.w_set)
+        gradient = descent.shortened(
+            gradient, lambda w: _public_gradient(problem, w), state.w
         )
-        rule = descent(self.step_size, self.optimizer)
-        w, memory = projected_update(
-            rule, gradient, state.memory, state.w, problem.w_set
-        )
+        w, memory = descent.update(gradient, state.memory, state.w)
         met = posterior.trace <= self._tolerated(posterior)
         return _State(
             w,
-            self._averaged(state, w),
+            self.output.update(
+                state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
+            ),
             memory,
             state.t + 1,
             self._kept(seen, w),
@@ -265,9 +249,9 @@ class GradientInformativeBO(
         seen = state.seen
         return state.w, seen.points, seen.mask, state.evaluations, state.unmet
 
-    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
-        """The last iterate or the average of the last fifth."""
-        return state.w if self.average == "last" else state.mean
+    @override
+    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
+        return self.output.answer(state.kept, state.w)
 
     def release(self, problem: Any, sizes: int) -> Release:
         """The gradient."""
@@ -298,10 +282,6 @@ class GradientInformativeBO(
 
     def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
-
-    def _averaged(self, state: _State, w: Array) -> Array:
-        first = self.num_steps - max(1, round(_TAIL * self.num_steps))
-        return running_mean(state.mean, w, jnp.maximum(state.t - first, 0))
 
     def _kept(self, seen: _Seen, w: Array) -> _Seen:
         """The points to carry on, by a rule that reads points only."""

@@ -200,7 +200,7 @@ def _run(
             shown(1)
     with wide_integers():
         state = _state(structure, saved)
-        value = np.asarray(solver.output(public, state))
+        value = np.asarray(solver.answer(public, state))
     rejected = int(rejected_updates(state))
     for remark in (solver.remark(state), divergence(rejected)):
         if remark is not None:

@@ -141,7 +141,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
 
-    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
         """The best point."""
         return state.w
 

@@ -123,7 +123,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
         """The drawn point."""
         return state.w
 
-    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
         """The drawn point."""
         return state.w
 

@@ -160,7 +160,7 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """The answer and its noisy loss."""
         return state.w, state.value
 
-    def output(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
         """The best point."""
         return state.w
 

@@ -1,0 +1,260 @@
+"""Keys: named domains, nothing used twice, all draws independent of each other."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import KeyReuseError
+
+import dpbilevel as dpb
+from dpbilevel.bilevel import penalty
+from dpbilevel.core import loop as base
+from dpbilevel.onelevel import noisy_gd
+from dpbilevel.privacy import noise, releases
+from dpbilevel.privacy.clipping import Bounded
+from dpbilevel.privacy.mechanisms import Gaussian
+from dpbilevel.privacy.noise import derive, standard_normal, step_keys
+from tests.contract.solver_zoo import DECLARED, SOLVERS
+
+SIZE = 2048
+LIMIT = 4.9 / SIZE**0.5
+RECORDS = jnp.arange(SIZE, dtype=jnp.float32)
+ZERO = jnp.zeros(SIZE)
+GOLDEN = {
+    False: [[2564806093, 4193307260], [3310167095, 3909363976]],
+    True: [[8867439, 3112654548], [2580379752, 1387195833]],
+}
+# No record moves anything, so that a released value is its noise.
+ONE_LEVEL = dpb.FiniteSum(lambda w, z: 0.0 * (jnp.sum(w) + z))
+TWO_LEVELS = dpb.BilevelProblem(
+    upper=lambda x, y, z: 0.0 * (jnp.sum(x) + jnp.sum(y) + z),
+    lower=lambda x, y, z: 0.0 * (jnp.sum(x) + jnp.sum(y) + z),
+    lower_public=lambda x, y: 0.5 * jnp.sum(y * y),
+    # Nothing moves, so any bounds hold; a wide spread leaves room for rounding.
+    constants=dpb.bilevel.SecondOrderConstants(
+        **(
+            dict.fromkeys(DECLARED, 0.0)
+            | {"strong_convexity": 1.0, "lower_yy": 1.0, "solution_radius": 1.0}
+            | {"upper_x": 1.0, "upper_x_spread": 1e3, "per_record": True}
+        )
+    ),
+)
+
+# So small a set that a released point is its noise.
+INEQUALITY = dpb.games.VariationalInequality(
+    lambda w, z: 0.0 * (w + z), w_set=dpb.sets.Ball(1e-3), lipschitz=0.0, bound=1.0
+)
+
+# All solvers, those that differ only in their problem in the slow suite; one per scheme
+# of sampling also under the generator that is not the default.
+# A draw adds no noise; a noisy loss is one number, see test_baselines; for inferred
+# gradients so many coordinates are too many, see test_gibo.
+UNSEEN = ("exponential", "regularized", "random_search", "repeat", "noisy_ucb")
+UNSEEN += ("gradient_informative",)
+ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
+ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
+ALIKE += ("penalty_shared_poisson", "single_loop_shared_poisson", "refitted")
+ALIKE += ("single_loop", "single_loop_free_x", "implicit")
+CASES = [
+    pytest.param(name, True, marks=pytest.mark.slow if name in ALIKE else ())
+    for name in SOLVERS
+    if not name.startswith(UNSEEN)
+]
+CASES += [(name, False) for name in ("noisy_gd_adam", "penalty_poisson", "refitted")]
+
+
+def words(key):
+    return np.asarray(jax.random.key_data(key)).tolist()
+
+
+def wide(name):
+    """The solver of the zoo on a problem with `SIZE` coordinates and records."""
+    _, solver, _, _, people = SOLVERS[name]
+    if name == "proximal_point":
+        solver = dataclasses.replace(
+            solver, dimension=SIZE, sampling=dpb.privacy.SinglePass(3)
+        )
+    if name in ("extragradient", "proximal_point"):
+        return INEQUALITY, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
+    if people is None:
+        return ONE_LEVEL, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
+    shared = people == "shared"
+    data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS + 0)
+    sizes = dpb.Sizes(SIZE, SIZE, people)
+    return TWO_LEVELS, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, ZERO)
+
+
+def draws(problem, solver, data, w0):
+    """Every noise vector and every batch of one run, standardized."""
+    noises, batches = [], []
+    release, samplings = Gaussian.release, (dpb.Poisson, dpb.FixedSize)
+
+    def recorded_release(self, bounded, *, key):
+        released = release(self, bounded, key=key)
+        for block in jax.tree.leaves(released):
+            jax.debug.callback(lambda v: noises.append(np.ravel(v)), block)
+        return released
+
+    def recorded(draw):
+        def recorded_draw(self, records, size, *, key, index=None):
+            batch = draw(self, records, size, key=key, index=index)
+            mask = jnp.ones(()) if batch.mask is None else batch.mask.astype("f4")
+            chosen = ZERO.at[batch.records.astype(jnp.int32)].add(mask)
+            jax.debug.callback(lambda v: batches.append(np.ravel(v)), chosen)
+            return batch
+
+        return recorded_draw
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gaussian, "release", recorded_release)
+        for kind in samplings:
+            patch.setattr(kind, "draw", recorded(kind.draw))
+        # Not jax.jit(dpb.solve), which may be compiled already, without the records.
+        run = jax.jit(lambda key: dpb.solve(problem, solver, data, w0, key=key).value)
+        run(jax.random.key(0))
+        jax.effects_barrier()
+    return [[(v - v.mean()) / v.std() for v in kind] for kind in (noises, batches)]
+
+
+def worst_correlation(streams):
+    table = np.abs(np.stack(streams) @ np.stack(streams).T) / SIZE
+    return float(np.max(table - np.diag(np.diag(table))))
+
+
+def worst_of(name):
+    noises, batches = draws(*wide(name))
+    return worst_correlation(noises + batches)
+
+
+@pytest.mark.parametrize(("name", "partitionable"), CASES)
+def test_all_noise_and_all_batches_of_a_run_are_uncorrelated(name, partitionable):
+    problem, solver, data, w0 = wide(name)
+    with jax.threefry_partitionable(partitionable):
+        noises, batches = draws(problem, solver, data, w0)
+    made = solver.ledger(problem, solver.sizes).releases
+    joint = any("directions" in release.name for release in made)
+    blocks = (3 if problem.x_in_records else 2) if joint else 1
+    assert len(noises) == blocks * sum(release.count for release in made)
+    assert worst_correlation(noises + batches) < LIMIT
+
+
+def same_key_each_step(key, count):
+    return key, jnp.stack([key] * count)
+
+
+def same_key_for_both(key, *domains):
+    return [key] * len(domains)
+
+
+def one_key_for_all_lanes(solver, problem, data, w, *, key):
+    bounded = Bounded(jnp.zeros((2, SIZE)), 1.0)
+    release = functools.partial(solver.noise.release, key=key)
+    lanes = Bounded(bounded.raw, jnp.ones(2))
+    return jax.vmap(release)(lanes)[0]
+
+
+@pytest.mark.reuses_keys
+@pytest.mark.parametrize(
+    ("place", "mutant"),
+    [
+        (base, same_key_each_step),
+        (releases, same_key_for_both),
+        (noisy_gd, one_key_for_all_lanes),
+    ],
+)
+def test_a_solver_that_uses_a_key_twice_is_caught(monkeypatch, place, mutant):
+    replaced = {
+        same_key_each_step: "step_keys",
+        same_key_for_both: "derive",
+        one_key_for_all_lanes: "noisy_gradient",
+    }
+    monkeypatch.setattr(place, replaced[mutant], mutant)
+    assert worst_of("noisy_gd_poisson") > LIMIT
+
+
+@pytest.mark.parametrize("name", ["penalty_poisson", "refitted"])
+def test_key_reuse_checks_see_a_key_derived_from_twice(name, monkeypatch):
+    def twice(key, *domains):
+        return [derive(key, name)[0] for name in domains]
+
+    monkeypatch.setattr(penalty, "derive", twice)
+    with jax.debug_key_reuse(True), pytest.raises(KeyReuseError):
+        draws(*wide(name))
+
+
+def test_a_key_is_neither_drawn_from_nor_derived_from_twice():
+    def derived_then_drawn(key):
+        return derive(key, "noise"), jax.random.bits(key)
+
+    def derived_twice(key):
+        return derive(key, "noise"), derive(key, "sampling")
+
+    def stepped_twice(key):
+        return step_keys(key, 2), step_keys(key, 2)
+
+    with jax.debug_key_reuse(True):
+        for misuse in (derived_then_drawn, derived_twice, stepped_twice):
+            with pytest.raises(KeyReuseError):
+                jax.jit(misuse)(jax.random.key(0))
+        derive(jax.random.key(0), "noise", "sampling")
+
+
+@pytest.mark.reuses_keys
+@pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "philox4x32"])
+def test_derived_keys_are_typed_and_differ_by_domain_and_from_splits(impl):
+    names = [*noise._DOMAINS]
+    key = jax.random.key(1, impl=impl)
+    derived = derive(key, *names)
+    assert str(jax.random.key_impl(derived[0])) == impl
+    others = [key, *jax.random.split(key, 100), *derive(derived[0], *names)]
+    seen = [words(k) for k in (*derived, *others)]
+    assert len({tuple(w) for w in seen}) == len(seen)
+
+
+def test_a_domain_gives_the_same_key_alone_and_with_others():
+    key = jax.random.key(2)
+    alone = derive(jax.random.key(2), "noise")[0]
+    assert words(derive(key, "sampling", "noise")[1]) == words(alone)
+
+
+@pytest.mark.parametrize("partitionable", [False, True])
+def test_derived_keys_do_not_change_between_versions(partitionable):
+    with jax.threefry_partitionable(partitionable):
+        derived = derive(jax.random.key(3), "next", "noise")
+        key, _ = step_keys(jax.random.key(3), 1)
+    assert words(derived) == GOLDEN[partitionable]
+    assert words(key) == GOLDEN[partitionable][0]
+
+
+@pytest.mark.parametrize("domains", [("nosie",), ("noise", "noise"), ("noise", "")])
+def test_a_domain_that_is_unknown_or_named_twice_is_refused(domains):
+    with pytest.raises(ValueError, match="derive: needs different names among"):
+        derive(jax.random.key(0), *domains)
+
+
+def test_numbers_of_domains_differ_and_are_no_counters():
+    numbers = list(noise._DOMAINS.values())
+    assert len(set(numbers)) == len(numbers)
+    assert min(numbers) > 2**31
+
+
+def test_steps_in_chunks_have_the_keys_of_steps_in_one_piece():
+    last, whole = step_keys(jax.random.key(4), 7)
+    key, first = step_keys(jax.random.key(4), 3)
+    key, rest = step_keys(key, 4)
+    assert words(key) == words(last)
+    assert words(first) + words(rest) == words(whole)
+    chain = [jax.random.key(4)]
+    for _ in range(7):
+        chain.append(step_keys(chain[-1], 1)[0])
+    seen = [tuple(w) for w in (*words(whole), *map(words, chain))]
+    assert len(set(seen)) == 15
+
+
+def test_values_drawn_from_derived_keys_are_all_distinct():
+    keys = derive(jax.random.key(5), "upper", "lower", "noise", "sampling")
+    values = [standard_normal(jnp.zeros(50_000), key=key) for key in keys]
+    assert len(np.unique(np.stack(values))) > 0.97 * 200_000  # float32 ties only

@@ -1,0 +1,118 @@
+"""No key in any file, log or text; the checkpoint of a run only holds keys to come."""
+
+import jax
+import numpy as np
+import pytest
+
+from dpbilevel.cli import results
+from dpbilevel.cli import run as runner
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.main import main
+from dpbilevel.cli.run import prepare
+from dpbilevel.core import checkpoint, spending
+from dpbilevel.privacy import noise
+from tests.cli.test_runner import GENERATED
+
+STEPS = 4  # three of the search and the refit
+ROOT = np.asarray([0xA1B2C3D4, 0xE5F60718], np.uint32)
+
+
+def root_key():
+    return jax.random.wrap_key_data(ROOT)
+
+
+def children(key):
+    return list(noise.derive(key, *noise._DOMAINS))
+
+
+@pytest.fixture(scope="module")
+def chain():
+    """The key before each step, and the keys that the step uses, two levels deep."""
+    key, steps = root_key(), []
+    for _ in range(STEPS):
+        before = key
+        key, (step,) = noise.step_keys(before, 1)
+        below = children(step)
+        used = [step, *below, *(k for child in below for k in children(child))]
+        steps.append((before, [np.asarray(jax.random.key_data(k)) for k in used]))
+    return [(np.asarray(jax.random.key_data(k)), used) for k, used in steps]
+
+
+def spellings(words):
+    """What a key of two words looks like in a file or a text."""
+    raw = [words.astype(order).tobytes() for order in ("<u4", ">u4")]
+    raw += [words[::-1].astype(order).tobytes() for order in ("<u4", ">u4")]
+    whole = (int(words[0]) << 32) + int(words[1])
+    for number in (*map(int, words), whole):
+        for form in ("d", "x", "X"):
+            text = format(number, form).encode()
+            raw += [text] if len(text) >= 8 else []
+    return raw
+
+
+def holds(content, words):
+    return any(form in content for form in spellings(words))
+
+
+def all_keys(chain):
+    for before, used in chain:
+        yield from (before, *used)
+
+
+@pytest.mark.parametrize("form", range(10))
+def test_the_search_finds_a_key_however_it_is_written(form):
+    assert holds(b"x" * 7 + spellings(ROOT)[form] + b"y", ROOT)
+    assert not holds(b"x" * 50, ROOT)
+
+
+def test_no_key_is_in_a_file_a_log_or_a_text(tmp_path, monkeypatch, capfd, chain):
+    monkeypatch.setattr(runner, "root_key", root_key)
+    (tmp_path / "a.toml").write_text(GENERATED)
+    config, out = str(tmp_path / "a.toml"), tmp_path / "out"
+    assert main(["run", config, "--out", str(out)]) == 0
+    assert main(["report", str(out)]) == 0
+    prepared = prepare(read_config(config))
+    objects = [prepared, prepared.solver, prepared.report, prepared.config]
+    objects += [results.load(out), spending.read(out)]
+    texts = [text for o in objects for text in (repr(o), str(o))]
+    files = [p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()]
+    assert len(files) == 5
+    content = b"\n".join([*files, *(t.encode() for t in (*texts, *capfd.readouterr()))])
+    assert not [words for words in all_keys(chain) if holds(content, words)]
+
+
+def test_checkpoints_hold_the_key_to_come_and_none_that_was_used(
+    tmp_path, monkeypatch, chain
+):
+    monkeypatch.setattr(runner, "root_key", root_key)
+    (tmp_path / "a.toml").write_text(GENERATED)
+    file, seen = tmp_path / "out" / checkpoint.NAME, []
+
+    def look(done):
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert repr(checkpoint.read(file.parent)) == f"Checkpoint(done={done})"
+        seen.append(file.read_bytes())
+
+    runner.run(
+        prepare(read_config(tmp_path / "a.toml")), tmp_path / "out", progress=look
+    )
+    assert len(seen) == STEPS + 1
+    for done, content in enumerate(seen):
+        used = list(all_keys(chain[:done]))
+        assert not [words for words in used if holds(content, words)]
+        # The control: the search sees the one key that is there.
+        assert done == STEPS or holds(content, chain[done][0])
+    assert not file.exists()
+
+
+@pytest.mark.reuses_keys
+def test_the_key_of_the_steps_to_come_gives_none_of_the_steps_done(chain):
+    # What a thief of the second checkpoint can derive, two levels deep.
+    thief = jax.random.wrap_key_data(chain[2][0])
+    reachable = [thief, *children(thief), *jax.random.split(thief, 100)]
+    for key in [*reachable]:
+        reachable += children(key)
+    reached = {np.asarray(jax.random.key_data(k)).tobytes() for k in reachable}
+    used = {words.tobytes() for words in all_keys(chain[:2])}
+    assert not reached & used
+    assert reached & {words.tobytes() for words in all_keys(chain[2:])}

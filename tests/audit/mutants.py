@@ -1,0 +1,650 @@
+"""Deliberately broken mechanisms, each with the sound one that it was made from."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import dp_accounting
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpbilevel as dpb
+from dpbilevel import audit
+from dpbilevel.audit.canaries import BEYOND
+from dpbilevel.bilevel import fixed_count as solves
+from dpbilevel.bilevel import sensitivities
+from dpbilevel.bilevel.penalized import PenalizedLevel
+from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.games.resolvents import Resolvent
+from dpbilevel.privacy.noise import standard_normal, step_keys
+from dpbilevel.privacy.queries import Query
+from dpbilevel.privacy.releases import Release
+from tests.audit import mutants_gibo
+from tests.audit.audit_zoo import (
+    ADD_OR_REMOVE,
+    INNER,
+    audited,
+    claim_of,
+    exponential,
+    extragradient,
+    extrapolated,
+    implicit,
+    noisy_gd,
+    once,
+    penalty,
+    proximal,
+    regularized,
+    sampled,
+    single_loop,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """An audit of the broken mechanism and the same audit of the sound one."""
+
+    of: str
+    broken: Callable[[], Any]
+    sound: Callable[[], Any]
+
+
+def survivors(mutants):
+    """The names of the mutants that no audit rejects."""
+    return [name for name, mutant in mutants.items() if mutant.broken().passed]
+
+
+@functools.cache
+def sound_noisy_gd():
+    return audited(noisy_gd())
+
+
+@functools.cache
+def sound_penalty(**fields):
+    return audited(penalty("overlapping", **fields))
+
+
+class Silent(dpb.privacy.Gaussian):
+    """Releases without noise and says nothing."""
+
+    def release(self, bounded, *, key):
+        return bounded.raw
+
+
+class SameForEveryLeaf(dpb.privacy.Gaussian):
+    def release(self, bounded, *, key):
+        std = self.noise_multiplier * bounded.sensitivity(self.neighbours)
+        return jax.tree.map(
+            lambda v: v + std * standard_normal(v, key=key), bounded.raw
+        )
+
+
+class FreshForEveryLeaf(dpb.privacy.Gaussian):
+    def release(self, bounded, *, key):
+        std = self.noise_multiplier * bounded.sensitivity(self.neighbours)
+        noise = standard_normal(bounded.raw, key=key)
+        return jax.tree.map(lambda v, z: v + std * z, bounded.raw, noise)
+
+
+class SameAtEveryStep(dpb.NoisyGD):
+    def step(self, problem, data, state, *, key):
+        return dpb.NoisyGD.step(self, problem, data, state, key=jax.random.key(0))
+
+
+class SameInEveryRun(dpb.NoisyGD):
+    """Fresh at every step of one inner run, the same again in the next."""
+
+    def step(self, problem, data, state, *, key):
+        again = jax.random.fold_in(jax.random.key(0), state.t)
+        return dpb.NoisyGD.step(self, problem, data, state, key=again)
+
+
+class StopsOnRawGradient(dpb.NoisyGD):
+    def step(self, problem, data, state, *, key):
+        exact = jax.grad(lambda w: jnp.mean(jax.vmap(problem.loss, (None, 0))(w, data)))
+        moved = dpb.NoisyGD.step(self, problem, data, state, key=key)
+        goes_on = jnp.abs(exact(state.w)) > 1e-3
+        return jax.tree.map(lambda a, b: jnp.where(goes_on, a, b), moved, state)
+
+
+class SilentInOneBlock(dpb.privacy.Gaussian):
+    def release(self, bounded, *, key):
+        noisy = dpb.privacy.Gaussian.release(self, bounded, key=key)
+        return dataclasses.replace(noisy, v=bounded.raw.v)
+
+
+class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
+    def step(self, problem, data, state, *, key):
+        key_batch, key = jax.random.split(key)
+        level = PenalizedLevel(problem, state.x)
+        queries, _ = level.queries(0.5, self.sampling, self.sizes)
+        release = Release("exact", 1, queries, dpb.privacy.Gaussian(precision="float"))
+        exact = release.read(level.record_gradients(state.y), data, key=key_batch).raw
+        warm = eqx.tree_at(lambda s: s.y, state, state.y - exact)
+        return dpb.PenaltyBilevel.step(self, problem, data, warm, key=key)
+
+
+class ReadsUnclipped(Query):
+    def read(self, fun, records, **_):
+        mean = jax.tree.map(lambda v: v.sum(axis=0) / self.size, jax.vmap(fun)(records))
+        return dpb.privacy.Bounded(mean, self.clip_norm / self.size)
+
+
+class ClipsTheBatch(Query):
+    def read(self, fun, records, **_):
+        mean = jnp.sum(jax.vmap(fun)(records)) / self.size
+        clipped = mean * jnp.minimum(1.0, self.clip_norm / jnp.abs(mean))
+        return dpb.privacy.Bounded(clipped, self.clip_norm / self.size)
+
+
+def read_by(kind):
+    """Finite sums whose query reads in another way than it charges for."""
+
+    class Broken(dpb.FiniteSum):
+        def queries(self, clip_norm, sampling, sizes):
+            return (kind("records", sizes, clip_norm, sampling),), False
+
+    return Broken
+
+
+Unclipped, ClippedAsABatch = read_by(ReadsUnclipped), read_by(ClipsTheBatch)
+
+
+def on_problem(kind):
+    """Noisy gradient descent on a canary problem of another class."""
+    canary = audit.canaries(noisy_gd())["records"]
+    problem = kind(canary.problem.loss)
+    return audit.trade_off(
+        audit.SolverRun(problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim,
+        key=jax.random.key(9),
+        runs=20_000,
+    )
+
+
+class TwoReads(Release):
+    """Two queries of one batch or, if sound, the second one of a batch of its own."""
+
+    def read(self, funs, data, *, key, index=None):
+        first, second = (
+            query.read(funs["records"], data, precision=self.mechanism.precision, key=k)
+            for query, k in zip(self.queries, self.keys(key), strict=True)
+        )
+        return first + second
+
+    def keys(self, key):
+        return key, key
+
+
+class TwoBatches(TwoReads):
+    def keys(self, key):
+        return jax.random.split(key)
+
+
+class ReadsTwice(dpb.NoisyGD):
+    one_batch: bool = eqx.field(static=True, default=True)
+
+    def release(self, problem, sizes):
+        kind = TwoReads if self.one_batch else TwoBatches
+        roles = ("upper", "lower")
+        queries = tuple(Query(r, sizes, self.clip_norm, self.sampling) for r in roles)
+        return kind("gradient", self.num_steps, queries, self.noise)
+
+
+TWICE = sampled(dpb.Poisson(0.1), ADD_OR_REMOVE, 0.5, num_steps=20)
+
+
+@functools.cache
+def twice():
+    """The canary, its two readings' noise, and what two batches would claim."""
+    canary = audit.canaries(TWICE)["records"]
+    ledger = ReadsTwice(**vars(canary.solver)).ledger(
+        canary.problem, canary.solver.sizes
+    )
+    claim = audit.ledger_claims(ledger)["person"]
+    return canary, ledger.releases[0].noise_std, claim
+
+
+def reading_twice(one_batch):
+    canary, noise_std, claim = twice()
+
+    def likelihood_ratio(rows):
+        # In units of the noise, a batch with the person is 1 / 0.5 away.
+        steps = -np.diff(rows, axis=1, prepend=0.0) / (0.1 * noise_std)
+        return np.log1p(0.1 * np.expm1(2 * steps - 2)).sum(axis=1)
+
+    solver = ReadsTwice(**vars(canary.solver), one_batch=one_batch)
+    return audit.trade_off(
+        audit.SolverRun(canary.problem, solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        claim,
+        key=jax.random.key(10),
+        statistic=likelihood_ratio,
+    )
+
+
+EPOCH = 10
+
+
+def epoch(sampling):
+    """Ten noisy sums over ten records; the largest shows where the person took part."""
+
+    def run(first, *, key):
+        key_batch, key_noise = jax.random.split(key)
+        records = jnp.full(EPOCH, -1.0).at[0].set(first)
+        if sampling == "shuffled":
+            sums = jax.random.permutation(key_batch, records)
+        else:
+            taken = jax.random.bernoulli(key_batch, 1 / EPOCH, (EPOCH, EPOCH))
+            sums = taken.astype(records.dtype) @ records
+        return jnp.max(sums + 0.5 * standard_normal(sums, key=key_noise))
+
+    present, absent = jnp.asarray(1.0), jnp.asarray(0.0)
+    return audit.trade_off(
+        run, present, absent, epoch_claim(), key=jax.random.key(11), runs=20_000
+    )
+
+
+@functools.cache
+def epoch_claim():
+    event = dpb.Poisson(1 / EPOCH).event(0.5, ADD_OR_REMOVE, EPOCH)
+    whole = dp_accounting.SelfComposedDpEvent(event, EPOCH)
+    return audit.event_claim(whole, ADD_OR_REMOVE)
+
+
+UTILITIES = (jnp.eye(10)[0], 1 - jnp.eye(10)[0])  # of two neighbours: they differ by 1
+EPSILON = 2.0
+
+
+def exponential_mechanism(sensitivity):
+    def run(utilities, *, key):
+        logits = EPSILON * utilities / (2 * sensitivity)
+        return jax.nn.one_hot(jax.random.categorical(key, logits), 10)
+
+    return audit.trade_off(
+        run,
+        *UTILITIES,
+        audit.pure_claim(EPSILON),
+        key=jax.random.key(12),
+        runs=20_000,
+    )
+
+
+def metropolis(steps):
+    """Samples the exponential mechanism by a chain from the best outcome."""
+
+    def run(utilities, *, key):
+        def move(state, key):
+            key_proposal, key_accept = jax.random.split(key)
+            proposal = jax.random.randint(key_proposal, (), 0, 10)
+            gain = EPSILON * (utilities[proposal] - utilities[state]) / 2
+            accepted = jnp.log(jax.random.uniform(key_accept)) < gain
+            return jnp.where(accepted, proposal, state), None
+
+        start = jnp.argmax(utilities).astype(jnp.int32)
+        state, _ = jax.lax.scan(move, start, step_keys(key, steps)[1])
+        return jax.nn.one_hot(state, 10)
+
+    return audit.trade_off(
+        run,
+        *UTILITIES,
+        audit.pure_claim(EPSILON),
+        key=jax.random.key(13),
+        runs=20_000,
+    )
+
+
+def reuse(solver):
+    return audit.noise_reuse(solver, key=jax.random.key(14))
+
+
+def one_step_reuse(mechanism):
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=mechanism())
+    return reuse(solver.with_noise(1.0).with_sizes(10))
+
+
+def short_penalty(inner):
+    return penalty("overlapping", num_steps=1, inner=inner)
+
+
+class CoarseInner(dpb.ImplicitBilevel):
+    """Counts the error of its inner solves, as it must."""
+
+
+class CoarseInnerLeftOut(dpb.ImplicitBilevel):
+    """Takes its inner solves for exact."""
+
+
+def coarse_inner(kind):
+    """One inner step, whose error is as large as allowed and follows the data."""
+    radius = BEYOND
+    allowed = 0.06 * radius
+
+    def adversary(gradient, start, **_):
+        exact = jax.tree.map(jnp.subtract, start, gradient(start))
+        return jax.tree.map(lambda y: y + allowed * jnp.sign(y), exact)
+
+    changes = {"effort": lambda *_: sensitivities.Effort(1, 1)}
+    if kind is CoarseInnerLeftOut:
+        changes["solve_error"] = lambda *_: 0.0
+    with (
+        mock.patch.multiple(sensitivities, **changes),
+        mock.patch.object(solves, "accelerated_gradient", adversary),
+        mock.patch.object(solves, "accelerated_error", return_value=allowed),
+    ):
+        return audited(implicit("overlapping", kind=kind), runs=20_000)
+
+
+class HalfSensitive(dpb.ImplicitBilevel):
+    """Takes a record's share for its sensitivity."""
+
+    def step(self, problem, data, state, *, key):
+        half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
+        return dpb.ImplicitBilevel.step(half, problem, data, state, key=key)
+
+
+@functools.cache
+def sound_implicit(**fields):
+    return audited(implicit("overlapping", **fields))
+
+
+class Hotter(dpb.draws.Exponential):
+    """Draws at the rate for a removed record where records are replaced, twice over."""
+
+    def rate(self, sensitivity):
+        return 4 * dpb.draws.Exponential.rate(self, sensitivity)
+
+
+class Unbounded(MeanLoss):
+    """Seals the mean of losses as they are, with the share of clipped ones."""
+
+    def potential(self, data, start):
+        whole = dataclasses.replace(self, clip_range=1e3 * self.clip_range)
+        return MeanLoss.potential(whole, data, start)
+
+
+class SteeperThanDeclared(MeanLoss):
+    """Seals losses of any slope with the declared one."""
+
+    def potential(self, data, start):
+        steep = dataclasses.replace(
+            self.problem, loss=lambda w, z: 3 * self.problem.loss(w, z)
+        )
+        return MeanLoss.potential(dataclasses.replace(self, problem=steep), data, start)
+
+
+class DrawsBySteeper(dpb.draws.RegularizedExponentialMechanism):
+    def _score(self, problem, sizes):
+        return SteeperThanDeclared(problem, "slope", sizes)
+
+
+class RateOfRemoved(dpb.draws.RegularizedExponential):
+    """Takes a record's share for its sensitivity."""
+
+    def rate(self, sensitivity, convexity):
+        return dpb.draws.RegularizedExponential.rate(self, sensitivity / 2, convexity)
+
+
+class DrawsUnclipped(dpb.draws.ExponentialMechanism):
+    def _score(self, problem, sizes):
+        return Unbounded(problem, "spread", sizes, self.clip_range)
+
+
+@functools.cache
+def drawn(**fields):
+    """Audits a draw between two candidates of which the others dislike one."""
+    solver = exponential(10, clip_range=1.0, **fields)
+    canary = audit.canaries(solver, others=-0.4 / BEYOND)["records"]
+    return audit.trade_off(
+        audit.SolverRun(canary.problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim,
+        key=jax.random.key(16),
+        runs=20_000,
+    )
+
+
+class CountsSteps(dpb.games.NoisyExtragradient):
+    """Counts one release a step, as the paper does."""
+
+    def ledger(self, problem, sizes):
+        ledger = dpb.games.NoisyExtragradient.ledger(self, problem, sizes)
+        (release,) = ledger.releases
+        half = dataclasses.replace(release, count=self.num_steps)
+        return dataclasses.replace(ledger, releases=(half,))
+
+
+class SameBatch(dpb.privacy.SinglePass):
+    """Reads its first batch again and again."""
+
+    def draw(self, records, size, *, key, index=None):
+        return dpb.privacy.SinglePass.draw(
+            self, records, size, key=key, index=0 * index
+        )
+
+
+class HalfSensitiveResolvent(dpb.games.InexactProximalPoint):
+    """Takes the share of a record for its sensitivity."""
+
+    def step(self, problem, data, state, *, key):
+        half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
+        return dpb.games.InexactProximalPoint.step(half, problem, data, state, key=key)
+
+
+class FirstStep(Resolvent):
+    """Takes what a record moves in the first inner step for what it moves in all."""
+
+    def contribution(self, dtype, precision):
+        step = 1 / (2 * (self.lipschitz + self.strength))
+        return step * self.problem.declared("bound") / self.denominator
+
+
+class FirstStepSensitive(dpb.games.InexactProximalPoint):
+    """Forgets that its steps add up."""
+
+    def resolvent(self, problem, sizes):
+        found = dpb.games.InexactProximalPoint.resolvent(self, problem, sizes)
+        return FirstStep(**vars(found))
+
+
+class WarmResolvent(dpb.games.InexactProximalPoint):
+    """Starts from the resolvent that it found, not from the one it released."""
+
+    def step(self, problem, data, state, *, key):
+        silent = dataclasses.replace(self, noise=dpb.privacy.Gaussian(0.0))
+        found, noisy = (
+            dpb.games.InexactProximalPoint.step(kind, problem, data, state, key=k)
+            for kind, k in zip((silent, self), jax.random.split(key), strict=True)
+        )
+        return dataclasses.replace(found, mean=noisy.w)
+
+    def released(self, state):
+        return state.mean
+
+
+SUBSET = sampled(dpb.FixedSize(2))
+ADDED = noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
+
+
+def of_noisy_gd(broken, sound=sound_noisy_gd):
+    return Mutant("NoisyGD", broken, sound)
+
+
+def of_penalty(broken, sound=sound_penalty):
+    return Mutant("PenaltyBilevel, overlapping", broken, sound)
+
+
+def of_implicit(broken, sound=sound_implicit):
+    return Mutant("ImplicitBilevel, overlapping", broken, sound)
+
+
+def of_single_loop(broken, sound=lambda: audited(single_loop("shared"))):
+    return Mutant("SingleLoopBilevel, shared", broken, sound)
+
+
+def of_extragradient(broken, sound=lambda: audited(extragradient(), runs=20_000)):
+    return Mutant("NoisyExtragradient", broken, sound)
+
+
+@functools.cache
+def sound_proximal():
+    return audited(proximal(), runs=20_000)
+
+
+def of_proximal(broken):
+    return Mutant("InexactProximalPoint", broken, sound_proximal)
+
+
+def of_exponential(broken):
+    return Mutant("ExponentialMechanism", broken, drawn)
+
+
+def of_regularized(broken):
+    return Mutant(
+        "RegularizedExponentialMechanism", broken, lambda: audited(regularized())
+    )
+
+
+MUTANTS = {
+    "one of two releases a step counted": of_extragradient(
+        lambda: audited(extragradient(kind=CountsSteps), runs=20_000)
+    ),
+    "a single pass that reads one batch": of_extragradient(
+        lambda: audited(once(SameBatch), runs=20_000),
+        lambda: audited(once(), runs=20_000),
+    ),
+    "half the sensitivity of the resolvent": of_proximal(
+        lambda: audited(proximal(kind=HalfSensitiveResolvent), runs=20_000)
+    ),
+    "inner solver started from an unreleased point": of_proximal(
+        lambda: audited(proximal(kind=WarmResolvent), runs=20_000)
+    ),
+    "steps of operator extrapolation that do not add up": Mutant(
+        "InexactProximalPoint, extrapolation",
+        lambda: audited(extrapolated(kind=FirstStepSensitive), runs=20_000),
+        lambda: audited(extrapolated(), runs=20_000),
+    ),
+    "draws by steeper losses than declared": of_regularized(
+        lambda: audited(regularized(kind=DrawsBySteeper), runs=20_000)
+    ),
+    "draws at the rate for a removed record": of_regularized(
+        lambda: audited(
+            regularized(mechanism=RateOfRemoved()), claim_of(regularized()), runs=20_000
+        )
+    ),
+    "draws at a wrong rate": of_exponential(lambda: drawn(mechanism=Hotter())),
+    "draws by losses that are not clipped": of_exponential(
+        lambda: drawn(kind=DrawsUnclipped)
+    ),
+    "noise x 0.9": of_noisy_gd(lambda: audited(noisy_gd(0.9), claim_of(noisy_gd()))),
+    "noise x 0.707": of_noisy_gd(
+        lambda: audited(noisy_gd(0.707), claim_of(noisy_gd()), runs=20_000)
+    ),
+    "noise x 0.9, two levels": of_penalty(
+        lambda: audited(penalty("overlapping", 0.9), claim_of(penalty("overlapping")))
+    ),
+    "replaced records with the noise for removed ones": of_noisy_gd(
+        lambda: audited(
+            dataclasses.replace(
+                ADDED, noise=dpb.privacy.Gaussian(ADDED.noise.noise_multiplier / 2)
+            ),
+            claim_of(ADDED),
+            runs=20_000,
+        )
+    ),
+    "overlapping people accounted as disjoint": of_penalty(
+        lambda: audited(
+            penalty("overlapping"), claim_of(penalty("disjoint")), runs=20_000
+        )
+    ),
+    "inner noise missing": of_penalty(
+        lambda: audited(
+            penalty(
+                "overlapping",
+                inner=dpb.NoisyGD(2, 0.5, step_size=0.1, noise=Silent()),
+            ),
+            runs=20_000,
+        )
+    ),
+    "outer noise missing": of_penalty(
+        lambda: audited(penalty("overlapping", noise=Silent()), runs=20_000)
+    ),
+    "clip removed": of_noisy_gd(
+        lambda: on_problem(Unclipped), lambda: on_problem(dpb.FiniteSum)
+    ),
+    "clip of the batch instead of the record": of_noisy_gd(
+        lambda: on_problem(ClippedAsABatch), lambda: on_problem(dpb.FiniteSum)
+    ),
+    "key reused across steps": of_noisy_gd(
+        lambda: reuse(
+            SameAtEveryStep(2, 0.7, step_size=0.1).with_noise(1.0).with_sizes(10)
+        ),
+        lambda: reuse(noisy_gd(num_steps=2)),
+    ),
+    "key reused across leaves": of_noisy_gd(
+        lambda: one_step_reuse(SameForEveryLeaf),
+        lambda: one_step_reuse(FreshForEveryLeaf),
+    ),
+    "key reused across levels": of_penalty(
+        lambda: reuse(short_penalty(SameInEveryRun(2, 0.5, step_size=0.1))),
+        lambda: reuse(short_penalty(INNER)),
+    ),
+    "one batch accounted as two independent ones": of_noisy_gd(
+        lambda: reading_twice(True), lambda: reading_twice(False)
+    ),
+    "shuffled batches accounted as Poisson": of_noisy_gd(
+        lambda: epoch("shuffled"), lambda: epoch("Poisson")
+    ),
+    "fixed-size batches accounted as Poisson": of_noisy_gd(
+        lambda: audited(
+            SUBSET,
+            claim_of(dataclasses.replace(SUBSET, sampling=dpb.Poisson(0.2))),
+        ),
+        lambda: audited(SUBSET),
+    ),
+    "noise x 0.9, joint release": of_single_loop(
+        lambda: audited(single_loop("shared", 0.9), claim_of(single_loop("shared")))
+    ),
+    "one block of a joint release without noise": of_single_loop(
+        lambda: audited(single_loop("shared", noise=SilentInOneBlock()), runs=20_000)
+    ),
+    "warm start from an exact iterate": of_penalty(
+        lambda: audited(
+            penalty("overlapping", kind=WarmStartsFromExactSolution), runs=20_000
+        )
+    ),
+    "stops when the raw gradient is small": of_noisy_gd(
+        lambda: audited(
+            StopsOnRawGradient(
+                4, 0.7, step_size=0.1, noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE)
+            )
+            .with_noise(1.0)
+            .with_sizes(10),
+            runs=20_000,
+        ),
+        lambda: audited(ADDED, runs=20_000),
+    ),
+    "half the sensitivity of the hypergradient": of_implicit(
+        lambda: audited(implicit("overlapping", kind=HalfSensitive), runs=20_000)
+    ),
+    "inner error left out of the sensitivity": of_implicit(
+        lambda: coarse_inner(CoarseInnerLeftOut), lambda: coarse_inner(CoarseInner)
+    ),
+    "half the sensitivity of the utility": Mutant(
+        "exponential mechanism",
+        lambda: exponential_mechanism(0.5),
+        lambda: exponential_mechanism(1.0),
+    ),
+    "chain cut short at the exact optimum": Mutant(
+        "Metropolis sampler", lambda: metropolis(2), lambda: metropolis(60)
+    ),
+}
+
+MUTANTS |= {name: Mutant(*parts) for name, parts in mutants_gibo.MUTANTS.items()}

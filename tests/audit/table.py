@@ -1,0 +1,43 @@
+"""Prints what was measured on every solver: python -m tests.audit.table [RUNS]."""
+
+import sys
+
+from tests.audit.audit_zoo import LONG, SOLVERS, outcomes
+from tests.audit.mutants import MUTANTS as OF_STEPS
+from tests.audit.mutants import survivors
+from tests.audit.mutants_search import MUTANTS as OF_SEARCHES
+
+MUTANTS = OF_STEPS | OF_SEARCHES
+
+
+def rejected(of):
+    """How many mutants of this mechanism an audit rejects."""
+    group = {name: mutant for name, mutant in MUTANTS.items() if mutant.of == of}
+    return f"{len(group) - len(survivors(group))} of {len(group)}" if group else ""
+
+
+def rows(runs):
+    for name in SOLVERS:
+        for outcome in outcomes(name, runs):
+            person = outcome.name.split(", ")[1]
+            label = name if person in ("records", "person") else f"{name}: {person}"
+            yield label, outcome, rejected(name)
+    for name in ("exponential mechanism", "Metropolis sampler"):
+        sound = next(mutant.sound for mutant in MUTANTS.values() if mutant.of == name)
+        yield name, sound(), rejected(name)
+
+
+def main():
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else LONG
+    print("| mechanism | claimed mu | measured mu, at least | runs a side | mutants |")
+    print("|---|---|---|---|---|")
+    for label, outcome, mutants in rows(runs):
+        print(
+            f"| {label} | {outcome.claimed_mu:.3f} | {outcome.measured_mu:.3f} "
+            f"| {outcome.runs} | {mutants} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import dpbilevel as dpb
+from dpbilevel import audit
+from dpbilevel.audit.claims import TradeOffCurve
+from dpbilevel.privacy import accounting
+from tests.audit.audit_zoo import (
+    ADD_OR_REMOVE,
+    LONG,
+    SHORT,
+    SOLVERS,
+    audited,
+    claim_of,
+    noisy_gd,
+    outcomes,
+    penalty,
+    sampled,
+    single_loop,
+)
+from tests.contract.solver_zoo import SOLVERS as CONTRACT
+
+solvers = pytest.mark.parametrize("name", SOLVERS)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# In short one of each class, and the samplings; those that take longest are only slow.
+FIRST = {type(case.solver): name for name, case in reversed(SOLVERS.items())}
+AT_ONCE = {*FIRST.values(), "NoisyGD, Poisson", "NoisyGD, fixed size"}
+AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO", "Refitted"}
+CASES = [
+    pytest.param(
+        name,
+        runs,
+        marks=() if runs == SHORT and name in AT_ONCE else pytest.mark.slow,
+    )
+    for name in SOLVERS
+    for runs in (SHORT, LONG)
+]
+runs = pytest.mark.parametrize(
+    "runs", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)]
+)
+
+
+@pytest.mark.parametrize(("name", "runs"), CASES)
+def test_no_solver_leaks_more_than_its_ledger_claims(name, runs):
+    for outcome in outcomes(name, runs):
+        assert outcome.passed, str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"), [case for case in CASES if SOLVERS[case.values[0]].exact]
+)
+def test_gaussian_solvers_leak_nine_tenths_of_what_their_ledger_claims(name, runs):
+    case = SOLVERS[name]
+    canaries = audit.canaries(case.solver, x_in_records=case.x_in_records)
+    for outcome, canary in zip(outcomes(name, runs), canaries.values(), strict=True):
+        events = canary.solver.ledger(canary.problem, canary.solver.sizes).events()
+        person = outcome.name.split(", ")[1]
+        assert outcome.claimed_mu == pytest.approx(
+            accounting.gaussian_mu(events[person]), rel=case.tolerance
+        )
+        assert outcome.measured_mu >= 0.9 * outcome.claimed_mu
+
+
+def test_every_solver_of_the_package_is_audited():
+    found = {type(case.solver) for case in SOLVERS.values()}
+    assert found == {type(solver) for _, solver, *_ in CONTRACT.values()}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_an_adversary_sees_at_least_what_is_released(name):
+    problem, solver, _, w0, _ = CONTRACT[name]
+    state = solver.init(problem, w0)
+    seen = {id(leaf) for leaf in jax.tree.leaves(solver.adversary_view(state))}
+    assert seen >= {id(leaf) for leaf in jax.tree.leaves(solver.released(state))}
+
+
+@pytest.mark.parametrize(
+    ("solver", "smaller"),
+    [
+        (sampled(dpb.Poisson(0.2), ADD_OR_REMOVE), dpb.Poisson(0.17)),
+        slow(sampled(dpb.FixedSize(2)), dpb.FixedSize(1)),
+    ],
+)
+def test_the_claim_of_a_smaller_batch_is_rejected(solver, smaller):
+    claim = claim_of(dataclasses.replace(solver, sampling=smaller))
+    assert not audited(solver, claim).passed
+    assert audited(solver).passed
+
+
+@pytest.mark.parametrize("others", [-1.0, 0.0])
+def test_disjoint_people_are_audited_one_level_at_a_time(others):
+    found = audit.canaries(penalty("disjoint"), others=others)
+    assert set(found) == {"upper", "lower"}
+    upper = found["upper"]
+    same = jax.tree.map(jnp.array_equal, upper.data, upper.neighbour)
+    assert bool(same.lower)
+    assert not bool(same.upper)
+
+
+def test_overlapping_and_shared_people_change_both_levels():
+    for people in ("overlapping", "shared"):
+        canary = audit.canaries(penalty(people))["person"]
+        assert canary.data.is_shared == (people == "shared")
+        for role in ("upper", "lower"):
+            assert getattr(canary.data, role)[0] == -getattr(canary.neighbour, role)[0]
+
+
+def test_canaries_respect_which_levels_meet_x():
+    for reads in (True, False, ("upper",), ("lower",)):
+        canary = audit.canaries(penalty("disjoint"), x_in_records=reads)["lower"]
+        traced = canary.problem.traced(canary.w0, canary.data)
+        assert traced.x_in_records == canary.problem.x_in_records
+
+
+def test_under_add_or_remove_the_neighbour_contributes_nothing():
+    solver = noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
+    np.testing.assert_array_equal(audit.canaries(solver)["records"].neighbour, 0)
+
+
+def test_smaller_canary_sizes_keep_the_claim():
+    solver = dpb.NoisyGD(2, 1.0, step_size=0.1, sampling=dpb.FixedSize(200))
+    solver = solver.with_noise(1.0).with_sizes(20_000)
+    canary = audit.canaries(solver)["records"]
+    assert canary.solver.sizes == 200
+    assert canary.solver.sampling.size == 2
+    assert canary.data.shape == (200,)
+    epsilons = np.asarray([0.5, 2.0])
+    np.testing.assert_allclose(canary.claim(epsilons), claim_of(solver)(epsilons))
+
+
+def test_curve_of_a_gaussian_claim_is_the_gaussian_trade_off():
+    rates = np.asarray([1e-3, 0.1, 0.5, 0.9])
+    curve = TradeOffCurve(audit.gaussian_claim(1.3))
+    normal = scipy.stats.norm
+    np.testing.assert_allclose(
+        curve(rates), normal.cdf(normal.ppf(rates) + 1.3), rtol=1e-3
+    )
+
+
+def test_pure_claim_is_that_of_randomized_response():
+    claim = audit.pure_claim(1.0)
+    right = math.e / (1 + math.e)
+    for epsilon in (0.0, 0.4, 1.0, 2.0):
+        expected = max(0.0, right - math.exp(epsilon) * (1 - right))
+        assert claim(np.asarray(epsilon)) == pytest.approx(expected)
+
+
+def randomized_response(data, *, key):
+    truth = jax.random.bernoulli(key, math.e / (1 + math.e))
+    return jnp.where(truth, data, 1 - data)
+
+
+def responses(claim, statistic=None):
+    return audit.trade_off(
+        randomized_response,
+        jnp.asarray(1.0),
+        jnp.asarray(0.0),
+        claim,
+        key=jax.random.key(3),
+        runs=20_000,
+        statistic=statistic,
+    )
+
+
+def test_a_mechanism_of_the_user_is_audited_against_a_pure_claim():
+    assert responses(audit.pure_claim(1.0)).passed
+    assert not responses(audit.pure_claim(0.9)).passed
+
+
+def test_a_statistic_of_the_user_replaces_the_fitted_one():
+    assert not responses(audit.pure_claim(0.9), lambda rows: rows[:, 0]).passed
+    # One that looks away sees nothing.
+    assert responses(audit.pure_claim(0.9), lambda rows: 0 * rows[:, 0]).passed
+
+
+def test_a_problem_of_the_user_is_audited_on_neighbours_of_its_own():
+    problem, solver, data, w0, _ = CONTRACT["noisy_gd"]
+    solver = solver.with_noise(1.0).with_sizes(problem.sizes_of(data))
+    neighbour = data | {"label": data["label"].at[0].multiply(-1)}
+    outcome = audit.trade_off(
+        audit.SolverRun(problem, solver, w0),
+        data,
+        neighbour,
+        audit.ledger_claims(solver.ledger(problem, solver.sizes))["records"],
+        key=jax.random.key(4),
+        runs=2000,
+    )
+    assert outcome.passed
+
+
+def test_outcome_promises_nothing_and_is_plain_json():
+    passed, failed = responses(audit.pure_claim(1.0)), responses(audit.pure_claim(0.5))
+    runs = "16000 of 20000 runs a side (4000 for the pilot)"
+    assert f"  no violation found at {runs}" in str(passed)
+    assert f"VIOLATION at {runs}" in str(failed)
+    assert "can hide" in str(passed)
+    assert "if the two datasets differ in one person's records only" in str(failed)
+    for outcome in (passed, failed):
+        assert "verified" not in str(outcome).lower()
+        assert json.loads(json.dumps(outcome.to_dict()))["passed"] == outcome.passed
+
+
+def test_outcome_has_at_most_six_cuts_and_keeps_its_pilot_apart():
+    outcome = outcomes("NoisyGD")[0]
+    assert len(outcome.cuts) <= 6
+    assert outcome.runs == 0.8 * SHORT
+    assert outcome.runs + outcome.pilot == SHORT
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda: audit.canaries(dpb.NoisyGD(1, 1.0, step_size=1.0)), "bound to sizes"),
+        (lambda: audit.pure_claim(-1.0), "non-negative"),
+        (lambda: audit.epsilon_from_guesses(3, 2, 5, 0.1, 0.1), "needs 0 <="),
+    ],
+)
+def test_misuse_is_refused_with_the_remedy(broken, message):
+    with pytest.raises(ValueError, match=message):
+        broken()
+
+
+@pytest.mark.parametrize(
+    "name", ["NoisyGD", slow("PenaltyBilevel, x in lower"), "Refitted"]
+)
+def test_solvers_draw_every_noise_afresh(name):
+    case = SOLVERS[name]
+    found = audit.noise_reuse(
+        case.solver, key=jax.random.key(0), x_in_records=case.x_in_records
+    )
+    canaries = audit.canaries(case.solver, x_in_records=case.x_in_records)
+    canary = next(iter(canaries.values()))
+    releases = canary.solver.ledger(canary.problem, canary.solver.sizes).releases
+    assert found.streams == 2 * sum(release.count for release in releases)
+    assert found.passed, str(found)
+
+
+def test_guesses_bound_epsilon_by_the_binomial_tail():
+    epsilon = audit.epsilon_from_guesses(90, 100, 1000, 0.0, 0.05)
+    tail = scipy.stats.binom.sf(89, 100, 1 / (1 + math.exp(-epsilon)))
+    assert tail == pytest.approx(0.05)
+    assert audit.epsilon_from_guesses(90, 100, 1000, 1e-4, 0.05) < epsilon
+    assert audit.epsilon_from_guesses(50, 100, 1000, 0.0, 0.05) == 0.0
+
+
+def test_one_run_bounds_epsilon_from_below():
+    solver = dpb.NoisyGD(3, 1.0, step_size=1.0).with_noise(0.5)
+    found = audit.one_run(solver, key=jax.random.key(5))
+    assert 1.0 < found.measured_epsilon <= found.claimed_epsilon
+    assert "no violation found" in str(found)
+
+
+def test_one_run_rejects_a_claim_that_is_too_good():
+    solver = dpb.NoisyGD(3, 1.0, step_size=1.0).with_noise(0.2)
+    found = audit.one_run(solver, key=jax.random.key(5))
+    assert not dataclasses.replace(found, claimed_epsilon=2.0).passed
+
+
+def test_a_defect_that_depends_on_the_planned_size_is_rejected():
+    class RoundsItsShare(dpb.privacy.Gaussian):
+        """Takes the sensitivity in half precision, where C / 70 000 000 is zero."""
+
+        def release(self, bounded, *, key):
+            # Unlike a conversion to float16 and back, no compiler leaves this out.
+            share = jnp.asarray(bounded.contribution, jnp.float32)
+            share = jax.lax.reduce_precision(share, 5, 10)
+            broken = dpb.privacy.Bounded(
+                bounded.raw, 0.01 * bounded.contribution + share
+            )
+            return dpb.privacy.Gaussian.release(self, broken, key=key)
+
+    solver = noisy_gd(noise=RoundsItsShare())
+    assert audited(solver.with_sizes(2), runs=SHORT // 5).passed
+    assert not audited(solver.with_sizes(70_000_000), runs=SHORT // 5).passed
+
+
+def test_single_loop_leaks_nine_tenths_where_both_records_move_one_block():
+    # y stays at zero and a public push keeps v negative, so the lower record shows in
+    # its Hessian-vector product alone: on the side where the upper record pushes v.
+    problem = dpb.BilevelProblem(
+        lambda x, y, z: z * jnp.sum(y),
+        lambda x, y, z: 0.5 * z * jnp.sum(y) ** 2,
+        upper_public=lambda x, y: -100.0 * jnp.sum(y),
+        y_set=dpb.sets.Box(0.0, 0.0),
+        x_in_records=False,
+    )
+    solver = single_loop("overlapping", num_steps=12)
+    first, second = (
+        dpb.Levels(*(jnp.zeros(n).at[0].set(z) for n in (10, 20))) for z in (1e6, -1e6)
+    )
+    (event,) = solver.ledger(problem, solver.sizes).events().values()
+    outcome = audit.trade_off(
+        audit.SolverRun(problem, solver, (jnp.zeros(1), jnp.zeros(1))),
+        first,
+        second,
+        audit.event_claim(event, dpb.Neighbours.REPLACE_ONE),
+        key=jax.random.key(9),
+        runs=SHORT,
+    )
+    assert outcome.passed, str(outcome)
+    assert outcome.measured_mu >= 0.9 * outcome.claimed_mu, str(outcome)

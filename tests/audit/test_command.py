@@ -1,0 +1,81 @@
+import json
+
+import pytest
+
+from dpbilevel.cli import audit as page
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.main import main
+from dpbilevel.cli.run import prepare
+from tests.audit.audit_zoo import audited, claim_of, noisy_gd
+from tests.cli.test_cli import config, config_of_csv, failure  # noqa: F401
+from tests.cli.test_runner import GENERATED
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("audit")
+    (place / "a.toml").write_text(GENERATED)
+    out = str(place / "out")
+    assert main(["audit", str(place / "a.toml"), "--out", out, "--runs", "2000"]) == 0
+    return place
+
+
+def test_audit_writes_its_findings_and_a_picture(folder):
+    found = json.loads((folder / "out" / "audit.json").read_text())
+    assert found["passed"]
+    assert {audit["runs_a_side"] for audit in found["audits"]} == {1600}
+    assert (folder / "out" / "audit.png").read_bytes().startswith(PNG)
+    assert len(list((folder / "out").iterdir())) == 2
+
+
+def test_audited_solver_claims_what_the_plan_does(folder):
+    prepared = prepare(read_config(folder / "a.toml"))
+    budget = prepared.config.privacy.budget
+    claims = page.canaries_of(prepared)
+    deltas = [canary.claim(budget.epsilon) for canary in claims.values()]
+    assert max(deltas) == pytest.approx(budget.delta, rel=1e-3)
+
+
+def test_an_earlier_audit_is_refused_and_stays_as_it_was(folder, capsys):
+    out = folder / "out"
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    text = failure(capsys, "audit", str(folder / "a.toml"), "--out", str(out))
+    assert "holds an earlier audit; give a new folder, or move audit.json" in text
+    assert before == {file.name: file.read_bytes() for file in out.iterdir()}
+
+
+def test_audit_reads_no_records(config_of_csv, capsys):  # noqa: F811
+    assert main(["audit", config_of_csv, "--runs", "1000"]) == 0
+    assert (
+        "no violation found at 800 of 1000 runs a side (200 for the pilot)"
+        in capsys.readouterr().out
+    )
+
+
+def test_violation_ends_with_status_one(config, capsys, monkeypatch):  # noqa: F811
+    leaks = audited(noisy_gd(0.5), claim_of(noisy_gd()), runs=5000)
+    monkeypatch.setattr(page, "audit_canaries", lambda *_, **__: (leaks,))
+    assert main(["audit", config]) == 1
+    assert "VIOLATION" in capsys.readouterr().out
+
+
+def test_folder_with_something_else_is_refused(folder, capsys):
+    text = failure(capsys, "audit", str(folder / "a.toml"), "--out", str(folder))
+    assert "is not empty (it holds 'a.toml'); give a new folder" in text
+
+
+def test_file_as_folder_is_refused(folder, capsys):
+    file = str(folder / "a.toml")
+    assert "is a file" in failure(capsys, "audit", file, "--out", file)
+
+
+def test_too_few_runs_are_refused(folder, capsys):
+    text = failure(capsys, "audit", str(folder / "a.toml"), "--runs", "10")
+    assert "runs must be at least 1000" in text
+
+
+def test_a_leak_is_drawn_too():
+    leaks = audited(noisy_gd(0.5), claim_of(noisy_gd()), runs=5000)
+    assert page.draw((leaks, leaks)).startswith(PNG)

@@ -1,0 +1,57 @@
+"""Every deliberately broken mechanism is rejected, and the sound one passes."""
+
+import pytest
+
+from tests.audit.audit_zoo import SOLVERS
+from tests.audit.mutants import MUTANTS as OF_STEPS
+from tests.audit.mutants import Mutant, sound_noisy_gd, survivors
+from tests.audit.mutants_search import MUTANTS as OF_SEARCHES
+from tests.audit.test_audit import AT_ONCE
+
+MUTANTS = OF_STEPS | OF_SEARCHES
+# Those that JAX's own check of keys would stop before any run.
+REUSING = ("key reused across leaves", "one batch accounted as two independent ones")
+AUDITED = {type(SOLVERS[name].solver).__name__ for name in AT_ONCE}
+# One broken copy of each mechanism; the slow suite and `make audit` have them all.
+SHORT = {mutant.of: name for name, mutant in reversed(MUTANTS.items())}.values()
+
+
+def marks(name):
+    return [
+        *([pytest.mark.reuses_keys] if name in REUSING else []),
+        *([] if name in SHORT else [pytest.mark.slow]),
+    ]
+
+
+BROKEN = [pytest.param(name, marks=marks(name)) for name in MUTANTS]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_mechanism_is_rejected(name):
+    outcome = MUTANTS[name].broken()
+    assert not outcome.passed, str(outcome)
+
+
+# One of all that break the same sound mechanism; solvers are audited in test_audit.
+CONTROLS = {mutant.sound: name for name, mutant in MUTANTS.items()}.values()
+OF_SHORT = {MUTANTS[name].sound for name in SHORT if MUTANTS[name].of not in AUDITED}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if MUTANTS[name].sound in OF_SHORT else pytest.mark.slow
+        )
+        for name in CONTROLS
+    ],
+)
+def test_sound_mechanism_passes(name):
+    outcome = MUTANTS[name].sound()
+    assert outcome.passed, str(outcome)
+
+
+def test_a_mutant_that_survives_is_named():
+    harmless = Mutant("NoisyGD", sound_noisy_gd, sound_noisy_gd)
+    caught = MUTANTS["noise x 0.707"]
+    assert survivors({"harmless": harmless, "caught": caught}) == ["harmless"]

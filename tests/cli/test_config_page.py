@@ -1,0 +1,92 @@
+"""The page of every key of a config says what the reader of configs does."""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.cli import columns, datasets, matrices, sources, tasks
+from dpbilevel.cli.config import Privacy, parse_config
+from dpbilevel.cli.tables import Place
+from tests.cli.test_runner import GENERATED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+ROW = re.compile(r"^\| (.*?) \| `(\w+)` \| (.*?) \| (.*?) \| .* \|$", re.MULTILINE)
+LISTED = "`data` (all but generated)"
+WHERE = {
+    Privacy: ["`privacy`"],
+    datasets.CsvData: ["`data`", LISTED, "`data` (csv)"],
+    datasets.SklearnData: ["`data`", LISTED, "`data` (sklearn)"],
+    datasets.OpenmlData: ["`data`", LISTED, "`data` (openml)"],
+    datasets.GeneratedData: ["`data`", "`data` (generated)"],
+    matrices.CsvMatrices: ["`data` (csv_matrices)"],
+    matrices.GeneratedMatrices: ["`data` (generated_matrices)"],
+    datasets.Block: ["`data.block`"],
+    sources.Groups: ["`data.groups`"],
+    sources.Sources: ["`data.sources`"],
+    columns.Numeric: ["`data.numeric`"],
+    columns.Categorical: ["`data.categorical`"],
+    columns.Label: ["`data.label`"],
+    dpb.PenaltyBilevel: ["`solver`", "`PenaltyBilevel`"],
+    dpb.games.NoisyExtragradient: ["`solver` (game)", "`NoisyExtragradient`"],
+    dpb.games.InexactProximalPoint: ["`solver` (game)", "`InexactProximalPoint`"],
+    dpb.SingleLoopBilevel: ["`solver`", "`SingleLoopBilevel`"],
+    dpb.NoisyGD: ["inner, refit", "inner, refit, `NoisyGD`"],
+    dpb.onelevel.LocalizedGD: ["inner, refit", "inner, refit, `LocalizedGD`"],
+    dpb.Poisson: ["`sampling`", "`sampling` (Poisson)"],
+    dpb.FixedSize: ["`sampling`", "`sampling` (FixedSize)"],
+    dpb.privacy.SinglePass: ["`sampling`", "`sampling` (SinglePass)"],
+    dpb.FullBatch: ["`sampling`"],
+}
+# Fields that a text file cannot hold, or that the library fills in.
+NOT_KEYS = {
+    "noise",
+    "sizes",
+    "dtype",
+}
+SELECTORS = {"type", "source"}
+
+
+def section(title):
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def check_rows(cls, rows):
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in NOT_KEYS}
+    told = {key: default for key, _, default in rows if key not in SELECTORS}
+    assert set(told) == set(fields)
+    for name, field in fields.items():
+        required = (
+            field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        )
+        assert (told[name] == "required") == required, name
+        if isinstance(field.default, int | float):
+            assert told[name] == str(field.default), name
+        if isinstance(field.default, str):
+            assert told[name] == f'`"{field.default}"`', name
+
+
+@pytest.mark.parametrize("cls", WHERE, ids=lambda cls: cls.__name__)
+def test_every_key_is_on_the_page_with_its_default(cls):
+    rows = [row[1:] for row in ROW.findall(PAGE) if row[0] in WHERE[cls]]
+    check_rows(cls, rows)
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_key_of_a_task_is_on_the_page_with_its_default(name):
+    rows = ROW.findall(section(f'[model], for task = "{name}"'))
+    check_rows(tasks.TASKS[name], [row[1:] for row in rows])
+
+
+def test_every_table_is_on_the_page():
+    tables = tomllib.loads(GENERATED) | {"no": {}}
+    with pytest.raises(ValueError, match="Allowed keys: ") as error:
+        parse_config(tables, Place("a.toml"))
+    names = str(error.value).split("Allowed keys: ")[1].rstrip(".").split(", ")
+    assert names
+    for name in names:
+        assert f"`{name}`" in PAGE, name

@@ -1,0 +1,264 @@
+import tomllib
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.cli import results
+from dpbilevel.cli.config import parse_config
+from dpbilevel.cli.data import load_records
+from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.tables import Place
+from tests.cli.config_changes import changed
+
+TEXT = """
+task = "group_fair"
+[privacy]
+epsilon = 2.0
+delta = 1e-5
+neighbours = "replace_one"
+[data]
+source = "generated"
+training = 4000
+[[data.block]]
+name = "all"
+size = 3
+signal = 8.0
+[data.groups]
+frequency = [0.8, 0.2]
+turn = [0.0, 120.0]
+[model]
+shares = [0.8, 0.2]
+radius = 8.0
+scale = 3.0
+[solver]
+type = "NoisyExtragradient"
+num_steps = 40
+step_size = 4.0
+clip_norm = 1.5
+"""
+MATRICES = """
+task = "matrix_game"
+[privacy]
+epsilon = 2.0
+delta = 1e-5
+neighbours = "replace_one"
+[data]
+source = "generated_matrices"
+training = 4000
+mean = [[0.6, -0.6], [-0.6, 0.6], [0.5, 0.5]]
+[model]
+rows = 3
+columns = 2
+[solver]
+type = "NoisyExtragradient"
+num_steps = 40
+step_size = 0.5
+clip_norm = 2.3
+"""
+TABLE = {
+    "source": "csv_matrices",
+    "path": "costs.csv",
+    "training": 3,
+    "columns": [["a", "b"], ["c", "d"], ["e", "f"]],
+    "mean": 5.0,
+    "scale": 10.0,
+    "clip": 0.5,
+}
+PEOPLE = {
+    "source": "csv",
+    "path": "people.csv",
+    "training": 5,
+    "label": {"column": "rich", "positive": ["yes"], "negative": ["no"]},
+    "categorical": [{"column": "town", "values": ["Ulm", "Rom"]}],
+    "groups": {"column": "sex", "values": ["w", "m"]},
+}
+
+
+def parsed(*changes, folder="."):
+    return parse_config(changed(TEXT, changes), Place(str(Path(folder) / "a.toml")))
+
+
+def game(*changes, folder="."):
+    place = Place(str(Path(folder) / "a.toml"))
+    return parse_config(changed(MATRICES, changes), place)
+
+
+def test_tables_are_the_game_and_its_solver():
+    config = parsed(("model.ridge", 0.01))
+    assert config.sizes == 4000
+    assert config.solver == dpb.games.NoisyExtragradient(40, 1.5, 4.0)
+    assert config.problem.y_set == dpb.sets.Simplex(3.0)
+    assert config.problem.x_set == dpb.sets.Ball(8.0)
+    assert config.problem.public is not None
+    assert parsed().problem.public is None
+    proximal = {
+        "type": "InexactProximalPoint",
+        "num_steps": 5,
+        "strength": 4.0,
+        "inner_steps": 1,
+        "clip_norm": 1.0,
+        "sampling": {"type": "SinglePass", "size": 50},
+    }
+    assert parsed(("solver", proximal)).solver == dpb.games.InexactProximalPoint(
+        5, 1.0, 4.0, 1, sampling=dpb.privacy.SinglePass(50)
+    )
+
+
+def test_run_releases_model_and_weights_and_favours_the_small_group(tmp_path):
+    prepared = prepare(parsed())
+    out = tmp_path / "out"
+    written = run(prepared, out, chunk=20)
+    result = results.load(out)
+    assert result.report.epsilon <= 2.0
+    assert result.report.people is None
+    assert result.x.shape == (4,)
+    assert result.trajectory.shape == (41, 2)
+    np.testing.assert_allclose(result.trajectory[0], [0.8, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(result.shown, result.y / 3.0, rtol=1e-6)
+    np.testing.assert_allclose(result.shown.sum(), 1.0, atol=1e-5)
+    assert result.shown[1] > 0.3
+    assert (out / "figure.png").stat().st_size > 10_000
+    page = str(written)
+    assert "released weight of each group:" in page
+    assert "released model: 4 coefficients" in page
+
+
+def test_generated_groups_follow_their_own_coefficients():
+    config = parsed()
+    data = load_records(config.data, config.privacy.neighbours, base=Path("."))
+    assert set(data) == {"features", "label", "group"}
+    assert np.mean(data["group"]) == pytest.approx(0.2, abs=0.03)
+    rows = data["features"][:, :3] * data["label"][:, None]
+    means = [rows[data["group"] == g].mean(0) for g in range(2)]
+    cosine = means[0] @ means[1] / np.prod([np.linalg.norm(v) for v in means])
+    assert cosine == pytest.approx(-0.5, abs=0.15)
+
+
+def test_groups_of_a_table_are_positions_and_unknown_ones_have_none(tmp_path):
+    rows = ["Ulm,w,yes", "Rom,m,no", "Rom,x,no", "Ulm,,yes", "Ulm,m,yes"]
+    (tmp_path / "people.csv").write_text("\n".join(["town,sex,rich", *rows]))
+    config = parsed(("data", PEOPLE), folder=tmp_path)
+    data = load_records(config.data, config.privacy.neighbours, base=tmp_path)
+    found = sorted(zip(data["group"].tolist(), data["label"].tolist(), strict=True))
+    assert found == [(-1, -1.0), (-1, 1.0), (0, 1.0), (1, -1.0), (1, 1.0)]
+    config = parsed(("data", PEOPLE | {"training": 6}), folder=tmp_path)
+    with pytest.raises(ValueError, match="asks for training = 6"):
+        load_records(config.data, config.privacy.neighbours, base=tmp_path)
+
+
+def test_private_count_takes_every_record(tmp_path):
+    (tmp_path / "people.csv").write_text("town,sex,rich\n" + "Ulm,w,yes\n" * 7)
+    relation = ("privacy.neighbours", "add_or_remove_one")
+    config = parsed(("data", PEOPLE), relation, folder=tmp_path)
+    data = load_records(config.data, config.privacy.neighbours, base=tmp_path)
+    assert len(data["label"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([("privacy.people", "disjoint")], "people is for tasks of two levels"),
+        ([("solver.type", "PenaltyBilevel")], '"NoisyExtragradient"'),
+        ([("data.groups", None)], "[data.groups]: missing table"),
+        (
+            [("data.groups", {"frequency": [1.0], "turn": [0.0]})],
+            "1 groups, but [model]",
+        ),
+        ([("data.groups.turn", [0.0])], "one number per group each"),
+        ([("data.groups.frequency", [0.8, 0.1])], "probabilities of sum 1"),
+        ([("data.groups", {"column": "sex", "values": ["w", "m"]})], "have no columns"),
+        (
+            [("data", PEOPLE | {"groups": {"frequency": [0.5, 0.5], "turn": [0, 9]}})],
+            "in one of its columns",
+        ),
+        ([("data.sources", {"flip": [0.0, 0.5]})], 'task = "source_weighting" only'),
+        ([("data.training", 0)], "training must be at least 1"),
+        ([("data.validation", 9)], "validation is for tasks of two levels"),
+        ([("model.strength", 0.1)], "unknown key 'strength'"),
+        ([("task", "group_robust")], "missing key 'strength'"),
+        ([("model.shares", [0.8, 0.3])], "shares must be positive numbers of sum"),
+        ([("refit", {"type": "NoisyGD"})], "tasks of two levels only"),
+    ],
+)
+def test_bad_config_of_a_game_is_refused_with_the_remedy(changes, said):
+    with pytest.raises(ValueError, match=r"^a\.toml") as error:
+        parsed(*changes)
+    assert said in str(error.value)
+
+
+def test_two_levels_need_people_and_have_no_groups():
+    tables = tomllib.loads(
+        (Path(__file__).parents[2] / "configs/census.toml").read_text()
+    )
+    people = tables["privacy"].pop("people")
+    with pytest.raises(ValueError, match="missing key 'people'"):
+        parse_config(tables, Place("a.toml"))
+    tables["privacy"]["people"] = people
+    tables["data"]["groups"] = {"column": "sex", "values": ["Female"]}
+    with pytest.raises(ValueError, match='task = "group_fair" and "group_robust" only'):
+        parse_config(tables, Place("a.toml"))
+
+
+def test_strength_of_a_robust_game_is_its_public_penalty():
+    config = parsed(("task", "group_robust"), ("model.strength", 0.5))
+    x, y = jnp.zeros(4), jnp.asarray([0.0, 3.0])
+    away = np.array([0.0, 1.0]) - [0.8, 0.2]
+    expected = -0.25 * np.sum(away**2 / np.array([0.8, 0.2]))
+    np.testing.assert_allclose(config.problem.public(x, y), expected, rtol=1e-5)
+
+
+def test_run_of_a_matrix_game_leaves_the_row_that_is_always_worse(tmp_path):
+    result = run(prepare(game()), tmp_path / "out", chunk=20)
+    assert result.names == ("row 0", "row 1", "row 2", "column 0", "column 1")
+    np.testing.assert_allclose(result.trajectory[0], [1 / 3] * 3 + [1 / 2] * 2)
+    np.testing.assert_array_equal(result.shown, np.r_[result.x, result.y])
+    np.testing.assert_allclose(result.shown[:2], [0.5, 0.5], atol=0.15)
+    page = str(results.load(tmp_path / "out"))
+    assert "released weight of each row and column:" in page
+    assert "coefficients" not in page
+
+
+def test_matrices_of_a_table_are_its_columns_row_by_row(tmp_path):
+    cells = ["0,10,5,6,x,", "100,-9,5,5,5,5", "5,5,5,5,5,5"]
+    (tmp_path / "costs.csv").write_text("\n".join(["a,b,c,d,e,f", *cells]))
+    config = game(("data", TABLE), folder=tmp_path)
+    data = load_records(config.data, config.privacy.neighbours, base=tmp_path)
+    assert data.shape == (3, 3, 2)
+    assert data.dtype == np.float32
+    order = np.argsort(data[:, 0, 1])
+    np.testing.assert_allclose(data[order[0], 0], [1.0, -1.0])
+    np.testing.assert_allclose(data[order[1]], 0)
+    row = [[-1.0, 1.0], [0.0, 0.2], [np.nan, np.nan]]
+    np.testing.assert_allclose(data[order[2]], row, rtol=1e-6)
+    assert np.isfinite(config.problem.fun(jnp.ones(3) / 3, jnp.ones(2) / 2, data[0]))
+    everyone = ("privacy.neighbours", "add_or_remove_one")
+    config = game(("data", TABLE), everyone, folder=tmp_path)
+    data = load_records(config.data, config.privacy.neighbours, base=tmp_path)
+    assert len(data) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([("data.source", "csv")], '"generated_matrices"'),
+        ([("model.rows", 2)], "[data]: lists matrices of 3 rows and 2 columns, but"),
+        ([("data.mean", [[0.5], [0.1, 0.2]])], "a list of rows of one length"),
+        ([("data.mean", [[0.5, 2.0]] * 3)], "numbers in [-1, 1]"),
+        ([("data", TABLE | {"scale": 0.0})], "scale must be positive"),
+        ([("data.groups", {"frequency": [1.0], "turn": [0.0]})], "unknown key"),
+        ([("model.columns", 0)], "columns must be an integer of at least 1"),
+    ],
+)
+def test_bad_config_of_a_matrix_game_is_refused_with_the_remedy(changes, said):
+    with pytest.raises(ValueError, match=r"^a\.toml") as error:
+        game(*changes)
+    assert said in str(error.value)
+
+
+def test_matrix_sources_are_for_matrix_games_alone():
+    with pytest.raises(ValueError, match=r"^a\.toml: \[data\]") as error:
+        parsed(("data", TABLE))
+    assert "csv_matrices" in str(error.value)

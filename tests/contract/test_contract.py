@@ -1,0 +1,467 @@
+"""What every solver must do; add a solver to solver_zoo.SOLVERS to test it."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.core.descent import rejected_updates
+from dpbilevel.core.loop import advance, bound_to
+from dpbilevel.privacy.mechanisms import Gaussian
+from tests.contract.solver_zoo import ADAPTIVE, DOUBLE, FEW_ANSWERS, SOLVERS, sizes_of
+
+solvers = pytest.mark.parametrize("name", SOLVERS)
+# One of each class, for the tests that do not compare with the ledger; the slow suite
+# has the others, which differ in problem, people or sampling.
+DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
+DISTINCT += ("refitted", "implicit_at_x", "warm_started", "proximal_point")
+DISTINCT += ("gradient_informative",)
+DISTINCT += ("random_search", "repeat_and_select", "noisy_ucb")
+DISTINCT += ("exponential", "regularized", "extragradient")
+distinct_solvers = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DISTINCT else pytest.mark.slow)
+        for name in SOLVERS
+    ],
+)
+# `fit` plans and solves; one of each family of problems, and one adaptive.
+FITTED = {"penalty_both_levels", "implicit_at_x", "exponential", "proximal_point"}
+FITTED |= {"noisy_gd_adam"}
+fitted_solvers = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FITTED else pytest.mark.slow)
+        for name in SOLVERS
+    ],
+)
+KEY = 0
+
+
+@pytest.fixture(autouse=True)
+def _double(request):
+    """Solvers that need float64 are run in it."""
+    name = (
+        request.node.callspec.params.get("name")
+        if hasattr(request.node, "callspec")
+        else None
+    )
+    with jax.enable_x64(name in DOUBLE):
+        yield
+
+
+# One program per solver for most tests: compiling takes the suite's time.
+solve = jax.jit(functools.partial(dpb.solve, trajectory=True))
+
+
+def calibrated(name, scale=1.0, precision="grid"):
+    problem, solver, data, w0, people = SOLVERS[name]
+    sizes = sizes_of(problem, data, people)
+    solver = solver.with_noise(scale).with_precision(precision).with_sizes(sizes)
+    return problem, solver.with_counts(problem), data, w0
+
+
+def run(name, key, scale=1.0):
+    problem, solver, data, w0 = calibrated(name, scale)
+    return solve(problem, solver, data, w0, key=key)
+
+
+@functools.cache
+def unrolled(name):
+    problem, solver, data, w0 = calibrated(name, precision="float")
+    made = []
+    release = Gaussian.release
+
+    def record(self, bounded, *, key):
+        multiplier = self.noise_multiplier
+        std = multiplier * bounded.sensitivity(self.neighbours)
+        jax.debug.callback(
+            lambda *v: made.append(tuple(map(float, v))), multiplier, std
+        )
+        return release(self, bounded, key=key)
+
+    def recorded(kind):
+        draw = kind.draw
+
+        def record(self, score, *args, **kwargs):
+            sensitivity = score.sensitivity(self.neighbours)
+            size = jnp.asarray(strength(self))
+            jax.debug.callback(
+                lambda *v: made.append(tuple(map(float, v))), size, sensitivity
+            )
+            return draw(self, score, *args, **kwargs)
+
+        return record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gaussian, "release", record)
+        for kind in (dpb.draws.Exponential, dpb.draws.RegularizedExponential):
+            patch.setattr(kind, "draw", recorded(kind))
+        # Not the shared program, which may be compiled already, without the record.
+        run = jax.jit(lambda key: dpb.solve(problem, solver, data, w0, key=key).value)
+        run(jax.random.key(KEY))
+        jax.effects_barrier()
+    return sorted(made), solver.ledger(problem, solver.sizes), name in ADAPTIVE
+
+
+def strength(mechanism):
+    """The number that sets the noise: epsilon of a draw, else the multiplier."""
+    if isinstance(mechanism, dpb.draws.Exponential):
+        return mechanism.epsilon
+    return mechanism.noise_multiplier
+
+
+def claim(release):
+    if isinstance(release, dpb.draws.Draw):
+        factor = release.neighbours.contributions
+        return float(strength(release.mechanism)), factor * release.contribution
+    return release.noise_multiplier, release.noise_std
+
+
+def matches(made, ledger, adaptive):
+    # A selection counts once, whatever the number of runs it selects from.
+    claimed = sorted(
+        claim(r)
+        for r in ledger.releases
+        for _ in range(r.count * getattr(r, "runs", 1))
+    )
+    if len(made) != len(claimed):
+        return False
+    multipliers, stds = zip(*made, strict=True)
+    claimed_multipliers, claimed_stds = zip(*claimed, strict=True)
+    if adaptive:
+        # The ledger lists the largest noise; what it accounts for is the ratio.
+        return np.allclose(multipliers, claimed_multipliers, rtol=1e-5) and max(
+            stds
+        ) <= max(claimed_stds)
+    return np.allclose(sorted(stds), sorted(claimed_stds), rtol=1e-5) and np.allclose(
+        multipliers, claimed_multipliers, rtol=1e-5
+    )
+
+
+@solvers
+def test_releases_made_equal_the_ledger_in_number_and_scale(name):
+    assert matches(*unrolled(name))
+
+
+@solvers
+def test_a_ledger_that_forgets_a_release_is_caught(name):
+    made, ledger, adaptive = unrolled(name)
+    for index, release in enumerate(ledger.releases):
+        fewer = list(ledger.releases)
+        if release.count == 1:
+            del fewer[index]
+        else:
+            fewer[index] = dataclasses.replace(release, count=release.count - 1)
+        shorter = dataclasses.replace(ledger, releases=tuple(fewer))
+        assert not matches(made, shorter, adaptive)
+
+
+@solvers
+def test_a_ledger_that_claims_too_much_noise_is_caught(name):
+    made, ledger, adaptive = unrolled(name)
+    for index, release in enumerate(ledger.releases):
+        louder = list(ledger.releases)
+        mechanism = release.mechanism.scaled(1.01)
+        louder[index] = dataclasses.replace(release, mechanism=mechanism)
+        boastful = dataclasses.replace(ledger, releases=tuple(louder))
+        assert not matches(made, boastful, adaptive)
+
+
+@distinct_solvers
+def test_numbers_change_without_retracing(name):
+    problem, solver, data, w0 = calibrated(name)
+    other = jax.tree.map(lambda v: v * 1.5 if isinstance(v, float) else v, solver)
+    louder = solver.with_noise(3.0)
+    chex.clear_trace_counter()
+    counted = jax.jit(chex.assert_max_traces(dpb.solve, n=1))
+    for seed, same in enumerate((solver, other, louder)):
+        counted.trace(problem, same, data, w0, key=jax.random.key(seed))
+
+
+def test_another_count_of_steps_does_retrace():
+    # The control: the counter sees a new program.
+    problem, solver, data, w0 = calibrated("noisy_gd")
+    chex.clear_trace_counter()
+    counted = jax.jit(chex.assert_max_traces(dpb.solve, n=1))
+    longer = dataclasses.replace(solver, num_steps=solver.num_steps + 1)
+    counted.trace(problem, solver, data, w0, key=jax.random.key(KEY))
+    with pytest.raises(AssertionError, match="is traced > 1 times"):
+        counted.trace(problem, longer, data, w0, key=jax.random.key(KEY))
+
+
+@distinct_solvers
+def test_same_key_same_bits_new_key_new_bits(name):
+    first, again = run(name, jax.random.key(KEY)), run(name, jax.random.key(KEY))
+    chex.assert_trees_all_equal(first.value, again.value)
+    # One of few candidates may be drawn twice.
+    seeds = range(KEY + 1, KEY + (10 if name in FEW_ANSWERS else 2))
+    others = [run(name, jax.random.key(seed)).value for seed in seeds]
+    leaves = zip(*map(jax.tree.leaves, [first.value, *others]), strict=True)
+    assert all(any(bool(jnp.any(a != b)) for b in rest) for a, *rest in leaves)
+
+
+@distinct_solvers
+def test_vmap_over_solvers_and_keys_equals_a_loop(name):
+    problem, solver, data, w0 = calibrated(name, 0.5)
+    keys = jax.random.split(jax.random.key(KEY), 2)
+    quiet, loud = (solver.with_noise(scale) for scale in (0.5, 1.0))
+    both = jax.tree.map(lambda a, b: jnp.asarray([a, b], jnp.float32), quiet, loud)
+
+    def one(solver, key):
+        return dpb.solve(problem, solver, data, w0, key=key).value
+
+    together = jax.jit(jax.vmap(one))(both, keys)
+    apart = [
+        solve(problem, solver, data, w0, key=key).value
+        for solver, key in zip((quiet, loud), keys, strict=True)
+    ]
+    alone = jax.tree.map(lambda *v: jnp.stack(v), *apart)
+    chex.assert_trees_all_close(together, alone, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.reuses_keys  # by the loop that is compared with
+@solvers
+@pytest.mark.parametrize("over", ["solvers", "keys"])
+def test_vmap_over_one_of_solvers_and_keys_equals_a_loop(name, over):
+    problem, solver, data, w0 = calibrated(name, 0.5)
+    loud = solver.with_noise(1.0)
+    both = jax.tree.map(lambda a, b: jnp.asarray([a, b], jnp.float32), solver, loud)
+
+    def one(solver, key):
+        return dpb.solve(problem, solver, data, w0, key=key).value
+
+    if over == "keys":
+        keys = jnp.stack([jax.random.key(seed) for seed in (0, 1)])
+        together = jax.jit(jax.vmap(one, (None, 0)))(solver, keys)
+        pairs = (solver, 0), (solver, 1)
+    else:
+        together = jax.jit(jax.vmap(one, (0, None)))(both, jax.random.key(0))
+        pairs = (solver, 0), (loud, 0)
+    apart = [
+        solve(problem, solver, data, w0, key=jax.random.key(seed)).value
+        for solver, seed in pairs
+    ]
+    alone = jax.tree.map(lambda *v: jnp.stack(v), *apart)
+    chex.assert_trees_all_close(together, alone, rtol=2e-4, atol=2e-4)
+
+
+@distinct_solvers
+def test_float64_in_float64_out(name):
+    problem, solver, data, w0 = calibrated(name)
+    with jax.enable_x64(True):
+        wide, start = jax.tree.map(widened, (data, w0))
+        problem = jax.tree.map(lambda v: widened(v) if eqx.is_array(v) else v, problem)
+        assert dtypes(problem, solver, wide, start) == {jnp.dtype("f8")}
+
+
+def dtypes(problem, solver, data, w0):
+    """Of a solution, which tracing tells without compiling."""
+
+    def value(data, w0, key):
+        return dpb.solve(problem, solver, data, w0, key=key).value
+
+    found = jax.eval_shape(value, data, w0, jax.random.key(KEY))
+    return {v.dtype for v in jax.tree.leaves(found)}
+
+
+def widened(leaf):
+    host = np.asarray(leaf)
+    return jnp.asarray(host.astype(np.float64) if host.dtype == np.float32 else host)
+
+
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name not in DOUBLE])
+def test_float32_in_float32_out(name):
+    assert dtypes(*calibrated(name)) == {jnp.dtype("f4")}
+
+
+@distinct_solvers
+def test_no_key_is_used_twice(name):
+    problem, solver, data, w0 = calibrated(name)
+    with jax.debug_key_reuse(True):
+        solve(problem, solver, data, w0, key=jax.random.key(KEY))
+
+
+@solvers
+def test_uncalibrated_solver_raises_with_the_remedy(name):
+    problem, solver, data, w0, _ = SOLVERS[name]
+    with pytest.raises(ValueError, match=r"calibrate\(problem, solver, budget"):
+        dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY))
+
+
+@distinct_solvers
+def test_a_nan_record_leaves_the_answer_finite(name):
+    problem, solver, data, w0 = calibrated(name)
+    sick = jax.tree.map(first_row_to_nan, data)
+    solution = solve(problem, solver, sick, w0, key=jax.random.key(KEY))
+    assert all(bool(jnp.isfinite(v).all()) for v in jax.tree.leaves(solution.value))
+
+
+def first_row_to_nan(leaf):
+    leaf = jnp.asarray(leaf)
+    return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+@distinct_solvers
+def test_a_raw_key_is_refused(name):
+    problem, solver, data, w0 = calibrated(name)
+    with pytest.raises(TypeError, match="typed key"):
+        dpb.solve(problem, solver, data, w0, key=jax.random.PRNGKey(KEY))
+
+
+@distinct_solvers
+def test_trajectory_has_one_released_iterate_per_step(name):
+    _, solver, _, _ = calibrated(name)
+    trajectory = run(name, jax.random.key(KEY)).trajectory
+    lengths = {v.shape[0] for v in jax.tree.leaves(trajectory)}
+    assert lengths == {solver.num_steps}
+
+
+@distinct_solvers
+def test_data_of_another_size_than_planned_are_refused(name):
+    problem, solver, data, w0 = calibrated(name)
+    longer = jax.tree.map(lambda v: jnp.concatenate([v, v[:1]]), data)
+    with pytest.raises(ValueError, match="the plan is for"):
+        dpb.solve(problem, solver, longer, w0, key=jax.random.key(KEY))
+
+
+@fitted_solvers
+def test_fit_reports_the_ledger_of_what_it_ran(name):
+    problem, solver, data, w0, people = SOLVERS[name]
+    result = dpb.fit(
+        problem,
+        solver,
+        data,
+        w0,
+        budget=dpb.PrivacyBudget(2.0, 1e-2),
+        people=people,
+        key=jax.random.key(KEY),
+    )
+    clipped = solver.basis is dpb.privacy.Basis.CLIPPED
+    expected = (
+        dpb.privacy.Status.ENFORCED if clipped else dpb.privacy.Status.CONDITIONAL
+    )
+    assert result.report.status is expected
+    assert 1.95 < result.report.epsilon <= 2.0
+    restored = dpb.privacy.PrivacyReport.from_json(result.report.to_json())
+    assert restored == result.report
+
+
+@distinct_solvers
+def test_the_answer_is_feasible(name):
+    problem, solver, data, w0 = calibrated(name)
+    value = run(name, jax.random.key(KEY)).value
+    if isinstance(problem, dpb.BilevelProblem | dpb.games.SaddleProblem):
+        assert bool(problem.x_set.contains(value[0]))
+        assert value[1] is None or bool(problem.y_set.contains(value[1]))
+    else:
+        assert bool(problem.w_set.contains(value))
+    assert bound_to(problem, solver, data) is solver
+    del w0
+
+
+class Constant:
+    """A release that no longer depends on what it releases."""
+
+    def __init__(self, release):
+        self.release = release
+
+    def __get__(self, mechanism, kind):
+        def constant(*args, **kwargs):
+            made = jax.eval_shape(
+                lambda: self.release.__get__(mechanism, kind)(*args, **kwargs)
+            )
+            # The key decides about the noise, so it must not depend on records either.
+            number = jnp.sum(jax.random.key_data(kwargs["key"]) % 97)
+            return jax.tree.map(lambda v: jnp.full(v.shape, number, v.dtype), made)
+
+        return constant
+
+
+def reads(name, solver=None):
+    """Whether what a run shows depends on records other than through its releases."""
+    problem, calibrated_solver, data, w0 = calibrated(name)
+    solver = calibrated_solver if solver is None else solver
+
+    def shown(data):
+        keys = jax.random.split(jax.random.key(KEY), solver.num_steps)
+        state, path = advance(
+            problem, solver, data, solver.init(problem, w0), keys, trajectory=True
+        )
+        seen = solver.adversary_view(state), rejected_updates(state)
+        return seen, solver.answer(problem, state), path
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, method in (
+            (Gaussian, "release"),
+            (dpb.draws.Exponential, "draw"),
+            (dpb.draws.RegularizedExponential, "draw"),
+        ):
+            patch.setattr(kind, method, Constant(getattr(kind, method)))
+        text = jax.jit(shown).lower(data).as_text()
+    # An argument that nothing depends on is left out of the program.
+    (signature,) = re.findall(r"func public @main\((.*?)\) ->", text)
+    return "%arg" in signature
+
+
+@solvers
+def test_records_are_read_by_releases_alone(name):
+    assert not reads(name)
+
+
+class Peeks(dpb.NoisyGD):
+    """Reads a record in passing."""
+
+    def step(self, problem, data, state, *, key):
+        state = dpb.NoisyGD.step(self, problem, data, state, key=key)
+        seen = 1e-30 * data["features"][0]
+        return dataclasses.replace(state, w=state.w + seen)
+
+
+class CountsByRecord(dpb.NoisyGD):
+    """Tells of a record by the number of updates that were left out."""
+
+    def step(self, problem, data, state, *, key):
+        state = dpb.NoisyGD.step(self, problem, data, state, key=key)
+        told = (data["features"][0, 0] > 0).astype(jnp.int32)
+        memory = dataclasses.replace(
+            state.memory, rejections=state.memory.rejections.plus(told)
+        )
+        return dataclasses.replace(state, memory=memory)
+
+
+class NoiseByRecord(dpb.NoisyGD):
+    """Chooses the noise by a record."""
+
+    def step(self, problem, data, state, *, key):
+        bit = (data["features"][0, 0] > 0).astype(jnp.uint32)
+        key = jax.random.fold_in(key, bit)
+        return dpb.NoisyGD.step(self, problem, data, state, key=key)
+
+
+@pytest.mark.parametrize("kind", [Peeks, CountsByRecord, NoiseByRecord])
+def test_a_record_read_in_passing_is_noticed(kind):  # the control of the test above
+    _, solver, _, _ = calibrated("noisy_gd")
+    assert reads("noisy_gd", kind(**vars(solver)))
+
+
+class StepsTwice(dpb.NoisyGD):
+    releases_per_step = 2
+
+
+def test_a_ledger_counts_every_release_of_a_step():
+    problem, solver, data, _ = calibrated("noisy_gd")
+    twice = StepsTwice(**vars(solver))
+    (release,) = twice.ledger(problem, problem.sizes_of(data)).releases
+    assert release.count == 2 * solver.num_steps
+    assert twice.with_noise(1.0).noise.noise_multiplier == pytest.approx(
+        (2 * solver.num_steps) ** 0.5
+    )

@@ -1,0 +1,69 @@
+"""The examples, and the code of the README."""
+
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "demo")
+
+
+scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+# Configs of the same games are run by test_games_config, tasks and searches by others.
+LONG = {"group_fair", "group_robust", "matrix_game", "equinox_network"}
+LONG |= {"private_search", "penalty_tuning"}
+short_scripts = pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else (), id=p.stem)
+        for p in SCRIPTS
+    ],
+)
+
+
+@pytest.fixture
+def as_by_users():
+    """JAX as it is imported, whatever an example sets."""
+    usual = {
+        "jax_numpy_dtype_promotion": "standard",
+        "jax_numpy_rank_promotion": "allow",
+    }
+    names = (*usual, "jax_enable_x64")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in usual.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@short_scripts
+def test_example_runs_and_holds_its_own_assertions(script, as_by_users, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(script), "--smoke"])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.slow
+@scripts
+def test_example_runs_as_a_process_of_its_own(script):
+    done = subprocess.run(
+        [sys.executable, str(script), "--smoke"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_readme_code_runs_and_learns_the_clean_source(capsys):
+    readme = (ROOT / "README.md").read_text()
+    names = {}
+    readme = readme.replace("runs=20_000", "runs=2_000")
+    for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        exec(compile(code, "README.md", "exec"), names)
+    weights = names["dpb"].source_weights(names["solution"].x)
+    assert float(weights[0]) > 0.8
+    assert names["result"].report.epsilon <= 2.0
+    assert "ENFORCED: epsilon = 2" in capsys.readouterr().out

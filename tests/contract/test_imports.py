@@ -1,0 +1,120 @@
+"""What `import dpbilevel` costs, and what reading its names may raise."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dpbilevel as dpb
+
+ROOT = Path(__file__).parents[2]
+SLOW = {"dp_accounting", "scipy.stats", "sklearn", "matplotlib", "pandas", "tqdm"}
+WITHOUT_SKLEARN = "import sys; sys.modules['sklearn'] = sys.modules['joblib'] = None\n"
+READ_ALL = "[getattr(dpbilevel, name) for name in dir(dpbilevel) if name != {!r}]\n"
+
+
+def output(code):
+    """What a new process prints that runs `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded(code):
+    """The modules that `code` has imported."""
+    return set(output(f"{code}\nimport sys; print(*sys.modules)").split())
+
+
+def test_import_loads_no_module_that_takes_long():
+    modules = loaded("import dpbilevel")
+    assert not modules & (SLOW | {"optax", "equinox", "scipy.special"})
+
+
+def test_reading_the_public_names_loads_no_module_that_only_some_calls_need():
+    code = "import dpbilevel\n" + READ_ALL.format("PrivateSearch")
+    modules = loaded(code)
+    assert "dpbilevel.bilevel.penalty" in modules
+    assert not modules & SLOW
+
+
+def test_first_read_inside_a_program_keeps_no_tracer():
+    code = f"""import gc, jax, dpbilevel
+def program(x):
+    {READ_ALL.format("PrivateSearch")}
+    return x
+jax.jit(program)(1.0)
+gc.collect()
+print(sum(isinstance(v, jax.core.Tracer) for v in gc.get_objects()))"""
+    assert output(code) == "0\n"
+
+
+def test_names_are_readable_without_scikit_learn():
+    code = f"""{WITHOUT_SKLEARN}
+import inspect, pydoc, dpbilevel
+assert hasattr(dpbilevel, "PrivateSearch")
+assert dpbilevel.search.Range(0.1, 1.0).high == 1.0
+assert "PrivateSearch" in dict(inspect.getmembers(dpbilevel))
+assert "PrivateSearch" in pydoc.render_doc(dpbilevel)
+from dpbilevel import *
+print(PrivateSearch.__name__, NoisyGD.__name__)"""
+    assert output(code) == "PrivateSearch NoisyGD\n"
+
+
+def test_use_without_scikit_learn_says_what_to_install():
+    code = f"""{WITHOUT_SKLEARN}
+from dpbilevel import PrivateSearch
+try:
+    PrivateSearch(None, space={{}}, budget=None)
+except ImportError as error:
+    print(error)
+try:
+    import dpbilevel.search.estimator
+except ImportError as error:
+    print(error)"""
+    said = output(code).splitlines()
+    assert said == 2 * [
+        "dpbilevel.PrivateSearch needs scikit-learn: run pip install -e '.[cli]' in a "
+        "clone of dpbilevel, or pip install scikit-learn"
+    ]
+
+
+def test_unknown_name_is_an_attribute_error():
+    assert not hasattr(dpb, "NoisyGradient")
+    assert not hasattr(dpb, "no.name")
+    assert not hasattr(dpb, "__wrapped__")
+
+
+def test_a_name_of_a_package_is_found_there():
+    for name, place in (("Ball", "sets"), ("RandomSearch", "search"), ("zoo", None)):
+        with pytest.raises(AttributeError) as error:
+            getattr(dpb, name)
+        if place is not None:
+            assert str(error.value).endswith(f"; it is dpbilevel.{place}.{name}")
+    with pytest.raises(AttributeError, match=r"has no attribute 'NoisyGradient'$"):
+        dpb.NoisyGradient  # noqa: B018
+
+
+def test_modules_are_readable_without_their_import():
+    code = "import dpbilevel; print(dpbilevel.privacy.accounting.__name__)"
+    code = code.replace("import dpbilevel;", "import dpbilevel; dpbilevel.fit;")
+    assert output(code) == "dpbilevel.privacy.accounting\n"
+
+
+def test_no_public_name_is_hidden_by_a_module():
+    for name in dir(dpb):
+        value = getattr(dpb, name)
+        if importlib.util.find_spec(f"dpbilevel.{name}") and name[0] != "_":
+            assert value.__name__ == f"dpbilevel.{name}"
+
+
+def test_no_hint_names_an_index_that_does_not_have_the_library():
+    texts = [p.read_text() for p in (ROOT / "dpbilevel").rglob("*.py")]
+    assert not [text for text in texts if "dpbilevel[cli]" in text]

@@ -1,0 +1,294 @@
+"""Regularized draws, walks cut short, and the planner."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import dpbilevel as dpb
+from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.privacy import accounting
+from dpbilevel.privacy.noise import step_keys
+from tests.contract.solver_zoo import CERTIFIED
+
+ALPHA = 1e-4
+BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
+LINE = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
+RECORDS = jnp.asarray(np.random.default_rng(0).uniform(-1, 0.5, 40))
+
+
+@pytest.fixture
+def wide():
+    with jax.enable_x64(True):
+        yield
+
+
+def sampler(oracle=None, distance=1e-9):
+    return dpb.draws.AlternatingSampler(oracle or dpb.draws.ConvexEnvelope(), distance)
+
+
+def regularized(**fields):
+    defaults = {"convex": True, "dimension": 1}
+    return dpb.draws.RegularizedExponentialMechanism(sampler(), **(defaults | fields))
+
+
+def parabola(w, record):
+    return 0.125 * (w[0] - record) ** 2
+
+
+def distance(w, record):
+    return jnp.abs(w[0] - record)
+
+
+def smooth():
+    return dpb.FiniteSum(parabola, w_set=LINE, lipschitz=0.5, smoothness=0.25)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def draws(problem, solver, data, w0, key, count):
+    _, keys = step_keys(key, count)
+    return jax.vmap(lambda key: dpb.solve(problem, solver, data, w0, key=key).value)(
+        keys
+    )
+
+
+def law(score, rate, regularizer):
+    """The distribution function of exp(-k (score + mu / 2 x^2)) on [-1, 1]."""
+    points = np.linspace(-1, 1, 4001)
+    energy = rate * (score(points) + regularizer / 2 * points**2)
+    density = np.exp(energy.min() - energy)
+    total = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
+    return lambda x: np.interp(x, points, total / total[-1])
+
+
+def temperature_and_regularizer(plan, problem, sizes):
+    _, rate, regularity, _ = plan.solver._plan(problem, sizes)
+    return rate, regularity.quadratic / rate
+
+
+def test_one_level_draws_have_the_exact_law_and_a_wrong_temperature_is_seen():
+    with jax.enable_x64(True):
+        data = jnp.asarray(RECORDS, jnp.float64)
+        plan = dpb.calibrate(smooth(), regularized(), BUDGET, sizes=40)
+        rate, mu = temperature_and_regularizer(plan, smooth(), 40)
+        found = draws(smooth(), plan.solver, data, jnp.zeros(1), getkey(1), 4_000)
+
+    def score(x):
+        return 0.125 * ((x[:, None] - np.asarray(RECORDS)) ** 2).mean(1)
+
+    values = np.asarray(found)[:, 0]
+    assert scipy.stats.kstest(values, law(score, rate, mu)).pvalue > ALPHA
+    assert scipy.stats.kstest(values, law(score, 2 * rate, mu)).pvalue < ALPHA
+
+
+@pytest.mark.slow
+def test_bilevel_draws_have_the_law_of_the_closed_hyper_objective():
+    rng = np.random.default_rng(5)
+    with jax.enable_x64(True):
+        upper, lower = (jnp.asarray(rng.uniform(-0.5, 0.5, (60, 1))) for _ in range(2))
+        example = dpb.bilevel.zoo.quadratic_bilevel(upper, lower, radius=1.0)
+        sizes = example.problem.sizes_of(example.data, "disjoint")
+        plan = dpb.calibrate(example.problem, regularized(), BUDGET, sizes=sizes)
+        assert plan.report.status is dpb.privacy.Status.CONDITIONAL
+        rate, mu = temperature_and_regularizer(plan, example.problem, sizes)
+        found = draws(
+            example.problem,
+            plan.solver,
+            example.data,
+            example.w0,
+            getkey(2),
+            200,
+        )[0]
+        score = jax.vmap(lambda x: example.hyper_objective(x[None]))
+        exact = law(lambda x: np.asarray(score(jnp.asarray(x))), rate, mu)
+    assert scipy.stats.kstest(np.asarray(found)[:, 0], exact).pvalue > ALPHA
+
+
+def getkey(seed):
+    return jax.random.key(seed)
+
+
+def test_float32_is_refused_where_its_rounding_would_take_delta():
+    with pytest.raises(ValueError, match="Enable 64-bit"):
+        dpb.calibrate(smooth(), regularized(), BUDGET, sizes=40)
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_draw_costs_what_one_gaussian_release_costs():
+    plan = dpb.calibrate(smooth(), regularized(), BUDGET, sizes=40)
+    multiplier = float(plan.solver.mechanism.noise_multiplier)
+    gaussian = accounting.gaussian_delta(1 / multiplier, 1.0)
+    slack = (1 + math.e) * plan.solver.sampler.distance
+    assert gaussian + slack >= BUDGET.delta * (1 - 1e-3) >= 0.9 * gaussian
+    rate, mu = temperature_and_regularizer(plan, smooth(), 40)
+    # m = sqrt(mu / k) / S with S = 2 G / n.
+    found = math.sqrt(mu / rate) / (2 * 0.5 / 40)
+    assert multiplier <= found <= multiplier * (1 + 2**-10)
+    # The mu that makes d / k + mu D^2 / 2 least.
+    best = multiplier * (2 * 0.5 / 40) * math.sqrt(2) / 2
+    assert mu == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.usefixtures("wide")
+def test_convexity_and_constants_are_listed_and_the_distance_counts():
+    plan = dpb.calibrate(smooth(), regularized(), BUDGET, sizes=40)
+    text = str(plan.report)
+    assert text.startswith("CONDITIONAL")
+    assert "the objective is convex" in text
+    assert "0.5-Lipschitz" in text
+    assert "counted in delta" in text
+    assert plan.report.epsilon <= 1.0
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_rate_for_the_population_is_capped():
+    solver = dpb.draws.RegularizedExponentialMechanism.for_population(
+        sampler(),
+        smooth(),
+        sizes=40,
+        dimension=1,
+        epsilon=4.0,
+        delta=1e-6,
+        convex=True,
+    )
+    plan = dpb.calibrate(smooth(), solver, dpb.PrivacyBudget(4.0, 1e-6), sizes=40)
+    rate, mu = temperature_and_regularizer(plan, smooth(), 40)
+    assert rate == pytest.approx(2 * 40 * mu / 0.5**2, rel=2e-3)
+    # What is not used of the budget is not claimed.
+    assert plan.report.epsilon < 3.9
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem():
+    example = dpb.bilevel.zoo.quadratic_bilevel(
+        jnp.zeros((50, 1), jnp.float64), jnp.zeros((80, 1), jnp.float64), radius=1.0
+    )
+    sizes = dpb.Sizes(50, 80, "disjoint")
+    settings = {"dimension": 1, "epsilon": 1.0, "delta": 1e-6, "convex": True}
+    population = dpb.draws.RegularizedExponentialMechanism.for_population(
+        sampler(), example.problem, sizes=sizes, **settings
+    )
+    # n S / 2 = G, C = cross (1 + curvature / mu) and the four terms of the theorem.
+    known = example.problem.constants.second_order
+    bounds = known.bounds(sizes)
+    slope = 50 * (bounds.upper + bounds.lower) / 2
+    mu = known.strong_convexity
+    steep = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
+    square = slope * (
+        steep / 50
+        + slope * math.log(1e6) / 50**2
+        + steep / math.sqrt(50)
+        + known.upper_total / 50
+    )
+    assert population.regularizer == pytest.approx(math.sqrt(square) / 2, rel=1e-6)
+    with pytest.raises(ValueError, match="1/10"):
+        dpb.draws.RegularizedExponentialMechanism.for_population(
+            sampler(), example.problem, sizes=sizes, **(settings | {"delta": 0.5})
+        )
+
+
+@pytest.mark.usefixtures("wide")
+def test_stochastic_rejection_serves_losses_with_a_kink():
+    data = jnp.asarray([-1.0, 1.0])
+    problem = dpb.FiniteSum(distance, w_set=LINE, lipschitz=1.0)
+    solver = dpb.draws.RegularizedExponentialMechanism(
+        sampler(dpb.draws.StochasticRejection(), 1e-3), convex=True, dimension=1
+    )
+    plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(0.5, 1e-2), sizes=2)
+    found = dpb.solve(problem, plan.solver, data, jnp.zeros(1), key=getkey(4)).value
+    assert abs(float(found[0])) <= 1
+
+
+def steep(w, record):
+    return jnp.abs(w[0] - record)
+
+
+def test_a_walk_cut_short_is_heuristic_and_claims_no_epsilon():
+    problem = dpb.FiniteSum(steep, w_set=LINE, lipschitz=1.0)
+    solver = dpb.draws.ExponentialMechanism(
+        dpb.draws.GridWalk(num_steps=50), convex=True, dimension=1
+    )
+    plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=40)
+    assert plan.report.status is dpb.privacy.Status.HEURISTIC
+    assert math.isinf(plan.report.epsilon)
+    assert str(plan.report).startswith("HEURISTIC: no epsilon is claimed")
+    assert dpb.privacy.PrivacyReport.from_json(plan.report.to_json()) == plan.report
+
+
+def test_a_certified_walk_is_pure_and_charged_for_its_error():
+    problem = dpb.FiniteSum(steep, w_set=LINE, lipschitz=1.0)
+    walk = dpb.draws.GridWalk(tabulate=False)
+    solver = dpb.draws.ExponentialMechanism(walk, convex=True, dimension=1)
+    plan = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 0.0), sizes=10)
+    assert plan.report.status is dpb.privacy.Status.CONDITIONAL
+    assert plan.report.delta == 0
+    # epsilon of the density and twice the log ratio of the walk.
+    assert float(plan.solver.mechanism.epsilon) == pytest.approx(0.98, rel=1e-6)
+    # Left to itself the sampler takes the table, which is smaller.
+    free = dpb.draws.ExponentialMechanism(
+        dpb.draws.GridWalk(), convex=True, dimension=1
+    )
+    chosen = dpb.calibrate(problem, free, dpb.PrivacyBudget(1.0, 0.0), sizes=10)
+    assert chosen.solver.sampler.tabulate
+    too_far = dpb.draws.ExponentialMechanism(walk, convex=True, dimension=1)
+    with pytest.raises(ValueError, match="certified steps"):
+        dpb.calibrate(problem, too_far, dpb.PrivacyBudget(1e3, 0.0), sizes=10**4)
+
+
+@pytest.mark.parametrize("loss", ["hinge", "absolute", "logistic"])
+def test_linear_risks_are_convex_and_as_steep_as_declared(loss):
+    problem = dpb.onelevel.linear_risk(loss, radius=2.0, row_norm=0.5)
+    rng = np.random.default_rng(3)
+    rows = jnp.asarray(rng.normal(size=(200, 3)) * 10 ** rng.uniform(-2, 4, (200, 1)))
+    labels = jnp.asarray(rng.choice([-1.0, 1.0, 7.0], 200))
+    records = {"features": rows, "label": labels}
+    first, second = (jnp.asarray(rng.normal(size=(200, 3))) for _ in range(2))
+    value = jax.jit(jax.vmap(problem.loss))
+    ends = value(first, records), value(second, records)
+    middle = value((first + second) / 2, records)
+    assert (middle <= (ends[0] + ends[1]) / 2 + 1e-5).all()
+    apart = jnp.linalg.norm(first - second, axis=1)
+    steepness = jnp.abs(ends[0] - ends[1]) / apart
+    assert 0.1 < steepness.max() <= 0.5 * (1 + 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("wide")
+def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
+    grid = dpb.draws.Grid.product(*[jnp.linspace(0.0, 1.0, 3)] * 2)
+    long = dpb.draws.Grid(jnp.zeros((1, 500)))
+
+    def ask(n, epsilon=1.0, delta=1e-6, dimension=2):
+        return dpb.recommend(
+            CERTIFIED,
+            dpb.PrivacyBudget(epsilon, delta),
+            sizes=dpb.Sizes(n, n),
+            dimension_x=dimension,
+            initial_gap=0.1,
+            sampler=grid if dimension == 2 else long,
+        )
+
+    for case in (ask(10), ask(10_000), ask(3_000, dimension=500)):
+        assert case.bounds[case.choice] == min(case.bounds.values())
+        assert case.choice in str(case) or case.reason in str(case)
+    assert ask(2, epsilon=0.01).choice == "trivial"
+    assert ask(2, epsilon=0.01).solver is None
+    assert ask(10**6).choice == "gradient_norm"
+    assert isinstance(ask(10**6).solver, dpb.draws.ExponentialMechanism)
+    assert ask(3_000, dimension=500).choice == "implicit"
+    assert math.isinf(ask(100, delta=0.0).bounds["implicit"])
+    # Ten times the records: n^-1/2, n^-3/4 and n^-1, up to logarithms.
+    few, many = ask(10**5).bounds, ask(10**6).bounds
+    powers = {name: math.log10(few[name] / many[name]) for name in few}
+    assert powers["implicit"] == pytest.approx(0.5, abs=0.02)
+    assert powers["warm_started"] == pytest.approx(0.75, abs=0.06)
+    assert powers["gradient_norm"] == pytest.approx(1.0, abs=0.08)
+
+
+def test_a_slope_is_no_spread():
+    with pytest.raises(ValueError, match="lipschitz=G"):
+        MeanLoss(dpb.FiniteSum(steep, w_set=LINE), "slope", 10).facts(jnp.float32)

@@ -1,0 +1,241 @@
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.games import zoo
+from tests.games.saddle_zoo import N, example, normal, point
+
+BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+
+
+@functools.partial(jax.jit, static_argnames="trajectory")
+def solve(problem, solver, data, w0, key, trajectory=False):
+    return dpb.solve(problem, solver, data, w0, key=key, trajectory=trajectory)
+
+
+def extragradient(steps=300, step_size=0.3, multiplier=0.0, **fields):
+    noise = dpb.privacy.Gaussian(multiplier)
+    return dpb.games.NoisyExtragradient(steps, 1e3, step_size, noise=noise, **fields)
+
+
+def noiseless_gap(name, steps):
+    made = example(name)
+    step_size = min(0.57 / max(made.problem.lipschitz, 0.1), 2.0)
+    solver = extragradient(steps, step_size)
+    w = solve(made.problem, solver, made.data, point(name), jax.random.key(0)).value
+    assert bool(made.problem.w_set.contains(w))
+    bound = made.problem.w_set.diameter**2 / (step_size * steps)
+    return float(made.gap(w)), bound
+
+
+@pytest.mark.parametrize("name", ["rotation", "bilinear", "strong"])
+def test_without_noise_the_gap_vanishes_within_its_bound(name):
+    start = float(example(name).gap(point(name)))
+    gap, bound = noiseless_gap(name, 300)
+    assert gap <= bound
+    assert gap < 0.1 * start
+
+
+def test_descent_and_ascent_at_once_circle_where_extragradient_converges():
+    made, start = example("rotation"), jnp.asarray([0.6, 0.0])
+    solver = extragradient(300, 0.3)
+    path = solve(
+        made.problem, solver, made.data, start, jax.random.key(0), trajectory=True
+    )
+    w = start
+    for _ in range(300):
+        operator = made.problem.record_operator(
+            w, jax.tree.map(lambda v: v[0], made.data)
+        )
+        w = made.problem.w_set.project(w - 0.3 * operator)
+    assert float(made.gap(w)) > 0.99  # on the boundary, going round
+    assert float(made.gap(path.trajectory[-1])) < 1e-4
+
+
+@functools.cache
+def private_gaps(name="bilinear", keys=40):
+    """The gap on fresh data of single-pass runs, and what was promised."""
+    n = 2000
+    parts = normal(n, 2, 3, scale=0.3), normal(n, 2, seed=1), normal(n, 3, seed=2)
+    made = zoo.bilinear_saddle(*(v / 3 for v in parts))
+    budget = dpb.PrivacyBudget(4.0, 1e-5)
+    solver = dpb.games.NoisyExtragradient.tuned(
+        made.problem, budget, n, dimension=5, passes="single"
+    )
+    plan = dpb.calibrate(made.problem, solver, budget, sizes=n, precision="float")
+    run = jax.jit(
+        jax.vmap(
+            lambda key: made.gap(
+                dpb.solve(made.problem, plan.solver, made.data, made.w0, key=key).value
+            )
+        )
+    )
+    found = run(jax.random.split(jax.random.key(1), keys))
+    return float(jnp.mean(found)), plan.solver.bound(made.problem, dimension=5)
+
+
+def test_the_mean_gap_of_private_runs_is_below_the_promised_bound():
+    gap, bound = private_gaps()
+    assert gap < bound
+    assert gap > 0.01 * bound  # not by an empty promise
+
+
+def test_two_releases_a_step_are_counted_and_half_of_them_are_not_enough():
+    made = example("bilinear")
+    solver = extragradient(50, multiplier=None, sampling=dpb.FixedSize(4))
+    plan = dpb.calibrate(made.problem, solver, BUDGET, sizes=N)
+    (release,) = plan.solver.ledger(made.problem, N).releases
+    assert release.count == 100
+    half = dpb.privacy.Ledger((dataclasses.replace(release, count=50),))
+    assert half.epsilon(1e-5) < 0.8  # what would be claimed for the same noise
+    assert 0.99 < plan.report.epsilon <= 1.0
+
+
+def test_a_single_pass_is_calibrated_for_one_release():
+    made = example("bilinear")
+    solver = extragradient(4, multiplier=None, sampling=dpb.privacy.SinglePass(5))
+    plan = dpb.calibrate(made.problem, solver, BUDGET, sizes=N)
+    assert plan.solver.noise.noise_multiplier == pytest.approx(3.7306, abs=1e-4)
+    assert "charged for 1 of 8 releases" in str(plan.report)
+    # One step more begins a second pass.
+    longer = dataclasses.replace(solver, num_steps=5)
+    again = dpb.calibrate(made.problem, longer, BUDGET, sizes=N)
+    assert again.solver.noise.noise_multiplier > 1.4 * 3.7306
+
+
+def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():
+    records = jnp.arange(8.0)
+    problem = dpb.games.VariationalInequality(lambda w, z: z * jnp.ones_like(w))
+    solver = dpb.games.NoisyExtragradient(
+        2, 1e3, 1.0, dpb.privacy.SinglePass(2), dpb.privacy.Gaussian(0.0), sizes=8
+    )
+    path = solve(problem, solver, records, jnp.zeros(1), jax.random.key(0), True)
+    means = [2.0, 3.0, 4.0, 5.0]  # of records t and t + 4
+    midpoints = [-means[0], -means[1] - means[2]]
+    np.testing.assert_allclose(path.trajectory[:, 0], midpoints)
+    assert float(path.value[0]) == pytest.approx(np.mean(midpoints))
+
+
+def test_the_mirrored_game_is_played_by_mirrored_steps():
+    made, (x, y) = example("bilinear"), point("bilinear")
+    game = made.problem
+    mirrored = dataclasses.replace(
+        game,
+        fun=lambda y, x, z: -game.fun(x, y, z),
+        x_set=game.y_set,
+        y_set=game.x_set,
+    )
+    solver = extragradient(5)
+    here = solve(game, solver, made.data, (x, y), jax.random.key(0))
+    there = solve(mirrored, solver, made.data, (y, x), jax.random.key(0))
+    np.testing.assert_allclose(here.x, there.y, rtol=1e-5)
+    np.testing.assert_allclose(here.y, there.x, rtol=1e-5)
+
+
+def test_the_second_half_of_the_path_is_averaged_where_asked():
+    made, start = example("bilinear"), point("bilinear")
+    for rule, first in ((dpb.outputs.Mean(), 0), (dpb.outputs.TailMean(0.5), 3)):
+        solver, key = extragradient(7, output=rule), jax.random.key(first)
+        found = solve(made.problem, solver, made.data, start, key, trajectory=True)
+        path = found.trajectory
+        expected = jax.tree.map(lambda v, first=first: v[first:].mean(0), path)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            found.value,
+            expected,
+        )
+    with pytest.raises(ValueError, match="no theorem covers output=TailMean"):
+        solver.with_sizes(N).bound(made.problem, dimension=5)
+
+
+def test_public_terms_are_free_and_count_in_the_operator():
+    made = example("strong")
+    game = made.problem
+    plain = dataclasses.replace(game, public=None)
+    solver = extragradient(3, multiplier=1.0)
+    ledgers = [solver.ledger(p, N) for p in (game, plain)]
+    assert ledgers[0] == ledgers[1]
+    runs = [
+        solve(p, extragradient(3), made.data, point("strong"), jax.random.key(0)).x
+        for p in (game, plain)
+    ]
+    assert float(optax.tree.norm(optax.tree.sub(*runs))) > 1e-3
+
+
+def test_the_theorems_parameters_are_whole_and_within_its_conditions():
+    problem = dataclasses.replace(
+        example("bilinear").problem, lipschitz=1.0, bound=1.0, y_set=dpb.sets.Simplex()
+    )
+    for n in (2, 3, 1001):
+        with _hopeless_below(n, 10):
+            solver = dpb.games.NoisyExtragradient.from_theorem(
+                problem, BUDGET, n, dimension=4, passes="single"
+            )
+        assert 1 <= solver.sampling.size <= n // 2
+        assert 2 * solver.num_steps * solver.sampling.size <= n
+        assert solver.step_size <= 1 / 3**0.5
+    many = dpb.games.NoisyExtragradient.from_theorem(
+        problem, BUDGET, 50, dimension=4, passes="multi"
+    )
+    assert many.num_steps == 2500
+    assert many.sampling == dpb.FixedSize(1)
+    with pytest.warns(UserWarning, match="100000000 steps of one record"):
+        dpb.games.NoisyExtragradient.from_theorem(
+            problem, BUDGET, 10_000, dimension=4, passes="multi"
+        )
+
+
+def _hopeless_below(n, a):
+    hopeless = pytest.warns(UserWarning, match="hopeless")
+    return hopeless if n < a else contextlib.nullcontext()
+
+
+def test_tuned_parameters_promise_more_than_the_theorems():
+    problem = dataclasses.replace(
+        example("bilinear").problem,
+        lipschitz=1.0,
+        bound=1.0,
+        x_set=dpb.sets.Ball(0.5**1.5),
+        y_set=dpb.sets.Ball(0.5**1.5),
+    )
+    budget, promised = dpb.PrivacyBudget(1.0, 1e-6), {}
+    for kind in ("from_theorem", "tuned"):
+        make = getattr(dpb.games.NoisyExtragradient, kind)
+        solver = make(problem, budget, 10_000, dimension=10, passes="single")
+        plan = dpb.calibrate(problem, solver, budget, sizes=10_000)
+        promised[kind] = plan.solver.bound(problem, dimension=10)
+    assert promised["from_theorem"] == pytest.approx(0.412, abs=0.01)
+    assert promised["tuned"] == pytest.approx(0.115, abs=0.01)
+
+
+def test_bounds_are_refused_where_no_theorem_holds():
+    problem = example("bilinear").problem
+    with pytest.raises(ValueError, match="not bound to sizes"):
+        extragradient(4).bound(problem, dimension=5)
+    with pytest.raises(ValueError, match="covers step_size=10"):
+        extragradient(4, 10.0).with_sizes(N).bound(problem, dimension=5)
+    small = dataclasses.replace(extragradient(4, 0.01), clip_norm=0.1).with_sizes(N)
+    with pytest.raises(ValueError, match=r"clip_norm=0\.1 below"):
+        small.bound(problem, dimension=5)
+    passes = extragradient(4, 0.01, sampling=dpb.privacy.SinglePass(20)).with_sizes(N)
+    with pytest.raises(ValueError, match="4 passes"):
+        passes.bound(problem, dimension=5)
+    with pytest.raises(ValueError, match="at least two records"):
+        dpb.games.NoisyExtragradient.tuned(
+            problem, BUDGET, 1, dimension=5, passes="single"
+        )
+    with pytest.raises(ValueError, match="bounded set"):
+        dpb.games.NoisyExtragradient.tuned(
+            dataclasses.replace(problem, x_set=dpb.sets.Euclidean()),
+            BUDGET,
+            100,
+            dimension=5,
+            passes="single",
+        )

@@ -1,0 +1,164 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpbilevel as dpb
+
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(50, 3)), jnp.float32)
+MEAN = POINTS.mean(0) / 1.5
+PROBLEM = dpb.FiniteSum(
+    lambda w, z: 0.5 * jnp.sum((w - z) ** 2), lambda w: 0.25 * jnp.sum(w**2)
+)
+START = jnp.full(3, 2.0)
+QUIET = dpb.privacy.Gaussian(0.0)
+
+
+def run(solver, problem=PROBLEM, data=POINTS):
+    return jax.jit(dpb.solve)(problem, solver, data, START, key=jax.random.key(0)).value
+
+
+def test_noiseless_descent_reaches_the_minimizer():
+    w = run(dpb.NoisyGD(200, 1e6, step_size=0.3, noise=QUIET))
+    np.testing.assert_allclose(w, MEAN, atol=1e-5)
+
+
+def test_noiseless_steps_equal_the_formula():
+    w = np.asarray(START)
+    total = np.zeros(3)
+    for _ in range(5):
+        w = w - 0.3 * (w - np.mean(POINTS, 0) + w / 2)
+        total += w
+    last = run(dpb.NoisyGD(5, 1e6, step_size=0.3, noise=QUIET))
+    mean = run(
+        dpb.NoisyGD(5, 1e6, step_size=0.3, noise=QUIET, output=dpb.outputs.Mean())
+    )
+    np.testing.assert_allclose(last, w, rtol=1e-5)
+    np.testing.assert_allclose(mean, total / 5, rtol=1e-5)
+
+
+def test_optimizer_state_is_carried():
+    rule = optax.sgd(0.1, momentum=0.9)
+    found = run(dpb.NoisyGD(20, 1e6, step_size=rule, noise=QUIET))
+    w, memory = START, rule.init(START)
+    for _ in range(20):
+        updates, memory = rule.update(w - POINTS.mean(0) + w / 2, memory, w)
+        w = optax.apply_updates(w, updates)
+    np.testing.assert_allclose(found, w, rtol=1e-4)
+
+
+def test_iterates_stay_in_the_set():
+    problem = dpb.FiniteSum(PROBLEM.loss, w_set=dpb.sets.Ball(0.1))
+    w = run(dpb.NoisyGD(20, 1.0, step_size=0.3).with_noise(3.0), problem)
+    assert float(jnp.linalg.norm(w)) <= 0.1 + 1e-6
+
+
+def test_localized_rounds_equal_the_pseudocode():
+    radii, mu = (0.5, 0.2), 1.5
+    center = np.asarray(START)
+    for radius in radii:
+        w, visited = center, []
+        for t in range(4):
+            visited.append(w)
+            w = w - (w - np.mean(POINTS, 0) + w / 2) / (mu * (t + 1))
+            offset = w - center
+            w = center + offset * min(1, radius / np.linalg.norm(offset))
+        center = np.mean(visited, 0)
+    found = run(dpb.onelevel.LocalizedGD(radii, 4, mu, 1e6, noise=QUIET))
+    np.testing.assert_allclose(found, center, rtol=1e-5)
+
+
+def test_localized_trajectory_stays_in_each_ball():
+    solver = dpb.onelevel.LocalizedGD((0.5, 0.1), 5, 1.5, 1.0).with_noise(5.0)
+    path = dpb.solve(
+        PROBLEM, solver, POINTS, START, key=jax.random.key(0), trajectory=True
+    ).trajectory
+    first, second = np.asarray(path[:5]), np.asarray(path[5:])
+    center = first[-1]  # the round's last state is its mean
+    assert np.linalg.norm(first - np.asarray(START), axis=1).max() <= 0.5 + 1e-5
+    assert np.linalg.norm(second - center, axis=1).max() <= 0.1 + 1e-5
+
+
+@pytest.mark.reuses_keys
+def test_localized_error_is_proportional_to_the_noise():
+    keys = jax.random.split(jax.random.key(0), 200)
+
+    def error(scale):
+        solver = dpb.onelevel.LocalizedGD((8.0, 4.0), 25, 1.5, 20.0).with_noise(scale)
+
+        def one(key):
+            w = dpb.solve(PROBLEM, solver, POINTS, MEAN, key=key).value
+            return jnp.sum((w - MEAN) ** 2)
+
+        return float(jnp.mean(jax.jit(jax.vmap(one))(keys)))
+
+    assert 3.5**2 < error(0.2) / error(0.05) < 4.5**2
+
+
+def test_localized_from_theorem_follows_the_theorem():
+    solver = dpb.onelevel.LocalizedGD.from_theorem(
+        lipschitz=2.0,
+        strong_convexity=0.5,
+        radius=3.0,
+        num_records=10**6,
+        dimension=16,
+        epsilon=1.0,
+        steps_per_round=10,
+    )
+    ratio = 0.5 * 1e6 / 2.0
+    assert len(solver.radii) == int(np.ceil(np.log2(np.log(ratio))))
+    expected = np.sqrt(3.0 / ratio) + 4.0 / ratio
+    np.testing.assert_allclose(solver.radii[1], expected, rtol=1e-12)
+    assert solver.clip_norm == 2.0
+
+
+def test_localized_from_theorem_refuses_too_few_records():
+    with pytest.raises(ValueError, match="more records"):
+        dpb.onelevel.LocalizedGD.from_theorem(
+            lipschitz=2.0,
+            strong_convexity=0.1,
+            radius=3.0,
+            num_records=50,
+            dimension=16,
+            epsilon=1.0,
+            steps_per_round=10,
+        )
+
+
+def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
+    noise = dpb.privacy.Gaussian(0.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    problem = dpb.FiniteSum(PROBLEM.loss)
+    solver = dpb.NoisyGD(1, 1e6, step_size=1.0, noise=noise).with_sizes(50)
+    w = run(solver, problem, POINTS[1:])
+    gradient = (49 * START - jnp.sum(POINTS[1:], 0)) / 50
+    np.testing.assert_allclose(w, START - gradient, rtol=1e-5)
+
+
+def test_add_or_remove_without_a_plan_is_refused():
+    noise = dpb.privacy.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=noise)
+    with pytest.raises(ValueError, match="public denominators must come from a plan"):
+        run(solver)
+    with pytest.raises(ValueError, match="calibrate with public sizes"):
+        dpb.fit(
+            PROBLEM,
+            solver,
+            POINTS,
+            START,
+            budget=dpb.PrivacyBudget(1.0, 1e-5),
+            key=jax.random.key(0),
+        )
+
+
+def test_loss_that_returns_a_vector_is_refused():
+    problem = dpb.FiniteSum(lambda w, z: w - z)
+    with pytest.raises(ValueError, match="one floating-point scalar"):
+        run(dpb.NoisyGD(1, 1.0, step_size=1.0).with_noise(1.0), problem)
+
+
+def test_records_of_unequal_length_are_refused_by_name():
+    problem = dpb.FiniteSum(lambda w, z: jnp.sum(w * z["a"]) + z["b"])
+    data = {"a": jnp.ones((4, 3)), "b": jnp.ones(5)}
+    with pytest.raises(ValueError, match=r"\['a'\]': \(4,\), \"\['b'\]\": \(5,\)|'b'"):
+        run(dpb.NoisyGD(1, 1.0, step_size=1.0).with_noise(1.0), problem, data)
