@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
+from ..core.levels import Sizes
 from ..onelevel.linear_models import AbstractLinearModel, module_of
 from ..onelevel.losses import Record, bounded, score
 from ..sets import Box
@@ -184,7 +185,7 @@ class TuningCertificate(AbstractCertificate):
         """Yes."""
         return True
 
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """The bounds at `x`, or at the worst point of the box.
 
         Args:
@@ -224,7 +225,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def metric(
-        self, problem: BilevelProblem, sizes: Any, x: PyTree | None, y: PyTree
+        self, problem: BilevelProblem, sizes: Sizes, x: PyTree | None, y: PyTree
     ) -> Metric:
         r"""That of $\Lambda$: there the eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
         del sizes

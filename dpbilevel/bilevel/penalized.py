@@ -1,7 +1,6 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -90,7 +89,7 @@ class PenalizedLevel(AbstractFiniteSum):
         """The sizes of both levels."""
         return self.problem.sizes_of(data, people)
 
-    def check_sizes(self, owner: str, sizes: Any) -> None:
+    def check_sizes(self, owner: str, sizes: object) -> None:
         """Those of both levels."""
         self.problem.check_sizes(owner, sizes)
 

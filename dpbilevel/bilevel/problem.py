@@ -168,7 +168,7 @@ class BilevelProblem(AbstractProblem):
         self.check_people(data, sizes.people)
         return sizes
 
-    def check_sizes(self, owner: str, sizes: Sizes) -> None:
+    def check_sizes(self, owner: str, sizes: object) -> None:
         """Refuses what is not `Sizes`."""
         _checks.instance(owner, Sizes, sizes=sizes)
 

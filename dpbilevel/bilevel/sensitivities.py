@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ..privacy.budget import People
@@ -88,7 +89,10 @@ def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
 
 
 def at(
-    certificate: AbstractCertificate, sizes: Sizes, dtype: Any, x: PyTree | None = None
+    certificate: AbstractCertificate,
+    sizes: Sizes,
+    dtype: DTypeLike,
+    x: PyTree | None = None,
 ) -> Levels:
     r"""How far one replaced record of each level moves the computed hypergradient.
 
@@ -123,7 +127,9 @@ def at(
     )
 
 
-def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> None:
+def check_dtype(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
+) -> None:
     """Refuses a plan whose rounding the dtype makes a large part of the sensitivity.
 
     Args:
@@ -154,7 +160,7 @@ def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> N
 
 
 def ledger_sensitivity(
-    certificate: AbstractCertificate, sizes: Sizes, dtype: Any
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
 ) -> Levels:
     r"""The sensitivities that a ledger lists: the largest ones over all x.
 
@@ -220,7 +226,7 @@ def solve_error(bounds: Bounds, effort: Effort) -> Any:
     ) + bounds.linear_error * _linear_error(bounds, effort.linear_steps)
 
 
-def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Any:
     """How far rounding moves the hypergradient, to first order; see `at`.
 
     Args:
@@ -238,7 +244,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
     )
 
 
-def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Any:
     r"""How far rounding moves a computed lower solution, to first order; see `at`.
 
     Args:
@@ -252,7 +258,7 @@ def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
     return 2 * gradient / bounds.strong_convexity
 
 
-def _mean_rounding(sizes: Sizes, dtype: Any) -> float:
+def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
     """The relative error of a mean over records."""
     n = max(sizes.upper, sizes.lower)
     return float(jnp.finfo(dtype).eps) / 2 * (UNITS + min(n, ROWS) + -(-n // ROWS))

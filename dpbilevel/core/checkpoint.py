@@ -157,7 +157,7 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def differences(then: Any, now: Any, name: str = "") -> list[str]:
+def differences(then: object, now: object, name: str = "") -> list[str]:
     """What differs between two nested values, in words.
 
     Args:
@@ -211,7 +211,7 @@ def _create(file: Path, content: bytes, mode: int) -> None:
         os.fsync(out.fileno())
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     text = "absent" if value is None else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

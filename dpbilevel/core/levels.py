@@ -74,7 +74,7 @@ class Sizes:
             )
 
 
-def people_of(sizes: Any) -> People | None:
+def people_of(sizes: object) -> People | None:
     """Who is behind the records of two levels; `None` for one level.
 
     Args:

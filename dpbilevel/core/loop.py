@@ -201,7 +201,7 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
     return Levels(upper, pad(data.lower, solver.sizes.lower, "data.lower"))
 
 
-def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
+def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
     """The solver, if it is one and solves problems of this kind.
 
     Args:

@@ -1,16 +1,18 @@
 """What a run hands out: the released answer, and its guarantee."""
 
 import dataclasses
-from typing import Any
+from typing import Generic, TypeVar
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from ..privacy.report import PrivacyReport
 
+Solver = TypeVar("Solver")
+
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Generic[Solver]):
     """A calibrated solver and the guarantee of running it once.
 
     Attributes:
@@ -18,7 +20,7 @@ class Plan:
         report: The guarantee.
     """
 
-    solver: Any
+    solver: Solver
     report: PrivacyReport
 
 

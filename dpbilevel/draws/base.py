@@ -19,7 +19,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.queries import RECORDS, Query
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
-from .scores.base import Facts
+from .scores.base import DrawProblem, Facts
 
 if TYPE_CHECKING:
     from typing import ClassVar as AbstractVar
@@ -43,7 +43,7 @@ class DrawState(eqx.Module):
     levels: int = eqx.field(static=True)
 
 
-class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
+class AbstractDrawSolver(AbstractSolver[DrawProblem, DrawState]):
     """A solver whose only step is one draw.
 
     Attributes:
@@ -61,7 +61,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     in_config: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def regularity(self, problem: Any, sizes: Any) -> Regularity:
+    def regularity(self, problem: DrawProblem, sizes: Any) -> Regularity:
         """What is known of the potential that the sampler is given.
 
         Args:
@@ -79,7 +79,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """The relation of the mechanism."""
         return self.mechanism.neighbours
 
-    def init(self, problem: Any, w0: PyTree) -> DrawState:
+    def init(self, problem: DrawProblem, w0: PyTree) -> DrawState:
         """Starts at `w0`, which is public and only some samplers read.
 
         Raises:
@@ -102,11 +102,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """The drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
-    def answer(self, problem: Any, state: DrawState) -> PyTree:
+    def answer(self, problem: DrawProblem, state: DrawState) -> PyTree:
         """The drawn `x`; no `y`."""
         return self.released(state)
 
-    def with_counts(self, problem: Any, sizes: Any = None) -> Self:
+    def with_counts(self, problem: DrawProblem, sizes: Any = None) -> Self:
         """The same solver with the counts of its sampler.
 
         Args:
@@ -144,7 +144,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         _checks.count(owner, dimension=self.dimension)
         return self.dimension
 
-    def check_relation(self, problem: Any) -> None:
+    def check_relation(self, problem: DrawProblem) -> None:
         """Raises unless everything that is proved holds under the relation.
 
         With a private number of records over a public denominator no constant bounds
@@ -166,13 +166,13 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 "ExponentialMechanism(Grid(...)) on one level."
             )
 
-    def planned_dtype(self) -> Any:
+    def planned_dtype(self) -> jnp.dtype:
         """What scores are planned for: the coarser of the plan's and the default."""
         default = jnp.result_type(float)
         planned = jnp.dtype(self.dtype or default)
         return min(default, planned, key=lambda dtype: jnp.finfo(dtype).bits)
 
-    def scored_dtype(self, start: PyTree) -> Any:
+    def scored_dtype(self, start: PyTree) -> jnp.dtype:
         """What a draw counts rounding in: the plan's dtype, for finer starts too.
 
         Otherwise the draw would have another rate than its sampler was planned for.
@@ -183,7 +183,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return jnp.dtype(self.dtype or jnp.result_type(*jax.tree.leaves(start)))
 
 
-def feasible_set(problem: Any) -> Any:
+def feasible_set(problem: DrawProblem) -> Any:
     """The set that is drawn from.
 
     Args:

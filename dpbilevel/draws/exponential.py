@@ -18,7 +18,7 @@ from .base import DRAW, AbstractDrawSolver, DrawState, feasible_set, queries_of
 from .mechanisms import Exponential
 from .release import Draw
 from .samplers.base import AbstractSampler, Regularity
-from .scores.base import AbstractScore, Facts
+from .scores.base import AbstractScore, DrawProblem, Facts
 from .scores.hyper import GradientNorm, HyperObjective
 from .scores.mean_loss import MeanLoss
 
@@ -97,7 +97,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         return Basis.CLIPPED if enforced else Basis.CONSTANTS
 
     def step(
-        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
+        self, problem: DrawProblem, data: PyTree, state: DrawState, *, key: PRNGKey
     ) -> DrawState:
         """One draw."""
         dtype = self.scored_dtype(state.start)
@@ -107,7 +107,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         )
         return dataclasses.replace(state, x=x)
 
-    def ledger(self, problem: Any, sizes: Any) -> Ledger:
+    def ledger(self, problem: DrawProblem, sizes: Any) -> Ledger:
         """One draw.
 
         Raises:
@@ -141,7 +141,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
         return dataclasses.replace(self, mechanism=mechanism)
 
-    def regularity(self, problem: Any, sizes: Any) -> Regularity:
+    def regularity(self, problem: DrawProblem, sizes: Any) -> Regularity:
         r"""That of $k \Phi$.
 
         Args:

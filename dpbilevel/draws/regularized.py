@@ -22,7 +22,7 @@ from .base import DRAW, AbstractDrawSolver, DrawState, feasible_set, queries_of
 from .mechanisms import RegularizedExponential, check_continuous
 from .release import Draw
 from .samplers.base import AbstractSampler, Regularity
-from .scores.base import AbstractScore, Facts
+from .scores.base import AbstractScore, DrawProblem, Facts
 from .scores.hyper import HyperObjective
 from .scores.mean_loss import MeanLoss
 
@@ -158,7 +158,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return Basis.CONSTANTS
 
     def step(
-        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
+        self, problem: DrawProblem, data: PyTree, state: DrawState, *, key: PRNGKey
     ) -> DrawState:
         """One draw."""
         score = self._score(problem, self.sizes)
@@ -177,7 +177,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         )
         return dataclasses.replace(state, x=x)
 
-    def ledger(self, problem: Any, sizes: Any) -> Ledger:
+    def ledger(self, problem: DrawProblem, sizes: Any) -> Ledger:
         """One draw.
 
         Raises:
@@ -207,7 +207,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=scale)
         return dataclasses.replace(self, mechanism=mechanism)
 
-    def regularity(self, problem: Any, sizes: Any) -> Regularity:
+    def regularity(self, problem: DrawProblem, sizes: Any) -> Regularity:
         """That of the regularized score, times its rate.
 
         Args:
@@ -265,7 +265,11 @@ def _one_level(
 
 
 def _two_levels(
-    problem: BilevelProblem, sizes: Any, dimension: int, epsilon: float, delta: float
+    problem: BilevelProblem,
+    sizes: Any,
+    dimension: int,
+    epsilon: float,
+    delta: float,
 ) -> float:
     facts = HyperObjective(problem, "slope", sizes).facts(jnp.result_type(float))
     known = certificate_of(problem).second_order

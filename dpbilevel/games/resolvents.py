@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .. import _checks
@@ -77,7 +78,7 @@ class Resolvent:
         r"""$q = L / \lambda$: by how much a step of Picard's iteration contracts."""
         return self.lipschitz / self.strength
 
-    def contribution(self, dtype: Any, precision: Precision) -> Number:
+    def contribution(self, dtype: DTypeLike, precision: Precision) -> Number:
         r"""Half of how far replacing one record moves the computed resolvent.
 
         With $\omega$ a bound on the rounding of a step to first order in the unit
@@ -145,7 +146,7 @@ class Resolvent:
         slope = self.lipschitz * diameter + self._largest + 2 * self.strength * diameter
         return slope * self.distance
 
-    def step_rounding(self, dtype: Any) -> Number:
+    def step_rounding(self, dtype: DTypeLike) -> Number:
         r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
 
         Args:
@@ -155,7 +156,7 @@ class Resolvent:
         operator = self._operator_rounding(dtype) / self.strength
         return operator + self._projection_rounding(dtype, moved)
 
-    def solve_rounding(self, dtype: Any) -> Number:
+    def solve_rounding(self, dtype: DTypeLike) -> Number:
         r"""How far the rounding of all steps moves the end of operator extrapolation.
 
         Operators off by $\epsilon$ and points by $\pi$ in every step add up to $(4 g
@@ -197,7 +198,7 @@ class Resolvent:
             norm = self.problem.declared("bound")
         return norm * self._fullest + self.problem.declared("public_bound")
 
-    def _operator_rounding(self, dtype: Any) -> Number:
+    def _operator_rounding(self, dtype: DTypeLike) -> Number:
         """Of records' operators, their clipped mean, the public operator and the sum.
 
         Neighbours of a single step read the same point, where all records but one have
@@ -210,7 +211,7 @@ class Resolvent:
         mean = 2 * UNITS + self.dimension + 32 + GROUP + 8
         return unit * (mean * records + UNITS * public + 3 * self._largest)
 
-    def _projection_rounding(self, dtype: Any, moved: Number) -> Number:
+    def _projection_rounding(self, dtype: DTypeLike, moved: Number) -> Number:
         """Of a step of length `moved` from a point of the set, and of the projection.
 
         The threshold of a simplex is a sum over all coordinates.
@@ -242,7 +243,7 @@ class Resolvent:
         for name in needed:
             self.problem.declared(name)
 
-    def check_numbers(self, dtype: Any) -> None:
+    def check_numbers(self, dtype: DTypeLike) -> None:
         """Refuses a plan whose inner solver does not converge or rounds too coarsely.
 
         Args:
@@ -288,7 +289,7 @@ class Resolvent:
                 "norm."
             )
 
-    def _check_extrapolation(self, dtype: Any) -> tuple[Number, Number]:
+    def _check_extrapolation(self, dtype: DTypeLike) -> tuple[Number, Number]:
         bound = self.problem.declared("bound")
         if self.clip_norm < bound:
             raise ValueError(
@@ -316,7 +317,7 @@ def _series(ratio: Number, count: int) -> Number:
     return total
 
 
-def _unit(dtype: Any) -> float:
+def _unit(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from .. import _checks
 from .._fields import Count, Positive
 from ..core.descent import Rejections, finite_or
+from ..core.levels import Sizes
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
@@ -182,7 +183,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         """The mean of the last round."""
         return state.center
 
-    def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
+    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
         """The gradient."""
         return gradient_release(self, problem, sizes)
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from .._fields import Count, Positive
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
@@ -102,7 +103,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         return self.output.answer(state.kept, state.w)
 
-    def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
+    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
         """The gradient."""
         return gradient_release(self, problem, sizes)
 
@@ -134,7 +135,9 @@ def noisy_gradient(
     return optax.tree.add(released, problem.public_gradient(w))
 
 
-def gradient_release(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Release:
+def gradient_release(
+    solver: Any, problem: AbstractFiniteSum, sizes: Sizes | int
+) -> Release:
     """The release that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
     return Release(GRADIENT, 1, queries, solver.noise, joint=joint)

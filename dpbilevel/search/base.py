@@ -12,7 +12,7 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.rows import Padded, unpacked
-from .problem import BlackBox
+from .problem import BlackBox, SearchProblem
 
 State = TypeVar("State")
 
@@ -29,7 +29,7 @@ class Asked(eqx.Module):
     count: Int[Array, ""]
 
 
-class AbstractAskingSolver(AbstractSolver[Any, State]):
+class AbstractAskingSolver(AbstractSolver[SearchProblem, State]):
     """A solver that sees losses at points of its choice, never a derivative.
 
     A step asks for points, which reads no record, is told the losses there, and makes
@@ -46,7 +46,7 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
         """How many a run makes at most; `None` where that depends on the dimension."""
 
     @abc.abstractmethod
-    def ask(self, problem: Any, state: State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: State, *, key: PRNGKey) -> Asked:
         """The next points: a function of released values, public ones and the key.
 
         Args:
@@ -58,7 +58,7 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
     @abc.abstractmethod
     def tell(
         self,
-        problem: Any,
+        problem: SearchProblem,
         state: State,
         asked: Asked,
         losses: Float[Array, "n q"],
@@ -85,10 +85,13 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
         del state
         return None
 
-    def step(self, problem: Any, data: PyTree, state: State, *, key: PRNGKey) -> State:
+    def step(
+        self, problem: SearchProblem, data: PyTree, state: State, *, key: PRNGKey
+    ) -> State:
         """Asks, evaluates every record's loss at the points, and is told."""
         key_ask, key_tell = derive(key, "ask", "tell")
         asked = self.ask(problem, state, key=key_ask)
+        assert isinstance(problem, FiniteSum)  # a black box refuses to be solved
         losses = losses_at(problem, asked, data)
         return self.tell(problem, state, asked, losses, key=key_tell)
 
@@ -125,7 +128,7 @@ def losses_at(problem: FiniteSum, asked: Asked, data: PyTree) -> Any:
     return losses.T if present is None else Padded(losses.T, present)
 
 
-def trusted(problem: Any, most_evaluations: int | None) -> tuple[str, ...]:
+def trusted(problem: SearchProblem, most_evaluations: int | None) -> tuple[str, ...]:
     """What a guarantee on a problem takes for granted, in the words of the report.
 
     Args:

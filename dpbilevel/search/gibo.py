@@ -25,7 +25,7 @@ from .base import AbstractAskingSolver, Asked, trusted
 from .design import choose_batch
 from .gp import GradientPosterior, double, gradient_posterior
 from .kernels import RBF, AbstractKernel, cast
-from .problem import BlackBox
+from .problem import BlackBox, SearchProblem
 
 # Earlier points nearer than this to a later one, in reaches, only harm the algebra.
 _NEARBY = 1e-3
@@ -50,7 +50,7 @@ class _State(eqx.Module):
 
 
 class GradientInformativeBO(
-    AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]
+    AbstractAskingSolver[_State], AbstractNoisySolver[SearchProblem, _State]
 ):
     r"""Descent along private gradients that a Gaussian process infers from losses.
 
@@ -144,7 +144,7 @@ class GradientInformativeBO(
         most = self.batch or self.max_batch
         return None if most is None else self.num_steps * most
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, projected onto the set, with no losses.
 
         Raises:
@@ -175,7 +175,7 @@ class GradientInformativeBO(
         kept = self.output.init(w)
         return _State(w, kept, memory, zero, seen, zero, zero)
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
         """The fewest points that tell enough about the gradient; reads no loss."""
         posterior = self._posterior(state.w, state.seen.points, state.seen.mask)
         most = self.batch or self.max_batch or 2 * state.w.size + 16
@@ -194,7 +194,7 @@ class GradientInformativeBO(
 
     def tell(
         self,
-        problem: Any,
+        problem: SearchProblem,
         state: _State,
         asked: Asked,
         losses: Float[Array, "n q"],
@@ -250,15 +250,15 @@ class GradientInformativeBO(
         return state.w, seen.points, seen.mask, state.evaluations, state.unmet
 
     @override
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
         return self.output.answer(state.kept, state.w)
 
-    def release(self, problem: Any, sizes: int) -> Release:
+    def release(self, problem: SearchProblem, sizes: int) -> Release:
         """The gradient."""
         query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
         return Release(GRADIENT, 1, (query,), self.noise)
 
-    def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
+    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         """What is assumed of a black box."""
         del sizes
         return trusted(problem, self.most_evaluations)
@@ -321,7 +321,7 @@ def _usable(losses: Float[Array, " m"], mask: Bool[Array, " m"]) -> Array:
     return jnp.where(finite, losses, jnp.where(jnp.isfinite(largest), largest, 0))
 
 
-def _public_gradient(problem: Any, w: Array) -> Array:
+def _public_gradient(problem: SearchProblem, w: Array) -> Array:
     """That of the public term; a black box has none."""
     if isinstance(problem, BlackBox):
         return jnp.zeros_like(w)

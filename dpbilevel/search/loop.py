@@ -29,7 +29,7 @@ from ..privacy.grid import wide_integers
 from ..privacy.noise import PRNGKey, check_key, derive, step_keys
 from .base import AbstractAskingSolver
 from .folder import Folder, Memory, described
-from .problem import BlackBox
+from .problem import BlackBox, SearchProblem
 
 
 @overload
@@ -315,7 +315,7 @@ def _check_calibrated(problem: BlackBox, solver: Any) -> None:
         ) from None
 
 
-def _check(problem: Any, solver: Any, progress: bool) -> None:
+def _check(problem: SearchProblem, solver: Any, progress: bool) -> None:
     _checks.instance("minimize", BlackBox, problem=problem)
     if not isinstance(solver, AbstractAskingSolver):
         name = getattr(solver, "__name__", type(solver).__name__)

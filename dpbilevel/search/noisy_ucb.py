@@ -19,6 +19,7 @@ from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
 from .gp import solved
 from .kernels import RBF
 from .losses import centered, column, loss_query
+from .problem import SearchProblem
 
 
 class _State(eqx.Module):
@@ -28,7 +29,9 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
+class NoisyUCB(
+    AbstractAskingSolver[_State], AbstractNoisySolver[SearchProblem, _State]
+):
     r"""Minimizes the lower confidence bound of a surrogate of noisy losses.
 
     At every step the point is evaluated at which $m(w) - \beta s(w)$ is smallest among
@@ -85,14 +88,14 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         """One per step."""
         return self.num_steps
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, without values."""
         w = start_of("NoisyUCB", problem, w0)
         points = jnp.broadcast_to(w, (self.num_steps, *w.shape))
         values = jnp.zeros(self.num_steps, w.dtype)
         return _State(w, points, values, jnp.zeros((), jnp.int32))
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
         """The candidate of the lowest confidence bound; first a random point."""
         box = box_of("NoisyUCB", problem)
         key_everywhere, key_near = derive(key, "proposal", "search")
@@ -109,7 +112,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
 
     def tell(
         self,
-        problem: Any,
+        problem: SearchProblem,
         state: _State,
         asked: Asked,
         losses: Float[Array, "n q"],
@@ -141,16 +144,16 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
 
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
         """The best point."""
         return state.w
 
-    def release(self, problem: Any, sizes: int) -> Release:
+    def release(self, problem: SearchProblem, sizes: int) -> Release:
         """A mean loss."""
         query = loss_query(self.clip_range, sizes)
         return Release(LOSS, 1, (query,), self.noise)
 
-    def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
+    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         """What is assumed of a black box."""
         del sizes
         return trusted(problem, self.most_evaluations)

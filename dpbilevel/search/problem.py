@@ -1,7 +1,6 @@
 """A mean of losses that can only be evaluated, not differentiated."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -9,6 +8,8 @@ from jaxtyping import Float, PyTree
 
 from .. import _checks
 from ..core.problem import AbstractOneLevel
+from ..onelevel.problem import FiniteSum
+from ..privacy.budget import People
 from ..sets import AbstractSet, Box
 
 
@@ -75,12 +76,12 @@ class BlackBox(AbstractOneLevel):
                 f"record's loss, got {type(self.losses).__name__}."
             )
 
-    def sizes_of(self, data: Any = None, people: Any = None) -> int:
+    def sizes_of(self, data: PyTree = None, people: People | str | None = None) -> int:
         """The number of records; a black box keeps its data to itself."""
         del data, people
         return self.num_records
 
-    def check(self, w0: PyTree, data: Any) -> None:
+    def check(self, w0: PyTree, data: PyTree) -> None:
         """Refuses: a black box is run by `search`.
 
         Raises:
@@ -90,3 +91,6 @@ class BlackBox(AbstractOneLevel):
             "BlackBox: calls Python between steps, which no compiled loop can; run it "
             "by dpbilevel.search.minimize(problem, solver, w0, budget=budget, key=key)."
         )
+
+
+SearchProblem = FiniteSum | BlackBox

@@ -24,7 +24,7 @@ from ..sets import Euclidean
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import box_of, public_of, start_of, uniform
 from .losses import numbered
-from .problem import BlackBox
+from .problem import BlackBox, SearchProblem
 
 
 class _State(eqx.Module):
@@ -80,12 +80,12 @@ class RandomSearch(AbstractAskingSolver[_State]):
         """The relation of the mechanism."""
         return self.mechanism.neighbours
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, of which only the shape matters."""
         start = start_of("RandomSearch", problem, w0)
         return _State(start, start)
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
         """All candidates."""
         box = box_of("RandomSearch", problem)
         points = uniform(box, state.start, self.num_candidates, key=key)
@@ -93,7 +93,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
 
     def tell(
         self,
-        problem: Any,
+        problem: SearchProblem,
         state: _State,
         asked: Asked,
         losses: Float[Array, "n q"],
@@ -123,11 +123,11 @@ class RandomSearch(AbstractAskingSolver[_State]):
         """The drawn point."""
         return state.w
 
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
         """The drawn point."""
         return state.w
 
-    def ledger(self, problem: Any, sizes: int) -> Ledger:
+    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
         """One draw."""
         # A black box is searched in float64, whatever is the default here.
         exact = isinstance(problem, BlackBox)

@@ -19,6 +19,7 @@ from ..privacy.selection import Repetitions, Selection
 from .base import AbstractAskingSolver, Asked, trusted
 from .candidates import LOSS, box_of, public_values, start_of, uniform
 from .losses import centered, column, loss_query
+from .problem import SearchProblem
 
 BEST = f"point of the least {LOSS}"
 # A chance of needing more runs than are made that no budget would pay for.
@@ -108,21 +109,21 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """The relation of the mechanism."""
         return self.noise.neighbours
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, the answer if there is no repetition."""
         w = start_of("RepeatAndSelect", problem, w0)
         infinite = jnp.asarray(jnp.inf, w.dtype)
         zero = jnp.zeros((), jnp.int32)
         return _State(w, jnp.zeros((), w.dtype), w, infinite, zero, zero)
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
         """One random point, whether or not it will count."""
         box = box_of("RepeatAndSelect", problem)
         return Asked(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
     def tell(
         self,
-        problem: Any,
+        problem: SearchProblem,
         state: _State,
         asked: Asked,
         losses: Float[Array, "n q"],
@@ -160,11 +161,11 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """The answer and its noisy loss."""
         return state.w, state.value
 
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
         """The best point."""
         return state.w
 
-    def ledger(self, problem: Any, sizes: int) -> Ledger:
+    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
         """One selection."""
         assumptions = trusted(problem, self.most_evaluations)
         return Ledger((self._selection(sizes),), assumptions=assumptions)

@@ -12,11 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
+from ...bilevel.problem import BilevelProblem
+from ...onelevel.problem import FiniteSum
 from ...privacy.clipping import Basis, one_record
 from ..mechanisms import BoundedScore, Measure
 from ..samplers.base import AbstractPotential, Regularity
+
+DrawProblem = BilevelProblem | FiniteSum
 
 # What the error of computed values may add to a spread.
 SOLVES, ROUNDING = 0.01, 0.05
@@ -91,7 +96,7 @@ class AbstractScore(abc.ABC):
     sizes: Any
 
     @abc.abstractmethod
-    def facts(self, dtype: Any) -> Facts:
+    def facts(self, dtype: DTypeLike) -> Facts:
         """What is known of it where values are computed in `dtype`.
 
         On the host, but inside a program whose argument the problem is.
@@ -105,7 +110,7 @@ class AbstractScore(abc.ABC):
         """The score itself. NON-PRIVATE."""
 
     def bounded(
-        self, data: PyTree, start: PyTree, dtype: Any | None = None
+        self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
     ) -> BoundedScore:
         """The score, sealed.
 
@@ -122,7 +127,7 @@ class AbstractScore(abc.ABC):
         return BoundedScore(raw, share, self.measure, facts.basis)
 
 
-def check_error(error: Any, spread: Any, dtype: Any, remedy: str) -> None:
+def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
     """Refuses a dtype in which computed scores are too far off.
 
     Args:

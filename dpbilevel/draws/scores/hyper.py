@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...bilevel import certified, fixed_count, sensitivities
@@ -55,7 +56,7 @@ class HyperObjective(AbstractScore):
     clip_range: Any = None
     uniform: bool = False
 
-    def facts(self, dtype: Any) -> Facts:
+    def facts(self, dtype: DTypeLike) -> Facts:
         """Shares of both levels; the basis is the certificate."""
         certificate, bounds = self._certificate(), self._bounds()
         self._most_steps(dtype)
@@ -161,7 +162,7 @@ class HyperObjective(AbstractScore):
             return self._bounds().gradient
         return 3 * self._certificate().second_order.upper_total
 
-    def _target(self, dtype: Any) -> float:
+    def _target(self, dtype: DTypeLike) -> float:
         """How far a lower solution may be off, beyond rounding."""
         bounds = self._bounds()
         rounding = float(self._rounding(bounds, dtype))
@@ -170,7 +171,7 @@ class HyperObjective(AbstractScore):
         # Half of what is allowed beside the spread of a lower record alone.
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
-    def _most_steps(self, dtype: Any) -> int:
+    def _most_steps(self, dtype: DTypeLike) -> int:
         """What the worst point takes, on the host."""
         metric = self._certificate().metric(self.problem, self.sizes, None, None)
         count = _steps(metric, self._target(dtype))
@@ -183,7 +184,7 @@ class HyperObjective(AbstractScore):
             )
         return int(count)
 
-    def _rounding(self, bounds: Bounds, dtype: Any) -> Any:
+    def _rounding(self, bounds: Bounds, dtype: DTypeLike) -> Any:
         return sensitivities.solution_rounding(bounds, self.sizes, dtype)
 
 
@@ -288,7 +289,7 @@ class GradientNorm(AbstractScore):
         sizes: The planned sizes.
     """
 
-    def facts(self, dtype: Any) -> Facts:
+    def facts(self, dtype: DTypeLike) -> Facts:
         """Shares of both levels; the basis is the certificate."""
         certificate = certified.certificate_of(self.problem)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
