@@ -1,9 +1,10 @@
 """What a certificate proves at a point."""
 
 import dataclasses
-from typing import Any
 
 from jaxtyping import PyTree
+
+from .._fields import Number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +32,17 @@ class Bounds:
             1 where records and a public term may cancel.
     """
 
-    strong_convexity: Any
-    smoothness: Any
-    solution_radius: Any
-    solution_shift: Any
-    upper: Any
-    lower: Any
-    lower_error: Any
-    linear_error: Any
-    gradient: Any
-    upper_gradient: Any
-    lower_gradient: Any
+    strong_convexity: Number
+    smoothness: Number
+    solution_radius: Number
+    solution_shift: Number
+    upper: Number
+    lower: Number
+    lower_error: Number
+    linear_error: Number
+    gradient: Number
+    upper_gradient: Number
+    lower_gradient: Number
     parts: float = 1.0
 
 
@@ -58,7 +59,7 @@ class Metric:
     """
 
     diagonal: PyTree
-    least: Any
-    smallest: Any
-    largest: Any
-    radius: Any
+    least: Number
+    smallest: Number
+    largest: Number
+    radius: Number

@@ -1,7 +1,7 @@
 """The one loop that runs every solver."""
 
 import typing
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ from .descent import rejected_updates
 from .levels import Levels, people_of
 from .problem import AbstractProblem
 from .solution import Plan, Solution
-from .solver import AbstractSolver
-
-Solver = TypeVar("Solver", bound=AbstractSolver)
+from .solver import AbstractSolver, Solver
 
 
 def solve(

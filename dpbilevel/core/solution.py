@@ -1,14 +1,13 @@
 """What a run hands out: the released answer, and its guarantee."""
 
 import dataclasses
-from typing import Generic, TypeVar
+from typing import Generic
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from ..privacy.report import PrivacyReport
-
-Solver = TypeVar("Solver")
+from .solver import Solver
 
 
 @dataclasses.dataclass(frozen=True)

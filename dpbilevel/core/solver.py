@@ -203,3 +203,6 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         noise = self.noise.with_multiplier(scale * self.num_releases**0.5)
         changes: dict[str, Any] = {"noise": noise}
         return dataclasses.replace(self, **changes)
+
+
+Solver = TypeVar("Solver", bound=AbstractSolver)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from .. import _checks
+from .._fields import Number
 from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
 from ..privacy.grid import ROUNDED_BITS
@@ -25,7 +25,6 @@ from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality
 
 Inner = Literal["picard", "operator_extrapolation"]
-Number = float | Float[Array, ""]
 
 OWNER = "InexactProximalPoint"
 # How much of the sensitivity rounding may add, and the inexact solution of the inner

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ... import _checks
+from ..._fields import Number
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet
 from . import _cells, _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
 from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
-from .potentials import Number
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
 

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..._fields import Number
 from .base import AbstractPotential, AbstractSumPotential
-
-Number = float | Float[Array, ""]
 
 
 def scaled(
