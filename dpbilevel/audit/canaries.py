@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..bilevel.constants import SecondOrderConstants
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
+from ..core.problem import AbstractProblem
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
@@ -55,7 +56,7 @@ class Canary:
         claim: The profile that the solver's ledger promises the person.
     """
 
-    problem: Any
+    problem: AbstractProblem
     solver: AbstractSolver
     w0: PyTree
     data: PyTree
@@ -146,7 +147,7 @@ def check_solver(solver: Any, owner: str) -> None:
     _checks.instance(owner, AbstractSolver, solver=solver)
 
 
-def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
+def _problem(solver, x_in_records, coordinates) -> tuple[AbstractProblem, PyTree]:
     """The canary problem of the solver's kind, and its starting point."""
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
     if isinstance(solver, ExponentialMechanism) and solver.clip_range is None:

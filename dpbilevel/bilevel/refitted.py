@@ -1,7 +1,7 @@
 """A private refit of the lower level at the released upper variable."""
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ REFIT = "refit"
 
 
 class _State(eqx.Module):
-    search: Any
+    search: PyTree
     y: PyTree
     refit: Rejections
     t: Int[Array, ""]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from .._fields import Number
 from ..privacy.budget import People
 from . import fixed_count
 from .bounds import Bounds
@@ -214,7 +215,7 @@ def _linear_error(bounds: Bounds, steps: int):
     return factor * bounds.upper_gradient
 
 
-def solve_error(bounds: Bounds, effort: Effort) -> Any:
+def solve_error(bounds: Bounds, effort: Effort) -> Number:
     """How far both inexact solves move the hypergradient.
 
     Args:
@@ -226,7 +227,7 @@ def solve_error(bounds: Bounds, effort: Effort) -> Any:
     ) + bounds.linear_error * _linear_error(bounds, effort.linear_steps)
 
 
-def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Any:
+def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     """How far rounding moves the hypergradient, to first order; see `at`.
 
     Args:
@@ -244,7 +245,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Any:
     )
 
 
-def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Any:
+def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     r"""How far rounding moves a computed lower solution, to first order; see `at`.
 
     Args:

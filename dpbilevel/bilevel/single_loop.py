@@ -1,7 +1,7 @@
 """The single-loop method: one joint release moves all three variables."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -27,9 +27,9 @@ from .problem import BilevelProblem, Levels, Sizes
 class _Blocks(eqx.Module):
     """One entry for each variable; `x` is `None` where no record meets x."""
 
-    y: Any
-    v: Any
-    x: Any
+    y: PyTree
+    v: PyTree
+    x: PyTree
 
 
 class _State(eqx.Module):

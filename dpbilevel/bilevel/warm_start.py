@@ -1,7 +1,7 @@
 """Two bilevel solvers in turn: the released answer of one starts the other."""
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -20,8 +20,8 @@ FIRST, THEN = "first", "then"
 
 
 class _State(eqx.Module):
-    first: Any
-    then: Any
+    first: PyTree
+    then: PyTree
     y0: PyTree  # of the given start, for a first solver that releases no y
     t: Int[Array, ""]
 

@@ -176,7 +176,7 @@ class Reader:
         )
 
 
-def check_table(value: Any, place: Place) -> None:
+def check_table(value: object, place: Place) -> None:
     """Raises `ValueError` unless `value` is a table.
 
     Args:
@@ -279,7 +279,7 @@ def _close(word: str, options: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):

@@ -25,8 +25,8 @@ class Levels(eqx.Module):
         is_shared: Whether both parts are the same records. Static.
     """
 
-    upper: Any
-    lower: Any
+    upper: PyTree
+    lower: PyTree
     is_shared: bool = eqx.field(static=True, default=False)
 
     @classmethod

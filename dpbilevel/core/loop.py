@@ -78,11 +78,11 @@ def advance(
     problem: AbstractProblem,
     solver: AbstractSolver,
     data: PyTree,
-    state: Any,
+    state: PyTree,
     keys: Key[Array, " steps"],
     *,
     trajectory: bool = False,
-) -> tuple[Any, PyTree | None]:
+) -> tuple[PyTree, PyTree | None]:
     """Runs one step per key: the loop under `solve`, for runs made in chunks.
 
     Args:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .. import _checks
+from .._fields import Number
 from .losses import signed
 
 Scalar = Float[Array, ""]
@@ -47,7 +48,7 @@ class AbstractLinearModel(abc.ABC):
         return self.start
 
     @abc.abstractmethod
-    def slope(self, margin: Any) -> Any:
+    def slope(self, margin: Number) -> Number:
         r"""$p_1 \ge |\varphi'(t, b)|$ for $|t| \le$ `margin`, non-decreasing in it."""
 
     @abc.abstractmethod
@@ -84,7 +85,7 @@ class Logistic(AbstractLinearModel):
         """The loss at margin 0, whatever the label."""
         return math.log(2)
 
-    def slope(self, margin: Any) -> Any:
+    def slope(self, margin: Number) -> Number:
         """The logistic function."""
         return 1 / (1 + module_of(margin).exp(-margin))
 
@@ -136,7 +137,7 @@ class PseudoHuber(AbstractLinearModel):
         """That of the largest label that is not cut."""
         return _LARGEST_LABEL * self.width**2
 
-    def slope(self, margin: Any) -> float:
+    def slope(self, margin: Number) -> float:
         """The width, for every margin."""
         del margin
         return self.width

@@ -116,7 +116,12 @@ GRADIENT = "gradient"
 
 
 def noisy_gradient(
-    solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
+    solver: Any,
+    problem: AbstractFiniteSum,
+    data: PyTree,
+    w: PyTree,
+    *,
+    key: PRNGKey,
 ) -> PyTree:
     """The released gradient at `w`: clipped and noisy record terms, public terms.
 

@@ -143,7 +143,7 @@ def _check_terms(
         check_scalar(where, whole(public), x, variable, of="the public term")
 
 
-def _kind(leaf: Any) -> jnp.dtype | None:
+def _kind(leaf: object) -> jnp.dtype | None:
     known = hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
     return jnp.result_type(leaf) if known else None
 

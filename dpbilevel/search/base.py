@@ -96,7 +96,7 @@ class AbstractAskingSolver(AbstractSolver[SearchProblem, State]):
         return self.tell(problem, state, asked, losses, key=key_tell)
 
 
-def losses_at(problem: FiniteSum, asked: Asked, data: PyTree) -> Any:
+def losses_at(problem: FiniteSum, asked: Asked, data: PyTree) -> PyTree:
     """Every record's loss at every point that is asked for, zero elsewhere.
 
     NaN becomes infinity, no worse: a run that is debugged must not stop where it is.

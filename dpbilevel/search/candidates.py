@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +84,7 @@ def ends(
     return box.project(-largest), box.project(largest)
 
 
-def public_of(problem: SearchProblem) -> Callable[[Any], Float[Array, ""]] | None:
+def public_of(problem: SearchProblem) -> Callable[[PyTree], Float[Array, ""]] | None:
     """The public term, or `None`: a black box has none.
 
     Args:

@@ -1,11 +1,10 @@
 """Losses that were evaluated elsewhere: clipped, averaged and sealed."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
@@ -58,7 +57,9 @@ def centered(clip_range: float | Float[Array, ""]) -> Callable[[Array], Array]:
     return of
 
 
-def column(losses: Float[Array, "n q"] | Padded, index: int) -> Any:
+def column(
+    losses: Float[Array, "n q"] | Padded, index: int
+) -> Float[Array, " n"] | Padded:
     """The losses at one point.
 
     Args:
@@ -83,7 +84,7 @@ def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
 def numbered(
     losses: Float[Array, "n m"] | Padded,
     points: Float[Array, "m d"],
-    public: Callable[[Any], Float[Array, ""]] | None,
+    public: Callable[[PyTree], Float[Array, ""]] | None,
     start: Float[Array, " d"],
     clip_range: float | Float[Array, ""],
     size: int,

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from ..core.solver import AbstractNoisySolver
@@ -140,7 +140,7 @@ class NoisyUCB(
         """The best point so far."""
         return state.w
 
-    def adversary_view(self, state: _State) -> Any:
+    def adversary_view(self, state: _State) -> PyTree:
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
 

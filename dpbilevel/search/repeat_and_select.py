@@ -6,7 +6,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
 from ..privacy.budget import Neighbours
@@ -157,7 +157,7 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """The start, and after the last step the answer."""
         return state.w
 
-    def adversary_view(self, state: _State) -> Any:
+    def adversary_view(self, state: _State) -> PyTree:
         """The answer and its noisy loss."""
         return state.w, state.value
 
