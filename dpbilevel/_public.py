@@ -18,7 +18,7 @@ from .bilevel import (
 from .core import outputs
 from .core.loop import solve
 from .core.plan import calibrate, fit
-from .core.solution import Plan, PrivateResult, Solution
+from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
 from .draws import recommend
 from .onelevel import (
@@ -56,7 +56,6 @@ __all__ = [
     "Plan",
     "Poisson",
     "PrivacyBudget",
-    "PrivateResult",
     "Refitted",
     "SingleLoopBilevel",
     "Sizes",

@@ -212,7 +212,7 @@ def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
     assert solver.sizes is not None
     batch = solver.sampling.denominator(solver.sizes)
     step = solver.clip_norm / (solver.strength * batch)
-    noise = 2 * step * solver.noise.event().noise_multiplier
+    noise = 2 * step * solver.release_noise.event().noise_multiplier
     steps = solver.num_steps
     radius = 10 * math.sqrt(size) * (noise * math.sqrt(steps) + step * steps)
     radius = 2.0 ** math.ceil(math.log2(radius))

@@ -57,7 +57,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         num_steps: $T$. Static.
         step_size: $\eta$, at most $1 / (2 \beta_\Phi)$ in the theorem; or an optax
             optimizer fed with the released hypergradient.
-        noise: The mechanism; its multiplier is per step.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which iterate is the answer: `UniformIterate()`, one of $x_1, \dots,
             x_T$ at random as in the paper, or for instance `Last()`.
         sizes: The planned sizes; set by `calibrate`. Static.
@@ -81,7 +81,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     """
 
     num_steps: Count = eqx.field(static=True)
-    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    step_size: StepSize = eqx.field(converter=as_rule)
     noise: Gaussian = Gaussian()
     output: AbstractOutput = UniformIterate()
     sizes: Sizes | None = eqx.field(static=True, default=None)
@@ -188,7 +188,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             precision=self.noise.precision,
         )
         # The noisy step, and the uniform choice among the iterates so far.
-        gradient = self.noise.release(bounded, key=key_noise)
+        gradient = self.release_noise.release(bounded, key=key_noise)
         descent = Descent(self.step_size, problem.x_set)
         x, memory = descent.update(gradient, state.memory, state.x)
         kept = self.output.update(
@@ -230,7 +230,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             HYPERGRADIENT,
             1,
             queries,
-            self.noise,
+            self.release_noise,
             joint=sizes.people is People.SHARED,
             basis=Basis.CONSTANTS,
             value_norm=float(certificate.bounds(sizes).gradient),

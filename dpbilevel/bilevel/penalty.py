@@ -9,11 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive, check_fields
+from .._fields import Count, Number, Positive, check_fields
 from ..core.descent import (
     Descent,
     Memory,
@@ -82,8 +82,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         step_size: $\eta$, or an optax optimizer fed with $\tilde g_t$.
         sampling: How the batches of the outer gradient are drawn. The batches of the
             inner solves are `inner.sampling`'s.
-        noise: The mechanism, for its neighbouring relation; its multiplier is that of
-            the whole run seen as one full-batch release.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over lower solves, penalized
             solves and outer gradients; where those are free, over the first two.
         output: Which pair is the answer: `Last()`; `Mean()`, better where records are
@@ -274,7 +273,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             total += Ledger((outer,), sizes.people)
         return total.repeat(self.num_steps)
 
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of the whole run; `budget_split` splits it."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 

@@ -81,7 +81,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         upper_clip_norm: $C_f$, for $\nabla_y f$ and for $\nabla_x f$ of one upper
             record.
         sampling: How each step's batches are drawn, one per level.
-        noise: The mechanism, for its neighbouring relation; its multiplier is per step.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise
             of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record
             meets x, over the first two.
@@ -104,9 +104,9 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     """
 
     num_steps: Count = eqx.field(static=True)
-    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
-    lower_step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
-    linear_step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    step_size: StepSize = eqx.field(converter=as_rule)
+    lower_step_size: StepSize = eqx.field(converter=as_rule)
+    linear_step_size: StepSize = eqx.field(converter=as_rule)
     clip_norm: Positive = 1.0
     hessian_clip_norm: Positive = 1.0
     cross_clip_norm: Positive = 1.0
@@ -177,7 +177,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         clip_norms = self._clip_norms(problem)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
         name = _name(self._units(problem))
-        return Release(name, 1, queries, self.noise, joint=joint)
+        return Release(name, 1, queries, self.release_noise, joint=joint)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Two blocks like y, and one like x where records meet it."""

@@ -1,20 +1,18 @@
 """Two bilevel solvers in turn: the released answer of one starts the other."""
 
-import dataclasses
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
 from ..core.solver import AbstractSolver
-from ..privacy.budget import Neighbours
-from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from ..privacy.noise import PRNGKey, derive
 from .problem import BilevelProblem, Levels, Sizes
+from .stages import AbstractTwoStages
 
 FIRST, THEN = "first", "then"
 
@@ -26,7 +24,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class WarmStarted(AbstractSolver[BilevelProblem, _State]):
+class WarmStarted(AbstractTwoStages[_State]):
     r"""Runs one bilevel solver and starts another one from its released answer.
 
     Args:
@@ -52,42 +50,16 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
         default=(0.5, 0.5), converter=_checks.floats
     )
     sizes: Sizes | None = eqx.field(static=True, default=None)
-    problem_type: ClassVar[type] = BilevelProblem
-    in_config: ClassVar[bool] = False
-
-    def __check_init__(self):
-        for name, part in ((FIRST, self.first), (THEN, self.then)):
-            _checks.instance("WarmStarted", AbstractSolver, **{name: part})
-            if not issubclass(BilevelProblem, part.problem_type):
-                raise TypeError(
-                    f"WarmStarted: {name} must solve a BilevelProblem, but "
-                    f"{type(part).__name__} does not."
-                )
-        _checks.budget_split("WarmStarted", self.budget_split, FIRST, THEN)
-        if self.first.neighbours is not self.then.neighbours:
-            raise ValueError(
-                f"WarmStarted: first refers to {self.first.neighbours} but then to "
-                f"{self.then.neighbours}; give both the same relation."
-            )
+    stages: ClassVar = {FIRST: BilevelProblem, THEN: BilevelProblem}
 
     @property
     def num_steps(self) -> int:
         """The steps of both."""
         return self.first.num_steps + self.then.num_steps
 
-    @property
-    def neighbours(self) -> Neighbours:
-        """The relation of both runs."""
-        return self.first.neighbours
-
-    @property
-    def basis(self) -> Basis:
-        """The worse one's."""
-        return self.first.basis.worse(self.then.basis)
-
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts the first at `w0`; the second waits there."""
-        first, then = (part.init(problem, w0) for part in self._parts())
+        first, then = (part.init(problem, w0) for part in self.parts)
         y0 = jax.tree.map(jnp.asarray, w0[1])
         return _State(first, then, y0, jnp.zeros((), jnp.int32))
 
@@ -96,7 +68,7 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
     ) -> _State:
         """One step of the first, or of the second."""
         key_first, key_then = derive(key, FIRST, THEN)
-        first, then = self._parts()
+        first, then = self.parts
 
         def go_first():
             new = first.step(problem, data, state.first, key=key_first)
@@ -129,26 +101,6 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
         first = self.first.ledger(problem, sizes).named(FIRST)
         return first + self.then.ledger(problem, sizes).named(THEN)
 
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
-        """Splits the squared budget by `budget_split`."""
-        first, then = (part / sum(self.budget_split) for part in self.budget_split)
-        return dataclasses.replace(
-            self,
-            first=self.first.with_noise(scale / first**0.5),
-            then=self.then.with_noise(scale / then**0.5),
-        )
-
-    def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
-        """Prepares both.
-
-        Args:
-            problem: The problem.
-            sizes: The planned sizes; its own by default.
-        """
-        sizes = self.sizes if sizes is None else sizes
-        first, then = (part.with_counts(problem, sizes) for part in self._parts())
-        return dataclasses.replace(self, first=first, then=then)
-
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Those of both runs."""
         return {
@@ -156,6 +108,3 @@ class WarmStarted(AbstractSolver[BilevelProblem, _State]):
             for name, part in ((FIRST, self.first), (THEN, self.then))
             for key, value in part.dimensions(w0).items()
         }
-
-    def _parts(self) -> tuple[AbstractSolver, AbstractSolver]:
-        return self.first.with_sizes(self.sizes), self.then.with_sizes(self.sizes)

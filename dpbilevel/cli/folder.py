@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from ..core import checkpoint, lock, spending
+from ..core import checkpoint, spending
+from ..core.resume import check_empty
 from . import results
 
 
@@ -26,7 +27,7 @@ def check(out: Path, resume: bool, restart: bool) -> None:
     elif resume:
         checkpoint.read(out)
         return
-    if is_lost(out) and (finished or restart or not interrupted):
+    if _is_lost(out) and (finished or restart or not interrupted):
         raise ValueError(
             f"--out {out} holds {'a finished' if finished else 'an earlier'} run, but "
             f"no spending record that can be read ({spending.NAME}): what earlier "
@@ -36,47 +37,8 @@ def check(out: Path, resume: bool, restart: bool) -> None:
         )
     if not restart:
         _check_unused(out, finished, interrupted, len(record.runs))
-    if record.runs or interrupted or not out.exists():
-        return
-    ours = (checkpoint.TEMPORARY, lock.NAME)
-    others = sorted(p.name for p in out.iterdir() if p.name not in ours)
-    if others:
-        raise ValueError(
-            f"--out {out} is not empty (it holds {others[0]!r}); give a new folder."
-        )
-
-
-def close(out: Path, number: int) -> None:
-    """Ends a run whose result is written.
-
-    Args:
-        out: The result folder.
-        number: The run's own number in the spending record.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    spending.finish(out, number)
-    checkpoint.remove(out)
-
-
-def is_lost(out: Path) -> bool:
-    """Whether runs were started in a folder and none of them is on record.
-
-    Args:
-        out: The result folder, which may not exist.
-    """
-    record = spending.read(out)
-    if record.runs:
-        return False
-    if record.last or record.unreadable or (out / results.RESULT).exists():
-        return True
-    if not (out / checkpoint.NAME).exists():
-        return False
-    try:
-        return checkpoint.read(out).done > 0
-    except ValueError:
-        return True
+    if not (record.runs or interrupted):
+        check_empty("--out", out)
 
 
 def spent(out: Path) -> str:
@@ -90,7 +52,22 @@ def spent(out: Path) -> str:
     moved = re.fullmatch(r"run-\d+", out.resolve().name)
     if not record.runs and moved and (above / spending.NAME).is_file():
         return f"spending: in the record of its folder: dpbilevel report {above}"
-    return str(record) if record.runs or is_lost(out) else ""
+    return str(record) if record.runs or _is_lost(out) else ""
+
+
+def _is_lost(out: Path) -> bool:
+    """Whether runs were started in a folder and none of them is on record."""
+    record = spending.read(out)
+    if record.runs:
+        return False
+    if record.last or record.unreadable or (out / results.RESULT).exists():
+        return True
+    if not (out / checkpoint.NAME).exists():
+        return False
+    try:
+        return checkpoint.read(out).done > 0
+    except ValueError:
+        return True
 
 
 def _settle(out: Path) -> None:

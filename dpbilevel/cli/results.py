@@ -1,7 +1,6 @@
 """The result folder: released values, the guarantee, a figure."""
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -86,16 +85,10 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
     Privacy:
         Released values and public ones only.
     """
-    arrays: dict[str, Any] = {
-        "x": result.x,
-        "trajectory": result.trajectory,
-        "shown": result.shown,
-    }
+    arrays = {"x": result.x, "trajectory": result.trajectory, "shown": result.shown}
     if result.y is not None:
         arrays["y"] = result.y
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    checkpoint.replace(folder / ARRAYS, buffer.getvalue())
+    checkpoint.replace(folder / ARRAYS, checkpoint.npz(arrays))
     checkpoint.replace(folder / FIGURE, figure)
     page = {
         "format": 1,
@@ -112,8 +105,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         "versions": result.versions,
         "config": result.config,
     }
-    text = json.dumps(page, indent=2) + "\n"
-    checkpoint.replace(folder / RESULT, text.encode())
+    checkpoint.replace_json(folder / RESULT, page)
 
 
 def set_aside(folder: Path, number: int) -> int:

@@ -1,9 +1,10 @@
 """One run of a config: planned, in chunks, resumable, ending in a result folder."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from ..core.descent import rejected_updates
 from ..core.interrupts import whole
 from ..core.loop import advance, bound_to, planned_rows
 from ..core.plan import calibrate
+from ..core.resume import (
+    check_same_run,
+    finish_run,
+    first_checkpoint,
+    resumed,
+    run_in_parts,
+)
 from ..core.solver import AbstractSolver
 from ..games.problem import SaddleProblem
-from ..privacy.noise import root_key, step_keys
+from ..privacy.noise import root_key
 from ..privacy.report import PrivacyReport
 from . import figure, folder, results
 from .config import Config
@@ -121,9 +129,7 @@ def run(
         its first step reads a record, so a run that never ends is counted too. The
         checkpoint is secret and is deleted at the end.
     """
-    _check_options(out, chunk, resume, restart)
-    with lock.held(out):
-        folder.check(out, resume, restart)
+    with _opened(out, chunk, resume, restart):
         return _run(prepared, out, data, chunk, resume, progress)
 
 
@@ -139,23 +145,43 @@ def check(
     """Refuses what `run` would refuse before it plans or reads anything.
 
     Args:
-        config: The config.
-        out: As in `run`.
-        data: As in `run`.
-        chunk: As in `run`.
-        resume: As in `run`.
-        restart: As in `run`.
+        config: The config; the other arguments are those of `run`.
+        out: The result folder.
+        data: A file of records instead of the config's.
+        chunk: Steps between two checkpoints.
+        resume: Whether to go on from the folder's checkpoint.
+        restart: Whether to run again in a folder of earlier runs.
 
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
             is in use, or there is no file of records.
         OSError: The folder cannot be made or written to.
     """
-    _check_options(out, chunk, resume, restart)
+    with _opened(out, chunk, resume, restart), _data_errors(config):
+        check_file(config.data, config.folder, data)
+
+
+@contextlib.contextmanager
+def _opened(
+    out: Path, chunk: int | None, resume: bool, restart: bool
+) -> Iterator[None]:
+    """Locks the folder of a run with these options, if one may go on or start in it."""
+    if resume and restart:
+        raise ValueError("give --resume (the same release) or --restart (a new one).")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"--chunk must be at least 1, got {chunk}.")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; give a new folder.")
     with lock.held(out):
         folder.check(out, resume, restart)
+        yield
+
+
+@contextlib.contextmanager
+def _data_errors(config: Config) -> Iterator[None]:
+    """Errors name the table of the config that says where the records are."""
     try:
-        check_file(config.data, config.folder, data)
+        yield
     except ValueError as error:
         raise config.place.child("data").error(str(error)) from error
 
@@ -169,12 +195,18 @@ def _run(
     progress: Progress,
 ) -> Result:
     """Runs in a folder that fits and is locked."""
-    saved = checkpoint.read(out) if resume else None
+    before = checkpoint.read(out) if resume else None
     levels = _load(prepared, data)
-    fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, saved))
-    if saved is None:
-        saved = _begun(prepared, fingerprint, out)
-    _check_same_run(saved, fingerprint, out)
+    fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, before))
+    first = first_checkpoint(
+        prepared.problem,
+        prepared.solver,
+        prepared.w0,
+        key=root_key(),  # a run that is resumed has its own
+        fingerprint=fingerprint,
+        with_start=True,
+    )
+    saved = _begin(first, out) if before is None else _resume(before, first, out)
     progress(saved.done)
     try:
         number = saved.fingerprint["run"]
@@ -184,7 +216,7 @@ def _run(
         picture = figure.draw(result)
         with whole():
             results.save(out, result, picture)
-            folder.close(out, number)
+            finish_run(out, number)
     except OSError as error:
         raise OSError(
             f"{error}. The last checkpoint is intact: make room, then continue with "
@@ -201,61 +233,33 @@ def _steps(
     progress: Progress,
 ) -> Checkpoint:
     """Runs chunk after chunk, with a checkpoint after each."""
-    solver, chunk = prepared.solver, saved.fingerprint["chunk"]
-    structure: Any = jax.tree.structure(solver.init(prepared.problem, prepared.w0))
-    while saved.done < solver.num_steps:
-        # The next checkpoint holds `key`, which does not tell the noise before it.
-        key, keys = step_keys(saved.key, min(chunk, solver.num_steps - saved.done))
-        # Through the host each time, as after a resume, so that no bit can differ.
-        state = structure.unflatten([jnp.asarray(v) for v in saved.state])
-        state, path = _advance(
-            prepared.problem, solver, levels, state, keys, trajectory=True
-        )
-        rows = [
-            np.concatenate(pair)
-            for pair in zip(saved.path, checkpoint.leaves(path), strict=True)
-        ]
-        saved = Checkpoint(
-            saved.done + len(keys),
-            key,
-            checkpoint.leaves(state),
-            rows,
-            saved.fingerprint,
-        )
+    problem, solver = prepared.problem, prepared.solver
+
+    def part(saved, keys):
+        return _advance(problem, solver, levels, saved.state, keys, trajectory=True)
+
+    def keep(saved):
         checkpoint.write(out, saved)
         progress(saved.done)
-    return saved
+
+    chunk = saved.fingerprint["chunk"]
+    return run_in_parts(part, saved, solver.num_steps, keep, chunk=chunk)
 
 
-def _begun(prepared: Prepared, fingerprint: dict[str, Any], out: Path) -> Checkpoint:
-    """The run before its first step, with a fresh key, written into its folder."""
-    state = prepared.solver.init(prepared.problem, prepared.w0)
-    start = checkpoint.leaves(prepared.solver.released(state))
-    saved = Checkpoint(
-        done=0,
-        key=root_key(),
-        state=checkpoint.leaves(state),
-        path=[v[None] for v in start],
-        fingerprint=fingerprint,
-    )
+def _begin(first: Checkpoint, out: Path) -> Checkpoint:
+    """Numbers a run and writes it into its folder; an earlier result moves away."""
     with whole():
-        earlier = results.set_aside(out, spending.read(out).last)
-        saved = dataclasses.replace(
-            saved, fingerprint=fingerprint | {"run": earlier + 1}
-        )
+        number = results.set_aside(out, spending.read(out).last) + 1
+        fingerprint = first.fingerprint | {"run": number}
+        saved = dataclasses.replace(first, fingerprint=fingerprint)
         checkpoint.write(out, saved)
     return saved
 
 
 def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     """What the run releases, from its last state."""
-    solver, config = prepared.solver, prepared.config
-    state = solver.init(prepared.problem, prepared.w0)
-    structure: Any = jax.tree.structure(state)
-    released: Any = jax.tree.structure(solver.released(state))
-    path = released.unflatten(saved.path)
-    state = structure.unflatten([jnp.asarray(v) for v in saved.state])
-    x, y = solver.answer(prepared.problem, state)
+    config, state = prepared.config, jax.tree.map(jnp.asarray, saved.state)
+    x, y = prepared.solver.answer(prepared.problem, state)
     return Result(
         task=config.task_name,
         label=config.task.label,
@@ -263,7 +267,7 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
         shown=config.task.shown((x, y)),
         x=np.asarray(x),
         y=None if y is None else np.asarray(y),
-        trajectory=config.task.shown(path),
+        trajectory=config.task.shown(saved.path),
         report=prepared.report,
         versions=checkpoint.versions(),
         config=config.tables,
@@ -274,10 +278,10 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
 def _load(prepared: Prepared, override: Path | None) -> PyTree:
     """The records on the device, checked against the plan."""
     config = prepared.config
-    try:
+    neighbours, people = config.privacy.neighbours, config.privacy.people
+    places: Any = {"base": config.folder, "override": override}
+    with _data_errors(config):
         levels: PyTree
-        places: Any = {"base": config.folder, "override": override}
-        neighbours, people = config.privacy.neighbours, config.privacy.people
         if people is None:
             levels = load_records(config.data, neighbours, **places)
         else:
@@ -285,8 +289,6 @@ def _load(prepared: Prepared, override: Path | None) -> PyTree:
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
         levels = planned_rows(prepared.solver, levels)
-    except ValueError as error:
-        raise config.place.child("data").error(str(error)) from error
     return jax.tree.map(jnp.asarray, levels)
 
 
@@ -307,15 +309,6 @@ def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> i
     return max(c for c in range(1, max(1, steps // 20) + 1) if steps % c == 0)
 
 
-def _check_options(out: Path, chunk: int | None, resume: bool, restart: bool) -> None:
-    if resume and restart:
-        raise ValueError("give --resume (the same release) or --restart (a new one).")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"--chunk must be at least 1, got {chunk}.")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; give a new folder.")
-
-
 def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, Any]:
     """What the bits of a run depend on. SECRET: it holds a hash of the records."""
     digest = hashlib.sha256()
@@ -330,21 +323,14 @@ def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, An
     }
 
 
-def _check_same_run(saved: Checkpoint, now: dict[str, Any], out: Path) -> None:
-    """Refuses to continue a run whose config, software or records have changed."""
-    for part, name in (
-        ("config", "the config"),
-        ("software", "the software"),
-        ("plan", "the plan"),
-    ):
-        changed = checkpoint.differences(saved.fingerprint[part], now[part])
-        if changed:
-            raise ValueError(
-                f"cannot resume {out}: {name} has changed since the run began: "
-                f"{'; '.join(changed[:3])}. Change it back, or give a new folder."
-            )
-    if saved.fingerprint["records"] != now["records"]:
+def _resume(saved: Checkpoint, first: Checkpoint, out: Path) -> Checkpoint:
+    """The interrupted run, unless config, software or records have changed."""
+    then, now = saved.fingerprint, first.fingerprint
+    for part in ("config", "software", "plan"):  # the plan follows from the others
+        check_same_run(out, {part: then[part]}, {part: now[part]})
+    if then["records"] != now["records"]:
         raise ValueError(
             f"cannot resume {out}: the records are not those the run began with. Give "
             "the same file, or a new folder."
         )
+    return resumed(saved, first)

@@ -38,15 +38,15 @@ class Checkpoint:
     Attributes:
         done: The number of steps done.
         key: The key of the steps to come. Earlier noise cannot be computed from it.
-        state: The leaves of the solver's state.
-        path: The leaves of the released trajectory so far.
+        state: The solver's state, on the host; a list of its leaves after `read`.
+        path: The released trajectory so far, likewise.
         fingerprint: What must not change between the parts of a run.
     """
 
     done: int
     key: PRNGKey
-    state: list[np.ndarray]
-    path: list[np.ndarray]
+    state: PyTree
+    path: PyTree
     fingerprint: dict[str, Any]
 
     def __repr__(self) -> str:
@@ -65,20 +65,20 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
     Raises:
         OSError: The disk refuses; the previous checkpoint is intact.
     """
-    arrays: dict[str, Any] = {f"state_{i}": v for i, v in enumerate(checkpoint.state)}
-    arrays |= {f"path_{i}": v for i, v in enumerate(checkpoint.path)}
+    states, paths = map(jax.tree.leaves, (checkpoint.state, checkpoint.path))
+    arrays = {f"state_{i}": v for i, v in enumerate(states)}
+    arrays |= {f"path_{i}": v for i, v in enumerate(paths)}
     arrays["key"] = np.asarray(jax.random.key_data(checkpoint.key))
     public = {
         "done": checkpoint.done,
         "generator": str(jax.random.key_impl(checkpoint.key)),
         "fingerprint": checkpoint.fingerprint,
-        "leaves": [len(checkpoint.state), len(checkpoint.path)],
+        "leaves": [len(states), len(paths)],
     }
     arrays["public"] = np.frombuffer(json.dumps(public).encode(), np.uint8)
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    digest = hashlib.sha256(buffer.getvalue()).hexdigest().encode()
-    replace(folder / NAME, notice + digest + b"\n" + buffer.getvalue(), mode=0o600)
+    body = npz(arrays)
+    digest = hashlib.sha256(body).hexdigest().encode()
+    replace(folder / NAME, notice + digest + b"\n" + body, mode=0o600)
 
 
 def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
@@ -157,32 +157,28 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def differences(then: object, now: object, name: str = "") -> list[str]:
-    """What differs between two nested values, in words.
+def replace_json(file: Path, page: dict[str, Any]) -> None:
+    """Writes a page of JSON so that at any time it is the old one or the new one.
 
     Args:
-        then: The old value.
-        now: The new value.
-        name: The dotted name of the values.
+        file: The file.
+        page: What it is to say.
+
+    Raises:
+        OSError: The disk refuses; the old file is intact.
     """
-    if isinstance(then, dict) and isinstance(now, dict):
-        found = []
-        for key in [*then, *(k for k in now if k not in then)]:
-            child = f"{name}.{key}" if name else key
-            found += differences(then.get(key), now.get(key), child)
-        return found
-    if then == now:
-        return []
-    return [f"{name} was {_brief(then)}, is {_brief(now)}"]
+    replace(file, (json.dumps(page, indent=2) + "\n").encode())
 
 
-def leaves(tree: PyTree) -> list[np.ndarray]:
-    """The leaves of a pytree on the host.
+def npz(arrays: dict[str, np.ndarray]) -> bytes:
+    """Arrays in NumPy's format.
 
     Args:
-        tree: A pytree of arrays.
+        arrays: The arrays by name.
     """
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    return buffer.getvalue()
 
 
 def versions() -> dict[str, str]:
@@ -209,11 +205,6 @@ def _create(file: Path, content: bytes, mode: int) -> None:
         out.write(content)
         out.flush()
         os.fsync(out.fileno())
-
-
-def _brief(value: object) -> str:
-    text = "absent" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Plans: the least noise that reaches a budget, before any data is seen."""
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from ..privacy.sampling import AbstractSampling
 from .levels import Sizes, people_of
 from .loop import solve, solver_for
 from .problem import AbstractProblem
-from .solution import Plan, PrivateResult, divergence
-from .solver import AbstractSolver, Solver
+from .solution import Plan, Solution, Solver, divergence
+from .solver import AbstractSolver
 
 _LARGEST_SCALE = 2.0**60
 
@@ -104,7 +105,7 @@ def fit(
     key: PRNGKey,
     precision: Precision = "grid",
     trajectory: bool = False,
-) -> PrivateResult:
+) -> Solution:
     """Plans and runs in one call: calibrate on the data's sizes, then solve.
 
     Which records meet `x` is decided by tracing here, so an outer step that is public
@@ -123,14 +124,14 @@ def fit(
         trajectory: Whether to return the released iterates.
 
     Returns:
-        The released value and its report.
+        The solution, with its report.
 
     Raises:
         TypeError: As in `solve`.
         ValueError: As in `solve` and `calibrate`.
 
     Warns:
-        RuntimeWarning: The run diverged, by `PrivateResult.rejected_updates`.
+        RuntimeWarning: The run diverged, by `Solution.rejected_updates`.
 
     Privacy:
         One run under `budget`. The numbers of records are published with the report;
@@ -153,7 +154,7 @@ def fit(
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:
         warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
-    return PrivateResult(solution.value, plan.report, solution.trajectory, rejected)
+    return dataclasses.replace(solution, report=plan.report)
 
 
 def least_multiplier(

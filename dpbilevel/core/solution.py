@@ -34,11 +34,15 @@ class Solution(eqx.Module):
             were left out because their result was not finite. More than 0 means that
             the run diverged: the answer is finite, but take a smaller step size.
             Counted from released values: as private as the rest.
+        report: The guarantee, where the call planned the run: `fit`, or
+            `search.minimize` with `budget`; otherwise `None`, as the plan has it.
+            Static.
     """
 
     value: PyTree
     trajectory: PyTree | None = None
     rejected_updates: Int[Array, ""] | int = 0
+    report: PrivacyReport | None = eqx.field(static=True, default=None)
 
     @property
     def x(self) -> PyTree:
@@ -73,30 +77,3 @@ def divergence(rejected_updates: int) -> str | None:
         "released is as private as stated. Take a smaller step size, or sets that "
         "bound the variables; another run is another release."
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class PrivateResult:
-    """A released answer and its guarantee.
-
-    Attributes:
-        value: As in `Solution`.
-        report: The guarantee.
-        trajectory: As in `Solution`.
-        rejected_updates: As in `Solution`.
-    """
-
-    value: PyTree
-    report: PrivacyReport
-    trajectory: PyTree | None = None
-    rejected_updates: Int[Array, ""] | int = 0
-
-    @property
-    def x(self) -> PyTree:
-        """The upper variable of a two-level answer, the minimizer of a saddle point."""
-        return Solution(self.value).x
-
-    @property
-    def y(self) -> PyTree:
-        """The lower variable of a two-level answer, the maximizer of a saddle point."""
-        return Solution(self.value).y

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
-from .._fields import Checked
+from .._fields import Checked, Number
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
@@ -90,7 +90,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         """
 
     @abc.abstractmethod
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """The same solver at this noise, with the ratios its fields ask for.
 
         Args:
@@ -140,7 +140,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     What it releases is declared once, in `release`; the ledger follows from that.
 
     Attributes:
-        noise: The mechanism; its multiplier is per release.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         releases_per_step: How many releases a step makes.
     """
 
@@ -157,6 +157,11 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     def num_releases(self) -> int:
         """Of a whole run."""
         return self.releases_per_step * self.num_steps
+
+    @property
+    def release_noise(self) -> Gaussian:
+        """The mechanism of one release: `num_releases` of them amount to `noise`."""
+        return self.noise.scaled(self.num_releases**0.5)
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
@@ -194,14 +199,13 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
             self.assumptions(problem, sizes),
         )
 
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
-        """Sets the multiplier of a release to `scale` times the root of their number.
+    def with_noise(self, scale: Number) -> Self:
+        """Sets the multiplier of `noise`.
 
         Args:
             scale: As in `AbstractSolver.with_noise`.
         """
-        noise = self.noise.with_multiplier(scale * self.num_releases**0.5)
-        changes: dict[str, Any] = {"noise": noise}
+        changes: dict[str, Any] = {"noise": self.noise.with_multiplier(scale)}
         return dataclasses.replace(self, **changes)
 
 

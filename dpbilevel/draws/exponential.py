@@ -7,6 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from .._fields import Number
 from ..core.levels import people_of
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import People
@@ -132,7 +133,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         assumptions = (*declared, *facts.assumptions)
         return Ledger((draw,), people_of(sizes) or People.OVERLAPPING, assumptions)
 
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`.
 
         A draw of bounded range $\varepsilon$ has the zero-concentrated privacy of a

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from .._fields import Number
 from ..bilevel.certified import certificate_of
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import people_of
@@ -202,7 +203,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         people = people_of(sizes) or People.OVERLAPPING
         return Ledger((draw,), people, (convex, *facts.assumptions))
 
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier to `scale`."""
         mechanism = dataclasses.replace(self.mechanism, noise_multiplier=scale)
         return dataclasses.replace(self, mechanism=mechanism)

@@ -62,7 +62,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             non-monotone: the guarantee holds, the theorems need not.
         step_size: $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
         sampling: How each query's batch is drawn.
-        noise: The mechanism; its multiplier is per release.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or
             for instance `TailMean(0.5)`, which forgets the start and is often better,
             without a `bound`.
@@ -212,7 +212,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             OPERATOR,
             1,
             (Query(RECORDS, sizes, self.clip_norm, self.sampling),),
-            self.noise,
+            self.release_noise,
             clip_ratio=self.clip_ratio(problem),
         )
 

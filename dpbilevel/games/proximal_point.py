@@ -68,7 +68,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         inner_steps: $N$. Static.
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
-        noise: The mechanism; its multiplier is per round.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which point is projected for the answer: `Mean()` of all, as in the
             theorems, or for instance `TailMean(0.5)`, which forgets the start and is
             often better, without a `bound`.
@@ -234,7 +234,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         bounded = certified_resolvent(
             resolvent, batch, centre, precision=self.noise.precision
         )
-        w = self.noise.release(bounded, key=key_noise)
+        w = self.release_noise.release(bounded, key=key_noise)
         w, rejections = finite_or(w, state.w, state.rejections)
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
@@ -292,7 +292,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             RESOLVENT,
             1,
             (query,),
-            self.noise,
+            self.release_noise,
             basis=self.basis,
             value_norm=float(problem.w_set.reach),
             clip_ratio=self.clip_ratio(problem),

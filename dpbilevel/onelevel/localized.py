@@ -51,7 +51,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         strong_convexity: $\mu$ of the whole objective.
         clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
         sampling: `FullBatch` gives DP-Loc-GD, `Poisson` DP-Loc-SGD.
-        noise: The mechanism; its multiplier is per step.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:

@@ -47,7 +47,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         step_size: $\eta$, the longest step; or an optax optimizer fed with the released
             gradient, whose steps are taken as they are.
         sampling: How each step's batch is drawn.
-        noise: The mechanism; its multiplier is per step.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which iterate is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned number of records; set by `calibrate`. Static.
 
@@ -63,7 +63,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     num_steps: Count = eqx.field(static=True)
     clip_norm: Positive
-    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    step_size: StepSize = eqx.field(converter=as_rule)
     sampling: AbstractSampling = FullBatch()
     noise: Gaussian = Gaussian()
     output: AbstractOutput = Last()
@@ -145,4 +145,4 @@ def gradient_release(
 ) -> Release:
     """The release that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
-    return Release(GRADIENT, 1, queries, solver.noise, joint=joint)
+    return Release(GRADIENT, 1, queries, solver.release_noise, joint=joint)

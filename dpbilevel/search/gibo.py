@@ -85,7 +85,7 @@ class GradientInformativeBO(
         jitter: Added to $\sigma^2$ against rounding, in variances of the kernel; known
             to the choice of points.
         constant: $c_0$, in variances of the kernel.
-        noise: The mechanism; its multiplier is per step.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which iterate is the answer: `Last()`, or for instance
             `TailMean(0.2)`, the average of the last fifth.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -108,7 +108,7 @@ class GradientInformativeBO(
 
     num_steps: Count = eqx.field(static=True)
     clip_norm: Positive
-    step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
+    step_size: StepSize = eqx.field(converter=as_rule)
     kernel: AbstractKernel = RBF()
     evaluation_noise: NonNegative = 0.0
     tolerance: Positive = 1 / 30
@@ -256,7 +256,7 @@ class GradientInformativeBO(
     def release(self, problem: SearchProblem, sizes: int) -> Release:
         """The gradient."""
         query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
-        return Release(GRADIENT, 1, (query,), self.noise)
+        return Release(GRADIENT, 1, (query,), self.release_noise)
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         """What is assumed of a black box."""

@@ -2,64 +2,37 @@
 
 import contextlib
 import dataclasses
-import json
+import functools
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
 from .. import _checks
 from .._extras import missing
-from ..core import checkpoint, lock
+from ..core import lock
 from ..core.checkpoint import Checkpoint
 from ..core.descent import rejected_updates
 from ..core.loop import bound_to
 from ..core.plan import calibrate
-from ..core.solution import PrivateResult, Solution, divergence
+from ..core.resume import first_checkpoint, run_in_parts
+from ..core.solution import Solution, divergence
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.grid import wide_integers
-from ..privacy.noise import PRNGKey, check_key, derive, step_keys
+from ..privacy.noise import PRNGKey, check_key, derive
+from ..privacy.report import PrivacyReport
 from .base import AbstractAskingSolver
-from .folder import Folder, Memory, described
-from .problem import BlackBox, SearchProblem
-
-
-@overload
-def minimize(
-    problem: BlackBox,
-    solver: AbstractAskingSolver,
-    w0: Float[Array, " d"],
-    *,
-    key: PRNGKey,
-    budget: None = None,
-    precision: Precision = "grid",
-    folder: None = None,
-    progress: bool = False,
-    trajectory: bool = False,
-) -> Solution: ...
-
-
-@overload
-def minimize(
-    problem: BlackBox,
-    solver: AbstractAskingSolver,
-    w0: Float[Array, " d"],
-    *,
-    key: PRNGKey,
-    budget: PrivacyBudget,
-    precision: Precision = "grid",
-    folder: Path | str | None = None,
-    progress: bool = False,
-    trajectory: bool = False,
-) -> PrivateResult: ...
+from .folder import Folder, fingerprint
+from .problem import BlackBox
 
 
 def minimize(
@@ -73,7 +46,7 @@ def minimize(
     folder: Path | str | None = None,
     progress: bool = False,
     trajectory: bool = False,
-) -> Solution | PrivateResult:
+) -> Solution:
     """Runs `solver` on losses that come from Python; `solve` for black boxes.
 
     All of it is computed in float64, whatever the setting of JAX; the black box itself
@@ -98,7 +71,7 @@ def minimize(
         trajectory: Whether to return the released iterates.
 
     Returns:
-        The solution as NumPy arrays; with `budget` together with its report.
+        The solution as NumPy arrays, with its report if there is a `budget`.
 
     Raises:
         TypeError: The key is not typed, the solver does not ask for losses, or the
@@ -124,128 +97,140 @@ def minimize(
         same order, which `BlackBox.records` tells, and if the folder is no copy of one
         that another run goes on with, whose noise it would use again.
     """
-    check_key(key)
-    _check(problem, solver, progress)
-    if folder is not None:
-        _check_resumable(problem, budget)
-    w0 = _start(problem, w0)
-    report = None
+    _check(problem, solver, key, budget, folder, progress)
+    run = _planned(problem, solver, _start(problem, w0), key, budget, precision)
+    solution, remarks = _run_or_resume(run, folder, progress)
+    for remark in remarks:
+        warnings.warn(f"minimize: {remark}", stacklevel=2)
+    shown = solution.trajectory if trajectory else None
+    return dataclasses.replace(solution, trajectory=shown, report=run.report)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """A run that has evaluated nothing.
+
+    Attributes:
+        problem: The black box.
+        solver: The calibrated solver.
+        report: The guarantee, where it was calibrated here.
+        first: The run before its first step.
+    """
+
+    problem: BlackBox
+    solver: AbstractAskingSolver
+    report: PrivacyReport | None
+    first: Checkpoint
+
+
+def _planned(
+    problem: BlackBox,
+    solver: AbstractAskingSolver,
+    w0: Array,
+    key: PRNGKey,
+    budget: PrivacyBudget | None,
+    precision: Precision,
+) -> _Planned:
+    """Calibrates the solver if there is a budget, and binds it to the black box."""
+    report, n = None, problem.num_records
     with wide_integers():
         if budget is not None:
             plan = calibrate(
-                problem,
-                solver,
-                budget,
-                sizes=problem.num_records,
-                w0=w0,
-                precision=precision,
+                problem, solver, budget, sizes=n, w0=w0, precision=precision
             )
             solver, report = plan.solver, plan.report
         solver = bound_to(problem, solver, None, "minimize")
         _check_calibrated(problem, solver)
-        first = _before(problem, solver, w0, key)
-        public = described(problem, solver, w0)
-    if folder is None or budget is None or report is None:
-        found = _run(problem, solver, first, Memory(), progress)
-    else:
-        asked = {"epsilon": budget.epsilon, "delta": budget.delta}
-        public = {"budget": asked, **public, "report": json.loads(report.to_json())}
-        place = Path(folder)
-        with lock.held(place):
-            notebook = Folder(place, report, public, problem.records)
-            before = notebook.finished()
-            if before is not None:
-                warnings.warn(
-                    f"minimize: {place} holds a finished run, whose result is "
-                    "returned; nothing was evaluated, whatever the records are now. "
-                    "For a new run, a second release, give a new folder.",
-                    stacklevel=2,
-                )
-            else:
-                saved = notebook.begun(first)
-                before = _run(problem, solver, saved, notebook, progress)
-                notebook.finish(*before)
-            found = before
-    value, path, rejected = found
-    shown = path if trajectory else None
-    if report is None:
-        return Solution(value, shown, rejected)
-    return PrivateResult(value, report, shown, rejected)
+        first = first_checkpoint(
+            problem,
+            solver,
+            w0,
+            key=key,
+            fingerprint=fingerprint(problem, solver, w0, budget, report),
+            with_start=False,
+        )
+    return _Planned(problem, solver, report, first)
+
+
+def _run_or_resume(
+    run: _Planned, folder: Path | str | None, progress: bool
+) -> tuple[Solution, list[str]]:
+    """The solution, by what is left to run, and what to warn of."""
+    if folder is None or run.report is None:  # one without the other was refused
+        return _run(run, run.first, None, progress)
+    with lock.held(Path(folder)):
+        notebook = Folder(Path(folder), run.report, run.first)
+        solution = notebook.result()
+        if solution is not None:
+            return solution, [
+                f"{folder} holds a finished run, whose result is returned; nothing was "
+                "evaluated, whatever the records are now. For a new run, a second "
+                "release, give a new folder."
+            ]
+        solution, remarks = _run(run, notebook.begin(), notebook, progress)
+        notebook.finish(solution)
+        return solution, remarks
 
 
 def _run(
-    problem: BlackBox,
-    solver: AbstractAskingSolver,
-    saved: Checkpoint,
-    notebook: Memory | Folder,
-    progress: bool,
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """All steps that are left; returns answer, released iterates, rejected updates."""
+    run: _Planned, saved: Checkpoint, notebook: Folder | None, progress: bool
+) -> tuple[Solution, list[str]]:
+    """All steps that are left; the solution, and what to warn of."""
+    problem, solver = run.problem, run.solver
     # What is compiled must not read losses, and need not keep them alive.
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
-    with wide_integers():
-        structure: Any = jax.tree.structure(solver.init(public, _point(saved)))
-    with _bar(progress, solver.num_steps, saved.done) as shown:
-        while saved.done < solver.num_steps:
+    with _bar(progress, solver.num_steps, saved.done) as show:
 
-            def losses(number: int, point: np.ndarray, step: int = saved.done):
-                found = notebook.losses(
-                    step, number, point, lambda: _evaluate(problem, point)
-                )
-                shown(0)
-                return found
+        def losses(step, number, point):
+            evaluate = functools.partial(_evaluate, problem, point)
+            found = (
+                notebook.losses(step, number, point, evaluate)
+                if notebook
+                else evaluate()
+            )
+            show(0)
+            return found
 
-            saved = _step(public, solver, structure, saved, losses)
-            notebook.keep(saved)
-            shown(1)
+        def keep(saved):
+            if notebook:
+                notebook.keep(saved)
+            show(1)
+
+        part = functools.partial(_step, public, solver, losses)
+        saved = run_in_parts(part, saved, solver.num_steps, keep)
     with wide_integers():
-        state = _state(structure, saved)
+        state = jax.tree.map(jnp.asarray, saved.state)
         value = np.asarray(solver.answer(public, state))
     rejected = int(rejected_updates(state))
-    for remark in (solver.remark(state), divergence(rejected)):
-        if remark is not None:
-            warnings.warn(f"minimize: {remark}", stacklevel=3)
-    return value, saved.path[0], rejected
+    remarks = [solver.remark(state), divergence(rejected)]
+    return Solution(value, saved.path, rejected), [r for r in remarks if r is not None]
 
 
 def _step(
     problem: BlackBox,
     solver: AbstractAskingSolver,
-    structure: Any,
+    losses: Callable[[int, int, np.ndarray], np.ndarray],
     saved: Checkpoint,
-    losses: Callable[[int, np.ndarray], np.ndarray],
-) -> Checkpoint:
+    keys: Key[Array, " 1"],
+) -> tuple[PyTree, PyTree]:
     """One step: asks, evaluates on the host, tells."""
     with wide_integers():
-        # The next checkpoint holds `key`, which does not tell the noise before it.
-        key, key_ask, key_tell = _keys(saved.key)
-        # Through the host each time, as after a resume, so that no bit can differ.
-        state = _state(structure, saved)
-        asked = _ask(problem, solver, state, key=key_ask)
+        key_ask, key_tell = _keys(keys)
+        asked = _ask(problem, solver, saved.state, key=key_ask)
         points = np.asarray(asked.points, np.float64)
-        count = int(asked.count)
-    found = np.zeros((len(points), problem.num_records))
-    for number in range(count):
-        found[number] = losses(number, points[number].copy())
+    table = np.zeros((len(points), problem.num_records))
+    for number in range(int(asked.count)):
+        table[number] = losses(saved.done, number, points[number].copy())
     with wide_integers():
-        table = jnp.asarray(found.T)
-        state = _tell(problem, solver, state, asked, table, key=key_tell)
-        (row,) = checkpoint.leaves(solver.released(state))
-        path = np.concatenate([saved.path[0], row[None]])
-    return dataclasses.replace(
-        saved,
-        done=saved.done + 1,
-        key=key,
-        state=checkpoint.leaves(state),
-        path=[path],
-    )
+        state = _tell(problem, solver, saved.state, asked, table.T, key=key_tell)
+        return state, solver.released(state)[None]
 
 
 @jax.jit
-def _keys(key):
-    """The key of the steps to come, and those of one step as `solve` has them."""
-    key, (key_step,) = step_keys(key, 1)
-    return key, *derive(key_step, "ask", "tell")
+def _keys(keys):
+    """The keys of one step as `solve` has them."""
+    (key,) = keys
+    return derive(key, "ask", "tell")
 
 
 @jax.jit
@@ -256,22 +241,6 @@ def _ask(problem, solver, state, *, key):
 @jax.jit
 def _tell(problem, solver, state, asked, losses, *, key):
     return solver.tell(problem, state, asked, losses, key=key)
-
-
-def _before(problem, solver, w0, key) -> Checkpoint:
-    """The run before its first step."""
-    state = solver.init(problem, w0)
-    (row,) = checkpoint.leaves(solver.released(state))
-    return Checkpoint(0, key, checkpoint.leaves(state), [row[None][:0]], {})
-
-
-def _point(saved: Checkpoint) -> Array:
-    """A point of the right shape: where all states begin has the structure of all."""
-    return jnp.zeros(saved.path[0].shape[1:])
-
-
-def _state(structure: Any, saved: Checkpoint) -> PyTree:
-    return structure.unflatten([jnp.asarray(v) for v in saved.state])
 
 
 def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
@@ -315,7 +284,16 @@ def _check_calibrated(problem: BlackBox, solver: Any) -> None:
         ) from None
 
 
-def _check(problem: SearchProblem, solver: Any, progress: bool) -> None:
+def _check(
+    problem: Any,
+    solver: Any,
+    key: Any,
+    budget: PrivacyBudget | None,
+    folder: Path | str | None,
+    progress: bool,
+) -> None:
+    """Raises before anything is planned."""
+    check_key(key)
     _checks.instance("minimize", BlackBox, problem=problem)
     if not isinstance(solver, AbstractAskingSolver):
         name = getattr(solver, "__name__", type(solver).__name__)
@@ -329,20 +307,14 @@ def _check(problem: SearchProblem, solver: Any, progress: bool) -> None:
             "minimize: a black box states its number of records, which "
             "add-or-remove-one keeps private; use Neighbours.REPLACE_ONE."
         )
-    if progress:
-        try:
-            import tqdm  # noqa: F401
-        except ImportError:
-            raise ValueError(missing("minimize: progress=True", "tqdm")) from None
-
-
-def _check_resumable(problem: BlackBox, budget: PrivacyBudget | None) -> None:
-    if budget is None:
+    if progress and importlib.util.find_spec("tqdm") is None:
+        raise ValueError(missing("minimize: progress=True", "tqdm"))
+    if folder is not None and budget is None:
         raise ValueError(
             "minimize: folder= keeps the report and the spending of the run, so it "
             "needs budget=; leave the calibration to it."
         )
-    if not problem.records:
+    if folder is not None and not problem.records:
         raise ValueError(
             "minimize: folder= can go on with an interrupted run, which on other "
             "records would be a second release; it needs BlackBox(..., records=), "
@@ -383,10 +355,10 @@ def _bar(progress: bool, total: int, done: int) -> Iterator[Callable[[int], None
     evaluations = 0
     with tqdm(total=total, initial=done, unit="step") as bar:
 
-        def shown(steps: int) -> None:
+        def show(steps: int) -> None:
             nonlocal evaluations
             evaluations += 1 - steps
             bar.set_postfix(evaluations=evaluations)
             bar.update(steps)
 
-        yield shown
+        yield show

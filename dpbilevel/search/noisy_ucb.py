@@ -49,7 +49,7 @@ class NoisyUCB(
             public. By default a quarter of $B$.
         exploration: $\beta \ge 0$.
         num_candidates: How many points a step chooses from. Static.
-        noise: The mechanism; its multiplier is per step.
+        noise: The mechanism of the whole run, seen as one release on full batches.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -151,7 +151,7 @@ class NoisyUCB(
     def release(self, problem: SearchProblem, sizes: int) -> Release:
         """A mean loss."""
         query = loss_query(self.clip_range, sizes)
-        return Release(LOSS, 1, (query,), self.noise)
+        return Release(LOSS, 1, (query,), self.release_noise)
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         """What is assumed of a black box."""
@@ -177,7 +177,7 @@ class NoisyUCB(
         amplitude = like(amplitude, state.values)
         query = loss_query(1.0, self.sizes)
         share = self.neighbours.contributions * query.contribution
-        std = like(self.noise.scaled(1.0).noise_multiplier, amplitude) * like(
+        std = like(self.release_noise.noise_multiplier, amplitude) * like(
             self.clip_range, amplitude
         )
         std *= like(share, amplitude)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .. import _checks
+from .._fields import Number
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
 from ..draws.release import Draw
@@ -149,7 +150,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
         )
         return Ledger((draw,), assumptions=trusted(problem, self.most_evaluations))
 
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
         mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
         return dataclasses.replace(self, mechanism=mechanism)

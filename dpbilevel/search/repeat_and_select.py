@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
+from .._fields import Number
 from ..privacy.budget import Neighbours
 from ..privacy.grid import wide_integers
 from ..privacy.ledger import Ledger
@@ -170,7 +171,7 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         assumptions = trusted(problem, self.most_evaluations)
         return Ledger((self._selection(sizes),), assumptions=assumptions)
 
-    def with_noise(self, scale: float | Float[Array, ""]) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of every repetition to `scale`."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 

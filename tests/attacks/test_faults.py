@@ -153,7 +153,7 @@ def test_checkpoint_of_another_solver_is_refused(tmp_path, interrupted):
     text = GENERATED[: GENERATED.index("[refit]")]
     (tmp_path / "b.toml").write_text(text)
     other = prepare(read_config(tmp_path / "b.toml"))
-    refused(r"the config has changed.*refit was .*is absent", other, interrupted)
+    refused(r"config\.refit was .*is absent", other, interrupted)
 
 
 @pytest.mark.parametrize("part", ["jax", "dpbilevel", "backend", "partitionable"])
@@ -161,7 +161,7 @@ def test_checkpoint_of_other_software_is_refused(prepared, interrupted, part):
     saved = checkpoint.read(interrupted)
     saved.fingerprint["software"][part] = "0.0.1"
     checkpoint.write(interrupted, saved)
-    refused(rf"the software has changed.*{part} was \"0\.0\.1\"", prepared, interrupted)
+    refused(rf"software\.{part} was \"0\.0\.1\"", prepared, interrupted)
 
 
 def test_checkpoint_of_another_version_of_the_format_is_refused(prepared, interrupted):

@@ -32,10 +32,10 @@ def noisy_gd(scale=1.0, **fields):
     return dpb.NoisyGD(**(defaults | fields)).with_noise(scale).with_sizes(10)
 
 
-def sampled(sampling, neighbours=REPLACE, multiplier=0.5, **fields):
-    noise = dpb.privacy.Gaussian(multiplier, neighbours)
-    defaults = {"num_steps": 1, "clip_norm": 0.7, "step_size": 0.1}
-    solver = dpb.NoisyGD(sampling=sampling, noise=noise, **(defaults | fields))
+def sampled(sampling, neighbours=REPLACE, multiplier=0.5, num_steps=1):
+    """With this noise multiplier at every step."""
+    noise = dpb.privacy.Gaussian(multiplier / math.sqrt(num_steps), neighbours)
+    solver = dpb.NoisyGD(num_steps, 0.7, step_size=0.1, sampling=sampling, noise=noise)
     return solver.with_sizes(10)
 
 

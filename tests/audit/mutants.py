@@ -193,7 +193,7 @@ class ReadsTwice(dpb.NoisyGD):
         kind = TwoReads if self.one_batch else TwoBatches
         roles = ("upper", "lower")
         queries = tuple(Query(r, sizes, self.clip_norm, self.sampling) for r in roles)
-        return kind("gradient", self.num_steps, queries, self.noise)
+        return kind("gradient", self.num_steps, queries, self.release_noise)
 
 
 TWICE = sampled(dpb.Poisson(0.1), ADD_OR_REMOVE, 0.5, num_steps=20)

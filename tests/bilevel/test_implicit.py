@@ -196,7 +196,7 @@ def test_noise_follows_the_sensitivity_at_the_current_x(x64):
 
 def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
     data, multiplier = wide(LEVELS), 3.0
-    solver = implicit(noise=dpb.privacy.Gaussian(multiplier))
+    solver = implicit().with_noise(multiplier / math.sqrt(3))
     sizes = TUNING.sizes_of(data, "disjoint")
     events = solver.ledger(TUNING, sizes).events()
     for x in ([-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]):

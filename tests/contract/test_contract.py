@@ -462,6 +462,6 @@ def test_a_ledger_counts_every_release_of_a_step():
     twice = StepsTwice(**vars(solver))
     (release,) = twice.ledger(problem, problem.sizes_of(data)).releases
     assert release.count == 2 * solver.num_steps
-    assert twice.with_noise(1.0).noise.noise_multiplier == pytest.approx(
+    assert twice.with_noise(1.0).release_noise.noise_multiplier == pytest.approx(
         (2 * solver.num_steps) ** 0.5
     )

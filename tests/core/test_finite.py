@@ -12,7 +12,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.cli import main as cli
-from dpbilevel.core.descent import Memory, Rejections, finite_or, projected_update
+from dpbilevel.core.descent import Descent, Rejections, Rule, finite_or
 from tests.cli.test_runner import GENERATED
 from tests.contract.solver_zoo import EXACT, IN_BOX, LOWER, SOLVERS, Y0, sizes_of
 
@@ -204,11 +204,10 @@ def test_search_that_diverges_stays_finite_and_warns():
 
 
 def test_rejected_update_leaves_variable_and_optimizer_as_they_were():
-    rule, w = optax.adam(0.1), jnp.ones(2)
-    start = Memory.of(rule, w)
-    w, memory = projected_update(rule, jnp.ones(2), start, w, dpb.sets.Euclidean())
+    descent, w = Descent(Rule(optax.adam(0.1)), dpb.sets.Euclidean()), jnp.ones(2)
+    w, memory = descent.update(jnp.ones(2), descent.init(w), w)
     bad = jnp.asarray([jnp.nan, 1.0])
-    again, after = projected_update(rule, bad, memory, w, dpb.sets.Euclidean())
+    again, after = descent.update(bad, memory, w)
     np.testing.assert_array_equal(again, w)
     jax.tree.map(np.testing.assert_array_equal, after.rule, memory.rule)
     assert (int(memory.rejections.count), int(after.rejections.count)) == (0, 1)

@@ -216,7 +216,7 @@ def test_resume_and_restart_exclude_each_other(prepared, tmp_path):
 
 def test_kill_in_the_last_moment_is_made_up_for(prepared, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("dpbilevel.cli.folder.close", stopped)
+        patch.setattr("dpbilevel.cli.run.finish_run", stopped)
         with pytest.raises(Stop):
             run(prepared, tmp_path)
     assert (tmp_path / checkpoint.NAME).exists()

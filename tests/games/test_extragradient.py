@@ -102,12 +102,12 @@ def test_a_single_pass_is_calibrated_for_one_release():
     made = example("bilinear")
     solver = extragradient(4, multiplier=None, sampling=dpb.privacy.SinglePass(5))
     plan = dpb.calibrate(made.problem, solver, BUDGET, sizes=N)
-    assert plan.solver.noise.noise_multiplier == pytest.approx(3.7306, abs=1e-4)
+    assert plan.solver.release_noise.noise_multiplier == pytest.approx(3.7306, abs=1e-4)
     assert "charged for 1 of 8 releases" in str(plan.report)
     # One step more begins a second pass.
     longer = dataclasses.replace(solver, num_steps=5)
     again = dpb.calibrate(made.problem, longer, BUDGET, sizes=N)
-    assert again.solver.noise.noise_multiplier > 1.4 * 3.7306
+    assert again.solver.release_noise.noise_multiplier > 1.4 * 3.7306
 
 
 def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():

@@ -1,0 +1,90 @@
+"""What solvers of two stages have in common: each stage has a part of the budget."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from typing_extensions import override
+
+from .. import _checks
+from .._fields import Number
+from ..core.solver import AbstractSolver, State
+from ..privacy.budget import Neighbours
+from ..privacy.clipping import Basis
+from .problem import BilevelProblem, Sizes
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
+
+class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
+    """Two solvers in turn, in fields that `stages` names.
+
+    Attributes:
+        stages: The fields of both solvers, and the problems that these must solve.
+        budget_split: How the squared budget is split over the stages.
+    """
+
+    stages: ClassVar[Mapping[str, type]]
+    budget_split: AbstractVar[tuple[float, float]]
+    problem_type: ClassVar[type] = BilevelProblem
+    in_config: ClassVar[bool] = False
+
+    def __check_init__(self):
+        owner = type(self).__name__
+        for name, kind in self.stages.items():
+            part = getattr(self, name)
+            _checks.instance(owner, AbstractSolver, **{name: part})
+            if not issubclass(kind, part.problem_type):
+                raise TypeError(
+                    f"{owner}: {name} must solve a {kind.__name__}, but "
+                    f"{type(part).__name__} does not."
+                )
+        _checks.budget_split(owner, self.budget_split, *self.stages)
+        relations = {name: getattr(self, name).neighbours for name in self.stages}
+        if len(set(relations.values())) > 1:
+            (first, one), (then, other) = relations.items()
+            raise ValueError(
+                f"{owner}: {first} refers to {one} but {then} to {other}; give both "
+                "the same relation."
+            )
+
+    @property
+    def parts(self) -> tuple[AbstractSolver, AbstractSolver]:
+        """Both solvers, bound to the sizes."""
+        first, then = (getattr(self, name) for name in self.stages)
+        return first.with_sizes(self.sizes), then.with_sizes(self.sizes)
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The relation of both runs."""
+        return self.parts[0].neighbours
+
+    @property
+    def basis(self) -> Basis:
+        """The weaker one of both runs."""
+        first, then = self.parts
+        return first.basis.worse(then.basis)
+
+    def with_noise(self, scale: Number) -> Self:
+        """Splits the squared budget by `budget_split`."""
+        total = sum(self.budget_split)
+        return dataclasses.replace(
+            self,
+            **{
+                name: getattr(self, name).with_noise(scale / (part / total) ** 0.5)
+                for name, part in zip(self.stages, self.budget_split, strict=True)
+            },
+        )
+
+    @override
+    def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:
+        sizes = self.sizes if sizes is None else sizes
+        counted: dict[str, Any] = {
+            name: getattr(self, name).with_sizes(sizes).with_counts(problem, sizes)
+            for name, kind in self.stages.items()
+            if kind is BilevelProblem
+        }
+        return dataclasses.replace(self, **counted)
