@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
+from typing_extensions import override
 
 from . import _checks
 
@@ -66,21 +67,21 @@ class AbstractUnboundedSet(AbstractSet):
     """A set with members of any norm."""
 
     @property
+    @override
     def reach(self) -> float:
-        """Always `inf`."""
         return math.inf
 
     @property
+    @override
     def diameter(self) -> float:
-        """Always `inf`."""
         return math.inf
 
 
 class Euclidean(AbstractUnboundedSet):
     """The whole space: every finite pytree."""
 
+    @override
     def project(self, w: PyTree) -> PyTree:
-        """Returns `w` unchanged."""
         return w
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
@@ -184,11 +185,7 @@ class Box(AbstractSet):
 
     @property
     def reach(self) -> float:
-        """The norm of both corners together.
-
-        Raises:
-            ValueError: As `diameter`.
-        """
+        """The norm of both corners together; raises as `diameter` does."""
         return (
             _checks.number(
                 (optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2)
@@ -285,8 +282,8 @@ class Simplex(AbstractSet):
         return AbstractSet.dimension(self, w) - 1
 
     @property
+    @override
     def reach(self) -> float:
-        """That of a corner."""
         return _checks.number(self.scale)
 
     @property

@@ -204,8 +204,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         )
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.noise.neighbours
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:

@@ -58,8 +58,8 @@ class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
         return first.with_sizes(self.sizes), then.with_sizes(self.sizes)
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of both runs."""
         return self.parts[0].neighbours
 
     @property

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.solver import AbstractSolver
@@ -92,8 +93,8 @@ class WarmStarted(AbstractTwoStages[_State]):
         first = self.first.adversary_view(state.first)
         return first, self.then.adversary_view(state.then)
 
+    @override
     def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The second's answer."""
         return self.then.answer(problem, state.then)
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
@@ -101,8 +102,8 @@ class WarmStarted(AbstractTwoStages[_State]):
         first = self.first.ledger(problem, sizes).named(FIRST)
         return first + self.then.ledger(problem, sizes).named(THEN)
 
+    @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Those of both runs."""
         return {
             f"{name}: {key}": value
             for name, part in ((FIRST, self.first), (THEN, self.then))

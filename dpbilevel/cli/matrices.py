@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from typing_extensions import override
 
 from .columns import check_standardizing, standardized
 from .files import CsvFile, read_csv, refuse_file
@@ -93,8 +94,8 @@ class CsvMatrices(CsvFile, MatrixData):
         check_standardizing(self)
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns of a matrix."""
         return len(self.columns), len(self.columns[0])
 
     def records(self, base: Path, override: Path | None) -> Matrices:
@@ -140,8 +141,8 @@ class GeneratedMatrices(MatrixData):
             raise ValueError("mean must hold numbers in [-1, 1]: those of signs.")
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns of a matrix."""
         return len(self.mean), len(self.mean[0])
 
     @property

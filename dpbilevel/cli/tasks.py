@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.applications import penalty_tuning, source_weighting, source_weights
@@ -247,12 +248,8 @@ class GroupTask(abc.ABC):
 class GroupFairTask(GroupTask):
     """Fits a logistic model to the group that is worst off."""
 
+    @override
     def problem(self, blocks: Blocks) -> SaddleProblem:
-        """The game.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
         del blocks
         return group_fair(Logistic(), self.shares, **self.fields)
 
@@ -268,12 +265,8 @@ class GroupRobustTask(GroupTask):
 
     strength: float
 
+    @override
     def problem(self, blocks: Blocks) -> SaddleProblem:
-        """The game.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
         del blocks
         return group_robust(Logistic(), self.shares, self.strength, **self.fields)
 

@@ -5,6 +5,7 @@ from typing import Self
 
 import equinox as eqx
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
@@ -72,16 +73,12 @@ class AbstractOneLevel(AbstractProblem):
             )
         return one_level(data)
 
+    @override
     def check_sizes(self, owner: str, sizes: object) -> None:
-        """Refuses what is not a number of records."""
         _checks.count(owner, sizes=sizes)
 
     def check_people(self, data: PyTree, people: People) -> None:
-        """Refuses: a plan for two levels is for another problem.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Raises `TypeError`: `people` is for problems of two levels."""
         raise TypeError(
             f"people={people.value!r} is for two levels; {type(self).__name__} has one."
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .._fields import Checked, Number
 from ..privacy.budget import Neighbours, People
@@ -149,8 +150,8 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     noise: AbstractVar[Gaussian]
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.noise.neighbours
 
     @property
@@ -185,12 +186,8 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         del problem, sizes
         return ()
 
+    @override
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
-        """All of its releases.
-
-        Raises:
-            ValueError: The solver is not calibrated.
-        """
         release = self.release(problem, sizes)
         release = dataclasses.replace(release, count=self.num_releases)
         return Ledger(
@@ -199,12 +196,8 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
             self.assumptions(problem, sizes),
         )
 
+    @override
     def with_noise(self, scale: Number) -> Self:
-        """Sets the multiplier of `noise`.
-
-        Args:
-            scale: As in `AbstractSolver.with_noise`.
-        """
         changes: dict[str, Any] = {"noise": self.noise.with_multiplier(scale)}
         return dataclasses.replace(self, **changes)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from .. import _checks
 from .._fields import Number
@@ -66,31 +67,31 @@ class Logistic(AbstractLinearModel):
     """
 
     @property
+    @override
     def curvature(self) -> float:
-        """A quarter."""
         return 0.25
 
     @property
+    @override
     def third(self) -> float:
-        """The largest third derivative of the logistic loss."""
         return 1 / (6 * math.sqrt(3))
 
     @property
+    @override
     def concordance(self) -> float:
-        """1."""
         return 1.0
 
     @property
+    @override
     def start(self) -> float:
-        """The loss at margin 0, whatever the label."""
         return math.log(2)
 
+    @override
     def slope(self, margin: Number) -> Number:
-        """The logistic function."""
         return 1 / (1 + module_of(margin).exp(-margin))
 
+    @override
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
-        """The loss."""
         return _softplus(-jnp.clip(signed(label), -1.0, 1.0) * margin)
 
 
@@ -113,8 +114,8 @@ class PseudoHuber(AbstractLinearModel):
         object.__setattr__(self, "width", float(self.width))
 
     @property
+    @override
     def curvature(self) -> float:
-        """1, at residual 0."""
         return 1.0
 
     @property
@@ -128,8 +129,8 @@ class PseudoHuber(AbstractLinearModel):
         return 1.5 / self.width
 
     @property
+    @override
     def start(self) -> float:
-        """Infinite."""
         return math.inf
 
     @property

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from .._fields import Count, Positive
@@ -175,16 +176,16 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         w = jax.tree.map(lambda m, v: jnp.where(ends, m, v), mean, w)
         return _State(w, center, mean, rejections, state.t + 1)
 
+    @override
     def released(self, state: _State) -> PyTree:
-        """The current iterate."""
         return state.w
 
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         """The mean of the last round."""
         return state.center
 
+    @override
     def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
-        """The gradient."""
         return gradient_release(self, problem, sizes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -95,16 +95,16 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         )
         return _State(w, kept, memory, state.t + 1)
 
+    @override
     def released(self, state: _State) -> PyTree:
-        """The current iterate."""
         return state.w
 
     @override
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         return self.output.answer(state.kept, state.w)
 
+    @override
     def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
-        """The gradient."""
         return gradient_release(self, problem, sizes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:

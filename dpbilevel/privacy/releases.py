@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ._lazy import dp_accounting
@@ -253,8 +254,8 @@ class AbstractGaussianRelease(AbstractRelease):
         factor = self.neighbours.contributions
         return self.noise_multiplier * factor * self.contribution
 
+    @override
     def row(self) -> dict[str, Any]:
-        """The release in the report, with its noise."""
         return super().row() | {
             "noise_multiplier": self.noise_multiplier,
             "noise_std": self.noise_std,
@@ -331,8 +332,8 @@ class Release(AbstractGaussianRelease):
             )
 
     @property
+    @override
     def clip_norm(self) -> float:
-        """The largest norm of the noiseless value."""
         return super().clip_norm if self.value_norm is None else self.value_norm
 
     @property
@@ -343,8 +344,8 @@ class Release(AbstractGaussianRelease):
         return self.count * sum(chances)
 
     @property
+    @override
     def overflow(self) -> float:
-        """All of `failure`."""
         return self.failure
 
     def forecast(self, coordinates: int | None) -> dict[str, Any]:
@@ -366,8 +367,8 @@ class Release(AbstractGaussianRelease):
             if (charged := query.sampling.charged(self.count, query.size)) < self.count
         )
 
+    @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        """The events of all `count` releases, with the kind of person they charge."""
         for person, query, multiplier in self._shares(people):
             event = query.sampling.event(multiplier, self.neighbours, query.size)
             count = query.sampling.charged(self.count, query.size)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import scipy
 from jaxtyping import Array, Bool, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ._lazy import dp_accounting
@@ -117,12 +118,12 @@ class FullBatch(AbstractSampling):
         records, present = unpacked(records)
         return Batch(records, present, self.denominator(size))
 
+    @override
     def rows(self, size: int) -> int:
-        """The number of records."""
         return size
 
+    @override
     def denominator(self, size: int) -> float:
-        """The number of records."""
         return float(size)
 
     def event(
@@ -132,8 +133,8 @@ class FullBatch(AbstractSampling):
         del neighbours, size
         return dp_accounting.GaussianDpEvent(noise_multiplier)
 
+    @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Zero."""
         del neighbours, size
         return 0.0
 
@@ -170,8 +171,8 @@ class Poisson(AbstractSampling):
     def _threshold(self) -> int:
         return min(max(math.ceil(self.rate * 2**32), 1), 2**32 - 1)
 
+    @override
     def rows(self, size: int) -> int:
-        """The number of rows of a batch from `size` records."""
         return self._capacity(padded_rows(size))
 
     def _capacity(self, trials: int) -> int:
@@ -256,13 +257,13 @@ class AbstractFixedBatch(AbstractSampling):
     def __check_init__(self):
         _checks.count(type(self).__name__, size=self.size)
 
+    @override
     def rows(self, size: int) -> int:
-        """The batch size."""
         del size
         return self.size
 
+    @override
     def denominator(self, size: int) -> float:
-        """The batch size."""
         del size
         return float(self.size)
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from ._lazy import dp_accounting
 from .budget import Neighbours
@@ -98,7 +99,7 @@ class SinglePass(AbstractFixedBatch):
         """One release a pass, for the passes that `count` batches begin."""
         return -(-count // self.batches(size))
 
+    @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Zero."""
         del neighbours, size
         return 0.0

@@ -227,8 +227,8 @@ class GradientInformativeBO(
             state.unmet + (~met).astype(jnp.int32),
         )
 
+    @override
     def released(self, state: _State) -> Float[Array, " d"]:
-        """The current iterate."""
         return state.w
 
     def remark(self, state: _State) -> str | None:
@@ -253,13 +253,13 @@ class GradientInformativeBO(
     def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
         return self.output.answer(state.kept, state.w)
 
+    @override
     def release(self, problem: SearchProblem, sizes: int) -> Release:
-        """The gradient."""
         query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
         return Release(GRADIENT, 1, (query,), self.release_noise)
 
+    @override
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        """What is assumed of a black box."""
         del sizes
         return trusted(problem, self.most_evaluations)
 

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.solver import AbstractNoisySolver
@@ -144,17 +145,17 @@ class NoisyUCB(
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
 
+    @override
     def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
-        """The best point."""
         return state.w
 
+    @override
     def release(self, problem: SearchProblem, sizes: int) -> Release:
-        """A mean loss."""
         query = loss_query(self.clip_range, sizes)
         return Release(LOSS, 1, (query,), self.release_noise)
 
+    @override
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        """What is assumed of a black box."""
         del sizes
         return trusted(problem, self.most_evaluations)
 

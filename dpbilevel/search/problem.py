@@ -77,16 +77,12 @@ class BlackBox(AbstractOneLevel):
             )
 
     def sizes_of(self, data: PyTree = None, people: People | str | None = None) -> int:
-        """The number of records; a black box keeps its data to itself."""
+        """`num_records`: a black box keeps its data to itself."""
         del data, people
         return self.num_records
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Refuses: a black box is run by `search`.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Raises `TypeError`: only `minimize` runs a black box."""
         raise TypeError(
             "BlackBox: calls Python between steps, which no compiled loop can; run it "
             "by dpbilevel.search.minimize(problem, solver, w0, budget=budget, key=key)."

@@ -6,6 +6,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from .. import _checks
 from .._fields import Number
@@ -77,8 +78,8 @@ class RandomSearch(AbstractAskingSolver[_State]):
         return self.num_candidates
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.mechanism.neighbours
 
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
@@ -86,12 +87,13 @@ class RandomSearch(AbstractAskingSolver[_State]):
         start = start_of("RandomSearch", problem, w0)
         return _State(start, start)
 
+    @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
-        """All candidates."""
         box = box_of("RandomSearch", problem)
         points = uniform(box, state.start, self.num_candidates, key=key)
         return Asked(points, jnp.asarray(self.num_candidates, jnp.int32))
 
+    @override
     def tell(
         self,
         problem: SearchProblem,
@@ -101,7 +103,6 @@ class RandomSearch(AbstractAskingSolver[_State]):
         *,
         key: PRNGKey,
     ) -> _State:
-        """One draw."""
         dtype = unpacked(losses)[0].dtype
         numbers = jnp.arange(self.num_candidates, dtype=dtype)
         number = self.mechanism.draw(
@@ -120,16 +121,16 @@ class RandomSearch(AbstractAskingSolver[_State]):
         )
         return _State(state.start, asked.points[number.astype(jnp.int32)])
 
+    @override
     def released(self, state: _State) -> Float[Array, " d"]:
-        """The drawn point."""
         return state.w
 
+    @override
     def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
-        """The drawn point."""
         return state.w
 
+    @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        """One draw."""
         # A black box is searched in float64, whatever is the default here.
         exact = isinstance(problem, BlackBox)
         dtype = jnp.float64 if exact else jnp.result_type(float)

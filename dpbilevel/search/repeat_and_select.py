@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from .._fields import Number
@@ -106,8 +107,8 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         return self.num_steps
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.noise.neighbours
 
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
@@ -162,12 +163,12 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """The answer and its noisy loss."""
         return state.w, state.value
 
+    @override
     def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
-        """The best point."""
         return state.w
 
+    @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        """One selection."""
         assumptions = trusted(problem, self.most_evaluations)
         return Ledger((self._selection(sizes),), assumptions=assumptions)
 
