@@ -31,7 +31,7 @@ from ..privacy.sampling import (
     FixedSize,
     FullBatch,
 )
-from ..search.base import AbstractAskingSolver
+from ..search.base import AbstractAskTellSolver
 from ..search.gibo import GradientInformativeBO
 from ..search.random_search import RandomSearch
 from ..sets import Ball, Box, Euclidean, Product
@@ -156,7 +156,7 @@ def _problem(solver, x_in_records, coordinates) -> tuple[AbstractProblem, PyTree
         return _LIPSCHITZ, zeros
     if isinstance(solver, GradientInformativeBO):
         return _LINEAR, jnp.ravel(zeros)
-    if isinstance(solver, AbstractAskingSolver):
+    if isinstance(solver, AbstractAskTellSolver):
         start = jnp.zeros(optax.tree.size(zeros))
         return _TILTED if isinstance(solver, RandomSearch) else _SHIFTED, start
     if issubclass(FiniteSum, solver.problem_type):

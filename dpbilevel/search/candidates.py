@@ -1,4 +1,4 @@
-"""What searches by losses have in common: points of a box, and what they trust."""
+"""Candidate points of a box, shared by the solvers that see losses only."""
 
 import math
 from collections.abc import Callable

@@ -23,7 +23,7 @@ from .. import _checks
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key
 from ..sets import Box
-from .base import AbstractAskingSolver
+from .base import AbstractAskTellSolver
 from .gibo import GradientInformativeBO
 from .loop import minimize
 from .problem import BlackBox
@@ -104,7 +104,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         space: dict[str, Range],
         budget: PrivacyBudget,
         *,
-        solver: AbstractAskingSolver | None = None,
+        solver: AbstractAskTellSolver | None = None,
         losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
         training_mu: float | None = None,
     ):

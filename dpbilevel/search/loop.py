@@ -30,14 +30,14 @@ from ..privacy.clipping import Precision
 from ..privacy.grid import wide_integers
 from ..privacy.noise import PRNGKey, check_key, derive
 from ..privacy.report import PrivacyReport
-from .base import AbstractAskingSolver
+from .base import AbstractAskTellSolver
 from .folder import Folder, fingerprint
 from .problem import BlackBox
 
 
 def minimize(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     w0: Float[Array, " d"],
     *,
     key: PRNGKey,
@@ -118,14 +118,14 @@ class _Planned:
     """
 
     problem: BlackBox
-    solver: AbstractAskingSolver
+    solver: AbstractAskTellSolver
     report: PrivacyReport | None
     first: Checkpoint
 
 
 def _planned(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     w0: Array,
     key: PRNGKey,
     budget: PrivacyBudget | None,
@@ -208,7 +208,7 @@ def _run(
 
 def _step(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     losses: Callable[[int, int, np.ndarray], np.ndarray],
     saved: Checkpoint,
     keys: Key[Array, " 1"],
@@ -269,7 +269,7 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
 
 
 def _unseen(point: np.ndarray) -> np.ndarray:
-    raise TypeError("AbstractAskingSolver: ask and tell must not call losses.")
+    raise TypeError("AbstractAskTellSolver: ask and tell must not call losses.")
 
 
 def _check_calibrated(problem: BlackBox, solver: Any) -> None:
@@ -295,7 +295,7 @@ def _check(
     """Raises before anything is planned."""
     check_key(key)
     _checks.instance("minimize", BlackBox, problem=problem)
-    if not isinstance(solver, AbstractAskingSolver):
+    if not isinstance(solver, AbstractAskTellSolver):
         name = getattr(solver, "__name__", type(solver).__name__)
         raise TypeError(
             "minimize: solver must be one that asks for losses, such as "

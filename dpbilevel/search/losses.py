@@ -81,7 +81,7 @@ def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
     return Query(RECORDS, size, clip_range / 2)
 
 
-def numbered(
+def score_of_candidates(
     losses: Float[Array, "n m"] | Padded,
     points: Float[Array, "m d"],
     public: Callable[[PyTree], Float[Array, ""]] | None,
@@ -89,7 +89,7 @@ def numbered(
     clip_range: float | Float[Array, ""],
     size: int,
 ) -> BoundedScore:
-    """The mean losses of points, as a score of their numbers from 0.
+    """A score of the indices of points: the clipped mean loss at each.
 
     Args:
         losses: One row per record, one column per point.
@@ -110,10 +110,10 @@ def numbered(
 
     scores = jax.lax.map(scored, (points, rows.T))
     share, _ = spread_of(clip_range, size, rows.dtype, public is not None)
-    return BoundedScore(_Numbered(scores), share, "spread", Basis.CLIPPED)
+    return BoundedScore(_CandidateScore(scores), share, "spread", Basis.CLIPPED)
 
 
-class _Numbered(AbstractPotential):
+class _CandidateScore(AbstractPotential):
     scores: Float[Array, " m"]
 
     def __call__(self, x: Float[Array, ""]) -> Float[Array, ""]:

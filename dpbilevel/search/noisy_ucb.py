@@ -15,7 +15,7 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS
 from ..privacy.releases import Release
-from .base import AbstractAskingSolver, Asked, trusted
+from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
 from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
 from .gp import solved
 from .kernels import RBF
@@ -31,7 +31,7 @@ class _State(eqx.Module):
 
 
 class NoisyUCB(
-    AbstractAskingSolver[_State], AbstractNoisySolver[SearchProblem, _State]
+    AbstractAskTellSolver[_State], AbstractNoisySolver[SearchProblem, _State]
 ):
     r"""Minimizes the lower confidence bound of a surrogate of noisy losses.
 
@@ -45,7 +45,7 @@ class NoisyUCB(
     Args:
         num_steps: The number of evaluations. Static.
         clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
-        length_scale: Of the squared exponential kernel, in sides of the box.
+        lengthscale: Of the squared exponential kernel, in sides of the box.
         amplitude: How far the mean loss varies over the box, one standard deviation;
             public. By default a quarter of $B$.
         exploration: $\beta \ge 0$.
@@ -65,7 +65,7 @@ class NoisyUCB(
 
     num_steps: int = eqx.field(static=True)
     clip_range: float | Float[Array, ""]
-    length_scale: float = 0.3
+    lengthscale: float = 0.3
     amplitude: float | None = None
     exploration: float = 2.0
     num_candidates: int = eqx.field(static=True, default=1000)
@@ -77,7 +77,7 @@ class NoisyUCB(
             "NoisyUCB", num_steps=self.num_steps, num_candidates=self.num_candidates
         )
         _checks.positive(
-            "NoisyUCB", clip_range=self.clip_range, length_scale=self.length_scale
+            "NoisyUCB", clip_range=self.clip_range, lengthscale=self.lengthscale
         )
         if self.amplitude is not None:
             _checks.positive("NoisyUCB", amplitude=self.amplitude)
@@ -96,7 +96,7 @@ class NoisyUCB(
         values = jnp.zeros(self.num_steps, w.dtype)
         return _State(w, points, values, jnp.zeros((), jnp.int32))
 
-    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         """The candidate of the lowest confidence bound; first a random point."""
         box = box_of("NoisyUCB", problem)
         key_everywhere, key_near = derive(key, "proposal", "search")
@@ -104,18 +104,18 @@ class NoisyUCB(
         everywhere = uniform(box, state.w, half, key=key_everywhere)
         lower, upper = ends(box, state.w)
         away = jax.random.normal(key_near, everywhere.shape, state.w.dtype)
-        step = like(self.length_scale / 2, state.w) * (upper - lower)
+        step = like(self.lengthscale / 2, state.w) * (upper - lower)
         near = jnp.clip(state.w[None] + step[None] * away, lower[None], upper[None])
         candidates = jnp.concatenate([everywhere, near])
         mean, deviation = self._posterior(box, state, candidates)
         bound = mean - like(self.exploration, mean) * deviation
-        return Asked(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
+        return Proposal(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
 
     def tell(
         self,
         problem: SearchProblem,
         state: _State,
-        asked: Asked,
+        proposal: Proposal,
         losses: Float[Array, "n q"],
         *,
         key: PRNGKey,
@@ -125,10 +125,10 @@ class NoisyUCB(
         release = self.release(problem, self.sizes)
         value = release.of(funs, column(losses, 0), key=key).astype(state.values.dtype)
         value += like(self.clip_range, value) / 2
-        value += public_values(problem, asked.points)[0]
+        value += public_values(problem, proposal.points)[0]
         state = _State(
             state.w,
-            state.points.at[state.t].set(asked.points[0]),
+            state.points.at[state.t].set(proposal.points[0]),
             state.values.at[state.t].set(value),
             state.t + 1,
         )
@@ -157,7 +157,7 @@ class NoisyUCB(
     @override
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         del sizes
-        return trusted(problem, self.most_evaluations)
+        return black_box_assumptions(problem, self.most_evaluations)
 
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
         """A mean loss is one number."""
@@ -171,7 +171,7 @@ class NoisyUCB(
     def _posterior(self, box, state, points):
         """Mean and deviation of the surrogate, in units of losses."""
         lower, upper = ends(box, state.w)
-        scale = like(self.length_scale, state.w) * jnp.maximum(
+        scale = like(self.lengthscale, state.w) * jnp.maximum(
             upper - lower, jnp.finfo(lower.dtype).tiny
         )
         amplitude = self.clip_range / 4 if self.amplitude is None else self.amplitude

@@ -25,7 +25,7 @@ class BlackBox(AbstractOneLevel):
         w_set: Where it may be evaluated: a `Box` with both ends, for
             `GradientInformativeBO` any set.
         records: What tells the records, their order and what is evaluated on them from
-            others, such as a hash, as text; `search` needs it with `folder`, and
+            others, such as a hash, as text; `minimize` needs it with `folder`, and
             compares it before an interrupted run goes on. SECRET. Static.
         evaluates: What `losses` computes, in words, public: kept in a folder with the
             result, where another one is refused. Static.

@@ -23,9 +23,9 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.rows import unpacked
 from ..sets import Euclidean
-from .base import AbstractAskingSolver, Asked, trusted
+from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
 from .candidates import box_of, public_of, start_of, uniform
-from .losses import numbered
+from .losses import score_of_candidates
 from .problem import BlackBox, SearchProblem
 
 
@@ -34,7 +34,7 @@ class _State(eqx.Module):
     w: Float[Array, " d"]
 
 
-class RandomSearch(AbstractAskingSolver[_State]):
+class RandomSearch(AbstractAskTellSolver[_State]):
     r"""Draws one of $M$ random points with a probability $\propto \exp(-k f(w))$.
 
     The points are uniform in the problem's box; $f$ is the mean of the losses clipped
@@ -88,17 +88,17 @@ class RandomSearch(AbstractAskingSolver[_State]):
         return _State(start, start)
 
     @override
-    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         box = box_of("RandomSearch", problem)
         points = uniform(box, state.start, self.num_candidates, key=key)
-        return Asked(points, jnp.asarray(self.num_candidates, jnp.int32))
+        return Proposal(points, jnp.asarray(self.num_candidates, jnp.int32))
 
     @override
     def tell(
         self,
         problem: SearchProblem,
         state: _State,
-        asked: Asked,
+        proposal: Proposal,
         losses: Float[Array, "n q"],
         *,
         key: PRNGKey,
@@ -106,9 +106,9 @@ class RandomSearch(AbstractAskingSolver[_State]):
         dtype = unpacked(losses)[0].dtype
         numbers = jnp.arange(self.num_candidates, dtype=dtype)
         number = self.mechanism.draw(
-            numbered(
+            score_of_candidates(
                 losses,
-                asked.points,
+                proposal.points,
                 public_of(problem),
                 state.start,
                 self.clip_range,
@@ -119,7 +119,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
             numbers[0],
             key=key,
         )
-        return _State(state.start, asked.points[number.astype(jnp.int32)])
+        return _State(state.start, proposal.points[number.astype(jnp.int32)])
 
     @override
     def released(self, state: _State) -> Float[Array, " d"]:
@@ -149,7 +149,9 @@ class RandomSearch(AbstractAskingSolver[_State]):
                 notes=(f"drawn exactly from {self.num_candidates} random candidates",),
             ),
         )
-        return Ledger((draw,), assumptions=trusted(problem, self.most_evaluations))
+        return Ledger(
+            (draw,), assumptions=black_box_assumptions(problem, self.most_evaluations)
+        )
 
     def with_noise(self, scale: Number) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""

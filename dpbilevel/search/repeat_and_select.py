@@ -18,7 +18,7 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive, standard_exponential
 from ..privacy.queries import RECORDS
 from ..privacy.selection import Repetitions, Selection
-from .base import AbstractAskingSolver, Asked, trusted
+from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
 from .candidates import LOSS, box_of, public_values, start_of, uniform
 from .losses import centered, column, loss_query
 from .problem import SearchProblem
@@ -37,7 +37,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class RepeatAndSelect(AbstractAskingSolver[_State]):
+class RepeatAndSelect(AbstractAskTellSolver[_State]):
     r"""The best of $K$ random points by their noisy losses, with $K$ random.
 
     One repetition draws a point uniformly from the problem's box and releases the mean
@@ -118,16 +118,16 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         zero = jnp.zeros((), jnp.int32)
         return _State(w, jnp.zeros((), w.dtype), w, infinite, zero, zero)
 
-    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         """One random point, whether or not it will count."""
         box = box_of("RepeatAndSelect", problem)
-        return Asked(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
+        return Proposal(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
     def tell(
         self,
         problem: SearchProblem,
         state: _State,
-        asked: Asked,
+        proposal: Proposal,
         losses: Float[Array, "n q"],
         *,
         key: PRNGKey,
@@ -140,9 +140,9 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         value = selection.of(funs, column(losses, 0), key=key_select)
         value = value.astype(state.value.dtype)
         value += jnp.asarray(self.clip_range).astype(value.dtype) / 2
-        value += public_values(problem, asked.points)[0]
+        value += public_values(problem, proposal.points)[0]
         better = (state.t < repeats) & (value < state.best_value)
-        best = jnp.where(better, asked.points[0], state.best)
+        best = jnp.where(better, proposal.points[0], state.best)
         best_value = jnp.where(better, value, state.best_value)
         # Where nothing was repeated there is no value to show.
         last = (state.t == self.num_steps - 1) & jnp.isfinite(best_value)
@@ -169,7 +169,7 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
 
     @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        assumptions = trusted(problem, self.most_evaluations)
+        assumptions = black_box_assumptions(problem, self.most_evaluations)
         return Ledger((self._selection(sizes),), assumptions=assumptions)
 
     def with_noise(self, scale: Number) -> Self:
