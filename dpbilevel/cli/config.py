@@ -16,10 +16,11 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.sampling import AbstractSampling
-from .datasets import MATRICES, SOURCES, Data, Sources
+from .datasets import MATRICES, SOURCES, Sources
+from .files import AbstractData
 from .matrices import MatrixData
 from .tables import Place, Reader, check_choice, check_keys, check_table
-from .tasks import TASKS, GroupTask, MatrixGameTask, SourceWeightingTask, Task
+from .tasks import TASKS, AbstractTask, GroupTask, MatrixGameTask, SourceWeightingTask
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
@@ -73,9 +74,9 @@ class Config:
 
     place: Place
     task_name: str
-    task: Task
+    task: AbstractTask
     privacy: Privacy
-    data: Data
+    data: AbstractData
     solver: AbstractSolver
     tables: dict[str, Any]
 
@@ -139,7 +140,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     reader = Reader({}, {}, frozenset())
     privacy = reader.build(Privacy, tables["privacy"], place.child("privacy"))
     model = place.child("model")
-    task: Task = reader.build(TASKS[task_name], tables["model"], model)
+    task: AbstractTask = reader.build(TASKS[task_name], tables["model"], model)
     table, where = tables["data"], place.child("data")
     kinds = MATRICES if task_name == "matrix_game" else SOURCES
     data = reader.build_named(kinds, table, where, "source")

@@ -102,10 +102,6 @@ class AbstractDrawSolver(AbstractSolver[DrawProblem, DrawState]):
         """The drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
-    def answer(self, problem: DrawProblem, state: DrawState) -> PyTree:
-        """The drawn `x`; no `y`."""
-        return self.released(state)
-
     def with_counts(self, problem: DrawProblem, sizes: Any = None) -> Self:
         """The same solver with the counts of its sampler.
 

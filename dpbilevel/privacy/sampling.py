@@ -110,9 +110,7 @@ class AbstractSampling(eqx.Module):
 class FullBatch(AbstractSampling):
     """Every record, every time: no amplification, any relation."""
 
-    def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
-    ) -> Batch:
+    def draw(self, records, size, *, key, index=None) -> Batch:
         """Returns all records; the key is not used."""
         del key, index
         records, present = unpacked(records)
@@ -126,9 +124,7 @@ class FullBatch(AbstractSampling):
     def denominator(self, size: int) -> float:
         return float(size)
 
-    def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> "dp_accounting.DpEvent":
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event, the same under both relations."""
         del neighbours, size
         return dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -181,9 +177,7 @@ class Poisson(AbstractSampling):
         least = int(scipy.stats.binom(trials, self.realised_rate).isf(_OVERFLOW))
         return max(1, -(-least // BLOCK)) * BLOCK
 
-    def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
-    ) -> Batch:
+    def draw(self, records, size, *, key, index=None) -> Batch:
         """Draws the batch as fixed-shape rows with a mask.
 
         Rows that are chosen keep their places whether or not they are records, so
@@ -206,9 +200,7 @@ class Poisson(AbstractSampling):
         """The expected number of records in a batch."""
         return self.realised_rate * size
 
-    def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> "dp_accounting.DpEvent":
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Poisson-sampled Gaussian event.
 
         Raises:
@@ -279,9 +271,7 @@ class FixedSize(AbstractFixedBatch):
         size: Records in a batch, at most the number of records. Static.
     """
 
-    def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
-    ) -> Batch:
+    def draw(self, records, size, *, key, index=None) -> Batch:
         """Draws the subset: at a cost that grows with it alone where it is small."""
         del index
         self._check_fits(size)
@@ -292,9 +282,7 @@ class FixedSize(AbstractFixedBatch):
         batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
         return Batch(batch, None, self.denominator(size))
 
-    def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> "dp_accounting.DpEvent":
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event sampled without replacement, replace-one only.
 
         Raises:

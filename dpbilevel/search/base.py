@@ -85,9 +85,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         del state
         return None
 
-    def step(
-        self, problem: SearchProblem, data: PyTree, state: State, *, key: PRNGKey
-    ) -> State:
+    def step(self, problem, data, state, *, key) -> State:
         """`ask`, every record's loss at the points, `tell`."""
         key_ask, key_tell = derive(key, "ask", "tell")
         proposal = self.ask(problem, state, key=key_ask)

@@ -193,15 +193,7 @@ class GradientInformativeBO(
         )
         return Proposal(design.points, design.count)
 
-    def tell(
-        self,
-        problem: SearchProblem,
-        state: _State,
-        proposal: Proposal,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         """One noisy gradient from all losses that are kept, one projected update."""
         seen = _joined(proposal, losses, state.seen)
         posterior = self._posterior(state.w, seen.points, seen.mask)

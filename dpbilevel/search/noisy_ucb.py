@@ -111,15 +111,7 @@ class NoisyUCB(
         bound = mean - like(self.exploration, mean) * deviation
         return Proposal(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
 
-    def tell(
-        self,
-        problem: SearchProblem,
-        state: _State,
-        proposal: Proposal,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         """One noisy value, and the best point by all of them."""
         funs = {RECORDS: centered(self.clip_range)}
         release = self.release(problem, self.sizes)
@@ -144,10 +136,6 @@ class NoisyUCB(
     def adversary_view(self, state: _State) -> PyTree:
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
-
-    @override
-    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
-        return state.w
 
     @override
     def release(self, problem: SearchProblem, sizes: int) -> Release:

@@ -94,15 +94,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         return Proposal(points, jnp.asarray(self.num_candidates, jnp.int32))
 
     @override
-    def tell(
-        self,
-        problem: SearchProblem,
-        state: _State,
-        proposal: Proposal,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         dtype = unpacked(losses)[0].dtype
         numbers = jnp.arange(self.num_candidates, dtype=dtype)
         number = self.mechanism.draw(
@@ -123,10 +115,6 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     @override
     def released(self, state: _State) -> Float[Array, " d"]:
-        return state.w
-
-    @override
-    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
         return state.w
 
     @override

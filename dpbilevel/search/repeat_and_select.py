@@ -123,15 +123,7 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
         box = box_of("RepeatAndSelect", problem)
         return Proposal(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
-    def tell(
-        self,
-        problem: SearchProblem,
-        state: _State,
-        proposal: Proposal,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         """One repetition; the last step shows the best."""
         key_repeats, key_select = derive(key, "repeats", "select")
         repeats = jnp.where(state.t == 0, self._repeats(key_repeats), state.repeats)
@@ -162,10 +154,6 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
     def adversary_view(self, state: _State) -> PyTree:
         """The answer and its noisy loss."""
         return state.w, state.value
-
-    @override
-    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
-        return state.w
 
     @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:

@@ -117,7 +117,7 @@ def moved_by_a_record():
     for first in (data[0, 0], -1.0):
         data[0] = first
         losses = jnp.asarray(np.abs(line - data))
-        score = told.numbered(losses, points, public, jnp.zeros(2), 1.0, 100)
+        score = told.score_of_candidates(losses, points, public, jnp.zeros(2), 1.0, 100)
         found.append(np.asarray(score.raw.scores, np.float64))
     sensitivity = score.sensitivity(dpb.Neighbours.REPLACE_ONE)
     return np.ptp(found[0] - found[1]), float(sensitivity)
