@@ -29,6 +29,12 @@ ALGORITHMS = {
         "clipping",
         "last pair or mean",
     ),
+    "F2SA": (
+        "Kwon, Kwon, Wright and Nowak, Algorithm 1 (F2SA), clipped",
+        "one joint release a step; x free where it meets no record",
+        "clipping",
+        "last pair, or an output rule",
+    ),
     "LocalizedGD": (
         "Kornowski, Algorithms 2 and 4 (DP-Loc-GD, DP-Loc-SGD)",
         "one gradient a step",

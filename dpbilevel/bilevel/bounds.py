@@ -1,10 +1,12 @@
 """What a certificate proves at a point."""
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import PyTree
 
 from .._fields import Number
+from .fixed_count import Spectrum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Bounds:
     lower_gradient: Number
     parts: float = 1.0
 
+    @property
+    def spectrum(self) -> Spectrum:
+        """The eigenvalues of $H$."""
+        return Spectrum(self.strong_convexity, self.smoothness)
+
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
@@ -53,13 +60,11 @@ class Metric:
     Attributes:
         diagonal: $M$, positive, a pytree like $y$.
         least: Its least entry.
-        smallest: A lower bound on the eigenvalues of $M^{-1/2} H M^{-1/2}$.
-        largest: An upper bound.
+        spectrum: Of $M^{-1/2} H M^{-1/2}$.
         radius: At least $\|M^{1/2} y^*\|$.
     """
 
     diagonal: PyTree
-    least: Number
-    smallest: Number
-    largest: Number
-    radius: Number
+    least: Any
+    spectrum: Spectrum
+    radius: Any

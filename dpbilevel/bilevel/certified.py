@@ -1,4 +1,4 @@
-"""The other door to the records: hypergradients, sealed by declared constants.
+"""Hypergradients, sealed with the sensitivity that a certificate proves.
 
 A hypergradient is no sum over records, so clipping does not bound what one of them
 does. A certificate does, and whatever is computed here inexactly is part of the bound.
@@ -12,30 +12,28 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
+from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision
 from ..privacy.floats import all_finite
 from ..privacy.grid import ROUNDED_BITS, on_grid
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import LEVELS, Query
+from ..privacy.sampling import Index
 from ..sets import Ball, Euclidean
-from . import fixed_count, sensitivities
+from . import sensitivities
 from .bounds import Bounds
 from .constants import AbstractCertificate
 from .problem import BilevelProblem, Levels, Sizes
 
 
-def certified_hypergradient(
-    problem: BilevelProblem,
-    data: Levels,
-    x: PyTree,
-    y0: PyTree,
-    sizes: Sizes,
-    *,
-    precision: Precision,
-) -> Bounded:
-    r"""The hypergradient at `x`, sealed with the sensitivity that constants prove.
+@dataclasses.dataclass(frozen=True)
+class HypergradientQuery(AbstractCertifiedQuery):
+    r"""The hypergradient, with the sensitivity that constants prove.
 
     $$\bar\nabla F(x, y) = \nabla_x F - \nabla_{xy} G\, v, \qquad \nabla_{yy} G\, v
     \approx \nabla_y F, \qquad y \approx y^*(x),$$
@@ -46,42 +44,78 @@ def certified_hypergradient(
 
     Args:
         problem: The problem, with a certificate as `constants`.
-        data: The records, read in the dtype of x and y. One with an entry that is not
-            finite in it is read as all zeros.
-        x: The upper variable, released.
-        y0: Where the lower solve starts, after projection onto the ball that holds
-            all lower solutions; public or already private.
         sizes: The planned sizes.
-        precision: `"float"`, or `"grid"`: rounded to a public grid.
 
     Privacy:
-        One query. Its sensitivity under replace-one is `sensitivities.at` `x`, and on
-        the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of the smaller role's
-        each. It rests on the certificate and, for rounding, on per-record derivatives
-        that are exact to 32 units of roundoff. $y$ and $v$ are not private and are not
-        returned.
+        One query. Its sensitivity under replace-one is `hypergradient_sensitivity` at
+        the point, and on the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of
+        the smaller role's each. It rests on the certificate and, for rounding, on
+        per-record derivatives that are exact to 32 units of roundoff. $y$ and $v$ are
+        not private and are not returned.
     """
-    _checks.strict_floats("certified_hypergradient")
-    certificate = certificate_of(problem)
-    dtype = common_dtype((x, y0))
-    sensitivities.check_dtype(certificate, sizes, dtype)
-    bounds = certificate.bounds(sizes, x)
-    with jax.default_matmul_precision("highest"):
-        steps = sensitivities.effort(certificate, sizes)
-        value = hypergradient(problem, data, x, y0, sizes, bounds, steps)
-    shares = sensitivities.at(certificate, sizes, dtype, x)
-    shares = jax.tree.map(
-        lambda v: jax.lax.stop_gradient(jnp.asarray(v, dtype)), shares
-    )
-    if precision == "float":
-        return Bounded(
-            value, _contribution(certificate, shares, sizes), Basis.CONSTANTS
+
+    problem: BilevelProblem
+    sizes: Sizes
+
+    @override
+    def costs(self, precision: Precision) -> Costs:
+        certificate, sizes = certificate_of(self.problem), self.sizes
+        dtype = jnp.result_type(float)
+        sensitivities.check_dtype(certificate, sizes, dtype)
+        shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
+        queries = tuple(
+            Query.of_contribution(
+                role, getattr(sizes, role), float(getattr(shares, role)) / 2
+            )
+            for role in LEVELS
         )
-    least = jnp.minimum(shares.upper, shares.lower)
-    rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
-    shares = jax.tree.map(lambda v: v + rounded, shares)
-    grid = on_grid(value, least)
-    return Bounded(grid, _contribution(certificate, shares, sizes), Basis.CONSTANTS)
+        largest = float(certificate.bounds(sizes).gradient)
+        joint = sizes.people is People.SHARED
+        return Costs(queries, Basis.CONSTANTS, largest, joint)
+
+    @override
+    def read(
+        self,
+        point: tuple[PyTree, PyTree],
+        data: Levels,
+        *,
+        precision: Precision,
+        key: PRNGKey | None = None,
+        index: Index = None,
+    ) -> Bounded:
+        """The hypergradient at a point, sealed with its sensitivity there.
+
+        Args:
+            point: The upper variable, released, and where the lower solve starts after
+                projection onto the ball that holds all lower solutions: public or
+                already private.
+            data: The records, read in the dtype of the point. One with an entry that is
+                not finite in it is read as all zeros.
+            precision: `"float"`, or `"grid"`: rounded to a public grid.
+            key: Not used.
+            index: Not used.
+        """
+        _checks.strict_floats("ImplicitBilevel")
+        (x, y0), sizes = point, self.sizes
+        certificate = certificate_of(self.problem)
+        dtype = common_dtype(point)
+        sensitivities.check_dtype(certificate, sizes, dtype)
+        bounds = certificate.bounds(sizes, x)
+        counts = sensitivities.step_counts(certificate, sizes)
+        with jax.default_matmul_precision("highest"):
+            value = hypergradient(self.problem, data, x, y0, sizes, bounds, counts)
+        shares = sensitivities.hypergradient_sensitivity(certificate, sizes, dtype, x)
+        shares = jax.tree.map(
+            lambda v: jax.lax.stop_gradient(jnp.asarray(v, dtype)), shares
+        )
+        if precision == "grid":
+            least = jnp.minimum(shares.upper, shares.lower)
+            rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
+            shares = jax.tree.map(lambda v: v + rounded, shares)
+            value = on_grid(value, least)
+        ratios, factor = sensitivities.multiple_of_ratios(certificate, sizes, shares)
+        contribution = (ratios.upper + ratios.lower) / 2 * factor
+        return Bounded(value, contribution, Basis.CONSTANTS)
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
@@ -131,15 +165,6 @@ def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
     return problem.constants
 
 
-def _contribution(certificate, shares: Levels, sizes: Sizes) -> Float[Array, ""]:
-    """Half the sensitivity that the noise is to be relative to, as `planned` has it."""
-    if sizes.people is not People.DISJOINT:
-        return (shares.upper + shares.lower) / 2
-    ratios = sensitivities.ratios(certificate, sizes)
-    factor = jnp.maximum(shares.upper / ratios.upper, shares.lower / ratios.lower)
-    return (ratios.upper + ratios.lower) / 2 * factor
-
-
 def hypergradient(
     problem: BilevelProblem,
     data: Levels,
@@ -147,9 +172,9 @@ def hypergradient(
     y0: PyTree,
     sizes: Sizes,
     bounds: Bounds,
-    steps: sensitivities.Effort,
+    counts: sensitivities.StepCounts,
 ) -> PyTree:
-    """The hypergradient of `certified_hypergradient`, not sealed. NON-PRIVATE.
+    """The hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE.
 
     Args:
         problem: The problem.
@@ -158,27 +183,19 @@ def hypergradient(
         y0: Where the lower solve starts.
         sizes: The planned sizes.
         bounds: The certificate's bounds at `x`.
-        steps: The numbers of inner steps.
+        counts: The numbers of inner steps.
     """
     ball = Ball(bounds.solution_radius)
-    eigenvalues = {
-        "smallest": bounds.strong_convexity,
-        "largest": bounds.smoothness,
-    }
-    means = Means(problem, data, sizes)
-    y = fixed_count.accelerated_gradient(
-        functools.partial(means.lower_y, x),
-        ball.project(y0),
-        num_steps=steps.lower_steps,
-        **eigenvalues,
+    spectrum, means = bounds.spectrum, Means(problem, data, sizes)
+    y = spectrum.accelerated_gradient(
+        functools.partial(means.lower_y, x), ball.project(y0), counts.lower
     )
     y = ball.project(y)
     direct, right = means.upper(x, y)
-    v = fixed_count.chebyshev(
+    v = spectrum.chebyshev(
         lambda v: jax.jvp(lambda y: means.lower_y(x, y), (y,), (v,))[1],
         right,
-        num_steps=steps.linear_steps,
-        **eigenvalues,
+        counts.linear,
     )
     cross = jax.jvp(lambda y: means.lower_x(x, y), (y,), (v,))[1]
     value = optax.tree.sub(direct, cross)

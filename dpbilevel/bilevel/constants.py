@@ -91,13 +91,8 @@ class AbstractCertificate(abc.ABC):
         """
         del problem
         bounds = self.bounds(sizes, x)
-        return Metric(
-            jax.tree.map(jnp.ones_like, y),
-            1.0,
-            bounds.strong_convexity,
-            bounds.smoothness,
-            bounds.solution_radius,
-        )
+        ones = jax.tree.map(jnp.ones_like, y)
+        return Metric(ones, 1.0, bounds.spectrum, bounds.solution_radius)
 
     @abc.abstractmethod
     def check(self, problem: Any) -> None:

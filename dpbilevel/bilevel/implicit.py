@@ -15,11 +15,11 @@ from .._fields import Count, check_fields
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
-from ..privacy.budget import Neighbours, People
+from ..privacy.budget import Neighbours
+from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.queries import LEVELS, Query
 from ..privacy.releases import Release
 from . import certified, sensitivities
 from .constants import AbstractCertificate
@@ -178,18 +178,11 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     ) -> _State:
         """One noisy hypergradient, one projected update, one coin for the answer."""
         key_noise, key_output = derive(key, "noise", "answer")
-        assert self.sizes is not None
         # Algorithm 1: y near the lower solution, not released, and the hypergradient.
-        bounded = certified.certified_hypergradient(
-            problem,
-            data,
-            state.x,
-            state.start,
-            self.sizes,
-            precision=self.noise.precision,
-        )
+        assert self.sizes is not None
+        release = self.release(problem, self.sizes)
+        gradient = release.of((state.x, state.start), data, key=key_noise)
         # The noisy step, and the uniform choice among the iterates so far.
-        gradient = self.release_noise.release(bounded, key=key_noise)
         descent = Descent(self.step_size, problem.x_set)
         x, memory = descent.update(gradient, state.memory, state.x)
         kept = self.output.update(
@@ -214,35 +207,18 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         """The hypergradient, at the worst x of the set.
 
         Raises:
-            ValueError: The problem has no certificate, the solver is not calibrated, or
-                the default floating-point dtype is too coarse for the sensitivity.
+            ValueError: The problem has no certificate, or the default floating-point
+                dtype is too coarse for the sensitivity.
         """
-        certificate = certified.certificate_of(problem)
-        dtype = jnp.result_type(float)
-        sensitivities.check_dtype(certificate, sizes, dtype)
-        shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
-        counts = {role: getattr(sizes, role) for role in LEVELS}
-        # A mean of n vectors of this norm has this sensitivity.
-        queries = tuple(
-            Query(role, n, float(getattr(shares, role)) * n / 2)
-            for role, n in counts.items()
-        )
-        return Release(
-            HYPERGRADIENT,
-            1,
-            queries,
-            self.release_noise,
-            joint=sizes.people is People.SHARED,
-            basis=Basis.CONSTANTS,
-            value_norm=float(certificate.bounds(sizes).gradient),
-        )
+        query = certified.HypergradientQuery(problem, sizes)
+        return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
 
     def assumptions(self, problem: BilevelProblem, sizes: Sizes) -> tuple[str, ...]:
         """Those of the certificate, and of what is computed."""
         certificate = certified.certificate_of(problem)
-        effort = sensitivities.effort(certificate, sizes)
+        counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
-            f"{effort.lower_steps} accelerated gradient and {effort.linear_steps} "
+            f"{counts.lower} accelerated gradient and {counts.linear} "
             "Chebyshev steps per release; their errors, and rounding of per-record "
             f"derivatives exact to {sensitivities.UNITS} units of roundoff, are part "
             "of the sensitivity"

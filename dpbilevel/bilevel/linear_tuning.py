@@ -24,6 +24,7 @@ from ..sets import Box
 from .applications import penalty_tuning
 from .bounds import Bounds, Metric
 from .constants import AbstractCertificate, SecondOrderConstants, terms_of
+from .fixed_count import Spectrum
 from .problem import BilevelProblem
 
 Scalar = Float[Array, ""]
@@ -238,7 +239,7 @@ class TuningCertificate(AbstractCertificate):
             mu = jnp.exp(jnp.min(x))
         curvature = self.model.curvature * self.row_norm**2
         energy = self._solution(mu)[2]
-        return Metric(diagonal, mu, 1.0, 1 + curvature / mu, energy)
+        return Metric(diagonal, mu, Spectrum(1.0, 1 + curvature / mu), energy)
 
     @property
     def second_order(self) -> SecondOrderConstants:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from .._fields import Number
 from ..privacy.budget import People
-from . import fixed_count
+from ..privacy.floats import check_rounding
 from .bounds import Bounds
 from .constants import AbstractCertificate
 from .problem import Levels, Sizes
@@ -30,20 +29,20 @@ ROWS, UNITS = 4096, 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Effort:
+class StepCounts:
     """How many steps the two inner solves take, fixed before any data is seen.
 
     Attributes:
-        lower_steps: Accelerated gradient steps for the lower solution.
-        linear_steps: Chebyshev steps for the linear system.
+        lower: Accelerated gradient steps for the lower solution.
+        linear: Chebyshev steps for the linear system.
     """
 
-    lower_steps: int
-    linear_steps: int
+    lower: int
+    linear: int
 
 
 @functools.lru_cache
-def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
+def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
     r"""The fewest steps whose errors add at most 1 % to the sum of sensitivities.
 
     An error of $e$ in the hypergradient adds $2 e$ to the sensitivity of either role.
@@ -59,7 +58,7 @@ def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
     """
     bounds = certificate.bounds(sizes)
     allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)
-    ends = bounds.strong_convexity, bounds.smoothness
+    spectrum = bounds.spectrum
 
     def fewest(steps: Callable[[Any], Any], factor: Any) -> int:
         count = 1.0 if factor == 0 else math.inf
@@ -75,25 +74,20 @@ def effort(certificate: AbstractCertificate, sizes: Sizes) -> Effort:
             )
         return int(count)
 
-    return Effort(
+    return StepCounts(
         fewest(
-            lambda error: fixed_count.accelerated_steps(
-                *ends, 2 * bounds.solution_radius, error
-            ),
+            lambda error: spectrum.accelerated_steps(2 * bounds.solution_radius, error),
             bounds.lower_error,
         ),
         fewest(
-            lambda factor: fixed_count.chebyshev_steps(*ends, factor),
+            spectrum.chebyshev_steps,
             bounds.linear_error * bounds.upper_gradient,
         ),
     )
 
 
-def at(
-    certificate: AbstractCertificate,
-    sizes: Sizes,
-    dtype: DTypeLike,
-    x: PyTree | None = None,
+def hypergradient_sensitivity(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: Any, x: PyTree | None = None
 ) -> Levels:
     r"""How far one replaced record of each level moves the computed hypergradient.
 
@@ -119,7 +113,7 @@ def at(
         The sensitivities of a change in either level: on the host without `x`.
     """
     bounds = certificate.bounds(sizes, x)
-    error = solve_error(bounds, effort(certificate, sizes))
+    error = solve_error(bounds, step_counts(certificate, sizes))
     error += rounding_error(bounds, sizes, dtype)
     least = jnp.minimum if isinstance(error, jax.Array) else min
     return Levels(
@@ -142,22 +136,17 @@ def check_dtype(
         ValueError: Rounding would add more than 5 % to the sum of sensitivities.
     """
     bounds = certificate.bounds(sizes)
-    added = 4 * rounding_error(bounds, sizes, dtype)
-    if not added <= _ROUNDING * (bounds.upper + bounds.lower):
-        name = jnp.dtype(dtype).name
-        enable = (
-            ""
-            if name == "float64"
-            else "Enable 64-bit with jax.config.update('jax_enable_x64', True) and "
-            "give float64 records and starting point; or "
-        )
-        raise ValueError(
-            f"ImplicitBilevel: in {name}, rounding may move the hypergradient by as "
-            f"much as {added / (bounds.upper + bounds.lower):.2g} of what a record "
-            f"may, and {_ROUNDING} is allowed. {enable}raise the strong convexity "
-            "(mu_g) by a larger public penalty, in linear_tuning by the lower end of "
-            "bounds=; or use PenaltyBilevel or SingleLoopBilevel, which clip."
-        )
+    check_rounding(
+        "ImplicitBilevel",
+        "roundings of the hypergradient",
+        4 * rounding_error(bounds, sizes, dtype),
+        bounds.upper + bounds.lower,
+        dtype,
+        allowed=_ROUNDING,
+        remedy="raise the strong convexity (mu_g) by a larger public penalty, in "
+        "linear_tuning by the lower end of bounds=; or use PenaltyBilevel or "
+        "SingleLoopBilevel, which clip",
+    )
 
 
 def ledger_sensitivity(
@@ -175,15 +164,34 @@ def ledger_sensitivity(
         sizes: The planned sizes.
         dtype: What the hypergradient will be computed in.
     """
-    shares = at(certificate, sizes, dtype)
+    shares = hypergradient_sensitivity(certificate, sizes, dtype)
+    ratios, factor = multiple_of_ratios(certificate, sizes, shares)
+    return Levels(factor * ratios.upper, factor * ratios.lower)
+
+
+def multiple_of_ratios(
+    certificate: AbstractCertificate, sizes: Sizes, shares: Levels
+) -> tuple[Levels, Any]:
+    """What noise is relative to: ratios of the roles, and a common factor.
+
+    Args:
+        certificate: The bounds.
+        sizes: The planned sizes.
+        shares: What a record of each level changes at some $x$.
+
+    Returns:
+        For disjoint people `role_ratios` and the least factor that makes them as large
+        as the shares; the shares themselves and 1 for all others.
+    """
     if sizes.people is not People.DISJOINT:
-        return shares
-    listed = ratios(certificate, sizes)
-    factor = max(shares.upper / listed.upper, shares.lower / listed.lower)
-    return Levels(factor * listed.upper, factor * listed.lower)
+        return shares, 1.0
+    ratios = role_ratios(certificate, sizes)
+    parts = shares.upper / ratios.upper, shares.lower / ratios.lower
+    most = jnp.maximum if isinstance(parts[0], jax.Array) else max
+    return ratios, most(*parts)
 
 
-def ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
+def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
     """What the listed sensitivities of disjoint people are proportional to.
 
     Args:
@@ -191,7 +199,7 @@ def ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
         sizes: The planned sizes.
     """
     bounds = certificate.bounds(sizes)
-    error = 2 * solve_error(bounds, effort(certificate, sizes))
+    error = 2 * solve_error(bounds, step_counts(certificate, sizes))
     upper, lower = float(bounds.upper + error), float(bounds.lower + error)
     # A role whose records move nothing sees but rounding; it must not ask for much.
     least = 1e-3 * max(upper, lower)
@@ -201,34 +209,24 @@ def ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
     return Levels(upper, lower)
 
 
-def _lower_error(bounds: Bounds, steps: int):
-    radius = 2 * bounds.solution_radius
-    return fixed_count.accelerated_error(
-        bounds.strong_convexity, bounds.smoothness, radius, steps
-    )
-
-
-def _linear_error(bounds: Bounds, steps: int):
-    factor = fixed_count.chebyshev_error(
-        bounds.strong_convexity, bounds.smoothness, steps
-    )
-    return factor * bounds.upper_gradient
-
-
-def solve_error(bounds: Bounds, effort: Effort) -> Number:
+def solve_error(bounds: Bounds, counts: StepCounts) -> Any:
     """How far both inexact solves move the hypergradient.
 
     Args:
         bounds: The bounds at an x.
-        effort: The numbers of steps.
+        counts: The numbers of steps.
     """
-    return bounds.lower_error * _lower_error(
-        bounds, effort.lower_steps
-    ) + bounds.linear_error * _linear_error(bounds, effort.linear_steps)
+    spectrum = bounds.spectrum
+    radius = 2 * bounds.solution_radius
+    lower = spectrum.accelerated_error(radius, counts.lower)
+    linear = spectrum.chebyshev_error(counts.linear) * bounds.upper_gradient
+    return bounds.lower_error * lower + bounds.linear_error * linear
 
 
-def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
-    """How far rounding moves the hypergradient, to first order; see `at`.
+def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+    """How far rounding moves the hypergradient, to first order.
+
+    As derived at `hypergradient_sensitivity`.
 
     Args:
         bounds: The bounds at an x.
@@ -236,7 +234,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
         dtype: What it is computed in.
     """
     mean = _mean_rounding(sizes, dtype) * bounds.parts
-    kappa = fixed_count.condition_number(bounds.strong_convexity, bounds.smoothness)
+    kappa = bounds.spectrum.condition_number
     linear = 4 * kappa**0.5 * (2 * kappa + 1) * mean * bounds.upper_gradient
     return (
         bounds.lower_error * solution_rounding(bounds, sizes, dtype)
@@ -245,8 +243,8 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     )
 
 
-def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
-    r"""How far rounding moves a computed lower solution, to first order; see `at`.
+def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+    """How far rounding moves a computed lower solution, to first order; likewise.
 
     Args:
         bounds: The bounds at an x.

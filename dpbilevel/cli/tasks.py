@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
@@ -23,7 +23,6 @@ _LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
 
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
-Released = tuple[Float[Array, "*t k"], Float[Array, "*t d"] | None]
 
 
 class AbstractTask(abc.ABC):
@@ -52,11 +51,11 @@ class AbstractTask(abc.ABC):
         """What each entry of the answer belongs to, by name."""
 
     @abc.abstractmethod
-    def shown(self, w: Released) -> np.ndarray:
+    def shown(self, w: PyTree) -> np.ndarray:
         """The entries of the answer in released variables.
 
         Args:
-            w: Released variables `(x, y)`, with any leading axes.
+            w: PyTree variables `(x, y)`, with any leading axes.
 
         Privacy:
             A function of released values: free.
@@ -107,7 +106,7 @@ class SourceWeightingTask(AbstractTask):
         return tuple(f"source {s}" for s in range(self.num_sources))
 
     @override
-    def shown(self, w: Released) -> np.ndarray:
+    def shown(self, w: PyTree) -> np.ndarray:
         x = w[0]
         rows = jnp.reshape(jnp.asarray(x), (-1, self.num_sources))
         weights = jax.vmap(lambda row: source_weights(row, self.parametrization))(rows)
@@ -171,7 +170,7 @@ class PenaltyTuningTask(AbstractTask):
         )
 
     @override
-    def shown(self, w: Released) -> np.ndarray:
+    def shown(self, w: PyTree) -> np.ndarray:
         return np.asarray(w[0])
 
 
@@ -217,7 +216,7 @@ class GroupTask(AbstractTask):
         return tuple(f"group {g}" for g in range(len(self.shares)))
 
     @override
-    def shown(self, w: Released) -> np.ndarray:
+    def shown(self, w: PyTree) -> np.ndarray:
         return np.asarray(group_weights(self.problem(()), jnp.asarray(w[1])))
 
 
@@ -281,7 +280,7 @@ class MatrixGameTask(AbstractTask):
         return (*rows, *(f"column {j}" for j in range(self.columns)))
 
     @override
-    def shown(self, w: Released) -> np.ndarray:
+    def shown(self, w: PyTree) -> np.ndarray:
         return np.concatenate([np.asarray(v) for v in w], axis=-1)
 
 

@@ -12,6 +12,7 @@ from .. import _checks
 from ..privacy import accounting
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import SUMS, Precision
+from ..privacy.floats import check_rounding
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
@@ -207,20 +208,16 @@ def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
     """Refuses a plan whose noise only serves to hide the errors of computed scores."""
     inexact = sum(release.computed_error for release in ledger.releases)
     cost = accounting.total_variation_delta(budget.epsilon, inexact)
-    if cost <= budget.delta / 2:
-        return
-    remedy = (
-        "Already in float64: use a larger delta, fewer records or a stronger convexity "
-        "of the lower level, or ExponentialMechanism(Grid(...))."
-    )
-    if jnp.result_type(float) != jnp.float64:
-        remedy = (
-            'Enable 64-bit: jax.config.update("jax_enable_x64", True), with float64 '
-            "records and starting point."
-        )
-    raise ValueError(
-        f"calibrate: the errors of the scores that {name} computes would take "
-        f"{cost:.2g} of delta = {budget.delta:.3g}. {remedy}"
+    check_rounding(
+        "calibrate",
+        f"errors of the scores that {name} computes",
+        cost,
+        budget.delta,
+        jnp.result_type(float),
+        allowed=0.5,
+        of=f"delta = {budget.delta:.3g}",
+        remedy="use a larger delta, fewer records, a stronger convexity of the lower "
+        "level, or ExponentialMechanism(Grid(...))",
     )
 
 

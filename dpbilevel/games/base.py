@@ -1,16 +1,39 @@
 """What the solvers of saddle points and variational inequalities have in common."""
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+import dataclasses
+import typing
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from .. import _checks
-from ..core.outputs import AbstractOutput, check_output
+from ..core.outputs import AbstractOutput, Mean, check_output
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
 from ..privacy.sampling import AbstractSampling
-from .choices import Fields, Passes, scene_of
 from .problem import AbstractVariationalInequality
-from .rates import Scene
+from .rates import TheoremConstants
+
+Passes = Literal["single", "multi"]
+Fields = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundInputs:
+    """What a bound needs of a calibrated solver.
+
+    Attributes:
+        constants: Of the problem.
+        std: The noise per coordinate of a release.
+        batch: The size of a batch.
+        single_pass: Whether every record is read once.
+    """
+
+    constants: TheoremConstants
+    std: float
+    batch: float
+    single_pass: bool
+
 
 if TYPE_CHECKING:
     from typing import ClassVar as AbstractVar
@@ -66,9 +89,8 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
             ValueError: A constant is not declared, the set is unbounded, or there are
                 fewer than two records.
         """
-        owner = f"{cls.__name__}.from_theorem"
-        scene, a = scene_of(owner, problem, budget, sizes, dimension, passes)
-        return cls(**(cls.theorem_fields(scene, a, budget, passes) | fields))
+        constants = cls._constants(problem, budget, sizes, dimension, passes)
+        return cls(**(cls.theorem_fields(constants, budget, passes) | fields))
 
     @classmethod
     def tuned(
@@ -82,53 +104,86 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         most_steps: int | None = None,
         **fields: Any,
     ) -> Self:
-        r"""The parameters with the least `bound`.
+        r"""The parameters with the least `bound`, of at most `most_steps` steps.
 
         Exact noise multipliers decide for a single pass. For several, candidates are
         compared by a central limit theorem and the one with the fewest operator values
-        is taken among those within 5 % of the least bound.
-
-        Args:
-            problem: As in `from_theorem`.
-            budget: Likewise.
-            sizes: Likewise.
-            dimension: Likewise.
-            passes: Likewise.
-            most_steps: The largest number of steps to consider; $n$ by default.
-            **fields: Further fields.
-
-        Returns:
-            A solver without noise, for `calibrate`.
-
-        Raises:
-            ValueError: As `from_theorem`.
+        is taken among those within 5 % of the least bound. `most_steps` is $n$ by
+        default; all else is as in `from_theorem`.
         """
-        owner = f"{cls.__name__}.tuned"
         most_steps = sizes if most_steps is None else most_steps
-        _checks.count(owner, most_steps=most_steps)
-        scene, _ = scene_of(owner, problem, budget, sizes, dimension, passes)
-        return cls(**(cls.tuned_fields(scene, budget, passes, most_steps) | fields))
+        _checks.count(f"{cls.__name__}.tuned", most_steps=most_steps)
+        constants = cls._constants(problem, budget, sizes, dimension, passes)
+        return cls(**(cls.tuned_fields(constants, budget, passes, most_steps) | fields))
+
+    @classmethod
+    def _constants(
+        cls,
+        problem: AbstractVariationalInequality,
+        budget: PrivacyBudget,
+        sizes: int,
+        dimension: int,
+        passes: Passes,
+    ) -> TheoremConstants:
+        """The problem as theorems see it; the arguments are checked."""
+        owner = cls.__name__
+        _checks.instance(owner, AbstractVariationalInequality, problem=problem)
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        _checks.count(owner, sizes=sizes, dimension=dimension)
+        _checks.one_of(owner, "passes", passes, typing.get_args(Passes))
+        _checks.fraction(owner, delta=budget.delta)
+        if sizes < 2:
+            raise ValueError(f"{owner}: needs at least two records, got sizes={sizes}.")
+        constants = TheoremConstants.of(problem, dimension, sizes)
+        if (a := constants.privacy_dimension(budget)) >= sizes:
+            warnings.warn(
+                f"{owner}: hopeless: sqrt(d log(1/delta)) / epsilon = {a:.3g} is not "
+                f"below the {sizes} records, so no bound here is below its trivial "
+                f"value M D = {constants.bound * constants.diameter:.3g}. Use more "
+                "records, a larger epsilon or fewer dimensions.",
+                stacklevel=3,
+            )
+        return constants
 
     @classmethod
     @abc.abstractmethod
     def theorem_fields(
-        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
-        """The fields that `from_theorem` sets."""
+        """The fields that `from_theorem` sets.
+
+        Args:
+            constants: Of the problem.
+            budget: As in `from_theorem`, as is `passes`.
+            passes: `"single"` or `"multi"`.
+        """
 
     @classmethod
     @abc.abstractmethod
     def tuned_fields(
-        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+        cls,
+        constants: TheoremConstants,
+        budget: PrivacyBudget,
+        passes: Passes,
+        most_steps: int,
     ) -> Fields:
-        """The fields that `tuned` sets."""
+        """The fields that `tuned` sets.
+
+        Args:
+            constants: Of the problem.
+            budget: As in `tuned`, as is all else.
+            passes: `"single"` or `"multi"`.
+            most_steps: The largest number of steps.
+        """
 
     @abc.abstractmethod
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         """The bound on the expected gap of the answer: a promise, before any data.
 
-        For a single pass over fresh records it holds for the strong gap on the
-        population, for several passes for the weak gap.
+        For a single pass over fresh records it is that of `TheoremConstants` on the
+        strong gap on the population. For several passes that, plus $M$ times the
+        stability of the answer, bounds the weak gap. It holds for monotone operators
+        within the declared constants and a clip norm of at least `bound`.
 
         Args:
             problem: A problem with declared constants on a bounded set.
@@ -138,6 +193,46 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
             ValueError: The solver is not calibrated or bound to sizes, or no theorem
                 covers its parameters.
         """
+
+    def bound_inputs(
+        self, problem: AbstractVariationalInequality, dimension: int
+    ) -> BoundInputs:
+        """What `bound` is evaluated at.
+
+        Args:
+            problem: The problem.
+            dimension: $d$.
+
+        Raises:
+            ValueError: The solver is not bound to sizes, averages another part of its
+                path, clips below the bound, or goes over disjoint batches several
+                times.
+        """
+        owner = f"{type(self).__name__}.bound"
+        if self.sizes is None:
+            raise ValueError(
+                f"{owner}: not bound to sizes; take the solver from "
+                "dpbilevel.calibrate(...).solver."
+            )
+        if type(self.output) is not Mean:
+            raise ValueError(
+                f"{owner}: no theorem covers output={type(self.output).__name__}; "
+                "use output=Mean()."
+            )
+        constants = TheoremConstants.of(problem, dimension, self.sizes)
+        if self.clip_norm < constants.spread:
+            raise ValueError(
+                f"{owner}: no theorem covers clip_norm={self.clip_norm:.3g} below the "
+                f"declared bound {constants.spread:.3g}."
+            )
+        release: Any = self.ledger(problem, self.sizes).releases[0]
+        charged = self.sampling.charged(release.count, self.sizes)
+        if self.sampling.numbered and charged > 1:
+            raise ValueError(
+                f"{owner}: no theorem covers {charged} passes over disjoint batches."
+            )
+        batch = self.sampling.denominator(self.sizes)
+        return BoundInputs(constants, release.noise_std, batch, self.sampling.numbered)
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
         """The clip norm over the problem's bound, where one is declared.

@@ -1,39 +1,38 @@
-r"""The third door to the records: resolvents, sealed by how far one record moves them.
+"""Resolvents, sealed with how far one record moves them.
 
 The values computed inside are not private and stay there; what leaves is sealed.
 """
 
+import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.certified import common_dtype, wide
+from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.floats import all_finite, is_finite
 from ..privacy.grid import on_grid
-from ..privacy.sampling import Batch
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import RECORDS, Query
+from ..privacy.sampling import AbstractSampling, Batch, Index
 from .resolvents import OWNER, Number, Resolvent
 
 
-def certified_resolvent(
-    resolvent: Resolvent, batch: Batch, centre: PyTree, *, precision: Precision
-) -> Bounded:
-    r"""An approximate resolvent of a batch's operator, sealed with its sensitivity.
+@dataclasses.dataclass(frozen=True)
+class ResolventQuery(AbstractCertifiedQuery):
+    r"""An approximate resolvent of a batch's operator, with its sensitivity.
 
     Args:
         resolvent: What is computed, and its constants.
-        batch: What a sampling scheme drew, read in the dtype of `centre`. A record with
-            an entry that is not finite contributes zero.
-        centre: $v$, released, a point of the set; the inner solver starts there and
-            knows no other state.
-        precision: `"float"`, or `"grid"`: rounded to a public grid.
-
-    Raises:
-        ValueError: Several dtypes, or more coordinates than `resolvent.dimension`.
+        size: The planned number of records.
+        sampling: How its batch is drawn.
 
     Privacy:
         One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
@@ -42,32 +41,56 @@ def certified_resolvent(
         bound too, and on operators exact to 32 units of roundoff. Steps are not
         private and are not returned.
     """
-    _checks.strict_floats("certified_resolvent")
-    resolvent.check()
-    rows = _checks.leading_axis("records", batch.records)
-    if batch.denominator != resolvent.denominator or rows > resolvent.rows:
-        raise ValueError(
-            "certified_resolvent: the sensitivity is planned for at most "
-            f"{resolvent.rows} rows over {resolvent.denominator}, but the batch has "
-            f"{rows} over {batch.denominator}."
+
+    resolvent: Resolvent
+    size: int
+    sampling: AbstractSampling
+    draws_batch: ClassVar[bool] = True
+
+    @override
+    def costs(self, precision: Precision) -> Costs:
+        resolvent, dtype = self.resolvent, jnp.result_type(float)
+        resolvent.check()
+        resolvent.check_numbers(dtype)
+        share = resolvent.contribution(dtype, precision)
+        query = Query.of_contribution(RECORDS, self.size, share, self.sampling)
+        reach = _checks.number(resolvent.problem.w_set.reach)
+        return Costs((query,), resolvent.basis, reach)
+
+    @override
+    def read(
+        self,
+        point: PyTree,
+        data: PyTree,
+        *,
+        precision: Precision,
+        key: PRNGKey,
+        index: Index = None,
+    ) -> Bounded:
+        """The resolvent at a released point of the set, where the inner solver starts.
+
+        Records are read in the dtype of the point; one with an entry that is not finite
+        contributes zero.
+
+        Raises:
+            ValueError: The point has several dtypes or more coordinates than planned,
+                or the batch has more rows.
+        """
+        _checks.strict_floats(OWNER)
+        batch = self.sampling.draw(data, self.size, key=key, index=index)
+        resolvent, dtype = self.resolvent, common_dtype(point, OWNER)
+        resolvent.check()
+        resolvent.check_shapes(batch, optax.tree.size(point))
+        # Floating-point sums are part of the bound but where clipping enforces it.
+        sums = precision if resolvent.basis is Basis.CLIPPED else "float"
+        with jax.default_matmul_precision("highest"):
+            value = approximate_resolvent(resolvent, batch, point, precision=sums)
+        contribution = jax.lax.stop_gradient(
+            jnp.asarray(resolvent.contribution(dtype, precision), dtype)
         )
-    dtype = common_dtype(centre, OWNER)
-    size = optax.tree.size(centre)
-    if size > resolvent.dimension:
-        raise ValueError(
-            f"{OWNER}: the sensitivity is planned for dimension={resolvent.dimension}, "
-            f"but the starting point has {size} coordinates; give dimension={size}."
-        )
-    # Floating-point sums are part of the bound but where clipping alone enforces it.
-    sums = precision if resolvent.basis is Basis.CLIPPED else "float"
-    with jax.default_matmul_precision("highest"):
-        value = approximate_resolvent(resolvent, batch, centre, precision=sums)
-    contribution = jax.lax.stop_gradient(
-        jnp.asarray(resolvent.contribution(dtype, precision), dtype)
-    )
-    if precision == "grid":
-        value = on_grid(value, 2 * contribution)
-    return Bounded(value, contribution, resolvent.basis)
+        if precision == "grid":
+            value = on_grid(value, 2 * contribution)
+        return Bounded(value, contribution, resolvent.basis)
 
 
 def approximate_resolvent(
@@ -77,7 +100,7 @@ def approximate_resolvent(
     *,
     precision: Precision = "float",
 ) -> PyTree:
-    """The value of `certified_resolvent`, not sealed. NON-PRIVATE.
+    """The value of `ResolventQuery`, not sealed. NON-PRIVATE.
 
     Args:
         resolvent: What is computed.

@@ -1,10 +1,13 @@
 """The noisy extragradient method for saddle points and variational inequalities."""
 
+import math
+import warnings
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
@@ -12,24 +15,20 @@ from typing_extensions import override
 from .._fields import Count, Positive
 from ..core.descent import Descent, Memory
 from ..core.outputs import AbstractOutput, Mean
+from ..core.plan import least_multiplier
 from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch
-from . import rates
-from .base import AbstractSaddleSolver
-from .choices import (
-    Fields,
-    Passes,
-    bound_inputs,
-    extragradient_theorem,
-    extragradient_tuned,
-)
+from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
+from ..privacy.single_pass import SinglePass
+from .base import AbstractSaddleSolver, Fields, Passes
+from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
-from .rates import Scene
+from .rates import TheoremConstants
 
+_MANY_STEPS = 10**7
 OPERATOR = "operator"
 
 
@@ -91,8 +90,9 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     releases_per_step: ClassVar[int] = 2
 
     @classmethod
+    @override
     def theorem_fields(
-        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
@@ -108,62 +108,78 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         $T = n^2$ and $\gamma = \min(D / M, 1 / L) / (n \max(\sqrt n, a))$: beyond a
         thousand records more steps than can be run, so `tuned` is for those.
 
-        Args:
-            scene: The problem as theorems see it.
-            a: $a$.
-            budget: $\varepsilon$ and $\delta$.
-            passes: `"single"` or `"multi"`.
-
         References:
             Boob and Guzman, Corollary 1 and Theorem 4; there the step size of the first
             has no cap, and the noise of the second pays for half of the releases.
         """
-        return extragradient_theorem(scene, a, budget, passes)
+        n, a = constants.records, constants.privacy_dimension(budget)
+        if passes == "single":
+            batch = min(max(math.ceil(a), 1), n // 2)
+            steps = n // (2 * batch)
+            multiplier = least_multiplier(SinglePass(batch), 2 * steps, n, budget)
+            std = multiplier * 2 * constants.spread / batch
+            step_size = _best_step(constants, steps, batch, std)
+            return _fields(constants, steps, step_size, SinglePass(batch))
+        if n**2 > _MANY_STEPS:
+            warnings.warn(
+                f"NoisyExtragradient.from_theorem: several passes take n^2 = {n**2} "
+                "steps of one record, which takes hours. Use tuned(), whose most_steps "
+                "is n by default.",
+                stacklevel=3,
+            )
+        step_size = 1 / (constants.scale * n * max(math.sqrt(n), a))
+        step_size = min(step_size, constants.largest_step)
+        return _fields(constants, n**2, step_size, FixedSize(1))
 
     @classmethod
+    @override
     def tuned_fields(
-        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+        cls,
+        constants: TheoremConstants,
+        budget: PrivacyBudget,
+        passes: Passes,
+        most_steps: int,
     ) -> Fields:
         """Batch and step size with the least bound, for several passes steps too.
 
         The step size of several passes follows from their exact multiplier.
-
-        Args:
-            scene: The problem as theorems see it.
-            budget: The budget.
-            passes: `"single"` or `"multi"`.
-            most_steps: The largest number of steps.
         """
-        return extragradient_tuned(scene, budget, passes, most_steps)
+        n, most = constants.records, 2 * constants.spread
+        if passes == "single":
+            batch = np.arange(max(1, -(-n // (2 * most_steps))), n // 2 + 1)
+            steps = n // (2 * batch)
+            std = least_multiplier(SinglePass(1), 1, n, budget) * most / batch
+            step_size = _best_step(constants, steps, batch, std)
+            gap = constants.extragradient_gap(steps, step_size, batch, std)
+            best = int(np.argmin(gap))
+            sampling = SinglePass(int(batch[best]))
+            return _fields(constants, int(steps[best]), step_size[best], sampling)
+        batch, steps = np.meshgrid(integers(n // 2, 25), integers(most_steps, 40))
+        std = estimated_multiplier(batch / n, 2 * steps, budget) * most / batch
+        _, gap = _best_weak_step(constants, steps, batch, std)
+        best = cheapest(gap, steps * batch)
+        size, count = int(batch.flat[best]), int(steps.flat[best])
+        multiplier = least_multiplier(FixedSize(size), 2 * count, n, budget)
+        exact = np.asarray(multiplier * most / size)
+        chosen = np.asarray(count), np.asarray(size)
+        step_size, _ = _best_weak_step(constants, *chosen, exact)
+        return _fields(constants, count, step_size, FixedSize(size))
 
+    @override
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        r"""The bound on the expected gap of the answer: a promise, before any data.
-
-        For a single pass over fresh records `rates.extragradient_gap` bounds the
-        strong gap on the population. Otherwise that, plus $M$ times the stability of
-        the answer, bounds the weak gap. It holds for monotone operators within the
-        declared constants, a clip norm of at least `bound` and a step size of at most
-        $1 / (\sqrt3 L)$.
-
-        Args:
-            problem: A problem with declared constants on a bounded set.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
-
-        Raises:
-            ValueError: The solver is not calibrated or bound to sizes, or no theorem
-                covers its parameters.
-        """
-        scene, std, batch, single = bound_inputs(self, problem, dimension)
-        if self.step_size > scene.largest_step * (1 + 1e-6):
+        r"""That of extragradient steps, of a size of at most $1 / (\sqrt3 L)$."""
+        known = self.bound_inputs(problem, dimension)
+        constants, path = known.constants, (self.num_steps, self.step_size)
+        if self.step_size > constants.largest_step * (1 + 1e-6):
             raise ValueError(
-                f"NoisyExtragradient.bound: no theorem covers step_size="
-                f"{self.step_size:.3g}; it must be at most {scene.largest_step:.3g}."
+                "NoisyExtragradient.bound: no theorem covers step_size="
+                f"{self.step_size:.3g}; it must be at most "
+                f"{constants.largest_step:.3g}."
             )
-        gap = rates.extragradient_gap(scene, self.num_steps, self.step_size, batch, std)
-        if not single:
-            gap += scene.bound * rates.extragradient_stability(
-                scene, self.num_steps, self.step_size, std
-            )
+        gap = constants.extragradient_gap(*path, known.batch, known.std)
+        if not known.single_pass:
+            stability = constants.extragradient_stability(*path, known.std)
+            gap += constants.bound * stability
         return float(gap)
 
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
@@ -183,12 +199,12 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         """Two noisy operators, two projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
         descent, u, t = Descent(self.step_size, problem.w_set), state.u, state.t
-        # Algorithm 1: the midpoint, from the operator at u.
-        first = self._operator(problem, data, u, 2 * t, key=key_first)
-        w, memory = descent.update(first, state.memory, u)
-        # The next point, from u again but by the operator at the midpoint.
-        then = self._operator(problem, data, w, 2 * t + 1, key=key_then)
-        u, memory = descent.update(then, memory, u)
+        # Algorithm 1, line 3: the midpoint, by the operator at u.
+        g = self._operator(problem, data, u, 2 * t, key=key_first)
+        w, memory = descent.update(g, state.memory, u)
+        # Line 5: the next point, from u again but by the operator at the midpoint.
+        g = self._operator(problem, data, w, 2 * t + 1, key=key_then)
+        u, memory = descent.update(g, memory, u)
         kept = self.output.update(
             state.kept, w, before=state.w, t=t, num_steps=self.num_steps
         )
@@ -235,3 +251,34 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         release = self.release(problem, self.sizes)
         released = release.of(funs, data, key=key, index=index)
         return optax.tree.add(released, problem.public_operator(w))
+
+
+def _fields(
+    constants: TheoremConstants, steps: int, step_size: Any, sampling: AbstractSampling
+) -> Fields:
+    return {
+        "num_steps": steps,
+        "clip_norm": constants.spread,
+        "step_size": float(step_size),
+        "sampling": sampling,
+    }
+
+
+def _best_step(constants: TheoremConstants, steps: Any, batch: Any, std: Any) -> Any:
+    r"""$\gamma = \min(D / \sqrt{\frac72 T (M^2 / B + d \sigma^2)}, 1 / (\sqrt3 L))$."""
+    noise = constants.spread**2 / batch + constants.dimension * std**2
+    best = constants.diameter / np.sqrt(3.5 * steps * noise)
+    return np.minimum(best, constants.largest_step)
+
+
+def _best_weak_step(
+    constants: TheoremConstants, steps: np.ndarray, batch: np.ndarray, std: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The step sizes with the least bounds on the weak gap, and these bounds."""
+    shrunk = _best_step(constants, steps, batch, std)
+    step_size = shrunk[None] * np.logspace(-4, 0, 81).reshape(-1, *[1] * shrunk.ndim)
+    gap = constants.extragradient_gap(steps, step_size, batch, std)
+    stability = constants.extragradient_stability(steps, step_size, std)
+    gap += constants.bound * stability
+    best = np.argmin(gap, axis=0)[None]
+    return tuple(np.take_along_axis(v, best, 0)[0] for v in (step_size, gap))

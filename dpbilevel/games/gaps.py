@@ -128,32 +128,6 @@ def variational_gap(
     return _maximum(value, problem.w_set, w, smoothness, num_steps)
 
 
-def certificate(
-    problem: AbstractVariationalInequality,
-    u: PyTree,
-    data: PyTree,
-    *,
-    centre: PyTree,
-    strength: float,
-) -> Scalar:
-    r"""NON-PRIVATE. $\sup_{w \in W} \langle G(u), u - w \rangle$ of a proximal step.
-
-    $G(u) = F(u) + \lambda (u - v)$. The inner inequality holds up to $\nu$ exactly if
-    this is at most $\nu$; then $u$ is within $\sqrt{\nu / \lambda}$ of its solution.
-
-    Args:
-        problem: The problem.
-        u: An approximate resolvent.
-        data: The records of the batch.
-        centre: $v$.
-        strength: $\lambda$.
-    """
-    pull = optax.tree.scale(strength, optax.tree.sub(u, centre))
-    operator = optax.tree.add(mean_operator(problem, u, data), pull)
-    reverse = optax.tree.scale(-1, operator)
-    return problem.w_set.support(reverse) + optax.tree.vdot(operator, u)
-
-
 def _smoothness(problem: AbstractVariationalInequality) -> float:
     declared = problem.declared("lipschitz") + problem.declared("public_lipschitz")
     return max(declared, _LEAST_CURVATURE)

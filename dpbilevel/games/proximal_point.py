@@ -1,38 +1,37 @@
 """The noisy inexact proximal point method for saddle points and inequalities."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
+from .. import _checks
 from .._fields import Count, Positive, check_fields
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
 from ..core.outputs import AbstractOutput, Mean
+from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
-from ..privacy.queries import RECORDS, Query
+from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch
-from . import rates
-from .base import AbstractSaddleSolver
-from .certified import certified_resolvent
-from .choices import (
-    Fields,
-    Passes,
-    bound_inputs,
-    proximal_theorem,
-    proximal_tuned,
-)
+from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
+from ..privacy.single_pass import SinglePass
+from .base import AbstractSaddleSolver, Fields, Passes
+from .certified import ResolventQuery
+from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
-from .rates import Scene
+from .rates import TheoremConstants
 from .resolvents import Inner, Resolvent
 
 RESOLVENT = "resolvent"
@@ -126,8 +125,9 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             )
 
     @classmethod
+    @override
     def theorem_fields(
-        cls, scene: Scene, a: float, budget: PrivacyBudget, passes: Passes
+        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
@@ -141,61 +141,67 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         and $\lambda = \max(M / D, L) \max(\sqrt n, a)$, and both take $N = \lceil
         \log(2 n) / \log(\lambda / L) \rceil$ steps of Picard's iteration.
 
-        Args:
-            scene: The problem as theorems see it.
-            a: $a$.
-            budget: Not used: the noise follows in `calibrate`.
-            passes: `"single"` or `"multi"`.
-
         References:
             Boob and Guzman, Corollary 2 and Theorem 7.
         """
-        del budget
-        size = {"dimension": scene.coordinates}
-        return size | proximal_theorem(scene, a, passes)
+        n, a = constants.records, constants.privacy_dimension(budget)
+        if passes == "single":
+            batch = max(1, round(n ** (1 / 3)))
+            strength = constants.scale * max(n ** (1 / 3), a)
+            return _fields(constants, n // batch, strength, SinglePass(batch))
+        strength = constants.scale * max(math.sqrt(n), a)
+        return _fields(constants, n, strength, FixedSize(max(1, math.isqrt(n))))
 
     @classmethod
+    @override
     def tuned_fields(
-        cls, scene: Scene, budget: PrivacyBudget, passes: Passes, most_steps: int
+        cls,
+        constants: TheoremConstants,
+        budget: PrivacyBudget,
+        passes: Passes,
+        most_steps: int,
     ) -> Fields:
-        """Batch, strength and rounds with the least bound.
-
-        Args:
-            scene: The problem as theorems see it.
-            budget: The budget.
-            passes: `"single"` or `"multi"`.
-            most_steps: The largest number of rounds.
-        """
-        size = {"dimension": scene.coordinates}
-        return size | proximal_tuned(scene, budget, passes, most_steps)
-
-    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        r"""The bound on the expected gap of the answer: a promise, before any data.
-
-        For a single pass over fresh records `rates.proximal_gap` bounds the
-        strong gap on the population. Otherwise that, plus $M$ times the stability of
-        the answer, bounds the weak gap. It holds for monotone operators within the
-        declared constants and a clip norm of at least `bound`.
-
-        Args:
-            problem: A problem with declared constants on a bounded set.
-            dimension: $d$; `problem.w_set.dimension(w0)`.
-
-        Raises:
-            ValueError: The solver is not calibrated or bound to sizes, or no theorem
-                covers its parameters.
-        """
-        scene, std, batch, single = bound_inputs(self, problem, dimension)
-        assert self.sizes is not None
-        resolvent = self.resolvent(problem, self.sizes)
-        distance, accuracy = resolvent.distance, resolvent.accuracy
-        gap = rates.proximal_gap(
-            scene, self.num_steps, self.strength, batch, std, accuracy
-        )
-        if not single:
-            gap += scene.bound * rates.proximal_stability(
-                scene, self.num_steps, self.strength, distance
+        """Batch, strength and rounds with the least bound."""
+        n, lipschitz = constants.records, constants.lipschitz
+        strength = constants.scale * np.logspace(-2, 5, 211)
+        strength = strength[strength > 1.05 * lipschitz]
+        if passes == "single":
+            batch, strength = np.meshgrid(integers(n, 200), strength)
+            rounds = n // batch
+            fits = rounds <= most_steps
+            batch, rounds, strength = batch[fits], rounds[fits], strength[fits]
+            multiplier: Any = least_multiplier(SinglePass(1), 1, n, budget)
+        else:
+            counts = integers(n // 2, 25), integers(most_steps, 40)
+            batch, rounds, strength = np.meshgrid(*counts, strength)
+            multiplier = estimated_multiplier(batch / n, rounds, budget)
+        steps = constants.picard_steps(strength)
+        ratio = lipschitz / strength
+        share = 2 * constants.spread / ((strength - lipschitz) * batch)
+        std = multiplier * share * (1 - ratio**steps)
+        accuracy = constants.bound * constants.diameter * ratio**steps
+        gap = constants.proximal_gap(rounds, strength, batch, std, accuracy)
+        if passes == "multi":
+            distance = ratio**steps * constants.bound / strength
+            gap += constants.bound * constants.proximal_stability(
+                rounds, strength, distance
             )
+        best = cheapest(gap, rounds * batch * steps)
+        kind = SinglePass if passes == "single" else FixedSize
+        chosen = kind(int(batch.flat[best]))
+        number, weight = int(rounds.flat[best]), float(strength.flat[best])
+        return _fields(constants, number, weight, chosen)
+
+    @override
+    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
+        """That of proximal point steps and of the error of their inner solutions."""
+        known = self.bound_inputs(problem, dimension)
+        constants, path = known.constants, (self.num_steps, self.strength)
+        resolvent = self.resolvent(problem, constants.records)
+        gap = constants.proximal_gap(*path, known.batch, known.std, resolvent.accuracy)
+        if not known.single_pass:
+            stability = constants.proximal_stability(*path, resolvent.distance)
+            gap += constants.bound * stability
         return float(gap)
 
     @property
@@ -224,17 +230,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         key: PRNGKey,
     ) -> _State:
         """One noisy resolvent at the projection of the last one."""
-        key_batch, key_noise = derive(key, "sampling", "noise")
         assert self.sizes is not None
-        resolvent = self.resolvent(problem, self.sizes)
-        resolvent.check()
-        batch = self.sampling.draw(data, self.sizes, key=key_batch, index=state.t)
+        # Algorithm 2: the approximate solution of (5.1) on a batch, and the noise.
+        release = self.release(problem, self.sizes)
         centre = problem.w_set.project(state.w)
-        # Algorithm 2: the approximate solution of (5.1) on this batch, then the noise.
-        bounded = certified_resolvent(
-            resolvent, batch, centre, precision=self.noise.precision
-        )
-        w = self.release_noise.release(bounded, key=key_noise)
+        w = release.of(centre, data, key=key, index=state.t)
         w, rejections = finite_or(w, state.w, state.rejections)
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
@@ -260,8 +260,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """
         return Resolvent(
             problem,
-            self.clip_norm,
-            self.strength,
+            _checks.number(self.clip_norm),
+            _checks.number(self.strength),
             self.inner,
             self.inner_steps,
             self.dimension,
@@ -277,24 +277,12 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
                 the sensitivity needs, the inner solver does not converge, or the
                 default floating-point dtype is too coarse for the sensitivity.
         """
-        plain = dataclasses.replace(
-            self, clip_norm=float(self.clip_norm), strength=float(self.strength)
-        )
-        resolvent = plain.resolvent(problem, sizes)
-        dtype = jnp.result_type(float)
-        resolvent.check()
-        resolvent.check_numbers(dtype)
-        share = float(resolvent.contribution(dtype, self.noise.precision))
-        denominator = self.sampling.denominator(sizes)
-        # A mean of so many vectors of this norm has this sensitivity.
-        query = Query(RECORDS, sizes, share * denominator, self.sampling)
-        return Release(
+        resolvent = self.resolvent(problem, sizes)
+        return CertifiedRelease(
             RESOLVENT,
             1,
-            (query,),
             self.release_noise,
-            basis=self.basis,
-            value_norm=float(problem.w_set.reach),
+            query=ResolventQuery(resolvent, sizes, self.sampling),
             clip_ratio=self.clip_ratio(problem),
         )
 
@@ -337,3 +325,19 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             f"{self.inner_steps} inner steps per release; their rounding, for "
             f"operators exact to {UNITS} units of roundoff, is part of the sensitivity",
         )
+
+
+def _fields(
+    constants: TheoremConstants,
+    rounds: int,
+    strength: float,
+    sampling: AbstractSampling,
+) -> Fields:
+    return {
+        "num_steps": rounds,
+        "clip_norm": constants.spread,
+        "strength": strength,
+        "inner_steps": int(constants.picard_steps(strength)),
+        "sampling": sampling,
+        "dimension": constants.coordinates,
+    }

@@ -6,17 +6,18 @@ arrays of candidates.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from ..privacy.budget import PrivacyBudget
 from ..sets import Simplex
 from .problem import AbstractVariationalInequality
 from .resolvents import parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class TheoremConstants:
     r"""A problem as the theorems see it.
 
     Attributes:
@@ -40,8 +41,8 @@ class Scene:
     @classmethod
     def of(
         cls, problem: AbstractVariationalInequality, dimension: int, records: int
-    ) -> "Scene":
-        """The scene of a problem with declared constants.
+    ) -> Self:
+        """Those of a problem with declared constants.
 
         Args:
             problem: The problem.
@@ -69,6 +70,14 @@ class Scene:
             dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set)),
         )
 
+    def privacy_dimension(self, budget: PrivacyBudget) -> float:
+        r"""$a = \sqrt{d \log(1 / \delta)} / \varepsilon$.
+
+        Args:
+            budget: $\varepsilon$ and $\delta$.
+        """
+        return math.sqrt(self.dimension * math.log(1 / budget.delta)) / budget.epsilon
+
     @property
     def largest_step(self) -> float:
         r"""$1 / (\sqrt3 L)$, the largest step size of the extragradient theorems."""
@@ -79,107 +88,98 @@ class Scene:
         r"""$\max(M / D, L)$, what proximal strengths are measured in."""
         return max(self.bound / self.diameter, self.lipschitz)
 
+    def extragradient_gap(self, steps: Any, step_size: Any, batch: Any, std: Any):
+        r"""A bound on the strong gap of extragradient steps on fresh batches.
 
-def extragradient_gap(scene: Scene, steps: Any, step_size: Any, batch: Any, std: Any):
-    r"""A bound on the strong gap of extragradient steps on fresh batches.
+        $$\frac{D^2}{\gamma T} + \frac72 \gamma \Bigl(\frac{M^2}{B} + d \sigma^2\Bigr),
+        \qquad \gamma \le \frac{1}{\sqrt3 L}.$$
 
-    $$\frac{D^2}{\gamma T} + \frac72 \gamma \Bigl(\frac{M^2}{B} + d \sigma^2\Bigr),
-    \qquad \gamma \le \frac{1}{\sqrt3 L}.$$
+        With batches from one dataset it bounds the gap on that dataset.
 
-    With batches from one dataset it bounds the gap on that dataset.
+        Args:
+            steps: $T$.
+            step_size: $\gamma$.
+            batch: $B$.
+            std: $\sigma$ per coordinate of an operator.
 
-    Args:
-        scene: The problem.
-        steps: $T$.
-        step_size: $\gamma$.
-        batch: $B$.
-        std: $\sigma$ per coordinate of an operator.
+        References:
+            Boob and Guzman, Theorem 2, with the noise term halved and the batch's
+            variance in place of a record's.
+        """
+        noise = self.spread**2 / batch + self.dimension * std**2
+        return self.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
 
-    References:
-        Boob and Guzman, Theorem 2, with the noise term halved and the batch's variance
-        in place of a record's.
-    """
-    noise = scene.spread**2 / batch + scene.dimension * std**2
-    return scene.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
+    def extragradient_stability(self, steps: Any, step_size: Any, std: Any):
+        r"""How far one replaced record moves the answer, in expectation.
 
+        $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M
+        L}{n} \gamma^2 + \tfrac{2 M}{n} \gamma\bigr) + \bigl(\tfrac{2 M}{n} + 2 L
+        D\bigr) \gamma.$$
 
-def extragradient_stability(scene: Scene, steps: Any, step_size: Any, std: Any):
-    r"""How far replacing one record moves the answer in expectation, over many passes.
+        Args:
+            steps: $T$.
+            step_size: $\gamma$.
+            std: $\sigma$.
 
-    $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M L}{n}
-    \gamma^2 + \tfrac{2 M}{n} \gamma\bigr) + \bigl(\tfrac{2 M}{n} + 2 L D\bigr)
-    \gamma.$$
+        References:
+            Boob and Guzman, Theorem 3, with its last bracket corrected.
+        """
+        lipschitz, pull = self.lipschitz, self.lipschitz * self.diameter
+        moved = 2 * self.spread / self.records
+        noise = 4 * self.bound + 2 * pull + 4 * math.sqrt(self.dimension) * std
+        a_step = (noise * lipschitz + moved * lipschitz) * step_size**2
+        a_step += moved * step_size
+        return steps * a_step + (moved + 2 * pull) * step_size
 
-    Args:
-        scene: The problem.
-        steps: $T$.
-        step_size: $\gamma$.
-        std: $\sigma$.
+    def proximal_gap(
+        self, rounds: Any, strength: Any, batch: Any, std: Any, accuracy: Any
+    ):
+        r"""A bound on the strong gap of inexact proximal point steps on fresh batches.
 
-    References:
-        Boob and Guzman, Theorem 3, with its last bracket corrected.
-    """
-    lipschitz, pull = scene.lipschitz, scene.lipschitz * scene.diameter
-    moved = 2 * scene.spread / scene.records
-    noise = 4 * scene.bound + 2 * pull + 4 * math.sqrt(scene.dimension) * std
-    a_step = (noise * lipschitz + moved * lipschitz) * step_size**2 + moved * step_size
-    return steps * a_step + (moved + 2 * pull) * step_size
+        $$\nu + \frac{3 \lambda D^2}{2 R} + \frac{2 M^2 / B + 3 L^2 D^2}{\lambda} +
+        \lambda d \sigma^2 + M \sigma \sqrt{d / R}.$$
 
+        Args:
+            rounds: $R$.
+            strength: $\lambda$.
+            batch: $B$.
+            std: $\sigma$ per coordinate of a point.
+            accuracy: $\nu$, of every inner solution as a solution of the inequality.
 
-def proximal_gap(
-    scene: Scene, rounds: Any, strength: Any, batch: Any, std: Any, accuracy: Any
-):
-    r"""A bound on the strong gap of inexact proximal point steps on fresh batches.
+        References:
+            Boob and Guzman, Theorem 5, with projected centres and the batch's variance.
+        """
+        start = accuracy + 1.5 * strength * self.diameter**2 / rounds
+        curvature = 3 * (self.lipschitz * self.diameter) ** 2
+        sampled = (2 * self.spread**2 / batch + curvature) / strength
+        noise = strength * self.dimension * std**2
+        average = self.bound * std * np.sqrt(self.dimension / rounds)
+        return start + sampled + noise + average
 
-    $$\nu + \frac{3 \lambda D^2}{2 R} + \frac{2 M^2 / B + 3 L^2 D^2}{\lambda} + \lambda
-    d \sigma^2 + M \sigma \sqrt{d / R}.$$
+    def proximal_stability(self, rounds: Any, strength: Any, distance: Any):
+        r"""How far one replaced record moves the answer, in expectation.
 
-    Args:
-        scene: The problem.
-        rounds: $R$.
-        strength: $\lambda$.
-        batch: $B$.
-        std: $\sigma$ per coordinate of a point.
-        accuracy: $\nu$, of every inner solution as a solution of the inequality.
+        $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the distance of every
+        inner solution from the exact one.
 
-    References:
-        Boob and Guzman, Theorem 5, with projected centres and the batch's variance.
-    """
-    start = accuracy + 1.5 * strength * scene.diameter**2 / rounds
-    curvature = 3 * (scene.lipschitz * scene.diameter) ** 2
-    sampled = (2 * scene.spread**2 / batch + curvature) / strength
-    noise = strength * scene.dimension * std**2
-    average = scene.bound * std * np.sqrt(scene.dimension / rounds)
-    return start + sampled + noise + average
+        Args:
+            rounds: $R$.
+            strength: $\lambda$.
+            distance: $\zeta$.
 
+        References:
+            Boob and Guzman, Theorem 6, by the recursion without Young's inequality.
+        """
+        moved = 2 * self.spread / (self.records * strength)
+        return rounds * (moved + 2 * distance)
 
-def proximal_stability(scene: Scene, rounds: Any, strength: Any, distance: Any):
-    r"""How far replacing one record moves the answer in expectation, over many passes.
+    def picard_steps(self, strength: Any):
+        r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$: enough for all theorems.
 
-    $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the distance of every inner
-    solution from the exact one.
-
-    Args:
-        scene: The problem.
-        rounds: $R$.
-        strength: $\lambda$.
-        distance: $\zeta$.
-
-    References:
-        Boob and Guzman, Theorem 6, by the recursion without Young's inequality.
-    """
-    moved = 2 * scene.spread / (scene.records * strength)
-    return rounds * (moved + 2 * distance)
-
-
-def picard_steps(scene: Scene, strength: Any):
-    r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$: enough for all theorems here.
-
-    Args:
-        scene: The problem.
-        strength: $\lambda > L$.
-    """
-    if scene.lipschitz == 0:
-        return np.ones_like(strength, int)
-    counts = np.log(2 * scene.records) / np.log(strength / scene.lipschitz)
-    return np.maximum(np.ceil(counts), 1).astype(int)
+        Args:
+            strength: $\lambda > L$.
+        """
+        if self.lipschitz == 0:
+            return np.ones_like(strength, int)
+        counts = np.log(2 * self.records) / np.log(strength / self.lipschitz)
+        return np.maximum(np.ceil(counts), 1).astype(int)

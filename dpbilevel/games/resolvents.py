@@ -19,7 +19,9 @@ from .. import _checks
 from .._fields import Number
 from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
+from ..privacy.floats import check_rounding
 from ..privacy.grid import ROUNDED_BITS
+from ..privacy.sampling import Batch
 from ..privacy.summation import GROUP
 from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality
@@ -242,8 +244,34 @@ class Resolvent:
         for name in needed:
             self.problem.declared(name)
 
-    def check_numbers(self, dtype: DTypeLike) -> None:
+    def check_shapes(self, batch: Batch, size: int) -> None:
+        """Refuses a batch or a point of other numbers than planned.
+
+        Args:
+            batch: What a sampling scheme drew.
+            size: The number of coordinates of a point.
+
+        Raises:
+            ValueError: The batch has more rows or another denominator, or the point
+                more coordinates.
+        """
+        rows = _checks.leading_axis("records", batch.records)
+        if batch.denominator != self.denominator or rows > self.rows:
+            raise ValueError(
+                f"{OWNER}: the sensitivity is planned for at most {self.rows} rows "
+                f"over {self.denominator}, but the batch has {rows} over "
+                f"{batch.denominator}."
+            )
+        if size > self.dimension:
+            raise ValueError(
+                f"{OWNER}: the sensitivity is planned for dimension={self.dimension}, "
+                f"but the starting point has {size} coordinates; give dimension={size}."
+            )
+
+    def check_numbers(self, dtype: Any) -> None:
         """Refuses a plan whose inner solver does not converge or rounds too coarsely.
+
+        Nothing is refused inside a program, where numbers are not known.
 
         Args:
             dtype: What will be computed in.
@@ -253,6 +281,9 @@ class Resolvent:
                 clipped below the bound or has too few steps, or rounding adds more than
                 5 % to the sensitivity.
         """
+        farthest = self.problem.w_set.reach + self._largest / self.strength
+        if not _checks.concrete(farthest):
+            return
         if self.inner == "picard":
             share = self.clip_norm / self.strength / self.denominator
             added = 2 * self.step_rounding(dtype)
@@ -265,28 +296,22 @@ class Resolvent:
                 )
         else:
             share, added = self._check_extrapolation(dtype)
-        farthest = float(self.problem.w_set.reach + self._largest / self.strength)
-        if not farthest**2 < float(jnp.finfo(dtype).max) / 4:
+        if not float(farthest) ** 2 < float(jnp.finfo(dtype).max) / 4:
             raise ValueError(
                 f"{OWNER}: points {farthest:.3g} from the origin overflow where their "
                 f"norm is taken in {jnp.dtype(dtype).name}; change the units of the "
                 "problem."
             )
-        if not added <= _ROUNDING * share:
-            name = jnp.dtype(dtype).name
-            enable = (
-                ""
-                if name == "float64"
-                else "enable 64-bit with jax.config.update('jax_enable_x64', True) and "
-                "give float64 records and starting point, or "
-            )
-            raise ValueError(
-                f"{OWNER}: in {name}, rounding may move a resolvent by as much as "
-                f"{added / share:.2g} of what a record may, and {_ROUNDING} is "
-                f"allowed: {enable}use smaller batches, dimension= the number of "
-                f"coordinates (now {self.dimension}), a smaller set, or a larger clip "
-                "norm."
-            )
+        check_rounding(
+            OWNER,
+            "roundings of a resolvent",
+            added,
+            share,
+            dtype,
+            allowed=_ROUNDING,
+            remedy="use smaller batches, dimension= the number of coordinates (now "
+            f"{self.dimension}), a smaller set, or a larger clip norm",
+        )
 
     def _check_extrapolation(self, dtype: DTypeLike) -> tuple[Number, Number]:
         bound = self.problem.declared("bound")

@@ -6,12 +6,15 @@ not a comparison of integers that were read from memory.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .. import _checks
 
 
 def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:
@@ -70,6 +73,47 @@ def power_of_two(exponent: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, 
     bias = info.maxexp - 1
     biased = jnp.clip(exponent.astype(kind), -bias, bias) + bias
     return jax.lax.bitcast_convert_type(biased << info.nmant, dtype)
+
+
+def check_rounding(
+    owner: str,
+    what: str,
+    added: Any,
+    share: Any,
+    dtype: DTypeLike,
+    *,
+    allowed: float,
+    remedy: str,
+    of: str = "what a record may change",
+) -> None:
+    """Refuses a dtype in which errors are too large a part of what they add to.
+
+    Args:
+        owner: What to name in the message.
+        what: What adds the errors, in the plural.
+        added: How much they add.
+        share: To what.
+        dtype: What is computed in.
+        allowed: The largest allowed `added / share`.
+        remedy: What to do besides enabling 64-bit.
+        of: What `share` is.
+
+    Raises:
+        ValueError: The errors are larger. Not inside a program, where numbers are not
+            known; plans are made on the host.
+    """
+    known = _checks.concrete(added) and _checks.concrete(share)
+    if not known or added <= allowed * share:
+        return
+    name = jnp.dtype(dtype).name
+    enable = (
+        'Enable 64-bit, jax.config.update("jax_enable_x64", True), with float64 '
+        "records and starting point; or "
+    )
+    raise ValueError(
+        f"{owner}: in {name}, {what} may add {added / share:.2g} of {of}, and "
+        f"{allowed:.2g} is allowed. {'' if name == 'float64' else enable}{remedy}."
+    )
 
 
 def _magnitude_bits(value: Float[Array, "..."]) -> Int[Array, "..."]:

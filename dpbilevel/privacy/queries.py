@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Self
 
 from jaxtyping import Array, Float, PyTree
 
@@ -41,6 +42,24 @@ class Query:
         _checks.positive("Query", clip_norm=self.clip_norm)
         _checks.instance("Query", AbstractSampling, sampling=self.sampling)
         object.__setattr__(self, "clip_norm", _checks.number(self.clip_norm))
+
+    @classmethod
+    def of_contribution(
+        cls,
+        role: str,
+        size: int,
+        contribution: float | Float[Array, ""],
+        sampling: AbstractSampling = FullBatch(),
+    ) -> Self:
+        """What costs as much as a clipped mean with this contribution.
+
+        Args:
+            role: Whose records.
+            size: The planned number of records.
+            contribution: The largest change by the presence of one record.
+            sampling: How the batch is drawn.
+        """
+        return cls(role, size, contribution * sampling.denominator(size), sampling)
 
     @property
     def contribution(self) -> float:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
@@ -169,36 +169,38 @@ class AbstractGaussianRelease(AbstractRelease):
             )
 
     def of(
-        self,
-        funs: Mapping[str, Callable[[PyTree], PyTree]],
-        data: PyTree,
-        *,
-        key: PRNGKey,
-        index: Index = None,
+        self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> PyTree:
-        """One of these releases: its queries, their sum, and the noise.
+        """One of these releases: what it reads, and the noise.
 
         Args:
-            funs: The per-record function of each query, by its role.
+            what: The per-record function of each query, by its role.
             data: The records; those of role `"upper"` are `data.upper`, and so on.
             key: A typed key for the batches and the noise of this release alone.
             index: The number of the release in the run, for samplings that are
                 numbered.
 
+        Raises:
+            ValueError: What is read rests on less than `basis` says.
+
         Privacy:
             What `charges` counts for one of `count`.
         """
-        key_batch, key_noise = derive(key, "sampling", "noise")
-        bounded = self.read(funs, data, key=key_batch, index=index)
+        key_batch, key_noise = self._keys(key)
+        bounded = self.read(what, data, key=key_batch, index=index)
+        if bounded.basis.worse(self.basis) is not self.basis:
+            raise ValueError(
+                f"{type(self).__name__}: {self.name!r} is charged as {self.basis}, but "
+                f"what it reads rests on {bounded.basis}."
+            )
         return self.mechanism.release(bounded, key=key_noise)
 
+    def _keys(self, key: PRNGKey) -> Iterable[PRNGKey]:
+        """The keys of the batches and of the noise."""
+        return derive(key, "sampling", "noise")
+
     def read(
-        self,
-        funs: Mapping[str, Callable[[PyTree], PyTree]],
-        data: PyTree,
-        *,
-        key: PRNGKey,
-        index: Index = None,
+        self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> Bounded:
         """The sum of one clipped mean per query, sealed.
 
@@ -206,7 +208,7 @@ class AbstractGaussianRelease(AbstractRelease):
         sum of their clip norms, the same bound with less distortion.
 
         Args:
-            funs: As in `of`.
+            what: As in `of`.
             data: As in `of`.
             key: A typed key for the batches.
             index: As in `of`.
@@ -214,6 +216,7 @@ class AbstractGaussianRelease(AbstractRelease):
         Raises:
             ValueError: The functions are not those of the queries.
         """
+        funs: Mapping[str, Callable[[PyTree], PyTree]] = what
         roles = [query.role for query in self.queries]
         if set(funs) != set(roles):
             raise ValueError(

@@ -13,7 +13,7 @@ from .._fields import Number
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
 from ..draws.release import Draw
-from ..draws.samplers.base import Certificate
+from ..draws.samplers.base import SamplerGuarantee
 from ..draws.samplers.grid import Grid
 from ..draws.scores.mean_loss import spread_of
 from ..privacy.budget import Neighbours
@@ -131,7 +131,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
             (Query(RECORDS, sizes, float(share) * sizes),),
             self.mechanism,
             float(self.mechanism.rate(sensitivity)),
-            Certificate(
+            SamplerGuarantee(
                 1,
                 self.num_candidates,
                 notes=(f"drawn exactly from {self.num_candidates} random candidates",),
@@ -143,7 +143,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     def with_noise(self, scale: Number) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
-        mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
+        mechanism = self.mechanism.with_multiplier(scale)
         return dataclasses.replace(self, mechanism=mechanism)
 
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:

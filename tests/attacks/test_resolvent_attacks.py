@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.games.certified import certified_resolvent
+from dpbilevel.games.certified import ResolventQuery
 from dpbilevel.games.resolvents import Resolvent
-from dpbilevel.privacy.sampling import Batch
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 N = 1000
@@ -30,11 +29,13 @@ def planned(problem, **fields):
     )
 
 
+def read(resolvent, records, centre, size=N):
+    query = ResolventQuery(resolvent, size, dpb.FullBatch())
+    return query.read(centre, records, precision="float", key=jax.random.key(0))
+
+
 def sealed(plan, problem, records, centre):
-    batch = Batch(records, None, float(N))
-    return certified_resolvent(
-        plan.solver.resolvent(problem, N), batch, centre, precision="float"
-    )
+    return read(plan.solver.resolvent(problem, N), records, centre)
 
 
 def test_a_public_term_beyond_its_declared_bound_does_not_spoil_rounding():
@@ -84,10 +85,9 @@ def test_only_the_librarys_own_projections_are_trusted(w_set):
 def test_a_batch_of_other_numbers_than_the_seal_is_refused():
     problem = inequality()
     resolvent = Resolvent(problem, 1.0, 1.0, "picard", 1, 1, N, float(N))
-    for rows, denominator in ((1, 1.0), (N + 1, float(N))):
-        batch = Batch(jnp.zeros((rows, 1)), None, denominator)
+    for rows, denominator in ((1, 1), (N + 1, N)):
         with pytest.raises(ValueError, match="planned for at most 1000 rows"):
-            certified_resolvent(resolvent, batch, jnp.zeros(1), precision="float")
+            read(resolvent, jnp.zeros((rows, 1)), jnp.zeros(1), denominator)
 
 
 def test_extreme_units_keep_a_sensitivity_or_are_refused():
@@ -108,9 +108,8 @@ def test_extreme_units_keep_a_sensitivity_or_are_refused():
 def test_records_that_overflow_in_the_dtype_of_the_start_contribute_nothing(x64):
     problem = inequality()
     plan = Resolvent(problem, 1.0, 2.0, "picard", 3, 1, N, float(N))
-    batch = Batch(jnp.zeros((N, 1)).at[0].set(1e300), None, float(N))
     centre = jnp.full(1, 0.25, jnp.float32)
-    found = certified_resolvent(plan, batch, centre, precision="float").raw
+    found = read(plan, jnp.zeros((N, 1)).at[0].set(1e300), centre).raw
     np.testing.assert_array_equal(found, centre)
 
 

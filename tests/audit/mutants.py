@@ -15,8 +15,8 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.canaries import BEYOND
-from dpbilevel.bilevel import fixed_count as solves
 from dpbilevel.bilevel import sensitivities
+from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
@@ -32,6 +32,7 @@ from tests.audit.audit_zoo import (
     exponential,
     extragradient,
     extrapolated,
+    f2sa,
     implicit,
     noisy_gd,
     once,
@@ -326,17 +327,17 @@ def coarse_inner(kind):
     radius = BEYOND
     allowed = 0.06 * radius
 
-    def adversary(gradient, start, **_):
+    def adversary(spectrum, gradient, start, num_steps):
         exact = jax.tree.map(jnp.subtract, start, gradient(start))
         return jax.tree.map(lambda y: y + allowed * jnp.sign(y), exact)
 
-    changes = {"effort": lambda *_: sensitivities.Effort(1, 1)}
+    changes = {"step_counts": lambda *_: sensitivities.StepCounts(1, 1)}
     if kind is CoarseInnerLeftOut:
         changes["solve_error"] = lambda *_: 0.0
     with (
         mock.patch.multiple(sensitivities, **changes),
-        mock.patch.object(solves, "accelerated_gradient", adversary),
-        mock.patch.object(solves, "accelerated_error", return_value=allowed),
+        mock.patch.object(Spectrum, "accelerated_gradient", adversary),
+        mock.patch.object(Spectrum, "accelerated_error", return_value=allowed),
     ):
         return audited(implicit("overlapping", kind=kind), runs=20_000)
 
@@ -380,19 +381,19 @@ class SteeperThanDeclared(MeanLoss):
 
 
 class DrawsBySteeper(dpb.draws.RegularizedExponentialMechanism):
-    def _score(self, problem, sizes):
+    def score_of(self, problem, sizes):
         return SteeperThanDeclared(problem, "slope", sizes)
 
 
 class RateOfRemoved(dpb.draws.RegularizedExponential):
     """Takes a record's share for its sensitivity."""
 
-    def rate(self, sensitivity, convexity):
+    def rate(self, sensitivity, convexity=0.0):
         return dpb.draws.RegularizedExponential.rate(self, sensitivity / 2, convexity)
 
 
 class DrawsUnclipped(dpb.draws.ExponentialMechanism):
-    def _score(self, problem, sizes):
+    def score_of(self, problem, sizes):
         return Unbounded(problem, "spread", sizes, self.clip_range)
 
 
@@ -611,6 +612,11 @@ MUTANTS = {
     ),
     "noise x 0.9, joint release": of_single_loop(
         lambda: audited(single_loop("shared", 0.9), claim_of(single_loop("shared")))
+    ),
+    "noise x 0.9, first-order joint release": Mutant(
+        "F2SA, shared",
+        lambda: audited(f2sa("shared", 0.9), claim_of(f2sa("shared"))),
+        lambda: audited(f2sa("shared")),
     ),
     "one block of a joint release without noise": of_single_loop(
         lambda: audited(single_loop("shared", noise=SilentInOneBlock()), runs=20_000)

@@ -277,10 +277,12 @@ def test_hostile_records_move_the_computed_value_no_further(role, precision):
 
     def query(rows):
         levels = {"upper": others, "lower": others, role: rows}
-        bounded = certified.certified_hypergradient(
-            problem, dpb.Levels(**levels), x, jnp.zeros(3), sizes, precision=precision
+        value = certified.HypergradientQuery(problem, sizes)
+        start = x, jnp.zeros(3)
+        bounded = value.read(start, dpb.Levels(**levels), precision=precision)
+        claimed = sensitivities.hypergradient_sensitivity(
+            problem.constants, sizes, jnp.float32, x
         )
-        claimed = sensitivities.at(problem.constants, sizes, jnp.float32, x)
         half = getattr(claimed, role) / 2
         return eqx.tree_at(lambda b: b.contribution, bounded, half)
 
@@ -380,9 +382,8 @@ def certified_value(rows, dtype):
     data = dpb.Levels(rows, rows)
     sizes = example.problem.sizes_of(data)
     start = jnp.zeros(2, dtype)
-    return certified.certified_hypergradient(
-        example.problem, data, start, start, sizes, precision="float"
-    ).raw
+    query = certified.HypergradientQuery(example.problem, sizes)
+    return query.read((start, start), data, precision="float").raw
 
 
 @pytest.mark.parametrize("groups", [[[0], [0]], 0, [0, 0, 0]])

@@ -11,7 +11,7 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import certified, sensitivities, zoo
-from dpbilevel.bilevel import fixed_count as solves
+from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.core.outputs import UniformIterate
 from tests.contract.solver_zoo import DECLARED, EXACT, LEVELS, Y0, implicit
 
@@ -32,15 +32,16 @@ def wide(tree):
 def value_at(problem, x, data, people="overlapping"):
     sizes = problem.sizes_of(data, people)
     y0 = jnp.zeros(4, x.dtype)
-    bounded = certified.certified_hypergradient(
-        problem, data, x, y0, sizes, precision="float"
-    )
+    query = certified.HypergradientQuery(problem, sizes)
+    bounded = query.read((x, y0), data, precision="float")
     return bounded.raw, bounded
 
 
 def error_at(problem, x, sizes):
     bounds = problem.constants.bounds(sizes, x)
-    claimed = sensitivities.at(problem.constants, sizes, jnp.float64, x)
+    claimed = sensitivities.hypergradient_sensitivity(
+        problem.constants, sizes, jnp.float64, x
+    )
     return float(claimed.upper - bounds.upper) / 2
 
 
@@ -76,16 +77,16 @@ def test_hypergradient_of_a_linear_model_is_a_difference_of_objectives(x64):
 def test_both_inner_solves_keep_their_promise(kappa, steps, x64):
     eigenvalues = jnp.linspace(1.0, kappa, 30) if kappa > 1 else jnp.ones(30)
     goal = jnp.asarray(np.random.default_rng(steps).normal(size=30))
-    ends = {"smallest": 1.0, "largest": kappa}
-    found = solves.accelerated_gradient(
-        lambda y: eigenvalues * (y - goal), 0 * goal, num_steps=steps, **ends
+    spectrum = Spectrum(1.0, kappa)
+    found = spectrum.accelerated_gradient(
+        lambda y: eigenvalues * (y - goal), 0 * goal, steps
     )
-    promised = solves.accelerated_error(1.0, kappa, jnp.linalg.norm(goal), steps)
+    promised = spectrum.accelerated_error(jnp.linalg.norm(goal), steps)
     assert jnp.linalg.norm(found - goal) <= promised * (1 + 1e-9) + 1e-12
 
     right = eigenvalues * goal
-    found = solves.chebyshev(lambda v: eigenvalues * v, right, num_steps=steps, **ends)
-    factor = solves.chebyshev_error(1.0, kappa, steps)
+    found = spectrum.chebyshev(lambda v: eigenvalues * v, right, steps)
+    factor = spectrum.chebyshev_error(steps)
     for weight in (1.0, jnp.sqrt(eigenvalues)):
         off = jnp.linalg.norm(weight * (found - goal))
         assert off <= factor * jnp.linalg.norm(weight * goal) + 1e-12
@@ -93,24 +94,21 @@ def test_both_inner_solves_keep_their_promise(kappa, steps, x64):
 
 def test_fewer_steps_would_break_a_promise(x64):
     eigenvalues = jnp.linspace(1.0, 100.0, 30)
-    right = jnp.ones(30)
-    found = solves.chebyshev(
-        lambda v: eigenvalues * v, right, smallest=1.0, largest=100.0, num_steps=10
-    )
+    right, spectrum = jnp.ones(30), Spectrum(1.0, 100.0)
+    found = spectrum.chebyshev(lambda v: eigenvalues * v, right, 10)
     off = jnp.linalg.norm(found - right / eigenvalues)
-    sooner = solves.chebyshev_error(1.0, 100.0, 40)
+    sooner = spectrum.chebyshev_error(40)
     assert off > sooner * jnp.linalg.norm(right / eigenvalues)
 
 
 @pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
 def test_the_least_curvature_attains_what_accelerated_steps_promise(kappa, x64):
+    spectrum = Spectrum(1.0, kappa)
     for target in (0.5, 1e-2, 1e-4):
-        steps = int(solves.accelerated_steps(1.0, kappa, 1.0, target))
-        assert solves.accelerated_error(1.0, kappa, 1.0, steps) <= target
+        steps = int(spectrum.accelerated_steps(1.0, target))
+        assert spectrum.accelerated_error(1.0, steps) <= target
         found = [
-            solves.accelerated_gradient(
-                lambda y: y, jnp.ones(()), smallest=1.0, largest=kappa, num_steps=k
-            )
+            spectrum.accelerated_gradient(lambda y: y, jnp.ones(()), k)
             for k in (steps, int(0.75 * steps) - 2)
         ]
         assert found[0] <= target
@@ -122,14 +120,13 @@ def test_accelerated_steps_keep_their_promise_where_curvature_changes(x64):
     rows = np.random.default_rng(0).normal(size=(40, 8)) * np.logspace(0, -2, 8)
     rows = jnp.asarray(rows)
     largest = float(jnp.linalg.norm(rows, 2) ** 2 / 4 / 40) + 1e-3
+    spectrum = Spectrum(1e-3, largest)
 
     def gradient(y):
         return -jax.nn.sigmoid(-rows @ y) @ rows / 40 + 1e-3 * y
 
     def solve(start, steps):
-        return solves.accelerated_gradient(
-            gradient, start, smallest=1e-3, largest=largest, num_steps=steps
-        )
+        return spectrum.accelerated_gradient(gradient, start, steps)
 
     exact = solve(jnp.zeros(8), 2000)
     assert jnp.linalg.norm(gradient(exact)) < 1e-12
@@ -137,7 +134,7 @@ def test_accelerated_steps_keep_their_promise_where_curvature_changes(x64):
         away = jnp.linalg.norm(start - exact)
         for steps in (1, 5, 25, 100):
             off = jnp.linalg.norm(solve(start, steps) - exact)
-            assert off <= solves.accelerated_error(1e-3, largest, away, steps)
+            assert off <= spectrum.accelerated_error(away, steps)
 
 
 @pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
@@ -154,12 +151,8 @@ def test_inexact_gradients_add_at_most_twice_their_error_over_the_convexity(kapp
 
             @jax.vmap
             def drift(steps, curvature=curvature, error=error):
-                return solves.accelerated_gradient(
-                    lambda y: curvature * y + error(y),
-                    jnp.zeros(()),
-                    smallest=1.0,
-                    largest=kappa,
-                    num_steps=steps,
+                return Spectrum(1.0, kappa).accelerated_gradient(
+                    lambda y: curvature * y + error(y), jnp.zeros(()), steps
                 )
 
             worst = max(worst, float(jnp.max(jnp.abs(drift(counts)))))
@@ -171,7 +164,7 @@ def test_inexact_gradients_add_at_most_twice_their_error_over_the_convexity(kapp
 def test_inner_errors_add_at_most_one_percent_at_every_x(bounds):
     problem = dpb.linear_tuning(dpb.Logistic(), GROUPS, bounds=bounds)
     sizes = dpb.Sizes(500, 10_000)
-    steps = sensitivities.effort(problem.constants, sizes)
+    steps = sensitivities.step_counts(problem.constants, sizes)
     shares = []
     for low in np.linspace(*bounds, 9):
         for high in np.linspace(low, bounds[1], 5):
@@ -179,7 +172,7 @@ def test_inner_errors_add_at_most_one_percent_at_every_x(bounds):
             added = 4 * sensitivities.solve_error(here, steps)
             shares.append(float(added / (here.upper + here.lower)))
     assert max(shares) <= 0.01
-    fewer = dataclasses.replace(steps, lower_steps=steps.lower_steps - 2)
+    fewer = dataclasses.replace(steps, lower=steps.lower - 2)
     worst = problem.constants.bounds(sizes)
     added = 4 * sensitivities.solve_error(worst, fewer)
     assert added / (worst.upper + worst.lower) > 0.005
@@ -203,7 +196,9 @@ def test_disjoint_people_never_see_less_noise_than_their_ledger_says(x64):
         x = jnp.asarray(x)
         _, bounded = value_at(TUNING, x, data, "disjoint")
         std = multiplier * bounded.sensitivity()
-        own = sensitivities.at(TUNING.constants, sizes, jnp.float64, x)
+        own = sensitivities.hypergradient_sensitivity(
+            TUNING.constants, sizes, jnp.float64, x
+        )
         seen = {role: float(std / getattr(own, role)) for role in events}
         for role, event in events.items():
             claimed = event.events[0].event.noise_multiplier
@@ -220,7 +215,9 @@ def test_the_noise_for_people_in_both_levels_covers_both_shares(people, x64):
     data = dpb.Levels.shared(rows) if people == "shared" else wide(LEVELS)
     x, sizes = jnp.asarray([-1.0, 0.5]), TUNING.sizes_of(data, people)
     _, bounded = value_at(TUNING, x, data, people)
-    shares = sensitivities.at(TUNING.constants, sizes, jnp.float64, x)
+    shares = sensitivities.hypergradient_sensitivity(
+        TUNING.constants, sizes, jnp.float64, x
+    )
     # One share alone, or half of both, would be too little.
     assert min(shares.upper, shares.lower) > 1e-3 * max(shares.upper, shares.lower)
     assert float(bounded.sensitivity()) == pytest.approx(
@@ -238,7 +235,7 @@ def test_neither_solution_nor_hypergradient_leaves_the_ball_of_its_bound(x64):
     data, x = wide(EXACT.data), jnp.zeros(4)
     sizes = problem.sizes_of(data)
     certificate = EXACT.problem.constants
-    steps = sensitivities.effort(certificate, sizes)
+    steps = sensitivities.step_counts(certificate, sizes)
 
     def norm(**radii):
         bounds = dataclasses.replace(

@@ -1,0 +1,107 @@
+"""Certified reads: values whose sensitivity is proved, where clipping bounds none."""
+
+import abc
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+from jaxtyping import PyTree
+from typing_extensions import override
+
+from .clipping import Basis, Bounded, Precision
+from .noise import PRNGKey
+from .queries import Query
+from .releases import Release
+from .sampling import Index
+
+
+class Costs(NamedTuple):
+    """What a release of a certified query costs, as fields of a `Release`."""
+
+    queries: tuple[Query, ...]
+    basis: Basis
+    value_norm: float
+    joint: bool = False
+
+
+class AbstractCertifiedQuery(abc.ABC):
+    """What is read and what it costs, where a proof and not clipping bounds the cost.
+
+    Its value is no sum over records, and one proof bounds what a record of each role
+    does to it, so that one object has the costs of all roles.
+
+    Attributes:
+        draws_batch: Whether a batch is drawn for every read.
+    """
+
+    draws_batch: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def costs(self, precision: Precision) -> Costs:
+        """What the ledger lists: the largest contribution of each role.
+
+        Args:
+            precision: As for `read`.
+
+        Raises:
+            ValueError: The problem lacks what the proof needs, or the default
+                floating-point dtype is too coarse for it.
+        """
+
+    @abc.abstractmethod
+    def read(
+        self,
+        point: Any,
+        data: PyTree,
+        *,
+        precision: Precision,
+        key: PRNGKey,
+        index: Index = None,
+    ) -> Bounded:
+        """The value, sealed with a contribution of at most the sum of the listed ones.
+
+        Args:
+            point: Where it is computed: released or public.
+            data: The records.
+            precision: `"float"`, or `"grid"`: rounded to a public grid.
+            key: A typed key for the batch, if `draws_batch`.
+            index: The number of the batch in the run.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class CertifiedRelease(Release):
+    """Releases of one certified query, from which all that they cost follows.
+
+    Args:
+        name: What is released, in the words of the algorithm.
+        count: How many times.
+        mechanism: The noise, relative to the sensitivity of what is read.
+        query: What is read, and what it costs; `of` takes the point to read it at.
+        clip_ratio: As in `Release`.
+    """
+
+    queries: tuple[Query, ...] = dataclasses.field(init=False)
+    joint: bool = dataclasses.field(init=False)
+    basis: Basis = dataclasses.field(init=False)
+    value_norm: float = dataclasses.field(init=False)
+    query: AbstractCertifiedQuery = dataclasses.field(
+        kw_only=True, repr=False, compare=False
+    )
+
+    def __post_init__(self):
+        costs = self.query.costs(self.mechanism.precision)
+        for name, value in costs._asdict().items():
+            object.__setattr__(self, name, value)
+        super().__post_init__()
+
+    def _keys(self, key: PRNGKey) -> Iterable[PRNGKey]:
+        # Without a batch the noise is all that the key is for.
+        return super()._keys(key) if self.query.draws_batch else (key, key)
+
+    @override
+    def read(
+        self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
+    ) -> Bounded:
+        precision = self.mechanism.precision
+        return self.query.read(what, data, precision=precision, key=key, index=index)
