@@ -33,7 +33,6 @@ from ..privacy.report import PrivacyReport
 from . import figure, folder, results
 from .config import Config
 from .data import load_levels, load_records
-from .datasets import check_file
 from .results import Result
 
 Progress = Callable[[int], None]
@@ -173,7 +172,7 @@ def check(
         OSError: The folder cannot be made or written to.
     """
     with _opened(out, chunk, resume, restart), _data_errors(config):
-        check_file(config.data, config.folder, data)
+        config.data.file(config.folder, data)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
 from .. import _checks
@@ -30,14 +31,14 @@ from ..privacy.clipping import Precision
 from ..privacy.grid import wide_integers
 from ..privacy.noise import PRNGKey, check_key, derive
 from ..privacy.report import PrivacyReport
-from .base import AbstractAskingSolver
+from .base import AbstractAskTellSolver
 from .folder import Folder, fingerprint
 from .problem import BlackBox
 
 
 def minimize(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     w0: Float[Array, " d"],
     *,
     key: PRNGKey,
@@ -111,14 +112,14 @@ class _Run:
     """A run that has evaluated nothing; with a report where it was calibrated here."""
 
     problem: BlackBox
-    solver: AbstractAskingSolver
+    solver: AbstractAskTellSolver
     report: PrivacyReport | None
     first: Checkpoint
 
 
 def _plan(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     w0: Array,
     key: PRNGKey,
     budget: PrivacyBudget | None,
@@ -132,7 +133,7 @@ def _plan(
                 problem, solver, budget, sizes=n, w0=w0, precision=precision
             )
             solver, report = plan.solver, plan.report
-        solver = bound_to(problem, solver, None, "minimize")  # type: ignore[assignment]
+        solver = bound_to(problem, solver, None, "minimize")
         try:  # before the first evaluation, which may take hours
             solver.ledger(problem, solver.sizes).events()
         except ValueError as error:
@@ -207,7 +208,7 @@ def _run(
 
 def _step(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     losses: Callable[[int, int, np.ndarray], np.ndarray],
     saved: Checkpoint,
     keys: Key[Array, " 1"],
@@ -269,7 +270,7 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
 
 
 def _unseen(point: np.ndarray) -> np.ndarray:
-    raise TypeError("AbstractAskingSolver: ask and tell must not call losses.")
+    raise TypeError("AbstractAskTellSolver: ask and tell must not call losses.")
 
 
 def _check(
@@ -283,7 +284,7 @@ def _check(
     """Raises before anything is planned."""
     check_key(key)
     _checks.instance("minimize", BlackBox, problem=problem)
-    if not isinstance(solver, AbstractAskingSolver):
+    if not isinstance(solver, AbstractAskTellSolver):
         name = getattr(solver, "__name__", type(solver).__name__)
         raise TypeError(
             "minimize: solver must be one that asks for losses, such as "
@@ -313,7 +314,7 @@ def _check(
 
 def _start(problem: BlackBox, w0: Any) -> Any:
     """The start in float64."""
-    if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(w0)):
+    if any(isinstance(v, Tracer) for v in jax.tree.leaves(w0)):
         raise TypeError(
             "minimize: calls Python between steps, so it cannot be used inside "
             "jax.jit, jax.vmap or jax.grad; call it from plain Python."
