@@ -80,6 +80,20 @@ def single_loop(config):
     return dataclasses.replace(config, solver=solver)
 
 
+def first_order(config):
+    """The config with its search replaced by the fully first-order method."""
+    search = dpb.bilevel.F2SA(
+        50,
+        penalty=10.0,
+        step_size=20.0,
+        lower_step_size=1.0,
+        cross_clip_norm=0.5,
+        upper_clip_norm=0.5,
+    )
+    solver = dataclasses.replace(config.solver, search=search)
+    return dataclasses.replace(config, solver=solver)
+
+
 def evaluate(config, epsilon, levels, test):
     budget = dataclasses.replace(config.privacy, epsilon=epsilon)
     plan = prepare(dataclasses.replace(config, privacy=budget))
@@ -126,5 +140,5 @@ def main():
     best = optimum(problem, w0, levels)
     print(f"without noise or clipping: hyper-objective {best:.4f}")
     for epsilon in (1.0, 0.3):
-        for searched in (config, single_loop(config)):
+        for searched in (config, single_loop(config), first_order(config)):
             evaluate(searched, epsilon, levels, test)

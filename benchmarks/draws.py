@@ -23,9 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from dpbilevel.draws.samplers.alternating import needed_queries
-from dpbilevel.draws.samplers.potentials import scaled
-from dpbilevel.draws.scores.mean_loss import MeanLoss
+from dpbilevel.draws.samplers.potentials import scaled_potential
 
 FOLDER = pathlib.Path("runs/draws")
 EPSILON, DELTA = 1.0, 1e-6
@@ -177,25 +175,22 @@ def queries(n, d, epsilon=0.1, most=200_000):
     )
     budget = dpb.PrivacyBudget(epsilon, DELTA)
     solver = dpb.calibrate(problem, solver, budget, sizes=n).solver
-    _, rate, regularity, _ = solver._plan(problem, n)
-    planned = solver.sampler
-    part = dataclasses.replace(planned, tries=min(planned.tries, most))
-    potential = scaled(
-        MeanLoss(problem, "slope", n).potential(data, jnp.zeros(d)),
-        jnp.asarray(rate),
-        regularity.quadratic / rate,
+    plan, sampler = solver.plan(problem, n), solver.sampler
+    part = dataclasses.replace(sampler, tries=min(sampler.tries, most))
+    potential = scaled_potential(
+        plan.score.potential(data, jnp.zeros(d)),
+        jnp.asarray(plan.rate),
+        plan.potential.quadratic / plan.rate,
     )
     count = jax.jit(
-        lambda key: needed_queries(
-            part, potential, problem.w_set, jnp.zeros(d), key=key
-        )
+        lambda key: part.run(potential, problem.w_set, jnp.zeros(d), key=key).queries
     )(jax.random.key(2))
     # Half of the tries of this oracle are accepted, whatever the records.
-    per_step = float(count) / min(planned.num_steps, part.tries / 2)
-    total = per_step * planned.num_steps
+    per_step = float(count) / min(sampler.num_steps, part.tries / 2)
+    total = per_step * sampler.num_steps
     theory = (epsilon * n) ** 2 / math.log(1 / DELTA)
     print(
-        f"n = {n}, d = {d}: {planned.num_steps} steps, {per_step:.2f} losses a step, "
+        f"n = {n}, d = {d}: {sampler.num_steps} steps, {per_step:.2f} losses a step, "
         f"{total:.2e} a draw, {total / theory:.0f} (epsilon n)^2 / log(1 / delta)",
         flush=True,
     )

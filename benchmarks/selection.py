@@ -69,7 +69,7 @@ def main():
     print(f"ours: {ours:.1f} s, compiled in {compiled:.1f} s; drew {chosen}")
 
     # What the plan allows a coefficient vector to be off.
-    allowed = plan.solver._score(problem, sizes)._target(jnp.float64)
+    allowed = plan.solver.score_of(problem, sizes)._target(jnp.float64)
     candidates = np.asarray(grid.candidates)
     few = candidates[:: len(candidates) // 12]
     newton = jax.jit(

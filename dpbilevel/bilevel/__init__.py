@@ -3,6 +3,7 @@
 from . import zoo
 from .applications import penalty_tuning, source_weighting, source_weights
 from .constants import AbstractCertificate, Constants, SecondOrderConstants
+from .f2sa import F2SA
 from .implicit import ImplicitBilevel
 from .linear_tuning import linear_tuning
 from .penalty import PenaltyBilevel
@@ -12,6 +13,7 @@ from .single_loop import SingleLoopBilevel
 from .warm_start import WarmStarted
 
 __all__ = [
+    "F2SA",
     "AbstractCertificate",
     "BilevelProblem",
     "Constants",

@@ -105,3 +105,57 @@ class PenalizedLevel(AbstractFiniteSum):
         if self.penalty is None or self.upper_clip_norm is None:
             return Levels(None, clip_norm)
         return Levels(self.upper_clip_norm / self.penalty, clip_norm)
+
+
+def penalty_gradients(
+    problem: BilevelProblem, penalty: float | Scalar, x: PyTree, y: PyTree, z: PyTree
+) -> dict[str, Callable[[PyTree], PyTree]]:
+    r"""What one record adds to the gradient in x of $f + \lambda (g - g^*)$.
+
+    $\nabla_x f(x, z)$ of an upper record, $\lambda (\nabla_x g(x, z) - \nabla_x g(x,
+    y))$ of a lower one, for the roles that meet x.
+
+    Args:
+        problem: The problem.
+        penalty: $\lambda$.
+        x: The upper variable.
+        y: The solution of the lower level.
+        z: The solution of the penalized level.
+    """
+
+    def upper(record):
+        return jax.grad(problem.upper)(x, z, record)
+
+    def lower(record):
+        difference = optax.tree.sub(
+            jax.grad(problem.lower)(x, z, record),
+            jax.grad(problem.lower)(x, y, record),
+        )
+        return jax.tree.map(lambda v: penalty * v, difference)
+
+    funs = {"upper": upper, "lower": lower}
+    return {role: fun for role, fun in funs.items() if problem.reads_x(role)}
+
+
+def public_penalty_gradient(
+    problem: BilevelProblem, penalty: float | Scalar, x: PyTree, y: PyTree, z: PyTree
+) -> PyTree:
+    r"""The same of the public terms.
+
+    Args:
+        problem: The problem.
+        penalty: $\lambda$.
+        x: The upper variable.
+        y: The solution of the lower level.
+        z: The solution of the penalized level.
+    """
+    total = optax.tree.zeros_like(x)
+    if problem.upper_public is not None:
+        total = optax.tree.add(total, jax.grad(problem.upper_public)(x, z))
+    if problem.lower_public is not None:
+        difference = optax.tree.sub(
+            jax.grad(problem.lower_public)(x, z),
+            jax.grad(problem.lower_public)(x, y),
+        )
+        total = jax.tree.map(lambda a, b: a + penalty * b, total, difference)
+    return total

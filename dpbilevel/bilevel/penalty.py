@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import equinox as eqx
@@ -33,7 +32,12 @@ from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .constants import Constants
-from .penalized import PenalizedLevel, levels_queries
+from .penalized import (
+    PenalizedLevel,
+    levels_queries,
+    penalty_gradients,
+    public_penalty_gradient,
+)
 from .problem import BilevelProblem, Levels, Sizes
 
 LOWER = "lower solution"
@@ -123,7 +127,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def __check_init__(self):
         owner = "PenaltyBilevel"
-        check_fields(self)
         unnumbered(owner, self.sampling)
         check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
@@ -134,6 +137,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
                 f"{owner}: inner must be a solver of a one-level problem, such as "
                 f"NoisyGD, got {type(self.inner).__name__}."
             )
+        check_fields(self)
         parts = "lower solves", "penalized solves", "outer gradients"
         _checks.budget_split(owner, self.budget_split, *parts)
         if self.inner.neighbours is not self.noise.neighbours:
@@ -229,12 +233,13 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             penalized, parts.penalized, data, state.z, key=key_penalized
         )
         # The noisy outer gradient.
-        gradient = self._public_gradient(problem, state.x, y, z)
+        at = problem, self.penalty, state.x, y, z
+        gradient = public_penalty_gradient(*at)
         if parts.outer is not None:
             assert self.sizes is not None
             outer = self._outer(problem, parts.outer, self.sizes)
-            funs = self._record_gradients(problem, state.x, y, z)
-            gradient = optax.tree.add(gradient, outer.of(funs, data, key=key_outer))
+            released = outer.of(penalty_gradients(*at), data, key=key_outer)
+            gradient = optax.tree.add(gradient, released)
 
         # The projected step, and the candidate of the output rule t_out.
         descent = Descent(self.step_size, problem.x_set)
@@ -313,22 +318,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         penalized = PenalizedLevel(problem, x, self.penalty, self.upper_clip_norm)
         return PenalizedLevel(problem, x), penalized
 
-    def _record_gradients(self, problem, x, y, z) -> dict[str, Callable]:
-        r"""$\nabla_x f$ of an upper record, $\lambda (\nabla_x g - \nabla_x g)$."""
-
-        def upper(record):
-            return jax.grad(problem.upper)(x, z, record)
-
-        def lower(record):
-            difference = optax.tree.sub(
-                jax.grad(problem.lower)(x, z, record),
-                jax.grad(problem.lower)(x, y, record),
-            )
-            return jax.tree.map(lambda v: self.penalty * v, difference)
-
-        funs = {"upper": upper, "lower": lower}
-        return {role: fun for role, fun in funs.items() if problem.reads_x(role)}
-
     def _outer(
         self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
     ) -> Release:
@@ -342,19 +331,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             self.upper_clip_norm if problem.reads_x("upper") else None,
             self.clip_norm if problem.reads_x("lower") else None,
         )
-
-    def _public_gradient(self, problem, x, y, z) -> PyTree:
-        r"""$\nabla_x r_f(x, z) + \lambda (\nabla_x r_g(x, z) - \nabla_x r_g(x, y))$."""
-        total = optax.tree.zeros_like(x)
-        if problem.upper_public is not None:
-            total = optax.tree.add(total, jax.grad(problem.upper_public)(x, z))
-        if problem.lower_public is not None:
-            difference = optax.tree.sub(
-                jax.grad(problem.lower_public)(x, z),
-                jax.grad(problem.lower_public)(x, y),
-            )
-            total = jax.tree.map(lambda a, b: a + self.penalty * b, total, difference)
-        return total
 
 
 class _Parts(eqx.Module):

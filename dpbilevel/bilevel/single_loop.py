@@ -1,6 +1,5 @@
 """The single-loop method: one joint release moves all three variables."""
 
-import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -14,19 +13,15 @@ from .. import _checks
 from .._fields import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, Last, check_output
-from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
-from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Euclidean
-from .penalized import levels_queries
+from .blocks import AbstractBlocks, AbstractJointSolver
 from .problem import BilevelProblem, Levels, Sizes
 
 
-class _Blocks(eqx.Module):
-    """One entry for each variable; `x` is `None` where no record meets x."""
-
+class _Blocks(AbstractBlocks):
     y: Any
     v: Any
     x: Any
@@ -41,7 +36,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
+class SingleLoopBilevel(AbstractJointSolver[_State]):
     r"""Stochastic bilevel optimization with one clipped, noisy release a step.
 
     A third variable $v$ tracks $[\nabla_{yy}^2 g]^{-1} \nabla_y f$. One step moves all
@@ -58,11 +53,10 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     all at $(x, y, v)$. A lower record enters with $(\nabla_y g, \nabla_{yy}^2 g \, v,
     -\nabla_{xy}^2 g \, v)$ at the price of about two gradients, an upper one with $(0,
-    -\nabla_y f, \nabla_x f)$. Every block is measured in its unit $u_b = C_b /
-    \sqrt{s_b}$, with the lower level's clip norm $C_b$ and the share $s_b$ of the
-    block, and a record's three blocks are clipped together: a record whose blocks are
-    within their clip norms is left as it is. Unlike in the penalty method there is no
-    inner loop, and no large factor multiplies the noise of the lower level.
+    -\nabla_y f, \nabla_x f)$. A record's three blocks are clipped together: a record
+    whose blocks are within their clip norms is left as it is. Unlike in the penalty
+    method there is no inner loop, and no large factor multiplies the noise of the lower
+    level.
 
     The hypergradient formula holds where $y^*(x)$ is in the interior of `y_set`. Steps
     of $y$ and $v$ are shorter where they would overshoot the public terms, as in
@@ -118,7 +112,7 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     )
     output: AbstractOutput = Last()
     sizes: Sizes | None = eqx.field(static=True, default=None)
-    problem_type: ClassVar[type] = BilevelProblem
+    blocks: ClassVar = _Blocks
 
     def __check_init__(self):
         owner = "SingleLoopBilevel"
@@ -172,20 +166,13 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
         return self.output.answer(state.kept, (state.x, state.y))
 
-    def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """All blocks at once, in their units."""
-        clip_norms = self._clip_norms(problem)
-        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-        name = _name(self._units(problem))
-        return Release(name, 1, queries, self.release_noise, joint=joint)
+    @override
+    def lower_bounds(self):
+        return self.clip_norm, self.hessian_clip_norm, self.cross_clip_norm
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Two blocks like y, and one like x where records meet it."""
-        d_x, d_y = (optax.tree.size(w) for w in w0)
-        return {
-            _name(self._units_of(free)): 2 * d_y + (0 if free else d_x)
-            for free in (False, True)
-        }
+    @override
+    def upper_bounds(self):
+        return None, self.upper_clip_norm, self.upper_clip_norm
 
     def _descents(self, problem: BilevelProblem) -> _Blocks:
         return _Blocks(
@@ -205,56 +192,19 @@ class SingleLoopBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
         return _Blocks(along(q.y, descents.y), along(q.v, descents.v), q.x)
 
-    def _units(self, problem: BilevelProblem) -> _Blocks:
-        return self._units_of(not problem.x_in_records)
-
-    def _units_of(self, free: bool) -> _Blocks:
-        r"""$u_b = C_b / \sqrt{s_b}$, with shares that add up to one."""
-        split = self.budget_split
-        total = sum(split[:2]) if free else sum(split)
-        clip_norms = (self.clip_norm, self.hessian_clip_norm, self.cross_clip_norm)
-        y, v, x = (
-            clip_norm * (total / share) ** 0.5
-            for clip_norm, share in zip(clip_norms, split, strict=True)
-        )
-        return _Blocks(y, v, None if free else x)
-
-    def _clip_norms(self, problem: BilevelProblem) -> Levels:
-        """What bounds the blocks of one record of each level, in their units."""
-        u, upper = self._units(problem), self.upper_clip_norm
-        of_upper = (upper / u.v) ** 2
-        of_lower = (self.clip_norm / u.y) ** 2 + (self.hessian_clip_norm / u.v) ** 2
-        if problem.reads_x("upper"):
-            of_upper = of_upper + (upper / u.x) ** 2
-        if problem.reads_x("lower"):
-            of_lower = of_lower + (self.cross_clip_norm / u.x) ** 2
-        return Levels(of_upper**0.5, of_lower**0.5)
-
     def _direction(self, problem, data, state: _State, key: PRNGKey) -> _Blocks:
         """The released blocks plus the public terms."""
-        assert self.sizes is not None
-        x, y, v, units = state.x, state.y, state.v, self._units(problem)
+        x, y, v = state.x, state.y, state.v
 
-        def of_lower(record):
-            blocks = _lower_blocks(lambda x, y: problem.lower(x, y, record), x, y, v)
-            return _scaled(blocks, units, -1)
+        def lower(record):
+            return _lower_blocks(lambda x, y: problem.lower(x, y, record), x, y, v)
 
-        def of_upper(record):
-            blocks = _upper_blocks(lambda x, y: problem.upper(x, y, record), x, y)
-            return _scaled(blocks, units, -1)
+        def upper(record):
+            return _upper_blocks(lambda x, y: problem.upper(x, y, record), x, y)
 
-        funs = {"upper": of_upper, "lower": of_lower}
-        released = self.release(problem, self.sizes).of(funs, data, key=key)
-        return _with_public(problem, _scaled(released, units, 1), x, y, v)
-
-
-def _name(units: _Blocks) -> str:
-    """The release, with the units that its noise and sensitivities are given in."""
-    named = {k: v for k, v in vars(units).items() if v is not None}
-    if not all(map(_checks.concrete, named.values())):
-        return "directions"  # inside of a compiled step, where nobody reads it
-    listed = ", ".join(f"{k} / {unit:.3g}" for k, unit in named.items())
-    return f"directions of ({listed})"
+        funs = {"upper": upper, "lower": lower}
+        q = self.directions(problem, data, funs, like=x, key=key)
+        return _with_public(problem, q, x, y, v)
 
 
 def _lower_blocks(g, x: PyTree, y: PyTree, v: PyTree) -> _Blocks:
@@ -273,19 +223,8 @@ def _upper_blocks(f, x: PyTree, y: PyTree) -> _Blocks:
     )
 
 
-def _scaled(blocks: _Blocks, units: _Blocks, power: int) -> _Blocks:
-    """Each block times a power of its unit; without x where x has no unit."""
-    if units.x is None:
-        blocks = dataclasses.replace(blocks, x=None)
-    return jax.tree.map(
-        lambda unit, block: optax.tree.scale(unit**power, block), units, blocks
-    )
-
-
 def _with_public(problem: BilevelProblem, q: _Blocks, x, y, v) -> _Blocks:
-    """Adds the blocks of the public terms, and zero where x has no block."""
-    if q.x is None:
-        q = dataclasses.replace(q, x=optax.tree.zeros_like(x))
+    """Adds the blocks of the public terms."""
     if problem.lower_public is not None:
         q = optax.tree.add(q, _lower_blocks(problem.lower_public, x, y, v))
     if problem.upper_public is not None:

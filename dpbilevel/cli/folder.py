@@ -9,12 +9,7 @@ from . import results
 
 
 def check(out: Path, resume: bool, restart: bool) -> None:
-    """Refuses folders that hold something else, before anything is spent.
-
-    Args:
-        out: The result folder, under its lock.
-        resume: Whether an interrupted run is to go on.
-        restart: Whether a further run is to be added.
+    """Refuses folders that hold something else, before anything is spent; under a lock.
 
     Raises:
         ValueError: The folder does not fit; the message says what to do.
@@ -42,11 +37,7 @@ def check(out: Path, resume: bool, restart: bool) -> None:
 
 
 def spent(out: Path) -> str:
-    """What the runs of a folder cost, as text; empty where none was started.
-
-    Args:
-        out: The result folder, or the `run-N` of an earlier run in one.
-    """
+    """What the runs of a folder cost, as text; empty where none was started."""
     record = spending.read(out)
     above = out.resolve().parent
     moved = re.fullmatch(r"run-\d+", out.resolve().name)

@@ -13,10 +13,11 @@ import jax
 from .. import __version__
 from .._extras import missing
 from ..core import checkpoint, interrupts, spending
+from ..core.progress import step_bar
 from ..core.solution import divergence
 from . import audit, folder, results
 from .config import Config, read_config
-from .run import Prepared, check, prepare, run
+from .run import check, prepare, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,82 +50,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dpbilevel",
-        description="Differentially private bilevel optimization.",
+        prog="dpbilevel", description="Differentially private bilevel optimization."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_calibrate(commands)
-    _add_run(commands)
-    _add_report(commands)
-    _add_audit(commands)
-    return parser
+    config: Any = {"metavar": "CONFIG", "help": "a TOML file"}
+    folder: Any = {"metavar": "DIR", "type": Path}
+    flag: Any = {"action": "store_true"}
 
+    def command(name, action, words, **options):
+        added = commands.add_parser(name, help=words, **options)
+        added.set_defaults(command=action)
+        return added.add_argument
 
-def _add_calibrate(commands) -> None:
-    calibrate = commands.add_parser(
-        "calibrate", help="print the guarantee of a config; touches no data"
+    add = command(
+        "calibrate", _calibrate, "print the guarantee of a config; touches no data"
     )
-    calibrate.add_argument("config", metavar="CONFIG", help="a TOML file")
-    calibrate.add_argument("--json", action="store_true", help="print it as JSON")
-    calibrate.set_defaults(command=_calibrate)
-
-
-def _add_run(commands) -> None:
-    runs = commands.add_parser(
-        "run", help="run a config once: one release under its budget"
-    )
-    runs.add_argument("config", metavar="CONFIG", help="a TOML file")
-    runs.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="a new folder"
-    )
-    runs.add_argument(
-        "--data",
-        metavar="PATH",
-        type=Path,
-        help="the CSV file, instead of the config's",
-    )
-    runs.add_argument(
-        "--resume", action="store_true", help="continue an interrupted run, bit for bit"
-    )
-    runs.add_argument(
-        "--restart",
-        action="store_true",
-        help="run again in a folder of earlier runs: a new release, budgets add up",
-    )
-    runs.add_argument(
-        "--chunk", metavar="N", type=int, help="steps between two checkpoints"
-    )
-    runs.set_defaults(command=_run)
-
-
-def _add_report(commands) -> None:
-    report = commands.add_parser(
-        "report", help="print guarantee, released values and spending of a folder"
-    )
-    report.add_argument("folder", metavar="DIR", type=Path, help="a result folder")
-    report.set_defaults(command=_report)
-
-
-def _add_audit(commands) -> None:
-    audits = commands.add_parser(
+    add("config", **config)
+    add("--json", **flag, help="print it as JSON")
+    add = command("run", _run, "run a config once: one release under its budget")
+    add("config", **config)
+    add("--out", **folder, required=True, help="a new folder")
+    add("--data", metavar="PATH", type=Path, help="CSV file instead of the config's")
+    add("--resume", **flag, help="continue an interrupted run, bit for bit")
+    again = "run again in a folder of earlier runs: a new release, budgets add up"
+    add("--restart", **flag, help=again)
+    add("--chunk", metavar="N", type=int, help="steps between two checkpoints")
+    holds = "print guarantee, released values and spending of a folder"
+    add = command("report", _report, holds)
+    add("folder", **folder, help="a result folder")
+    add = command(
         "audit",
-        help="try to refute the guarantee of a config on made-up records",
+        _audit,
+        "try to refute the guarantee of a config on made-up records",
         description="Runs the calibrated solver of a config many times on worst-case "
         "records of its own and compares what leaks with what is claimed. Reads none "
         "of the config's records.",
     )
-    audits.add_argument("config", metavar="CONFIG", help="a TOML file")
-    audits.add_argument(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        help="write audit.json and audit.png to this new folder",
-    )
-    audits.add_argument(
-        "--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)"
-    )
-    audits.set_defaults(command=_audit)
+    add("config", **config)
+    add("--out", **folder, help="write audit.json and audit.png to this new folder")
+    add("--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)")
+    return parser
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
@@ -139,8 +105,8 @@ def _run(arguments: argparse.Namespace) -> None:
     check(config, arguments.out, **options)
     prepared = prepare(config)
     print(prepared.report, flush=True)
-    with _Bar(prepared) as bar:
-        result = run(prepared, arguments.out, **options, progress=bar.at)
+    with step_bar(prepared.solver.num_steps) as progress:
+        result = run(prepared, arguments.out, **options, progress=progress)
     remark = divergence(result.rejected_updates)
     if remark is not None:
         print(f"WARNING: {remark}")
@@ -171,30 +137,6 @@ def _audit(arguments: argparse.Namespace) -> int:
         audit.save(arguments.out, outcomes, config)
         print(f"audit: {arguments.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
-
-
-class _Bar:
-    """A progress bar on stderr that appears with the first checkpoint."""
-
-    def __init__(self, prepared: Prepared):
-        self._total = prepared.solver.num_steps
-        self._bar: Any = None
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def at(self, done: int) -> None:
-        """Shows that `done` steps are done."""
-        from tqdm import tqdm
-
-        with interrupts.whole():  # nothing is drawn after the line of an interrupt
-            if self._bar is None:
-                self._bar = tqdm(total=self._total, initial=done, unit="step")
-            self._bar.update(done - self._bar.n)
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:

@@ -74,11 +74,6 @@ class Result:
 def save(folder: Path, result: Result, figure: bytes) -> None:
     """Writes a result; `result.json` comes last, so its presence means complete.
 
-    Args:
-        folder: An existing folder.
-        result: What to publish.
-        figure: The figure, as PNG.
-
     Raises:
         OSError: The disk refuses.
 
@@ -137,9 +132,6 @@ def set_aside(folder: Path, number: int) -> int:
 
 def load(folder: Path) -> Result:
     """Reads a finished result folder.
-
-    Args:
-        folder: The folder.
 
     Returns:
         The result.

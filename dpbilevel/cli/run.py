@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ from jaxtyping import PyTree
 from ..bilevel.problem import BilevelProblem
 from ..core import checkpoint, lock, spending
 from ..core.checkpoint import Checkpoint
-from ..core.descent import rejected_updates
 from ..core.interrupts import whole
 from ..core.loop import advance, bound_to, planned_rows
 from ..core.plan import calibrate
 from ..core.resume import (
-    check_same_run,
     finish_run,
     first_checkpoint,
-    resumed,
+    resume_run,
     run_in_parts,
+    solution_of,
 )
 from ..core.solver import AbstractSolver
 from ..games.problem import SaddleProblem
@@ -63,9 +62,6 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Plans a run from the config alone.
-
-    Args:
-        config: The config.
 
     Returns:
         The plan, with its report.
@@ -142,15 +138,7 @@ def check(
     resume: bool = False,
     restart: bool = False,
 ) -> None:
-    """Refuses what `run` would refuse before it plans or reads anything.
-
-    Args:
-        config: The config; the other arguments are those of `run`.
-        out: The result folder.
-        data: A file of records instead of the config's.
-        chunk: Steps between two checkpoints.
-        resume: Whether to go on from the folder's checkpoint.
-        restart: Whether to run again in a folder of earlier runs.
+    """Refuses what `run`, with these arguments, would refuse before it plans anything.
 
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
@@ -162,9 +150,7 @@ def check(
 
 
 @contextlib.contextmanager
-def _opened(
-    out: Path, chunk: int | None, resume: bool, restart: bool
-) -> Iterator[None]:
+def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
     """Locks the folder of a run with these options, if one may go on or start in it."""
     if resume and restart:
         raise ValueError("give --resume (the same release) or --restart (a new one).")
@@ -178,7 +164,7 @@ def _opened(
 
 
 @contextlib.contextmanager
-def _data_errors(config: Config) -> Iterator[None]:
+def _data_errors(config: Config):
     """Errors name the table of the config that says where the records are."""
     try:
         yield
@@ -206,7 +192,7 @@ def _run(
         fingerprint=fingerprint,
         with_start=True,
     )
-    saved = _begin(first, out) if before is None else _resume(before, first, out)
+    saved = _begin(first, out) if before is None else resume_run(out, before, first)
     progress(saved.done)
     try:
         number = saved.fingerprint["run"]
@@ -226,11 +212,7 @@ def _run(
 
 
 def _steps(
-    prepared: Prepared,
-    levels: PyTree,
-    saved: Checkpoint,
-    out: Path,
-    progress: Progress,
+    prepared: Prepared, levels: PyTree, saved: Checkpoint, out: Path, progress: Progress
 ) -> Checkpoint:
     """Runs chunk after chunk, with a checkpoint after each."""
     problem, solver = prepared.problem, prepared.solver
@@ -258,20 +240,20 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
 
 def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     """What the run releases, from its last state."""
-    config, state = prepared.config, jax.tree.map(jnp.asarray, saved.state)
-    x, y = prepared.solver.answer(prepared.problem, state)
+    config = prepared.config
+    found = solution_of(prepared.problem, prepared.solver, saved)
     return Result(
         task=config.task_name,
         label=config.task.label,
         names=config.task.names(config.data.blocks),
-        shown=config.task.shown((x, y)),
-        x=np.asarray(x),
-        y=None if y is None else np.asarray(y),
-        trajectory=config.task.shown(saved.path),
+        shown=config.task.shown(found.value),
+        x=found.x,
+        y=found.y,
+        trajectory=config.task.shown(found.trajectory),
         report=prepared.report,
         versions=checkpoint.versions(),
         config=config.tables,
-        rejected_updates=int(rejected_updates(state)),
+        rejected_updates=int(found.rejected_updates),
     )
 
 
@@ -316,21 +298,8 @@ def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, An
         digest.update(np.asarray(leaf).tobytes())
     return {
         "config": json.loads(json.dumps(prepared.config.tables)),
-        "plan": json.loads(prepared.report.to_json()),
         "software": checkpoint.software(),
+        "plan": json.loads(prepared.report.to_json()),
         "chunk": chunk,
         "records": digest.hexdigest(),
     }
-
-
-def _resume(saved: Checkpoint, first: Checkpoint, out: Path) -> Checkpoint:
-    """The interrupted run, unless config, software or records have changed."""
-    then, now = saved.fingerprint, first.fingerprint
-    for part in ("config", "software", "plan"):  # the plan follows from the others
-        check_same_run(out, {part: then[part]}, {part: now[part]})
-    if then["records"] != now["records"]:
-        raise ValueError(
-            f"cannot resume {out}: the records are not those the run began with. Give "
-            "the same file, or a new folder."
-        )
-    return resumed(saved, first)

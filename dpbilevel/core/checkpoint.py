@@ -84,10 +84,6 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
 def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
     """Reads the checkpoint of a folder.
 
-    Args:
-        folder: The result folder.
-        notice: The line it begins with.
-
     Returns:
         The checkpoint.
 
@@ -123,11 +119,7 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
 
 
 def remove(folder: Path) -> None:
-    """Deletes the checkpoint of a finished run, and what a crash left of one.
-
-    Args:
-        folder: The result folder.
-    """
+    """Deletes the checkpoint of a finished run, and what a crash left of one."""
     for name in (NAME, TEMPORARY):
         (folder / name).unlink(missing_ok=True)
 
@@ -160,10 +152,6 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
 def replace_json(file: Path, page: dict[str, Any]) -> None:
     """Writes a page of JSON so that at any time it is the old one or the new one.
 
-    Args:
-        file: The file.
-        page: What it is to say.
-
     Raises:
         OSError: The disk refuses; the old file is intact.
     """
@@ -171,11 +159,7 @@ def replace_json(file: Path, page: dict[str, Any]) -> None:
 
 
 def npz(arrays: dict[str, np.ndarray]) -> bytes:
-    """Arrays in NumPy's format.
-
-    Args:
-        arrays: The arrays by name.
-    """
+    """Arrays in NumPy's format."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     return buffer.getvalue()

@@ -54,11 +54,7 @@ def watch() -> None:
 
 
 def ended(code: int) -> None:
-    """Says that the command of this process has ended, and nothing else is to come.
-
-    Args:
-        code: The exit code.
-    """
+    """Says that the command of this process has ended, and nothing else is to come."""
     _code.append(code)
 
 
@@ -87,11 +83,7 @@ def at_end(action: Callable[[], None]) -> Iterator[None]:
 
 
 def say(message: Callable[[], str]) -> None:
-    """Sets what is said when a signal ends the process.
-
-    Args:
-        message: Makes the line, once no file is being written.
-    """
+    """Sets what is said when a signal ends the process."""
     _message[0] = message
 
 

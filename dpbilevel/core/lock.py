@@ -51,11 +51,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a run is in progress in a folder, as far as locks can tell.
-
-    Args:
-        folder: The result folder.
-    """
+    """Whether a run is in progress in a folder, as far as locks can tell."""
     if fcntl is None:
         return False
     try:

@@ -4,6 +4,7 @@ import abc
 import math
 from typing import ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -122,10 +123,10 @@ class TailMean(Mean):
 
     Args:
         fraction: The part of the run that is averaged, between 0 and 1; rounded to a
-            number of steps, at least one.
+            number of steps, at least one. Static.
     """
 
-    fraction: Fraction = 0.5
+    fraction: Fraction = eqx.field(static=True, default=0.5)
 
     @override
     def first(self, num_steps: int) -> int:

@@ -1,21 +1,23 @@
 """A run in parts: how it begins, goes on from a checkpoint, and ends."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from ..privacy.noise import PRNGKey, step_keys
 from . import checkpoint, lock, spending
 from .checkpoint import Checkpoint
+from .descent import rejected_updates
 from .problem import AbstractProblem
+from .solution import Solution
 from .solver import AbstractSolver
-
-Part: TypeAlias = Callable[[Checkpoint, Key[Array, " steps"]], tuple[PyTree, PyTree]]
 
 
 def first_checkpoint(
@@ -33,9 +35,9 @@ def first_checkpoint(
         problem: The problem.
         solver: The calibrated solver.
         w0: The starting point.
-        key: The key of all steps.
+        key: The key of the run.
         fingerprint: What must not change between the parts of the run.
-        with_start: Whether row 0 of the trajectory is the start.
+        with_start: Whether the start is row 0 of its path.
     """
     state = _on_host(solver.init(problem, w0))
     start = _on_host(solver.released(state))
@@ -44,7 +46,7 @@ def first_checkpoint(
 
 
 def run_in_parts(
-    part: Part,
+    part: Callable[[Checkpoint, Key[Array, " steps"]], tuple[PyTree, PyTree]],
     saved: Checkpoint,
     num_steps: int,
     keep: Callable[[Checkpoint], None],
@@ -75,48 +77,68 @@ def run_in_parts(
     return saved
 
 
-def resumed(saved: Checkpoint, first: Checkpoint) -> Checkpoint:
-    """A checkpoint from a file, as the run that began with `first` goes on from it.
+def resume_run(
+    folder: Path, saved: Checkpoint, first: Checkpoint, records: str = "the records"
+) -> Checkpoint:
+    """An interrupted run, to go on with.
 
     Args:
-        saved: The checkpoint, with lists of leaves.
-        first: The checkpoint before the first step, with the pytrees.
+        folder: Its folder.
+        saved: Its checkpoint, as read.
+        first: The same run before its first step, as it would begin now.
+        records: What `fingerprint["records"]` tells from others, in words.
+
+    Raises:
+        ValueError: What the run depends on has changed.
     """
+    check_same_run(folder, saved.fingerprint, first.fingerprint)
+    if saved.fingerprint["records"] != first.fingerprint["records"]:
+        raise ValueError(
+            f"cannot resume {folder}: {records} are not those the run began with. Give "
+            "the same ones, or a new folder for a second release."
+        )
     state, path = (
         jax.tree.unflatten(jax.tree.structure(tree), leaves)
         for tree, leaves in ((first.state, saved.state), (first.path, saved.path))
     )
-    return Checkpoint(saved.done, saved.key, state, path, saved.fingerprint)
+    return dataclasses.replace(saved, state=state, path=path)
 
 
 def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises unless what a run depends on is what it was when the run began.
+    """Raises where two fingerprints differ in more than `records`, which are SECRET.
 
     Args:
         folder: The folder of the run.
-        then: What it depended on; public.
-        now: What it would depend on; public.
+        then: The fingerprint of the run that it holds.
+        now: That of the run that would go on.
 
     Raises:
-        ValueError: Something changed; the message says what.
+        ValueError: The message says what changed.
     """
-    changed = _differences(then, now)
-    if changed:
-        raise ValueError(
-            f"cannot resume {folder}: {'; '.join(changed[:3])}. Change it back, or "
-            "give a new folder for a second release."
-        )
+    for part in [k for k in now if k != "records"]:
+        changed = _differences(then[part], now[part], part)
+        if changed:
+            raise ValueError(
+                f"cannot resume {folder}: {'; '.join(changed[:3])}. Change it back, or "
+                "give a new folder for a second release."
+            )
+
+
+def solution_of(
+    problem: AbstractProblem, solver: AbstractSolver, saved: Checkpoint
+) -> Solution:
+    """What a run released, by its last checkpoint, as NumPy arrays."""
+    state = jax.tree.map(jnp.asarray, saved.state)
+    value = _on_host(solver.answer(problem, state))
+    return Solution(value, saved.path, int(rejected_updates(state)))
 
 
 def check_empty(name: str, folder: Path) -> None:
-    """Raises where a folder holds more than its lock and what a crash left.
+    """Raises `ValueError` where a folder holds something, but for what a crash leaves.
 
     Args:
         name: What to call the folder in an error.
         folder: The folder, which may not exist.
-
-    Raises:
-        ValueError: It holds something else.
     """
     ours = (checkpoint.TEMPORARY, lock.NAME)
     others = sorted(p.name for p in folder.glob("*") if p.name not in ours)
@@ -130,10 +152,6 @@ def check_empty(name: str, folder: Path) -> None:
 def finish_run(folder: Path, number: int) -> None:
     """Ends a run whose result is written.
 
-    Args:
-        folder: Its folder.
-        number: Its number in the spending record.
-
     Raises:
         OSError: The disk refuses.
     """
@@ -145,19 +163,15 @@ def _on_host(tree: PyTree) -> PyTree:
     return jax.tree.map(np.asarray, jax.device_get(tree))
 
 
-def _differences(then: Any, now: Any, name: str = "") -> list[str]:
+def _differences(then: Any, now: Any, name: str) -> list[str]:
     """What differs between two nested values, in words."""
     if isinstance(then, dict) and isinstance(now, dict):
         return [
             difference
             for key in then | now
-            for difference in _differences(
-                then.get(key), now.get(key), f"{name}.{key}" if name else key
-            )
+            for difference in _differences(then.get(key), now.get(key), f"{name}.{key}")
         ]
-    if then == now:
-        return []
-    return [f"{name} was {_brief(then)}, is {_brief(now)}"]
+    return [] if then == now else [f"{name} was {_brief(then)}, is {_brief(now)}"]
 
 
 def _brief(value: Any) -> str:

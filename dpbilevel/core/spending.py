@@ -65,10 +65,12 @@ class Spending:
 
     def __str__(self) -> str:
         """The total by basic composition, and one line per run."""
-        lines = []
+        lines, groups = [], {}
         if not self.runs:
             lines += ["spending: no spending record: what earlier runs cost is unknown"]
-        for (relation, people), group in self._comparable().items():
+        for run in sorted(self.runs, key=lambda run: (run.relation, run.people)):
+            groups.setdefault((run.relation, run.people), []).append(run)
+        for (relation, people), group in groups.items():
             runs = f"{len(group)} runs, together" if len(group) > 1 else "1 run,"
             whose = f", people {people}" if people else ""
             lines += [f"spending: {runs} {_cost(group)} ({relation}{whose})"]
@@ -98,15 +100,6 @@ class Spending:
             for a, b in itertools.pairwise(known)
             if b > a + 1
         ]
-
-    def _comparable(self) -> dict[tuple[str, str], list[Run]]:
-        """The runs by the promise that they make."""
-
-        def promise(run: Run) -> tuple[str, str]:
-            return run.relation, run.people
-
-        ordered = sorted(self.runs, key=promise)
-        return {key: list(group) for key, group in itertools.groupby(ordered, promise)}
 
 
 def read(folder: Path) -> Spending:
@@ -149,26 +142,21 @@ def begin(
         _append(folder, {"event": "resumed", "run": number, "time": now})
         return
     text = json.dumps(config, sort_keys=True)
-    run = Run(
-        started=now,
-        epsilon=math.inf if report.status is Status.HEURISTIC else report.epsilon,
-        delta=report.delta,
-        relation=report.relation,
-        people="" if report.people is None else str(report.people),
-        config=hashlib.sha256(text.encode()).hexdigest(),
-    )
-    fields = dataclasses.asdict(run)
-    for counted in ("resumed", "finished", "number"):
-        del fields[counted]
-    _append(folder, {"event": "started", "run": number} | fields)
+    event = {
+        "event": "started",
+        "run": number,
+        "started": now,
+        "epsilon": math.inf if report.status is Status.HEURISTIC else report.epsilon,
+        "delta": report.delta,
+        "relation": report.relation,
+        "people": "" if report.people is None else str(report.people),
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    _append(folder, event)
 
 
 def finish(folder: Path, number: int) -> None:
     """Records that a run's result is written, once.
-
-    Args:
-        folder: The result folder.
-        number: The run's number in the folder.
 
     Raises:
         OSError: The disk refuses; the record is as before.

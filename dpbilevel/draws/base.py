@@ -2,29 +2,33 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+import math
+from typing import Any, ClassVar, NamedTuple, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
+from typing_extensions import override
 
-from .. import _checks
+from .._fields import Count
 from ..bilevel.problem import BilevelProblem
+from ..core.levels import people_of
 from ..core.loop import check_planned_dtype
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, People
+from ..privacy.clipping import Basis
+from ..privacy.ledger import Ledger
+from ..privacy.mechanisms import ROUNDING_MARGIN
+from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
+from .mechanisms import AbstractDrawMechanism, Number
+from .release import Draw
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
-from .scores.base import Facts
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
+from .scores.base import AbstractScore
 
 DRAW = "draw of x"
 
@@ -43,26 +47,47 @@ class DrawState(eqx.Module):
     levels: int = eqx.field(static=True)
 
 
+class DrawPlan(NamedTuple):
+    """What a draw is charged for, computed before any data is seen.
+
+    Attributes:
+        score: What is drawn by.
+        contributions: One record's share of it per role, as in `BoundedScore`.
+        regularity: That of the score.
+        mechanism: What makes the draw private.
+        rate: $k$.
+        potential: The regularity of the potential that the sampler is given.
+    """
+
+    score: AbstractScore
+    contributions: dict[str, Any]
+    regularity: Regularity
+    mechanism: AbstractDrawMechanism
+    rate: float
+    potential: Regularity
+
+
 class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     """A solver whose only step is one draw.
 
     Attributes:
         sampler: How it draws.
         mechanism: What makes the draw private.
-        dimension: The declared number of coordinates of x.
-        dtype: What the plan takes scores to be computed in; set by `calibrate`.
+        dimension: The declared number of coordinates of x. Static.
+        dtype: What the plan takes scores to be computed in; set by `calibrate`. Static.
     """
 
-    sampler: AbstractVar[AbstractSampler]
-    mechanism: AbstractVar[Any]
-    dimension: AbstractVar[int | None]
-    dtype: AbstractVar[str | None]
+    sampler: AbstractSampler
+    mechanism: AbstractDrawMechanism = eqx.field(kw_only=True)
+    dimension: Count | None = eqx.field(static=True, default=None, kw_only=True)
+    dtype: str | None = eqx.field(static=True, default=None, kw_only=True)
+    sizes: Any = eqx.field(static=True, default=None, kw_only=True)
     problem_type: ClassVar[Any] = BilevelProblem | FiniteSum
     in_config: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def regularity(self, problem: Any, sizes: Any) -> Regularity:
-        """What is known of the potential that the sampler is given.
+    def score_of(self, problem: Any, sizes: Any) -> AbstractScore:
+        """The score of a problem.
 
         Args:
             problem: The problem.
@@ -70,15 +95,47 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """
 
     @property
+    @abc.abstractmethod
+    def declared_convexity(self) -> float | None:
+        """Of the score; `None` where it is not declared convex."""
+
+    @abc.abstractmethod
+    def density(
+        self, problem: Any, sensitivity: Number
+    ) -> tuple[AbstractDrawMechanism, Number]:
+        r"""The mechanism, and $\mu$ of the regularized score; inside a program too.
+
+        Args:
+            problem: The problem.
+            sensitivity: How far neighbours move the score.
+        """
+
+    @abc.abstractmethod
+    def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
+        """What the user declares, and the guarantee rests on besides the score's.
+
+        Args:
+            plan: The plan of the draw.
+        """
+
+    @property
+    @override
     def num_steps(self) -> int:
         """One."""
         return 1
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.mechanism.neighbours
 
+    @property
+    @override
+    def basis(self) -> Basis:
+        """Constants, unless a subclass enforces what it rests on."""
+        return Basis.CONSTANTS
+
+    @override
     def init(self, problem: Any, w0: PyTree) -> DrawState:
         """Starts at `w0`, which is public and only some samplers read.
 
@@ -98,32 +155,107 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         x = feasible_set(problem).project(x)
         return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
 
+    @override
+    def step(
+        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
+    ) -> DrawState:
+        """One draw."""
+        dtype = self.scored_dtype(state.start)
+        sealed = self.score_of(problem, self.sizes).bounded(data, state.start, dtype)
+        mechanism, convexity = self.density(
+            problem, self.neighbours.contributions * sealed.contribution
+        )
+        declared = self.declared_convexity or 0.0
+        # Lowy and Liu, (4) and (5).
+        x = mechanism.draw(
+            sealed,
+            self.sampler,
+            feasible_set(problem),
+            state.x,
+            regularizer=convexity - declared,
+            convexity=declared,
+            key=key,
+        )
+        return dataclasses.replace(state, x=x)
+
+    @override
     def released(self, state: DrawState) -> PyTree:
         """The drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
+    @override
     def answer(self, problem: Any, state: DrawState) -> PyTree:
         """The drawn `x`; no `y`."""
         return self.released(state)
 
-    def with_counts(self, problem: Any, sizes: Any = None) -> Self:
-        """The same solver with the counts of its sampler.
+    def plan(self, problem: Any, sizes: Any) -> DrawPlan:
+        """What the draw will be charged for. On the host.
 
         Args:
             problem: The problem.
-            sizes: The planned sizes; its own by default.
-        """
-        now: dict[str, Any] = {"dtype": jnp.result_type(float).name}
-        solver = dataclasses.replace(self, **now)
-        regularity = solver.regularity(problem, self.sizes if sizes is None else sizes)
-        counts: dict[str, Any] = {
-            "sampler": self.sampler.planned(regularity, feasible_set(problem))
-        }
-        return dataclasses.replace(solver, **counts)
+            sizes: The planned sizes.
 
+        Raises:
+            ValueError: The problem lacks constants, the solver is not calibrated, or
+                the default floating-point dtype is too coarse.
+        """
+        self.check_relation(problem)
+        score, dtype = self.score_of(problem, sizes), self.planned_dtype()
+        contributions = score.contributions(dtype)
+        sensitivity = self.neighbours.contributions * sum(contributions.values())
+        mechanism, convexity = self.density(problem, sensitivity)
+        # In double precision, whatever the numbers were given in.
+        mechanism, convexity = jax.tree.map(float, (mechanism, convexity))
+        rate = float(mechanism.rate(sensitivity * (1 + ROUNDING_MARGIN), convexity))
+        regularity = dataclasses.replace(
+            score.regularity(dtype, self.coordinates()),
+            strong_convexity=self.declared_convexity,
+        )
+        regularizer = convexity - (self.declared_convexity or 0.0)
+        reach = feasible_set(problem).reach if regularizer else 0.0
+        potential = regularity.of_potential(rate, regularizer, reach)
+        return DrawPlan(score, contributions, regularity, mechanism, rate, potential)
+
+    @override
+    def ledger(self, problem: Any, sizes: Any) -> Ledger:
+        plan = self.plan(problem, sizes)
+        queries = tuple(
+            Query.of_contribution(role, n, float(share))
+            for role, share in plan.contributions.items()
+            for n in [sizes if role == RECORDS else getattr(sizes, role)]
+        )
+        inexact = 0.0
+        if plan.mechanism.measure == "slope":  # a spread counts its errors itself
+            error = plan.regularity.error + plan.regularity.rounding
+            # Densities within exp(+-2 z) of each other are tanh(z) apart at most.
+            inexact = math.tanh(plan.rate * error)
+        guarantee = self.sampler.guarantee(plan.potential, feasible_set(problem))
+        basis = plan.score.basis.worse(self.basis)
+        draw = Draw(
+            DRAW, 1, queries, plan.mechanism, plan.rate, guarantee, basis, inexact
+        )
+        assumptions = (*self.declarations(plan), *plan.score.assumptions)
+        return Ledger((draw,), people_of(sizes) or People.OVERLAPPING, assumptions)
+
+    @override
+    def with_noise(self, scale: Number) -> Self:
+        changes: dict[str, Any] = {"mechanism": self.mechanism.with_multiplier(scale)}
+        return dataclasses.replace(self, **changes)
+
+    @override
+    def with_counts(self, problem: Any, sizes: Any = None) -> Self:
+        """With the counts of its sampler, for scores of the default dtype."""
+        changes: dict[str, Any] = {"dtype": jnp.result_type(float).name}
+        solver = dataclasses.replace(self, **changes)
+        sizes = self.sizes if sizes is None else sizes
+        potential = solver.plan(problem, sizes).potential
+        sampler = self.sampler.with_counts(potential, feasible_set(problem))
+        changes["sampler"] = sampler
+        return dataclasses.replace(self, **changes)
+
+    @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The draw has the size of x."""
-        del w0
         return {DRAW: self.coordinates()}
 
     def coordinates(self) -> int:
@@ -132,16 +264,14 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         Raises:
             ValueError: It is not declared.
         """
-        owner = type(self).__name__
         if isinstance(self.sampler, Grid):
             return self.sampler.dimension
         if self.dimension is None:
             raise ValueError(
-                f"{owner}: {type(self.sampler).__name__} takes more steps in more "
-                "dimensions, and they are fixed before data is seen; give dimension=, "
-                "the number of coordinates of x."
+                f"{type(self).__name__}: {type(self.sampler).__name__} takes more "
+                "steps in more dimensions, and they are fixed before data is seen; "
+                "give dimension=, the number of coordinates of x."
             )
-        _checks.count(owner, dimension=self.dimension)
         return self.dimension
 
     def check_relation(self, problem: Any) -> None:
@@ -190,17 +320,3 @@ def feasible_set(problem: Any) -> Any:
         problem: A `FiniteSum` or a `BilevelProblem`.
     """
     return problem.x_set if isinstance(problem, BilevelProblem) else problem.w_set
-
-
-def queries_of(facts: Facts, sizes: Any) -> tuple[Query, ...]:
-    """What the score reads, one query per role.
-
-    Args:
-        facts: The shares.
-        sizes: The planned sizes.
-    """
-    return tuple(
-        Query(role, n, float(share) * n)
-        for role, share in facts.contributions.items()
-        for n in [sizes if role == RECORDS else getattr(sizes, role)]
-    )

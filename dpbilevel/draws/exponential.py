@@ -1,24 +1,16 @@
 """The exponential mechanism: one private draw instead of many noisy steps."""
 
-import dataclasses
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import equinox as eqx
-from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
-from .. import _checks
-from ..core.levels import people_of
+from .._fields import Positive
 from ..onelevel.problem import FiniteSum
-from ..privacy.budget import People
 from ..privacy.clipping import Basis
-from ..privacy.ledger import Ledger
-from ..privacy.mechanisms import ROUNDING_MARGIN
-from ..privacy.noise import PRNGKey
-from .base import DRAW, AbstractDrawSolver, DrawState, feasible_set, queries_of
-from .mechanisms import Exponential
-from .release import Draw
-from .samplers.base import AbstractSampler, Regularity
-from .scores.base import AbstractScore, Facts
+from .base import AbstractDrawSolver, DrawPlan
+from .mechanisms import Exponential, Number
+from .scores.base import AbstractScore
 from .scores.hyper import GradientNorm, HyperObjective
 from .scores.mean_loss import MeanLoss
 
@@ -36,8 +28,9 @@ class ExponentialMechanism(AbstractDrawSolver):
         score: `"value"`, or `"gradient_norm"`, the norm of the gradient mapping, for
             stationary points. Static.
         clip_range: $B$: losses of single (upper-level) records are clipped to $[0, B]$:
-            below 0 they count as 0, above $B$ as $B$, in silence; shift scores that are
-            negative. Without it their range follows from declared constants.
+            below 0 they count as 0, above $B$ as $B$, without warning; shift losses
+            so that they are non-negative. Without it their range follows from declared
+            constants.
         convex: Whether the score is declared convex on the set for every possible
             dataset. The mechanism does without, but the number of steps that walks are
             certified for rests on it. Static.
@@ -63,62 +56,42 @@ class ExponentialMechanism(AbstractDrawSolver):
         \varepsilon / (2 s)$ with $s$ our $o$: half of what is safe.
     """
 
-    sampler: AbstractSampler
     score: Literal["value", "gradient_norm"] = eqx.field(static=True, default="value")
-    clip_range: float | Float[Array, ""] | None = None
+    clip_range: Positive | None = None
     convex: bool = eqx.field(static=True, default=False, kw_only=True)
-    mechanism: Exponential = Exponential()
-    dimension: int | None = eqx.field(static=True, default=None)
-    dtype: str | None = eqx.field(static=True, default=None)
-    sizes: Any = eqx.field(static=True, default=None)
+    mechanism: Exponential = eqx.field(default=Exponential(), kw_only=True)
 
     def __check_init__(self):
-        owner = "ExponentialMechanism"
-        _checks.instance(owner, AbstractSampler, sampler=self.sampler)
-        _checks.instance(owner, Exponential, mechanism=self.mechanism)
-        _checks.one_of(owner, "score", self.score, ("value", "gradient_norm"))
         if self.clip_range is not None:
-            _checks.positive(owner, clip_range=self.clip_range)
             if self.score == "gradient_norm":
                 raise ValueError(
-                    f"{owner}: clip_range is for losses; the sensitivity of the "
-                    "gradient norm follows from the problem's constants."
+                    "ExponentialMechanism: clip_range is for losses; the sensitivity "
+                    "of the gradient norm follows from the problem's constants."
                 )
             if self.convex:
                 raise ValueError(
-                    f"{owner}: a loss that is cut at clip_range is not convex in "
-                    "general; leave out clip_range, or convex=True."
+                    "ExponentialMechanism: a loss that is cut at clip_range is not "
+                    "convex in general; leave out clip_range, or convex=True."
                 )
 
     @property
+    @override
     def basis(self) -> Basis:
         """Constants, unless clipping enforces the range and the draw is exact."""
         enforced = self.clip_range is not None and not self.sampler.continuous
         return Basis.CLIPPED if enforced else Basis.CONSTANTS
 
-    def step(
-        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
-    ) -> DrawState:
-        """One draw."""
-        dtype = self.scored_dtype(state.start)
-        score = self._score(problem, self.sizes).bounded(data, state.start, dtype)
-        x = self.mechanism.draw(
-            score, self.sampler, feasible_set(problem), state.x, key=key
-        )
-        return dataclasses.replace(state, x=x)
+    @property
+    @override
+    def declared_convexity(self) -> float | None:
+        return 0.0 if self.convex else None
 
-    def ledger(self, problem: Any, sizes: Any) -> Ledger:
-        """One draw.
+    @override
+    def density(self, problem: Any, sensitivity: Number) -> tuple[Exponential, float]:
+        return self.mechanism, 0.0
 
-        Raises:
-            ValueError: The problem lacks constants, the solver is not calibrated, or
-                the default floating-point dtype is too coarse.
-        """
-        facts, rate, regularity = self._plan(problem, sizes)
-        certificate = self.sampler.certificate(regularity, feasible_set(problem))
-        queries = queries_of(facts, sizes)
-        basis = facts.basis.worse(self.basis)
-        draw = Draw(DRAW, 1, queries, self.mechanism, rate, certificate, basis)
+    @override
+    def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
         declared = []
         if self.convex:
             declared.append(
@@ -126,41 +99,18 @@ class ExponentialMechanism(AbstractDrawSolver):
             )
         if self.sampler.continuous:
             declared.append(
-                f"the sampler rests on a score that is {float(facts.lipschitz):.6g}-"
-                "Lipschitz on the set, for every dataset"
+                f"the sampler rests on a score that is {plan.regularity.lipschitz:.6g}"
+                "-Lipschitz on the set, for every dataset"
             )
-        assumptions = (*declared, *facts.assumptions)
-        return Ledger((draw,), people_of(sizes) or People.OVERLAPPING, assumptions)
+        return tuple(declared)
 
-    def with_noise(self, scale: float) -> Self:
-        r"""Sets $\varepsilon$ to `2 / scale`.
+    @override
+    def score_of(self, problem: Any, sizes: Any) -> AbstractScore:
+        """As the fields `score` and `clip_range` ask for.
 
-        A draw of bounded range $\varepsilon$ has the zero-concentrated privacy of a
-        Gaussian release of multiplier $2 / \varepsilon$.
+        Raises:
+            ValueError: A gradient norm for a problem of one level.
         """
-        mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
-        return dataclasses.replace(self, mechanism=mechanism)
-
-    def regularity(self, problem: Any, sizes: Any) -> Regularity:
-        r"""That of $k \Phi$.
-
-        Args:
-            problem: The problem.
-            sizes: The planned sizes.
-        """
-        return self._plan(problem, sizes)[-1]
-
-    def _plan(self, problem, sizes) -> tuple[Facts, float, Regularity]:
-        self.check_relation(problem)
-        facts = self._score(problem, sizes).facts(self.planned_dtype())
-        share = sum(map(float, facts.contributions.values()))
-        sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
-        rate = float(self.mechanism.rate(sensitivity))
-        convexity = 0.0 if self.convex else None
-        regularity = facts.regularity(self.coordinates(), convexity)
-        return facts, rate, regularity.scaled(rate, 0.0, 0.0)
-
-    def _score(self, problem, sizes) -> AbstractScore:
         if self.score == "gradient_norm":
             if isinstance(problem, FiniteSum):
                 raise ValueError(

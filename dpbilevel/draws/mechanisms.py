@@ -1,14 +1,17 @@
 r"""Mechanisms that draw their answer, from a density that the records shape."""
 
+import abc
 import dataclasses
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
+from .._fields import Checked, Positive
 from ..privacy import pure
 from ..privacy._lazy import dp_accounting
 from ..privacy.budget import Neighbours
@@ -16,8 +19,13 @@ from ..privacy.clipping import Basis
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
 from ..sets import AbstractSet
-from .samplers.base import AbstractPotential, AbstractSampler, Certificate
-from .samplers.potentials import scaled
+from .samplers.base import AbstractPotential, AbstractSampler
+from .samplers.potentials import Number, scaled_potential
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 # What the contribution of a score bounds, for the change that one record makes in it:
 # the largest difference between two points, or the Lipschitz constant.
@@ -39,11 +47,11 @@ class BoundedScore(eqx.Module):
     """
 
     raw: AbstractPotential
-    contribution: Float[Array, ""] | float
+    contribution: Number
     measure: Measure = eqx.field(static=True)
     basis: Basis = eqx.field(static=True)
 
-    def sensitivity(self, neighbours: Neighbours) -> Float[Array, ""] | float:
+    def sensitivity(self, neighbours: Neighbours) -> Number:
         """The measure of the change between neighbours.
 
         Args:
@@ -52,7 +60,126 @@ class BoundedScore(eqx.Module):
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
 
-class Exponential(eqx.Module):
+class AbstractDrawMechanism(Checked):
+    """Draws a point from a density that a sealed score shapes.
+
+    Attributes:
+        neighbours: The relation that sensitivities are taken under. Static.
+        measure: Of the change that one record makes in the score.
+        precision: In the report.
+        parameter: The name of the field that sets the noise.
+    """
+
+    neighbours: AbstractVar[Neighbours]
+    measure: eqx.AbstractClassVar[Measure]
+    parameter: eqx.AbstractClassVar[str]
+    precision: ClassVar[str] = "draw"
+
+    def __check_init__(self):
+        _checks.instance(type(self).__name__, Neighbours, neighbours=self.neighbours)
+
+    def draw(
+        self,
+        score: BoundedScore,
+        sampler: AbstractSampler,
+        feasible: AbstractSet,
+        start: PyTree,
+        *,
+        regularizer: Number = 0.0,
+        convexity: Number = 0.0,
+        key: PRNGKey,
+    ) -> PyTree:
+        r"""Opens `score` and draws a point by it.
+
+        Args:
+            score: What to select by, sealed with the mechanism's measure.
+            sampler: How to draw; its counts are set.
+            feasible: The set.
+            start: A public point.
+            regularizer: $\mu_0 \ge 0$, the coefficient of a quadratic term.
+            convexity: $\mu_1 \ge 0$, the declared strong convexity of the score.
+            key: A typed key for this draw alone.
+
+        Raises:
+            ValueError: The mechanism is not calibrated, or does not go with the
+                sampler.
+            TypeError: `score` is not sealed, or with another measure.
+        """
+        _check_score(self, score)
+        self.check_sampler(sampler)
+        sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
+        rate = self.rate(sensitivity, regularizer + convexity)
+        potential = scaled_potential(score.raw, jnp.asarray(rate), regularizer)
+        # To derivatives the answer is a constant, as every release is.
+        potential, start = jax.lax.stop_gradient((potential, start))
+        # Errors of scores are planned for products in full precision, on every device.
+        with jax.default_matmul_precision("highest"):
+            drawn = sampler.draw(potential, feasible, start, key=key)
+        return jax.lax.stop_gradient(drawn)
+
+    @abc.abstractmethod
+    def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
+        r"""$k$, with which the score is multiplied.
+
+        Args:
+            sensitivity: Of the score, under the mechanism's relation.
+            convexity: $\mu = \mu_0 + \mu_1$ of the regularized score.
+
+        Raises:
+            ValueError: The mechanism is not calibrated.
+        """
+
+    @abc.abstractmethod
+    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
+        r"""One draw, for a person who moves the score by a share of the sensitivity.
+
+        Args:
+            share: $s$ in (0, 1].
+            log_ratio: $\xi$ of the sampler, as in `SamplerGuarantee`.
+        """
+
+    @abc.abstractmethod
+    def with_multiplier(self, multiplier: Number) -> Self:
+        """The mechanism with the privacy of a Gaussian release.
+
+        Args:
+            multiplier: The noise multiplier of that release.
+        """
+
+    def check_sampler(self, sampler: AbstractSampler) -> None:
+        """Refuses samplers of single points where the measure is a slope.
+
+        Args:
+            sampler: How to draw.
+
+        Raises:
+            ValueError: The guarantee does not hold for the sampler.
+        """
+        if self.measure == "slope" and not sampler.continuous:
+            raise ValueError(
+                "RegularizedExponentialMechanism: its guarantee is about densities on "
+                f"a convex set, and {type(sampler).__name__} draws from single points "
+                "of it. Use AlternatingSampler, or ExponentialMechanism with this "
+                "sampler."
+            )
+
+    def calibrated(self) -> Number:
+        """The number that sets the noise.
+
+        Raises:
+            ValueError: There is none yet.
+        """
+        value = getattr(self, self.parameter)
+        if value is None:
+            raise ValueError(
+                f"{type(self).__name__}: not calibrated yet, so nothing can be drawn. "
+                "Get a calibrated solver from dpbilevel.calibrate(problem, solver, "
+                "budget, sizes=...).solver."
+            )
+        return value
+
+
+class Exponential(AbstractDrawMechanism):
     r"""The exponential mechanism: draws $x$ from a density $\propto \exp(-k \Phi(x))$.
 
     With $o$ the spread of the change that one record makes in the score, $k =
@@ -75,72 +202,29 @@ class Exponential(eqx.Module):
         exponential mechanisms", ICML 2020 (bounded range).
     """
 
-    epsilon: float | Float[Array, ""] | None = None
+    epsilon: Positive | None = None
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
-    precision: ClassVar[str] = "draw"
     measure: ClassVar[Measure] = "spread"
+    parameter: ClassVar[str] = "epsilon"
 
-    def __check_init__(self):
-        if self.epsilon is not None:
-            _checks.positive("Exponential", epsilon=self.epsilon)
-        _checks.instance("Exponential", Neighbours, neighbours=self.neighbours)
+    @override
+    def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
+        r"""$k = \varepsilon / o$, whatever the convexity."""
+        return self.calibrated() / sensitivity
 
-    def draw(
-        self,
-        score: BoundedScore,
-        sampler: AbstractSampler,
-        feasible: AbstractSet,
-        start: PyTree,
-        *,
-        key: PRNGKey,
-    ) -> PyTree:
-        """Opens `score` and draws a point by it.
+    @override
+    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
+        r"""$(s \varepsilon + 2 \xi)$-DP: both laws may be off by $\xi$."""
+        return pure.event(share * float(self.calibrated()) + 2 * log_ratio)
 
-        Args:
-            score: What to select by, with the measure `"spread"`.
-            sampler: How to draw; planned.
-            feasible: The set.
-            start: A public point.
-            key: A typed key for this draw alone.
-
-        Raises:
-            ValueError: The mechanism is not calibrated.
-            TypeError: `score` is not sealed, or with another measure.
-        """
-        _check_score(self, score)
-        sensitivity = score.sensitivity(self.neighbours)
-        rate = self.rate(sensitivity * (1 + ROUNDING_MARGIN))
-        potential = scaled(score.raw, jnp.asarray(rate), 0.0)
-        return _drawn(potential, sampler, feasible, start, key)
-
-    def rate(self, sensitivity: float | Float[Array, ""]) -> float | Float[Array, ""]:
-        r"""$k = \varepsilon / o$.
-
-        Args:
-            sensitivity: $o$ under the mechanism's relation.
-        """
-        return _calibrated(self, self.epsilon) / sensitivity
-
-    def event(self, share: float, certificate: Certificate) -> "dp_accounting.DpEvent":
-        r"""One draw, for a person who moves the score by a share of the sensitivity.
-
-        Both laws may be off by the sampler's $\xi$ in the logarithm, so that the draw
-        is $(s \varepsilon + 2 \xi)$-DP.
-
-        Args:
-            share: $s$ in (0, 1].
-            certificate: What is proved of the sampler.
-        """
-        epsilon = float(_calibrated(self, self.epsilon))
-        return pure.event(share * epsilon + 2 * certificate.log_ratio)
-
-    def scaled(self, factor: float) -> "Exponential":
-        """The same mechanism with `factor` times the noise."""
-        epsilon = _calibrated(self, self.epsilon) / factor
-        return dataclasses.replace(self, epsilon=epsilon)
+    @override
+    def with_multiplier(self, multiplier: Number) -> Self:
+        r"""$\varepsilon = 2 / m$: then the zero-concentrated privacy is the same."""
+        changes: dict[str, Any] = {"epsilon": 2 / multiplier}
+        return dataclasses.replace(self, **changes)
 
 
-class RegularizedExponential(eqx.Module):
+class RegularizedExponential(AbstractDrawMechanism):
     r"""Draws $x$ from a density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x\|^2))$.
 
     For a convex score on a convex set the laws on two neighbours are no easier to tell
@@ -161,122 +245,35 @@ class RegularizedExponential(eqx.Module):
         COLT 2022, Theorem 4.
     """
 
-    noise_multiplier: float | Float[Array, ""] | None = None
+    noise_multiplier: Positive | None = None
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
-    precision: ClassVar[str] = "draw"
     measure: ClassVar[Measure] = "slope"
+    parameter: ClassVar[str] = "noise_multiplier"
 
-    def __check_init__(self):
-        owner = "RegularizedExponential"
-        if self.noise_multiplier is not None:
-            _checks.positive(owner, noise_multiplier=self.noise_multiplier)
-        _checks.instance(owner, Neighbours, neighbours=self.neighbours)
-
-    def draw(
-        self,
-        score: BoundedScore,
-        sampler: AbstractSampler,
-        feasible: AbstractSet,
-        start: PyTree,
-        *,
-        regularizer: float | Float[Array, ""],
-        convexity: float | Float[Array, ""] = 0.0,
-        key: PRNGKey,
-    ) -> PyTree:
-        r"""Opens `score` and draws a point by it.
-
-        Args:
-            score: What to select by, with the measure `"slope"`.
-            sampler: How to draw; planned.
-            feasible: The set.
-            start: A public point.
-            regularizer: $\mu_0 \ge 0$, the coefficient of the quadratic term.
-            convexity: $\mu_1 \ge 0$, the declared strong convexity of the score; $\mu =
-                \mu_0 + \mu_1$.
-            key: A typed key for this draw alone.
-
-        Raises:
-            ValueError: The mechanism is not calibrated, or the sampler draws from
-                single points.
-            TypeError: `score` is not sealed, or with another measure.
-        """
-        _check_score(self, score)
-        check_continuous(sampler)
-        sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
-        rate = self.rate(sensitivity, regularizer + convexity)
-        potential = scaled(score.raw, jnp.asarray(rate), regularizer)
-        return _drawn(potential, sampler, feasible, start, key)
-
-    def rate(
-        self,
-        sensitivity: float | Float[Array, ""],
-        convexity: float | Float[Array, ""],
-    ) -> float | Float[Array, ""]:
-        r"""$k = \mu / (m S)^2$.
-
-        Args:
-            sensitivity: $S$ under the mechanism's relation.
-            convexity: $\mu$ of the regularized score.
-        """
+    @override
+    def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
+        r"""$k = \mu / (m S)^2$."""
         return convexity / (self.calibrated() * sensitivity) ** 2
 
-    def calibrated(self) -> float | Float[Array, ""]:
-        """The noise multiplier.
-
-        Raises:
-            ValueError: There is none yet.
-        """
-        return _calibrated(self, self.noise_multiplier)
-
-    def event(self, share: float, certificate: Certificate) -> "dp_accounting.DpEvent":
-        """One draw, for a person who moves the score by a share of the sensitivity.
-
-        Args:
-            share: In (0, 1].
-            certificate: What is proved of the sampler.
+    @override
+    def event(self, share: float, log_ratio: float = 0.0) -> "dp_accounting.DpEvent":
+        """A Gaussian one.
 
         Raises:
             ValueError: The sampler is exact in the logarithm only, which a Gaussian
                 event has no place for.
         """
-        if certificate.log_ratio:
+        if log_ratio:
             raise ValueError(
                 "RegularizedExponential: needs a sampler that is close to its target "
                 "in total variation, such as AlternatingSampler."
             )
-        multiplier = float(_calibrated(self, self.noise_multiplier))
-        return dp_accounting.GaussianDpEvent(multiplier / share)
+        return dp_accounting.GaussianDpEvent(float(self.calibrated()) / share)
 
-    def scaled(self, factor: float) -> "RegularizedExponential":
-        """The same mechanism with `factor` times the noise."""
-        multiplier = factor * _calibrated(self, self.noise_multiplier)
-        return dataclasses.replace(self, noise_multiplier=multiplier)
-
-
-def check_continuous(sampler: AbstractSampler) -> None:
-    """Refuses samplers that draw from single points of the set.
-
-    Args:
-        sampler: The sampler of a regularized draw.
-
-    Raises:
-        ValueError: The sampler draws from a finite set.
-    """
-    if not sampler.continuous:
-        raise ValueError(
-            "RegularizedExponentialMechanism: its guarantee is about densities on a "
-            f"convex set, and {type(sampler).__name__} draws from single points of it. "
-            "Use AlternatingSampler, or ExponentialMechanism with this sampler."
-        )
-
-
-def _drawn(potential, sampler, feasible, start, key) -> PyTree:
-    # To derivatives the answer is a constant, as every release is.
-    potential, start = jax.lax.stop_gradient((potential, start))
-    # Errors of scores are planned for products in full precision, on every device.
-    with jax.default_matmul_precision("highest"):
-        drawn = sampler.draw(potential, feasible, start, key=key)
-    return jax.lax.stop_gradient(drawn)
+    @override
+    def with_multiplier(self, multiplier: Number) -> Self:
+        changes: dict[str, Any] = {"noise_multiplier": multiplier}
+        return dataclasses.replace(self, **changes)
 
 
 def _check_score(mechanism, score) -> None:
@@ -287,13 +284,3 @@ def _check_score(mechanism, score) -> None:
             f"{owner}: needs a score sealed with its {mechanism.measure}, got one with "
             f"its {score.measure}."
         )
-
-
-def _calibrated(mechanism, value):
-    if value is None:
-        raise ValueError(
-            f"{type(mechanism).__name__}: not calibrated yet, so nothing can be drawn. "
-            "Get a calibrated solver from dpbilevel.calibrate(problem, solver, budget, "
-            "sizes=...).solver."
-        )
-    return value

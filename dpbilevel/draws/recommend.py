@@ -125,7 +125,7 @@ def recommend(
     promises = {
         "trivial": float(bounds.gradient),
         "implicit": case.implicit(initial_gap),
-        "warm_started": case.warm_started(),
+        "warm_started": case.implicit(case.gap_after_draw(), 0.5),
         "gradient_norm": case.excess(
             case.constants.smoothness + 2, 2 * case.sensitivity
         ),
@@ -156,9 +156,6 @@ class _Case:
         noise = self._multiplier(share) * self.sensitivity
         return math.sqrt(2 / 3 * drop * noise)
 
-    def warm_started(self) -> float:
-        return self.implicit(self.gap_after_draw(), 0.5)
-
     def gap_after_draw(self) -> float:
         return self.excess(self.constants.upper_total, self.spread, 0.5)
 
@@ -173,9 +170,7 @@ class _Case:
         drop = 8 * self.constants.smoothness * gap / self.dimension
         return max(1, round(math.sqrt(drop) / noise))
 
-    def solver(
-        self, choice: str, gap: float, sampler: AbstractSampler
-    ) -> AbstractSolver | None:
+    def solver(self, choice: str, gap: float, sampler: AbstractSampler) -> Any:
         if choice == "trivial":
             return None
         if choice == "gradient_norm":
@@ -199,14 +194,9 @@ class _Case:
 
 
 def _serves(
-    problem: BilevelProblem,
-    solver: AbstractSolver | None,
-    budget: PrivacyBudget,
-    sizes: Sizes,
+    problem: BilevelProblem, solver: AbstractSolver, budget: PrivacyBudget, sizes: Sizes
 ) -> bool:
     """Whether the sampler, the dtype and the accountant can do it."""
-    if solver is None:
-        return False
     try:
         calibrate(problem, solver, budget, sizes=sizes)
     except ValueError:

@@ -1,28 +1,22 @@
 """The regularized exponential mechanism for convex objectives."""
 
-import dataclasses
 import math
 from typing import Any, Self
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from .. import _checks
+from .._fields import NonNegative, Positive, check_fields
 from ..bilevel.certified import certificate_of
 from ..bilevel.problem import BilevelProblem, Sizes
-from ..core.levels import people_of
 from ..onelevel.problem import FiniteSum
-from ..privacy.budget import People, PrivacyBudget
-from ..privacy.clipping import Basis
-from ..privacy.ledger import Ledger
-from ..privacy.mechanisms import ROUNDING_MARGIN
-from ..privacy.noise import PRNGKey
-from .base import DRAW, AbstractDrawSolver, DrawState, feasible_set, queries_of
-from .mechanisms import RegularizedExponential, check_continuous
-from .release import Draw
-from .samplers.base import AbstractSampler, Regularity
-from .scores.base import AbstractScore, Facts
+from ..privacy.budget import PrivacyBudget
+from .base import AbstractDrawSolver, DrawPlan, feasible_set
+from .mechanisms import Number, RegularizedExponential
+from .samplers.base import AbstractSampler
+from .scores.base import AbstractScore
 from .scores.hyper import HyperObjective
 from .scores.mean_loss import MeanLoss
 
@@ -64,32 +58,24 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         the sensitivity of `ImplicitBilevel`.
     """
 
-    sampler: AbstractSampler
     convex: bool = eqx.field(static=True, kw_only=True)
-    regularizer: float | Float[Array, ""] | None = None
-    strong_convexity: float = eqx.field(static=True, default=0.0)
-    largest_rate: float | None = eqx.field(static=True, default=None)
-    mechanism: RegularizedExponential = RegularizedExponential()
-    dimension: int | None = eqx.field(static=True, default=None)
-    dtype: str | None = eqx.field(static=True, default=None)
-    sizes: Any = eqx.field(static=True, default=None)
+    regularizer: NonNegative | None = None
+    strong_convexity: NonNegative = eqx.field(static=True, default=0.0)
+    largest_rate: Positive | None = eqx.field(static=True, default=None)
+    mechanism: RegularizedExponential = eqx.field(
+        default=RegularizedExponential(), kw_only=True
+    )
 
     def __check_init__(self):
-        owner = "RegularizedExponentialMechanism"
-        _checks.instance(owner, AbstractSampler, sampler=self.sampler)
-        _checks.instance(owner, RegularizedExponential, mechanism=self.mechanism)
-        check_continuous(self.sampler)
+        check_fields(self)
+        self.mechanism.check_sampler(self.sampler)
         if self.convex is not True:
             raise ValueError(
-                f"{owner}: its privacy rests on convexity of the objective on every "
-                "possible dataset, which nobody can check from data. Declare "
-                "convex=True if you can prove it; otherwise use ExponentialMechanism."
+                "RegularizedExponentialMechanism: its privacy rests on convexity of "
+                "the objective on every possible dataset, which nobody can check from "
+                "data. Declare convex=True if you can prove it; otherwise use "
+                "ExponentialMechanism."
             )
-        if self.regularizer is not None:
-            _checks.non_negative(owner, regularizer=self.regularizer)
-        _checks.non_negative(owner, strong_convexity=self.strong_convexity)
-        if self.largest_rate is not None:
-            _checks.positive(owner, largest_rate=self.largest_rate)
 
     @classmethod
     def from_theorem(
@@ -150,90 +136,16 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
     @property
-    def basis(self) -> Basis:
-        """Constants, and convexity."""
-        return Basis.CONSTANTS
+    @override
+    def declared_convexity(self) -> float:
+        return self.strong_convexity
 
-    def step(
-        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
-    ) -> DrawState:
-        """One draw."""
-        score = self._score(problem, self.sizes)
-        dtype = self.scored_dtype(state.start)
-        facts = score.facts(dtype)
-        convexity, multiplier = self._convexity(problem, facts)
-        mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
-        x = mechanism.draw(
-            score.bounded(data, state.start, dtype),
-            self.sampler,
-            feasible_set(problem),
-            state.x,
-            regularizer=convexity - self.strong_convexity,
-            convexity=self.strong_convexity,
-            key=key,
-        )
-        return dataclasses.replace(state, x=x)
-
-    def ledger(self, problem: Any, sizes: Any) -> Ledger:
-        """One draw.
-
-        Raises:
-            ValueError: The problem lacks constants or the solver is not calibrated.
-        """
-        facts, rate, regularity, multiplier = self._plan(problem, sizes)
-        certificate = self.sampler.certificate(regularity, feasible_set(problem))
-        draw = Draw(
-            DRAW,
-            1,
-            queries_of(facts, sizes),
-            dataclasses.replace(self.mechanism, noise_multiplier=multiplier),
-            rate,
-            certificate,
-            facts.basis,
-            # Densities within exp(+-2 z) of each other are tanh(z) apart at most.
-            math.tanh(rate * float(facts.error + facts.rounding)),
-        )
-        convex = "declared: the objective is convex in x on the set, for every dataset"
-        if self.strong_convexity:
-            convex += f", and {self.strong_convexity:.6g}-strongly convex"
-        people = people_of(sizes) or People.OVERLAPPING
-        return Ledger((draw,), people, (convex, *facts.assumptions))
-
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier to `scale`."""
-        mechanism = dataclasses.replace(self.mechanism, noise_multiplier=scale)
-        return dataclasses.replace(self, mechanism=mechanism)
-
-    def regularity(self, problem: Any, sizes: Any) -> Regularity:
-        """That of the regularized score, times its rate.
-
-        Args:
-            problem: The problem.
-            sizes: The planned sizes.
-        """
-        return self._plan(problem, sizes)[2]
-
-    def _plan(self, problem, sizes) -> tuple[Facts, float, Regularity, float]:
-        self.check_relation(problem)
-        facts = self._score(problem, sizes).facts(self.planned_dtype())
-        convexity, multiplier = map(float, self._convexity(problem, facts))
-        mechanism = dataclasses.replace(self.mechanism, noise_multiplier=multiplier)
-        sensitivity = self._sensitivity(facts) * (1 + ROUNDING_MARGIN)
-        rate = float(mechanism.rate(sensitivity, convexity))
-        regularity = facts.regularity(self.coordinates(), self.strong_convexity).scaled(
-            rate,
-            convexity - self.strong_convexity,
-            feasible_set(problem).reach,
-        )
-        return facts, rate, regularity, multiplier
-
-    def _sensitivity(self, facts: Facts) -> Any:
-        return self.neighbours.contributions * sum(facts.contributions.values())
-
-    def _convexity(self, problem, facts: Facts) -> tuple[Any, Any]:
-        r"""$\mu$ of the regularized objective, and the multiplier that bounds $k$."""
+    @override
+    def density(
+        self, problem: Any, sensitivity: Number
+    ) -> tuple[RegularizedExponential, Number]:
+        r"""With $\mu$ of the class, and the multiplier that `largest_rate` asks for."""
         multiplier = self.mechanism.calibrated()
-        sensitivity = self._sensitivity(facts)
         regularizer = self.regularizer
         if regularizer is None:
             diameter = feasible_set(problem).diameter
@@ -243,9 +155,17 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         if self.largest_rate is not None:
             least = (convexity / self.largest_rate) ** 0.5 / sensitivity
             multiplier = jnp.maximum(multiplier, least)
-        return convexity, multiplier
+        return self.mechanism.with_multiplier(multiplier), convexity
 
-    def _score(self, problem, sizes) -> AbstractScore:
+    @override
+    def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
+        convex = "declared: the objective is convex in x on the set, for every dataset"
+        if self.strong_convexity:
+            convex += f", and {self.strong_convexity:.6g}-strongly convex"
+        return (convex,)
+
+    @override
+    def score_of(self, problem: Any, sizes: Any) -> AbstractScore:
         if isinstance(problem, FiniteSum):
             return MeanLoss(problem, "slope", sizes)
         return HyperObjective(problem, "slope", sizes, uniform=True)
@@ -254,8 +174,9 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 def _one_level(
     problem: FiniteSum, n: Any, dimension: int, epsilon: float, delta: float
 ) -> tuple[float, float]:
-    facts = MeanLoss(problem, "slope", n).facts(jnp.result_type(float))
-    lipschitz, diameter = facts.lipschitz, float(problem.w_set.diameter)
+    score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
+    lipschitz = score.regularity(dtype, dimension).lipschitz
+    diameter = float(problem.w_set.diameter)
     private = 2 * math.log(3 / (4 * delta)) * dimension / (epsilon * n) ** 2
     regularizer = lipschitz / diameter * math.sqrt(2 * private + 1 / n)
     return regularizer, 2 * n * dimension * regularizer / lipschitz**2
@@ -264,15 +185,16 @@ def _one_level(
 def _two_levels(
     problem: BilevelProblem, sizes: Any, dimension: int, epsilon: float, delta: float
 ) -> float:
-    facts = HyperObjective(problem, "slope", sizes).facts(jnp.result_type(float))
+    score = HyperObjective(problem, "slope", sizes)
+    shares = score.contributions(jnp.result_type(float))
     known = certificate_of(problem).second_order
     n, mu = min(sizes.upper, sizes.lower), known.strong_convexity
-    slope = n * sum(map(float, facts.contributions.values()))
-    moved = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
+    slope = n * sum(map(float, shares.values()))
+    shift = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
     square = (
-        slope * moved / (epsilon * n)
+        slope * shift / (epsilon * n)
         + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
-        + slope * moved / math.sqrt(n)
+        + slope * shift / math.sqrt(n)
         + slope * known.upper_total / n
     )
     return math.sqrt(square) / float(problem.x_set.diameter)

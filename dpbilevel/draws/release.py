@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from typing_extensions import override
+
 from .. import _checks
 from ..privacy import accounting
 from ..privacy._lazy import dp_accounting
@@ -12,8 +14,8 @@ from ..privacy.clipping import Basis
 from ..privacy.queries import RECORDS
 from ..privacy.releases import PERSON, AbstractRelease
 from ..privacy.sampling import FullBatch
-from .mechanisms import Exponential, RegularizedExponential
-from .samplers.base import Certificate
+from .mechanisms import AbstractDrawMechanism
+from .samplers.base import SamplerGuarantee
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Draw(AbstractRelease):
         queries: What the score reads, one per role.
         mechanism: The noise, relative to the sum of the queries' sensitivities.
         rate: $k$; two scores less than $1 / k$ apart are nearly as likely.
-        certificate: What is proved of the sampler.
+        guarantee: What is proved of the sampler.
         basis: What the sensitivities rest on.
         inexact: How far, in total variation, each law is from the exact one besides
             the sampler's error.
@@ -37,80 +39,77 @@ class Draw(AbstractRelease):
         their role's share.
     """
 
-    mechanism: Exponential | RegularizedExponential
+    mechanism: AbstractDrawMechanism
     rate: float
-    certificate: Certificate
+    guarantee: SamplerGuarantee
     basis: Basis = Basis.CLIPPED
     inexact: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
-        kinds = (Exponential, RegularizedExponential)
-        _checks.instance("Draw", kinds, mechanism=self.mechanism)
-        _checks.instance("Draw", Certificate, certificate=self.certificate)
+        _checks.instance("Draw", AbstractDrawMechanism, mechanism=self.mechanism)
+        _checks.instance("Draw", SamplerGuarantee, guarantee=self.guarantee)
         _checks.positive("Draw", rate=self.rate)
         _checks.non_negative("Draw", inexact=self.inexact)
         if any(not isinstance(q.sampling, FullBatch) for q in self.queries):
             raise ValueError("Draw: a score reads all records; use FullBatch.")
-        if not self.certificate.proved:
+        if not self.guarantee.proved:
             object.__setattr__(self, "basis", Basis.UNPROVED)
 
     @property
+    @override
     def failure(self) -> float:
         """The distance of the drawn law from the one that is charged, or its aim."""
-        made = self.certificate
-        distance = made.distance if made.proved else made.aim
+        found = self.guarantee
+        distance = found.distance if found.proved else found.aim
         return self.count * (distance + self.inexact)
 
     @property
+    @override
     def computed_error(self) -> float:
-        """How far computed scores, all together, take the draws from the exact law."""
         return self.count * self.inexact
 
     @property
+    @override
     def notes(self) -> tuple[str, ...]:
         """Those of the sampler, and the distance in total variation."""
-        if not self.failure or not self.certificate.proved:
-            return self.certificate.notes
+        if not self.failure or not self.guarantee.proved:
+            return self.guarantee.notes
         distance = (
             f"{self.name}: within {self.failure:.3g} of the exact law in total "
             "variation, counted in delta"
         )
-        return (*self.certificate.notes, distance)
+        return (*self.guarantee.notes, distance)
 
+    @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        """The events of all draws, with the kind of person they charge."""
         apart = people is People.DISJOINT
         shares = {PERSON: 1.0}
         if apart or any(query.role == RECORDS for query in self.queries):
             shares = {q.role: q.contribution / self.contribution for q in self.queries}
-        certificate = self.certificate
-        if not certificate.proved:  # nothing is claimed; the noise is as if it were
-            certificate = Certificate(certificate.num_steps, certificate.queries)
+        # Where nothing is proved nothing is claimed: the noise is as if it were.
+        log_ratio = self.guarantee.log_ratio if self.guarantee.proved else 0.0
         for person, share in shares.items():
-            event = self.mechanism.event(share, certificate)
+            event = self.mechanism.event(share, log_ratio)
             yield person, dp_accounting.SelfComposedDpEvent(event, self.count)
 
+    @override
     def check(self, budget: PrivacyBudget) -> None:
         """Refuses samplers that take the budget for themselves, at any noise.
-
-        Args:
-            budget: The guarantee to reach.
 
         Raises:
             ValueError: The sampler's distance from its target alone costs as much.
         """
-        certificate = self.certificate
-        if not certificate.proved:
+        if not self.guarantee.proved:
             return
-        spent = 2 * certificate.log_ratio
+        log_ratio, distance = self.guarantee.log_ratio, self.guarantee.distance
+        spent = 2 * log_ratio
         if spent >= budget.epsilon:
             raise ValueError(
-                f"calibrate: log_ratio={certificate.log_ratio:.3g} of the sampler "
-                f"alone costs {spent:.3g} of epsilon = {budget.epsilon:.3g}; give it a "
-                "smaller log_ratio."
+                f"calibrate: log_ratio={log_ratio:.3g} of the sampler alone costs "
+                f"{spent:.3g} of epsilon = {budget.epsilon:.3g}; give it a smaller "
+                "log_ratio."
             )
-        distance = certificate.distance
         cost = accounting.total_variation_delta(budget.epsilon, distance)
         if distance and cost >= budget.delta:
             small = 0.01 * budget.delta * distance / cost
@@ -119,10 +118,11 @@ class Draw(AbstractRelease):
                 f"{cost:.3g} of delta = {budget.delta:.3g}; use at most {small:.1g}."
             )
 
+    @override
     def row(self) -> dict[str, Any]:
-        """The draw in the report, with its temperature."""
         return super().row() | {"temperature": 1 / self.rate}
 
+    @override
     def forecast(self, coordinates: int | None) -> dict[str, Any]:
         """How far apart two scores are that the draw can tell from each other."""
         row = {"release": self.name, "temperature": 1 / self.rate}

@@ -81,6 +81,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         trajectory_: Released points in $[-1, 1]^d$, one a step, where the solver
             releases them.
 
+    Raises:
+        NotFittedError: Before `fit`, by all that `best_estimator_` answers.
+
     Privacy:
         The unit is one validation record, $n$ is public, and the relation is the
         solver's. The training records are NOT protected: parameters, and the fitted
@@ -197,7 +200,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.best_params_ = self.parameters(result.value)
         self.trajectory_ = result.trajectory
         self.report_ = result.report
-        self.best_estimator_ = rows.fitted(result.value)
+        self.best_estimator_ = rows.fit(result.value)
         return self
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
@@ -218,12 +221,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
         Args:
             X: Inputs.
-
-        Raises:
-            NotFittedError: There was no `fit` yet.
         """
-        check_is_fitted(self)
-        return self.best_estimator_.predict(X)
+        return self._best.predict(X)
 
     @available_if(_has("predict_proba"))
     def predict_proba(self, X: Any) -> Any:
@@ -231,12 +230,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
         Args:
             X: Inputs.
-
-        Raises:
-            NotFittedError: There was no `fit` yet.
         """
-        check_is_fitted(self)
-        return self.best_estimator_.predict_proba(X)
+        return self._best.predict_proba(X)
 
     @available_if(_has("decision_function"))
     def decision_function(self, X: Any) -> Any:
@@ -244,22 +239,13 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
         Args:
             X: Inputs.
-
-        Raises:
-            NotFittedError: There was no `fit` yet.
         """
-        check_is_fitted(self)
-        return self.best_estimator_.decision_function(X)
+        return self._best.decision_function(X)
 
     @property
     def classes_(self) -> Any:
-        """The classes of `best_estimator_`, where it has any.
-
-        Raises:
-            NotFittedError: There was no `fit` yet.
-        """
-        check_is_fitted(self)
-        return self.best_estimator_.classes_
+        """The classes of `best_estimator_`, where it has any."""
+        return self._best.classes_
 
     def score(self, X: Any, y: Any) -> float:
         """The estimator's own score of `best_estimator_` on other records.
@@ -267,12 +253,13 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         Args:
             X: Inputs; those of the private records would be a release nobody counted.
             y: Targets.
-
-        Raises:
-            NotFittedError: There was no `fit` yet.
         """
+        return self._best.score(X, y)
+
+    @property
+    def _best(self) -> Any:
         check_is_fitted(self)
-        return self.best_estimator_.score(X, y)
+        return self.best_estimator_
 
     def _identity(self, X: Any, y: Any, validation: tuple[Any, Any]) -> str:
         """Tells all that an evaluation reads from others; SECRET.
@@ -292,9 +279,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _rows(self, X: Any, y: Any) -> RowLosses:
         losses = self.losses or default_losses(self.estimator, y)
-        return RowLosses(self._made, X, y, losses)
+        return RowLosses(self._make, X, y, losses)
 
-    def _made(self, point: Float[np.ndarray, " d"]) -> Any:
+    def _make(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""
         return clone(self.estimator).set_params(**self.parameters(point))
 

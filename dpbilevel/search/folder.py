@@ -13,7 +13,7 @@ import numpy as np
 from ..core import checkpoint, spending
 from ..core.checkpoint import Checkpoint
 from ..core.interrupts import whole
-from ..core.resume import check_empty, check_same_run, finish_run, resumed
+from ..core.resume import check_empty, check_same_run, finish_run, resume_run
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
@@ -60,7 +60,7 @@ class Folder:
             page = json.loads(file.read_text(encoding="utf-8"))
             value, path = np.asarray(page["value"]), np.asarray(page["trajectory"])
             rejected = int(page.get("rejected_updates", 0))
-            check_same_run(self.path, page["run"], self._public)
+            check_same_run(self.path, page, {"run": self._public})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{file} is damaged or of another version of dpbilevel: {error}. Give "
@@ -94,12 +94,6 @@ class Folder:
     ) -> np.ndarray:
         """What was kept of this evaluation, or the evaluation, kept.
 
-        Args:
-            step: The number of the step.
-            number: The number of the point in it.
-            point: The point.
-            evaluate: Evaluates the losses there.
-
         Raises:
             ValueError: What was kept is damaged, or from another point.
             OSError: The disk refuses.
@@ -127,9 +121,6 @@ class Folder:
     def keep(self, saved: Checkpoint) -> None:
         """Replaces the checkpoint, then forgets the evaluations of the steps done.
 
-        Args:
-            saved: The run after a step.
-
         Raises:
             OSError: The disk refuses; the previous checkpoint is intact.
         """
@@ -138,9 +129,6 @@ class Folder:
 
     def finish(self, solution: Solution) -> None:
         """Writes the result; released values and public ones only.
-
-        Args:
-            solution: The solution, with its trajectory.
 
         Raises:
             OSError: The disk refuses; the last checkpoint is intact.
@@ -165,16 +153,14 @@ class Folder:
                 "version of dpbilevel. Give a new folder: a second release, on top of "
                 "what this one cost. An older copy would use noise again."
             ) from None
-        check_same_run(self.path, saved.fingerprint["run"], self._public)
-        if saved.fingerprint["records"] != self.first.fingerprint["records"]:
-            raise ValueError(
-                f"cannot resume {self.path}: the records, their order, or what is "
-                "evaluated on them (in a PrivateSearch also the estimator, its losses, "
-                "the space and the training records) are not those the run began with. "
-                "Give the same ones, or a new folder for a second release."
-            )
+        records = (
+            "the records, their order, or what is evaluated on them (in a "
+            "PrivateSearch also the estimator, its losses, the space and the training "
+            "records)"
+        )
+        saved = resume_run(self.path, saved, self.first, records)
         self._forget(saved.done)
-        return resumed(saved, self.first)
+        return saved
 
     def _forget(self, done: int) -> None:
         """Deletes the evaluations of steps before `done`."""
@@ -196,15 +182,7 @@ def fingerprint(
     budget: PrivacyBudget | None,
     report: PrivacyReport | None,
 ) -> dict[str, Any]:
-    """What must not change between the parts of a run: `run`, public, and `records`.
-
-    Args:
-        problem: The black box; its `records` are SECRET.
-        solver: The calibrated solver.
-        w0: The start.
-        budget: What it was calibrated to, if it was calibrated by the search.
-        report: The guarantee, likewise.
-    """
+    """What must not change between the parts of a run: `run`, public, and `records`."""
     public = {
         "budget": budget and {"epsilon": budget.epsilon, "delta": budget.delta},
         "solver": _as_json(solver),

@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from .. import _checks
 from .._extras import missing
 from ..core import lock
 from ..core.checkpoint import Checkpoint
-from ..core.descent import rejected_updates
 from ..core.loop import bound_to
 from ..core.plan import calibrate
-from ..core.resume import first_checkpoint, run_in_parts
+from ..core.progress import step_bar
+from ..core.resume import first_checkpoint, run_in_parts, solution_of
 from ..core.solution import Solution, divergence
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
@@ -97,7 +98,7 @@ def minimize(
         that another run goes on with, whose noise it would use again.
     """
     _check(problem, solver, key, budget, folder, progress)
-    run = _planned(problem, solver, _start(problem, w0), key, budget, precision)
+    run = _plan(problem, solver, _start(problem, w0), key, budget, precision)
     solution, remarks = _run_or_resume(run, folder, progress)
     for remark in remarks:
         warnings.warn(f"minimize: {remark}", stacklevel=2)
@@ -106,7 +107,7 @@ def minimize(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planned:
+class _Run:
     """A run that has evaluated nothing.
 
     Attributes:
@@ -122,14 +123,14 @@ class _Planned:
     first: Checkpoint
 
 
-def _planned(
+def _plan(
     problem: BlackBox,
     solver: AbstractAskingSolver,
     w0: Array,
     key: PRNGKey,
     budget: PrivacyBudget | None,
     precision: Precision,
-) -> _Planned:
+) -> _Run:
     """Calibrates the solver if there is a budget, and binds it to the black box."""
     report, n = None, problem.num_records
     with wide_integers():
@@ -139,7 +140,14 @@ def _planned(
             )
             solver, report = plan.solver, plan.report
         solver = bound_to(problem, solver, None, "minimize")  # type: ignore[assignment]
-        _check_calibrated(problem, solver)
+        try:  # before the first evaluation, which may take hours
+            solver.ledger(problem, solver.sizes).events()
+        except ValueError as error:
+            raise ValueError(
+                "minimize: the solver is not calibrated; give "
+                "budget=PrivacyBudget(epsilon, delta), or a solver from "
+                f"dpbilevel.calibrate. {error}"
+            ) from None
         first = first_checkpoint(
             problem,
             solver,
@@ -148,11 +156,11 @@ def _planned(
             fingerprint=fingerprint(problem, solver, w0, budget, report),
             with_start=False,
         )
-    return _Planned(problem, solver, report, first)
+    return _Run(problem, solver, report, first)
 
 
 def _run_or_resume(
-    run: _Planned, folder: Path | str | None, progress: bool
+    run: _Run, folder: Path | str | None, progress: bool
 ) -> tuple[Solution, list[str]]:
     """The solution, by what is left to run, and what to warn of."""
     if folder is None or run.report is None:  # one without the other was refused
@@ -172,37 +180,37 @@ def _run_or_resume(
 
 
 def _run(
-    run: _Planned, saved: Checkpoint, notebook: Folder | None, progress: bool
+    run: _Run, saved: Checkpoint, notebook: Folder | None, progress: bool
 ) -> tuple[Solution, list[str]]:
     """All steps that are left; the solution, and what to warn of."""
     problem, solver = run.problem, run.solver
     # What is compiled must not read losses, and need not keep them alive.
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
-    with _bar(progress, solver.num_steps, saved.done) as show:
+    silent = contextlib.nullcontext(lambda done, **numbers: None)
+    evaluations = itertools.count(1)
+    with step_bar(solver.num_steps) if progress else silent as show:
 
         def losses(step, number, point):
             evaluate = functools.partial(_evaluate, problem, point)
-            found = (
-                notebook.losses(step, number, point, evaluate)
-                if notebook
-                else evaluate()
-            )
-            show(0)
+            if notebook is not None:
+                evaluate = functools.partial(
+                    notebook.losses, step, number, point, evaluate
+                )
+            found = evaluate()
+            show(step, evaluations=next(evaluations))
             return found
 
         def keep(saved):
-            if notebook:
+            if notebook is not None:
                 notebook.keep(saved)
-            show(1)
+            show(saved.done)
 
         part = functools.partial(_step, public, solver, losses)
         saved = run_in_parts(part, saved, solver.num_steps, keep)
     with wide_integers():
-        state = jax.tree.map(jnp.asarray, saved.state)
-        value = np.asarray(solver.answer(public, state))
-    rejected = int(rejected_updates(state))
-    remarks = [solver.remark(state), divergence(rejected)]
-    return Solution(value, saved.path, rejected), [r for r in remarks if r is not None]
+        solution = solution_of(public, solver, saved)
+    remarks = solver.remark(saved.state), divergence(int(solution.rejected_updates))
+    return solution, [remark for remark in remarks if remark is not None]
 
 
 def _step(
@@ -271,18 +279,6 @@ def _unseen(point: np.ndarray) -> np.ndarray:
     raise TypeError("AbstractAskingSolver: ask and tell must not call losses.")
 
 
-def _check_calibrated(problem: BlackBox, solver: Any) -> None:
-    """Raises before the first evaluation, which may take hours."""
-    try:
-        solver.ledger(problem, solver.sizes).events()
-    except ValueError as error:
-        raise ValueError(
-            "minimize: the solver is not calibrated; give "
-            "budget=PrivacyBudget(epsilon, delta), or a solver from "
-            f"dpbilevel.calibrate. {error}"
-        ) from None
-
-
 def _check(
     problem: Any,
     solver: Any,
@@ -341,23 +337,3 @@ def _start(problem: BlackBox, w0: Any) -> Any:
         start = jax.tree.map(lambda v: jnp.asarray(np.asarray(v, np.float64)), w0)
         check_set("w_set", problem.w_set, start)
         return start
-
-
-@contextlib.contextmanager
-def _bar(progress: bool, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """What to call with 0 after an evaluation and with 1 after a step."""
-    if not progress:
-        yield lambda steps: None
-        return
-    from tqdm import tqdm
-
-    evaluations = 0
-    with tqdm(total=total, initial=done, unit="step") as bar:
-
-        def show(steps: int) -> None:
-            nonlocal evaluations
-            evaluations += 1 - steps
-            bar.set_postfix(evaluations=evaluations)
-            bar.update(steps)
-
-        yield show

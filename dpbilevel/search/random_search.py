@@ -11,7 +11,7 @@ from .. import _checks
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
 from ..draws.release import Draw
-from ..draws.samplers.base import Certificate
+from ..draws.samplers.base import SamplerGuarantee
 from ..draws.samplers.grid import Grid
 from ..draws.scores.mean_loss import spread_of
 from ..privacy.budget import Neighbours
@@ -141,7 +141,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
             (Query(RECORDS, sizes, float(share) * sizes),),
             self.mechanism,
             float(self.mechanism.rate(sensitivity)),
-            Certificate(
+            SamplerGuarantee(
                 1,
                 self.num_candidates,
                 notes=(f"drawn exactly from {self.num_candidates} random candidates",),
@@ -151,7 +151,7 @@ class RandomSearch(AbstractAskingSolver[_State]):
 
     def with_noise(self, scale: float) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
-        mechanism = dataclasses.replace(self.mechanism, epsilon=2 / scale)
+        mechanism = self.mechanism.with_multiplier(scale)
         return dataclasses.replace(self, mechanism=mechanism)
 
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:

@@ -25,7 +25,7 @@ class RowLosses:
     """Trains an estimator at a point and tells the loss of every row of others.
 
     Args:
-        made: The estimator with the parameters at a point, not fitted.
+        make: The estimator with the parameters at a point, not fitted.
         X: Training inputs.
         y: Training targets.
         losses: `losses(estimator, X, y)`, the loss of every row.
@@ -35,19 +35,15 @@ class RowLosses:
     """
 
     def __init__(
-        self, made: Callable[[np.ndarray], Any], X: Any, y: Any, losses: Losses
+        self, make: Callable[[np.ndarray], Any], X: Any, y: Any, losses: Losses
     ):
-        self.made, self.losses, self.unit = made, losses, 1.0
+        self.make, self.losses, self.unit = make, losses, 1.0
         self.training = _sliceable(X), _sliceable(y)
         self._refusals = Refusals.untried()
 
-    def fitted(self, point: Float[np.ndarray, " d"]) -> Any:
-        """The estimator fitted to the training rows.
-
-        Args:
-            point: The point.
-        """
-        return self.made(point).fit(*_parts(self.training, _all(self.training)))
+    def fit(self, point: Float[np.ndarray, " d"]) -> Any:
+        """The estimator fitted to the training rows."""
+        return self.make(point).fit(*_parts(self.training, _all(self.training)))
 
     def black_box(self, X: Any, y: Any) -> Callable[[np.ndarray], np.ndarray]:
         """The losses of private rows as a function of the point, which never raises.
@@ -65,16 +61,16 @@ class RowLosses:
         private = _sliceable(X), _sliceable(y)
         judged = np.setdiff1d(_all(private), self._refusals.rows(private))
 
-        def evaluated(point):
+        def losses_at(point):
             try:
-                fitted = self.fitted(point)
+                fitted = self.fit(point)
             except Exception:  # of the training rows, whatever the private ones are
                 return np.full(count(y), np.nan)
             # What is said about a row would tell something about it.
             with _silence():
-                return self._readable(fitted, private, judged)
+                return self._judge(fitted, private, judged)
 
-        return evaluated
+        return losses_at
 
     def check_apart(self, point: Float[np.ndarray, " d"]) -> None:
         """Raises where a row's loss depends on the rows beside it: on training rows.
@@ -82,20 +78,17 @@ class RowLosses:
         Each is judged beside others and beside copies of one; where they are numbers,
         also with holes, and beside large ones. Then finds out what numbers are refused.
 
-        Args:
-            point: Where to fit the estimator.
-
         Raises:
             ValueError: It does, or the estimator or the losses fail there.
         """
         everyone = _all(self.training)[:_PROBED]
         table = _parts(self.training, everyone)
         try:
-            fitted = self.fitted(point)
-            losses = self._fresh(fitted, *_parts(table, everyone))
+            fitted = self.fit(point)
+            losses = self._losses_of(fitted, *_parts(table, everyone))
         except Exception as error:
             raise ValueError(
-                f"PrivateSearch.fit: in the middle of the space, {self.made(point)!r} "
+                f"PrivateSearch.fit: in the middle of the space, {self.make(point)!r} "
                 f"fails on training rows: {str(error).rstrip('.')}. Where a parameter "
                 "is a whole number, give Range(..., integer=True)."
             ) from error
@@ -115,7 +108,7 @@ class RowLosses:
         with _silence():
             self._refusals = Refusals.tried(
                 lambda n: _parts(table, np.resize(everyone, max(n, len(everyone)))),
-                lambda tables: self._tried(fitted, *tables) is not None,
+                lambda tables: self._try(fitted, *tables) is not None,
             )
 
     def usual_slope(self, size: int) -> float:
@@ -131,7 +124,7 @@ class RowLosses:
 
         def at(point):
             known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
-            return self._rows(self.made(point).fit(*known), *held)
+            return self._losses_of(self.make(point).fit(*known), *held)
 
         try:
             sides = [[at(s * _STEP * e) for s in (1, -1)] for e in np.eye(size)]
@@ -171,7 +164,7 @@ class RowLosses:
             # Rows that are refused stand for nothing here.
             yield beside is None or _equal(losses, beside, evens)
 
-    def _readable(self, fitted, private, judged):
+    def _judge(self, fitted, private, judged):
         """The losses, with NaN for rows that raise or are not judged."""
 
         def refused(kept):
@@ -198,23 +191,20 @@ class RowLosses:
         """
         everyone = _all(table)
         rows = np.where(np.isin(everyone, kept), everyone, kept[0])
-        return self._tried(fitted, *_parts(table, rows))
+        return self._try(fitted, *_parts(table, rows))
 
-    def _tried(self, fitted, X, y):
+    def _try(self, fitted, X, y):
         """The losses, or `None` where some row raises."""
         try:
-            return self._fresh(fitted, X, y)
+            return self._losses_of(fitted, X, y)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException:  # such as a panic of compiled code
             return None
 
-    def _fresh(self, fitted, X, y):
-        """The losses by an estimator that no earlier call can have changed."""
-        return self._rows(copy.deepcopy(fitted), X, y)
-
-    def _rows(self, fitted, X, y):
-        found = np.asarray(self.losses(fitted, X, y), np.float64)
+    def _losses_of(self, fitted, X, y):
+        # By an estimator that no earlier call can have changed.
+        found = np.asarray(self.losses(copy.deepcopy(fitted), X, y), np.float64)
         if found.shape != (count(y),):
             raise ValueError(
                 "PrivateSearch: losses must return one number for each of the "
@@ -290,11 +280,7 @@ def _kind(value):
 
 
 def count(table: Any) -> int:
-    """The number of rows; sparse matrices have no length.
-
-    Args:
-        table: An array, a list, a sparse matrix or a data frame.
-    """
+    """The number of rows; sparse matrices have no length."""
     return table.shape[0] if hasattr(table, "shape") else len(table)
 
 

@@ -30,8 +30,8 @@ def one_level(problem, data, clip_range=None, measure="spread"):
     start = jnp.zeros(1, data["features"].dtype) if isinstance(data, dict) else None
     start = jnp.zeros(1, data.dtype) if start is None else start
     raw = score.bounded(data, start).raw
-    facts = score.facts(start.dtype)
-    return raw.many(POINTS.astype(start.dtype)), 2 * facts.contributions["records"]
+    share = score.contributions(start.dtype)["records"]
+    return raw.many(POINTS.astype(start.dtype)), 2 * share
 
 
 @pytest.mark.parametrize("measure", ["spread", "slope"])
@@ -129,9 +129,8 @@ def hyper(problem, data, start):
     axis = jnp.linspace(0.0, 1.0, 4)
     score = HyperObjective(problem, "spread", SIZES)
     raw = score.bounded(data, start).raw
-    facts = score.facts(jnp.float64)
     points = dpb.draws.Grid.product(axis, axis).candidates
-    return jax.jit(lambda xs: raw.many(xs))(points), facts.contributions
+    return jax.jit(lambda xs: raw.many(xs))(points), score.contributions(jnp.float64)
 
 
 def test_hostile_targets_of_validation_records_stay_within_their_share():
@@ -164,4 +163,4 @@ def test_constants_that_do_not_bound_a_record_are_refused_with_a_public_term():
     )
     score = HyperObjective(problem, "spread", SIZES)
     with jax.enable_x64(True), pytest.raises(ValueError, match="with upper_public"):
-        score.facts(jnp.float64)
+        score.contributions(jnp.float64)

@@ -185,7 +185,7 @@ def test_one_changed_cell_stops_a_resume_without_a_word_about_it(on_file):
     for row in rows:
         row[0] = "777777"
     write_records(folder, rows)
-    refused(r"the records are not those .*Give the same file", prepared, folder / "out")
+    refused(r"the records are not those .*Give the same ones", prepared, folder / "out")
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         run(prepared, folder / "out", resume=True)
     assert "777777" not in str(caught.value)

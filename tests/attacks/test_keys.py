@@ -57,7 +57,7 @@ UNSEEN += ("gradient_informative",)
 ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
 ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
 ALIKE += ("penalty_shared_poisson", "single_loop_shared_poisson", "refitted")
-ALIKE += ("single_loop", "single_loop_free_x", "implicit")
+ALIKE += ("single_loop", "single_loop_free_x", "f2sa", "implicit")
 CASES = [
     pytest.param(name, True, marks=pytest.mark.slow if name in ALIKE else ())
     for name in SOLVERS

@@ -15,6 +15,7 @@ from dpbilevel.draws import (
     StochasticRejection,
 )
 from dpbilevel.draws.samplers.base import Regularity
+from dpbilevel.draws.samplers.proximal import ProximalPlan
 from dpbilevel.draws.scores.hyper import HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from tests.contract.solver_zoo import CERTIFIED
@@ -155,16 +156,14 @@ def known(**changed):
 def test_rounding_is_part_of_the_slack_of_an_envelope():
     sampler, feasible = AlternatingSampler(ConvexEnvelope(), 0.01), dpb.sets.Ball(1.0)
     rounded = known(rounding=0.01)
-    oracle = sampler.planned(rounded, feasible).oracle
+    oracle = sampler.with_counts(rounded, feasible).oracle
     # Two values, and a gradient times the diameter.
     assert oracle.slack == pytest.approx(3 * 0.01)
-    assert sampler.planned(known(), feasible).oracle.slack == 0
-    facts = MeanLoss(
-        dpb.FiniteSum(linear, w_set=CORNERS, lipschitz=1.0), "slope", 1000
-    ).facts(jnp.float64)
-    scaled = facts.regularity(1, 1.0).scaled(10.0, 0.0, 0.0)
+    assert sampler.with_counts(known(), feasible).oracle.slack == 0
+    score = MeanLoss(dpb.FiniteSum(linear, w_set=CORNERS, lipschitz=1.0), "slope", 1000)
+    potential = score.regularity(jnp.float64, 1).of_potential(10.0, 0.0, 0.0)
     # More than a sum of a thousand values rounds.
-    assert scaled.rounding >= 10 * 1000 * 2.0**-53 * 2.0
+    assert potential.rounding >= 10 * 1000 * 2.0**-53 * 2.0
 
 
 @pytest.mark.parametrize("change", ["strong_convexity", "rounding"])
@@ -173,12 +172,12 @@ def test_an_oracle_that_was_planned_for_another_law_proves_nothing(change):
         AlternatingSampler(ConvexEnvelope(), 0.01),
         dpb.sets.Box(-1.0, 1.0),
     )
-    plan = sampler.planned(known(rounding=1e-3), feasible)
+    plan = sampler.with_counts(known(rounding=1e-3), feasible)
     plan = dataclasses.replace(plan, num_steps=2 * plan.num_steps, tries=9 * plan.tries)
-    assert plan.certificate(known(rounding=1e-3), feasible).proved
+    assert plan.guarantee(known(rounding=1e-3), feasible).proved
     value = {"strong_convexity": 0.9, "rounding": 2e-3}[change]
     other = dataclasses.replace(known(rounding=1e-3), **{change: value})
-    certificate = plan.certificate(other, feasible)
+    certificate = plan.guarantee(other, feasible)
     assert not certificate.proved
     assert "planned for another law" in certificate.notes[0]
 
@@ -186,9 +185,10 @@ def test_an_oracle_that_was_planned_for_another_law_proves_nothing(change):
 def test_a_stochastic_oracle_serves_exact_terms_alone():
     oracle, feasible = StochasticRejection(), dpb.sets.Ball(1.0)
     terms = known(num_terms=4, term_lipschitz=1.0)
-    assert oracle.serves(terms, feasible)
-    assert not oracle.serves(known(), feasible)
-    assert not oracle.serves(dataclasses.replace(terms, error=0.1), feasible)
+    inexact = dataclasses.replace(terms, error=0.1)
+    assert oracle.serves(ProximalPlan(terms, feasible, 0.1))
+    assert not oracle.serves(ProximalPlan(known(), feasible, 0.1))
+    assert not oracle.serves(ProximalPlan(inexact, feasible, 0.1))
 
 
 def test_a_solver_changed_after_planning_claims_no_epsilon():
@@ -221,14 +221,14 @@ def test_a_plan_in_single_precision_holds_for_a_run_in_double():
     sizes, pure = dpb.Sizes(20, 20), dpb.PrivacyBudget(1.0, 0.0)
     solver = dpb.draws.ExponentialMechanism(dpb.draws.GridWalk(), dimension=1)
     plan = dpb.calibrate(problem, solver, pure, sizes=sizes)
-    rate = plan.solver._plan(problem, sizes)[1]
+    rate = plan.solver.plan(problem, sizes).rate
     with jax.enable_x64(True):
-        assert plan.solver._plan(problem, sizes)[1] == rate
+        assert plan.solver.plan(problem, sizes).rate == rate
         (release,) = plan.solver.ledger(problem, sizes).releases
-        assert release.certificate.proved
+        assert release.guarantee.proved
         start = jnp.zeros(1), jnp.zeros(2)
         records = {"features": jnp.ones((20, 2)), "label": jnp.ones(20)}
-        score = plan.solver._score(problem, sizes)
+        score = plan.solver.score_of(problem, sizes)
         dtype = plan.solver.scored_dtype(start)
         sealed = score.bounded(dpb.Levels(records, records), start, dtype)
         fine = score.bounded(dpb.Levels(records, records), start)
@@ -253,13 +253,13 @@ def values(problem, points, clip_range=None, sizes=None):
     score = HyperObjective(problem, "spread", sizes, clip_range)
     data = dpb.Levels(jnp.ones(n), jnp.zeros(n))
     potential = score.potential(data, (jnp.zeros(1), jnp.zeros(1)))
-    return potential.many(points), score.facts(jnp.float64)
+    return potential.many(points), score.regularity(jnp.float64, 1)
 
 
 def test_clipped_scores_beside_a_public_term_are_no_steeper_than_declared():
     with jax.enable_x64(True):
-        found, facts = values(clipped(), jnp.asarray([[0.4], [0.9]]), 0.05)
-    assert 1.9 < abs(float(found[1] - found[0])) / 0.5 <= facts.lipschitz
+        found, known = values(clipped(), jnp.asarray([[0.4], [0.9]]), 0.05)
+    assert 1.9 < abs(float(found[1] - found[0])) / 0.5 <= known.lipschitz
 
 
 @pytest.mark.parametrize("clip_range", [None, 0.05])
@@ -280,7 +280,7 @@ def test_lower_records_that_move_nothing_ask_for_finitely_many_steps():
         dataclasses.replace(problem, constants=stiff), "spread", dpb.Sizes(200, 200)
     )
     with pytest.raises(ValueError, match="steps to solve the lower level"):
-        stiff.facts(jnp.float64)
+        stiff.contributions(jnp.float64)
 
 
 def test_trip_counts_do_not_depend_on_points_that_are_not_released():
@@ -289,7 +289,7 @@ def test_trip_counts_do_not_depend_on_points_that_are_not_released():
     def counts(sampler, **fields):
         solver = dpb.draws.ExponentialMechanism(sampler, **fields)
         with jax.enable_x64(True):
-            score = solver._score(CERTIFIED, sizes)
+            score = solver.score_of(CERTIFIED, sizes)
             wide = jax.tree.map(lambda v: v.astype(jnp.float64), start)
             raw = score.potential(UNREAD, wide)
             ends = jnp.zeros(2), jnp.ones(2)
@@ -308,9 +308,9 @@ UNREAD = dpb.Levels({"features": jnp.ones((2, 4)), "label": jnp.ones(2)}, None)
 
 def test_rounding_counts_in_full_where_a_record_less_moves_a_spread_by_one_share():
     problem = dpb.FiniteSum(linear, w_set=CORNERS)
-    share = MeanLoss(problem, "spread", 1000, 1.0).facts(jnp.float32)
-    error = share.error - 2.0**-24
+    score = MeanLoss(problem, "spread", 1000, 1.0)
+    error = score.regularity(jnp.float32, 1).error - 2.0**-24
     # B / n for the record and four errors of scores, at a factor of one.
     added = dpb.Neighbours.ADD_OR_REMOVE_ONE.contributions
-    found = added * share.contributions["records"] - 1 / 1000
+    found = added * score.contributions(jnp.float32)["records"] - 1 / 1000
     assert found >= 4 * error

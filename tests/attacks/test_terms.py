@@ -26,10 +26,10 @@ from dpbilevel.draws.samplers._walk_bounds import WalkBounds
 from dpbilevel.draws.samplers.base import (
     AbstractPotential,
     AbstractSampler,
-    Certificate,
     Regularity,
+    SamplerGuarantee,
 )
-from dpbilevel.draws.samplers.proximal import draw_failure
+from dpbilevel.draws.samplers.proximal import ProximalPlan
 from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective, _steps
 from dpbilevel.draws.scores.mean_loss import MeanLoss, public_part, spread_of
 from dpbilevel.games import certified as resolvent
@@ -440,9 +440,9 @@ def test_errors_of_a_mean_loss_are_part_of_its_share():
     problem = dpb.FiniteSum(
         lambda w, record: record * w[0], w_set=dpb.sets.Ball(0.5), lipschitz=2.0
     )
-    facts = MeanLoss(problem, "slope", n).facts(jnp.float32)
+    known = MeanLoss(problem, "slope", n).regularity(jnp.float32, 1)
     # Two losses within the range, and n terms in any order.
-    assert facts.rounding == pytest.approx((2 * 32 + n) * unit * 2.0)
+    assert known.rounding == pytest.approx((2 * 32 + n) * unit * 2.0)
 
 
 def test_a_public_term_is_no_longer_than_rounding_is_counted_for():
@@ -488,19 +488,19 @@ def test_errors_of_a_hyper_objective_are_part_of_both_shares(public, clip_range,
     largest = 2 * (losses if clip_range is None else losses / 2)
     largest += 2 * reach if public else 0.0
     error = slope * (target + rounding) + 32 * 2.0**-52 * largest
-    facts = score.facts(jnp.float64)
-    assert facts.error == pytest.approx(error, rel=1e-9, abs=0)
+    known, shares = score.regularity(jnp.float64, 1), score.contributions(jnp.float64)
+    assert known.error == pytest.approx(error, rel=1e-9, abs=0)
     values = 32 * 2.0**-52 * largest
-    found = facts.error - slope * (target + rounding)
+    found = known.error - slope * (target + rounding)
     assert found == pytest.approx(values, rel=1e-2, abs=0)
     upper, lower = 2 * losses / 30, 2 * slope * bounds.solution_shift
     if clip_range is None:
         upper, lower = min(upper, 2 * bounds.upper), min(lower, 2 * bounds.lower)
     assert score.spreads() == pytest.approx((upper, lower))
-    assert 2 * facts.contributions["upper"] == pytest.approx(upper + 4 * error)
-    assert 2 * facts.contributions["lower"] == pytest.approx(lower + 4 * error)
+    assert 2 * shares["upper"] == pytest.approx(upper + 4 * error)
+    assert 2 * shares["lower"] == pytest.approx(lower + 4 * error)
     steep = 3 if public and clip_range is not None else 1
-    assert facts.lipschitz == pytest.approx(steep * c.upper_total)
+    assert known.lipschitz == pytest.approx(steep * c.upper_total)
 
 
 def test_slopes_of_a_hyper_objective_know_every_error_of_their_gradient(x64):
@@ -510,15 +510,15 @@ def test_slopes_of_a_hyper_objective_know_every_error_of_their_gradient(x64):
     steps = sensitivities.step_counts(CONSTANTS, sizes)
     solves = sensitivities.solve_error(bounds, steps)
     rounds = sensitivities.rounding_error(bounds, sizes, jnp.float64)
-    facts = score.facts(jnp.float64)
-    assert facts.gradient_error - solves == pytest.approx(rounds, rel=1e-3)
-    assert facts.gradient_error - rounds == pytest.approx(solves)
+    known = score.regularity(jnp.float64, 1)
+    assert known.gradient_error - solves == pytest.approx(rounds, rel=1e-3)
+    assert known.gradient_error - rounds == pytest.approx(solves)
     # Solved to its rounding, and rounded.
     least = CONSTANTS.upper_y * 2 * rounding
-    assert facts.error >= least
+    assert known.error >= least
     largest = 2 * score._reach()
     values = 32 * 2.0**-52 * largest
-    assert facts.error - least == pytest.approx(values, rel=1e-3, abs=0)
+    assert known.error - least == pytest.approx(values, rel=1e-3, abs=0)
 
 
 def test_the_largest_loss_of_a_model_is_part_of_the_error_of_its_values(x64):
@@ -528,7 +528,8 @@ def test_the_largest_loss_of_a_model_is_part_of_the_error_of_its_values(x64):
     score = HyperObjective(problem, "spread", dpb.Sizes(30, 30))
     _, rounding = parts_of(score)
     target = score._target(jnp.float64)
-    values = score.facts(jnp.float64).error - score._slope() * (target + rounding)
+    error = score.regularity(jnp.float64, 1).error
+    values = error - score._slope() * (target + rounding)
     # Losses of rows near zero are all about log 2.
     assert values >= 32 * 2.0**-52 * math.log(2) * (1 - 1e-3)
 
@@ -543,33 +544,33 @@ def test_the_metric_of_a_lower_level_is_charged_where_it_is_flattest():
 def test_errors_of_a_gradient_norm_are_part_of_both_shares():
     sizes = dpb.Sizes(300, 500)
     with jax.enable_x64(True):
-        facts = GradientNorm(two_levels(), "spread", sizes).facts(jnp.float64)
+        score = GradientNorm(two_levels(), "spread", sizes)
+        known, found = (
+            score.regularity(jnp.float64, 1),
+            score.contributions(jnp.float64),
+        )
         shares = sensitivities.hypergradient_sensitivity(CONSTANTS, sizes, jnp.float64)
         bounds = CONSTANTS.bounds(sizes)
         steps = sensitivities.step_counts(CONSTANTS, sizes)
     solves = sensitivities.solve_error(bounds, steps)
     rounds = sensitivities.rounding_error(bounds, sizes, jnp.float64)
     projected = 8 * 2.0**-52 * (1.0 + CONSTANTS.upper_total)
-    more = facts.error - (solves + rounds)
+    more = known.error - (solves + rounds)
     assert more == pytest.approx(projected, rel=0.1, abs=0)
     for role in ("upper", "lower"):
-        more = facts.contributions[role] - getattr(shares, role)
+        more = found[role] - getattr(shares, role)
         assert more == pytest.approx(projected, rel=0.1, abs=0)
-    assert facts.lipschitz == pytest.approx(CONSTANTS.smoothness + 2)
-
-
-def exact_certificate(**fields):
-    return Certificate(1, 1.0, **fields)
+    assert known.lipschitz == pytest.approx(CONSTANTS.smoothness + 2)
 
 
 def draw_release(mechanism, people_roles=("records",), **fields):
     queries = tuple(Query(role, 10, 1.0) for role in people_roles)
-    fields = {"certificate": exact_certificate()} | fields
+    fields = {"guarantee": SamplerGuarantee(1, 1.0)} | fields
     return Draw("x", fields.pop("count", 1), queries, mechanism, 1.0, **fields)
 
 
 def test_both_laws_of_a_draw_may_be_off_by_the_log_ratio():
-    event = dpb.draws.Exponential(0.5).event(0.25, exact_certificate(log_ratio=0.1))
+    event = dpb.draws.Exponential(0.5).event(0.25, log_ratio=0.1)
     assert pure.epsilon_of(event) == pytest.approx(0.25 * 0.5 + 2 * 0.1)
 
 
@@ -601,20 +602,20 @@ def test_draws_of_two_levels_are_planned_for_both_shares_and_their_errors(x64):
     sizes, problem = dpb.Sizes(300, 500), two_levels()
     grid = dpb.draws.Grid(jnp.zeros((2, 1)))
     solver = dpb.draws.ExponentialMechanism(grid, mechanism=dpb.draws.Exponential(1.0))
-    facts, rate, _ = solver._plan(problem, sizes)
-    assert rate <= 1 / (2 * sum(facts.contributions.values()))
+    plan = solver.plan(problem, sizes)
+    assert plan.rate <= 1 / (2 * sum(plan.contributions.values()))
     solver = alternating_draw()
-    facts, rate, _, _ = solver._plan(problem, sizes)
+    plan = solver.plan(problem, sizes)
     (release,) = solver.ledger(problem, sizes).releases
-    expected = math.tanh(rate * facts.error)
+    expected = math.tanh(plan.rate * plan.regularity.error)
     assert release.inexact == pytest.approx(expected, rel=1e-6, abs=0)
     assert expected > 0
 
 
 def test_every_distance_of_every_draw_is_counted():
     mechanism = dpb.draws.Exponential(0.5)
-    certificate = exact_certificate(distance=1e-3)
-    part = draw_release(mechanism, certificate=certificate, inexact=1e-4, count=3)
+    guarantee = SamplerGuarantee(1, 1.0, distance=1e-3)
+    part = draw_release(mechanism, guarantee=guarantee, inexact=1e-4, count=3)
     assert part.failure == pytest.approx(3 * 1.1e-3)
     ((_, event),) = part.charges(dpb.People.OVERLAPPING)
     assert accounting.pure_epsilons(event) == pytest.approx([0.5] * 3)
@@ -634,32 +635,34 @@ def test_a_rate_has_room_for_rounding():
     )
     grid = dpb.draws.Grid(jnp.zeros((2, 1)))
     solver = dpb.draws.ExponentialMechanism(grid, mechanism=dpb.draws.Exponential(1.0))
-    share = MeanLoss(problem, "spread", 50).facts(jnp.float32).contributions["records"]
-    _, rate, _ = solver._plan(problem, 50)
+    share = MeanLoss(problem, "spread", 50).contributions(jnp.float32)["records"]
+    rate = solver.plan(problem, 50).rate
     assert rate <= 1.0 / (2 * share * margin) * (1 + 1e-9)
     search = dpb.search.RandomSearch(2, 1.0, mechanism=dpb.draws.Exponential(1.0))
     (release,) = search.ledger(problem, 50).releases
     share, _ = spread_of(1.0, 50, jnp.float32, False)
     assert release.rate <= 1.0 / (2 * share * margin) * (1 + 1e-9)
     assert release.queries[0].contribution == pytest.approx(share)
-    slope = MeanLoss(problem, "slope", 50).facts(jnp.float32)
+    slope = MeanLoss(problem, "slope", 50)
     solver = alternating_draw()
-    _, rate, _, _ = solver._plan(problem, 50)
-    sensitivity = 2 * slope.contributions["records"]
+    rate = solver.plan(problem, 50).rate
+    sensitivity = 2 * slope.contributions(jnp.float32)["records"]
     assert rate <= 0.3 / (2.0 * sensitivity * margin) ** 2 * (1 + 1e-6)
     # A computed law is within tanh of the error of its logarithm.
     (release,) = solver.ledger(problem, 50).releases
-    assert release.inexact == pytest.approx(math.tanh(rate * float(slope.rounding)))
+    assert release.inexact == pytest.approx(
+        math.tanh(rate * slope.regularity(jnp.float32, 1).rounding)
+    )
 
 
 class Taken(AbstractSampler):
     """Returns the potential that it is given, at the start."""
 
-    def planned(self, regularity, feasible):
+    def with_counts(self, regularity, feasible):
         return self
 
-    def certificate(self, regularity, feasible):
-        return exact_certificate()
+    def guarantee(self, regularity, feasible):
+        return SamplerGuarantee(1, 1.0)
 
     def draw(self, potential, feasible, start, *, key):
         return potential(start)
@@ -694,9 +697,9 @@ def test_scores_that_vary_less_than_their_losses_round_are_refused():
     )
     score = HyperObjective(problem, "spread", dpb.Sizes(100, 100))
     with pytest.raises(ValueError, match="errors of computed scores"):
-        score.facts(jnp.float32)
+        score.contributions(jnp.float32)
     with jax.enable_x64(True):
-        assert score.facts(jnp.float64).contributions["lower"] < 2.0**-23
+        assert score.contributions(jnp.float64)["lower"] < 2.0**-23
 
 
 def test_proved_bounds_of_a_linear_model_have_every_term_of_the_proof():
@@ -793,40 +796,31 @@ def test_the_conductance_of_a_fine_lattice_is_the_one_of_the_proof():
 
 def test_a_grid_walk_is_charged_for_cells_and_for_tries():
     known, feasible = Regularity(1, 4.0, 0.0), dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
-    plan = dpb.draws.GridWalk(tabulate=False).planned(known, feasible)
+    plan = dpb.draws.GridWalk(tabulate=False).with_counts(known, feasible)
     bounds = plan._bounds(known, feasible)
     mixing = bounds.mixing(plan.num_steps)
     exhausted = bounds.exhausted(mixing, plan.num_tries)
     ratio = math.log((1 + mixing) / (1 - mixing)) - math.log(1 - exhausted)
-    assert plan.certificate(known, feasible).log_ratio == pytest.approx(ratio, rel=1e-9)
+    assert plan.guarantee(known, feasible).log_ratio == pytest.approx(ratio, rel=1e-9)
     low = dataclasses.replace(plan, slack=0.9 * bounds.needed_slack)
     low = dataclasses.replace(low, num_tries=10 * plan.num_tries)
-    assert not low.certificate(known, feasible).proved
+    assert not low.guarantee(known, feasible).proved
 
 
 def test_every_distance_of_an_alternating_sampler_counts():
     known = Regularity(3, 2.0, 1.2, smoothness=5.0, error=0.02, rounding=0.01)
     feasible, eta, steps = dpb.sets.Ball(1.0), 0.05, 60
     oracle = dpb.draws.ConvexEnvelope(gradient_steps=2, draw_tries=5)
-    chance = oracle.acceptance(known, feasible, eta)
+    chance = oracle.acceptance(ProximalPlan(known, feasible, eta))
     tries = math.ceil(1.2 * steps / chance)
-    oracle = oracle.planned(
-        known, feasible, step_size=eta, num_steps=steps, tries=tries, share=1e-4
-    )
+    plan = ProximalPlan(known, feasible, eta, steps, tries, share=1e-4)
+    oracle = oracle.with_counts(plan)
     sampler = dpb.draws.AlternatingSampler(oracle, 0.5, steps, eta, tries)
-    found = sampler.certificate(known, feasible)
+    found = sampler.guarantee(known, feasible)
     width, alpha = 2.0, 1.2 * math.exp(-2 * 0.03)
     mixing = width / (2 * math.sqrt(eta)) * (1 + alpha * eta) ** -(steps - 1)
     late = scipy.stats.binom.cdf(steps - 1, tries, chance)
-    draws = draw_failure(
-        oracle,
-        known,
-        feasible,
-        step_size=eta,
-        num_steps=steps,
-        tries=tries,
-        share=0.5 / 8,
-    )
+    draws = oracle.draw_failure(dataclasses.replace(plan, share=0.5 / 8))
     assert min(mixing, late, draws) > 1e-4
     assert found.distance == pytest.approx(mixing + late + draws) != 1
 
@@ -834,20 +828,20 @@ def test_every_distance_of_an_alternating_sampler_counts():
 class Proposing(dpb.draws.ConvexEnvelope):
     """With a bias, and proposals of which the proof knows all."""
 
-    def bias(self, regularity, step_size):
+    def bias(self, plan):
         return 1e-3
 
 
 def test_the_bias_of_every_step_counts():
     known, feasible = Regularity(1, 2.0, 1.0, smoothness=2.0), dpb.sets.Box(-1.0, 1.0)
-    plan = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 0.2).planned(
+    plan = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 0.2).with_counts(
         known, feasible
     )
     fields = {"curvature": plan.oracle.curvature, "slack": plan.oracle.slack}
     oracle = Proposing(plan.oracle.gradient_steps, plan.oracle.draw_tries, **fields)
     biased = dataclasses.replace(plan, oracle=oracle)
-    more = biased.certificate(known, feasible).distance
-    less = plan.certificate(known, feasible).distance
+    more = biased.guarantee(known, feasible).distance
+    less = plan.guarantee(known, feasible).distance
     assert more - less == pytest.approx(1e-3 * plan.num_steps)
 
 
@@ -858,15 +852,7 @@ def test_draws_fail_where_a_point_is_far_or_where_all_tries_are_rejected(draws):
     oracle = {1: dpb.draws.ConvexEnvelope(), 2: dpb.draws.StochasticRejection()}[draws]
     oracle = dataclasses.replace(oracle, draw_tries=3)
     eta, steps, tries, share = 0.5, 10, 30, 1e-2
-    found = draw_failure(
-        oracle,
-        known,
-        feasible,
-        step_size=eta,
-        num_steps=steps,
-        tries=tries,
-        share=share,
-    )
+    found = oracle.draw_failure(ProximalPlan(known, feasible, eta, steps, tries, share))
     far = share / (2 * steps)
     reach = restricted.reach(feasible, 3, math.sqrt(eta), far)
     curvature = {1: 1.2, 2: 0.5}[draws]
@@ -897,21 +883,20 @@ def test_every_error_lowers_the_acceptance_of_an_envelope(smoothness):
     p = 1.2 + 1 / eta
     e = min(width, (rho + math.sqrt(rho**2 + 4 * p * 3)) / (2 * p))
     loss = min((smoothness - 1.2) / 2 * e**2, 2 * 2.0 * e)
-    found = oracle.acceptance(known, feasible, eta)
+    plan = ProximalPlan(known, feasible, eta, num_steps=9, tries=20, share=0.1)
+    found = oracle.acceptance(plan)
     assert -math.log(found) == pytest.approx(loss + 2 * slack)
-    planned = oracle.planned(
-        known, feasible, step_size=eta, num_steps=9, tries=20, share=0.1
-    )
-    assert planned.slack == pytest.approx(slack)
+    assert oracle.with_counts(plan).slack == pytest.approx(slack)
     weight = 1 / (1 + 1.2 * eta)
-    shift = oracle.gaussian(known, feasible, eta)[2]
+    shift = oracle.gaussian(plan)[2]
     assert shift == pytest.approx(weight * eta * (2.0 + epsilon))
 
 
 def test_cut_stages_are_part_of_the_bias_of_a_stochastic_try():
     known = Regularity(1, 1.0, num_terms=1, term_lipschitz=1.0)
-    whole = dpb.draws.StochasticRejection().bias(known, 1 / 64)
-    cut = dpb.draws.StochasticRejection(stages=3).bias(known, 1 / 64)
+    plan = ProximalPlan(known, dpb.sets.Ball(1.0), 1 / 64)
+    whole = dpb.draws.StochasticRejection().bias(plan)
+    cut = dpb.draws.StochasticRejection(stages=3).bias(plan)
     missing = sum(0.5**a / math.factorial(a) for a in range(4, 40))
     assert missing <= cut - whole <= 1.1 * missing
 
@@ -919,7 +904,7 @@ def test_cut_stages_are_part_of_the_bias_of_a_stochastic_try():
 def test_errors_grow_with_the_rate_of_a_potential():
     known = Regularity(
         2, 1.0, 0.5, 3.0, error=0.1, gradient_error=0.2, rounding=0.3
-    ).scaled(10.0, 0.7, 1.5)
+    ).of_potential(10.0, 0.7, 1.5)
     assert (known.error, known.gradient_error, known.rounding) == (1.0, 2.0, 3.0)
     assert known.lipschitz == pytest.approx(10 * 1.0 + 7 * 1.5)
     assert (known.smoothness, known.strong_convexity) == (30 + 7, 5 + 7)

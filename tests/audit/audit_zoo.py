@@ -55,6 +55,14 @@ def single_loop(people, scale=1.0, **fields):
     return solver.with_noise(scale).with_sizes(dpb.Sizes(upper, 20, people))
 
 
+def f2sa(people, scale=1.0, **fields):
+    upper = 20 if people == "shared" else 10
+    defaults = {"num_steps": 3, "penalty": 4.0, "step_size": 0.1}
+    defaults |= {"lower_step_size": 0.1, "upper_clip_norm": 1.5}
+    solver = dpb.bilevel.F2SA(**(defaults | fields))
+    return solver.with_noise(scale).with_sizes(dpb.Sizes(upper, 20, people))
+
+
 def refitted(scale=1.0):
     search = penalty("overlapping", num_steps=1)
     return (
@@ -164,6 +172,11 @@ SOLVERS = {
     "SingleLoopBilevel, shared": Audited(single_loop("shared"), True),
     "SingleLoopBilevel, Poisson": Audited(
         single_loop("shared", 0.5, sampling=dpb.Poisson(0.2)), True, exact=False
+    ),
+    "F2SA, disjoint": Audited(f2sa("disjoint", 0.5)),
+    "F2SA, shared": Audited(f2sa("shared"), True),
+    "F2SA, Poisson": Audited(
+        f2sa("shared", 0.5, sampling=dpb.Poisson(0.2)), True, exact=False
     ),
     "SingleLoopBilevel, free x": Audited(single_loop("disjoint", 0.5), False),
     "Refitted": Audited(refitted()),

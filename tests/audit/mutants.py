@@ -32,6 +32,7 @@ from tests.audit.audit_zoo import (
     exponential,
     extragradient,
     extrapolated,
+    f2sa,
     implicit,
     noisy_gd,
     once,
@@ -380,19 +381,19 @@ class SteeperThanDeclared(MeanLoss):
 
 
 class DrawsBySteeper(dpb.draws.RegularizedExponentialMechanism):
-    def _score(self, problem, sizes):
+    def score_of(self, problem, sizes):
         return SteeperThanDeclared(problem, "slope", sizes)
 
 
 class RateOfRemoved(dpb.draws.RegularizedExponential):
     """Takes a record's share for its sensitivity."""
 
-    def rate(self, sensitivity, convexity):
+    def rate(self, sensitivity, convexity=0.0):
         return dpb.draws.RegularizedExponential.rate(self, sensitivity / 2, convexity)
 
 
 class DrawsUnclipped(dpb.draws.ExponentialMechanism):
-    def _score(self, problem, sizes):
+    def score_of(self, problem, sizes):
         return Unbounded(problem, "spread", sizes, self.clip_range)
 
 
@@ -611,6 +612,11 @@ MUTANTS = {
     ),
     "noise x 0.9, joint release": of_single_loop(
         lambda: audited(single_loop("shared", 0.9), claim_of(single_loop("shared")))
+    ),
+    "noise x 0.9, first-order joint release": Mutant(
+        "F2SA, shared",
+        lambda: audited(f2sa("shared", 0.9), claim_of(f2sa("shared"))),
+        lambda: audited(f2sa("shared")),
     ),
     "one block of a joint release without noise": of_single_loop(
         lambda: audited(single_loop("shared", noise=SilentInOneBlock()), runs=20_000)

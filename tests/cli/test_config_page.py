@@ -34,6 +34,7 @@ WHERE = {
     dpb.games.NoisyExtragradient: ["`solver` (game)", "`NoisyExtragradient`"],
     dpb.games.InexactProximalPoint: ["`solver` (game)", "`InexactProximalPoint`"],
     dpb.SingleLoopBilevel: ["`solver`", "`SingleLoopBilevel`"],
+    dpb.bilevel.F2SA: ["`solver`", "`F2SA`"],
     dpb.NoisyGD: ["inner, refit", "inner, refit, `NoisyGD`"],
     dpb.onelevel.LocalizedGD: ["inner, refit", "inner, refit, `LocalizedGD`"],
     dpb.Poisson: ["`sampling`", "`sampling` (Poisson)"],

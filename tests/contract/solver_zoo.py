@@ -84,6 +84,11 @@ def single_loop(**fields):
     return dpb.SingleLoopBilevel(**(defaults | fields))
 
 
+def f2sa(**fields):
+    defaults = {"num_steps": 6, "penalty": 5.0, "step_size": 0.5}
+    return dpb.bilevel.F2SA(**(defaults | {"lower_step_size": 0.5} | fields))
+
+
 # name -> (problem, solver, data, w0, people)
 SOLVERS = {
     "noisy_gd": (ONE_LEVEL, dpb.NoisyGD(6, 1.0, step_size=0.5), LOWER, Y0, None),
@@ -181,6 +186,14 @@ SOLVERS = {
         LEVELS,
         (jnp.zeros(2), Y0),
         "disjoint",
+    ),
+    "f2sa": (WEIGHTING, f2sa(), LEVELS, (X0, Y0), "disjoint"),
+    "f2sa_shared_poisson": (
+        QUADRATIC.problem,
+        f2sa(sampling=POISSON, step_size=0.1, output=dpb.outputs.Mean()),
+        dpb.Levels.shared(QUADRATIC.data.lower),
+        QUADRATIC.w0,
+        "shared",
     ),
     "refitted": (
         WEIGHTING,

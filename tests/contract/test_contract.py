@@ -118,6 +118,17 @@ def strength(mechanism):
     return mechanism.noise_multiplier
 
 
+def louder_than(release):
+    """The mechanism of a release with 1.01 times the noise."""
+    if isinstance(release, dpb.draws.Draw):
+        mechanism = release.mechanism
+        pure = isinstance(mechanism, dpb.draws.Exponential)
+        field, factor = ("epsilon", 1 / 1.01) if pure else ("noise_multiplier", 1.01)
+        value = factor * strength(mechanism)
+        return dataclasses.replace(mechanism, **{field: value})
+    return release.mechanism.scaled(1.01)
+
+
 def claim(release):
     if isinstance(release, dpb.draws.Draw):
         factor = release.neighbours.contributions
@@ -169,8 +180,7 @@ def test_a_ledger_that_claims_too_much_noise_is_caught(name):
     made, ledger, adaptive = unrolled(name)
     for index, release in enumerate(ledger.releases):
         louder = list(ledger.releases)
-        mechanism = release.mechanism.scaled(1.01)
-        louder[index] = dataclasses.replace(release, mechanism=mechanism)
+        louder[index] = dataclasses.replace(release, mechanism=louder_than(release))
         boastful = dataclasses.replace(ledger, releases=tuple(louder))
         assert not matches(made, boastful, adaptive)
 

@@ -129,6 +129,8 @@ def moved_far(solver):
             prefixes = ("", "lower_", "linear_")
             named = {f"{p}step_size": HUGE for p in prefixes}
             return dataclasses.replace(solver, **named)
+        case dpb.bilevel.F2SA():
+            return dataclasses.replace(solver, **huge, lower_step_size=HUGE)
         case dpb.Refitted():
             parts = {"search": moved_far(solver.search)}
             return dataclasses.replace(solver, **parts, refit=moved_far(solver.refit))
@@ -141,7 +143,7 @@ def moved_far(solver):
 
 
 MOVING = ("noisy_gd", "noisy_gd_adam", "localized", "penalty", "penalty_free_outer")
-MOVING += ("single_loop", "refitted", "extragradient")
+MOVING += ("single_loop", "f2sa", "refitted", "extragradient")
 
 
 @pytest.mark.parametrize("name", MOVING)
@@ -250,7 +252,7 @@ def test_fit_warns_of_a_run_that_diverged_and_of_no_other():
 def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.toml").write_text(GENERATED)
     out = tmp_path / "out"
-    monkeypatch.setattr("dpbilevel.cli.run.rejected_updates", lambda state: 5)
+    monkeypatch.setattr("dpbilevel.core.resume.rejected_updates", lambda state: 5)
     cli.main(["run", str(tmp_path / "a.toml"), "--out", str(out)])
     assert json.loads((out / "result.json").read_text())["rejected_updates"] == 5
     assert "WARNING: the run diverged: 5 updates" in capsys.readouterr().out

@@ -56,7 +56,7 @@ class Setting:
         if name == "simplex":
             options = {"cells": (9, 9)} | options  # a small dense matrix
         sampler = GridWalk(**{"tabulate": False, "max_queries": 10**30} | options)
-        self.sampler = sampler.planned(self.regularity, feasible)
+        self.sampler = sampler.with_counts(self.regularity, feasible)
         self.bounds = self.sampler._bounds(self.regularity, feasible)
         self.cells = self.sampler.cells
         self.frame = _lattice.on_device(self.bounds.frame, jnp.float64)

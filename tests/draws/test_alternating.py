@@ -15,12 +15,12 @@ from dpbilevel.draws import (
     StochasticRejection,
 )
 from dpbilevel.draws.samplers import rejection
-from dpbilevel.draws.samplers.alternating import needed_queries
 from dpbilevel.draws.samplers.base import (
     AbstractPotential,
     AbstractSumPotential,
     Regularity,
 )
+from dpbilevel.draws.samplers.proximal import ProximalLaw, ProximalPlan
 from dpbilevel.sets import Ball, Box, Euclidean, Simplex
 
 ALPHA = 1e-4
@@ -80,10 +80,11 @@ def pvalue(sample, potential, feasible, scale=1.0, extra=None):
 
 @eqx.filter_jit
 def attempts(oracle, potential, feasible, y, step_size, keys):
-    prepared = oracle.prepared(potential, feasible, y, step_size)
+    law = ProximalLaw(potential, feasible, step_size)
+    common = oracle.prepare(law, y)
 
     def attempt(key):
-        return oracle.attempt(potential, feasible, y, prepared, step_size, key=key)
+        return oracle.attempt(law, y, common, key=key)
 
     return jax.vmap(attempt)(keys)
 
@@ -134,7 +135,7 @@ def test_a_try_that_reaches_every_stage_is_told_from_a_stochastic_one(monkeypatc
 def envelope(potential, feasible, **known):
     regularity = Regularity(1, **known)
     sampler = AlternatingSampler(ConvexEnvelope(), 0.01)
-    return sampler.planned(regularity, feasible), regularity
+    return sampler.with_counts(regularity, feasible), regularity
 
 
 def test_a_try_under_the_envelope_has_the_law_of_the_potential():
@@ -151,7 +152,9 @@ def test_a_try_under_the_envelope_has_the_law_of_the_potential():
     sample, accepted, _ = tries(potential, step_size=eta, count=50_000)
     assert pvalue(sample, potential, feasible, extra=near) > ALPHA
     assert pvalue(sample, potential, feasible, 1.1, extra=near) < ALPHA
-    assert np.mean(accepted) > oracle.acceptance(regularity, feasible, eta)
+    assert np.mean(accepted) > oracle.acceptance(
+        ProximalPlan(regularity, feasible, eta)
+    )
     # Control: the line is left out of the acceptance.
     slope = jax.grad(potential)(jnp.asarray(0.6))
 
@@ -178,9 +181,9 @@ def test_tries_under_the_envelope_are_accepted_as_often_as_is_claimed(
     potential = Quadratic(jnp.asarray([4.0, 1.0, 2.0]), middle)
     regularity = Regularity(3, lipschitz, 1.0, smoothness)
     sampler = AlternatingSampler(ConvexEnvelope(), 1e-6)
-    sampler = sampler.planned(regularity, feasible)
+    sampler = sampler.with_counts(regularity, feasible)
     oracle, eta = sampler.oracle, sampler.step_size
-    bound = oracle.acceptance(regularity, feasible, eta)
+    bound = oracle.acceptance(ProximalPlan(regularity, feasible, eta))
     for y in (jnp.zeros(3), jnp.asarray([-1.5, 0.0, 0.0])):
         _, accepted, _ = accepted_tries(
             oracle, potential, feasible, y, eta, seed=4, count=2000
@@ -216,28 +219,28 @@ def test_draws_of_a_sum_have_its_law_and_no_other_temperature():
     potential, feasible = hinges(0.5, 3.0), Box(1.0, 3.0)
     regularity = Regularity(1, 9.5, 3.0, num_terms=6, term_lipschitz=0.5, quadratic=3.0)
     sampler = AlternatingSampler(StochasticRejection(), 0.02)
-    sampler = sampler.planned(regularity, feasible)
+    sampler = sampler.with_counts(regularity, feasible)
     sample = draws(sampler, potential, feasible, jnp.zeros(()), 10_000)
     assert pvalue(sample, potential, feasible) > ALPHA
     assert pvalue(sample, potential, feasible, 1.1) < ALPHA
 
 
 @pytest.mark.slow
-def test_needed_queries_are_those_that_the_certificate_expects():
+def test_needed_queries_are_those_that_the_guarantee_expects():
     potential, feasible = hinges(0.5, 3.0), Box(1.0, 3.0)
     regularity = Regularity(1, 9.5, 3.0, num_terms=6, term_lipschitz=0.5, quadratic=3.0)
     sampler = AlternatingSampler(StochasticRejection(), 0.02)
-    sampler = sampler.planned(regularity, feasible)
+    sampler = sampler.with_counts(regularity, feasible)
     start = jnp.zeros(())
 
     @jax.jit
     def count(keys):
         return jax.vmap(
-            lambda key: needed_queries(sampler, potential, feasible, start, key=key)
+            lambda key: sampler.run(potential, feasible, start, key=key).queries
         )(keys)
 
     needed = count(jax.random.split(jax.random.key(8), 500))
-    claimed = sampler.certificate(regularity, feasible).queries
+    claimed = sampler.guarantee(regularity, feasible).queries
     assert 0.9 * claimed < np.mean(needed) < 1.05 * claimed
 
 
@@ -245,7 +248,9 @@ def test_draws_of_a_gaussian_in_a_box_are_truncated_normal_values():
     middle, precision = np.asarray([0.4, -0.9]), np.asarray([2.0, 5.0])
     potential = Quadratic(*jnp.asarray([precision, middle], jnp.float32))
     feasible, regularity = Box(-1.0, 0.5), Regularity(2, 9.0, 2.0, 5.0)
-    sampler = AlternatingSampler(ConvexEnvelope(), 0.01).planned(regularity, feasible)
+    sampler = AlternatingSampler(ConvexEnvelope(), 0.01).with_counts(
+        regularity, feasible
+    )
     sample = draws(sampler, potential, feasible, jnp.zeros(2), 10_000)
     for column, factor, holds in ((0, 1.0, True), (1, 1.0, True), (0, 1.2, False)):
         deviation = factor / math.sqrt(precision[column])
@@ -287,7 +292,8 @@ def test_clipping_costs_less_than_is_claimed(variance):
     density = scipy.stats.norm(0, math.sqrt(variance)).pdf(v) * (v[1] - v[0])
     exact = np.sum(np.abs(np.exp(np.clip(v, -0.5, 0.5)) - np.exp(v)) * density)
     regularity = Regularity(1, 1.0, num_terms=1, term_lipschitz=1.0)
-    bound = StochasticRejection().bias(regularity, variance / 2)
+    plan = ProximalPlan(regularity, Box(-1.0, 1.0), variance / 2)
+    bound = StochasticRejection().bias(plan)
     assert exact < bound < 40 * exact
 
 
@@ -307,29 +313,29 @@ KNOWN = Regularity(
 def test_planned_counts_meet_the_distance_without_waste(case):
     oracle, feasible, distance = CASES[case]
     sampler = AlternatingSampler(oracle, distance, max_queries=10**9)
-    sampler = sampler.planned(KNOWN, feasible)
-    certificate = sampler.certificate(KNOWN, feasible)
-    assert certificate.proved
-    assert 0.5 * distance < certificate.distance <= distance
+    sampler = sampler.with_counts(KNOWN, feasible)
+    found = sampler.guarantee(KNOWN, feasible)
+    assert found.proved
+    assert 0.5 * distance < found.distance <= distance
     fewer = dataclasses.replace(sampler, num_steps=sampler.num_steps // 2)
-    cut = fewer.certificate(KNOWN, feasible)
+    cut = fewer.guarantee(KNOWN, feasible)
     assert not cut.proved
     assert cut.distance > distance
     rushed = dataclasses.replace(sampler, tries=sampler.num_steps)
-    assert not rushed.certificate(KNOWN, feasible).proved
+    assert not rushed.guarantee(KNOWN, feasible).proved
 
 
 def test_inexact_values_cost_steps_and_tries():
     feasible = Box(-1.0, 1.0)
     inexact = dataclasses.replace(KNOWN, error=0.1, gradient_error=0.05)
     plans = [
-        AlternatingSampler(ConvexEnvelope(), 0.01).planned(known, feasible)
+        AlternatingSampler(ConvexEnvelope(), 0.01).with_counts(known, feasible)
         for known in (KNOWN, inexact)
     ]
     assert plans[0].num_steps < plans[1].num_steps
     assert plans[0].tries < plans[1].tries
     assert plans[1].oracle.slack == pytest.approx(0.2 + 0.05 * 2 * math.sqrt(10))
-    assert plans[1].certificate(inexact, feasible).proved
+    assert plans[1].guarantee(inexact, feasible).proved
 
 
 def private_erm(dimension, num_records, epsilon=1.0, delta=1e-6):
@@ -347,8 +353,8 @@ def private_erm(dimension, num_records, epsilon=1.0, delta=1e-6):
         quadratic=k * mu,
     )
     sampler = AlternatingSampler(StochasticRejection(), 1e-7, max_queries=10**12)
-    sampler = sampler.planned(known, Ball(0.5))
-    return sampler.certificate(known, Ball(0.5)).queries
+    sampler = sampler.with_counts(known, Ball(0.5))
+    return sampler.guarantee(known, Ball(0.5)).queries
 
 
 def test_certified_queries_grow_with_the_square_of_the_records_not_with_dimension():
@@ -373,14 +379,14 @@ def test_what_is_not_served_is_refused(known, feasible, sampler, message):
     regularity = dataclasses.replace(KNOWN, **known)
     sampler = AlternatingSampler(StochasticRejection(), 1e-6, **sampler)
     with pytest.raises(ValueError, match=message):
-        sampler.planned(regularity, feasible)
+        sampler.with_counts(regularity, feasible)
 
 
 def test_an_envelope_refuses_a_step_at_which_nothing_is_accepted():
     steep = Regularity(10, 1000.0, 1.0)
     sampler = AlternatingSampler(ConvexEnvelope(), 1e-6, step_size=1.0)
     with pytest.raises(ValueError, match="is too large"):
-        sampler.planned(steep, Ball(1.0))
+        sampler.with_counts(steep, Ball(1.0))
 
 
 def test_drawing_needs_a_plan_and_a_sum_where_terms_are_drawn():
@@ -388,7 +394,7 @@ def test_drawing_needs_a_plan_and_a_sum_where_terms_are_drawn():
     with pytest.raises(ValueError, match="not planned"):
         sampler.draw(Kink(), Ball(1.0), jnp.zeros(()), key=jax.random.key(0))
     known = Regularity(1, 1.0, 5.0, num_terms=2, term_lipschitz=0.1)
-    sampler = sampler.planned(known, Box(-1.0, 1.0))
+    sampler = sampler.with_counts(known, Box(-1.0, 1.0))
     with pytest.raises(TypeError, match="AbstractSumPotential"):
         sampler.draw(Kink(), Box(-1.0, 1.0), jnp.zeros(()), key=jax.random.key(0))
 
@@ -410,7 +416,7 @@ class Broken(AbstractSumPotential):
 )
 def test_a_broken_potential_gives_a_point_of_the_set(oracle):
     known = Regularity(3, 0.2, 1.0, num_terms=3, term_lipschitz=0.1, quadratic=1.0)
-    sampler = AlternatingSampler(oracle, 0.1).planned(known, Ball(1.0))
+    sampler = AlternatingSampler(oracle, 0.1).with_counts(known, Ball(1.0))
     start = {"a": jnp.zeros(2), "b": jnp.ones(())}
     point = jax.jit(lambda key: sampler.draw(Broken(), Ball(1.0), start, key=key))(
         jax.random.key(0)

@@ -216,7 +216,7 @@ def test_no_neighbour_moves_bilevel_scores_further_apart_than_charged(kind):
             score = HyperObjective(
                 CERTIFIED, "spread", SIZES, 1.0 if kind == "clipped value" else None
             )
-        facts = score.facts(jnp.float64)
+        shares = score.contributions(jnp.float64)
 
         @jax.jit
         def values(data):
@@ -234,7 +234,7 @@ def test_no_neighbour_moves_bilevel_scores_further_apart_than_charged(kind):
                 level["label"] = level["label"].at[0].set(label)
                 moved = np.asarray(values(dataclasses.replace(data, **{role: level})))
                 worst = max(worst, np.ptp(moved - base))
-            charged = 2 * float(facts.contributions[role])
+            charged = 2 * float(shares[role])
             assert 0 < worst <= charged
 
 
@@ -271,7 +271,7 @@ def log_laws(problem, candidates, sizes, epsilon):
     solver = dpb.draws.ExponentialMechanism(dpb.draws.Grid(candidates))
     budget = dpb.PrivacyBudget(epsilon, 0.0)
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes)
-    score, start = solver._score(problem, sizes), (jnp.zeros(1), jnp.zeros(1))
+    score, start = solver.score_of(problem, sizes), (jnp.zeros(1), jnp.zeros(1))
 
     @jax.jit
     def law(upper):
@@ -442,7 +442,7 @@ REFUSALS = {
             dataclasses.replace(EXACT.problem, x_set=dpb.sets.NonNegative()),
             "spread",
             SIZES,
-        ).facts(jnp.float64),
+        ).contributions(jnp.float64),
         "rounds without bound; use a bounded set",
     ),
     "start of another size": (

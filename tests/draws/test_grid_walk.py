@@ -75,12 +75,12 @@ def log_ratio(densities):
 @pytest.mark.parametrize("name", EXACT)
 def test_the_exact_law_is_within_the_certified_ratio_of_the_target(name):
     walk = setting(name)
-    certificate = walk.sampler.certificate(walk.regularity, walk.feasible)
-    assert certificate.proved
+    found = walk.sampler.guarantee(walk.regularity, walk.feasible)
+    assert found.proved
     steps, tries = walk.sampler.num_steps, walk.sampler.num_tries
     density, target, weight = law(walk, steps, tries, MESH[name])
     assert density.sum() * weight == pytest.approx(1.0, abs=5e-3)
-    assert log_ratio((density, target)) <= certificate.log_ratio <= 0.01
+    assert log_ratio((density, target)) <= found.log_ratio <= 0.01
     assert log_ratio(law(walk, steps, 1, MESH[name])[:2]) > 0.01
     assert log_ratio(law(walk, sum(walk.cells), tries, MESH[name])[:2]) > 0.01
 
@@ -127,7 +127,7 @@ def test_without_the_penalty_the_extension_is_not_convex():
         a, b = jnp.asarray(corner + rng.uniform(size=(2, 4000, 2)))
         at_a, at_b, middle = (built.energy(v) for v in (a, b, (a + b) / 2))
     assert (middle > (at_a + at_b) / 2 + 1e-3).any()
-    assert not built.sampler.certificate(built.regularity, built.feasible).proved
+    assert not built.sampler.guarantee(built.regularity, built.feasible).proved
 
 
 @pytest.mark.parametrize(
@@ -143,39 +143,40 @@ def test_without_the_penalty_the_extension_is_not_convex():
 )
 def test_sets_without_a_lattice_are_refused(feasible, dimension, message):
     with pytest.raises(ValueError, match=message):
-        GridWalk(tabulate=False).planned(Regularity(dimension, 1.0, 0.0), feasible)
+        GridWalk(tabulate=False).with_counts(Regularity(dimension, 1.0, 0.0), feasible)
 
 
 def test_more_evaluations_than_anyone_runs_are_refused_with_their_number_and_time():
     regularity = Regularity(6, 20.0, 0.0)
     message = r"T = 3\.\d+e\+08 certified steps .* evaluations .* days .*num_steps"
     with pytest.raises(ValueError, match=message):
-        GridWalk(tabulate=False).planned(regularity, Box(0.0, 1.0))
+        GridWalk(tabulate=False).with_counts(regularity, Box(0.0, 1.0))
     with pytest.raises(ValueError, match="a table of"):
-        GridWalk(tabulate=True).planned(regularity, Box(0.0, 1.0))
+        GridWalk(tabulate=True).with_counts(regularity, Box(0.0, 1.0))
     with pytest.raises(ValueError, match=r"tabulate=True, .*declared convex"):
-        GridWalk(tabulate=False).planned(Regularity(2, 20.0), Box(0.0, 1.0))
+        GridWalk(tabulate=False).with_counts(Regularity(2, 20.0), Box(0.0, 1.0))
     with pytest.raises(ValueError, match="needs the Lipschitz constant"):
-        GridWalk(tabulate=False).planned(Regularity(2, np.inf), Box(0.0, 1.0))
+        GridWalk(tabulate=False).with_counts(Regularity(2, np.inf), Box(0.0, 1.0))
 
 
 def test_fewer_steps_than_certified_prove_nothing_and_say_so():
     regularity, feasible = Regularity(1, 4.0, 0.0), CASES["interval"][0]
-    certified = GridWalk(tabulate=False).planned(regularity, feasible)
-    assert certified.certificate(regularity, feasible).proved
-    short = GridWalk(num_steps=certified.num_steps // 2).planned(regularity, feasible)
-    certificate = short.certificate(regularity, feasible)
-    assert not certificate.proved
-    assert certificate.log_ratio == np.inf
-    assert "HEURISTIC" in certificate.notes[0]
+    certified = GridWalk(tabulate=False).with_counts(regularity, feasible)
+    assert certified.guarantee(regularity, feasible).proved
+    short = GridWalk(num_steps=certified.num_steps // 2)
+    short = short.with_counts(regularity, feasible)
+    found = short.guarantee(regularity, feasible)
+    assert not found.proved
+    assert found.log_ratio == np.inf
+    assert "HEURISTIC" in found.notes[0]
     steep = Regularity(1, 8.0, 0.0)
-    assert not certified.certificate(steep, feasible).proved
+    assert not certified.guarantee(steep, feasible).proved
     inexact = Regularity(1, 4.0, 0.0, error=0.1)
-    assert not certified.certificate(inexact, feasible).proved
+    assert not certified.guarantee(inexact, feasible).proved
     assert (
         GridWalk(tabulate=False)
-        .planned(inexact, feasible)
-        .certificate(inexact, feasible)
+        .with_counts(inexact, feasible)
+        .guarantee(inexact, feasible)
         .proved
     )
 
@@ -189,7 +190,7 @@ def test_misuse_is_refused():
         GridWalk(tabulate=True, num_steps=3)
     with pytest.raises(ValueError, match="num_tries must be an integer"):
         GridWalk(num_tries=0)
-    planned = GridWalk(tabulate=False).planned(Regularity(1, 1.0, 0.0), Ball(1.0))
+    planned = GridWalk(tabulate=False).with_counts(Regularity(1, 1.0, 0.0), Ball(1.0))
     with pytest.raises(ValueError, match="planned for 1 axes, but the points have 2"):
         planned.draw(peak(2, 1.0), Ball(1.0), jnp.zeros(2), key=jax.random.key(0))
 
@@ -197,7 +198,7 @@ def test_misuse_is_refused():
 def test_an_error_of_the_values_is_paid_for_in_steps_and_tries():
     feasible = Ball(0.5)
     exact, inexact = (
-        GridWalk(tabulate=False, max_queries=10**12).planned(
+        GridWalk(tabulate=False, max_queries=10**12).with_counts(
             Regularity(2, 1.0, 0.0, error=e), feasible
         )
         for e in (0.0, 0.05)

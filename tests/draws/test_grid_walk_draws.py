@@ -57,7 +57,7 @@ def test_drawn_values_have_the_law_on_an_interval_and_no_other_temperature(tabul
     options = {"tabulate": True}
     if not tabulate:
         options = {"num_steps": 128, "cells": (6,), "num_tries": 10}
-    sampler = GridWalk(**options).planned(Regularity(1, 4.0, 0.0), feasible)
+    sampler = GridWalk(**options).with_counts(Regularity(1, 4.0, 0.0), feasible)
     xs = draws(sampler, potential, feasible, jnp.zeros(1), 15_000)[:, 0]
     assert pvalue_on_interval(xs, potential) > ALPHA
     for wrong in (0.9, 1.1):
@@ -69,7 +69,7 @@ def disc_points(count=12_000):
     feasible = Ball(0.5, np.array([1.0, 0.0]))
     potential = peak(2, 3.0)
     sampler = GridWalk(tabulate=True, cells=(7, 7), num_tries=40)
-    sampler = sampler.planned(Regularity(2, 3.0, 0.0), feasible)
+    sampler = sampler.with_counts(Regularity(2, 3.0, 0.0), feasible)
     return draws(sampler, potential, feasible, jnp.zeros(2), count)
 
 
@@ -102,7 +102,7 @@ def test_a_wall_in_place_of_the_extension_is_noticed(monkeypatch):
 def test_drawn_points_have_the_law_on_a_simplex():
     potential, regularity = peak(3, 1.5), Regularity(3, 1.5, 0.0)
     options = {"cells": (16, 16), "penalty": 2.5, "num_tries": 20}
-    sampler = GridWalk(tabulate=True, **options).planned(regularity, Simplex(1.0))
+    sampler = GridWalk(tabulate=True, **options).with_counts(regularity, Simplex(1.0))
     points = draws(sampler, potential, Simplex(1.0), jnp.zeros(3), 8_000)
     np.testing.assert_allclose(points.sum(1), 1.0, atol=1e-6)
     assert points.min() >= 0
@@ -131,7 +131,7 @@ def test_pytrees_keep_their_shape_and_dtype_and_stay_in_the_set(
     with jax.enable_x64(dtype == jnp.float64):
         start = {"a": jnp.zeros((2,), dtype), "b": jnp.zeros((), dtype)}
         sampler = GridWalk(num_tries=9, **options)
-        sampler = sampler.planned(Regularity(3, 2**0.5, 0.0), feasible)
+        sampler = sampler.with_counts(Regularity(3, 2**0.5, 0.0), feasible)
         potential = Peak(np.array([[1.0, 0.0, -1.0]]))
         out = draws(sampler, potential, feasible, start, 20)
         shapes = {name: (v.shape, v.dtype) for name, v in out.items()}
@@ -153,7 +153,7 @@ class Broken(AbstractPotential):
 def test_where_the_potential_is_not_a_number_it_counts_as_zero(above, tabulate):
     feasible, regularity = CASES["interval"][0], Regularity(1, 4.0, 0.0)
     options = {"tabulate": True} if tabulate else {"num_steps": 100, "cells": (6,)}
-    sampler = GridWalk(num_tries=8, **options).planned(regularity, feasible)
+    sampler = GridWalk(num_tries=8, **options).with_counts(regularity, feasible)
     xs = draws(sampler, Broken(above), feasible, jnp.zeros(1), 2000)[:, 0]
     zeroed = lambda x: jnp.where(x[0] > above, 0.0, 2.0 * x[0])  # noqa: E731
     assert pvalue_on_interval(xs, zeroed) > ALPHA

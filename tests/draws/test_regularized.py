@@ -66,8 +66,8 @@ def law(score, rate, regularizer):
 
 
 def temperature_and_regularizer(plan, problem, sizes):
-    _, rate, regularity, _ = plan.solver._plan(problem, sizes)
-    return rate, regularity.quadratic / rate
+    found = plan.solver.plan(problem, sizes)
+    return found.rate, found.potential.quadratic / found.rate
 
 
 def test_one_level_draws_have_the_exact_law_and_a_wrong_temperature_is_seen():
@@ -286,4 +286,6 @@ def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
 
 def test_a_slope_is_no_spread():
     with pytest.raises(ValueError, match="lipschitz=G"):
-        MeanLoss(dpb.FiniteSum(steep, w_set=LINE), "slope", 10).facts(jnp.float32)
+        MeanLoss(dpb.FiniteSum(steep, w_set=LINE), "slope", 10).contributions(
+            jnp.float32
+        )

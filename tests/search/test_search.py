@@ -364,7 +364,7 @@ ADD_OR_REMOVE = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
     ("change", "error", "words"),
     [
         (
-            {"solver": dpb.NoisyGD(3, 1.0, 0.1)},
+            {"solver": dpb.NoisyGD(3, 1.0, step_size=0.1)},
             TypeError,
             r"losses, .*got NoisyGD",
         ),

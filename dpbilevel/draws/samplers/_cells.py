@@ -59,7 +59,10 @@ def _step(
     words: UInt32[Array, " m"],
     coins: Float[Array, " m"],
 ) -> tuple[Int[Array, "m n"], Float[Array, " m"]]:
-    """One step of every walk: where it is afterwards, and the energy there."""
+    """One step of every walk: where it is afterwards, and the energy there.
+
+    Lowy and Liu, Appendix B.3.1, 3(b): i to iii propose, iv accepts.
+    """
     proposed = _proposals(cells, index, words)
     raised = energy(proposed)
     moves = coins >= raised - energies
@@ -82,6 +85,6 @@ def _proposals(
     sign = jnp.where(words >> 30 & 1 == 1, 1, -1)
     sign = jnp.where(words >> 31 == 1, sign, 0)
     along = jnp.arange(n, dtype=jnp.uint32)[None] == axis[:, None]
-    moved = index + jnp.where(along, sign[:, None], 0).astype(index.dtype)
-    beyond = (moved < 0) | (moved >= jnp.asarray(cells, index.dtype)[None])
-    return jnp.where(jnp.any(beyond, axis=1, keepdims=True), index, moved)
+    beside = index + jnp.where(along, sign[:, None], 0).astype(index.dtype)
+    beyond = (beside < 0) | (beside >= jnp.asarray(cells, index.dtype)[None])
+    return jnp.where(jnp.any(beyond, axis=1, keepdims=True), index, beside)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from ... import _checks
 from ...sets import AbstractSet, Ball, Box, Simplex
@@ -37,13 +38,13 @@ class AbstractFrame(eqx.Module):
         stretch: From distances of $z$ to distances of $x$.
     """
 
-    corner: eqx.AbstractVar[Any]
-    sides: eqx.AbstractVar[Any]
-    center: eqx.AbstractVar[Any]
-    radius: eqx.AbstractVar[Any]
-    inverse_inradius: eqx.AbstractVar[Any]
-    reach: eqx.AbstractVar[float]
-    stretch: eqx.AbstractVar[float]
+    corner: Any
+    sides: Any
+    center: Any
+    radius: Any
+    inverse_inradius: Any
+    reach: float = eqx.field(static=True)
+    stretch: float = eqx.field(static=True)
 
     @abc.abstractmethod
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
@@ -57,65 +58,42 @@ class AbstractFrame(eqx.Module):
 class BoxFrame(AbstractFrame):
     """A box is its own lattice."""
 
-    corner: Any
-    sides: Any
-    center: Any
-    radius: Any
-    inverse_inradius: Any
-    reach: float = eqx.field(static=True)
-    stretch: float = eqx.field(static=True)
-
     def __init__(self, lower, upper):
         self.corner, self.sides = lower, upper - lower
         self.center = (lower + upper) / 2
         self.radius = (self.sides**2).sum() ** 0.5 / 2
         self.inverse_inradius, self.reach, self.stretch = 0.0, 1.0, 1.0
 
+    @override
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        """Nothing of the lattice is outside."""
         return jnp.zeros((), z.dtype)
 
+    @override
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """The coordinates themselves, rounded into the box."""
         return jnp.clip(z, self.corner, self.corner + self.sides)
 
 
 class BallFrame(AbstractFrame):
     """A ball in the cube around it."""
 
-    corner: Any
-    sides: Any
-    center: Any
-    radius: Any
-    inverse_inradius: Any
-    reach: float = eqx.field(static=True)
-    stretch: float = eqx.field(static=True)
-
     def __init__(self, center, radius):
         self.corner, self.sides = center - radius, 2 * radius + 0 * center
         self.center, self.radius, self.inverse_inradius = center, radius, 1 / radius
         self.reach, self.stretch = math.sqrt(len(center)), 1.0
 
+    @override
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
-        """The distance from the centre over the radius."""
         return jnp.linalg.norm(z - self.center) / self.radius
 
+    @override
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
-        """The coordinates themselves."""
         return z
 
 
 class SimplexFrame(AbstractFrame):
     r"""The simplex of $d$ entries by its first $n = d - 1$, in the cube $[0, s]^n$."""
 
-    corner: Any
-    sides: Any
-    center: Any
-    radius: Any
-    inverse_inradius: Any
     scale: Any
-    reach: float = eqx.field(static=True)
-    stretch: float = eqx.field(static=True)
 
     def __init__(self, scale, dimension, zeros):
         n = dimension - 1
@@ -125,11 +103,13 @@ class SimplexFrame(AbstractFrame):
         self.inverse_inradius = math.sqrt(n * dimension) / scale
         self.reach, self.stretch = float(n**2), math.sqrt(dimension)
 
+    @override
     def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
         """By the smallest of all entries, the last one included."""
         smallest = jnp.minimum(jnp.min(z), self.scale - jnp.sum(z))
         return 1 - (len(z) + 1) * smallest / self.scale
 
+    @override
     def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
         """All entries; the last is what the others leave, and never negative."""
         return jnp.append(z, jnp.maximum(self.scale - jnp.sum(z), 0.0))
@@ -138,13 +118,9 @@ class SimplexFrame(AbstractFrame):
 def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame:
     """The set in coordinates, on the host where the set is known there.
 
-    Args:
-        owner: Who asks, for the message.
-        feasible: A bounded `Box`, a `Ball` or a `Simplex` of at least two entries.
-        dimension: $d$, the number of entries of a point.
-
     Raises:
-        ValueError: Another set, an unbounded one, or one of another dimension.
+        ValueError: The set is no bounded `Box`, `Ball`, or `Simplex` of at least two
+            entries, or of another dimension.
     """
     if isinstance(feasible, Box):
         lower = _flat(owner, feasible.lower, dimension)
@@ -205,12 +181,7 @@ class Extended(eqx.Module):
     def many(
         self, zs: Float[Array, "m n"], reference: Float[Array, ""]
     ) -> Float[Array, " m"]:
-        """$h$ at every row.
-
-        Args:
-            zs: Coordinates in $A$.
-            reference: $U(c)$.
-        """
+        """$h$ at every row, given $U(c)$."""
         outside = jnp.maximum(jax.vmap(self.frame.gauge)(zs), 1.0)
         center = self.frame.center[None]
         values = self._values(center + (zs - center) / outside[:, None])
@@ -225,13 +196,7 @@ class Extended(eqx.Module):
 def middles(
     frame: AbstractFrame, cells: tuple[int, ...], index: Int[Array, "m n"]
 ) -> Float[Array, "m n"]:
-    """The middles of cells.
-
-    Args:
-        frame: The coordinates of the set.
-        cells: How many there are along each axis.
-        index: Which cells.
-    """
+    """The middles of cells."""
     return within(frame, cells, index, jnp.asarray(0.5, frame.corner.dtype))
 
 
@@ -241,26 +206,14 @@ def within(
     index: Int[Array, "m n"],
     offset: Float[Array, "..."],
 ) -> Float[Array, "m n"]:
-    """Points of cells.
-
-    Args:
-        frame: The coordinates of the set.
-        cells: How many there are along each axis.
-        index: Which cells.
-        offset: Where in the cell, in [0, 1].
-    """
+    """Points of cells, `offset` in [0, 1] of the way along each of their sides."""
     dtype = frame.corner.dtype
     width = frame.sides / jnp.asarray(cells, dtype)
     return frame.corner[None] + (index.astype(dtype) + offset) * width[None]
 
 
 def on_device(frame: AbstractFrame, dtype: jnp.dtype) -> AbstractFrame:
-    """The frame with arrays of one type.
-
-    Args:
-        frame: The coordinates of the set.
-        dtype: Of the points.
-    """
+    """The frame with arrays of the dtype of the points."""
     return jax.tree.map(lambda v: jnp.asarray(v, dtype), frame)
 
 

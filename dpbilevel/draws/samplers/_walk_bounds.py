@@ -117,24 +117,14 @@ class WalkBounds:
 
 
 def queries(cells: tuple[int, ...], steps: float | None, tries: float) -> float:
-    """The centre, the cells of the table or of the walks, and the candidates.
-
-    Args:
-        cells: How many there are along each axis.
-        steps: Of a walk; `None` for a table.
-        tries: How many candidates there are.
-    """
+    """Evaluations of the centre, of the table (no steps) or the walks, and of tries."""
     if steps is None:
         return 1 + float(min(math.prod(cells), 10**300)) + tries
     return 2 + (math.ceil(steps) if steps < math.inf else steps) * tries + tries
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit that fits.
-
-    Args:
-        seconds: How long.
-    """
+    """Seconds in the largest unit that fits."""
     for unit, length in {"years": 3.2e7, "days": 86400, "hours": 3600}.items():
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

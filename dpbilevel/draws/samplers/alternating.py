@@ -2,21 +2,22 @@
 
 import dataclasses
 import math
-from typing import Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import scipy
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
+from typing_extensions import override
 
-from ... import _checks
+from ..._fields import Count, Fraction, Positive
 from ...privacy.noise import PRNGKey, check_key, derive, standard_normal
 from ...sets import AbstractSet
 from . import restricted
 from ._walk_bounds import duration
-from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
-from .proximal import AbstractProximalOracle, combination, draw_failure
+from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
+from .proximal import AbstractProximalOracle, ProximalLaw, ProximalPlan, plus
 
 _MOST_TRIES = 10**9
 _LEAST_ACCEPTANCE = 1e-3
@@ -25,13 +26,26 @@ _LEAST_ACCEPTANCE = 1e-3
 _MIXING, _BIAS, _TRIES, _DRAWS = 0.5, 0.25, 0.125, 0.125
 
 
-class _Chain(eqx.Module):
+class Chain(eqx.Module):
+    """Where a run is after a number of tries. NON-PRIVATE.
+
+    Attributes:
+        x: The point of the last step made.
+        y: The noisy point that tries are made at.
+        common: What the tries at `y` have in common.
+        done: How many steps are made: tries that were accepted.
+        fresh: Whether the next try is the first of a step.
+        queries: How many evaluations were needed: those of a sampler that stops at the
+            last accepted try and leaves out the stages that are not reached.
+        key: Of the next try.
+    """
+
     x: PyTree
     y: PyTree
-    prepared: PyTree
-    done: Array  # accepted tries so far
-    fresh: Array  # whether y is still to be drawn
-    queries: Array  # evaluations that were needed
+    common: PyTree
+    done: Int[Array, ""]
+    fresh: Bool[Array, ""]
+    queries: Float[Array, ""]
     key: PRNGKey
 
 
@@ -79,17 +93,16 @@ class AlternatingSampler(AbstractSampler):
 
     Args:
         oracle: `StochasticRejection` or `ConvexEnvelope`.
-        distance: The total variation distance that is planned for; with $\varepsilon$
+        distance: The total variation distance that is aimed at; with $\varepsilon$
             to be guaranteed it adds $(1 + e^\varepsilon)$ times as much to $\delta$.
-        num_steps: $T$. Static; planned where omitted.
-        step_size: $\eta$; planned where omitted: the largest at which the bias is small
-            enough.
-        tries: $B$. Static; planned where omitted.
-        max_queries: Planning refuses to make more evaluations than that. Static.
+        num_steps: $T$. Static; set by `with_counts` where omitted.
+        step_size: $\eta$; where omitted, the largest at which the bias is small enough.
+        tries: $B$. Static; set by `with_counts` where omitted.
+        max_queries: `with_counts` refuses to make more evaluations than that. Static.
 
     Privacy:
-        None by itself: see `Certificate`. That $U$ is strongly convex on the set is
-        assumed, not checked.
+        None by itself: see `SamplerGuarantee`. That $U$ is strongly convex on the set
+        is assumed, not checked.
 
     References:
         Lee, Shen and Tian, COLT 2021; Gopi, Lee and Liu, "Private Convex Optimization
@@ -99,29 +112,15 @@ class AlternatingSampler(AbstractSampler):
     """
 
     oracle: AbstractProximalOracle
-    distance: float
-    num_steps: int | None = eqx.field(static=True, default=None)
-    step_size: float | None = None
-    tries: int | None = eqx.field(static=True, default=None)
+    distance: Fraction
+    num_steps: Count | None = eqx.field(static=True, default=None)
+    step_size: Positive | None = None
+    tries: Count | None = eqx.field(static=True, default=None)
     max_queries: int = eqx.field(static=True, default=10_000_000)
 
-    def __check_init__(self):
-        _checks.instance(
-            "AlternatingSampler", AbstractProximalOracle, oracle=self.oracle
-        )
-        _checks.fraction("AlternatingSampler", distance=self.distance)
-        for name in ("num_steps", "tries"):
-            if getattr(self, name) is not None:
-                _checks.count("AlternatingSampler", **{name: getattr(self, name)})
-        if self.step_size is not None:
-            _checks.positive("AlternatingSampler", step_size=self.step_size)
-
-    def planned(self, regularity: Regularity, feasible: AbstractSet) -> Self:
+    @override
+    def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         r"""The sampler with $\eta$, $T$, $B$ and the counts of its oracle.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
 
         Raises:
             ValueError: A potential that is not known to be strongly convex, an
@@ -130,14 +129,16 @@ class AlternatingSampler(AbstractSampler):
         """
         _check(regularity, feasible)
         largest = self.oracle.largest_step(regularity, feasible)
+        open_plan = self._plan(regularity, feasible, step_size=largest)
         step_size = self.step_size
         if step_size is None:
-            step_size = self._step_size(regularity, feasible, largest)
-        num_steps = self.num_steps or self._steps(regularity, feasible, step_size)
-        chance = self.oracle.acceptance(regularity, feasible, step_size)
-        bias = num_steps * self.oracle.bias(regularity, step_size)
+            step_size = self._step_size(open_plan)
+        plan = self._plan(regularity, feasible, step_size=step_size)
+        num_steps = self.num_steps or self._steps(plan)
+        chance = self.oracle.acceptance(plan)
+        bias = num_steps * self.oracle.bias(plan)
         if chance < _LEAST_ACCEPTANCE or bias > _BIAS * self.distance:
-            found = self._step_size(regularity, feasible, largest)
+            found = self._step_size(open_plan)
             raise ValueError(
                 f"AlternatingSampler: step_size {step_size:.3g} is too large: a try is "
                 f"only known to be accepted with probability {chance:.2g}, and "
@@ -145,14 +146,8 @@ class AlternatingSampler(AbstractSampler):
                 "or leave it open."
             )
         tries = self.tries or _enough_tries(num_steps, chance, _TRIES * self.distance)
-        oracle = self.oracle.planned(
-            regularity,
-            feasible,
-            step_size=step_size,
-            num_steps=num_steps,
-            tries=tries,
-            share=_DRAWS * self.distance,
-        )
+        plan = dataclasses.replace(plan, num_steps=num_steps, tries=tries)
+        oracle = self.oracle.with_counts(plan)
         total = tries * oracle.evaluations()[1]
         if total > self.max_queries:
             raise ValueError(
@@ -166,46 +161,42 @@ class AlternatingSampler(AbstractSampler):
             self, oracle=oracle, num_steps=num_steps, step_size=step_size, tries=tries
         )
 
-    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
+    @override
+    def guarantee(
+        self, regularity: Regularity, feasible: AbstractSet
+    ) -> SamplerGuarantee:
         """The bound of the class, at the counts of this sampler.
 
-        With all of them open, `distance`, which planning will reach or refuse.
+        With all of them open, `distance`, which `with_counts` will reach or refuse.
 
         `queries` is how many evaluations are needed on average; how many are made is
-        in the notes. `proved` is false where the counts do not reach `distance`, or the
-        oracle was planned for another potential.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
+        in the notes. `proved` is false where the counts do not reach `distance`, or
+        those of the oracle are for another potential.
 
         Raises:
-            ValueError: The sampler is not planned.
+            ValueError: Some counts are open, and `with_counts` refuses.
         """
         _check(regularity, feasible)
-        if (self.num_steps, self.step_size, self.tries) == (None, None, None):
-            return Certificate(0, math.inf, distance=self.distance)
-        if None in (self.num_steps, self.step_size, self.tries):
-            return self.planned(regularity, feasible).certificate(regularity, feasible)
+        counts = (self.num_steps, self.step_size, self.tries)
+        if counts == (None, None, None):
+            return SamplerGuarantee(0, math.inf, distance=self.distance)
+        if None in counts:
+            sampler = self.with_counts(regularity, feasible)
+            return sampler.guarantee(regularity, feasible)
         num_steps, step_size, tries = self._counts()
-        chance = self.oracle.acceptance(regularity, feasible, step_size)
-        mixing = _mixing(regularity, feasible, step_size, num_steps)
-        bias = num_steps * self.oracle.bias(regularity, step_size)
-        late = float(scipy.stats.binom.cdf(num_steps - 1, tries, chance))
-        draws = draw_failure(
-            self.oracle,
-            regularity,
-            feasible,
-            step_size=step_size,
-            num_steps=num_steps,
-            tries=tries,
-            share=_DRAWS * self.distance,
+        plan = self._plan(
+            regularity, feasible, step_size=step_size, num_steps=num_steps, tries=tries
         )
+        chance = self.oracle.acceptance(plan)
+        mixing = _mixing(plan)
+        bias = num_steps * self.oracle.bias(plan)
+        late = float(scipy.stats.binom.cdf(num_steps - 1, tries, chance))
+        draws = self.oracle.draw_failure(plan)
         total = min(1.0, mixing + bias + late + draws)
         mean, most = self.oracle.evaluations()
-        serves = self.oracle.serves(regularity, feasible)
+        serves = self.oracle.serves(plan)
         stale = f"HEURISTIC: {type(self.oracle).__name__} was planned for another law"
-        return Certificate(
+        return SamplerGuarantee(
             num_steps=num_steps,
             queries=min(num_steps / chance, tries) * mean,
             distance=total,
@@ -223,6 +214,7 @@ class AlternatingSampler(AbstractSampler):
             ),
         )
 
+    @override
     def draw(
         self,
         potential: AbstractPotential,
@@ -231,38 +223,47 @@ class AlternatingSampler(AbstractSampler):
         *,
         key: PRNGKey,
     ) -> PyTree:
-        """The point of the last step.
+        """The point of the last step; `start` is projected onto the set."""
+        return self.run(potential, feasible, start, key=key).x
+
+    def run(
+        self,
+        potential: AbstractPotential,
+        feasible: AbstractSet,
+        start: PyTree,
+        *,
+        key: PRNGKey,
+    ) -> Chain:
+        """All tries of `draw`. NON-PRIVATE: `done` and `queries` depend on records.
 
         Args:
             potential: The potential.
             feasible: The set.
-            start: A public point; projected onto the set.
+            start: A public point.
             key: A typed key.
 
         Raises:
-            ValueError: The sampler is not planned.
+            ValueError: The sampler's counts are open.
         """
-        return self._run(potential, feasible, start, key).x
-
-    def _run(self, potential, feasible, start, key) -> _Chain:
         check_key(key)
         num_steps, step_size, tries = self._counts()
+        law = ProximalLaw(potential, feasible, step_size)
 
         def attempt(_, chain):
             keys = derive(chain.key, "next", "smooth", "reject")
-            moved = _noisy(chain.x, step_size, keys[1])
-            made = self.oracle.prepared(potential, feasible, moved, step_size)
-            y = _where(chain.fresh, moved, chain.y)
-            prepared = _where(chain.fresh, made, chain.prepared)
-            x, accepted, queries = self.oracle.attempt(
-                potential, feasible, y, prepared, step_size, key=keys[2]
-            )
+            # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
+            noisy = _noisy(chain.x, step_size, keys[1])
+            y = _where(chain.fresh, noisy, chain.y)
+            common = self.oracle.prepare(law, noisy)
+            common = _where(chain.fresh, common, chain.common)
+            # Its Line 1, x_t given y_t, by one try.
+            x, accepted, queries = self.oracle.attempt(law, y, common, key=keys[2])
             running = chain.done < num_steps
             accepted = accepted & running
-            return _Chain(
+            return Chain(
                 _where(accepted, x, chain.x),
                 y,
-                prepared,
+                common,
                 chain.done + accepted.astype(jnp.int32),
                 accepted,
                 chain.queries + jnp.where(running, queries, 0).astype(jnp.float32),
@@ -270,36 +271,39 @@ class AlternatingSampler(AbstractSampler):
             )
 
         x = feasible.project(jax.tree.map(jnp.asarray, start))
-        made = jax.eval_shape(
-            lambda v: self.oracle.prepared(potential, feasible, v, step_size), x
-        )
-        blank = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), made)
+        shapes = jax.eval_shape(lambda y: self.oracle.prepare(law, y), x)
+        blank = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)
         zero = jnp.zeros((), jnp.int32)
-        first = _Chain(x, x, blank, zero, zero == 0, jnp.zeros((), jnp.float32), key)
+        first = Chain(x, x, blank, zero, zero == 0, jnp.zeros((), jnp.float32), key)
         return jax.lax.fori_loop(0, tries, attempt, first)
+
+    def _plan(self, regularity, feasible, **counts: Any) -> ProximalPlan:
+        return ProximalPlan(
+            regularity, feasible, share=_DRAWS * self.distance, **counts
+        )
 
     def _counts(self) -> tuple[int, float, int]:
         if self.num_steps is None or self.step_size is None or self.tries is None:
             raise ValueError(
-                "AlternatingSampler: not planned; use "
-                "sampler.planned(regularity, feasible) first."
+                "AlternatingSampler: its counts are not planned; use "
+                "sampler.with_counts(regularity, feasible) first."
             )
         return self.num_steps, self.step_size, self.tries
 
-    def _steps(self, regularity, feasible, step_size) -> int:
-        width = restricted.diameter(feasible, regularity.dimension)
-        start = width / (2 * math.sqrt(step_size) * _MIXING * self.distance)
-        rate = math.log1p(_convexity(regularity) * step_size)
-        return 1 + max(0, math.ceil(math.log(start) / rate))
+    def _steps(self, plan: ProximalPlan) -> int:
+        """The fewest with which mixing takes its share, at the plan's step size."""
+        start = plan.width / (2 * math.sqrt(plan.step_size) * _MIXING * self.distance)
+        return 1 + max(0, math.ceil(math.log(start) / _mixing_rate(plan)))
 
-    def _step_size(self, regularity, feasible, largest: float) -> float:
-        """The largest step size at which the bias of all steps takes its share."""
+    def _step_size(self, plan: ProximalPlan) -> float:
+        """The largest up to the plan's at which the bias of all steps has its share."""
+        largest = plan.step_size
 
         def serves(step_size):
-            steps = self.num_steps or self._steps(regularity, feasible, step_size)
-            bias = steps * self.oracle.bias(regularity, step_size)
-            # The oracle adds the cutting of its stages once it is planned.
-            return bias <= 0.5 * _BIAS * self.distance
+            smaller = dataclasses.replace(plan, step_size=step_size)
+            steps = self.num_steps or self._steps(smaller)
+            # The oracle adds the cutting of its stages once their number is set.
+            return steps * self.oracle.bias(smaller) <= 0.5 * _BIAS * self.distance
 
         if serves(largest):
             return largest
@@ -308,29 +312,6 @@ class AlternatingSampler(AbstractSampler):
             middle = (low + high) / 2
             low, high = (middle, high) if serves(math.exp(middle)) else (low, middle)
         return math.exp(low)
-
-
-def needed_queries(
-    sampler: AlternatingSampler,
-    potential: AbstractPotential,
-    feasible: AbstractSet,
-    start: PyTree,
-    *,
-    key: PRNGKey,
-) -> Float[Array, ""]:
-    """NON-PRIVATE: how many evaluations a draw needed, for benchmarks.
-
-    A sampler that stopped at the last accepted try, and left out the stages that were
-    not reached, would make that many. It depends on the records: never release it.
-
-    Args:
-        sampler: Planned.
-        potential: The potential.
-        feasible: The set.
-        start: A point.
-        key: A typed key; the draw is that of `sampler.draw` with it.
-    """
-    return sampler._run(potential, feasible, start, key).queries
 
 
 def _check(regularity: Regularity, feasible: AbstractSet) -> None:
@@ -349,15 +330,16 @@ def _check(regularity: Regularity, feasible: AbstractSet) -> None:
     restricted.check_set(feasible)
 
 
-def _convexity(regularity: Regularity) -> float:
-    error = regularity.error + regularity.rounding
-    return (regularity.strong_convexity or 0.0) * math.exp(-2 * error)
+def _mixing(plan: ProximalPlan) -> float:
+    """The distance that is left of the start."""
+    start = plan.width / (2 * math.sqrt(plan.step_size))
+    return start * math.exp(-(plan.num_steps - 1) * _mixing_rate(plan))
 
 
-def _mixing(regularity, feasible, step_size: float, num_steps: int) -> float:
-    width = restricted.diameter(feasible, regularity.dimension)
-    rate = math.log1p(_convexity(regularity) * step_size)
-    return width / (2 * math.sqrt(step_size)) * math.exp(-(num_steps - 1) * rate)
+def _mixing_rate(plan: ProximalPlan) -> float:
+    r"""$\log(1 + \alpha' \eta)$."""
+    error = plan.regularity.error + plan.regularity.rounding
+    return math.log1p(plan.convexity * math.exp(-2 * error) * plan.step_size)
 
 
 def _enough_tries(num_steps: int, chance: float, failure: float) -> int:
@@ -382,7 +364,7 @@ def _enough_tries(num_steps: int, chance: float, failure: float) -> int:
 
 
 def _noisy(x: PyTree, step_size, key: PRNGKey) -> PyTree:
-    return combination(1, x, step_size**0.5, standard_normal(x, key=key))
+    return plus(x, step_size**0.5, standard_normal(x, key=key))
 
 
 def _where(condition, left: PyTree, right: PyTree) -> PyTree:

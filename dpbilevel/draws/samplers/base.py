@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ... import _checks
+from ..._fields import Checked, Count, NonNegative, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
@@ -44,32 +44,27 @@ class Regularity:
         quadratic: $m \ge 0$, of the public quadratic part of $U$.
     """
 
-    dimension: int
+    dimension: Count
     lipschitz: float
     strong_convexity: float | None = None
     smoothness: float = math.inf
-    error: float = 0.0
-    gradient_error: float = 0.0
-    rounding: float = 0.0
+    error: NonNegative = 0.0
+    gradient_error: NonNegative = 0.0
+    rounding: NonNegative = 0.0
     num_terms: int | None = None
     term_lipschitz: float | None = None
-    quadratic: float = 0.0
+    quadratic: NonNegative = 0.0
 
     def __post_init__(self):
-        _checks.count("Regularity", dimension=self.dimension)
-        _checks.non_negative(
-            "Regularity",
-            error=self.error,
-            gradient_error=self.gradient_error,
-            rounding=self.rounding,
-            quadratic=self.quadratic,
-        )
+        check_fields(self)
         if not self.lipschitz >= 0:
             raise ValueError(
                 f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
             )
 
-    def scaled(self, rate: float, regularizer: float, reach: float) -> "Regularity":
+    def of_potential(
+        self, rate: float, regularizer: float, reach: float
+    ) -> "Regularity":
         r"""The regularity of $k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$ for a score $\Phi$.
 
         Args:
@@ -96,7 +91,7 @@ class Regularity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Certificate:
+class SamplerGuarantee:
     r"""How far a sampler's law is from its target, proved before any data is seen.
 
     Attributes:
@@ -167,7 +162,7 @@ class AbstractSumPotential(AbstractPotential):
         """
 
 
-class AbstractSampler(eqx.Module):
+class AbstractSampler(Checked):
     """Draws one point by a number of steps that is fixed before data is seen.
 
     Attributes:
@@ -177,7 +172,7 @@ class AbstractSampler(eqx.Module):
     continuous: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def planned(self, regularity: Regularity, feasible: AbstractSet) -> Self:
+    def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         """The sampler with every count and step size that was left open.
 
         On the host: the counts are static.
@@ -192,11 +187,13 @@ class AbstractSampler(eqx.Module):
         """
 
     @abc.abstractmethod
-    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
+    def guarantee(
+        self, regularity: Regularity, feasible: AbstractSet
+    ) -> SamplerGuarantee:
         """What is proved of the law of `draw`.
 
-        For a sampler whose counts are open, what planning will reach or refuse; it is
-        asked at noises far from the final one.
+        For a sampler whose counts are open, what `with_counts` will reach or refuse:
+        calibration needs it at noises far from the final one.
 
         Args:
             regularity: What is known of the potential.
@@ -221,5 +218,5 @@ class AbstractSampler(eqx.Module):
             key: A typed key.
 
         Raises:
-            ValueError: The sampler is not planned.
+            ValueError: The sampler's counts are open.
         """

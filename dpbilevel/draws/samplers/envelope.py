@@ -8,18 +8,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, PyTree
+from typing_extensions import override
 
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet
 from . import restricted
-from .base import AbstractPotential, Regularity
+from .base import Regularity
 from .proximal import (
     AbstractProximalOracle,
-    combination,
-    finite,
-    planned_draw_tries,
-    scaled,
+    Attempt,
+    ProximalLaw,
+    ProximalPlan,
+    finite_part,
+    multiple,
+    plus,
 )
 
 _MOST_GRADIENT_STEPS = 12
@@ -63,16 +66,16 @@ class ConvexEnvelope(AbstractProximalOracle):
 
     **Inexact values.** If values are within $\zeta$ of those of $U$ and gradients
     within $\epsilon$, both with rounding, the support holds up to $\kappa = 2 \zeta +
-    \epsilon D$: tries
-    are accepted with probability $e^{-R - \kappa}$, $R$ being computed, which draws
-    from the density of the computed potential exactly; $E R$ grows by $\kappa$,
-    $\rho_0$ is $L + \epsilon$ and $\rho_{i+1} = \beta \eta \rho_i + 2 \epsilon$.
+    \epsilon D$: tries are accepted with probability $e^{-R - \kappa}$, $R$ being
+    computed, which draws from the density of the computed potential exactly; $E R$
+    grows by $\kappa$, $\rho_0$ is $L + \epsilon$ and $\rho_{i+1} = \beta \eta \rho_i +
+    2 \epsilon$.
 
     Args:
-        gradient_steps: $J$. Static; planned.
-        draw_tries: Of one Gaussian draw on the set. Static; planned.
-        curvature: $\alpha$; set by planning.
-        slack: $\kappa$; set by planning.
+        gradient_steps: $J$. Static; set by `with_counts`, as all fields.
+        draw_tries: Of one Gaussian draw on the set. Static.
+        curvature: $\alpha$.
+        slack: $\kappa$.
 
     References:
         The tries and their bounds are ours; the step that they serve is that of Lee,
@@ -86,16 +89,9 @@ class ConvexEnvelope(AbstractProximalOracle):
     slack: float | None = None
     draws: ClassVar[int] = 1
 
+    @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""The larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-
-        Raises:
-            ValueError: No finite Lipschitz constant.
-        """
+        r"""The larger of $1 / (\beta \max(d, 2))$ and $1 / (2 d L^2)$."""
         if not regularity.lipschitz < math.inf:
             raise ValueError(
                 "ConvexEnvelope: needs a finite Lipschitz constant of the potential, "
@@ -107,202 +103,120 @@ class ConvexEnvelope(AbstractProximalOracle):
         rate = min(smooth, 2 * d * steepest**2)
         return min(most, 1 / rate) if rate > 0 else most
 
-    def planned(
-        self,
-        regularity: Regularity,
-        feasible: AbstractSet,
-        *,
-        step_size: float,
-        num_steps: int,
-        tries: int,
-        share: float,
-    ) -> Self:
-        r"""Chooses the gradient steps and the tries of a draw.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
-            num_steps: How many accepted tries are needed.
-            tries: How many tries are made in all.
-            share: What the draws of all tries may fail with.
-        """
-        steps = self._best_steps(regularity, feasible, step_size)
-        draw_tries = self.draw_tries or planned_draw_tries(
-            self,
-            regularity,
-            feasible,
-            step_size=step_size,
-            num_steps=num_steps,
-            tries=tries,
-            share=share,
-        )
+    @override
+    def with_counts(self, plan: ProximalPlan) -> Self:
         return dataclasses.replace(
             self,
-            gradient_steps=steps,
-            draw_tries=draw_tries,
-            curvature=float(regularity.strong_convexity or 0.0),
-            slack=self._slack(regularity, feasible),
+            gradient_steps=self._best_steps(plan),
+            draw_tries=self.enough_draw_tries(plan),
+            curvature=plan.convexity,
+            slack=_slack(plan),
         )
 
-    def serves(self, regularity: Regularity, feasible: AbstractSet) -> bool:
-        """Where curvature and slack are those that it was planned for.
+    @override
+    def serves(self, plan: ProximalPlan) -> bool:
+        """Where curvature and slack are those that `with_counts` set."""
+        return (self.curvature, self.slack) == (plan.convexity, _slack(plan))
 
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-        """
-        needed = float(regularity.strong_convexity or 0.0)
-        fixed = self.curvature, self.slack
-        return fixed == (needed, self._slack(regularity, feasible))
-
-    def bias(self, regularity: Regularity, step_size: float) -> float:
-        """Zero: accepted tries have the law of the computed potential.
-
-        Args:
-            regularity: Not needed.
-            step_size: Not needed.
-        """
-        del regularity, step_size
+    @override
+    def bias(self, plan: ProximalPlan) -> float:
+        """Zero: accepted tries have the law of the computed potential."""
         return 0.0
 
-    def acceptance(
-        self, regularity: Regularity, feasible: AbstractSet, step_size: float
-    ) -> float:
-        r"""The bound of the class.
+    @override
+    def acceptance(self, plan: ProximalPlan) -> float:
+        return _acceptance(plan, self._best_steps(plan))
 
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
-        """
-        steps = self._best_steps(regularity, feasible, step_size)
-        return self._accepted(regularity, feasible, step_size, steps)
+    @override
+    def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
+        r"""The mean is $(\alpha c + y / \eta - g) / P$, the variance $1 / P$."""
+        weight = 1 / (1 + plan.convexity * plan.step_size)
+        steepest = plan.regularity.lipschitz + _gradient_error(plan)
+        shift = weight * plan.step_size * steepest
+        return math.sqrt(plan.step_size * weight), weight, shift
 
-    def gaussian(
-        self, regularity: Regularity, feasible: AbstractSet, step_size: float
-    ) -> tuple[float, float, float]:
-        r"""The mean is $(\alpha c + y / \eta - g) / P$, the variance $1 / P$.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
-        """
-        weight = 1 / (1 + (regularity.strong_convexity or 0.0) * step_size)
-        steepest = regularity.lipschitz + _gradient_error(regularity, feasible)
-        return math.sqrt(step_size * weight), weight, weight * step_size * steepest
-
+    @override
     def evaluations(self) -> tuple[float, int]:
         """One value, and a value with its gradient for each gradient step and one."""
         count = 2 + (self.gradient_steps or 0)
         return float(count), count
 
-    def prepared(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        step_size: float,
-    ) -> PyTree:
-        r"""The tangent at $c_J$.
-
-        Args:
-            potential: $U$.
-            feasible: The set.
-            y: $y$.
-            step_size: $\eta$.
-        """
+    @override
+    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
+        r"""The tangent at $c_J$."""
 
         def tangent(point):
-            value, gradient = potential.value_and_gradient(point)
-            return _Tangent(point, finite(value), finite(gradient))
+            value, gradient = law.potential.value_and_gradient(point)
+            return _Tangent(point, finite_part(value), finite_part(gradient))
 
         def move(_, point):
             gradient = tangent(point).gradient
-            return feasible.project(combination(1, y, -step_size, gradient))
+            return feasible.project(plus(y, -step_size, gradient))
 
+        _, feasible, step_size = law
         point = feasible.project(y)
         if self.gradient_steps:
             point = jax.lax.fori_loop(0, self.gradient_steps, move, point)
         return tangent(point)
 
+    @override
     def attempt(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        prepared: PyTree,
-        step_size: float,
-        *,
-        key: PRNGKey,
-    ) -> tuple[PyTree, Bool[Array, ""], Float[Array, ""]]:
-        r"""One try.
-
-        Args:
-            potential: $U$.
-            feasible: The set.
-            y: $y$.
-            prepared: The tangent.
-            step_size: $\eta$.
-            key: A typed key.
-        """
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> Attempt:
         key_proposal, key_accept = derive(key, "proposal", "accept")
+        potential, feasible, step_size = law
         curvature = 0.0 if self.curvature is None else self.curvature
-        slack, c = 0.0 if self.slack is None else self.slack, prepared.point
+        slack, c = 0.0 if self.slack is None else self.slack, common.point
+        # x from the Gaussian of mean (alpha c + y / eta - g) / P.
         shrink = 1 / (1 + curvature * step_size)
-        pulled = combination(1, y, -step_size, prepared.gradient)
-        pulled = combination(1, pulled, step_size * curvature, c)
+        mean = plus(y, -step_size, common.gradient)
+        mean = plus(mean, step_size * curvature, c)
         x = restricted.restricted_normal(
             feasible,
-            scaled(shrink, pulled),
+            multiple(shrink, mean),
             (step_size * shrink) ** 0.5,
             self.draw_tries or 1,
             key=key_proposal,
         )
+        # Accepted with probability exp(-R(x) - kappa).
         offset = optax.tree.sub(x, c)
-        support = optax.tree.vdot(prepared.gradient, offset)
+        support = optax.tree.vdot(common.gradient, offset)
         support = support + 0.5 * curvature * optax.tree.vdot(offset, offset)
-        above = finite(potential(x)) - prepared.value - support + slack
+        above = finite_part(potential(x)) - common.value - support + slack
         coin = standard_exponential((), above.dtype, key=key_accept)
         needed = jnp.asarray(self.evaluations()[0], above.dtype)
         return x, coin >= above, needed
 
-    def _best_steps(self, regularity, feasible, step_size) -> int:
+    def _best_steps(self, plan: ProximalPlan) -> int:
+        """J, by default the one that accepts most tries per evaluation."""
         if self.gradient_steps is not None:
             return self.gradient_steps
-        most = _MOST_GRADIENT_STEPS if regularity.smoothness < math.inf else 0
-        return max(
-            range(most + 1),
-            key=lambda steps: (
-                self._accepted(regularity, feasible, step_size, steps) / (2 + steps)
-            ),
-        )
-
-    def _accepted(self, regularity, feasible, step_size, steps: int) -> float:
-        dimension, steepest = regularity.dimension, regularity.lipschitz
-        curvature = regularity.strong_convexity or 0.0
-        smoothness = regularity.smoothness
-        error = _gradient_error(regularity, feasible)
-        residual = steepest + error
-        for _ in range(steps):
-            residual = smoothness * step_size * residual + 2 * error
-        precision = curvature + 1 / step_size
-        distance = min(
-            restricted.diameter(feasible, dimension),
-            (residual + math.sqrt(residual**2 + 4 * precision * dimension))
-            / (2 * precision),
-        )
-        smooth = max(smoothness - curvature, 0.0) / 2 * distance**2
-        loss = min(smooth, 2 * steepest * distance)
-        return math.exp(-loss - 2 * self._slack(regularity, feasible))
-
-    def _slack(self, regularity, feasible) -> float:
-        width = restricted.diameter(feasible, regularity.dimension)
-        value_error = regularity.error + regularity.rounding
-        return 2 * value_error + _gradient_error(regularity, feasible) * width
+        most = _MOST_GRADIENT_STEPS if plan.regularity.smoothness < math.inf else 0
+        return max(range(most + 1), key=lambda j: _acceptance(plan, j) / (2 + j))
 
 
-def _gradient_error(regularity: Regularity, feasible: AbstractSet) -> float:
-    width = restricted.diameter(feasible, regularity.dimension)
-    return regularity.gradient_error + regularity.rounding / width
+def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
+    """The bound of the class."""
+    known, error = plan.regularity, _gradient_error(plan)
+    residual = known.lipschitz + error
+    for _ in range(gradient_steps):
+        residual = known.smoothness * plan.step_size * residual + 2 * error
+    precision = plan.convexity + 1 / plan.step_size
+    distance = min(
+        plan.width,
+        (residual + math.sqrt(residual**2 + 4 * precision * plan.dimension))
+        / (2 * precision),
+    )
+    smooth = max(known.smoothness - plan.convexity, 0.0) / 2 * distance**2
+    loss = min(smooth, 2 * known.lipschitz * distance)
+    return math.exp(-loss - 2 * _slack(plan))
+
+
+def _slack(plan: ProximalPlan) -> float:
+    r"""$\kappa$."""
+    value_error = plan.regularity.error + plan.regularity.rounding
+    return 2 * value_error + _gradient_error(plan) * plan.width
+
+
+def _gradient_error(plan: ProximalPlan) -> float:
+    return plan.regularity.gradient_error + plan.regularity.rounding / plan.width

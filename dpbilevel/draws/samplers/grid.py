@@ -1,6 +1,5 @@
 """Exact draws from a finite set of points."""
 
-import functools
 import math
 from typing import ClassVar
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from ... import _checks
 from ...onelevel.problem import check_set
@@ -16,7 +16,7 @@ from ...privacy.clipping import one_record
 from ...privacy.grid import wide_integers
 from ...privacy.noise import PRNGKey, derive, standard_gumbel
 from ...sets import AbstractSet, Box
-from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
+from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
 
 
 class Grid(AbstractSampler):
@@ -97,15 +97,15 @@ class Grid(AbstractSampler):
         leaves = jax.tree.leaves(self.candidates)
         return sum(math.prod(jnp.shape(leaf)[1:]) for leaf in leaves)
 
-    def planned(self, regularity: Regularity, feasible: AbstractSet) -> "Grid":
+    @override
+    def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> "Grid":
         """Itself: there is nothing to choose.
 
         Raises:
             ValueError: A candidate is outside the set, or of another shape.
         """
-        del regularity
         check_set("the problem's set", feasible, one_record(self.candidates))
-        inside = jax.vmap(functools.partial(feasible.contains))(self.candidates)
+        inside = jax.vmap(feasible.contains)(self.candidates)
         if _checks.concrete(inside) and not bool(inside.all()):
             first = int(np.argmin(np.asarray(inside)))
             raise ValueError(
@@ -113,14 +113,15 @@ class Grid(AbstractSampler):
             )
         return self
 
-    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
-        """Exact."""
-        del regularity, feasible
+    @override
+    def guarantee(
+        self, regularity: Regularity, feasible: AbstractSet
+    ) -> SamplerGuarantee:
         count = _checks.leading_axis("candidates", self.candidates)
-        return Certificate(
-            1, count, notes=(f"drawn exactly from {count} public candidates",)
-        )
+        notes = (f"drawn exactly from {count} public candidates",)
+        return SamplerGuarantee(1, count, notes=notes)
 
+    @override
     def draw(
         self,
         potential: AbstractPotential,

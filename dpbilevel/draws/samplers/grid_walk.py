@@ -8,14 +8,17 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
+from typing_extensions import override
 
 from ... import _checks
+from ..._fields import Count, Positive
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet
 from . import _cells, _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
-from .base import AbstractPotential, AbstractSampler, Certificate, Regularity
+from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
+from .potentials import Number
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
 
@@ -111,37 +114,31 @@ class GridWalk(AbstractSampler):
         and an improved volume algorithm", 1993.
     """
 
-    log_ratio: float = eqx.field(static=True, default=0.01)
-    num_steps: int | None = eqx.field(static=True, default=None)
+    log_ratio: Positive = eqx.field(static=True, default=0.01)
+    num_steps: Count | None = eqx.field(static=True, default=None)
     tabulate: bool | None = eqx.field(static=True, default=None)
-    max_queries: int = eqx.field(static=True, default=10_000_000)
-    num_tries: int | None = eqx.field(static=True, default=None)
+    max_queries: Count = eqx.field(static=True, default=10_000_000)
+    num_tries: Count | None = eqx.field(static=True, default=None)
     cells: tuple[int, ...] | None = eqx.field(static=True, default=None)
-    penalty: float | Float[Array, ""] | None = None
-    slack: float | Float[Array, ""] | None = None
+    penalty: Number | None = None
+    slack: Number | None = None
 
     def __check_init__(self):
-        _checks.positive("GridWalk", log_ratio=self.log_ratio)
-        counts = {"num_steps": self.num_steps, "num_tries": self.num_tries}
-        counts |= {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
-        counts = {name: count for name, count in counts.items() if count is not None}
-        _checks.count("GridWalk", max_queries=self.max_queries, **counts)
+        cells = {f"cells[{i}]": count for i, count in enumerate(self.cells or ())}
+        _checks.count("GridWalk", **cells)
         if self.tabulate and self.num_steps is not None:
             raise ValueError(
                 "GridWalk: tabulate=True draws the cell without a walk; leave out "
                 f"num_steps, got {self.num_steps}."
             )
 
-    def planned(self, regularity: Regularity, feasible: AbstractSet) -> Self:
+    @override
+    def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
         """The sampler with cells, penalty, slack, tries and steps.
 
-        Args:
-            regularity: What is known of the potential; its Lipschitz constant must be
-                finite.
-            feasible: A bounded `Box`, a `Ball` or a `Simplex`.
-
         Raises:
-            ValueError: Another set, no Lipschitz constant, or more than `max_queries`
+            ValueError: The set is no bounded `Box`, `Ball` or `Simplex`, the Lipschitz
+                constant is infinite, or there would be more than `max_queries`
                 evaluations while `num_steps` was left open.
         """
         bounds = self._bounds(regularity, feasible)
@@ -163,25 +160,23 @@ class GridWalk(AbstractSampler):
             slack=bounds.slack,
         )
 
-    def certificate(self, regularity: Regularity, feasible: AbstractSet) -> Certificate:
-        r"""What the class text proves for these counts.
+    @override
+    def guarantee(
+        self, regularity: Regularity, feasible: AbstractSet
+    ) -> SamplerGuarantee:
+        r"""What the class text proves for these counts; it has no `distance`.
 
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-
-        Returns:
-            $\xi$ for these counts as `log_ratio`; infinite, and unproved, where it is
-            above what was aimed at, because the walk was cut short or a count, the
-            penalty or the slack was set too low. It has no `distance`.
-
-            With all counts open, what is aimed at.
+        `log_ratio` is $\xi$ for these counts; infinite, and unproved, where it is above
+        what was aimed at, because the walk was cut short or a count, the penalty or the
+        slack was set too low. With all counts open, it is what is aimed at.
         """
-        if self._is_open() and self.num_steps is None:
-            return Certificate(0, math.inf, log_ratio=self.log_ratio)
-        if self._is_open():
-            return self.planned(regularity, feasible).certificate(regularity, feasible)
-        cells, tries, _, _ = self._plan()
+        plan = self._plan()
+        if plan is None and self.num_steps is None:
+            return SamplerGuarantee(0, math.inf, log_ratio=self.log_ratio)
+        if plan is None:
+            sampler = self.with_counts(regularity, feasible)
+            return sampler.guarantee(regularity, feasible)
+        cells, tries, _, _ = plan
         bounds = self._bounds(regularity, feasible)
         steps = self.num_steps or 0
         mixing = 0.0 if self.tabulate else bounds.mixing(steps)
@@ -208,7 +203,7 @@ class GridWalk(AbstractSampler):
                 f"GridWalk: HEURISTIC, {steps} steps and {tries} tries prove no log "
                 f"ratio of {self.log_ratio:.3g}; {needed:.3g} steps are certified"
             ]
-        return Certificate(
+        return SamplerGuarantee(
             num_steps=steps,
             queries=queries(cells, self.num_steps, tries),
             log_ratio=ratio if proved else math.inf,
@@ -216,6 +211,7 @@ class GridWalk(AbstractSampler):
             notes=tuple(notes),
         )
 
+    @override
     def draw(
         self,
         potential: AbstractPotential,
@@ -224,18 +220,17 @@ class GridWalk(AbstractSampler):
         *,
         key: PRNGKey,
     ) -> PyTree:
-        r"""One point, by the law of the class text.
-
-        Args:
-            potential: $U$.
-            feasible: The set.
-            start: Only its shape is read; floating-point leaves of one type.
-            key: A typed key.
+        """One point; of `start`, floating-point leaves of one type, the shape is read.
 
         Raises:
-            ValueError: The sampler is not planned, or for points of another dimension.
+            ValueError: The counts are open, or for points of another dimension.
         """
-        cells, tries, penalty, slack = self._plan()
+        plan = self._plan()
+        if plan is None:
+            raise ValueError(
+                "GridWalk: its counts are not planned; call with_counts(...) first."
+            )
+        cells, tries, penalty, slack = plan
         flat, unravel = jax.flatten_util.ravel_pytree(start)
         frame = _lattice.frame_of("GridWalk", feasible, flat.size)
         if len(frame.corner) != len(cells):
@@ -250,6 +245,7 @@ class GridWalk(AbstractSampler):
         def energy(index):
             return extended.many(_lattice.middles(frame, cells, index), reference)
 
+        # The steps of Lowy and Liu, Appendix B.3.1: 3(a) to (c), the last cell x.
         key_walk, key_cell, key_accept = derive(key, "walk", "cell", "restart")
         shape = (tries, len(cells))
         if self.tabulate:
@@ -258,13 +254,16 @@ class GridWalk(AbstractSampler):
             index, lowest = _cells.from_walks(
                 energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
             )
+        # 3(d), theta uniform in the cell of x.
         offset = jax.random.uniform(key_cell, shape, flat.dtype)
         thetas = _lattice.within(frame, cells, index, offset)
+        # 3(e), accepted with probability exp(h(x) - h(theta) - c), in X only.
         excess = extended.many(thetas, reference) - lowest + slack
         gauges = jax.vmap(frame.gauge)(thetas)
         coins = standard_exponential((tries,), flat.dtype, key=key_accept)
         accepted = (gauges <= 1) & (coins >= excess)
         chosen = jnp.where(jnp.any(accepted), jnp.argmax(accepted), tries - 1)
+        # No restart: if all tries are rejected, the last one is folded into X.
         fold = jnp.maximum(gauges[chosen], 1.0) ** 2
         return unravel(
             frame.point(frame.center + (thetas[chosen] - frame.center) / fold)
@@ -303,15 +302,14 @@ class GridWalk(AbstractSampler):
             steps = bounds.steps(mixing)
         return steps, tries, queries(bounds.cells, steps, tries)
 
-    def _is_open(self) -> bool:
-        plan = (self.cells, self.num_tries, self.penalty, self.slack)
-        walks = self.num_steps or self.tabulate
-        return not walks or any(v is None for v in plan)
-
-    def _plan(self):
-        if self._is_open():
-            raise ValueError("GridWalk: not planned; call planned(...) first.")
-        return self.cells, self.num_tries, self.penalty, self.slack
+    def _plan(self) -> tuple[tuple[int, ...], int, Number, Number] | None:
+        """Cells, tries, penalty and slack, once all counts are known."""
+        cells, tries, walks = self.cells, self.num_tries, self.num_steps
+        if not (walks or self.tabulate) or cells is None or tries is None:
+            return None
+        if self.penalty is None or self.slack is None:
+            return None
+        return cells, tries, self.penalty, self.slack
 
     def _refusal(self, bounds, steps, tries, total) -> str:
         size = float(min(math.prod(bounds.cells), 10**300))

@@ -1,17 +1,18 @@
-"""Scores made into potentials: scaled, and regularized."""
+"""Scores made into potentials: times a rate, and regularized."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from .base import AbstractPotential, AbstractSumPotential
 
 Number = float | Float[Array, ""]
 
 
-def scaled(
+def scaled_potential(
     score: AbstractPotential, rate: Number, regularizer: Number
 ) -> AbstractPotential:
     r"""$U(x) = k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$.
@@ -26,7 +27,7 @@ def scaled(
     """
     if isinstance(score, AbstractSumPotential):
         return _ScaledSum(score, rate, rate * regularizer, score.num_terms)
-    return _Scaled(score, rate, rate * regularizer)
+    return _ScaledScore(score, rate, rate * regularizer)
 
 
 class _Scaled(AbstractPotential):
@@ -35,38 +36,37 @@ class _Scaled(AbstractPotential):
     quadratic: Number
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        value = self.score(x)
-        return _like(self.rate, value) * value + _square(self.quadratic, x)
+        return self._times_rate(self.score(x)) + _square(self.quadratic, x)
 
+    def _times_rate(self, value: Array) -> Array:
+        return _like(self.rate, value) * value
+
+
+class _ScaledScore(_Scaled):
+    @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         values = self.score.many(xs)
         squares = jax.vmap(lambda x: _square(self.quadratic, x))(xs)
-        return _like(self.rate, values) * values + squares.astype(values.dtype)
+        return self._times_rate(values) + squares.astype(values.dtype)
 
+    @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
         value, gradient = self.score.value_and_gradient(x)
         gradient = jax.tree.map(
-            lambda g, v: _like(self.rate, g) * g + _like(self.quadratic, v) * v,
+            lambda g, v: self._times_rate(g) + _like(self.quadratic, v) * v,
             gradient,
             x,
         )
-        value = _like(self.rate, value) * value
-        return value + _square(self.quadratic, x), gradient
+        return self._times_rate(value) + _square(self.quadratic, x), gradient
 
 
-class _ScaledSum(AbstractSumPotential):
+class _ScaledSum(_Scaled, AbstractSumPotential):
     score: AbstractSumPotential
-    rate: Number
-    quadratic: Number
     num_terms: int = eqx.field(static=True)
 
-    def __call__(self, x: PyTree) -> Float[Array, ""]:
-        value = self.score(x)
-        return _like(self.rate, value) * value + _square(self.quadratic, x)
-
+    @override
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
-        value = self.score.term(index, x)
-        return _like(self.rate, value) * value
+        return self._times_rate(self.score.term(index, x))
 
 
 def _square(coefficient: Number, x: PyTree) -> Float[Array, ""]:

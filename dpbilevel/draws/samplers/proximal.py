@@ -1,8 +1,9 @@
 r"""What draws from $e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set, try by try."""
 
 import abc
+import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -17,6 +18,59 @@ from .base import AbstractPotential, Regularity
 
 _MOST_DRAW_TRIES = 100_000
 
+# A proposal, whether it is accepted, and how many evaluations were needed.
+Attempt = tuple[PyTree, Bool[Array, ""], Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProximalPlan:
+    r"""What the counts of an oracle and its bounds follow from; none of it is data.
+
+    Args:
+        regularity: What is known of the potential.
+        feasible: The set.
+        step_size: $\eta$.
+        num_steps: How many accepted tries are needed; 0 while that is open.
+        tries: How many tries are made in all; 0 while that is open.
+        share: The chance with which draws of proposals may run out of their tries.
+    """
+
+    regularity: Regularity
+    feasible: AbstractSet
+    step_size: float
+    num_steps: int = 0
+    tries: int = 0
+    share: float = 0.0
+
+    @property
+    def dimension(self) -> int:
+        """The number of coordinates."""
+        return self.regularity.dimension
+
+    @property
+    def width(self) -> float:
+        """The diameter of the set."""
+        return restricted.diameter(self.feasible, self.dimension)
+
+    @property
+    def convexity(self) -> float:
+        r"""$\alpha$; 0 where none is known."""
+        return float(self.regularity.strong_convexity or 0.0)
+
+
+class ProximalLaw(NamedTuple):
+    r"""The laws with densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
+
+    Attributes:
+        potential: $U$.
+        feasible: The set.
+        step_size: $\eta$.
+    """
+
+    potential: AbstractPotential
+    feasible: AbstractSet
+    step_size: float
+
 
 class AbstractProximalOracle(eqx.Module):
     r"""Tries to draw $x \propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
@@ -25,7 +79,8 @@ class AbstractProximalOracle(eqx.Module):
     is seen, so that a fixed number of tries serves all steps of a sampler.
 
     Attributes:
-        draw_tries: Tries of one draw from a Gaussian restricted to the set; planned.
+        draw_tries: Tries of one draw from a Gaussian restricted to the set; set by
+            `with_counts`.
         draws: How many such draws a try makes.
     """
 
@@ -45,67 +100,46 @@ class AbstractProximalOracle(eqx.Module):
         """
 
     @abc.abstractmethod
-    def planned(
-        self,
-        regularity: Regularity,
-        feasible: AbstractSet,
-        *,
-        step_size: float,
-        num_steps: int,
-        tries: int,
-        share: float,
-    ) -> Self:
-        r"""The oracle with every count that was left open.
+    def with_counts(self, plan: ProximalPlan) -> Self:
+        """The oracle with every count that was left open.
 
         Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
-            num_steps: How many accepted tries are needed.
-            tries: How many tries are made in all.
-            share: What the draws of all tries may fail with.
+            plan: The run that the counts are for.
+
+        Raises:
+            ValueError: A draw of a proposal would need too many tries.
         """
 
     @abc.abstractmethod
-    def serves(self, regularity: Regularity, feasible: AbstractSet) -> bool:
-        """Whether what planning fixed is right for such a potential.
+    def serves(self, plan: ProximalPlan) -> bool:
+        """Whether what `with_counts` fixed is right for such a potential and set.
 
         Args:
-            regularity: What is known of the potential.
-            feasible: The set.
+            plan: The run.
         """
 
     @abc.abstractmethod
-    def bias(self, regularity: Regularity, step_size: float) -> float:
-        r"""How far, in total variation, the law of an accepted try is from its target.
+    def bias(self, plan: ProximalPlan) -> float:
+        """How far, in total variation, the law of an accepted try is from its target.
 
         Args:
-            regularity: What is known of the potential.
-            step_size: $\eta$.
+            plan: The run; its counts may be open.
         """
 
     @abc.abstractmethod
-    def acceptance(
-        self, regularity: Regularity, feasible: AbstractSet, step_size: float
-    ) -> float:
-        r"""A lower bound on the probability that a try is accepted.
+    def acceptance(self, plan: ProximalPlan) -> float:
+        """A lower bound on the probability that a try is accepted.
 
         Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
+            plan: The run; its counts may be open.
         """
 
     @abc.abstractmethod
-    def gaussian(
-        self, regularity: Regularity, feasible: AbstractSet, step_size: float
-    ) -> tuple[float, float, float]:
-        r"""Of the proposals, what their tries are planned from.
+    def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
+        r"""Scale and offset of the proposals, which their tries are counted from.
 
         Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
+            plan: The run; its counts may be open.
 
         Returns:
             The standard deviation, and $w$ and $b$ such that the mean is at most $w
@@ -117,156 +151,98 @@ class AbstractProximalOracle(eqx.Module):
         """Per try, how many evaluations are needed on average, and are made at most."""
 
     @abc.abstractmethod
-    def prepared(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        step_size: float,
-    ) -> PyTree:
-        r"""What all tries at one $y$ share.
+    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
+        """What all tries at one point have in common.
 
         Args:
-            potential: $U$.
-            feasible: The set.
+            law: What to draw from.
             y: $y$.
-            step_size: $\eta$.
         """
 
     @abc.abstractmethod
     def attempt(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        prepared: PyTree,
-        step_size: float,
-        *,
-        key: PRNGKey,
-    ) -> tuple[PyTree, Bool[Array, ""], Float[Array, ""]]:
-        r"""One try.
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> Attempt:
+        """One try.
 
         Args:
-            potential: $U$.
-            feasible: The set.
+            law: What to draw from.
             y: $y$.
-            prepared: What `prepared` gave for $y$.
-            step_size: $\eta$.
+            common: What `prepare` returned for $y$.
             key: A typed key.
 
         Returns:
             The proposal, whether it is accepted, and how many evaluations were needed.
         """
 
+    def enough_draw_tries(self, plan: ProximalPlan) -> int:
+        """`draw_tries`, or else the fewest with which draws fail as the plan allows.
 
-def planned_draw_tries(
-    oracle: AbstractProximalOracle,
-    regularity: Regularity,
-    feasible: AbstractSet,
-    *,
-    step_size: float,
-    num_steps: int,
-    tries: int,
-    share: float,
-) -> int:
-    r"""The least number of tries with which `draw_failure` is at most `share`.
+        Args:
+            plan: The run.
 
-    Args:
-        oracle: Whose proposals are drawn.
-        regularity: What is known of the potential.
-        feasible: The set.
-        step_size: $\eta$.
-        num_steps: How many points $y$ there are.
-        tries: How many tries of the oracle.
-        share: What all draws may fail with.
+        Raises:
+            ValueError: More than 100 000 tries would be needed.
+        """
+        if self.draw_tries:
+            return self.draw_tries
+        chance, _ = self._draw_chance(plan)
+        if chance >= 1:
+            return 1
+        need = math.log(plan.share / (2 * self.draws * plan.tries))
+        count = math.ceil(need / math.log1p(-chance)) if chance > 0 else math.inf
+        if count > _MOST_DRAW_TRIES:
+            raise ValueError(
+                f"{type(self).__name__}: a Gaussian restricted to the "
+                f"{type(plan.feasible).__name__} would need {count} tries in "
+                f"{plan.tries} draws; at most {_MOST_DRAW_TRIES} are made. Use a "
+                "smaller step_size, or a Box."
+            )
+        return max(1, int(count))
 
-    Raises:
-        ValueError: More than 100 000 tries would be needed.
-    """
-    chance, _ = _draw_chance(
-        oracle, regularity, feasible, step_size, share / (2 * num_steps)
-    )
-    if chance >= 1:
-        return 1
-    need = math.log(share / (2 * oracle.draws * tries))
-    count = math.ceil(need / math.log1p(-chance)) if chance > 0 else math.inf
-    if count > _MOST_DRAW_TRIES:
-        raise ValueError(
-            f"{type(oracle).__name__}: a Gaussian restricted to the "
-            f"{type(feasible).__name__} would need {count} tries in {tries} draws; at "
-            f"most {_MOST_DRAW_TRIES} are made. Use a smaller step_size, or a Box."
+    def draw_failure(self, plan: ProximalPlan) -> float:
+        r"""The chance that any draw of a proposal runs out of its tries.
+
+        That some $y$ comes farther from the set than a reach, plus that of rejecting
+        all tries of any draw within it.
+
+        Args:
+            plan: The run; half of its `share` is the chance that the reach is for.
+        """
+        chance, any_mean = self._draw_chance(plan)
+        if chance >= 1:
+            return 0.0
+        rejected = math.exp((self.draw_tries or 1) * math.log1p(-chance))
+        far = 0.0 if any_mean else plan.num_steps * _far(plan)
+        return far + self.draws * plan.tries * rejected
+
+    def _draw_chance(self, plan: ProximalPlan) -> tuple[float, bool]:
+        """The least chance that a draw accepts a try, and whether for any mean."""
+        deviation, weight, shift = self.gaussian(plan)
+        feasible, dimension = plan.feasible, plan.dimension
+        noise = math.sqrt(plan.step_size)
+        reach = restricted.reach(feasible, dimension, noise, _far(plan))
+        chance = restricted.acceptance(
+            feasible, dimension, deviation, weight * reach + shift
         )
-    return max(1, int(count))
+        return chance, not isinstance(feasible, Ball)
 
 
-def draw_failure(
-    oracle: AbstractProximalOracle,
-    regularity: Regularity,
-    feasible: AbstractSet,
-    *,
-    step_size: float,
-    num_steps: int,
-    tries: int,
-    share: float,
-) -> float:
-    r"""The chance that any draw of a proposal runs out of its tries.
-
-    That some $y$ comes farther from the set than a reach, plus that of rejecting all
-    tries of any draw within it.
-
-    Args:
-        oracle: Whose proposals are drawn.
-        regularity: What is known of the potential.
-        feasible: The set.
-        step_size: $\eta$.
-        num_steps: How many points $y$ there are.
-        tries: How many tries of the oracle.
-        share: Half of it is the chance that the reach is chosen for.
-    """
-    far = share / (2 * num_steps)
-    chance, unbounded = _draw_chance(oracle, regularity, feasible, step_size, far)
-    if chance >= 1:
-        return 0.0
-    rejected = math.exp((oracle.draw_tries or 1) * math.log1p(-chance))
-    return (0.0 if unbounded else num_steps * far) + oracle.draws * tries * rejected
+def _far(plan: ProximalPlan) -> float:
+    """The chance with which one point $y$ may come farther than the reach."""
+    return plan.share / (2 * plan.num_steps)
 
 
-def _draw_chance(oracle, regularity, feasible, step_size, far) -> tuple[float, bool]:
-    """The least chance that a try of a draw is accepted, and whether at any mean."""
-    deviation, weight, shift = oracle.gaussian(regularity, feasible, step_size)
-    reach = restricted.reach(feasible, regularity.dimension, math.sqrt(step_size), far)
-    chance = restricted.acceptance(
-        feasible, regularity.dimension, deviation, weight * reach + shift
-    )
-    return chance, not isinstance(feasible, Ball)
-
-
-def finite(tree: PyTree) -> PyTree:
-    """The tree with zero in place of NaN and infinite values.
-
-    Args:
-        tree: Arrays.
-    """
+def finite_part(tree: PyTree) -> PyTree:
+    """The tree with zero in place of NaN and infinite values."""
     return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0), tree)
 
 
-def combination(scale: Any, tree: PyTree, other_scale: Any, other: PyTree) -> PyTree:
-    """The sum of two trees times their scales, in the dtypes of the first.
-
-    Args:
-        scale: Of the first.
-        tree: The first.
-        other_scale: Of the second.
-        other: The second.
-    """
-    return optax.tree.add(scaled(scale, tree), scaled(other_scale, other))
-
-
-def scaled(scale: Any, tree: PyTree) -> PyTree:
-    """The tree times a number, in its dtypes.
-
-    Args:
-        scale: The number.
-        tree: Arrays.
-    """
+def multiple(scale: Any, tree: PyTree) -> PyTree:
+    """The tree times a number, in its dtypes."""
     return jax.tree.map(lambda v: jnp.asarray(scale, v.dtype) * v, tree)
+
+
+def plus(tree: PyTree, scale: Any, other: PyTree) -> PyTree:
+    """The tree plus a multiple of another."""
+    return optax.tree.add(tree, multiple(scale, other))

@@ -8,13 +8,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
+from typing_extensions import override
 
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...sets import AbstractSet, Ball
 from . import restricted
-from .base import AbstractPotential, AbstractSumPotential, Regularity
-from .proximal import AbstractProximalOracle, planned_draw_tries, scaled
+from .base import AbstractSumPotential, Regularity
+from .proximal import (
+    AbstractProximalOracle,
+    Attempt,
+    ProximalLaw,
+    ProximalPlan,
+    multiple,
+)
 
 _CLIP = 0.5
 _MOST_STAGES = 64
@@ -61,8 +68,8 @@ class StochasticRejection(AbstractProximalOracle):
     \sum_{a \le A} u^a / a! \ge \frac12$, whatever $y$.
 
     Args:
-        stages: $A$. Static; planned.
-        draw_tries: Of one Gaussian draw on the set. Static; planned.
+        stages: $A$. Static; set by `with_counts`.
+        draw_tries: Of one Gaussian draw on the set. Static; set by `with_counts`.
 
     References:
         Gopi, Lee and Liu, "Private Convex Optimization via Exponential Mechanism",
@@ -74,16 +81,9 @@ class StochasticRejection(AbstractProximalOracle):
     draw_tries: int | None = eqx.field(static=True, default=None)
     draws: ClassVar[int] = 2
 
+    @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
-        r"""Where $\sigma^2 = 1/8$, or the squared diameter if that is less.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-
-        Raises:
-            ValueError: No sum of Lipschitz terms, or inexact values.
-        """
+        r"""Where $\sigma^2 = 1/8$, or the squared diameter if that is less."""
         lipschitz = regularity.term_lipschitz
         if regularity.num_terms is None or lipschitz is None:
             raise ValueError(
@@ -107,66 +107,30 @@ class StochasticRejection(AbstractProximalOracle):
             most = min(most, variance / (1 - regularity.quadratic * variance))
         return most
 
-    def planned(
-        self,
-        regularity: Regularity,
-        feasible: AbstractSet,
-        *,
-        step_size: float,
-        num_steps: int,
-        tries: int,
-        share: float,
-    ) -> Self:
-        r"""Chooses the stages and the tries of a draw.
-
-        The stages are cut where that costs at most `share / 4` over all steps.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
-            num_steps: How many accepted tries are needed.
-            tries: How many tries are made in all.
-            share: What the draws of all tries may fail with.
-        """
+    @override
+    def with_counts(self, plan: ProximalPlan) -> Self:
+        """The stages are cut where that costs at most a quarter of `plan.share`."""
         stages = self.stages
         if stages is None:
             stages = next(
                 a
                 for a in range(1, _MOST_STAGES)
-                if num_steps * _cut(a) <= share / 4 or a == _MOST_STAGES - 1
+                if plan.num_steps * _cut(a) <= plan.share / 4 or a == _MOST_STAGES - 1
             )
-        draw_tries = self.draw_tries or planned_draw_tries(
-            self,
-            regularity,
-            feasible,
-            step_size=step_size,
-            num_steps=num_steps,
-            tries=tries,
-            share=share,
-        )
+        draw_tries = self.enough_draw_tries(plan)
         return dataclasses.replace(self, stages=stages, draw_tries=draw_tries)
 
-    def serves(self, regularity: Regularity, feasible: AbstractSet) -> bool:
-        """Where values are exact: all that is fixed is counts.
+    @override
+    def serves(self, plan: ProximalPlan) -> bool:
+        """Where values are exact: all that is fixed is counts."""
+        known = plan.regularity
+        return None not in (known.num_terms, known.term_lipschitz) and known.error == 0
 
-        Args:
-            regularity: What is known of the potential.
-            feasible: Not needed.
-        """
-        del feasible
-        known = None not in (regularity.num_terms, regularity.term_lipschitz)
-        return known and regularity.error == 0
-
-    def bias(self, regularity: Regularity, step_size: float) -> float:
-        r"""The bound of the class on the effect of clipping and of cutting.
-
-        Args:
-            regularity: What is known of the potential.
-            step_size: $\eta$.
-        """
-        deviation, _, _ = self.gaussian(regularity, None, step_size)
-        variance = 2 * (deviation * (regularity.term_lipschitz or 0.0)) ** 2
+    @override
+    def bias(self, plan: ProximalPlan) -> float:
+        """The bound of the class on the effect of clipping and of cutting."""
+        deviation, _, _ = self.gaussian(plan)
+        variance = 2 * (deviation * (plan.regularity.term_lipschitz or 0.0)) ** 2
         cut = 0.0 if self.stages is None else _cut(self.stages)
         if variance == 0:
             return cut
@@ -176,101 +140,63 @@ class StochasticRejection(AbstractProximalOracle):
         tail = math.exp(0.5 - 1 / (8 * variance)) * 2
         return min(1.0, tail * (1 / rate + 1 / rate**2) + cut)
 
-    def acceptance(
-        self, regularity: Regularity, feasible: AbstractSet, step_size: float
-    ) -> float:
-        """One half.
-
-        Args:
-            regularity: Not needed.
-            feasible: Not needed.
-            step_size: Not needed.
-        """
-        del regularity, feasible, step_size
+    @override
+    def acceptance(self, plan: ProximalPlan) -> float:
         return 0.5
 
-    def gaussian(
-        self, regularity: Regularity, feasible: AbstractSet | None, step_size: float
-    ) -> tuple[float, float, float]:
-        r"""$\gamma$ has the mean $y / (1 + m \eta)$ and variance $\eta / (1 + m \eta)$.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-            step_size: $\eta$.
-        """
-        weight = 1 / (1 + regularity.quadratic * step_size)
-        away = 0.0  # how far zero is from a ball
+    @override
+    def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
+        r"""$\gamma$ has the mean $y / (1 + m \eta)$, variance $\eta / (1 + m \eta)$."""
+        weight = 1 / (1 + plan.regularity.quadratic * plan.step_size)
+        away, feasible = 0.0, plan.feasible  # how far zero is from a ball
         if isinstance(feasible, Ball) and feasible.center is not None:
             center = float(optax.tree.norm(feasible.center))
             away = max(0.0, center - float(feasible.radius))
-        return math.sqrt(step_size * weight), weight, (1 - weight) * away
+        return math.sqrt(plan.step_size * weight), weight, (1 - weight) * away
 
+    @override
     def evaluations(self) -> tuple[float, int]:
         r"""$2 (e - 1)$ values of terms on average, twice the stages at most."""
         return 2 * (math.e - 1), 2 * (self.stages or 1)
 
-    def prepared(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        step_size: float,
-    ) -> PyTree:
+    @override
+    def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
         r"""The mean of $\gamma$.
-
-        Args:
-            potential: A sum.
-            feasible: The set.
-            y: $y$.
-            step_size: $\eta$.
 
         Raises:
             TypeError: The potential is no sum.
         """
-        if not isinstance(potential, AbstractSumPotential):
+        if not isinstance(law.potential, AbstractSumPotential):
             raise TypeError(
                 "StochasticRejection: the potential must be an AbstractSumPotential, "
-                f"got {type(potential).__name__}. Use ConvexEnvelope."
+                f"got {type(law.potential).__name__}. Use ConvexEnvelope."
             )
-        return scaled(1 / (1 + potential.quadratic * step_size), y)
+        return multiple(1 / (1 + law.potential.quadratic * law.step_size), y)
 
+    @override
     def attempt(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        y: PyTree,
-        prepared: PyTree,
-        step_size: float,
-        *,
-        key: PRNGKey,
-    ) -> tuple[PyTree, Bool[Array, ""], Float[Array, ""]]:
-        r"""One try: all stages at once, those that were not needed left out.
-
-        Args:
-            potential: A sum.
-            feasible: The set.
-            y: $y$.
-            prepared: The mean of the proposals.
-            step_size: $\eta$.
-            key: A typed key.
-        """
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> Attempt:
+        """All stages at once, those that were not needed left out."""
+        (potential, feasible, step_size), stages = law, self.stages or 1
         assert isinstance(potential, AbstractSumPotential)
-        stages = self.stages or 1
         keys = derive(key, "proposal", "rival", "index", "stages", "accept")
         deviation = (step_size / (1 + potential.quadratic * step_size)) ** 0.5
+        # Algorithm 2 of Gopi, Lee and Liu: x and z.
         both = jax.vmap(
             lambda k: restricted.restricted_normal(
-                feasible, prepared, deviation, self.draw_tries or 1, key=k
+                feasible, common, deviation, self.draw_tries or 1, key=k
             )
         )(keys[:2])
         x, z = (jax.tree.map(lambda v, i=i: v[i], both) for i in (0, 1))
+        # Its inner loop: products of differences of random terms, until a break.
         indices = jax.random.randint(keys[2], (stages,), 0, potential.num_terms)
         values = jax.vmap(potential.term, (0, None))
         gaps = values(indices, z) - values(indices, x)
         gaps = jnp.where(jnp.isnan(gaps), 0, jnp.clip(gaps, -_CLIP, _CLIP))
         reached = _reached(stages, gaps.dtype, keys[3])
         rho = 1 + jnp.sum(jnp.where(reached, jnp.cumprod(gaps), 0))
+        # Its last line, u <= rho / 2, with u = exp(-coin).
         coin = standard_exponential((), rho.dtype, key=keys[4])
         return x, coin >= -jnp.log(rho / 2), 2 * jnp.sum(reached).astype(rho.dtype)
 

@@ -2,8 +2,8 @@ r"""Draws from $\mathcal N(a, s^2 I)$ restricted to a set, by a fixed number of 
 
 A box needs one try. On a ball and on the simplex a try is accepted with a probability
 that is bounded from below before any mean is seen; when all tries are rejected the
-projection of the mean is returned, and the chance of that belongs into the certificate
-of who draws.
+projection of the mean is returned, and the chance of that counts in the guarantee of
+the sampler.
 """
 
 import math

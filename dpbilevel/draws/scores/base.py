@@ -6,7 +6,6 @@ levels whose sensitivity constants prove.
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,58 +25,6 @@ TOGETHER = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is known of a score before any data is seen, or from the problem alone.
-
-    Attributes:
-        contributions: One record's share per role, in the sense of `BoundedScore`.
-        basis: What they rest on.
-        lipschitz: The Lipschitz constant of the score.
-        smoothness: That of its gradient.
-        error: How far a computed score may be off; for a spread that is part of the
-            contributions as well.
-        gradient_error: The same for its gradient.
-        rounding: How far rounding alone moves a score that is computed exactly but for
-            that, and its gradient times the diameter of the set, where that is not part
-            of the contributions either.
-        num_terms: The number of records, where the score is a mean over them.
-        term_lipschitz: The Lipschitz constant of each term.
-        assumptions: What all this rests on, in the words of the report.
-    """
-
-    contributions: dict[str, Any]
-    basis: Basis
-    lipschitz: Any
-    smoothness: Any = math.inf
-    error: Any = 0.0
-    gradient_error: Any = 0.0
-    rounding: Any = 0.0
-    num_terms: int | None = None
-    term_lipschitz: float | None = None
-    assumptions: tuple[str, ...] = ()
-
-    def regularity(self, dimension: int, convexity: float | None) -> Regularity:
-        """As samplers want it.
-
-        Args:
-            dimension: The number of coordinates.
-            convexity: The declared strong convexity, or `None` where the score is not
-                declared convex.
-        """
-        return Regularity(
-            dimension=dimension,
-            lipschitz=float(self.lipschitz),
-            strong_convexity=convexity,
-            smoothness=float(self.smoothness),
-            error=float(self.error),
-            gradient_error=float(self.gradient_error),
-            rounding=float(self.rounding),
-            num_terms=self.num_terms,
-            term_lipschitz=self.term_lipschitz,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class AbstractScore(abc.ABC):
     """A score of a problem, with one measure of its sensitivity.
 
@@ -92,14 +39,36 @@ class AbstractScore(abc.ABC):
     sizes: Any
 
     @abc.abstractmethod
-    def facts(self, dtype: Any) -> Facts:
-        """What is known of it where values are computed in `dtype`.
+    def contributions(self, dtype: Any) -> dict[str, Any]:
+        """One record's share per role, as in `BoundedScore`; inside a program too.
 
-        On the host, but inside a program whose argument the problem is.
+        A spread counts the errors of computed scores.
+
+        Args:
+            dtype: What scores are computed in.
 
         Raises:
             ValueError: Constants are missing, or `dtype` is too coarse.
         """
+
+    @abc.abstractmethod
+    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+        """What is known of the score as a potential, besides convexity. On the host.
+
+        Args:
+            dtype: What scores are computed in.
+            dimension: The number of coordinates.
+        """
+
+    @property
+    def basis(self) -> Basis:
+        """What the contributions rest on."""
+        return Basis.CONSTANTS
+
+    @property
+    @abc.abstractmethod
+    def assumptions(self) -> tuple[str, ...]:
+        """What all this rests on, in the words of the report."""
 
     @abc.abstractmethod
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
@@ -117,10 +86,9 @@ class AbstractScore(abc.ABC):
         """
         if dtype is None:
             dtype = jnp.result_type(*jax.tree.leaves(start))
-        facts = self.facts(dtype)
-        share = sum(facts.contributions.values())
+        share = sum(self.contributions(dtype).values())
         raw = self.potential(data, start)
-        return BoundedScore(raw, share, self.measure, facts.basis)
+        return BoundedScore(raw, share, self.measure, self.basis)
 
 
 def check_error(error: Any, spread: Any, dtype: Any, remedy: str) -> None:
@@ -169,22 +137,6 @@ def check_loss_dtype(
         )
 
 
-def least(first: Any, second: Any) -> Any:
-    """The smaller of two numbers, on the host or in a program.
-
-    Args:
-        first: A number.
-        second: Another.
-    """
-    known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
-    return min(first, second) if known else jnp.minimum(first, second)
-
-
 def batched(potential: AbstractPotential, xs: PyTree) -> Float[Array, " m"]:
-    """A potential at many points, some of them side by side.
-
-    Args:
-        potential: The potential.
-        xs: The points, stacked.
-    """
+    """A potential at many points, some of them side by side."""
     return jax.lax.map(potential, xs, batch_size=TOGETHER)

@@ -9,22 +9,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from ...bilevel import certified, sensitivities
 from ...bilevel.bounds import Bounds, Metric
 from ...bilevel.constants import AbstractCertificate
 from ...bilevel.problem import BilevelProblem, Levels, Sizes
-from ...privacy.clipping import Basis, clipped_mean, unsealed
+from ...privacy.clipping import clipped_mean, unsealed
 from ...sets import Ball, Euclidean
-from ..samplers.base import AbstractPotential
+from ..samplers.base import AbstractPotential, Regularity
 from .base import (
     SOLVES,
     AbstractScore,
-    Facts,
     batched,
     check_error,
     check_loss_dtype,
-    least,
 )
 
 _COMPUTED = (
@@ -55,40 +54,40 @@ class HyperObjective(AbstractScore):
     clip_range: Any = None
     uniform: bool = False
 
-    def facts(self, dtype: Any) -> Facts:
-        """Shares of both levels; the basis is the certificate."""
-        certificate, bounds = self._certificate(), self._bounds()
+    @override
+    def contributions(self, dtype: Any) -> dict[str, Any]:
         self._most_steps(dtype)
-        error = self._slope() * (self._target(dtype) + self._rounding(bounds, dtype))
-        largest = 2 * self._half() + certificate.largest_loss
-        if self.problem.upper_public is not None:
-            largest += 2 * self._reach()
-        error += sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
         if self.measure == "slope":
-            upper, lower = bounds.upper, bounds.lower
-            steps = sensitivities.step_counts(certificate, self.sizes)
-            gradient_error = sensitivities.solve_error(bounds, steps)
-            gradient_error += sensitivities.rounding_error(bounds, self.sizes, dtype)
-        else:
-            upper, lower = self.spreads()
-            check_error(
-                error,
-                upper + lower,
-                dtype,
-                "raise the strong convexity (mu_g) by a larger public penalty",
-            )
-            upper, lower = upper + 4 * error, lower + 4 * error
-            gradient_error = 0.0
-        return Facts(
-            {"upper": upper / 2, "lower": lower / 2},
-            Basis.CONSTANTS,
-            self._lipschitz(),
-            certificate.second_order.smoothness,
+            bounds = self._bounds()
+            return {"upper": bounds.upper / 2, "lower": bounds.lower / 2}
+        error, (upper, lower) = self._error(dtype), self.spreads()
+        check_error(
             error,
-            gradient_error,
-            assumptions=(*certificate.assumptions, _COMPUTED),
+            upper + lower,
+            dtype,
+            "raise the strong convexity (mu_g) by a larger public penalty",
+        )
+        return {"upper": (upper + 4 * error) / 2, "lower": (lower + 4 * error) / 2}
+
+    @override
+    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+        certificate, gradient_error = self._certificate(), 0.0
+        if self.measure == "slope":
+            gradient_error = _gradient_error(certificate, self.sizes, dtype)
+        return Regularity(
+            dimension,
+            float(self._lipschitz()),
+            smoothness=float(certificate.second_order.smoothness),
+            error=float(self._error(dtype)),
+            gradient_error=float(gradient_error),
         )
 
+    @property
+    @override
+    def assumptions(self) -> tuple[str, ...]:
+        return (*self._certificate().assumptions, _COMPUTED)
+
+    @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
         """Solves the lower level anew at every point."""
         x, y = start
@@ -107,6 +106,15 @@ class HyperObjective(AbstractScore):
             self.sizes,
         )
 
+    def _error(self, dtype: Any) -> Any:
+        """How far a computed value may be off."""
+        largest = 2 * self._half() + self._certificate().largest_loss
+        if self.problem.upper_public is not None:
+            largest += 2 * self._reach()
+        solved = self._target(dtype) + self._rounding(self._bounds(), dtype)
+        rounding = sensitivities.UNITS * float(jnp.finfo(dtype).eps) * largest
+        return self._slope() * solved + rounding
+
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
 
@@ -123,8 +131,8 @@ class HyperObjective(AbstractScore):
             return upper, lower
         diameter = self.problem.x_set.diameter
         return (
-            least(bounds.upper * diameter, upper),
-            least(bounds.lower * diameter, lower),
+            _least(bounds.upper * diameter, upper),
+            _least(bounds.lower * diameter, lower),
         )
 
     def _range(self) -> Any:
@@ -187,6 +195,12 @@ class HyperObjective(AbstractScore):
         return sensitivities.solution_rounding(bounds, self.sizes, dtype)
 
 
+def _least(first: Any, second: Any) -> Any:
+    """The smaller of two numbers, on the host or in a program."""
+    known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
+    return min(first, second) if known else jnp.minimum(first, second)
+
+
 class _Objective(AbstractPotential):
     problem: BilevelProblem
     data: Levels
@@ -222,12 +236,14 @@ class _Objective(AbstractPotential):
             value = value + (public(x, y) - public(x0, y0))
         return value
 
+    @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         # Points that need as many steps as their neighbours wait for nobody.
         order = jnp.argsort(jax.vmap(self._steps)(xs))
         values = batched(self, jax.tree.map(lambda v: v[order], xs))
         return jnp.zeros_like(values).at[order].set(values)
 
+    @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
         gradient = _hypergradient(self.problem, self.data, x, self.y0, self.sizes)
         return self(x), gradient
@@ -281,37 +297,46 @@ class GradientNorm(AbstractScore):
         sizes: The planned sizes.
     """
 
-    def facts(self, dtype: Any) -> Facts:
-        """Shares of both levels; the basis is the certificate."""
-        certificate = certified.certificate_of(self.problem)
+    @override
+    def contributions(self, dtype: Any) -> dict[str, Any]:
+        certificate, rounding = self._certificate(), self._rounding(dtype)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
         shares = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
-        bounds = certificate.bounds(self.sizes)
-        steps = sensitivities.step_counts(certificate, self.sizes)
-        error = sensitivities.solve_error(bounds, steps)
-        error += sensitivities.rounding_error(bounds, self.sizes, dtype)
-        # The projection of a step that leaves the set, by a few roundings.
-        rounding = 0.0
-        if not isinstance(self.problem.x_set, Euclidean):
-            far = self.problem.x_set.reach
-            if isinstance(far, float) and math.isinf(far):
-                raise ValueError(
-                    "ExponentialMechanism: the gradient mapping on an unbounded "
-                    f"x_set={self.problem.x_set} rounds without bound; use a bounded "
-                    "set, or Euclidean()."
-                )
-            rounding = 8 * float(jnp.finfo(dtype).eps) * (far + bounds.gradient)
-        return Facts(
-            {"upper": shares.upper + rounding, "lower": shares.lower + rounding},
-            Basis.CONSTANTS,
-            certificate.second_order.smoothness + 2,
-            error=error + rounding,
-            assumptions=certificate.assumptions,
-        )
+        return {"upper": shares.upper + rounding, "lower": shares.lower + rounding}
 
+    @override
+    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+        certificate = self._certificate()
+        error = _gradient_error(certificate, self.sizes, dtype) + self._rounding(dtype)
+        lipschitz = float(certificate.second_order.smoothness + 2)
+        return Regularity(dimension, lipschitz, error=float(error))
+
+    @property
+    @override
+    def assumptions(self) -> tuple[str, ...]:
+        return self._certificate().assumptions
+
+    @override
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
         """Computes the hypergradient anew at every point."""
         return _Norm(self.problem, data, start[1], self.sizes)
+
+    def _certificate(self) -> AbstractCertificate:
+        return certified.certificate_of(self.problem)
+
+    def _rounding(self, dtype: Any) -> Any:
+        """Of the projection of a step that leaves the set, a few roundings."""
+        if isinstance(self.problem.x_set, Euclidean):
+            return 0.0
+        far = self.problem.x_set.reach
+        if isinstance(far, float) and math.isinf(far):
+            raise ValueError(
+                "ExponentialMechanism: the gradient mapping on an unbounded "
+                f"x_set={self.problem.x_set} rounds without bound; use a bounded set, "
+                "or Euclidean()."
+            )
+        gradient = self._certificate().bounds(self.sizes).gradient
+        return 8 * float(jnp.finfo(dtype).eps) * (far + gradient)
 
 
 class _Norm(AbstractPotential):
@@ -326,8 +351,19 @@ class _Norm(AbstractPotential):
         back = optax.tree.sub(step, self.problem.x_set.project(step))
         return optax.tree.norm(optax.tree.add(value, back))
 
+    @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         return batched(self, xs)
+
+
+def _gradient_error(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> Any:
+    """How far a computed hypergradient may be off."""
+    bounds, steps = (
+        certificate.bounds(sizes),
+        sensitivities.step_counts(certificate, sizes),
+    )
+    error = sensitivities.solve_error(bounds, steps)
+    return error + sensitivities.rounding_error(bounds, sizes, dtype)
 
 
 def _hypergradient(problem, data, x, y0, sizes) -> PyTree:

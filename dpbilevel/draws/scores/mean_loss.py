@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from ...bilevel import sensitivities
 from ...onelevel.problem import FiniteSum
@@ -16,8 +17,8 @@ from ...privacy.clipping import Basis, clipped_mean, unsealed
 from ...privacy.queries import RECORDS
 from ...privacy.rows import unpacked
 from ...privacy.sampling import Batch, FullBatch
-from ..samplers.base import AbstractPotential, AbstractSumPotential
-from .base import AbstractScore, Facts, batched, check_error, check_loss_dtype
+from ..samplers.base import AbstractPotential, AbstractSumPotential, Regularity
+from .base import AbstractScore, batched, check_error, check_loss_dtype
 
 # A public term is cut at this many times the range of the losses.
 _PUBLIC = 8
@@ -43,55 +44,78 @@ class MeanLoss(AbstractScore):
 
     clip_range: Any = None
 
-    def facts(self, dtype: Any) -> Facts:
-        """One record's share is $B / n$ or $G D / n$, as a slope $G / n$."""
-        constant, n = self.problem.lipschitz, self.sizes
-        unit = unit_of(dtype)
-        clipped = self.measure == "spread" and self.clip_range is not None
-        reach = self.clip_range if clipped else self._declared() * self._diameter()
-        public = self.problem.public is not None
+    @override
+    def contributions(self, dtype: Any) -> dict[str, Any]:
+        """$B / n$ or $G D / n$; as a slope $G / n$."""
+        reach = self._reach()
         if self.measure == "slope":
-            self._check_public()
-            share = constant / n
+            return {RECORDS: self.problem.lipschitz / self.sizes}
+        public = self.problem.public is not None
+        return {RECORDS: spread_of(reach, self.sizes, dtype, public)[0]}
+
+    @override
+    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+        problem, reach = self.problem, self._reach()
+        public = problem.public is not None
+        error = rounding = 0.0
+        if self.measure == "slope":
             # Two losses, and their sum over the records in any order.
-            rounding, error = (2 * sensitivities.UNITS + n) * unit * reach, 0.0
+            roundings = 2 * sensitivities.UNITS + self.sizes
+            rounding = roundings * unit_of(dtype) * reach
         else:
-            share, error = spread_of(reach, n, dtype, public)
-            rounding = 0.0
-        assumptions: tuple[str, ...] = ()
-        if not clipped:
-            assumptions = (
-                f"declared: the loss of every possible record is {constant:.6g}-"
-                "Lipschitz on the set, and computed to "
-                f"{sensitivities.UNITS} units of roundoff of its range there",
-            )
+            error = spread_of(reach, self.sizes, dtype, public)[1]
         # A public term may be as steep as it likes.
-        smoothness = self.problem.smoothness
-        return Facts(
-            {RECORDS: share},
-            Basis.CLIPPED if clipped else Basis.CONSTANTS,
-            math.inf if constant is None or public else constant,
-            math.inf if public or smoothness is None else smoothness,
-            error,
-            rounding=rounding,
+        lipschitz = None if public else problem.lipschitz
+        smoothness = None if public else problem.smoothness
+        return Regularity(
+            dimension,
+            math.inf if lipschitz is None else lipschitz,
+            smoothness=math.inf if smoothness is None else smoothness,
+            error=float(error),
+            rounding=float(rounding),
             num_terms=self.sizes,
-            term_lipschitz=None if public else constant,
-            assumptions=assumptions,
+            term_lipschitz=lipschitz,
         )
 
+    @property
+    @override
+    def basis(self) -> Basis:
+        return Basis.CLIPPED if self._clipped else Basis.CONSTANTS
+
+    @property
+    @override
+    def assumptions(self) -> tuple[str, ...]:
+        if self._clipped:
+            return ()
+        return (
+            f"declared: the loss of every possible record is {self._declared():.6g}-"
+            "Lipschitz on the set, and computed to "
+            f"{sensitivities.UNITS} units of roundoff of its range there",
+        )
+
+    @property
+    def _clipped(self) -> bool:
+        return self.measure == "spread" and self.clip_range is not None
+
+    def _reach(self) -> Any:
+        """How far a loss may be from itself at another point."""
+        if self._clipped:
+            return self.clip_range
+        if self.measure == "slope":
+            self._check_public()
+        return self._declared() * self._diameter()
+
+    @override
     def potential(self, data: PyTree, start: PyTree) -> AbstractPotential:
         """A clipped mean for a spread, a sum of terms for a slope."""
         batch = Batch(*unpacked(data), FullBatch().denominator(self.sizes))
         check_loss_dtype(self.problem.loss, (start,), batch.records)
-        clipped = self.measure == "spread" and self.clip_range is not None
-        if clipped:
-            half = self.clip_range / 2
-            return _ClippedMean(self.problem, batch, start, half, False)
-        half = self._declared() * self._diameter()
+        reach = self._reach()
         if self.measure == "slope":
             assert batch.mask is None  # draws on continuous sets are of replace-one
-            return _Terms(self.problem, batch.records, start, half, self.sizes)
-        return _ClippedMean(self.problem, batch, start, half, True)
+            return _Terms(self.problem, batch.records, start, reach, self.sizes)
+        half = reach / 2 if self._clipped else reach
+        return _ClippedMean(self.problem, batch, start, half, not self._clipped)
 
     def _check_public(self) -> None:
         if self.problem.public is not None:
@@ -193,6 +217,7 @@ class _ClippedMean(AbstractPotential):
         public = self.problem.public
         return total + public_part(public, x, self.start, half.astype(total.dtype))
 
+    @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         return batched(self, xs)
 
@@ -209,6 +234,7 @@ class _Terms(AbstractSumPotential):
         losses = jax.vmap(lambda record: self._loss(x, record))(self.data)
         return jnp.sum(losses) / self.num_terms
 
+    @override
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
         return self._loss(x, jax.tree.map(lambda v: v[index], self.data))
 

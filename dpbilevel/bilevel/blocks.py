@@ -1,0 +1,163 @@
+"""One release a step of several directions, each measured in a unit of its own."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import PyTree
+
+from .. import _checks
+from ..core.solver import AbstractNoisySolver, State
+from ..privacy.noise import PRNGKey
+from ..privacy.releases import Release
+from ..privacy.sampling import AbstractSampling
+from .penalized import levels_queries
+from .problem import BilevelProblem, Levels, Sizes
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
+
+class AbstractBlocks(eqx.Module):
+    """Two entries like y, whose names subclasses choose, and one like x.
+
+    Attributes:
+        x: The last entry; `None` where no record meets x.
+    """
+
+    x: AbstractVar[Any]
+
+
+class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
+    r"""Moves three variables at once along the blocks of one clipped, noisy release.
+
+    Every block is measured in its unit $u_b = C_b / \sqrt{s_b}$, with the bound $C_b$
+    on the block of one lower record and the share $s_b$ of the block in the squared
+    budget. A record's blocks are clipped together in these units: a record whose blocks
+    are within their bounds is left as it is.
+
+    Attributes:
+        blocks: The class of the blocks.
+        sampling: How each step's batches are drawn, one per level.
+        budget_split: $s_b$, for any sum. Where no record meets x, of the first two.
+
+    Privacy:
+        In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
+        upper record by its bounds over the units, in $\ell_2$, over $n_f$; twice that
+        under replace-one.
+    """
+
+    blocks: ClassVar[type[AbstractBlocks]]
+    sampling: AbstractVar[AbstractSampling]
+    budget_split: AbstractVar[tuple[float, float, float]]
+    problem_type: ClassVar[type] = BilevelProblem
+
+    @abc.abstractmethod
+    def lower_bounds(self) -> tuple[float, float, float]:
+        """$C_b$: the bound on each block of one lower record."""
+
+    @abc.abstractmethod
+    def upper_bounds(self) -> tuple[float | None, float | None, float]:
+        """The bound on each block of one upper record; `None` where it has none."""
+
+    def units(self, problem: BilevelProblem) -> Any:
+        """The units of the blocks; `None` for x where no record meets it.
+
+        Args:
+            problem: The problem.
+        """
+        return self._units(bool(problem.x_in_records))
+
+    def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
+        """All blocks at once, in their units."""
+        clip_norms = self._clip_norms(problem)
+        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
+        name = _name(self.units(problem))
+        return Release(name, 1, queries, self.release_noise, joint=joint)
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """Two blocks like y, and one like x where records meet it."""
+        d_x, d_y = (optax.tree.size(w) for w in w0)
+        return {
+            _name(self._units(meets)): 2 * d_y + (d_x if meets else 0)
+            for meets in (False, True)
+        }
+
+    def directions(
+        self,
+        problem: BilevelProblem,
+        data: Levels,
+        funs: dict[str, Callable[[PyTree], Any]],
+        *,
+        like: PyTree,
+        key: PRNGKey,
+    ) -> Any:
+        """The released blocks; zero for x where no record meets it.
+
+        Args:
+            problem: The problem.
+            data: The records.
+            funs: The blocks of one record, for each role.
+            like: A pytree like x.
+            key: A typed key for batches and noise.
+
+        Privacy:
+            One `release`.
+        """
+        units, release = self.units(problem), self.release(problem, self.sizes)
+        measured = {
+            role: lambda record, fun=fun: _scaled(fun(record), units, -1)
+            for role, fun in funs.items()
+        }
+        q = _scaled(release.of(measured, data, key=key), units, 1)
+        if q.x is None:
+            q = dataclasses.replace(q, x=optax.tree.zeros_like(like))
+        return q
+
+    def _units(self, meets_x: bool) -> Any:
+        split = self.budget_split
+        total = sum(split) if meets_x else sum(split[:2])
+        first, second, x = (
+            bound * (total / share) ** 0.5
+            for bound, share in zip(self.lower_bounds(), split, strict=True)
+        )
+        return self.blocks(first, second, x if meets_x else None)
+
+    def _clip_norms(self, problem: BilevelProblem) -> Levels:
+        """What bounds the blocks of one record of each level, in their units."""
+        units = list(vars(self.units(problem)).values())
+
+        def clip_norm(role, bounds):
+            *both, of_x = zip(bounds, units, strict=True)
+            terms = both + ([of_x] if problem.reads_x(role) else [])
+            squares = [(b / unit) ** 2 for b, unit in terms if b is not None]
+            return sum(squares[1:], squares[0]) ** 0.5
+
+        return Levels(
+            clip_norm("upper", self.upper_bounds()),
+            clip_norm("lower", self.lower_bounds()),
+        )
+
+
+def _name(units: AbstractBlocks) -> str:
+    """The release, with the units that its noise and sensitivities are given in."""
+    named = {k: v for k, v in vars(units).items() if v is not None}
+    if not all(map(_checks.concrete, named.values())):
+        return "directions"  # inside of a compiled step, where nobody reads it
+    listed = ", ".join(f"{k} / {unit:.3g}" for k, unit in named.items())
+    return f"directions of ({listed})"
+
+
+def _scaled(blocks: Any, units: Any, power: int) -> Any:
+    """Each block times a power of its unit; without x where x has no unit."""
+    if units.x is None:
+        blocks = dataclasses.replace(blocks, x=None)
+    return jax.tree.map(
+        lambda unit, block: optax.tree.scale(unit**power, block), units, blocks
+    )
