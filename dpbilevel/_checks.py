@@ -161,6 +161,13 @@ def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> Non
             )
 
 
+def function(owner: str, **values: object) -> None:
+    """Raises `TypeError` unless every value can be called."""
+    for name, value in values.items():
+        if not callable(value):
+            raise TypeError(f"{owner}: {name} must be a function, got {_kind(value)}.")
+
+
 def leading_axis(name: str, records: PyTree) -> int:
     """The common length of the leading axes of records.
 

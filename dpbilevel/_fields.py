@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -20,9 +21,10 @@ class Checked(eqx.Module):
     """A module whose fields are checked against their annotations.
 
     The annotations of this module refuse numbers outside their range, a `Literal`
-    other values, and a subclass of `equinox.Module` what is no instance of it; a field
-    that may be `None` admits that too. Equinox runs the check after those of
-    subclasses, which call `check_fields` first where they rely on it.
+    other values, a subclass of `equinox.Module` what is no instance of it, and a
+    `Callable` what cannot be called; a field that may be `None` admits that too.
+    Equinox runs the check after those of subclasses, which call `check_fields` first
+    where they rely on it.
     """
 
     def __check_init__(self):
@@ -69,6 +71,8 @@ def _check_of(kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         options = typing.get_args(kind)
         return lambda owner, name, value: _checks.one_of(owner, name, value, options)
+    if Callable in (kind, typing.get_origin(kind)):
+        return lambda owner, name, value: _checks.function(owner, **{name: value})
     if isinstance(kind, type) and issubclass(kind, eqx.Module):
         return lambda owner, name, value: _checks.instance(owner, kind, **{name: value})
     checks = [check for check in getattr(kind, "__metadata__", ()) if callable(check)]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from .._fields import Count, check_fields
@@ -161,8 +162,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return cls(**(defaults | fields))
 
     @property
+    @override
     def basis(self) -> Basis:
-        """Constants."""
         return Basis.CONSTANTS
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
@@ -203,12 +204,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return self.output.answer(state.kept, state.x), None
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """The hypergradient, at the worst x of the set.
-
-        Raises:
-            ValueError: The problem has no certificate, or the default floating-point
-                dtype is too coarse for the sensitivity.
-        """
+        """The hypergradient; refused where nothing proves its sensitivity."""
         query = certified.HypergradientQuery(problem, sizes)
         return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
 
@@ -217,10 +213,9 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         certificate = certified.certificate_of(problem)
         counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
-            f"{counts.lower} accelerated gradient and {counts.linear} "
-            "Chebyshev steps per release; their errors, and rounding of per-record "
-            f"derivatives exact to {sensitivities.UNITS} units of roundoff, are part "
-            "of the sensitivity"
+            f"{counts.lower} accelerated gradient and {counts.linear} Chebyshev steps "
+            "per release; their errors, and rounding of per-record derivatives exact "
+            f"to {sensitivities.UNITS} units of roundoff, are part of the sensitivity"
         )
         assumptions = (*certificate.assumptions, numerical)
         if certificate.varies:
