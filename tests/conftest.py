@@ -1,4 +1,4 @@
-"""Strict promotion, derandomized searches, keys followed; programs shared, then dropped."""
+"""Strict promotion, derandomized searches, keys followed, programs shared."""
 
 import itertools
 import os

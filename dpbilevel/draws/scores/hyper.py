@@ -358,10 +358,8 @@ class _Norm(AbstractPotential):
 
 def _gradient_error(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> Any:
     """How far a computed hypergradient may be off."""
-    bounds, steps = (
-        certificate.bounds(sizes),
-        sensitivities.step_counts(certificate, sizes),
-    )
+    bounds = certificate.bounds(sizes)
+    steps = sensitivities.step_counts(certificate, sizes)
     error = sensitivities.solve_error(bounds, steps)
     return error + sensitivities.rounding_error(bounds, sizes, dtype)
 
