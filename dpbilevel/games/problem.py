@@ -71,7 +71,7 @@ class AbstractVariationalInequality(AbstractOneLevel, Checked):
 
         return operator
 
-    def declared(self, name: str) -> float:
+    def constant(self, name: str) -> float:
         """A declared constant.
 
         Args:

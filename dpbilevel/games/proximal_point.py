@@ -292,7 +292,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         names = ["lipschitz"] if self.inner == "picard" else ["lipschitz", "bound"]
         if problem.public is not None:
             names += ["public_lipschitz", "public_bound"]
-        declared = {name: problem.declared(name) for name in names}
+        declared = {name: problem.constant(name) for name in names}
         listed = ", ".join(f"{name}={value:.3g}" for name, value in declared.items())
         monotone = "" if self.inner == "picard" else "is monotone and "
         public = ("the public operator is monotone",) if monotone else ()
