@@ -68,7 +68,7 @@ class AbstractKernel(eqx.Module):
 class AbstractStationary(AbstractKernel):
     r"""$k(\theta, \theta') = \sigma^2 \varphi(\|\theta - \theta'\|^2 / \ell^2)$."""
 
-    length_scale: AbstractVar[float | Scalar]
+    lengthscale: AbstractVar[float | Scalar]
 
     @abc.abstractmethod
     def _profile(self, s: Array) -> Array:
@@ -81,7 +81,7 @@ class AbstractStationary(AbstractKernel):
     @property
     def reach(self) -> float | Scalar:
         """The length-scale."""
-        return self.length_scale
+        return self.lengthscale
 
     def covariance(self, a, b, near):
         """By differences to `near`, which keep what its neighbours need."""
@@ -129,15 +129,15 @@ class RBF(AbstractStationary):
     r"""$k = \sigma^2 \exp(-\|\theta - \theta'\|^2 / (2 \ell^2))$.
 
     Args:
-        length_scale: $\ell > 0$, in units of the parameters.
+        lengthscale: $\ell > 0$, in units of the parameters.
         variance: $\sigma^2 > 0$, in squared units of the loss.
     """
 
-    length_scale: float | Scalar = 1.0
+    lengthscale: float | Scalar = 1.0
     variance: float | Scalar = 1.0
 
     def __check_init__(self):
-        _checks.positive("RBF", length_scale=self.length_scale, variance=self.variance)
+        _checks.positive("RBF", lengthscale=self.lengthscale, variance=self.variance)
 
     def _profile(self, s):
         return jnp.exp(-s / 2)
@@ -153,16 +153,16 @@ class Matern52(AbstractStationary):
     which the method's theory holds.
 
     Args:
-        length_scale: $\ell > 0$, in units of the parameters.
+        lengthscale: $\ell > 0$, in units of the parameters.
         variance: $\sigma^2 > 0$, in squared units of the loss.
     """
 
-    length_scale: float | Scalar = 1.0
+    lengthscale: float | Scalar = 1.0
     variance: float | Scalar = 1.0
 
     def __check_init__(self):
         owner = "Matern52"
-        _checks.positive(owner, length_scale=self.length_scale, variance=self.variance)
+        _checks.positive(owner, lengthscale=self.lengthscale, variance=self.variance)
 
     def _profile(self, s):
         return _matern(s)

@@ -41,7 +41,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
     Args:
         num_steps: The number of evaluations. Static.
         clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
-        length_scale: Of the squared exponential kernel, in sides of the box.
+        lengthscale: Of the squared exponential kernel, in sides of the box.
         variance: Of the mean loss over the box, in squared units of the loss; public.
             By default $(B / 4)^2$.
         exploration: $\beta \ge 0$.
@@ -61,7 +61,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
 
     num_steps: int = eqx.field(static=True)
     clip_range: float | Float[Array, ""]
-    length_scale: float = 0.3
+    lengthscale: float = 0.3
     variance: float | None = None
     exploration: float = 2.0
     num_candidates: int = eqx.field(static=True, default=1000)
@@ -73,7 +73,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
             "NoisyUCB", num_steps=self.num_steps, num_candidates=self.num_candidates
         )
         _checks.positive(
-            "NoisyUCB", clip_range=self.clip_range, length_scale=self.length_scale
+            "NoisyUCB", clip_range=self.clip_range, lengthscale=self.lengthscale
         )
         if self.variance is not None:
             _checks.positive("NoisyUCB", variance=self.variance)
@@ -100,7 +100,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         everywhere = uniform(box, state.w, half, key=key_everywhere)
         lower, upper = ends(box, state.w)
         away = jax.random.normal(key_near, everywhere.shape, state.w.dtype)
-        step = like(self.length_scale / 2, state.w) * (upper - lower)
+        step = like(self.lengthscale / 2, state.w) * (upper - lower)
         near = jnp.clip(state.w[None] + step[None] * away, lower[None], upper[None])
         candidates = jnp.concatenate([everywhere, near])
         mean, deviation = self._posterior(box, state, candidates)
@@ -167,7 +167,7 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
     def _posterior(self, box, state, points):
         """Mean and deviation of the surrogate, in units of losses."""
         lower, upper = ends(box, state.w)
-        scale = like(self.length_scale, state.w) * jnp.maximum(
+        scale = like(self.lengthscale, state.w) * jnp.maximum(
             upper - lower, jnp.finfo(lower.dtype).tiny
         )
         amplitude = like(self.clip_range / 4, state.values)

@@ -249,7 +249,7 @@ def test_single_precision_is_refused_with_the_remedy():
 
 @pytest.mark.parametrize("kind", [dpb.search.RBF, dpb.search.Matern52])
 def test_hyperparameters_out_of_range_are_refused(kind):
-    for fields in ({"length_scale": 0.0}, {"variance": -1.0}):
+    for fields in ({"lengthscale": 0.0}, {"variance": -1.0}):
         with pytest.raises(ValueError, match="positive"):
             kind(**fields)
     with pytest.raises(ValueError, match="positive"):
