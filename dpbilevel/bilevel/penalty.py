@@ -187,6 +187,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         _checks.positive(owner, initial_gap=initial_gap)
         _checks.instance(owner, Constants, constants=constants)
         problem.check_sizes(owner, sizes)
+        assert isinstance(constants, Constants)
         ell, kappa, gap = constants.ell, constants.kappa, initial_gap
         records = budget.epsilon * min(sizes.upper, sizes.lower)
         outer = gap**0.25 * ell**0.75 * kappa**1.25

@@ -10,7 +10,7 @@ from typing_extensions import override
 from .. import _checks
 from .._fields import NonNegative, Positive, check_fields
 from ..bilevel.certified import certificate_of
-from ..bilevel.problem import BilevelProblem, Sizes
+from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
@@ -82,7 +82,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         cls,
         problem: FiniteSum | BilevelProblem,
         budget: PrivacyBudget,
-        sizes: int | Sizes,
+        sizes: Any,
         *,
         sampler: AbstractSampler,
         dimension: int,
