@@ -7,8 +7,12 @@ import typing
 from typing import Annotated, Any
 
 import equinox as eqx
+from jaxtyping import Array, Float
 
 from . import _checks
+
+# Known on the host, or inside a program.
+Number = float | Float[Array, ""]
 
 Count = Annotated[int, _checks.count]
 Positive = Annotated[float, _checks.positive]

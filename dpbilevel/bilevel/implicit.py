@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from .._fields import Count, check_fields
@@ -161,8 +162,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return cls(**(defaults | fields))
 
     @property
+    @override
     def basis(self) -> Basis:
-        """Constants."""
         return Basis.CONSTANTS
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:

@@ -7,15 +7,17 @@ every record there can be.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
+from ..core.levels import Sizes
 from ..onelevel.linear_models import AbstractLinearModel, module_of
 from ..onelevel.losses import Record, bounded, score
 from ..sets import Box
@@ -32,7 +34,7 @@ _REFINEMENTS = 8
 
 def linear_tuning(
     model: AbstractLinearModel,
-    groups: Int[Array, " d"],
+    groups: Sequence[int] | Int[Array, " d"],
     *,
     bounds: tuple[float, float],
     row_norm: float = 1.0,
@@ -157,7 +159,7 @@ class TuningCertificate(AbstractCertificate):
             ValueError: A loss, a public term or the box was exchanged.
         """
         box = problem.x_set
-        known = not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(box))
+        known = not any(isinstance(v, Tracer) for v in jax.tree.leaves(box))
         # Inside a program the box has no values; then it was checked when planned.
         if not isinstance(box, Box) or (known and not self._holds(box)):
             raise ValueError(
@@ -184,7 +186,7 @@ class TuningCertificate(AbstractCertificate):
         """Yes."""
         return True
 
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """The bounds at `x`, or at the worst point of the box.
 
         Args:
@@ -224,7 +226,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def metric(
-        self, problem: BilevelProblem, sizes: Any, x: PyTree | None, y: PyTree
+        self, problem: BilevelProblem, sizes: Sizes, x: PyTree | None, y: PyTree
     ) -> Metric:
         r"""That of $\Lambda$: there the eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
         del sizes
@@ -292,7 +294,8 @@ class TuningCertificate(AbstractCertificate):
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
         """Bounds on the slope, on the solution's norm and on it in Lambda's norm."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
-        slope = self.model.slope(module.inf + 0 * mu)
+        radius = module.inf + 0 * mu
+        slope = self.model.slope(radius)
         for _ in range(_REFINEMENTS):
             radius = module.minimum(slope * self.row_norm / mu, energy / mu**0.5)
             slope = self.model.slope(self.row_norm * radius)
