@@ -75,15 +75,10 @@ class HypergradientQuery(AbstractCertifiedQuery):
     def read(self, point, data, *, precision, key=None, index=None) -> Bounded:
         """The hypergradient at a point, sealed with its sensitivity there.
 
-        Args:
-            point: The upper variable, released, and where the lower solve starts after
-                projection onto the ball that holds all lower solutions: public or
-                already private.
-            data: The records, read in the dtype of the point. One with an entry that is
-                not finite in it is read as all zeros.
-            precision: `"float"`, or `"grid"`: rounded to a public grid.
-            key: Not used.
-            index: Not used.
+        The point is the upper variable, released, and where the lower solve starts
+        after projection onto the ball that holds all lower solutions: public or already
+        private. Records are read in its dtype; one with an entry that is not finite in
+        it is read as all zeros.
         """
         _checks.strict_floats("ImplicitBilevel")
         (x, y0), sizes = point, self.sizes

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import Sizes
@@ -301,10 +302,6 @@ class SecondOrderConstants(AbstractCertificate):
         that holds for both: the parts of a sum are at most three times its bound. For
         $\|y\| \le 3 r$ the gradient of a record is at most $L_{gy} + 2 \beta_{gyy} r$,
         that of the public term $L_{gy} + 4 \beta_{gyy} r$.
-
-        Args:
-            sizes: The planned sizes.
-            x: Not read.
         """
         del x
         mu, cross = self.strong_convexity, self.lower_xy
@@ -331,12 +328,7 @@ class SecondOrderConstants(AbstractCertificate):
     def check(self, problem: Any) -> None:
         """Refuses functions other than `terms`, and public terms beside a bare spread.
 
-        Args:
-            problem: The problem that holds the constants.
-
-        Raises:
-            ValueError: A loss or a public term was exchanged; a spread is smaller than
-                the whole beside a public term, and `per_record` is not declared.
+        A spread that is smaller than the whole needs `per_record` beside public terms.
         """
         for name in () if self.per_record else _PER_RECORD:
             public = f"{name.split('_')[0]}_public"
@@ -348,13 +340,8 @@ class SecondOrderConstants(AbstractCertificate):
                     f"may cancel. Leave out {name}_spread, or let {name} hold for each "
                     "record too and declare per_record=True."
                 )
-        if self.terms is not None and terms_of(problem) != self.terms:
-            raise ValueError(
-                "SecondOrderConstants: a loss or a public term of the problem was "
-                "exchanged, but its constants are declared for the original ones. "
-                "Declare dpbilevel.bilevel.SecondOrderConstants(...) for the new "
-                "problem."
-            )
+        if self.terms is not None:
+            check_terms("SecondOrderConstants", problem, self.terms)
 
     def _numbers(self) -> dict[str, Any]:
         numbers = dict(vars(self))
@@ -362,13 +349,13 @@ class SecondOrderConstants(AbstractCertificate):
         return numbers
 
     @property
+    @override
     def varies(self) -> bool:
-        """No."""
         return False
 
     @property
+    @override
     def second_order(self) -> "SecondOrderConstants":
-        """Itself."""
         return self
 
     @property
@@ -392,3 +379,19 @@ def terms_of(problem: Any) -> tuple[Any, ...]:
         problem: A `BilevelProblem`.
     """
     return problem.upper, problem.lower, problem.upper_public, problem.lower_public
+
+
+def check_terms(owner: str, problem: Any, terms: tuple[Any, ...]) -> None:
+    """Raises `ValueError` where a problem has other functions than a certificate.
+
+    Args:
+        owner: The certificate to name in the message.
+        problem: A `BilevelProblem`.
+        terms: The `terms_of` the problem that the certificate is for.
+    """
+    if terms_of(problem) != terms:
+        raise ValueError(
+            f"{owner}: a loss or a public term of the problem was exchanged, but its "
+            "constants are those of the original ones. Declare "
+            "dpbilevel.bilevel.SecondOrderConstants(...) for the new problem."
+        )

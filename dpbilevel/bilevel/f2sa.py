@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..privacy.mechanisms import Gaussian

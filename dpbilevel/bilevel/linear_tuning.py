@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import Sizes
@@ -23,7 +24,7 @@ from ..onelevel.losses import Record, bounded, score
 from ..sets import Box
 from .applications import penalty_tuning
 from .bounds import Bounds, Metric
-from .constants import AbstractCertificate, SecondOrderConstants, terms_of
+from .constants import AbstractCertificate, SecondOrderConstants, check_terms, terms_of
 from .fixed_count import Spectrum
 from .problem import BilevelProblem
 
@@ -150,14 +151,7 @@ class TuningCertificate(AbstractCertificate):
     terms: tuple[Callable | None, ...] = dataclasses.field(repr=False)
 
     def check(self, problem: BilevelProblem) -> None:
-        """Refuses a problem with other functions than those of the proof.
-
-        Args:
-            problem: The problem that holds it.
-
-        Raises:
-            ValueError: A loss, a public term or the box was exchanged.
-        """
+        """Refuses a problem with another box or other functions than those proved."""
         box = problem.x_set
         known = not any(isinstance(v, Tracer) for v in jax.tree.leaves(box))
         # Inside a program the box has no values; then it was checked when planned.
@@ -167,12 +161,7 @@ class TuningCertificate(AbstractCertificate):
                 f"log-penalties in [{self.low:.6g}, {self.high:.6g}]. Call "
                 "linear_tuning with the bounds you want."
             )
-        if terms_of(problem) != self.terms:
-            raise ValueError(
-                "linear_tuning: a loss or a public term of the problem was exchanged, "
-                "but its constants are proved for the original ones. Declare "
-                "dpbilevel.bilevel.SecondOrderConstants(...) for the new problem."
-            )
+        check_terms("linear_tuning", problem, self.terms)
 
     def _holds(self, box: Box) -> bool:
         """Whether the bounds are proved on all of the box."""
@@ -182,17 +171,12 @@ class TuningCertificate(AbstractCertificate):
         return low >= self.low - slack and high <= self.high + slack
 
     @property
+    @override
     def varies(self) -> bool:
-        """Yes."""
         return True
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
-        """The bounds at `x`, or at the worst point of the box.
-
-        Args:
-            sizes: The planned sizes.
-            x: The log-penalties.
-        """
+        """The bounds at the log-penalties `x`, or at the worst point of the box."""
         if x is None:
             mu, top = (np.exp(np.float64(v)) for v in (self.low, self.high))
         else:

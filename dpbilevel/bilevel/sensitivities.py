@@ -79,10 +79,7 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
             lambda error: spectrum.accelerated_steps(2 * bounds.solution_radius, error),
             bounds.lower_error,
         ),
-        fewest(
-            spectrum.chebyshev_steps,
-            bounds.linear_error * bounds.upper_gradient,
-        ),
+        fewest(spectrum.chebyshev_steps, bounds.linear_error * bounds.upper_gradient),
     )
 
 

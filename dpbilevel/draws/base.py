@@ -12,7 +12,7 @@ import optax
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._fields import Count
+from .._checks import Count
 from ..bilevel.problem import BilevelProblem
 from ..core.levels import people_of
 from ..core.loop import check_planned_dtype
@@ -217,7 +217,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def ledger(self, problem: Any, sizes: Any) -> Ledger:
         plan = self.plan(problem, sizes)
         queries = tuple(
-            Query(role, n, float(share) * n)
+            Query.of_contribution(role, n, float(share))
             for role, share in plan.contributions.items()
             for n in [sizes if role == RECORDS else getattr(sizes, role)]
         )

@@ -129,7 +129,7 @@ def _public(problem, u: PyTree) -> PyTree:
         return problem.public_operator(u)
     value = problem.public_operator(u)
     value = jax.tree.map(lambda v: jnp.where(is_finite(v), v, 0), value)
-    bound = jnp.asarray(problem.declared("public_bound"))
+    bound = jnp.asarray(problem.constant("public_bound"))
     return optax.projections.projection_l2_ball(
         value, bound.astype(common_dtype(value, OWNER))
     )

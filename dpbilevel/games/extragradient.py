@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Descent, Memory
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier

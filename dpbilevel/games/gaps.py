@@ -129,7 +129,7 @@ def variational_gap(
 
 
 def _smoothness(problem: AbstractVariationalInequality) -> float:
-    declared = problem.declared("lipschitz") + problem.declared("public_lipschitz")
+    declared = problem.constant("lipschitz") + problem.constant("public_lipschitz")
     return max(declared, _LEAST_CURVATURE)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive, check_fields
+from .._checks import Count, Positive, check_fields
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
@@ -202,11 +202,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return Basis.CLIPPED if one else Basis.CONSTANTS
 
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
-        """Starts at `w0`, projected onto the set.
-
-        Raises:
-            ValueError: It is coarser than planned for.
-        """
+        """Starts at `w0`, projected onto the set; refuses one coarser than planned."""
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
@@ -254,29 +250,15 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         )
 
     def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
-        """The resolvent.
+        """The resolvent; refused where nothing proves its sensitivity."""
+        query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
+        ratio, noise = self.clip_ratio(problem), self.release_noise
+        return CertifiedRelease(RESOLVENT, 1, noise, query=query, clip_ratio=ratio)
 
-        Raises:
-            ValueError: The solver is not calibrated, the problem lacks a constant that
-                the sensitivity needs, the inner solver does not converge, or the
-                default floating-point dtype is too coarse for the sensitivity.
-        """
-        resolvent = self.resolvent(problem, sizes)
-        return CertifiedRelease(
-            RESOLVENT,
-            1,
-            self.release_noise,
-            query=ResolventQuery(resolvent, sizes, self.sampling),
-            clip_ratio=self.clip_ratio(problem),
-        )
-
-    def with_counts(self, problem, sizes=None) -> Self:
-        """The same solver, bound to the default floating-point dtype.
-
-        Args:
-            problem: The problem; not used.
-            sizes: The planned sizes; not used.
-        """
+    def with_counts(
+        self, problem: AbstractVariationalInequality, sizes: int | None = None
+    ) -> Self:
+        """The same solver, bound to the default floating-point dtype."""
         del problem, sizes
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)
 
@@ -289,12 +271,10 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         del sizes
         if self.basis is Basis.CLIPPED:
             return ()
-        declared: dict[str, Any] = {"lipschitz": problem.declared("lipschitz")}
-        if self.inner != "picard":
-            declared["bound"] = problem.declared("bound")
+        names = ["lipschitz"] if self.inner == "picard" else ["lipschitz", "bound"]
         if problem.public is not None:
-            for name in ("public_lipschitz", "public_bound"):
-                declared[name] = problem.declared(name)
+            names += ["public_lipschitz", "public_bound"]
+        declared = {name: problem.constant(name) for name in names}
         listed = ", ".join(f"{name}={value:.3g}" for name, value in declared.items())
         monotone = "" if self.inner == "picard" else "is monotone and "
         public = ("the public operator is monotone",) if monotone else ()

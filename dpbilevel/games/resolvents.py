@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _checks
-from .._fields import Number
+from .._checks import Number
 from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
 from ..privacy.floats import check_rounding
@@ -71,8 +71,8 @@ class Resolvent:
 
         A batch may hold more records than its sum is divided by.
         """
-        records = self.problem.declared("lipschitz") * self._fullest
-        return records + self.problem.declared("public_lipschitz")
+        records = self.problem.constant("lipschitz") * self._fullest
+        return records + self.problem.constant("public_lipschitz")
 
     @property
     def contraction(self) -> Number:
@@ -105,7 +105,7 @@ class Resolvent:
             share = self.clip_norm / self.strength / self.denominator
             value = (share + 2 * self.step_rounding(dtype)) * _series(ratio, self.steps)
         else:
-            share = self.problem.declared("bound") / self.strength / self.denominator
+            share = self.problem.constant("bound") / self.strength / self.denominator
             value = share + 2 * (self.solve_error() + self.solve_rounding(dtype))
         if precision == "grid":
             value = value * (1 + 2 * math.sqrt(self.dimension) * 2.0**-ROUNDED_BITS)
@@ -189,15 +189,15 @@ class Resolvent:
         """What operators are clipped to: never below a bound that privacy rests on."""
         if self.inner == "picard":
             return self.clip_norm
-        return jnp.maximum(self.clip_norm, self.problem.declared("bound"))
+        return jnp.maximum(self.clip_norm, self.problem.constant("bound"))
 
     @property
     def _largest(self) -> Number:
         """The largest norm of a batch's operator with the public one."""
         norm = self.clip_norm
         if self.inner != "picard":
-            norm = self.problem.declared("bound")
-        return norm * self._fullest + self.problem.declared("public_bound")
+            norm = self.problem.constant("bound")
+        return norm * self._fullest + self.problem.constant("public_bound")
 
     def _operator_rounding(self, dtype: DTypeLike) -> Number:
         """Of records' operators, their clipped mean, the public operator and the sum.
@@ -205,7 +205,7 @@ class Resolvent:
         Neighbours of a single step read the same point, where all records but one have
         the same computed operators: then only sums and means differ by their rounding.
         """
-        unit, public = _unit(dtype), self.problem.declared("public_bound")
+        unit, public = _unit(dtype), self.problem.constant("public_bound")
         records = self._largest - public
         if self._one_step:
             return unit * (2 * records + 3 * self._largest)
@@ -242,7 +242,7 @@ class Resolvent:
         if self.inner != "picard":
             needed += ["bound"]
         for name in needed:
-            self.problem.declared(name)
+            self.problem.constant(name)
 
     def check_shapes(self, batch: Batch, size: int) -> None:
         """Refuses a batch or a point of other numbers than planned.
@@ -314,7 +314,7 @@ class Resolvent:
         )
 
     def _check_extrapolation(self, dtype: DTypeLike) -> tuple[Number, Number]:
-        bound = self.problem.declared("bound")
+        bound = self.problem.constant("bound")
         if self.clip_norm < bound:
             raise ValueError(
                 f"{OWNER}: operator extrapolation needs monotone operators, which "

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output

@@ -56,7 +56,8 @@ class FiniteSum(AbstractFiniteSum):
         public: $r(w)$: a scalar without data; costs no budget. Static.
         w_set: The feasible set.
         lipschitz: $G$, declared: a Lipschitz constant of every possible record's loss
-            in $w$ on the set, in $\ell_2$. Only exponential mechanisms read it. Static.
+            in $w$ on the set, in $\ell_2$. Exponential mechanisms and theorems read it.
+            Static.
         smoothness: $\beta$, declared: that of the gradient. Static.
     """
 

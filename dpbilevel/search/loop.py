@@ -67,7 +67,7 @@ def minimize(
             arguments and folder goes on where the run was interrupted, without
             evaluating again; one after the end returns the finished result. Needs
             `budget`, so that the folder can say what its run costs, and
-            `BlackBox.records`, so that no other records are told to go on with.
+            `BlackBox.records`, so that no run goes on with other records.
         progress: Whether to show a bar of steps and evaluations; needs tqdm.
         trajectory: Whether to return the released iterates.
 
@@ -109,14 +109,7 @@ def minimize(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A run that has evaluated nothing.
-
-    Attributes:
-        problem: The black box.
-        solver: The calibrated solver.
-        report: The guarantee, where it was calibrated here.
-        first: The run before its first step.
-    """
+    """A run that has evaluated nothing; with a report where it was calibrated here."""
 
     problem: BlackBox
     solver: AbstractAskTellSolver
@@ -187,17 +180,16 @@ def _run(
     problem, solver = run.problem, run.solver
     # What is compiled must not read losses, and need not keep them alive.
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
+    evaluate = functools.partial(_evaluate, problem)
     silent = contextlib.nullcontext(lambda done, **numbers: None)
     evaluations = itertools.count(1)
     with step_bar(solver.num_steps) if progress else silent as show:
 
         def losses(step, number, point):
-            evaluate = functools.partial(_evaluate, problem, point)
-            if notebook is not None:
-                evaluate = functools.partial(
-                    notebook.losses, step, number, point, evaluate
-                )
-            found = evaluate()
+            if notebook is None:
+                found = evaluate(point)
+            else:
+                found = notebook.losses(step, number, point, evaluate)
             show(step, evaluations=next(evaluations))
             return found
 
@@ -228,7 +220,7 @@ def _step(
         points = np.asarray(asked.points, np.float64)
     table = np.zeros((len(points), problem.num_records))
     for number in range(int(asked.count)):
-        table[number] = losses(saved.done, number, points[number].copy())
+        table[number] = losses(saved.done, number, points[number])
     with wide_integers():
         state = _tell(problem, solver, saved.state, asked, table.T, key=key_tell)
         return state, solver.released(state)[None]
@@ -253,7 +245,8 @@ def _tell(problem, solver, state, asked, losses, *, key):
 
 def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
     """The losses at a point, checked without a word about their values."""
-    value, n = problem.losses(point), problem.num_records
+    # A copy: what is kept of an evaluation says at which point it was.
+    value, n = problem.losses(point.copy()), problem.num_records
     try:
         found = np.asarray(value)
     except (TypeError, ValueError):

@@ -46,8 +46,8 @@ class NoisyUCB(
         num_steps: The number of evaluations. Static.
         clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
         lengthscale: Of the squared exponential kernel, in sides of the box.
-        amplitude: How far the mean loss varies over the box, one standard deviation;
-            public. By default a quarter of $B$.
+        variance: Of the mean loss over the box, in squared units of the loss; public.
+            By default $(B / 4)^2$.
         exploration: $\beta \ge 0$.
         num_candidates: How many points a step chooses from. Static.
         noise: The mechanism of the whole run, seen as one release on full batches.
@@ -66,7 +66,7 @@ class NoisyUCB(
     num_steps: int = eqx.field(static=True)
     clip_range: float | Float[Array, ""]
     lengthscale: float = 0.3
-    amplitude: float | None = None
+    variance: float | None = None
     exploration: float = 2.0
     num_candidates: int = eqx.field(static=True, default=1000)
     noise: Gaussian = Gaussian()
@@ -79,8 +79,8 @@ class NoisyUCB(
         _checks.positive(
             "NoisyUCB", clip_range=self.clip_range, lengthscale=self.lengthscale
         )
-        if self.amplitude is not None:
-            _checks.positive("NoisyUCB", amplitude=self.amplitude)
+        if self.variance is not None:
+            _checks.positive("NoisyUCB", variance=self.variance)
         _checks.non_negative("NoisyUCB", exploration=self.exploration)
         _checks.instance("NoisyUCB", Gaussian, noise=self.noise)
 
@@ -162,8 +162,9 @@ class NoisyUCB(
         scale = like(self.lengthscale, state.w) * jnp.maximum(
             upper - lower, jnp.finfo(lower.dtype).tiny
         )
-        amplitude = self.clip_range / 4 if self.amplitude is None else self.amplitude
-        amplitude = like(amplitude, state.values)
+        amplitude = like(self.clip_range / 4, state.values)
+        if self.variance is not None:
+            amplitude = jnp.sqrt(like(self.variance, state.values))
         query = loss_query(1.0, self.sizes)
         share = self.neighbours.contributions * query.contribution
         std = like(self.release_noise.noise_multiplier, amplitude) * like(

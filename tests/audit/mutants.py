@@ -444,7 +444,7 @@ class FirstStep(Resolvent):
 
     def contribution(self, dtype, precision):
         step = 1 / (2 * (self.lipschitz + self.strength))
-        return step * self.problem.declared("bound") / self.denominator
+        return step * self.problem.constant("bound") / self.denominator
 
 
 class FirstStepSensitive(dpb.games.InexactProximalPoint):

@@ -284,7 +284,7 @@ def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best()
         (lambda: dpb.search.RandomSearch(5, 0.0), "clip_range"),
         (lambda: dpb.search.NoisyUCB(5, 1.0, lengthscale=-1.0), "lengthscale"),
         (lambda: dpb.search.NoisyUCB(5, 1.0, exploration=-1.0), "exploration"),
-        (lambda: dpb.search.NoisyUCB(5, 1.0, amplitude=0.0), "amplitude"),
+        (lambda: dpb.search.NoisyUCB(5, 1.0, variance=0.0), "variance"),
         (lambda: dpb.search.RepeatAndSelect(50, -1.0, mean=2.0), "clip_range"),
     ],
 )

@@ -11,7 +11,7 @@ import scipy
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from ..._fields import Count, Fraction, Positive
+from ..._checks import Count, Fraction, Positive
 from ...privacy.noise import PRNGKey, check_key, derive, standard_normal
 from ...sets import AbstractSet
 from . import restricted

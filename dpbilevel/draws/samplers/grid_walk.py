@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from ... import _checks
-from ..._fields import Count, Positive
+from ..._checks import Count, Positive
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
 from . import _cells, _lattice
