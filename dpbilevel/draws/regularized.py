@@ -141,9 +141,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return self.strong_convexity
 
     @override
-    def density(
-        self, problem: Any, sensitivity: Number
-    ) -> tuple[RegularizedExponential, Number]:
+    def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
         r"""With $\mu$ of the class, and the multiplier that `largest_rate` asks for."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer

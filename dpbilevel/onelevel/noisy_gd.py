@@ -82,9 +82,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         memory = Descent(self.step_size, problem.w_set).init(w)
         return _State(w, self.output.init(w), memory, jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy gradient, one projected update."""
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
         descent = Descent(self.step_size, problem.w_set)
