@@ -51,7 +51,7 @@ def others(evaluations):
     repeated = dpb.search.RepeatAndSelect(evaluations, CLIP_RANGE, mean, math.inf)
     yield "repeat and select", repeated, BUDGET
     surrogate = dpb.search.NoisyUCB(
-        evaluations, CLIP_RANGE, amplitude=0.3, num_candidates=300
+        evaluations, CLIP_RANGE, variance=0.09, num_candidates=300
     )
     yield "noisy UCB", surrogate, BUDGET
 

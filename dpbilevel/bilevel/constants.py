@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
+from ..core.levels import Sizes
 from .bounds import Bounds, Metric
 
 # Bounds on sums of records and a public term that must hold for a record alone.
@@ -68,7 +70,7 @@ class AbstractCertificate(abc.ABC):
     """
 
     @abc.abstractmethod
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """The bounds at `x`, or for all x of the set.
 
         Args:
@@ -79,7 +81,7 @@ class AbstractCertificate(abc.ABC):
             Numbers on the host without `x`, arrays in its dtype with it.
         """
 
-    def metric(self, problem: Any, sizes: Any, x: PyTree | None, y: PyTree) -> Metric:
+    def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree) -> Metric:
         """The metric to solve the lower level in; by default that of `y` itself.
 
         Args:
@@ -284,7 +286,7 @@ class SecondOrderConstants(AbstractCertificate):
             + self.upper_y / mu * (self.lower_xy_in_y * moves + self.lower_xy_in_x)
         )
 
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         r"""The same for all x.
 
         A replaced lower record changes $\nabla_y G$ by at most $2 L^d_{gy} / n_g$, so
@@ -300,10 +302,6 @@ class SecondOrderConstants(AbstractCertificate):
         that holds for both: the parts of a sum are at most three times its bound. For
         $\|y\| \le 3 r$ the gradient of a record is at most $L_{gy} + 2 \beta_{gyy} r$,
         that of the public term $L_{gy} + 4 \beta_{gyy} r$.
-
-        Args:
-            sizes: The planned sizes.
-            x: Not read.
         """
         del x
         mu, cross = self.strong_convexity, self.lower_xy
@@ -330,12 +328,7 @@ class SecondOrderConstants(AbstractCertificate):
     def check(self, problem: Any) -> None:
         """Refuses functions other than `terms`, and public terms beside a bare spread.
 
-        Args:
-            problem: The problem that holds the constants.
-
-        Raises:
-            ValueError: A loss or a public term was exchanged; a spread is smaller than
-                the whole beside a public term, and `per_record` is not declared.
+        A spread that is smaller than the whole needs `per_record` beside public terms.
         """
         for name in () if self.per_record else _PER_RECORD:
             public = f"{name.split('_')[0]}_public"
@@ -347,13 +340,8 @@ class SecondOrderConstants(AbstractCertificate):
                     f"may cancel. Leave out {name}_spread, or let {name} hold for each "
                     "record too and declare per_record=True."
                 )
-        if self.terms is not None and terms_of(problem) != self.terms:
-            raise ValueError(
-                "SecondOrderConstants: a loss or a public term of the problem was "
-                "exchanged, but its constants are declared for the original ones. "
-                "Declare dpbilevel.bilevel.SecondOrderConstants(...) for the new "
-                "problem."
-            )
+        if self.terms is not None:
+            check_terms("SecondOrderConstants", problem, self.terms)
 
     def _numbers(self) -> dict[str, Any]:
         numbers = dict(vars(self))
@@ -361,13 +349,13 @@ class SecondOrderConstants(AbstractCertificate):
         return numbers
 
     @property
+    @override
     def varies(self) -> bool:
-        """No."""
         return False
 
     @property
+    @override
     def second_order(self) -> "SecondOrderConstants":
-        """Itself."""
         return self
 
     @property
@@ -391,3 +379,19 @@ def terms_of(problem: Any) -> tuple[Any, ...]:
         problem: A `BilevelProblem`.
     """
     return problem.upper, problem.lower, problem.upper_public, problem.lower_public
+
+
+def check_terms(owner: str, problem: Any, terms: tuple[Any, ...]) -> None:
+    """Raises `ValueError` where a problem has other functions than a certificate.
+
+    Args:
+        owner: The certificate to name in the message.
+        problem: A `BilevelProblem`.
+        terms: The `terms_of` the problem that the certificate is for.
+    """
+    if terms_of(problem) != terms:
+        raise ValueError(
+            f"{owner}: a loss or a public term of the problem was exchanged, but its "
+            "constants are those of the original ones. Declare "
+            "dpbilevel.bilevel.SecondOrderConstants(...) for the new problem."
+        )

@@ -1,28 +1,28 @@
 """Noisy descent along implicit hypergradients, private by declared constants."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, check_fields
+from .._checks import Count, check_fields
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import derive
 from ..privacy.releases import Release
 from . import certified, sensitivities
-from .constants import AbstractCertificate
-from .problem import BilevelProblem, Levels, Sizes
+from .problem import BilevelProblem, Sizes
 
 HYPERGRADIENT = "hypergradient"
 
@@ -102,15 +102,14 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     @classmethod
     def from_theorem(
         cls,
-        certificate: AbstractCertificate,
+        problem: BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Sizes,
         *,
-        num_records: int,
         dimension_x: int,
-        epsilon: float,
-        delta: float,
         initial_gap: float,
         **fields: Any,
-    ) -> "ImplicitBilevel":
+    ) -> Self:
         r"""The parameters of the theorem.
 
         With $\beta_\Phi$ and $K$ of the constants and $\Delta$ the initial gap, $\eta =
@@ -120,28 +119,30 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         \frac{\sqrt{\beta_\Phi \Delta}}{K} \Bigr\rceil.$$
 
         Args:
-            certificate: `problem.constants`.
-            num_records: $n$, the smaller of the two levels.
+            problem: A problem with a certificate.
+            budget: $\varepsilon$ and $\delta$ of the whole run.
+            sizes: $n$ is the smaller of the two levels.
             dimension_x: $d_x$.
-            epsilon: $\varepsilon$ of the whole run.
-            delta: $\delta$.
             initial_gap: $\Delta \ge \Phi(x_0) - \inf \Phi$.
             **fields: Further fields of `ImplicitBilevel`.
 
         Raises:
-            ValueError: The theorem bounds the hypergradient of its answer by more than
-                the constants bound it everywhere: the plan is hopeless.
+            ValueError: There is no certificate, or the theorem bounds the hypergradient
+                of its answer by more than the constants do everywhere: the plan is
+                hopeless.
 
         References:
             Lowy and Liu, Theorem C.3.
         """
         owner = "ImplicitBilevel.from_theorem"
-        _checks.instance(owner, AbstractCertificate, certificate=certificate)
-        _checks.count(owner, num_records=num_records, dimension_x=dimension_x)
-        _checks.positive(owner, epsilon=epsilon, initial_gap=initial_gap)
-        _checks.fraction(owner, delta=delta)
-        constants = certificate.second_order
-        scale = math.sqrt(dimension_x * math.log(1 / delta)) / (epsilon * num_records)
+        constants = certified.certificate_of(problem).second_order
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        problem.check_sizes(owner, sizes)
+        _checks.count(owner, dimension_x=dimension_x)
+        _checks.positive(owner, initial_gap=initial_gap)
+        _checks.fraction(owner, delta=budget.delta)
+        scale = math.sqrt(dimension_x * math.log(1 / budget.delta))
+        scale /= budget.epsilon * min(sizes.upper, sizes.lower)
         drop = math.sqrt(constants.smoothness * initial_gap)
         promised = math.sqrt(constants.sensitivity_constant * drop * scale)
         if promised >= constants.upper_total:
@@ -161,8 +162,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return cls(**(defaults | fields))
 
     @property
+    @override
     def basis(self) -> Basis:
-        """Constants."""
         return Basis.CONSTANTS
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
@@ -172,9 +173,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         memory = Descent(self.step_size, problem.x_set).init(x)
         return _State(x, y, memory, self.output.init(x), jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy hypergradient, one projected update, one coin for the answer."""
         key_noise, key_output = derive(key, "noise", "answer")
         # Algorithm 1: y near the lower solution, not released, and the hypergradient.
@@ -203,12 +202,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         return self.output.answer(state.kept, state.x), None
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
-        """The hypergradient, at the worst x of the set.
-
-        Raises:
-            ValueError: The problem has no certificate, or the default floating-point
-                dtype is too coarse for the sensitivity.
-        """
+        """The hypergradient; refused where nothing proves its sensitivity."""
         query = certified.HypergradientQuery(problem, sizes)
         return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
 
@@ -217,10 +211,9 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         certificate = certified.certificate_of(problem)
         counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
-            f"{counts.lower} accelerated gradient and {counts.linear} "
-            "Chebyshev steps per release; their errors, and rounding of per-record "
-            f"derivatives exact to {sensitivities.UNITS} units of roundoff, are part "
-            "of the sensitivity"
+            f"{counts.lower} accelerated gradient and {counts.linear} Chebyshev steps "
+            "per release; their errors, and rounding of per-record derivatives exact "
+            f"to {sensitivities.UNITS} units of roundoff, are part of the sensitivity"
         )
         assumptions = (*certificate.assumptions, numerical)
         if certificate.varies:

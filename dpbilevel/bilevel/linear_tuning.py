@@ -7,21 +7,24 @@ every record there can be.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
+from ..core.levels import Sizes
 from ..onelevel.linear_models import AbstractLinearModel, module_of
 from ..onelevel.losses import Record, bounded, score
 from ..sets import Box
 from .applications import penalty_tuning
 from .bounds import Bounds, Metric
-from .constants import AbstractCertificate, SecondOrderConstants, terms_of
+from .constants import AbstractCertificate, SecondOrderConstants, check_terms, terms_of
 from .fixed_count import Spectrum
 from .problem import BilevelProblem
 
@@ -32,7 +35,7 @@ _REFINEMENTS = 8
 
 def linear_tuning(
     model: AbstractLinearModel,
-    groups: Int[Array, " d"],
+    groups: Sequence[int] | Int[Array, " d"],
     *,
     bounds: tuple[float, float],
     row_norm: float = 1.0,
@@ -148,16 +151,9 @@ class TuningCertificate(AbstractCertificate):
     terms: tuple[Callable | None, ...] = dataclasses.field(repr=False)
 
     def check(self, problem: BilevelProblem) -> None:
-        """Refuses a problem with other functions than those of the proof.
-
-        Args:
-            problem: The problem that holds it.
-
-        Raises:
-            ValueError: A loss, a public term or the box was exchanged.
-        """
+        """Refuses a problem with another box or other functions than those proved."""
         box = problem.x_set
-        known = not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(box))
+        known = not any(isinstance(v, Tracer) for v in jax.tree.leaves(box))
         # Inside a program the box has no values; then it was checked when planned.
         if not isinstance(box, Box) or (known and not self._holds(box)):
             raise ValueError(
@@ -165,12 +161,7 @@ class TuningCertificate(AbstractCertificate):
                 f"log-penalties in [{self.low:.6g}, {self.high:.6g}]. Call "
                 "linear_tuning with the bounds you want."
             )
-        if terms_of(problem) != self.terms:
-            raise ValueError(
-                "linear_tuning: a loss or a public term of the problem was exchanged, "
-                "but its constants are proved for the original ones. Declare "
-                "dpbilevel.bilevel.SecondOrderConstants(...) for the new problem."
-            )
+        check_terms("linear_tuning", problem, self.terms)
 
     def _holds(self, box: Box) -> bool:
         """Whether the bounds are proved on all of the box."""
@@ -180,17 +171,12 @@ class TuningCertificate(AbstractCertificate):
         return low >= self.low - slack and high <= self.high + slack
 
     @property
+    @override
     def varies(self) -> bool:
-        """Yes."""
         return True
 
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
-        """The bounds at `x`, or at the worst point of the box.
-
-        Args:
-            sizes: The planned sizes.
-            x: The log-penalties.
-        """
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
+        """The bounds at the log-penalties `x`, or at the worst point of the box."""
         if x is None:
             mu, top = (np.exp(np.float64(v)) for v in (self.low, self.high))
         else:
@@ -223,9 +209,7 @@ class TuningCertificate(AbstractCertificate):
             lower_gradient=p1 + (2 * p2 + 3 * top) * radius,
         )
 
-    def metric(
-        self, problem: BilevelProblem, sizes: Any, x: PyTree | None, y: PyTree
-    ) -> Metric:
+    def metric(self, problem, sizes, x, y) -> Metric:
         r"""That of $\Lambda$: there the eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
         del sizes
         diagonal, mu = None, np.exp(np.float64(self.low))
@@ -292,7 +276,8 @@ class TuningCertificate(AbstractCertificate):
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
         """Bounds on the slope, on the solution's norm and on it in Lambda's norm."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
-        slope = self.model.slope(module.inf + 0 * mu)
+        radius = module.inf + 0 * mu
+        slope = self.model.slope(radius)
         for _ in range(_REFINEMENTS):
             radius = module.minimum(slope * self.row_norm / mu, energy / mu**0.5)
             slope = self.model.slope(self.row_norm * radius)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive, check_fields
+from .._checks import Count, Number, Positive, check_fields
 from ..core.descent import (
     Descent,
     Memory,
@@ -25,10 +25,10 @@ from ..core.loop import inner_solve
 from ..core.outputs import AbstractOutput, Last, SmallestStep, check_output
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import derive
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .constants import Constants
@@ -149,19 +149,19 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     @classmethod
     def from_theorem(
         cls,
-        constants: Constants,
+        problem: BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Sizes,
         *,
-        num_records: int,
         dimension_x: int,
         dimension_y: int,
-        epsilon: float,
         initial_gap: float,
         inner: AbstractSolver,
         **fields: Any,
-    ) -> "PenaltyBilevel":
+    ) -> Self:
         r"""The parameters of the theorem with every hidden constant set to 1.
 
-        With $\ell$, $\kappa$ from `constants` and $\Delta$ the initial gap,
+        With $\ell$, $\kappa$ of the constants and $\Delta$ the initial gap,
         $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$,
         $K_2 = \Delta^{1/6} \ell^{5/6} \kappa^{11/6}$,
         $\alpha = K_1 (\sqrt{d_x} / (\varepsilon n))^{1/2} + K_2 (\sqrt{d_y} /
@@ -170,11 +170,11 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         are the Lipschitz constants: $C_f = L_0^f$, $C_x = \ell \kappa$.
 
         Args:
-            constants: Declared bounds of the problem.
-            num_records: $n$, the smaller of the two levels.
+            problem: A problem with declared `constants`.
+            budget: $\varepsilon$ of the whole run.
+            sizes: $n$ is the smaller of the two levels.
             dimension_x: $d_x$.
             dimension_y: $d_y$.
-            epsilon: $\varepsilon$ of the whole run.
             initial_gap: $\Delta \ge F(x_0) - \inf F$.
             inner: The inner solver, for instance from `LocalizedGD.from_theorem`.
             **fields: Further fields of `PenaltyBilevel`, such as `sampling`.
@@ -182,18 +182,18 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         References:
             Kornowski, Theorem 4 (full batch) and Theorem 11 (mini-batches).
         """
-        _checks.positive(
-            "PenaltyBilevel.from_theorem", epsilon=epsilon, initial_gap=initial_gap
-        )
-        _checks.instance("PenaltyBilevel.from_theorem", Constants, constants=constants)
+        owner, constants = "PenaltyBilevel.from_theorem", problem.constants
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        _checks.positive(owner, initial_gap=initial_gap)
+        _checks.instance(owner, Constants, constants=constants)
+        problem.check_sizes(owner, sizes)
+        assert isinstance(constants, Constants)
         ell, kappa, gap = constants.ell, constants.kappa, initial_gap
-        outer_constant = gap**0.25 * ell**0.75 * kappa**1.25
-        inner_constant = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)
-        alpha = outer_constant * math.sqrt(
-            math.sqrt(dimension_x) / (epsilon * num_records)
-        ) + inner_constant * (math.sqrt(dimension_y) / (epsilon * num_records)) ** (
-            1 / 3
-        )
+        records = budget.epsilon * min(sizes.upper, sizes.lower)
+        outer = gap**0.25 * ell**0.75 * kappa**1.25
+        outer *= math.sqrt(math.sqrt(dimension_x) / records)
+        lower = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)
+        alpha = outer + lower * (math.sqrt(dimension_y) / records) ** (1 / 3)
         defaults: dict[str, Any] = {
             "clip_norm": ell * kappa,
             "upper_clip_norm": constants.upper_lipschitz,
@@ -208,8 +208,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         )
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.noise.neighbours
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
@@ -220,9 +220,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         kept, t = self.output.init((x, y)), jnp.zeros((), jnp.int32)
         return _State(x, y, y, memory, Rejections.none(), kept, t)
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """Two private inner solves, one outer gradient, one projected update."""
         key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
         parts = self._parts(problem)
@@ -278,7 +276,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             total += Ledger((outer,), sizes.people)
         return total.repeat(self.num_steps)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of the whole run; `budget_split` splits it."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 
@@ -304,7 +302,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             return scale.scaled((total / share) ** 0.5)
 
         def inner(share):
-            solver = self.inner.with_noise(part(share).noise_multiplier)
+            solver = self.inner.with_noise(part(share).multiplier)
             return solver.with_sizes(self.sizes)
 
         return _Parts(

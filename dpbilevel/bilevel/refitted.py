@@ -1,11 +1,12 @@
 """A private refit of the lower level at the released upper variable."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.descent import Rejections
@@ -13,16 +14,16 @@ from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.ledger import Ledger
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import derive
 from .penalized import PenalizedLevel
-from .problem import BilevelProblem, Levels, Sizes
+from .problem import BilevelProblem, Sizes
 from .stages import AbstractTwoStages
 
 REFIT = "refit"
 
 
 class _State(eqx.Module):
-    search: Any
+    search: PyTree
     y: PyTree
     refit: Rejections
     t: Int[Array, ""]
@@ -59,17 +60,15 @@ class Refitted(AbstractTwoStages[_State]):
         """The steps of the search, and one for the refit."""
         return self.search.num_steps + 1
 
+    @override
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Starts the search at `w0`."""
         search = self.parts[0].init(problem, w0)
         _, y = self.search.released(search)
         # A search that releases no y leaves the given one to start the refit from.
         y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
         return _State(search, y, Rejections.none(), jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One step of the search, or the whole refit."""
         key_search, key_refit = derive(key, "search", "refit")
         first, then = self.parts
@@ -106,7 +105,7 @@ class Refitted(AbstractTwoStages[_State]):
         refit = self.refit.ledger(PenalizedLevel(problem, None), sizes)
         return self.search.ledger(problem, sizes) + refit.named(REFIT)
 
+    @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Those of both runs."""
         refit = {f"{REFIT}: {k}": v for k, v in self.refit.dimensions(w0[1]).items()}
         return self.search.dimensions(w0) | refit

@@ -1,25 +1,26 @@
 """Two bilevel solvers in turn: the released answer of one starts the other."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..privacy.ledger import Ledger
-from ..privacy.noise import PRNGKey, derive
-from .problem import BilevelProblem, Levels, Sizes
+from ..privacy.noise import derive
+from .problem import BilevelProblem, Sizes
 from .stages import AbstractTwoStages
 
 FIRST, THEN = "first", "then"
 
 
 class _State(eqx.Module):
-    first: Any
-    then: Any
+    first: PyTree
+    then: PyTree
     y0: PyTree  # of the given start, for a first solver that releases no y
     t: Int[Array, ""]
 
@@ -63,9 +64,7 @@ class WarmStarted(AbstractTwoStages[_State]):
         y0 = jax.tree.map(jnp.asarray, w0[1])
         return _State(first, then, y0, jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One step of the first, or of the second."""
         key_first, key_then = derive(key, FIRST, THEN)
         first, then = self.parts
@@ -92,8 +91,8 @@ class WarmStarted(AbstractTwoStages[_State]):
         first = self.first.adversary_view(state.first)
         return first, self.then.adversary_view(state.then)
 
+    @override
     def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The second's answer."""
         return self.then.answer(problem, state.then)
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
@@ -101,8 +100,8 @@ class WarmStarted(AbstractTwoStages[_State]):
         first = self.first.ledger(problem, sizes).named(FIRST)
         return first + self.then.ledger(problem, sizes).named(THEN)
 
+    @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Those of both runs."""
         return {
             f"{name}: {key}": value
             for name, part in ((FIRST, self.first), (THEN, self.then))

@@ -13,13 +13,7 @@ from ..sets import Ball, Euclidean
 from .constants import Constants, SecondOrderConstants, terms_of
 from .problem import BilevelProblem, Levels
 
-__all__ = [
-    "Example",
-    "hard_instance",
-    "leak",
-    "quadratic_bilevel",
-    "ridge_tuning",
-]
+__all__ = ["Example", "hard_instance", "leak", "quadratic_bilevel", "ridge_tuning"]
 
 Vector = Float[Array, " d"]
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Checked, Fraction
+from .._checks import Checked, Fraction
 from ..privacy.noise import PRNGKey
 
 __all__ = [
@@ -178,6 +178,7 @@ class UniformIterate(AbstractOutput):
 
     @override
     def update(self, kept, w, *, before, t, num_steps, key=None):
+        assert key is not None
         # The iterate of step t takes the place with probability 1 / (t + 1).
         replaces = jax.random.randint(key, (), 0, t + 1) == 0
         return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), w, kept)

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._fields import Count
+from .._checks import Count
 from ..bilevel.problem import BilevelProblem
 from ..core.levels import people_of
 from ..core.loop import check_planned_dtype
@@ -22,13 +22,12 @@ from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
-from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from .mechanisms import AbstractDrawMechanism, Number
 from .release import Draw
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
-from .scores.base import AbstractScore
+from .scores.base import AbstractScore, DrawProblem
 
 DRAW = "draw of x"
 
@@ -156,9 +155,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
 
     @override
-    def step(
-        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
-    ) -> DrawState:
+    def step(self, problem, data, state, *, key) -> DrawState:
         """One draw."""
         dtype = self.scored_dtype(state.start)
         sealed = self.score_of(problem, self.sizes).bounded(data, state.start, dtype)
@@ -220,7 +217,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def ledger(self, problem: Any, sizes: Any) -> Ledger:
         plan = self.plan(problem, sizes)
         queries = tuple(
-            Query(role, n, float(share) * n)
+            Query.of_contribution(role, n, float(share))
             for role, share in plan.contributions.items()
             for n in [sizes if role == RECORDS else getattr(sizes, role)]
         )
@@ -274,7 +271,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             )
         return self.dimension
 
-    def check_relation(self, problem: Any) -> None:
+    def check_relation(self, problem: DrawProblem) -> None:
         """Raises unless everything that is proved holds under the relation.
 
         With a private number of records over a public denominator no constant bounds
@@ -296,13 +293,13 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 "ExponentialMechanism(Grid(...)) on one level."
             )
 
-    def planned_dtype(self) -> Any:
+    def planned_dtype(self) -> jnp.dtype:
         """What scores are planned for: the coarser of the plan's and the default."""
         default = jnp.result_type(float)
         planned = jnp.dtype(self.dtype or default)
         return min(default, planned, key=lambda dtype: jnp.finfo(dtype).bits)
 
-    def scored_dtype(self, start: PyTree) -> Any:
+    def scored_dtype(self, start: PyTree) -> jnp.dtype:
         """What a draw counts rounding in: the plan's dtype, for finer starts too.
 
         Otherwise the draw would have another rate than its sampler was planned for.
@@ -313,7 +310,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return jnp.dtype(self.dtype or jnp.result_type(*jax.tree.leaves(start)))
 
 
-def feasible_set(problem: Any) -> Any:
+def feasible_set(problem: DrawProblem) -> Any:
     """The set that is drawn from.
 
     Args:

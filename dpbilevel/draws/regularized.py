@@ -1,17 +1,18 @@
 """The regularized exponential mechanism for convex objectives."""
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax.numpy as jnp
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import NonNegative, Positive, check_fields
+from .._checks import NonNegative, Positive, check_fields
 from ..bilevel.certified import certificate_of
-from ..bilevel.problem import BilevelProblem, Sizes
+from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
+from ..privacy.budget import PrivacyBudget
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
 from .mechanisms import Number, RegularizedExponential
 from .samplers.base import AbstractSampler
@@ -77,17 +78,16 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             )
 
     @classmethod
-    def for_population(
+    def from_theorem(
         cls,
-        sampler: AbstractSampler,
         problem: FiniteSum | BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Any,
         *,
-        sizes: int | Sizes,
+        sampler: AbstractSampler,
         dimension: int,
-        epsilon: float,
-        delta: float,
         **fields: Any,
-    ) -> "RegularizedExponentialMechanism":
+    ) -> Self:
         r"""The parameters for the loss on new records.
 
         One level, with $G$-Lipschitz losses:
@@ -105,12 +105,11 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         Privacy may ask for a smaller $k$, which `calibrate` finds.
 
         Args:
-            sampler: How to draw.
             problem: A problem on a bounded set, with `lipschitz` or a certificate.
+            budget: $\varepsilon$, and $\delta$ in (0, 1/10).
             sizes: The planned number of records, or `Sizes`.
+            sampler: How to draw.
             dimension: $d$.
-            epsilon: $\varepsilon$.
-            delta: $\delta$ in (0, 1/10).
             **fields: Further fields, `convex=True` among them.
 
         Raises:
@@ -121,19 +120,18 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             Gopi, Lee and Liu, Theorem 29; Lowy and Liu, Theorem B.8, whose $G$ is not
             the sensitivity (docs/privacy.md).
         """
-        owner = "RegularizedExponentialMechanism.for_population"
+        owner = "RegularizedExponentialMechanism.from_theorem"
         _checks.instance(owner, (FiniteSum, BilevelProblem), problem=problem)
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        problem.check_sizes(owner, sizes)
         _checks.count(owner, dimension=dimension)
-        _checks.positive(owner, epsilon=epsilon)
+        epsilon, delta, rate = budget.epsilon, budget.delta, None
         if not 0 < delta < 0.1:
             raise ValueError(f"{owner}: delta must be in (0, 1/10), got {delta}.")
         if isinstance(problem, FiniteSum):
-            _checks.count(owner, sizes=sizes)
             regularizer, rate = _one_level(problem, sizes, dimension, epsilon, delta)
         else:
-            _checks.instance(owner, Sizes, sizes=sizes)
             regularizer = _two_levels(problem, sizes, dimension, epsilon, delta)
-            rate = None
         defaults = {"regularizer": regularizer, "largest_rate": rate}
         return cls(sampler, dimension=dimension, **(defaults | fields))
 
@@ -143,9 +141,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return self.strong_convexity
 
     @override
-    def density(
-        self, problem: Any, sensitivity: Number
-    ) -> tuple[RegularizedExponential, Number]:
+    def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
         r"""With $\mu$ of the class, and the multiplier that `largest_rate` asks for."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer
@@ -185,7 +181,11 @@ def _one_level(
 
 
 def _two_levels(
-    problem: BilevelProblem, sizes: Any, dimension: int, epsilon: float, delta: float
+    problem: BilevelProblem,
+    sizes: Any,
+    dimension: int,
+    epsilon: float,
+    delta: float,
 ) -> float:
     score = HyperObjective(problem, "slope", sizes)
     shares = score.contributions(jnp.result_type(float))

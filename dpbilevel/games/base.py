@@ -14,6 +14,11 @@ from ..privacy.sampling import AbstractSampling
 from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
 
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
+
 Passes = Literal["single", "multi"]
 Fields = dict[str, Any]
 
@@ -33,12 +38,6 @@ class BoundInputs:
     std: float
     batch: float
     single_pass: bool
-
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 
 class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
@@ -150,13 +149,7 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
     def theorem_fields(
         cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
     ) -> Fields:
-        """The fields that `from_theorem` sets.
-
-        Args:
-            constants: Of the problem.
-            budget: As in `from_theorem`, as is `passes`.
-            passes: `"single"` or `"multi"`.
-        """
+        """The fields that `from_theorem` sets."""
 
     @classmethod
     @abc.abstractmethod
@@ -167,14 +160,7 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         passes: Passes,
         most_steps: int,
     ) -> Fields:
-        """The fields that `tuned` sets.
-
-        Args:
-            constants: Of the problem.
-            budget: As in `tuned`, as is all else.
-            passes: `"single"` or `"multi"`.
-            most_steps: The largest number of steps.
-        """
+        """The fields that `tuned` sets."""
 
     @abc.abstractmethod
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
-from .. import _checks
+from .._checks import Checked, NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start
@@ -25,7 +26,7 @@ else:
 Scalar = Float[Array, ""]
 
 
-class AbstractVariationalInequality(AbstractOneLevel):
+class AbstractVariationalInequality(AbstractOneLevel, Checked):
     r"""Find $w^* \in W$ with $\langle F(w^*), w - w^* \rangle \ge 0$ for all $w$.
 
     $F(w) = \frac1n \sum_i F_i(w) + P(w)$ with one $F_i$ per record and a public $P$.
@@ -70,7 +71,7 @@ class AbstractVariationalInequality(AbstractOneLevel):
 
         return operator
 
-    def declared(self, name: str) -> float:
+    def constant(self, name: str) -> float:
         """A declared constant.
 
         Args:
@@ -141,16 +142,10 @@ class SaddleProblem(AbstractVariationalInequality):
     )
     x_set: AbstractSet = Euclidean()
     y_set: AbstractSet = Euclidean()
-    lipschitz: float | None = eqx.field(static=True, default=None)
-    bound: float | None = eqx.field(static=True, default=None)
-    public_lipschitz: float | None = eqx.field(static=True, default=None)
-    public_bound: float | None = eqx.field(static=True, default=None)
-
-    def __check_init__(self):
-        owner = "SaddleProblem"
-        _checks.instance(owner, AbstractSet, x_set=self.x_set, y_set=self.y_set)
-        _check_functions(owner, fun=self.fun, public=self.public)
-        _check_constants(owner, self)
+    lipschitz: NonNegative | None = eqx.field(static=True, default=None)
+    bound: Positive | None = eqx.field(static=True, default=None)
+    public_lipschitz: NonNegative | None = eqx.field(static=True, default=None)
+    public_bound: NonNegative | None = eqx.field(static=True, default=None)
 
     @property
     def w_set(self) -> Product:
@@ -162,18 +157,13 @@ class SaddleProblem(AbstractVariationalInequality):
         return _ascent(jax.grad(self.fun, (0, 1))(*w, record))
 
     def public_operator(self, w: PyTree) -> PyTree:
-        """The same of the public term."""
+        """Likewise for the public term."""
         if self.public is None:
             return optax.tree.zeros_like(w)
         return _ascent(jax.grad(self.public, (0, 1))(*w))
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Checks shapes and that payoff and public term are scalars.
-
-        Raises:
-            ValueError: `w0` is no pair of finite numbers, shapes do not fit, or a
-                function does not return a floating-point scalar.
-        """
+        """Refuses what is no pair of starting points, and functions of no scalar."""
         if not isinstance(w0, tuple) or len(w0) != 2:
             raise ValueError(
                 "w0 of a SaddleProblem must be a tuple (x, y) of starting points, got "
@@ -210,31 +200,21 @@ class VariationalInequality(AbstractVariationalInequality):
     operator: Callable[[PyTree, PyTree], PyTree] = eqx.field(static=True)
     public: Callable[[PyTree], PyTree] | None = eqx.field(static=True, default=None)
     w_set: AbstractSet = Euclidean()
-    lipschitz: float | None = eqx.field(static=True, default=None)
-    bound: float | None = eqx.field(static=True, default=None)
-    public_lipschitz: float | None = eqx.field(static=True, default=None)
-    public_bound: float | None = eqx.field(static=True, default=None)
+    lipschitz: NonNegative | None = eqx.field(static=True, default=None)
+    bound: Positive | None = eqx.field(static=True, default=None)
+    public_lipschitz: NonNegative | None = eqx.field(static=True, default=None)
+    public_bound: NonNegative | None = eqx.field(static=True, default=None)
 
-    def __check_init__(self):
-        owner = "VariationalInequality"
-        _checks.instance(owner, AbstractSet, w_set=self.w_set)
-        _check_functions(owner, operator=self.operator, public=self.public)
-        _check_constants(owner, self)
-
+    @override
     def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
-        """The operator of one record."""
         return self.operator(w, record)
 
+    @override
     def public_operator(self, w: PyTree) -> PyTree:
-        """The public operator, or zeros."""
         return optax.tree.zeros_like(w) if self.public is None else self.public(w)
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Checks shapes: of data, of the set's points and of the operators' values.
-
-        Raises:
-            ValueError: Leading axes differ, or an operator's value is not like `w0`.
-        """
+        """Refuses operators whose values are not like `w0`, and shapes that differ."""
         one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)
@@ -246,23 +226,6 @@ class VariationalInequality(AbstractVariationalInequality):
 def _ascent(gradients: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Descent in the first variable, ascent in the second."""
     return gradients[0], optax.tree.scale(-1, gradients[1])
-
-
-def _check_functions(owner: str, public: Callable | None, **functions: object) -> None:
-    for name, fun in functions.items():
-        if not callable(fun):
-            raise TypeError(f"{owner}: {name} must be a function, got {fun!r}.")
-    if public is not None and not callable(public):
-        raise TypeError(f"{owner}: public must be a function, got {public!r}.")
-
-
-def _check_constants(owner: str, problem: AbstractVariationalInequality) -> None:
-    for name in ("lipschitz", "public_lipschitz", "public_bound"):
-        value = getattr(problem, name)
-        if value is not None:
-            _checks.non_negative(owner, **{name: value})
-    if problem.bound is not None:
-        _checks.positive(owner, bound=problem.bound)
 
 
 def _check_like(name: str, like: PyTree, fun: Callable, *arguments: PyTree) -> None:

@@ -13,21 +13,20 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive, check_fields
+from .._checks import Count, Positive, check_fields
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
-from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.budget import Neighbours
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
-from .base import AbstractSaddleSolver, Fields, Passes
+from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery
 from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
@@ -126,9 +125,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @classmethod
     @override
-    def theorem_fields(
-        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
-    ) -> Fields:
+    def theorem_fields(cls, constants, budget, passes) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
@@ -154,13 +151,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @classmethod
     @override
-    def tuned_fields(
-        cls,
-        constants: TheoremConstants,
-        budget: PrivacyBudget,
-        passes: Passes,
-        most_steps: int,
-    ) -> Fields:
+    def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
         """Batch, strength and rounds with the least bound."""
         n, lipschitz = constants.records, constants.lipschitz
         strength = constants.scale * np.logspace(-2, 5, 211)
@@ -211,24 +202,13 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return Basis.CLIPPED if one else Basis.CONSTANTS
 
     def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
-        """Starts at `w0`, projected onto the set.
-
-        Raises:
-            ValueError: It is coarser than planned for.
-        """
+        """Starts at `w0`, projected onto the set; refuses one coarser than planned."""
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
         return _State(w, kept, Rejections.none(), jnp.zeros((), jnp.int32))
 
-    def step(
-        self,
-        problem: AbstractVariationalInequality,
-        data: PyTree,
-        state: _State,
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy resolvent at the projection of the last one."""
         assert self.sizes is not None
         # Algorithm 2: the approximate solution of (5.1) on a batch, and the noise.
@@ -270,31 +250,15 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         )
 
     def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
-        """The resolvent.
-
-        Raises:
-            ValueError: The solver is not calibrated, the problem lacks a constant that
-                the sensitivity needs, the inner solver does not converge, or the
-                default floating-point dtype is too coarse for the sensitivity.
-        """
-        resolvent = self.resolvent(problem, sizes)
-        return CertifiedRelease(
-            RESOLVENT,
-            1,
-            self.release_noise,
-            query=ResolventQuery(resolvent, sizes, self.sampling),
-            clip_ratio=self.clip_ratio(problem),
-        )
+        """The resolvent; refused where nothing proves its sensitivity."""
+        query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
+        ratio, noise = self.clip_ratio(problem), self.release_noise
+        return CertifiedRelease(RESOLVENT, 1, noise, query=query, clip_ratio=ratio)
 
     def with_counts(
         self, problem: AbstractVariationalInequality, sizes: int | None = None
     ) -> Self:
-        """The same solver, bound to the default floating-point dtype.
-
-        Args:
-            problem: The problem; not used.
-            sizes: The planned sizes; not used.
-        """
+        """The same solver, bound to the default floating-point dtype."""
         del problem, sizes
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)
 
@@ -302,19 +266,15 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """The point has as many coordinates as `w0`."""
         return {RESOLVENT: optax.tree.size(w0)}
 
-    def assumptions(
-        self, problem: AbstractVariationalInequality, sizes: int
-    ) -> tuple[str, ...]:
+    def assumptions(self, problem, sizes) -> tuple[str, ...]:
         """The constants that the sensitivity rests on."""
         del sizes
         if self.basis is Basis.CLIPPED:
             return ()
-        declared: dict[str, Any] = {"lipschitz": problem.declared("lipschitz")}
-        if self.inner != "picard":
-            declared["bound"] = problem.declared("bound")
+        names = ["lipschitz"] if self.inner == "picard" else ["lipschitz", "bound"]
         if problem.public is not None:
-            for name in ("public_lipschitz", "public_bound"):
-                declared[name] = problem.declared(name)
+            names += ["public_lipschitz", "public_bound"]
+        declared = {name: problem.constant(name) for name in names}
         listed = ", ".join(f"{name}={value:.3g}" for name, value in declared.items())
         monotone = "" if self.inner == "picard" else "is monotone and "
         public = ("the public operator is monotone",) if monotone else ()

@@ -58,13 +58,13 @@ class TheoremConstants:
                 "the theorems on saddle points need a bounded set of more than one "
                 f"point, got one of diameter {diameter}."
             )
-        spread = problem.declared("bound")
+        spread = problem.constant("bound")
         return cls(
             diameter,
             dimension,
-            problem.declared("lipschitz") + problem.declared("public_lipschitz"),
+            problem.constant("lipschitz") + problem.constant("public_lipschitz"),
             spread,
-            spread + problem.declared("public_bound"),
+            spread + problem.constant("public_bound"),
             records,
             # The affine hull of a simplex has a dimension less.
             dimension + sum(isinstance(p, Simplex) for p in parts(problem.w_set)),

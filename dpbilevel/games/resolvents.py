@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
 
 from .. import _checks
+from .._checks import Number
 from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
 from ..privacy.floats import check_rounding
@@ -26,7 +27,6 @@ from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality
 
 Inner = Literal["picard", "operator_extrapolation"]
-Number = float | Float[Array, ""]
 
 OWNER = "InexactProximalPoint"
 # How much of the sensitivity rounding may add, and the inexact solution of the inner
@@ -71,15 +71,15 @@ class Resolvent:
 
         A batch may hold more records than its sum is divided by.
         """
-        records = self.problem.declared("lipschitz") * self._fullest
-        return records + self.problem.declared("public_lipschitz")
+        records = self.problem.constant("lipschitz") * self._fullest
+        return records + self.problem.constant("public_lipschitz")
 
     @property
     def contraction(self) -> Number:
         r"""$q = L / \lambda$: by how much a step of Picard's iteration contracts."""
         return self.lipschitz / self.strength
 
-    def contribution(self, dtype: Any, precision: Precision) -> Number:
+    def contribution(self, dtype: DTypeLike, precision: Precision) -> Number:
         r"""Half of how far replacing one record moves the computed resolvent.
 
         With $\omega$ a bound on the rounding of a step to first order in the unit
@@ -105,7 +105,7 @@ class Resolvent:
             share = self.clip_norm / self.strength / self.denominator
             value = (share + 2 * self.step_rounding(dtype)) * _series(ratio, self.steps)
         else:
-            share = self.problem.declared("bound") / self.strength / self.denominator
+            share = self.problem.constant("bound") / self.strength / self.denominator
             value = share + 2 * (self.solve_error() + self.solve_rounding(dtype))
         if precision == "grid":
             value = value * (1 + 2 * math.sqrt(self.dimension) * 2.0**-ROUNDED_BITS)
@@ -147,7 +147,7 @@ class Resolvent:
         slope = self.lipschitz * diameter + self._largest + 2 * self.strength * diameter
         return slope * self.distance
 
-    def step_rounding(self, dtype: Any) -> Number:
+    def step_rounding(self, dtype: DTypeLike) -> Number:
         r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
 
         Args:
@@ -157,7 +157,7 @@ class Resolvent:
         operator = self._operator_rounding(dtype) / self.strength
         return operator + self._projection_rounding(dtype, moved)
 
-    def solve_rounding(self, dtype: Any) -> Number:
+    def solve_rounding(self, dtype: DTypeLike) -> Number:
         r"""How far the rounding of all steps moves the end of operator extrapolation.
 
         Operators off by $\epsilon$ and points by $\pi$ in every step add up to $(4 g
@@ -189,30 +189,30 @@ class Resolvent:
         """What operators are clipped to: never below a bound that privacy rests on."""
         if self.inner == "picard":
             return self.clip_norm
-        return jnp.maximum(self.clip_norm, self.problem.declared("bound"))
+        return jnp.maximum(self.clip_norm, self.problem.constant("bound"))
 
     @property
     def _largest(self) -> Number:
         """The largest norm of a batch's operator with the public one."""
         norm = self.clip_norm
         if self.inner != "picard":
-            norm = self.problem.declared("bound")
-        return norm * self._fullest + self.problem.declared("public_bound")
+            norm = self.problem.constant("bound")
+        return norm * self._fullest + self.problem.constant("public_bound")
 
-    def _operator_rounding(self, dtype: Any) -> Number:
+    def _operator_rounding(self, dtype: DTypeLike) -> Number:
         """Of records' operators, their clipped mean, the public operator and the sum.
 
         Neighbours of a single step read the same point, where all records but one have
         the same computed operators: then only sums and means differ by their rounding.
         """
-        unit, public = _unit(dtype), self.problem.declared("public_bound")
+        unit, public = _unit(dtype), self.problem.constant("public_bound")
         records = self._largest - public
         if self._one_step:
             return unit * (2 * records + 3 * self._largest)
         mean = 2 * UNITS + self.dimension + 32 + GROUP + 8
         return unit * (mean * records + UNITS * public + 3 * self._largest)
 
-    def _projection_rounding(self, dtype: Any, moved: Number) -> Number:
+    def _projection_rounding(self, dtype: DTypeLike, moved: Number) -> Number:
         """Of a step of length `moved` from a point of the set, and of the projection.
 
         The threshold of a simplex is a sum over all coordinates.
@@ -242,7 +242,7 @@ class Resolvent:
         if self.inner != "picard":
             needed += ["bound"]
         for name in needed:
-            self.problem.declared(name)
+            self.problem.constant(name)
 
     def check_shapes(self, batch: Batch, size: int) -> None:
         """Refuses a batch or a point of other numbers than planned.
@@ -313,8 +313,8 @@ class Resolvent:
             f"{self.dimension}), a smaller set, or a larger clip norm",
         )
 
-    def _check_extrapolation(self, dtype: Any) -> tuple[Number, Number]:
-        bound = self.problem.declared("bound")
+    def _check_extrapolation(self, dtype: DTypeLike) -> tuple[Number, Number]:
+        bound = self.problem.constant("bound")
         if self.clip_norm < bound:
             raise ValueError(
                 f"{OWNER}: operator extrapolation needs monotone operators, which "
@@ -341,7 +341,7 @@ def _series(ratio: Number, count: int) -> Number:
     return total
 
 
-def _unit(dtype: Any) -> float:
+def _unit(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 

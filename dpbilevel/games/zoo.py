@@ -61,10 +61,7 @@ def constant_operator(records: Float[Array, "n d"], radius: float = 1.0):
     """
     mean = jnp.mean(records, 0)
     problem = VariationalInequality(
-        lambda w, z: z,
-        w_set=Ball(radius),
-        lipschitz=0.0,
-        bound=_longest(records),
+        lambda w, z: z, w_set=Ball(radius), lipschitz=0.0, bound=_longest(records)
     )
     return SaddleExample(
         problem,

@@ -1,26 +1,28 @@
 """Localized noisy gradient descent: DP-Loc-GD and DP-Loc-SGD."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Rejections, finite_or
+from ..core.levels import Sizes
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
+from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
 from .noisy_gd import GRADIENT, gradient_release, noisy_gradient
-from .problem import AbstractFiniteSum
+from .problem import AbstractFiniteSum, FiniteSum
 
 
 class _State(eqx.Module):
@@ -86,47 +88,53 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     @classmethod
     def from_theorem(
         cls,
+        problem: FiniteSum,
+        budget: PrivacyBudget,
+        sizes: int,
         *,
-        lipschitz: float,
+        dimension: int,
         strong_convexity: float,
         radius: float,
-        num_records: int,
-        dimension: int,
-        epsilon: float,
         steps_per_round: int,
-        sampling: AbstractSampling | None = None,
-        noise: Gaussian | None = None,
-    ) -> "LocalizedGD":
+        **fields: Any,
+    ) -> Self:
         r"""The parameters of the theorem with every hidden constant set to 1.
 
         $M = \lceil \log_2 \log(\mu \varepsilon n / L) \rceil$ rounds and $R_{m} =
         \sqrt{R_{m-1} L / (\mu \varepsilon n)} + L \sqrt d / (\mu \varepsilon n)$.
 
         Args:
-            lipschitz: $L$ of one record's loss; also the clip norm.
+            problem: A problem with `lipschitz`, $L$ of one record's loss, which is the
+                clip norm.
+            budget: $\varepsilon$ of this run.
+            sizes: $n$.
+            dimension: $d$.
             strong_convexity: $\mu$.
             radius: $R_0$, a bound on the distance from start to minimizer.
-            num_records: $n$.
-            dimension: $d$.
-            epsilon: $\varepsilon$ of this run.
             steps_per_round: $T_{in}$; the theorem asks for $n^2$, out of reach.
-            sampling: How batches are drawn.
-            noise: The mechanism, for its neighbouring relation.
+            **fields: Further fields of `LocalizedGD`, such as `sampling`.
 
         Raises:
-            ValueError: $\mu \varepsilon n \le e L$: too few records for the theorem.
+            ValueError: $L$ is not declared, or $\mu \varepsilon n \le e L$: too few
+                records for the theorem.
 
         References:
             Kornowski, Theorems 18 and 28 (the printed distance of Theorem 28 lacks
             $1/n$).
         """
-        _checks.positive("LocalizedGD.from_theorem", lipschitz=lipschitz)
-        ratio = strong_convexity * epsilon * num_records / lipschitz
+        owner = "LocalizedGD.from_theorem"
+        _checks.instance(owner, FiniteSum, problem=problem)
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        problem.check_sizes(owner, sizes)
+        lipschitz = problem.lipschitz
+        if lipschitz is None:
+            raise ValueError(f"{owner}: declare FiniteSum(lipschitz=), its clip norm.")
+        ratio = strong_convexity * budget.epsilon * sizes / lipschitz
         if ratio <= math.e:
             raise ValueError(
-                "LocalizedGD.from_theorem: needs strong_convexity * epsilon * "
-                f"num_records > e * lipschitz, got a ratio of {ratio:.3g}. Use more "
-                "records, a larger epsilon or a more convex problem."
+                f"{owner}: needs strong_convexity * epsilon * sizes > e * lipschitz, "
+                f"got a ratio of {ratio:.3g}. Use more records, a larger epsilon or a "
+                "more convex problem."
             )
         floor = math.sqrt(dimension) / ratio
         radii = [radius]
@@ -137,8 +145,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
             steps_per_round=steps_per_round,
             strong_convexity=strong_convexity,
             clip_norm=lipschitz,
-            sampling=FullBatch() if sampling is None else sampling,
-            noise=Gaussian() if noise is None else noise,
+            **fields,
         )
 
     @property
@@ -152,9 +159,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         zero = optax.tree.zeros_like(w)
         return _State(w, w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy step in the round's ball; the last one moves the center."""
         # Algorithm 2: one step within the ball of the round.
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
@@ -174,16 +179,16 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         w = jax.tree.map(lambda m, v: jnp.where(ends, m, v), mean, w)
         return _State(w, center, mean, rejections, state.t + 1)
 
+    @override
     def released(self, state: _State) -> PyTree:
-        """The current iterate."""
         return state.w
 
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         """The mean of the last round."""
         return state.center
 
-    def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
-        """The gradient."""
+    @override
+    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
         return gradient_release(self, problem, sizes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import one_level
@@ -55,7 +56,8 @@ class FiniteSum(AbstractFiniteSum):
         public: $r(w)$: a scalar without data; costs no budget. Static.
         w_set: The feasible set.
         lipschitz: $G$, declared: a Lipschitz constant of every possible record's loss
-            in $w$ on the set, in $\ell_2$. Only exponential mechanisms read it. Static.
+            in $w$ on the set, in $\ell_2$. Exponential mechanisms and theorems read it.
+            Static.
         smoothness: $\beta$, declared: that of the gradient. Static.
     """
 
@@ -84,18 +86,12 @@ class FiniteSum(AbstractFiniteSum):
             return optax.tree.zeros_like(w)
         return jax.grad(self.public)(w)
 
-    def queries(
-        self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes: int
-    ) -> tuple[tuple[Query, ...], bool]:
-        """One query on the records."""
+    @override
+    def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
         return (Query(RECORDS, sizes, clip_norm, sampling),), False
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Checks the shapes of `data` and that the loss is a scalar.
-
-        Raises:
-            ValueError: Leading axes differ or the loss is no floating-point scalar.
-        """
+        """Raises `ValueError` where leading axes differ or the loss is no scalar."""
         one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)

@@ -360,27 +360,15 @@ def test_noise_is_a_small_part_of_the_papers(num_steps, x64):
 
 def test_the_theorems_parameters(x64):
     constants = TUNING.constants.second_order
-    solver = dpb.ImplicitBilevel.from_theorem(
-        TUNING.constants,
-        num_records=10**7,
-        dimension_x=2,
-        epsilon=1.0,
-        delta=1e-8,
-        initial_gap=0.5,
-    )
+    known = {"dimension_x": 2, "initial_gap": 0.5}
+    budget, sizes = dpb.PrivacyBudget(1.0, 1e-8), dpb.Sizes(2 * 10**7, 10**7)
+    solver = dpb.ImplicitBilevel.from_theorem(TUNING, budget, sizes, **known)
     assert solver.step_size == 1 / (2 * constants.smoothness)
     steps = 1e7 / math.sqrt(2 * math.log(1e8))
     steps *= math.sqrt(0.5 * constants.smoothness) / constants.sensitivity_constant
     assert solver.num_steps == math.ceil(steps)
     with pytest.raises(ValueError, match="hopeless: the theorem promises"):
-        dpb.ImplicitBilevel.from_theorem(
-            TUNING.constants,
-            num_records=30,
-            dimension_x=2,
-            epsilon=1.0,
-            delta=1e-8,
-            initial_gap=0.5,
-        )
+        dpb.ImplicitBilevel.from_theorem(TUNING, budget, dpb.Sizes(30, 30), **known)
 
 
 @pytest.mark.parametrize(

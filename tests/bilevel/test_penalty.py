@@ -214,12 +214,13 @@ CONSTANTS = dpb.bilevel.Constants(
 
 def test_from_theorem_follows_the_theorem_line_by_line():
     inner = dpb.NoisyGD(3, 1.0, step_size=0.2)
+    problem = dataclasses.replace(examples()["quadratic"].problem, constants=CONSTANTS)
     solver = dpb.PenaltyBilevel.from_theorem(
-        CONSTANTS,
-        num_records=10**7,
+        problem,
+        dpb.PrivacyBudget(1.0, 1e-6),
+        dpb.Sizes(10**7, 2 * 10**7),
         dimension_x=3,
         dimension_y=9,
-        epsilon=1.0,
         initial_gap=2.0,
         inner=inner,
     )

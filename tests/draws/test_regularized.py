@@ -146,16 +146,11 @@ def test_convexity_and_constants_are_listed_and_the_distance_counts():
 
 @pytest.mark.usefixtures("wide")
 def test_the_rate_for_the_population_is_capped():
-    solver = dpb.draws.RegularizedExponentialMechanism.for_population(
-        sampler(),
-        smooth(),
-        sizes=40,
-        dimension=1,
-        epsilon=4.0,
-        delta=1e-6,
-        convex=True,
+    budget = dpb.PrivacyBudget(4.0, 1e-6)
+    solver = dpb.draws.RegularizedExponentialMechanism.from_theorem(
+        smooth(), budget, 40, sampler=sampler(), dimension=1, convex=True
     )
-    plan = dpb.calibrate(smooth(), solver, dpb.PrivacyBudget(4.0, 1e-6), sizes=40)
+    plan = dpb.calibrate(smooth(), solver, budget, sizes=40)
     rate, mu = temperature_and_regularizer(plan, smooth(), 40)
     assert rate == pytest.approx(2 * 40 * mu / 0.5**2, rel=2e-3)
     # What is not used of the budget is not claimed.
@@ -168,9 +163,9 @@ def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem(
         jnp.zeros((50, 1), jnp.float64), jnp.zeros((80, 1), jnp.float64), radius=1.0
     )
     sizes = dpb.Sizes(50, 80, "disjoint")
-    settings = {"dimension": 1, "epsilon": 1.0, "delta": 1e-6, "convex": True}
-    population = dpb.draws.RegularizedExponentialMechanism.for_population(
-        sampler(), example.problem, sizes=sizes, **settings
+    settings = {"sampler": sampler(), "dimension": 1, "convex": True}
+    population = dpb.draws.RegularizedExponentialMechanism.from_theorem(
+        example.problem, dpb.PrivacyBudget(1.0, 1e-6), sizes, **settings
     )
     # n S / 2 = G, C = cross (1 + curvature / mu) and the four terms of the theorem.
     known = example.problem.constants.second_order
@@ -186,8 +181,8 @@ def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem(
     )
     assert population.regularizer == pytest.approx(math.sqrt(square) / 2, rel=1e-6)
     with pytest.raises(ValueError, match="1/10"):
-        dpb.draws.RegularizedExponentialMechanism.for_population(
-            sampler(), example.problem, sizes=sizes, **(settings | {"delta": 0.5})
+        dpb.draws.RegularizedExponentialMechanism.from_theorem(
+            example.problem, dpb.PrivacyBudget(1.0, 0.5), sizes, **settings
         )
 
 

@@ -446,4 +446,4 @@ def test_the_norms_of_operators_tell_which_group_is_clipped():
 def test_declared_constants_may_be_replaced_for_a_loss_of_ones_own():
     problem = dpb.games.group_fair(dpb.logistic_loss, SHARES)
     assert problem.bound is None
-    assert dataclasses.replace(problem, bound=2.0).declared("bound") == 2.0
+    assert dataclasses.replace(problem, bound=2.0).constant("bound") == 2.0

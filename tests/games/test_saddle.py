@@ -111,7 +111,7 @@ def test_points_records_and_functions_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="bound must be positive"):
         dpb.games.SaddleProblem(lambda x, y, z: z, bound=0.0)
     with pytest.raises(ValueError, match="public_bound, which is not declared"):
-        dataclasses.replace(example("strong").problem, public_bound=None).declared(
+        dataclasses.replace(example("strong").problem, public_bound=None).constant(
             "public_bound"
         )
 

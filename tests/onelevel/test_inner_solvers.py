@@ -98,12 +98,12 @@ def test_localized_error_is_proportional_to_the_noise():
 
 def test_localized_from_theorem_follows_the_theorem():
     solver = dpb.onelevel.LocalizedGD.from_theorem(
-        lipschitz=2.0,
+        dpb.FiniteSum(PROBLEM.loss, lipschitz=2.0),
+        dpb.PrivacyBudget(1.0, 1e-6),
+        10**6,
+        dimension=16,
         strong_convexity=0.5,
         radius=3.0,
-        num_records=10**6,
-        dimension=16,
-        epsilon=1.0,
         steps_per_round=10,
     )
     ratio = 0.5 * 1e6 / 2.0
@@ -116,12 +116,12 @@ def test_localized_from_theorem_follows_the_theorem():
 def test_localized_from_theorem_refuses_too_few_records():
     with pytest.raises(ValueError, match="more records"):
         dpb.onelevel.LocalizedGD.from_theorem(
-            lipschitz=2.0,
+            dpb.FiniteSum(PROBLEM.loss, lipschitz=2.0),
+            dpb.PrivacyBudget(1.0, 1e-6),
+            50,
+            dimension=16,
             strong_convexity=0.1,
             radius=3.0,
-            num_records=50,
-            dimension=16,
-            epsilon=1.0,
             steps_per_round=10,
         )
 
