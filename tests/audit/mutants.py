@@ -358,7 +358,7 @@ def sound_implicit(**fields):
 class Hotter(dpb.draws.Exponential):
     """Draws at the rate for a removed record where records are replaced, twice over."""
 
-    def rate(self, sensitivity):
+    def rate(self, sensitivity, convexity=0.0):
         return 4 * dpb.draws.Exponential.rate(self, sensitivity)
 
 
