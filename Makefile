@@ -39,7 +39,7 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 
 type: $(BIN)/.installed
-	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 test: $(BIN)/.installed lint type
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
@@ -60,5 +60,5 @@ bench: $(BIN)/.installed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-* build dist runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build dist runs .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 
 def concrete(value: object) -> bool:
     """Whether `value` is known on the host (not a tracer or an abstract leaf)."""
     return isinstance(value, int | float | np.number | np.ndarray) or (
-        isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        isinstance(value, jax.Array) and not isinstance(value, Tracer)
     )
 
 
@@ -27,7 +28,7 @@ def number(value: Any) -> Any:
     return float(value) if concrete(value) else value
 
 
-def at_least_single(value: Any) -> Any:
+def at_least_single(value: float | jax.Array) -> float | jax.Array:
     """A number in a precision that bounds survive: float32 or more.
 
     Args:
@@ -130,8 +131,8 @@ def budget_split(owner: str, value: object, *parts: str) -> None:
 def count(owner: str, **values: object) -> None:
     """Raises `ValueError` unless every value is a Python integer of at least 1."""
     for name, value in values.items():
-        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not whole or value < 1:  # type: ignore[operator]
+        whole = isinstance(value, int | np.integer)
+        if not whole or isinstance(value, bool) or value < 1:
             # An array may be the records themselves, given in the wrong place.
             shape = getattr(value, "shape", ())
             got = f"an array of shape {shape}" if shape else repr(value)
@@ -233,7 +234,7 @@ def _require(owner, values, holds, words) -> None:
                 f"{owner}: {name} must be a single number, got an array of shape "
                 f"{np.shape(value)}."
             )
-        if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
+        if isinstance(value, Tracer | jax.ShapeDtypeStruct):
             continue
         known = concrete(value) and not isinstance(value, bool)
         # On the host: comparing a device array inside a trace would not give a truth.

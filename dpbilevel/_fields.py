@@ -8,8 +8,12 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import equinox as eqx
+from jaxtyping import Array, Float
 
 from . import _checks
+
+# Known on the host, or inside a program.
+Number = float | Float[Array, ""]
 
 Count = Annotated[int, _checks.count]
 Positive = Annotated[float, _checks.positive]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
+from typing_extensions import override
 
 from . import _checks
 
@@ -66,21 +67,21 @@ class AbstractUnboundedSet(AbstractSet):
     """A set with members of any norm."""
 
     @property
+    @override
     def reach(self) -> float:
-        """Always `inf`."""
         return math.inf
 
     @property
+    @override
     def diameter(self) -> float:
-        """Always `inf`."""
         return math.inf
 
 
 class Euclidean(AbstractUnboundedSet):
     """The whole space: every finite pytree."""
 
+    @override
     def project(self, w: PyTree) -> PyTree:
-        """Returns `w` unchanged."""
         return w
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
@@ -120,7 +121,7 @@ class Ball(AbstractSet):
     def support(self, g: PyTree) -> Float[Array, ""]:
         r"""$\langle g, c \rangle + r \|g\|_2$."""
         at_center = 0.0 if self.center is None else optax.tree.vdot(g, self.center)
-        return at_center + self.radius * optax.tree.norm(g)
+        return jnp.asarray(at_center + self.radius * optax.tree.norm(g))
 
     @property
     def reach(self) -> float:
@@ -180,15 +181,11 @@ class Box(AbstractSet):
             ends = jnp.maximum(v * low, v * high)
             return jnp.sum(jnp.where(v == 0, 0, ends))  # zero times inf is NaN
 
-        return optax.tree.sum(jax.tree.map(largest, g, *self._bounds(g)))
+        return jnp.asarray(optax.tree.sum(jax.tree.map(largest, g, *self._bounds(g))))
 
     @property
     def reach(self) -> float:
-        """The norm of both corners together.
-
-        Raises:
-            ValueError: As `diameter`.
-        """
+        """The norm of both corners together; raises as `diameter` does."""
         return (
             _checks.number(
                 (optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2)
@@ -212,7 +209,9 @@ class Box(AbstractSet):
                 "numbers as bounds do not tell; give arrays shaped like w."
             )
         if not all(map(_checks.concrete, leaves)):
-            return optax.tree.norm(optax.tree.sub(self.upper, self.lower))
+            return _checks.number(
+                optax.tree.norm(optax.tree.sub(self.upper, self.lower))
+            )
         sides = jax.tree.map(
             lambda lo, hi: np.asarray(hi) - np.asarray(lo), self.lower, self.upper
         )
@@ -283,8 +282,8 @@ class Simplex(AbstractSet):
         return AbstractSet.dimension(self, w) - 1
 
     @property
+    @override
     def reach(self) -> float:
-        """That of a corner."""
         return _checks.number(self.scale)
 
     @property
@@ -313,7 +312,8 @@ class Product(AbstractSet):
 
     def support(self, g: PyTree) -> Float[Array, ""]:
         """The sum over the parts."""
-        return optax.tree.sum(self._map(lambda part, v: part.support(v), g))
+        supports = self._map(lambda part, v: part.support(v), g)
+        return jnp.asarray(optax.tree.sum(supports))
 
     def dimension(self, w: PyTree) -> int:
         """The sum over the parts."""

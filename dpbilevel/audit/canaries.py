@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..bilevel.constants import SecondOrderConstants
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
+from ..core.problem import AbstractProblem
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
@@ -30,7 +31,7 @@ from ..privacy.sampling import (
     FixedSize,
     FullBatch,
 )
-from ..search.base import AbstractAskingSolver
+from ..search.base import AbstractAskTellSolver
 from ..search.gibo import GradientInformativeBO
 from ..search.random_search import RandomSearch
 from ..sets import Ball, Box, Euclidean, Product
@@ -55,7 +56,7 @@ class Canary:
         claim: The profile that the solver's ledger promises the person.
     """
 
-    problem: Any
+    problem: AbstractProblem
     solver: AbstractSolver
     w0: PyTree
     data: PyTree
@@ -146,7 +147,7 @@ def check_solver(solver: Any, owner: str) -> None:
     _checks.instance(owner, AbstractSolver, solver=solver)
 
 
-def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
+def _problem(solver, x_in_records, coordinates) -> tuple[AbstractProblem, PyTree]:
     """The canary problem of the solver's kind, and its starting point."""
     zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
     if isinstance(solver, ExponentialMechanism) and solver.clip_range is None:
@@ -155,7 +156,7 @@ def _problem(solver, x_in_records, coordinates) -> tuple[Any, PyTree]:
         return _LIPSCHITZ, zeros
     if isinstance(solver, GradientInformativeBO):
         return _LINEAR, jnp.ravel(zeros)
-    if isinstance(solver, AbstractAskingSolver):
+    if isinstance(solver, AbstractAskTellSolver):
         start = jnp.zeros(optax.tree.size(zeros))
         return _TILTED if isinstance(solver, RandomSearch) else _SHIFTED, start
     if issubclass(FiniteSum, solver.problem_type):
@@ -214,8 +215,8 @@ def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
     noise = 2 * step * solver.release_noise.event().noise_multiplier
     steps = solver.num_steps
     radius = 10 * math.sqrt(size) * (noise * math.sqrt(steps) + step * steps)
-    ball = Ball(2.0 ** math.ceil(math.log2(radius)))
-    return _constant(length / math.sqrt(size) / BEYOND, length, ball.radius)
+    radius = 2.0 ** math.ceil(math.log2(radius))
+    return _constant(length / math.sqrt(size) / BEYOND, length, radius)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import numpy as np
 import scipy
 from jaxtyping import Float, PyTree
 
+from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..privacy.noise import PRNGKey, check_key, step_keys
 from .canaries import Canary, canaries, check_solver
@@ -40,7 +41,7 @@ class SolverRun(eqx.Module):
         w0: The starting point.
     """
 
-    problem: Any
+    problem: AbstractProblem
     solver: AbstractSolver
     w0: PyTree
 

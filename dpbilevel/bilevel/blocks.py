@@ -53,7 +53,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
         under replace-one.
     """
 
-    blocks: ClassVar[type[AbstractBlocks]]
+    blocks: ClassVar[type]  # of `AbstractBlocks`
     sampling: AbstractVar[AbstractSampling]
     budget_split: AbstractVar[tuple[float, float, float]]
     problem_type: ClassVar[type] = BilevelProblem

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from .._fields import Number
 from .fixed_count import Spectrum
 
 
@@ -33,17 +34,17 @@ class Bounds:
             1 where records and a public term may cancel.
     """
 
-    strong_convexity: Any
-    smoothness: Any
-    solution_radius: Any
-    solution_shift: Any
-    upper: Any
-    lower: Any
-    lower_error: Any
-    linear_error: Any
-    gradient: Any
-    upper_gradient: Any
-    lower_gradient: Any
+    strong_convexity: Number
+    smoothness: Number
+    solution_radius: Number
+    solution_shift: Number
+    upper: Number
+    lower: Number
+    lower_error: Number
+    linear_error: Number
+    gradient: Number
+    upper_gradient: Number
+    lower_gradient: Number
     parts: float = 1.0
 
     @property

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
+from ..core.levels import Sizes
 from .bounds import Bounds, Metric
 
 # Bounds on sums of records and a public term that must hold for a record alone.
@@ -69,7 +70,7 @@ class AbstractCertificate(abc.ABC):
     """
 
     @abc.abstractmethod
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """The bounds at `x`, or for all x of the set.
 
         Args:
@@ -80,7 +81,7 @@ class AbstractCertificate(abc.ABC):
             Numbers on the host without `x`, arrays in its dtype with it.
         """
 
-    def metric(self, problem: Any, sizes: Any, x: PyTree | None, y: PyTree) -> Metric:
+    def metric(self, problem: Any, sizes: Sizes, x: PyTree | None, y: PyTree) -> Metric:
         """The metric to solve the lower level in; by default that of `y` itself.
 
         Args:
@@ -285,7 +286,7 @@ class SecondOrderConstants(AbstractCertificate):
             + self.upper_y / mu * (self.lower_xy_in_y * moves + self.lower_xy_in_x)
         )
 
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         r"""The same for all x.
 
         A replaced lower record changes $\nabla_y G$ by at most $2 L^d_{gy} / n_g$, so

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
+from .._fields import Number
 from ..onelevel.linear_models import module_of
-
-Number = float | Float[Array, ""]
 
 # Eigenvalues that coincide would make a quotient of zeros of the coefficients.
 _APART = 1.001

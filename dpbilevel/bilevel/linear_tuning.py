@@ -7,16 +7,18 @@ every record there can be.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
+from ..core.levels import Sizes
 from ..onelevel.linear_models import AbstractLinearModel, module_of
 from ..onelevel.losses import Record, bounded, score
 from ..sets import Box
@@ -33,7 +35,7 @@ _REFINEMENTS = 8
 
 def linear_tuning(
     model: AbstractLinearModel,
-    groups: Int[Array, " d"],
+    groups: Sequence[int] | Int[Array, " d"],
     *,
     bounds: tuple[float, float],
     row_norm: float = 1.0,
@@ -151,7 +153,7 @@ class TuningCertificate(AbstractCertificate):
     def check(self, problem: BilevelProblem) -> None:
         """Refuses a problem with another box or other functions than those proved."""
         box = problem.x_set
-        known = not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(box))
+        known = not any(isinstance(v, Tracer) for v in jax.tree.leaves(box))
         # Inside a program the box has no values; then it was checked when planned.
         if not isinstance(box, Box) or (known and not self._holds(box)):
             raise ValueError(
@@ -173,7 +175,7 @@ class TuningCertificate(AbstractCertificate):
     def varies(self) -> bool:
         return True
 
-    def bounds(self, sizes: Any, x: PyTree | None = None) -> Bounds:
+    def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """The bounds at the log-penalties `x`, or at the worst point of the box."""
         if x is None:
             mu, top = (np.exp(np.float64(v)) for v in (self.low, self.high))
@@ -208,7 +210,7 @@ class TuningCertificate(AbstractCertificate):
         )
 
     def metric(
-        self, problem: BilevelProblem, sizes: Any, x: PyTree | None, y: PyTree
+        self, problem: BilevelProblem, sizes: Sizes, x: PyTree | None, y: PyTree
     ) -> Metric:
         r"""That of $\Lambda$: there the eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
         del sizes
@@ -276,7 +278,8 @@ class TuningCertificate(AbstractCertificate):
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
         """Bounds on the slope, on the solution's norm and on it in Lambda's norm."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
-        slope = self.model.slope(module.inf + 0 * mu)
+        radius = module.inf + 0 * mu
+        slope = self.model.slope(radius)
         for _ in range(_REFINEMENTS):
             radius = module.minimum(slope * self.row_norm / mu, energy / mu**0.5)
             slope = self.model.slope(self.row_norm * radius)

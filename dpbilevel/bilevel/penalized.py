@@ -1,11 +1,11 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
@@ -86,12 +86,12 @@ class PenalizedLevel(AbstractFiniteSum):
         """One query on the lower records, and one on the upper ones if penalized."""
         return levels_queries(self._clip_norms(clip_norm), sampling, sizes)
 
+    @override
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
-        """The sizes of both levels."""
         return self.problem.sizes_of(data, people)
 
-    def check_sizes(self, owner: str, sizes: Any) -> None:
-        """Those of both levels."""
+    @override
+    def check_sizes(self, owner: str, sizes: object) -> None:
         self.problem.check_sizes(owner, sizes)
 
     def check_people(self, data: Levels, people: People) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive, check_fields
+from .._fields import Count, Number, Positive, check_fields
 from ..core.descent import (
     Descent,
     Memory,
@@ -208,8 +208,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         )
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.noise.neighbours
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
@@ -278,7 +278,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             total += Ledger((outer,), sizes.people)
         return total.repeat(self.num_steps)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of the whole run; `budget_split` splits it."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 
@@ -304,7 +304,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             return scale.scaled((total / share) ** 0.5)
 
         def inner(share):
-            solver = self.inner.with_noise(part(share).noise_multiplier)
+            solver = self.inner.with_noise(part(share).multiplier)
             return solver.with_sizes(self.sizes)
 
         return _Parts(

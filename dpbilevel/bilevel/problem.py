@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 import equinox as eqx
 import jax
 from jax.extend.core import Literal as JaxprLiteral
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import Levels, Sizes, check_apart
@@ -20,7 +22,7 @@ from .constants import AbstractCertificate, Constants
 
 Scalar = Float[Array, ""]
 Loss = Callable[[PyTree, PyTree, PyTree], Scalar]
-PublicTerm = Callable[[PyTree, PyTree], Scalar]
+PublicTerm = Callable[[PyTree, PyTree], ArrayLike]
 
 
 def _role_names(value: bool | Iterable[str]) -> tuple[str, ...]:
@@ -87,11 +89,7 @@ class BilevelProblem(AbstractProblem):
         _checks.instance(owner, kinds, constants=self.constants)
 
     def traced(self, w0: PyTree, data: Levels) -> "BilevelProblem":
-        """The same problem with `x_in_records` decided by tracing the functions.
-
-        Args:
-            w0: The starting point `(x, y)`, or its shapes.
-            data: The records, or their shapes; values are not read.
+        """Decides `x_in_records` by tracing the functions.
 
         Raises:
             TypeError: As in `check`.
@@ -102,10 +100,6 @@ class BilevelProblem(AbstractProblem):
 
     def check(self, w0: PyTree, data: Levels) -> None:
         """Checks shapes, scalar losses and the claim about `x_in_records`.
-
-        Args:
-            w0: The starting point `(x, y)`.
-            data: The records.
 
         Raises:
             TypeError: `data` is not `Levels`.
@@ -145,12 +139,7 @@ class BilevelProblem(AbstractProblem):
                 check_scalar(name, term, *w0, of="the public term")
 
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
-        """The sizes of `data`.
-
-        Args:
-            data: The records.
-            people: Who is behind them; by default shared levels are `"shared"` and
-                separate ones `"overlapping"`.
+        """By default shared levels are `"shared"`, and separate ones `"overlapping"`.
 
         Raises:
             TypeError: `data` is not `Levels`.
@@ -162,26 +151,22 @@ class BilevelProblem(AbstractProblem):
         sizes = Sizes(
             _checks.leading_axis("data.upper", data.upper),
             _checks.leading_axis("data.lower", data.lower),
-            natural if people is None else people,  # type: ignore[arg-type]
+            natural if people is None else people,
         )
         self.check_people(data, sizes.people)
         return sizes
 
-    def check_sizes(self, owner: str, sizes: Sizes) -> None:
-        """Refuses what is not `Sizes`."""
+    @override
+    def check_sizes(self, owner: str, sizes: object) -> None:
         _checks.instance(owner, Sizes, sizes=sizes)
 
     def check_people(self, data: Levels, people: People) -> None:
         """Refuses separate data called shared, and the same data called anything else.
 
-        Args:
-            data: The records.
-            people: Who is said to be behind them.
-
         Raises:
             TypeError: `data` is not `Levels`.
-            ValueError: `people` contradicts the data: levels are shared and people are
-                not, or one array is in both levels and people are disjoint.
+            ValueError: Levels are shared and people are not, or the reverse; or one
+                array is in both levels and people are disjoint.
         """
         if not isinstance(data, Levels):
             raise TypeError(
@@ -198,7 +183,7 @@ class BilevelProblem(AbstractProblem):
 
     def reads_x(self, role: str) -> bool:
         """Whether the records of level `role` are declared to meet x."""
-        return role in tuple(self.x_in_records)  # type: ignore[arg-type]
+        return role in _role_names(self.x_in_records)
 
     def _x_readers(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
         losses = {"upper": self.upper, "lower": self.lower}

@@ -1,11 +1,12 @@
 """A private refit of the lower level at the released upper variable."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.descent import Rejections
@@ -22,7 +23,7 @@ REFIT = "refit"
 
 
 class _State(eqx.Module):
-    search: Any
+    search: PyTree
     y: PyTree
     refit: Rejections
     t: Int[Array, ""]
@@ -59,8 +60,8 @@ class Refitted(AbstractTwoStages[_State]):
         """The steps of the search, and one for the refit."""
         return self.search.num_steps + 1
 
+    @override
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Starts the search at `w0`."""
         search = self.parts[0].init(problem, w0)
         _, y = self.search.released(search)
         # A search that releases no y leaves the given one to start the refit from.
@@ -106,7 +107,7 @@ class Refitted(AbstractTwoStages[_State]):
         refit = self.refit.ledger(PenalizedLevel(problem, None), sizes)
         return self.search.ledger(problem, sizes) + refit.named(REFIT)
 
+    @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Those of both runs."""
         refit = {f"{REFIT}: {k}": v for k, v in self.refit.dimensions(w0[1]).items()}
         return self.search.dimensions(w0) | refit

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ..privacy.budget import People
@@ -118,7 +119,9 @@ def hypergradient_sensitivity(
     )
 
 
-def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> None:
+def check_dtype(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
+) -> None:
     """Refuses a plan whose rounding the dtype makes a large part of the sensitivity.
 
     Args:
@@ -144,7 +147,7 @@ def check_dtype(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> N
 
 
 def ledger_sensitivity(
-    certificate: AbstractCertificate, sizes: Sizes, dtype: Any
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
 ) -> Levels:
     r"""The sensitivities that a ledger lists: the largest ones over all x.
 
@@ -251,7 +254,7 @@ def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
     return 2 * gradient / bounds.strong_convexity
 
 
-def _mean_rounding(sizes: Sizes, dtype: Any) -> float:
+def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
     """The relative error of a mean over records."""
     n = max(sizes.upper, sizes.lower)
     return float(jnp.finfo(dtype).eps) / 2 * (UNITS + min(n, ROWS) + -(-n // ROWS))

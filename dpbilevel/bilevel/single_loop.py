@@ -154,12 +154,12 @@ class SingleLoopBilevel(AbstractJointSolver[_State]):
         memory = _Blocks(memory_y, memory_v, memory_x)
         return _State(x, y, v, kept, memory, state.t + 1)
 
+    @override
     def released(self, state: _State) -> PyTree:
-        """The current pair."""
         return state.x, state.y
 
+    @override
     def adversary_view(self, state: _State) -> PyTree:
-        """All three variables."""
         return state.x, state.y, state.v
 
     @override

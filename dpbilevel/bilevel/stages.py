@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from typing_extensions import override
 
 from .. import _checks
+from .._fields import Number
 from ..core.solver import AbstractSolver, State
 from ..privacy.budget import Neighbours
 from ..privacy.clipping import Basis
@@ -57,8 +58,8 @@ class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
         return first.with_sizes(self.sizes), then.with_sizes(self.sizes)
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of both runs."""
         return self.parts[0].neighbours
 
     @property
@@ -67,7 +68,7 @@ class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
         first, then = self.parts
         return first.basis.worse(then.basis)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """Splits the squared budget by `budget_split`."""
         total = sum(self.budget_split)
         return dataclasses.replace(

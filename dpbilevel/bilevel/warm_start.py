@@ -1,11 +1,12 @@
 """Two bilevel solvers in turn: the released answer of one starts the other."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.solver import AbstractSolver
@@ -18,8 +19,8 @@ FIRST, THEN = "first", "then"
 
 
 class _State(eqx.Module):
-    first: Any
-    then: Any
+    first: PyTree
+    then: PyTree
     y0: PyTree  # of the given start, for a first solver that releases no y
     t: Int[Array, ""]
 
@@ -92,8 +93,8 @@ class WarmStarted(AbstractTwoStages[_State]):
         first = self.first.adversary_view(state.first)
         return first, self.then.adversary_view(state.then)
 
+    @override
     def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The second's answer."""
         return self.then.answer(problem, state.then)
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
@@ -101,8 +102,8 @@ class WarmStarted(AbstractTwoStages[_State]):
         first = self.first.ledger(problem, sizes).named(FIRST)
         return first + self.then.ledger(problem, sizes).named(THEN)
 
+    @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Those of both runs."""
         return {
             f"{name}: {key}": value
             for name, part in ((FIRST, self.first), (THEN, self.then))

@@ -1,10 +1,13 @@
 """Columns to features by public constants: nothing is estimated from the records."""
 
+import abc
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+from jaxtyping import PyTree
+from typing_extensions import override
 
 Cells = Sequence[str]
 Value = str | float  # of a cell: its text, or the number that it reads as
@@ -46,9 +49,33 @@ class Table:
         return self.columns[name]
 
 
-@dataclasses.dataclass(frozen=True)
-class Records:
-    """Records as arrays. NON-PRIVATE: this is the data.
+class AbstractRecords(abc.ABC):
+    """Records as arrays. NON-PRIVATE: this is the data."""
+
+    def __repr__(self) -> str:
+        """The class name; never a value."""
+        return f"{type(self).__name__}(...)"
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """The number of records."""
+
+    @abc.abstractmethod
+    def take(self, rows: np.ndarray) -> Self:
+        """The records at these indices."""
+
+    @abc.abstractmethod
+    def tree(self) -> PyTree:
+        """The records as the losses of the library read them."""
+
+    @abc.abstractmethod
+    def as_bytes(self) -> Iterator[bytes]:
+        """The bytes of each record that decide to which part of a split it goes."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Records(AbstractRecords):
+    """Features and labels, and where records belong.
 
     Attributes:
         features: One row per record.
@@ -62,34 +89,25 @@ class Records:
     source: np.ndarray | None = None
     group: np.ndarray | None = None
 
-    def __repr__(self) -> str:
-        """The class name; never a value."""
-        return "Records(...)"
-
     def __len__(self) -> int:
-        """The number of records."""
         return len(self.label)
 
-    def take(self, rows: np.ndarray) -> "Records":
-        """The records at `rows`.
-
-        Args:
-            rows: Indices.
-        """
+    @override
+    def take(self, rows: np.ndarray) -> Self:
         places = (
             None if place is None else place[rows]
             for place in (self.source, self.group)
         )
-        return Records(self.features[rows], self.label[rows], *places)
+        return type(self)(self.features[rows], self.label[rows], *places)
 
+    @override
     def tree(self) -> dict[str, np.ndarray]:
-        """The records as the losses of the library read them."""
         tree = {"features": self.features, "label": self.label}
         places = {"source": self.source, "group": self.group}
         return tree | {k: v for k, v in places.items() if v is not None}
 
+    @override
     def as_bytes(self) -> Iterator[bytes]:
-        """The bytes of each record's features and label."""
         for row, label in zip(self.features, self.label, strict=True):
             yield row.tobytes() + label.tobytes()
 

@@ -16,10 +16,11 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.sampling import AbstractSampling
-from .datasets import MATRICES, SOURCES, Data, Sources
+from .datasets import MATRICES, SOURCES, Sources
+from .files import AbstractData
 from .matrices import MatrixData
 from .tables import Place, Reader, check_choice, check_keys, check_table
-from .tasks import TASKS, GroupTask, MatrixGameTask, Task
+from .tasks import TASKS, AbstractTask, GroupTask, MatrixGameTask, SourceWeightingTask
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
@@ -73,9 +74,9 @@ class Config:
 
     place: Place
     task_name: str
-    task: Task
+    task: AbstractTask
     privacy: Privacy
-    data: Data
+    data: AbstractData
     solver: AbstractSolver
     tables: dict[str, Any]
 
@@ -139,7 +140,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     reader = Reader({}, {}, frozenset())
     privacy = reader.build(Privacy, tables["privacy"], place.child("privacy"))
     model = place.child("model")
-    task: Task = reader.build(TASKS[task_name], tables["model"], model)
+    task: AbstractTask = reader.build(TASKS[task_name], tables["model"], model)
     table, where = tables["data"], place.child("data")
     kinds = MATRICES if task_name == "matrix_game" else SOURCES
     data = reader.build_named(kinds, table, where, "source")
@@ -263,7 +264,7 @@ def _check_levels(config: Config) -> None:
 
 def _check_sources(config: Config) -> None:
     where, sources = config.place.child("data.sources"), config.data.sources
-    if config.task_name != "source_weighting":
+    if not isinstance(config.task, SourceWeightingTask):
         if sources is not None:
             raise where.error('is for task = "source_weighting" only; remove it.')
         return
@@ -272,7 +273,7 @@ def _check_sources(config: Config) -> None:
             "missing table. Source weighting needs the sources of the training "
             "records: flip (generated corruption) or column and values."
         )
-    wanted = config.task.num_sources  # type: ignore[union-attr]
+    wanted = config.task.num_sources
     if sources.count != wanted:
         raise where.error(
             f"lists {sources.count} sources, but [model] has num_sources = {wanted}."

@@ -8,13 +8,12 @@ from jaxtyping import PyTree
 
 from ..bilevel.problem import Levels
 from ..privacy.budget import Neighbours, People
-from .columns import Records
-from .datasets import Data
-from .matrices import Matrices
+from .columns import AbstractRecords, Records
+from .files import AbstractData
 
 
 def load_levels(
-    data: Data,
+    data: AbstractData,
     people: People,
     neighbours: Neighbours,
     *,
@@ -64,7 +63,7 @@ def load_levels(
 
 
 def load_records(
-    data: Data,
+    data: AbstractData,
     neighbours: Neighbours,
     *,
     base: Path,
@@ -96,7 +95,7 @@ def load_records(
     return records.take(training).tree()
 
 
-def _split_by_row(records: Records | Matrices, data: Data, shared: bool):
+def _split_by_row(records: AbstractRecords, data: AbstractData, shared: bool):
     wanted = data.training if shared else data.training + data.validation
     rows = len(records)
     if rows < wanted:
@@ -111,7 +110,7 @@ def _split_by_row(records: Records | Matrices, data: Data, shared: bool):
     return order[: data.training], order[data.training : wanted]
 
 
-def _split_by_hash(records: Records | Matrices, data: Data):
+def _split_by_hash(records: AbstractRecords, data: AbstractData):
     seed = str(data.split_seed).encode()
     bound = 2**64 * data.training // (data.training + data.validation)
     draws = [

@@ -2,12 +2,13 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
-from .files import CsvFile, read_csv, refuse_file
+from .files import AbstractData, CsvFile
 from .matrices import CsvMatrices, GeneratedMatrices
 from .sources import Groups, Sources
 
@@ -15,7 +16,7 @@ CONSTANT = ("constant", 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TableData:
+class TableData(AbstractData):
     """Records from a table with a header.
 
     Args:
@@ -51,8 +52,8 @@ class TableData:
             )
 
     @property
+    @override
     def blocks(self) -> tuple[tuple[str, int], ...]:
-        """Name and number of features of each block, the constant last."""
         return (*((block.name, block.size) for block in self._listed), CONSTANT)
 
     @property
@@ -85,20 +86,10 @@ class TableData:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvData(CsvFile, TableData):
+class CsvData(TableData, CsvFile):
     """Records from a comma-separated file with a header."""
 
-    def records(self, base: Path, override: Path | None) -> Records:
-        """Reads and encodes the file.
-
-        Args:
-            base: The folder of the config.
-            override: A file to read instead.
-
-        Raises:
-            ValueError: The file is missing, or a column is.
-        """
-        return self.encode(read_csv(self.file(base, override)))
+    source: ClassVar[str] = "csv"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,20 +100,12 @@ class SklearnData(TableData):
         name: One of breast_cancer, diabetes, digits, iris, wine.
     """
 
+    source: ClassVar[str] = "sklearn"
+
     name: Literal["breast_cancer", "diabetes", "digits", "iris", "wine"]
 
-    def records(self, base: Path, override: Path | None) -> Records:
-        """Loads and encodes the data set.
-
-        Args:
-            base: Not used.
-            override: Must be `None`.
-
-        Raises:
-            ValueError: A file was given, or a column is missing.
-        """
-        del base
-        refuse_file(override, "sklearn")
+    @override
+    def load(self, file: Path | None) -> Records:
         import sklearn.datasets
 
         bunch = getattr(sklearn.datasets, f"load_{self.name}")()
@@ -143,22 +126,13 @@ class OpenmlData(TableData):
         version: Its version.
     """
 
+    source: ClassVar[str] = "openml"
+
     name: str
     version: int
 
-    def records(self, base: Path, override: Path | None) -> Records:
-        """Downloads and encodes the data set.
-
-        Args:
-            base: Not used.
-            override: Must be `None`.
-
-        Raises:
-            ValueError: A file was given, or a column is missing.
-            OSError: The data set cannot be downloaded.
-        """
-        del base
-        refuse_file(override, "openml")
+    @override
+    def load(self, file: Path | None) -> Records:
         from sklearn.datasets import fetch_openml
 
         try:
@@ -172,7 +146,7 @@ class OpenmlData(TableData):
                 'use a local file with source = "csv".'
             ) from error
         columns = _openml_columns(bunch)
-        rows = len(bunch.data)
+        rows = len(next(iter(columns.values())))
         return self.encode(Table(f"openml's {self.name}", columns, rows))
 
 
@@ -196,7 +170,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GeneratedData:
+class GeneratedData(AbstractData):
     """Synthetic records of a logistic model: normal features, random coefficients.
 
     Args:
@@ -207,6 +181,8 @@ class GeneratedData:
         groups: The groups of the records.
         data_seed: The public seed of the records. Not a privacy seed.
     """
+
+    source: ClassVar[str] = "generated"
 
     training: int
     block: tuple[Block, ...]
@@ -227,27 +203,17 @@ class GeneratedData:
             )
 
     @property
+    @override
     def blocks(self) -> tuple[tuple[str, int], ...]:
-        """Name and number of features of each block, the constant last."""
         return (*((b.name, b.size) for b in self.block), CONSTANT)
 
     @property
+    @override
     def split_seed(self) -> int:
-        """The seed of the split, that of the records."""
         return self.data_seed
 
-    def records(self, base: Path, override: Path | None) -> Records:
-        """Generates the records.
-
-        Args:
-            base: Not used.
-            override: Must be `None`.
-
-        Raises:
-            ValueError: A file was given.
-        """
-        del base
-        refuse_file(override, "generated")
+    @override
+    def load(self, file: Path | None) -> Records:
         rng = np.random.default_rng(self.data_seed)
         truth = np.concatenate([_coefficients(rng, block) for block in self.block])
         features = rng.standard_normal((self.training + self.validation, len(truth)))
@@ -261,35 +227,13 @@ class GeneratedData:
         return Records(unit_rows(features), label.astype(np.float32), group=group)
 
 
-Data = (
-    CsvData | SklearnData | OpenmlData | GeneratedData | CsvMatrices | GeneratedMatrices
+SOURCES, MATRICES = (
+    {kind.source: kind for kind in kinds}
+    for kinds in (
+        (CsvData, SklearnData, OpenmlData, GeneratedData),
+        (CsvMatrices, GeneratedMatrices),
+    )
 )
-
-SOURCES: dict[str, type] = {
-    "csv": CsvData,
-    "sklearn": SklearnData,
-    "openml": OpenmlData,
-    "generated": GeneratedData,
-}
-MATRICES: dict[str, type] = {
-    "csv_matrices": CsvMatrices,
-    "generated_matrices": GeneratedMatrices,
-}
-
-
-def check_file(data: Data, base: Path, override: Path | None) -> None:
-    """Raises `ValueError` for a missing file of records, or one that is not read.
-
-    Args:
-        data: Where the records come from.
-        base: The folder of the config.
-        override: A file to read instead of the config's.
-    """
-    if isinstance(data, CsvFile):
-        data.file(base, override)
-    else:
-        names = {cls: name for name, cls in (SOURCES | MATRICES).items()}
-        refuse_file(override, names[type(data)])
 
 
 def _coefficients(rng: np.random.Generator, block: Block) -> np.ndarray:

@@ -1,15 +1,84 @@
 """Comma-separated files of records."""
 
+import abc
 import csv
 import dataclasses
 import sys
 from pathlib import Path
+from typing import ClassVar
 
-from .columns import Table
+from typing_extensions import override
+
+from .columns import AbstractRecords, Table
+from .sources import Groups, Sources
+
+
+class AbstractData(abc.ABC):
+    """Where the records of a run come from: the table `[data]` of a config.
+
+    Attributes:
+        source: Its name in a config.
+        instead: A source that reads a file.
+        training: The number of training records.
+        validation: The number of validation records; none for one level.
+        sources: The sources of the training records.
+        groups: The groups of the records.
+        split_seed: The public seed of the split. Not a privacy seed.
+    """
+
+    source: ClassVar[str]
+    instead: ClassVar[str] = '"csv"'
+    training: int
+    validation: int = 0
+    sources: Sources | None = None
+    groups: Groups | None = None
+    split_seed: int
+
+    @property
+    @abc.abstractmethod
+    def blocks(self) -> tuple[tuple[str, int], ...]:
+        """Name and number of features of each block, the constant last."""
+
+    @abc.abstractmethod
+    def load(self, file: Path | None) -> AbstractRecords:
+        """Reads `file`, downloads or generates the records, and encodes them."""
+
+    def file(self, base: Path, override: Path | None) -> Path | None:
+        """The file that is read, or `None`.
+
+        Args:
+            base: The folder of the config.
+            override: A file to read instead, as `--data` names it.
+
+        Raises:
+            ValueError: There is none, or one is named for a source that reads none.
+        """
+        if override is not None:
+            raise ValueError(
+                f'--data names a file, but the config has source = "{self.source}", '
+                f"which reads none. Leave out --data, or use source = {self.instead}."
+            )
+        return None
+
+    def records(self, base: Path, override: Path | None) -> AbstractRecords:
+        """The records, encoded. NON-PRIVATE: this is the data.
+
+        Args:
+            base: As in `file`.
+            override: As in `file`.
+
+        Raises:
+            ValueError: As in `file`; or a column is missing.
+            OSError: A file cannot be read or downloaded.
+
+        Privacy:
+            Row by row, by constants of the config; a cell's content never raises.
+        """
+        return self.load(self.file(base, override))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvFile:
+class CsvFile(AbstractData):
     """A comma-separated file with a header.
 
     Args:
@@ -18,16 +87,8 @@ class CsvFile:
 
     path: str = ""
 
+    @override
     def file(self, base: Path, override: Path | None) -> Path:
-        """The file that is read.
-
-        Args:
-            base: The folder of the config.
-            override: A file to read instead.
-
-        Raises:
-            ValueError: There is none.
-        """
         if override is None and not self.path:
             raise ValueError(
                 "no file of records: set path in [data], or name one with --data PATH."
@@ -39,6 +100,15 @@ class CsvFile:
                 "--data PATH."
             )
         return path
+
+    @override
+    def load(self, file: Path | None) -> AbstractRecords:
+        assert file is not None
+        return self.encode(read_csv(file))
+
+    @abc.abstractmethod
+    def encode(self, table: Table) -> AbstractRecords:
+        """The rows of a table as records; raises `ValueError` without a column."""
 
 
 def read_csv(path: Path) -> Table:
@@ -71,18 +141,3 @@ def read_csv(path: Path) -> Table:
         for j, name in enumerate(header)
     }
     return Table(str(path), columns, len(body))
-
-
-def refuse_file(override: Path | None, source: str, instead: str = '"csv"') -> None:
-    """Raises `ValueError` where a file is named for a source that reads none.
-
-    Args:
-        override: The file that `--data` names, if any.
-        source: The source's name in a config.
-        instead: One that reads a file.
-    """
-    if override is not None:
-        raise ValueError(
-            f'--data names a file, but the config has source = "{source}", which reads '
-            f"none. Leave out --data, or use source = {instead}."
-        )

@@ -4,17 +4,18 @@ import abc
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
+from typing_extensions import override
 
-from .columns import check_standardizing, standardized
-from .files import CsvFile, read_csv, refuse_file
+from .columns import AbstractRecords, Table, check_standardizing, standardized
+from .files import AbstractData, CsvFile
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrices:
-    """One payoff matrix per record. NON-PRIVATE: this is the data.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Matrices(AbstractRecords):
+    """One payoff matrix per record.
 
     Attributes:
         entries: Of shape `(n, rows, columns)`.
@@ -22,38 +23,31 @@ class Matrices:
 
     entries: np.ndarray
 
-    def __repr__(self) -> str:
-        """The class name; never a value."""
-        return "Matrices(...)"
-
     def __len__(self) -> int:
-        """The number of records."""
         return len(self.entries)
 
-    def take(self, rows: np.ndarray) -> "Matrices":
-        """The records at `rows`.
+    @override
+    def take(self, rows: np.ndarray) -> Self:
+        return type(self)(self.entries[rows])
 
-        Args:
-            rows: Indices.
-        """
-        return Matrices(self.entries[rows])
-
+    @override
     def tree(self) -> np.ndarray:
-        """The records as a matrix game reads them."""
         return self.entries
 
+    @override
     def as_bytes(self) -> Iterator[bytes]:
-        """The bytes of each record."""
         return (matrix.tobytes() for matrix in self.entries)
 
 
-class MatrixData(abc.ABC):
+class MatrixData(AbstractData):
     """Where matrices come from. They have no labels, features, sources or groups."""
 
-    validation = 0
-    sources = None
-    groups = None
-    blocks = ()
+    instead = '"csv_matrices"'
+
+    @property
+    @override
+    def blocks(self) -> tuple[tuple[str, int], ...]:
+        return ()
 
     @property
     @abc.abstractmethod
@@ -62,7 +56,7 @@ class MatrixData(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvMatrices(CsvFile, MatrixData):
+class CsvMatrices(MatrixData, CsvFile):
     r"""Payoff matrices from the columns of a file: entries are mapped as features are.
 
     An entry is $\mathrm{clip}((t(v) - m) / s) / c$ with one $m$ and one $s$ for all, so
@@ -80,6 +74,8 @@ class CsvMatrices(CsvFile, MatrixData):
             Not a privacy seed.
     """
 
+    source: ClassVar[str] = "csv_matrices"
+
     training: int
     columns: tuple[tuple[str, ...], ...]
     mean: float
@@ -93,24 +89,12 @@ class CsvMatrices(CsvFile, MatrixData):
         check_standardizing(self)
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns of a matrix."""
         return len(self.columns), len(self.columns[0])
 
-    def records(self, base: Path, override: Path | None) -> Matrices:
-        """Reads and encodes the file.
-
-        Args:
-            base: The folder of the config.
-            override: A file to read instead.
-
-        Raises:
-            ValueError: The file is missing, or a column is.
-
-        Privacy:
-            Row by row, by constants of the config; a cell's content never raises.
-        """
-        table = read_csv(self.file(base, override))
+    @override
+    def encode(self, table: Table) -> Matrices:
         cells = [
             standardized(table.column(name), self.mean, self.scale, self)
             for row in self.columns
@@ -130,6 +114,8 @@ class GeneratedMatrices(MatrixData):
         data_seed: The public seed of the records. Not a privacy seed.
     """
 
+    source: ClassVar[str] = "generated_matrices"
+
     training: int
     mean: tuple[tuple[float, ...], ...]
     data_seed: int = 0
@@ -140,27 +126,17 @@ class GeneratedMatrices(MatrixData):
             raise ValueError("mean must hold numbers in [-1, 1]: those of signs.")
 
     @property
+    @override
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns of a matrix."""
         return len(self.mean), len(self.mean[0])
 
     @property
+    @override
     def split_seed(self) -> int:
-        """The seed of the split, that of the records."""
         return self.data_seed
 
-    def records(self, base: Path, override: Path | None) -> Matrices:
-        """Generates the records.
-
-        Args:
-            base: Not used.
-            override: Must be `None`.
-
-        Raises:
-            ValueError: A file was given.
-        """
-        del base
-        refuse_file(override, "generated_matrices", '"csv_matrices"')
+    @override
+    def load(self, file: Path | None) -> Matrices:
         rng = np.random.default_rng(self.data_seed)
         uniform = rng.random((self.training, *self.shape))
         signs = np.where(uniform < (1 + np.asarray(self.mean)) / 2, 1.0, -1.0)

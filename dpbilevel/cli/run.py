@@ -33,7 +33,6 @@ from ..privacy.report import PrivacyReport
 from . import figure, folder, results
 from .config import Config
 from .data import load_levels, load_records
-from .datasets import check_file
 from .results import Result
 
 Progress = Callable[[int], None]
@@ -126,7 +125,34 @@ def run(
         checkpoint is secret and is deleted at the end.
     """
     with _opened(out, chunk, resume, restart):
-        return _run(prepared, out, data, chunk, resume, progress)
+        before = checkpoint.read(out) if resume else None
+        levels = _load(prepared, data)
+        fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, before))
+        first = first_checkpoint(
+            prepared.problem,
+            prepared.solver,
+            prepared.w0,
+            key=root_key(),  # a run that is resumed has its own
+            fingerprint=fingerprint,
+            with_start=True,
+        )
+        saved = _begin(first, out) if before is None else resume_run(out, before, first)
+        progress(saved.done)
+        try:
+            number = saved.fingerprint["run"]
+            spending.begin(out, number, prepared.report, prepared.config.tables)
+            saved = _steps(prepared, levels, saved, out, progress)
+            result = _result(prepared, saved)
+            picture = figure.draw(result)
+            with whole():
+                results.save(out, result, picture)
+                finish_run(out, number)
+        except OSError as error:
+            raise OSError(
+                f"{error}. The last checkpoint is intact: make room, then continue "
+                "with --resume."
+            ) from error
+        return result
 
 
 def check(
@@ -146,7 +172,7 @@ def check(
         OSError: The folder cannot be made or written to.
     """
     with _opened(out, chunk, resume, restart), _data_errors(config):
-        check_file(config.data, config.folder, data)
+        config.data.file(config.folder, data)
 
 
 @contextlib.contextmanager
@@ -170,45 +196,6 @@ def _data_errors(config: Config):
         yield
     except ValueError as error:
         raise config.place.child("data").error(str(error)) from error
-
-
-def _run(
-    prepared: Prepared,
-    out: Path,
-    data: Path | None,
-    chunk: int | None,
-    resume: bool,
-    progress: Progress,
-) -> Result:
-    """Runs in a folder that fits and is locked."""
-    before = checkpoint.read(out) if resume else None
-    levels = _load(prepared, data)
-    fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, before))
-    first = first_checkpoint(
-        prepared.problem,
-        prepared.solver,
-        prepared.w0,
-        key=root_key(),  # a run that is resumed has its own
-        fingerprint=fingerprint,
-        with_start=True,
-    )
-    saved = _begin(first, out) if before is None else resume_run(out, before, first)
-    progress(saved.done)
-    try:
-        number = saved.fingerprint["run"]
-        spending.begin(out, number, prepared.report, prepared.config.tables)
-        saved = _steps(prepared, levels, saved, out, progress)
-        result = _result(prepared, saved)
-        picture = figure.draw(result)
-        with whole():
-            results.save(out, result, picture)
-            finish_run(out, number)
-    except OSError as error:
-        raise OSError(
-            f"{error}. The last checkpoint is intact: make room, then continue with "
-            "--resume."
-        ) from error
-    return result
 
 
 def _steps(
@@ -249,7 +236,7 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
         shown=config.task.shown(found.value),
         x=found.x,
         y=found.y,
-        trajectory=config.task.shown(found.trajectory),
+        trajectory=config.task.shown(saved.path),
         report=prepared.report,
         versions=checkpoint.versions(),
         config=config.tables,

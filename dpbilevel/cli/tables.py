@@ -82,8 +82,9 @@ class Reader:
                 that the class refuses; the message names file and table.
         """
         check_table(table, place)
+        assert dataclasses.is_dataclass(cls)
         hints = typing.get_type_hints(cls)
-        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         given = {k: self.supplied[hints[k]] for k in fields if self._fills(hints[k])}
         keys = [k for k in fields if k not in given and self._is_key(k, hints[k])]
         required = [k for k in keys if _has_no_default(fields[k])]
@@ -175,7 +176,7 @@ class Reader:
         )
 
 
-def check_table(value: Any, place: Place) -> None:
+def check_table(value: object, place: Place) -> None:
     """Raises `ValueError` unless `value` is a table.
 
     Args:
@@ -278,7 +279,7 @@ def _close(word: str, options: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):

@@ -2,12 +2,13 @@
 
 import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.applications import penalty_tuning, source_weighting, source_weights
@@ -22,11 +23,47 @@ _LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
 
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
-Released = tuple[Float[Array, "*t k"], Float[Array, "*t d"] | None]
+
+
+class AbstractTask(abc.ABC):
+    """What is solved: the table `[model]` of a config, one field per key.
+
+    Attributes:
+        label: What an entry of the answer is called.
+        of: What each entry belongs to.
+        two_levels: Whether the problem has two levels.
+    """
+
+    label: ClassVar[str]
+    of: ClassVar[str]
+    two_levels: ClassVar[bool]
+
+    @abc.abstractmethod
+    def problem(self, blocks: Blocks) -> BilevelProblem | SaddleProblem:
+        """The problem on records with these blocks of features."""
+
+    @abc.abstractmethod
+    def start(self, blocks: Blocks) -> Start:
+        """The starting point on records with these blocks of features."""
+
+    @abc.abstractmethod
+    def names(self, blocks: Blocks) -> tuple[str, ...]:
+        """What each entry of the answer belongs to, by name."""
+
+    @abc.abstractmethod
+    def shown(self, w: PyTree) -> np.ndarray:
+        """The entries of the answer in released variables.
+
+        Args:
+            w: PyTree variables `(x, y)`, with any leading axes.
+
+        Privacy:
+            A function of released values: free.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
-class SourceWeightingTask:
+class SourceWeightingTask(AbstractTask):
     """Weights the sources of the training records by the validation records.
 
     Args:
@@ -49,13 +86,8 @@ class SourceWeightingTask:
         _checks.count("source_weighting", num_sources=self.num_sources)
         _checks.non_negative("source_weighting", ridge=self.ridge)
 
+    @override
     def problem(self, blocks: Blocks) -> BilevelProblem:
-        """The bilevel problem.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
-        del blocks
         return source_weighting(
             _LOSSES[self.loss],
             self.num_sources,
@@ -63,34 +95,18 @@ class SourceWeightingTask:
             parametrization=self.parametrization,
         )
 
+    @override
     def start(self, blocks: Blocks) -> Start:
-        """Uniform weights and a model of zeros.
-
-        Args:
-            blocks: The blocks of features.
-        """
         k = self.num_sources
         x = jnp.full(k, 0.0 if self.parametrization == "logits" else 1 / k)
         return x.astype(jnp.float32), jnp.zeros(_dimension(blocks), jnp.float32)
 
+    @override
     def names(self, blocks: Blocks) -> tuple[str, ...]:
-        """What each entry of x belongs to.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
-        del blocks
         return tuple(f"source {s}" for s in range(self.num_sources))
 
-    def shown(self, w: Released) -> np.ndarray:
-        """The weights that x stands for.
-
-        Args:
-            w: Released variables `(x, y)`, with any leading axes.
-
-        Privacy:
-            A function of released values: free.
-        """
+    @override
+    def shown(self, w: PyTree) -> np.ndarray:
         x = w[0]
         rows = jnp.reshape(jnp.asarray(x), (-1, self.num_sources))
         weights = jax.vmap(lambda row: source_weights(row, self.parametrization))(rows)
@@ -98,7 +114,7 @@ class SourceWeightingTask:
 
 
 @dataclasses.dataclass(frozen=True)
-class PenaltyTuningTask:
+class PenaltyTuningTask(AbstractTask):
     """Tunes quadratic penalties of a linear model by the validation records.
 
     Args:
@@ -124,12 +140,8 @@ class PenaltyTuningTask:
                 "log-penalty first."
             )
 
+    @override
     def problem(self, blocks: Blocks) -> BilevelProblem:
-        """The bilevel problem.
-
-        Args:
-            blocks: The blocks of features.
-        """
         lengths = [size for _, size in blocks]
         groups = {
             "single": np.zeros(_dimension(blocks)),
@@ -140,21 +152,13 @@ class PenaltyTuningTask:
             _LOSSES[self.loss], jnp.asarray(groups, jnp.int32), bounds=self.bounds
         )
 
+    @override
     def start(self, blocks: Blocks) -> Start:
-        """The middle of the box of log-penalties and a model of zeros.
-
-        Args:
-            blocks: The blocks of features.
-        """
         x = jnp.full(len(self.names(blocks)), sum(self.bounds) / 2, jnp.float32)
         return x, jnp.zeros(_dimension(blocks), jnp.float32)
 
+    @override
     def names(self, blocks: Blocks) -> tuple[str, ...]:
-        """What each entry of x belongs to.
-
-        Args:
-            blocks: The blocks of features.
-        """
         if self.groups == "single":
             return ("all features",)
         if self.groups == "per_block":
@@ -165,20 +169,13 @@ class PenaltyTuningTask:
             for j in range(size)
         )
 
-    def shown(self, w: Released) -> np.ndarray:
-        """The log-penalties, as they are.
-
-        Args:
-            w: Released variables `(x, y)`, with any leading axes.
-
-        Privacy:
-            A function of released values: free.
-        """
+    @override
+    def shown(self, w: PyTree) -> np.ndarray:
         return np.asarray(w[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupTask(abc.ABC):
+class GroupTask(AbstractTask):
     """Fits a logistic model to groups whose weights a second player chooses.
 
     Args:
@@ -200,46 +197,26 @@ class GroupTask(abc.ABC):
     def __post_init__(self):
         self.problem(())
 
-    @abc.abstractmethod
-    def problem(self, blocks: Blocks) -> SaddleProblem:
-        """The game.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
-
     @property
     def fields(self) -> dict[str, Any]:
         """What every game of groups is built from, beside loss and shares."""
         return {"radius": self.radius, "scale": self.scale, "ridge": self.ridge}
 
-    def start(self, blocks: Blocks) -> Start:
-        """A model of zeros and the declared shares as weights.
+    @override
+    @abc.abstractmethod
+    def problem(self, blocks: Blocks) -> SaddleProblem: ...
 
-        Args:
-            blocks: The blocks of features.
-        """
+    @override
+    def start(self, blocks: Blocks) -> Start:
         zeros = jnp.zeros(_dimension(blocks), jnp.float32)
         return group_start(self.problem(blocks), zeros, self.shares)
 
+    @override
     def names(self, blocks: Blocks) -> tuple[str, ...]:
-        """What each weight belongs to.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
-        del blocks
         return tuple(f"group {g}" for g in range(len(self.shares)))
 
-    def shown(self, w: Released) -> np.ndarray:
-        """The weights of the groups.
-
-        Args:
-            w: Released variables `(x, y)`, with any leading axes.
-
-        Privacy:
-            A function of released values: free.
-        """
+    @override
+    def shown(self, w: PyTree) -> np.ndarray:
         return np.asarray(group_weights(self.problem(()), jnp.asarray(w[1])))
 
 
@@ -247,13 +224,8 @@ class GroupTask(abc.ABC):
 class GroupFairTask(GroupTask):
     """Fits a logistic model to the group that is worst off."""
 
+    @override
     def problem(self, blocks: Blocks) -> SaddleProblem:
-        """The game.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
-        del blocks
         return group_fair(Logistic(), self.shares, **self.fields)
 
 
@@ -268,18 +240,13 @@ class GroupRobustTask(GroupTask):
 
     strength: float
 
+    @override
     def problem(self, blocks: Blocks) -> SaddleProblem:
-        """The game.
-
-        Args:
-            blocks: The blocks of features; not used.
-        """
-        del blocks
         return group_robust(Logistic(), self.shares, self.strength, **self.fields)
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixGameTask:
+class MatrixGameTask(AbstractTask):
     """Mixes rows so that the mean payoff of the best reply among columns is least.
 
     Args:
@@ -297,57 +264,27 @@ class MatrixGameTask:
     def __post_init__(self):
         self.problem(())
 
+    @override
     def problem(self, blocks: Blocks) -> SaddleProblem:
-        """The game.
-
-        Args:
-            blocks: The blocks of features: none.
-        """
-        del blocks
         return matrix_game(self.rows, self.columns)
 
+    @override
     def start(self, blocks: Blocks) -> Start:
-        """Uniform mixtures.
-
-        Args:
-            blocks: The blocks of features: none.
-        """
-        del blocks
         shape = self.rows, self.columns
         x, y = (jnp.full(count, 1 / count, jnp.float32) for count in shape)
         return x, y
 
+    @override
     def names(self, blocks: Blocks) -> tuple[str, ...]:
-        """The rows, then the columns.
-
-        Args:
-            blocks: The blocks of features: none.
-        """
-        del blocks
         rows = (f"row {i}" for i in range(self.rows))
         return (*rows, *(f"column {j}" for j in range(self.columns)))
 
-    def shown(self, w: Released) -> np.ndarray:
-        """Both mixtures, one behind the other.
-
-        Args:
-            w: Released variables `(x, y)`, with any leading axes.
-
-        Privacy:
-            A function of released values: free.
-        """
+    @override
+    def shown(self, w: PyTree) -> np.ndarray:
         return np.concatenate([np.asarray(v) for v in w], axis=-1)
 
 
-Task = (
-    SourceWeightingTask
-    | PenaltyTuningTask
-    | GroupFairTask
-    | GroupRobustTask
-    | MatrixGameTask
-)
-
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, type[AbstractTask]] = {
     "source_weighting": SourceWeightingTask,
     "penalty_tuning": PenaltyTuningTask,
     "group_fair": GroupFairTask,

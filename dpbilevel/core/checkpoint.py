@@ -161,7 +161,7 @@ def replace_json(file: Path, page: dict[str, Any]) -> None:
 def npz(arrays: dict[str, np.ndarray]) -> bytes:
     """Arrays in NumPy's format."""
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    np.savez(buffer, **arrays)
     return buffer.getvalue()
 
 

@@ -25,8 +25,8 @@ class Levels(eqx.Module):
         is_shared: Whether both parts are the same records. Static.
     """
 
-    upper: Any
-    lower: Any
+    upper: PyTree
+    lower: PyTree
     is_shared: bool = eqx.field(static=True, default=False)
 
     @classmethod
@@ -39,7 +39,7 @@ class Levels(eqx.Module):
         return cls(records, records, True)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Sizes:
     """How many records each level has, and who may be behind them.
 
@@ -56,22 +56,25 @@ class Sizes:
 
     upper: int
     lower: int
-    people: People = People.OVERLAPPING
+    people: People
 
-    def __post_init__(self):
-        _checks.count("Sizes", upper=self.upper, lower=self.lower)
-        allowed = [people.value for people in People]
-        if not isinstance(self.people, People):
-            _checks.one_of("Sizes", "people", self.people, allowed)
-            object.__setattr__(self, "people", People(self.people))
-        if self.people is People.SHARED and self.upper != self.lower:
+    def __init__(
+        self, upper: int, lower: int, people: People | str = People.OVERLAPPING
+    ):
+        _checks.count("Sizes", upper=upper, lower=lower)
+        if not isinstance(people, People):
+            _checks.one_of("Sizes", "people", people, [known.value for known in People])
+        fields = {"upper": upper, "lower": lower, "people": People(people)}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        if self.people is People.SHARED and upper != lower:
             raise ValueError(
-                f"Sizes: shared levels have equal sizes, got upper={self.upper} and "
-                f"lower={self.lower}."
+                f"Sizes: shared levels have equal sizes, got upper={upper} and "
+                f"lower={lower}."
             )
 
 
-def people_of(sizes: Any) -> People | None:
+def people_of(sizes: object) -> People | None:
     """Who is behind the records of two levels; `None` for one level.
 
     Args:

@@ -11,7 +11,7 @@ from .interrupts import at_end, whole
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 NAME = "dpbilevel.lock"
 

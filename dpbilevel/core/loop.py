@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
@@ -15,7 +16,7 @@ from .descent import rejected_updates
 from .levels import Levels, people_of
 from .problem import AbstractProblem
 from .solution import Plan, Solution
-from .solver import AbstractSolver
+from .solver import AbstractSolver, Solver
 
 
 def solve(
@@ -57,7 +58,7 @@ def solve(
     """
     check_key(key)
     solver_for(problem, solver, "solve")
-    if isinstance(trajectory, jax.core.Tracer):
+    if isinstance(trajectory, Tracer):
         raise TypeError(
             "solve: trajectory must be a Python bool; under jax.jit pass "
             'static_argnames="trajectory".'
@@ -77,11 +78,11 @@ def advance(
     problem: AbstractProblem,
     solver: AbstractSolver,
     data: PyTree,
-    state: Any,
+    state: PyTree,
     keys: Key[Array, " steps"],
     *,
     trajectory: bool = False,
-) -> tuple[Any, PyTree | None]:
+) -> tuple[PyTree, PyTree | None]:
     """Runs one step per key: the loop under `solve`, for runs made in chunks.
 
     Args:
@@ -122,8 +123,8 @@ def inner_solve(
 
 
 def bound_to(
-    problem: AbstractProblem, solver: AbstractSolver, data: PyTree, owner: str = "solve"
-) -> AbstractSolver:
+    problem: AbstractProblem, solver: Solver, data: PyTree, owner: str = "solve"
+) -> Solver:
     """The solver with the sizes that its plan fixed, checked against the data.
 
     Args:
@@ -198,7 +199,7 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
     return Levels(upper, pad(data.lower, solver.sizes.lower, "data.lower"))
 
 
-def solver_for(problem: Any, solver: Any, owner: str) -> AbstractSolver:
+def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
     """The solver, if it is one and solves problems of this kind.
 
     Args:

@@ -178,6 +178,7 @@ class UniformIterate(AbstractOutput):
 
     @override
     def update(self, kept, w, *, before, t, num_steps, key=None):
+        assert key is not None
         # The iterate of step t takes the place with probability 1 / (t + 1).
         replaces = jax.random.randint(key, (), 0, t + 1) == 0
         return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), w, kept)

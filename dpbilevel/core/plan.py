@@ -4,7 +4,6 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -21,10 +20,10 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.report import describe
 from ..privacy.sampling import AbstractSampling
-from .levels import people_of
+from .levels import Sizes, people_of
 from .loop import solve, solver_for
 from .problem import AbstractProblem
-from .solution import Plan, Solution, divergence
+from .solution import Plan, Solution, Solver, divergence
 from .solver import AbstractSolver
 
 _LARGEST_SCALE = 2.0**60
@@ -32,13 +31,13 @@ _LARGEST_SCALE = 2.0**60
 
 def calibrate(
     problem: AbstractProblem,
-    solver: AbstractSolver,
+    solver: Solver,
     budget: PrivacyBudget,
     *,
-    sizes: Any,
+    sizes: Sizes | int,
     w0: PyTree | None = None,
     precision: Precision = "grid",
-) -> Plan:
+) -> Plan[Solver]:
     r"""Finds the least noise at which one run of `solver` stays within `budget`.
 
     Everything that decides the guarantee is public and on the host: the ledger of the

@@ -1,14 +1,15 @@
 """What a plan and a run need of a problem, whatever it is."""
 
 import abc
-from typing import Any, Self
+from typing import Self
 
 import equinox as eqx
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..privacy.budget import People
-from .levels import one_level
+from .levels import Sizes, one_level
 
 
 class AbstractProblem(eqx.Module):
@@ -19,7 +20,7 @@ class AbstractProblem(eqx.Module):
         """Raises `ValueError` or `TypeError` where `w0` or `data` do not fit."""
 
     @abc.abstractmethod
-    def sizes_of(self, data: PyTree, people: People | str | None = None) -> Any:
+    def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
         """The numbers of records in `data`.
 
         Args:
@@ -28,7 +29,7 @@ class AbstractProblem(eqx.Module):
         """
 
     @abc.abstractmethod
-    def check_sizes(self, owner: str, sizes: Any) -> None:
+    def check_sizes(self, owner: str, sizes: object) -> None:
         """Refuses sizes of another kind than `sizes_of` returns.
 
         Args:
@@ -59,7 +60,7 @@ class AbstractProblem(eqx.Module):
 class AbstractOneLevel(AbstractProblem):
     """A problem on the records of one level, whose sizes are one number."""
 
-    def sizes_of(self, data: PyTree, people: People | str | None = None) -> Any:
+    def sizes_of(self, data: PyTree, people: People | str | None = None) -> Sizes | int:
         """The length of the leading axis.
 
         Raises:
@@ -72,16 +73,12 @@ class AbstractOneLevel(AbstractProblem):
             )
         return one_level(data)
 
-    def check_sizes(self, owner: str, sizes: Any) -> None:
-        """Refuses what is not a number of records."""
+    @override
+    def check_sizes(self, owner: str, sizes: object) -> None:
         _checks.count(owner, sizes=sizes)
 
     def check_people(self, data: PyTree, people: People) -> None:
-        """Refuses: a plan for two levels is for another problem.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Raises `TypeError`: `people` is for problems of two levels."""
         raise TypeError(
             f"people={people.value!r} is for two levels; {type(self).__name__} has one."
         )

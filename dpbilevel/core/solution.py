@@ -1,16 +1,17 @@
 """What a run hands out: the released answer, and its guarantee."""
 
 import dataclasses
-from typing import Any
+from typing import Generic
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from ..privacy.report import PrivacyReport
+from .solver import Solver
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Generic[Solver]):
     """A calibrated solver and the guarantee of running it once.
 
     Attributes:
@@ -18,7 +19,7 @@ class Plan:
         report: The guarantee.
     """
 
-    solver: Any
+    solver: Solver
     report: PrivacyReport
 
 

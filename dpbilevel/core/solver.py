@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
+from typing_extensions import override
 
-from .._fields import Checked
+from .._fields import Checked, Number
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
@@ -77,9 +78,9 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         """
         return self.released(state)
 
-    @abc.abstractmethod
     def answer(self, problem: Problem, state: State) -> PyTree:
-        """The answer, computed from released values alone."""
+        """The answer, from released values alone: by default `released(state)`."""
+        return self.released(state)
 
     @abc.abstractmethod
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
@@ -90,7 +91,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         """
 
     @abc.abstractmethod
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """The same solver at this noise, with the ratios its fields ask for.
 
         Args:
@@ -149,8 +150,8 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
     noise: AbstractVar[Gaussian]
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.noise.neighbours
 
     @property
@@ -185,12 +186,8 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         del problem, sizes
         return ()
 
+    @override
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
-        """All of its releases.
-
-        Raises:
-            ValueError: The solver is not calibrated.
-        """
         release = self.release(problem, sizes)
         release = dataclasses.replace(release, count=self.num_releases)
         return Ledger(
@@ -199,11 +196,10 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
             self.assumptions(problem, sizes),
         )
 
-    def with_noise(self, scale: float) -> Self:
-        """Sets the multiplier of `noise`.
-
-        Args:
-            scale: As in `AbstractSolver.with_noise`.
-        """
+    @override
+    def with_noise(self, scale: Number) -> Self:
         changes: dict[str, Any] = {"noise": self.noise.with_multiplier(scale)}
         return dataclasses.replace(self, **changes)
+
+
+Solver = TypeVar("Solver", bound=AbstractSolver)

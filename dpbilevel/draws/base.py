@@ -28,7 +28,7 @@ from .mechanisms import AbstractDrawMechanism, Number
 from .release import Draw
 from .samplers.base import AbstractSampler, Regularity
 from .samplers.grid import Grid
-from .scores.base import AbstractScore
+from .scores.base import AbstractScore, DrawProblem
 
 DRAW = "draw of x"
 
@@ -274,7 +274,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             )
         return self.dimension
 
-    def check_relation(self, problem: Any) -> None:
+    def check_relation(self, problem: DrawProblem) -> None:
         """Raises unless everything that is proved holds under the relation.
 
         With a private number of records over a public denominator no constant bounds
@@ -296,13 +296,13 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
                 "ExponentialMechanism(Grid(...)) on one level."
             )
 
-    def planned_dtype(self) -> Any:
+    def planned_dtype(self) -> jnp.dtype:
         """What scores are planned for: the coarser of the plan's and the default."""
         default = jnp.result_type(float)
         planned = jnp.dtype(self.dtype or default)
         return min(default, planned, key=lambda dtype: jnp.finfo(dtype).bits)
 
-    def scored_dtype(self, start: PyTree) -> Any:
+    def scored_dtype(self, start: PyTree) -> jnp.dtype:
         """What a draw counts rounding in: the plan's dtype, for finer starts too.
 
         Otherwise the draw would have another rate than its sampler was planned for.
@@ -313,7 +313,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return jnp.dtype(self.dtype or jnp.result_type(*jax.tree.leaves(start)))
 
 
-def feasible_set(problem: Any) -> Any:
+def feasible_set(problem: DrawProblem) -> Any:
     """The set that is drawn from.
 
     Args:

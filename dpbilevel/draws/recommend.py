@@ -179,9 +179,10 @@ class _Case:
             )
         step_size = 1 / (2 * self.constants.smoothness)
         if choice == "implicit":
-            return ImplicitBilevel(self.steps(gap), step_size)
+            return ImplicitBilevel(self.steps(gap), step_size=step_size)
         first = ExponentialMechanism(sampler, dimension=self.dimension)
-        then = ImplicitBilevel(self.steps(self.gap_after_draw(), 0.5), step_size)
+        steps = self.steps(self.gap_after_draw(), 0.5)
+        then = ImplicitBilevel(steps, step_size=step_size)
         return WarmStarted(first, then)
 
     def _multiplier(self, share: float) -> float:

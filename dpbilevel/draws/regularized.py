@@ -183,7 +183,11 @@ def _one_level(
 
 
 def _two_levels(
-    problem: BilevelProblem, sizes: Any, dimension: int, epsilon: float, delta: float
+    problem: BilevelProblem,
+    sizes: Any,
+    dimension: int,
+    epsilon: float,
+    delta: float,
 ) -> float:
     score = HyperObjective(problem, "slope", sizes)
     shares = score.contributions(jnp.result_type(float))

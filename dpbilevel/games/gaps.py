@@ -122,7 +122,8 @@ def variational_gap(
     smoothness = 2 * _smoothness(problem)
 
     def value(u):
-        return optax.tree.vdot(mean_operator(problem, u, data), optax.tree.sub(w, u))
+        operator = mean_operator(problem, u, data)
+        return jnp.asarray(optax.tree.vdot(operator, optax.tree.sub(w, u)))
 
     return _maximum(value, problem.w_set, w, smoothness, num_steps)
 

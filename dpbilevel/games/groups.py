@@ -308,8 +308,16 @@ class _Game:
         return {"public_lipschitz": slope, "public_bound": bound}
 
 
-def _game(owner, loss, shares, radius, scale, row_norm, group) -> _Game:
-    shares = _checked_shares(owner, shares)
+def _game(
+    owner: str,
+    loss: ModelLoss | AbstractLinearModel,
+    declared: Sequence[float],
+    radius: float | None,
+    scale: float | None,
+    row_norm: float,
+    group: ReadGroup,
+) -> _Game:
+    shares = _checked_shares(owner, declared)
     positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
     _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
     if not callable(group):

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
 
 from .. import _checks
+from .._fields import Number
 from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
 from ..privacy.floats import check_rounding
@@ -26,7 +27,6 @@ from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality
 
 Inner = Literal["picard", "operator_extrapolation"]
-Number = float | Float[Array, ""]
 
 OWNER = "InexactProximalPoint"
 # How much of the sensitivity rounding may add, and the inexact solution of the inner
@@ -79,7 +79,7 @@ class Resolvent:
         r"""$q = L / \lambda$: by how much a step of Picard's iteration contracts."""
         return self.lipschitz / self.strength
 
-    def contribution(self, dtype: Any, precision: Precision) -> Number:
+    def contribution(self, dtype: DTypeLike, precision: Precision) -> Number:
         r"""Half of how far replacing one record moves the computed resolvent.
 
         With $\omega$ a bound on the rounding of a step to first order in the unit
@@ -147,7 +147,7 @@ class Resolvent:
         slope = self.lipschitz * diameter + self._largest + 2 * self.strength * diameter
         return slope * self.distance
 
-    def step_rounding(self, dtype: Any) -> Number:
+    def step_rounding(self, dtype: DTypeLike) -> Number:
         r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
 
         Args:
@@ -157,7 +157,7 @@ class Resolvent:
         operator = self._operator_rounding(dtype) / self.strength
         return operator + self._projection_rounding(dtype, moved)
 
-    def solve_rounding(self, dtype: Any) -> Number:
+    def solve_rounding(self, dtype: DTypeLike) -> Number:
         r"""How far the rounding of all steps moves the end of operator extrapolation.
 
         Operators off by $\epsilon$ and points by $\pi$ in every step add up to $(4 g
@@ -199,7 +199,7 @@ class Resolvent:
             norm = self.problem.constant("bound")
         return norm * self._fullest + self.problem.constant("public_bound")
 
-    def _operator_rounding(self, dtype: Any) -> Number:
+    def _operator_rounding(self, dtype: DTypeLike) -> Number:
         """Of records' operators, their clipped mean, the public operator and the sum.
 
         Neighbours of a single step read the same point, where all records but one have
@@ -212,7 +212,7 @@ class Resolvent:
         mean = 2 * UNITS + self.dimension + 32 + GROUP + 8
         return unit * (mean * records + UNITS * public + 3 * self._largest)
 
-    def _projection_rounding(self, dtype: Any, moved: Number) -> Number:
+    def _projection_rounding(self, dtype: DTypeLike, moved: Number) -> Number:
         """Of a step of length `moved` from a point of the set, and of the projection.
 
         The threshold of a simplex is a sum over all coordinates.
@@ -313,7 +313,7 @@ class Resolvent:
             f"{self.dimension}), a smaller set, or a larger clip norm",
         )
 
-    def _check_extrapolation(self, dtype: Any) -> tuple[Number, Number]:
+    def _check_extrapolation(self, dtype: DTypeLike) -> tuple[Number, Number]:
         bound = self.problem.constant("bound")
         if self.clip_norm < bound:
             raise ValueError(
@@ -341,7 +341,7 @@ def _series(ratio: Number, count: int) -> Number:
     return total
 
 
-def _unit(dtype: Any) -> float:
+def _unit(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from .. import _checks
+from .._fields import Number
 from .losses import signed
 
 Scalar = Float[Array, ""]
@@ -47,7 +49,7 @@ class AbstractLinearModel(abc.ABC):
         return self.start
 
     @abc.abstractmethod
-    def slope(self, margin: Any) -> Any:
+    def slope(self, margin: Number) -> Number:
         r"""$p_1 \ge |\varphi'(t, b)|$ for $|t| \le$ `margin`, non-decreasing in it."""
 
     @abc.abstractmethod
@@ -65,31 +67,31 @@ class Logistic(AbstractLinearModel):
     """
 
     @property
+    @override
     def curvature(self) -> float:
-        """A quarter."""
         return 0.25
 
     @property
+    @override
     def third(self) -> float:
-        """The largest third derivative of the logistic loss."""
         return 1 / (6 * math.sqrt(3))
 
     @property
+    @override
     def concordance(self) -> float:
-        """1."""
         return 1.0
 
     @property
+    @override
     def start(self) -> float:
-        """The loss at margin 0, whatever the label."""
         return math.log(2)
 
-    def slope(self, margin: Any) -> Any:
-        """The logistic function."""
+    @override
+    def slope(self, margin: Number) -> Number:
         return 1 / (1 + module_of(margin).exp(-margin))
 
+    @override
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
-        """The loss."""
         return _softplus(-jnp.clip(signed(label), -1.0, 1.0) * margin)
 
 
@@ -112,8 +114,8 @@ class PseudoHuber(AbstractLinearModel):
         object.__setattr__(self, "width", float(self.width))
 
     @property
+    @override
     def curvature(self) -> float:
-        """1, at residual 0."""
         return 1.0
 
     @property
@@ -127,8 +129,8 @@ class PseudoHuber(AbstractLinearModel):
         return 1.5 / self.width
 
     @property
+    @override
     def start(self) -> float:
-        """Infinite."""
         return math.inf
 
     @property
@@ -136,7 +138,7 @@ class PseudoHuber(AbstractLinearModel):
         """That of the largest label that is not cut."""
         return _LARGEST_LABEL * self.width**2
 
-    def slope(self, margin: Any) -> float:
+    def slope(self, margin: Number) -> float:
         """The width, for every margin."""
         del margin
         return self.width

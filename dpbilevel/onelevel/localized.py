@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from .._fields import Count, Positive
 from ..core.descent import Rejections, finite_or
+from ..core.levels import Sizes
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import PrivacyBudget
@@ -180,16 +182,16 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         w = jax.tree.map(lambda m, v: jnp.where(ends, m, v), mean, w)
         return _State(w, center, mean, rejections, state.t + 1)
 
+    @override
     def released(self, state: _State) -> PyTree:
-        """The current iterate."""
         return state.w
 
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         """The mean of the last round."""
         return state.center
 
-    def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
-        """The gradient."""
+    @override
+    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
         return gradient_release(self, problem, sizes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from .._fields import Count, Positive
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
@@ -94,16 +95,16 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         )
         return _State(w, kept, memory, state.t + 1)
 
+    @override
     def released(self, state: _State) -> PyTree:
-        """The current iterate."""
         return state.w
 
     @override
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         return self.output.answer(state.kept, state.w)
 
-    def release(self, problem: AbstractFiniteSum, sizes: Any) -> Release:
-        """The gradient."""
+    @override
+    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
         return gradient_release(self, problem, sizes)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
@@ -115,7 +116,12 @@ GRADIENT = "gradient"
 
 
 def noisy_gradient(
-    solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
+    solver: Any,
+    problem: AbstractFiniteSum,
+    data: PyTree,
+    w: PyTree,
+    *,
+    key: PRNGKey,
 ) -> PyTree:
     """The released gradient at `w`: clipped and noisy record terms, public terms.
 
@@ -134,7 +140,9 @@ def noisy_gradient(
     return optax.tree.add(released, problem.public_gradient(w))
 
 
-def gradient_release(solver: Any, problem: AbstractFiniteSum, sizes: Any) -> Release:
+def gradient_release(
+    solver: Any, problem: AbstractFiniteSum, sizes: Sizes | int
+) -> Release:
     """The release that each `noisy_gradient` of `solver` makes."""
     queries, joint = problem.queries(solver.clip_norm, solver.sampling, sizes)
     return Release(GRADIENT, 1, queries, solver.release_noise, joint=joint)

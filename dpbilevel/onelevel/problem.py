@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import one_level
@@ -85,18 +86,14 @@ class FiniteSum(AbstractFiniteSum):
             return optax.tree.zeros_like(w)
         return jax.grad(self.public)(w)
 
+    @override
     def queries(
         self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes: int
     ) -> tuple[tuple[Query, ...], bool]:
-        """One query on the records."""
         return (Query(RECORDS, sizes, clip_norm, sampling),), False
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Checks the shapes of `data` and that the loss is a scalar.
-
-        Raises:
-            ValueError: Leading axes differ or the loss is no floating-point scalar.
-        """
+        """Raises `ValueError` where leading axes differ or the loss is no scalar."""
         one_level(data)
         check_start(w0)
         check_set("w_set", self.w_set, w0)

@@ -112,7 +112,7 @@ def _check_alike(owner: str, v0: PyTree, variable: PyTree) -> None:
         found = jax.tree.map(_described, jax.eval_shape(lambda v: v, v0))
     except TypeError:
         found = jax.tree.map(_described, v0)
-    unlike = jax.tree.structure(found) != jax.tree.structure(expected)  # type: ignore[operator]
+    unlike = jax.tree.structure(found) != jax.tree.structure(expected)
     if unlike or jax.tree.leaves(found) != jax.tree.leaves(expected):
         raise ValueError(
             f"{owner}: v0 must be like the arrays of floats of y, {expected}, got "
@@ -143,7 +143,7 @@ def _check_terms(
         check_scalar(where, whole(public), x, variable, of="the public term")
 
 
-def _kind(leaf: Any) -> jnp.dtype | None:
+def _kind(leaf: object) -> jnp.dtype | None:
     known = hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
     return jnp.result_type(leaf) if known else None
 

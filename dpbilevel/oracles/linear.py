@@ -20,6 +20,9 @@ from .. import _checks
 Scalar = Float[Array, ""]
 Matvec = Callable[[PyTree], PyTree]
 
+# JAX does not declare what it returns.
+_custom_solve: Callable[..., tuple[PyTree, PyTree]] = jax.lax.custom_linear_solve
+
 
 class _Conjugate(NamedTuple):
     value: PyTree
@@ -255,9 +258,7 @@ def differentiable_solve(
         found = solver.solve(matvec, b, x0)
         return found.value, found[1:]
 
-    value, rest = jax.lax.custom_linear_solve(
-        matvec, b, solve, symmetric=True, has_aux=True
-    )
+    value, rest = _custom_solve(matvec, b, solve, symmetric=True, has_aux=True)
     return LinearSolution(value, *rest)
 
 

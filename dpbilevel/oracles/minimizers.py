@@ -184,7 +184,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         if self.momentum is not None:
             momentum, age = jnp.asarray(self.momentum, state.age.dtype), state.age
         else:
-            uphill = optax.tree.vdot(_minus(state.z, y), move) > 0
+            uphill = jnp.greater(optax.tree.vdot(_minus(state.z, y), move), 0)
             old = jnp.where(uphill, 1, state.age)
             age = (1 + jnp.sqrt(1 + 4 * old**2)) / 2
             momentum = (old - 1) / age

@@ -129,7 +129,7 @@ class NewtonCG(AbstractLowerSolver):
         direction = linear_solver.truncated(product, downhill)
         predicted = optax.tree.vdot(downhill, direction)
         # Without curvature along the gradient the solve stops where it starts.
-        descends = predicted > 0
+        descends = jnp.greater(predicted, 0)
         direction = jax.tree.map(
             lambda d, s: size.astype(d.dtype) * jnp.where(descends, d, s),
             direction,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
@@ -85,13 +86,13 @@ class Objective(AbstractObjective):
     records: PyTree
     rest: PyTree = None
 
+    @override
     def value(self, x: PyTree, y: PyTree) -> Scalar:
-        r"""$h(x, y)$."""
         total = _over_records(lambda *piece: self._total(x, y, *piece), self.records)
         return total + self._public(x, y) if self.public else total
 
+    @override
     def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
-        r"""$\nabla_x h$ or $\nabla_y h$, a pytree like that variable."""
         place = ("x", "y").index(wrt)
         over_piece = jax.grad(self._total, place)
         slope = _over_records(lambda *piece: over_piece(x, y, *piece), self.records)
@@ -100,8 +101,8 @@ class Objective(AbstractObjective):
         public = jax.grad(self._public, place)(x, y)
         return jax.tree.map(jnp.add, slope, public)
 
+    @override
     def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
-        r"""$h$ and $\nabla_y h$ in one pass."""
         over_piece = jax.value_and_grad(self._total, 1)
         pair = _over_records(lambda *piece: over_piece(x, y, *piece), self.records)
         if self.public is None:
@@ -146,17 +147,17 @@ class WeightedSum(AbstractObjective):
     second: AbstractObjective
     weight: Scalar
 
+    @override
     def value(self, x: PyTree, y: PyTree) -> Scalar:
-        """The value."""
         return self._sum(self.first.value(x, y), self.second.value(x, y))
 
+    @override
     def gradient(self, x: PyTree, y: PyTree, wrt: Variable = "y") -> PyTree:
-        """The gradient in one variable."""
         pair = self.first.gradient(x, y, wrt), self.second.gradient(x, y, wrt)
         return self._sum(*pair)
 
+    @override
     def value_and_gradient(self, x: PyTree, y: PyTree) -> tuple[Scalar, PyTree]:
-        """The value and the gradient in y."""
         one, other = (h.value_and_gradient(x, y) for h in (self.first, self.second))
         return self._sum(one, other)
 

@@ -49,9 +49,10 @@ def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
         event: A composition of events in this module's convention.
     """
     parts = _flatten(event)
-    if not all(pure.is_pure(part) for part, _ in parts):
+    releases = [(part, count) for part, count in parts if pure.is_pure(part)]
+    if len(releases) < len(parts):
         return None
-    return [pure.epsilon_of(part) for part, count in parts for _ in range(count)]
+    return [pure.epsilon_of(part) for part, count in releases for _ in range(count)]
 
 
 def selects(event: "dp_accounting.DpEvent") -> bool:

@@ -83,7 +83,7 @@ class Gaussian(eqx.Module):
                 "same precision=."
             )
         _checks.single_precision("Gaussian", self)
-        multiplier = _checks.at_least_single(self._calibrated())
+        multiplier = _checks.at_least_single(self.multiplier)
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)
         std = multiplier * (1 + ROUNDING_MARGIN) * bounded.sensitivity(self.neighbours)
         # Noise that underflows must not pass for the noise that nobody asked for.
@@ -100,7 +100,7 @@ class Gaussian(eqx.Module):
         # The noise is additive, so a derivative through the sum would bypass it.
         return jax.lax.stop_gradient(released)
 
-    def event(self) -> "dp_accounting.DpEvent":
+    def event(self) -> "dp_accounting.GaussianDpEvent":
         """One release as an event of dp-accounting.
 
         The event's multiplier is relative to the sensitivity under `neighbours`, so it
@@ -109,13 +109,13 @@ class Gaussian(eqx.Module):
         Raises:
             ValueError: The mechanism is not calibrated.
         """
-        return dp_accounting.GaussianDpEvent(float(self._calibrated()))
+        return dp_accounting.GaussianDpEvent(float(self.multiplier))
 
-    def scaled(self, factor: float) -> "Gaussian":
+    def scaled(self, factor: float | Float[Array, ""]) -> "Gaussian":
         """The same mechanism with `factor` times the noise."""
-        return dataclasses.replace(self, noise_multiplier=factor * self._calibrated())
+        return dataclasses.replace(self, noise_multiplier=factor * self.multiplier)
 
-    def with_multiplier(self, noise_multiplier: float) -> "Gaussian":
+    def with_multiplier(self, noise_multiplier: float | Float[Array, ""]) -> "Gaussian":
         """The same mechanism with this noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
@@ -123,7 +123,13 @@ class Gaussian(eqx.Module):
         """The same mechanism for values of this precision."""
         return dataclasses.replace(self, precision=precision)
 
-    def _calibrated(self):
+    @property
+    def multiplier(self) -> float | Float[Array, ""]:
+        """The calibrated `noise_multiplier`.
+
+        Raises:
+            ValueError: There is none yet.
+        """
         if self.noise_multiplier is None:
             raise ValueError(
                 "Gaussian: no noise multiplier yet, so nothing can be released. Get a "

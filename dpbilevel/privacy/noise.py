@@ -163,8 +163,9 @@ def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
     return jax.lax.scan(_next_and_step, key, length=count)
 
 
-def _next_and_step(key, _):
-    return tuple(derive(key, "next", "step"))
+def _next_and_step(key: PRNGKey, _: None) -> tuple[PRNGKey, PRNGKey]:
+    following, step = derive(key, "next", "step")
+    return following, step
 
 
 def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from typing_extensions import TypeIs
 
 from ._lazy import dp_accounting
 
@@ -26,7 +27,9 @@ def event(epsilon: float) -> "dp_accounting.DpEvent":
     return dp_accounting.RandomizedResponseDpEvent(coin, 2)
 
 
-def is_pure(part: "dp_accounting.DpEvent") -> bool:
+def is_pure(
+    part: "dp_accounting.DpEvent",
+) -> "TypeIs[dp_accounting.RandomizedResponseDpEvent]":
     """Whether a part of a composition is one of these.
 
     Args:
@@ -36,7 +39,7 @@ def is_pure(part: "dp_accounting.DpEvent") -> bool:
     return isinstance(part, kind) and part.num_buckets == 2
 
 
-def epsilon_of(part: "dp_accounting.DpEvent") -> float:
+def epsilon_of(part: "dp_accounting.RandomizedResponseDpEvent") -> float:
     """The epsilon behind the coin, never less than the one that it was made from.
 
     Args:

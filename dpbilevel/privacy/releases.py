@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ._lazy import dp_accounting
@@ -222,7 +223,7 @@ class AbstractGaussianRelease(AbstractRelease):
                 f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
                 f"but functions of {[*funs]} are to be read."
             )
-        keys = {RECORDS: key}
+        keys: dict[str, PRNGKey] = {RECORDS: key}
         if RECORDS not in roles:
             keys = dict(zip(LEVELS, derive(key, *LEVELS), strict=True))
         parts = [(query, funs[query.role]) for query in self.queries]
@@ -256,8 +257,8 @@ class AbstractGaussianRelease(AbstractRelease):
         factor = self.neighbours.contributions
         return self.noise_multiplier * factor * self.contribution
 
+    @override
     def row(self) -> dict[str, Any]:
-        """The release in the report, with its noise."""
         return super().row() | {
             "noise_multiplier": self.noise_multiplier,
             "noise_std": self.noise_std,
@@ -334,8 +335,8 @@ class Release(AbstractGaussianRelease):
             )
 
     @property
+    @override
     def clip_norm(self) -> float:
-        """The largest norm of the noiseless value."""
         return super().clip_norm if self.value_norm is None else self.value_norm
 
     @property
@@ -346,8 +347,8 @@ class Release(AbstractGaussianRelease):
         return self.count * sum(chances)
 
     @property
+    @override
     def overflow(self) -> float:
-        """All of `failure`."""
         return self.failure
 
     def forecast(self, coordinates: int | None) -> dict[str, Any]:
@@ -369,8 +370,8 @@ class Release(AbstractGaussianRelease):
             if (charged := query.sampling.charged(self.count, query.size)) < self.count
         )
 
+    @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        """The events of all `count` releases, with the kind of person they charge."""
         for person, query, multiplier in self._shares(people):
             event = query.sampling.event(multiplier, self.neighbours, query.size)
             count = query.sampling.charged(self.count, query.size)

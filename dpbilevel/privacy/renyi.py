@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import scipy
 from jaxtyping import Float
+from typing_extensions import TypeIs
 
 from ._lazy import dp_accounting
 from .gaussian import gaussian_delta
@@ -57,7 +58,8 @@ class Divergences:
     """
 
     def __init__(self, parts: "list[tuple[dp_accounting.DpEvent, int]]"):
-        self._curve = sum(count * _curve(part) for part, count in parts)
+        curves = (count * _curve(part) for part, count in parts)
+        self._curve = sum(curves, np.zeros_like(_ORDERS))
 
     def delta(self, epsilon: float) -> float:
         r"""$\delta$ at $\varepsilon$.
@@ -67,7 +69,7 @@ class Divergences:
         """
         return float(
             dp_accounting.rdp.rdp_privacy_accountant.compute_delta(
-                _ORDERS, self._curve, max(epsilon, 0.0)
+                list(_ORDERS), list(self._curve), max(epsilon, 0.0)
             )[0]
         )
 
@@ -81,12 +83,14 @@ class Divergences:
             return math.inf
         return float(
             dp_accounting.rdp.rdp_privacy_accountant.compute_epsilon(
-                _ORDERS, self._curve, delta
+                list(_ORDERS), list(self._curve), delta
             )[0]
         )
 
 
-def _is_selection(part: "dp_accounting.DpEvent") -> bool:
+def _is_selection(
+    part: "dp_accounting.DpEvent",
+) -> "TypeIs[dp_accounting.dp_event.RepeatAndSelectDpEvent]":
     return isinstance(part, dp_accounting.dp_event.RepeatAndSelectDpEvent)
 
 

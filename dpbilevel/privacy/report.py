@@ -302,7 +302,7 @@ def _finite(value):
     return _replace(value, lambda v: str(v) if v in (math.inf, -math.inf) else v)
 
 
-def _infinite(value):
+def _infinite(value: Any) -> Any:
     return _replace(value, lambda v: float(v) if v in ("inf", "-inf") else v)
 
 

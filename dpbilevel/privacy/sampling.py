@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import scipy
 from jaxtyping import Array, Bool, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ._lazy import dp_accounting
@@ -109,31 +110,27 @@ class AbstractSampling(eqx.Module):
 class FullBatch(AbstractSampling):
     """Every record, every time: no amplification, any relation."""
 
-    def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
-    ) -> Batch:
+    def draw(self, records, size, *, key, index=None) -> Batch:
         """Returns all records; the key is not used."""
         del key, index
         records, present = unpacked(records)
         return Batch(records, present, self.denominator(size))
 
+    @override
     def rows(self, size: int) -> int:
-        """The number of records."""
         return size
 
+    @override
     def denominator(self, size: int) -> float:
-        """The number of records."""
         return float(size)
 
-    def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> "dp_accounting.DpEvent":
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event, the same under both relations."""
         del neighbours, size
         return dp_accounting.GaussianDpEvent(noise_multiplier)
 
+    @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Zero."""
         del neighbours, size
         return 0.0
 
@@ -170,8 +167,8 @@ class Poisson(AbstractSampling):
     def _threshold(self) -> int:
         return min(max(math.ceil(self.rate * 2**32), 1), 2**32 - 1)
 
+    @override
     def rows(self, size: int) -> int:
-        """The number of rows of a batch from `size` records."""
         return self._capacity(padded_rows(size))
 
     def _capacity(self, trials: int) -> int:
@@ -180,9 +177,7 @@ class Poisson(AbstractSampling):
         least = int(scipy.stats.binom(trials, self.realised_rate).isf(_OVERFLOW))
         return max(1, -(-least // BLOCK)) * BLOCK
 
-    def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
-    ) -> Batch:
+    def draw(self, records, size, *, key, index=None) -> Batch:
         """Draws the batch as fixed-shape rows with a mask.
 
         Rows that are chosen keep their places whether or not they are records, so
@@ -205,9 +200,7 @@ class Poisson(AbstractSampling):
         """The expected number of records in a batch."""
         return self.realised_rate * size
 
-    def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> "dp_accounting.DpEvent":
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Poisson-sampled Gaussian event.
 
         Raises:
@@ -256,13 +249,13 @@ class AbstractFixedBatch(AbstractSampling):
     def __check_init__(self):
         _checks.count(type(self).__name__, size=self.size)
 
+    @override
     def rows(self, size: int) -> int:
-        """The batch size."""
         del size
         return self.size
 
+    @override
     def denominator(self, size: int) -> float:
-        """The batch size."""
         del size
         return float(self.size)
 
@@ -278,9 +271,7 @@ class FixedSize(AbstractFixedBatch):
         size: Records in a batch, at most the number of records. Static.
     """
 
-    def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
-    ) -> Batch:
+    def draw(self, records, size, *, key, index=None) -> Batch:
         """Draws the subset: at a cost that grows with it alone where it is small."""
         del index
         self._check_fits(size)
@@ -291,9 +282,7 @@ class FixedSize(AbstractFixedBatch):
         batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
         return Batch(batch, None, self.denominator(size))
 
-    def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> "dp_accounting.DpEvent":
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event sampled without replacement, replace-one only.
 
         Raises:

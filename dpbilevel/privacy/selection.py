@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from .. import _checks
 from ._lazy import dp_accounting
 from .budget import People
@@ -58,8 +60,8 @@ class Selection(AbstractGaussianRelease):
             "counted in delta",
         )
 
+    @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        """The events of all selections."""
         (query,) = self.queries
         event = self.repetitions.event(self.mechanism.event())
         yield query.role, dp_accounting.SelfComposedDpEvent(event, self.count)

@@ -4,12 +4,11 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from typing_extensions import override
 
 from ._lazy import dp_accounting
 from .budget import Neighbours
-from .noise import PRNGKey
-from .sampling import AbstractFixedBatch, Batch, Index
+from .sampling import AbstractFixedBatch, Batch
 
 
 class SinglePass(AbstractFixedBatch):
@@ -58,9 +57,7 @@ class SinglePass(AbstractFixedBatch):
             )
         return size // self.size
 
-    def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
-    ) -> Batch:
+    def draw(self, records, size, *, key, index=None) -> Batch:
         """Returns batch `index`, modulo their number; the key is not used.
 
         Raises:
@@ -76,9 +73,7 @@ class SinglePass(AbstractFixedBatch):
         batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
         return Batch(batch, None, self.denominator(size))
 
-    def event(
-        self, noise_multiplier: float, neighbours: Neighbours, size: int
-    ) -> "dp_accounting.DpEvent":
+    def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event, for the records of the batch; replace-one only.
 
         Raises:
@@ -98,7 +93,7 @@ class SinglePass(AbstractFixedBatch):
         """One release a pass, for the passes that `count` batches begin."""
         return -(-count // self.batches(size))
 
+    @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """Zero."""
         del neighbours, size
         return 0.0

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
 
 from .floats import floor_log2, power_of_two
 from .grid import Grid, wide_integers
@@ -84,8 +85,8 @@ class FloatSum(AbstractSum):
     """
 
     @property
+    @override
     def share(self) -> float:
-        """All of it."""
         return 1.0
 
     @property
@@ -104,8 +105,8 @@ class FloatSum(AbstractSum):
         in_range = (contribution >= least) & (contribution <= most)
         return jnp.where(in_range, contribution, 0)
 
+    @override
     def empty(self, rows: int) -> PyTree:
-        """Zero totals and corrections, one of each for a group of rows."""
         groups = -(-rows // GROUP)
         zeros = jax.tree.map(
             lambda v: jnp.zeros((groups, *v.shape), v.dtype), self.value
@@ -116,8 +117,8 @@ class FloatSum(AbstractSum):
         """One batched product, one compensated addition."""
         return _two_sum(sums, jax.tree.map(lambda v: _group_sums(weights, v), values))
 
+    @override
     def mean(self, sums: PyTree) -> PyTree:
-        """The compensated sum of the groups, scaled."""
         totals, corrections = sums
         zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
         correction = jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
@@ -145,8 +146,8 @@ class GridSum(AbstractSum):
         size = sum(v.size for v in jax.tree.leaves(self.value))
         return 1 - math.sqrt(size) * 2.0 ** -(_BITS + 1) - 2.0**-20
 
+    @override
     def empty(self, rows: int) -> PyTree:
-        """Zero counts."""
         with wide_integers():
             return jax.tree.map(lambda v: jnp.zeros(v.shape, jnp.int64), self.value)
 
@@ -172,8 +173,8 @@ class GridSum(AbstractSum):
 
         return jax.tree.map(count, sums, values)
 
+    @override
     def mean(self, sums: PyTree) -> Grid:
-        """The counts with their exponent."""
         dtypes = tuple(v.dtype for v in jax.tree.leaves(self.value))
         exponent = floor_log2(self.contribution) - _BITS
         return Grid(sums, exponent, self.contribution, dtypes)

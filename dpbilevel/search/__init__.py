@@ -1,6 +1,6 @@
 """Searches by losses alone: the problem has no derivatives."""
 
-from .base import AbstractAskingSolver
+from .base import AbstractAskTellSolver
 from .gibo import GradientInformativeBO
 from .kernels import RBF, AbstractKernel, Matern52, Quadratic
 from .loop import minimize
@@ -12,7 +12,7 @@ from .repeat_and_select import RepeatAndSelect
 
 __all__ = [
     "RBF",
-    "AbstractAskingSolver",
+    "AbstractAskTellSolver",
     "AbstractKernel",
     "BlackBox",
     "GradientInformativeBO",

@@ -1,4 +1,4 @@
-"""Solvers that only ask for losses at points: what they have in common."""
+"""Solvers that see losses at points and no derivatives: the ask/tell contract."""
 
 import abc
 from typing import Any, ClassVar, TypeVar
@@ -12,16 +12,16 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.rows import Padded, unpacked
-from .problem import BlackBox
+from .problem import BlackBox, SearchProblem
 
 State = TypeVar("State")
 
 
-class Asked(eqx.Module):
+class Proposal(eqx.Module):
     """The points at which a step wants all records' losses.
 
     Attributes:
-        points: One point a row; only the first `count` rows are asked for.
+        points: One point a row; losses are evaluated at the first `count` rows only.
         count: How many, at least 0.
     """
 
@@ -29,12 +29,12 @@ class Asked(eqx.Module):
     count: Int[Array, ""]
 
 
-class AbstractAskingSolver(AbstractSolver[Any, State]):
+class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
     """A solver that sees losses at points of its choice, never a derivative.
 
-    A step asks for points, which reads no record, is told the losses there, and makes
-    its release from them. Between the two, losses come from a compiled function
-    (`solve`) or from Python (`search`): the same keys give the same run.
+    `ask` proposes points and reads no record; `tell` takes the losses there and makes
+    the release. Between the two, losses come from a compiled function (`solve`) or from
+    Python (`minimize`): the same keys give the same run.
     """
 
     problem_type: ClassVar[Any] = FiniteSum | BlackBox
@@ -46,7 +46,7 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
         """How many a run makes at most; `None` where that depends on the dimension."""
 
     @abc.abstractmethod
-    def ask(self, problem: Any, state: State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: State, *, key: PRNGKey) -> Proposal:
         """The next points: a function of released values, public ones and the key.
 
         Args:
@@ -58,9 +58,9 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
     @abc.abstractmethod
     def tell(
         self,
-        problem: Any,
+        problem: SearchProblem,
         state: State,
-        asked: Asked,
+        proposal: Proposal,
         losses: Float[Array, "n q"],
         *,
         key: PRNGKey,
@@ -69,15 +69,15 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
 
         Args:
             problem: Its set and public term are read.
-            state: The state that asked.
-            asked: The points.
+            state: The state that proposed.
+            proposal: The points.
             losses: One row a record, one column a point, infinity for NaN; columns
-                that were not asked for hold zeros.
+                from `proposal.count` on hold zeros.
             key: A typed key of its own.
         """
 
     def remark(self, state: State) -> str | None:
-        """What `search` should warn of at the end, by released values, or `None`.
+        """What `minimize` warns of at the end, from released values, or `None`.
 
         Args:
             state: The last one.
@@ -85,22 +85,23 @@ class AbstractAskingSolver(AbstractSolver[Any, State]):
         del state
         return None
 
-    def step(self, problem: Any, data: PyTree, state: State, *, key: PRNGKey) -> State:
-        """Asks, evaluates every record's loss at the points, and is told."""
+    def step(self, problem, data, state, *, key) -> State:
+        """`ask`, every record's loss at the points, `tell`."""
         key_ask, key_tell = derive(key, "ask", "tell")
-        asked = self.ask(problem, state, key=key_ask)
-        losses = losses_at(problem, asked, data)
-        return self.tell(problem, state, asked, losses, key=key_tell)
+        proposal = self.ask(problem, state, key=key_ask)
+        assert isinstance(problem, FiniteSum)  # a black box refuses to be solved
+        losses = losses_at(problem, proposal, data)
+        return self.tell(problem, state, proposal, losses, key=key_tell)
 
 
-def losses_at(problem: FiniteSum, asked: Asked, data: PyTree) -> Any:
-    """Every record's loss at every point that is asked for, zero elsewhere.
+def losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
+    """Every record's loss at every point that is proposed, zero elsewhere.
 
     NaN becomes infinity, no worse: a run that is debugged must not stop where it is.
 
     Args:
         problem: The problem.
-        asked: The points.
+        proposal: The points.
         data: The records, or `Padded`.
 
     Returns:
@@ -115,17 +116,21 @@ def losses_at(problem: FiniteSum, asked: Asked, data: PyTree) -> Any:
 
         shape = jax.eval_shape(evaluated)
         return jax.lax.cond(
-            index < asked.count, evaluated, lambda: jnp.zeros(shape.shape, shape.dtype)
+            index < proposal.count,
+            evaluated,
+            lambda: jnp.zeros(shape.shape, shape.dtype),
         )
 
-    indices = jnp.arange(asked.points.shape[0], dtype=asked.count.dtype)
+    indices = jnp.arange(proposal.points.shape[0], dtype=proposal.count.dtype)
     _, losses = jax.lax.scan(
-        lambda _, row: (None, at_one(*row)), None, (asked.points, indices)
+        lambda _, row: (None, at_one(*row)), None, (proposal.points, indices)
     )
     return losses.T if present is None else Padded(losses.T, present)
 
 
-def trusted(problem: Any, most_evaluations: int | None) -> tuple[str, ...]:
+def black_box_assumptions(
+    problem: SearchProblem, most_evaluations: int | None
+) -> tuple[str, ...]:
     """What a guarantee on a problem takes for granted, in the words of the report.
 
     Args:

@@ -1,8 +1,7 @@
-"""What searches by losses have in common: points of a box, and what they trust."""
+"""Candidate points of a box, shared by the solvers that see losses only."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,12 @@ from jaxtyping import Array, Float, PyTree
 from .. import _checks
 from ..privacy.noise import PRNGKey
 from ..sets import Box
+from .problem import SearchProblem
 
 LOSS = "mean loss"
 
 
-def box_of(owner: str, problem: Any) -> Box:
+def box_of(owner: str, problem: SearchProblem) -> Box:
     """The box that is searched.
 
     Args:
@@ -35,7 +35,7 @@ def box_of(owner: str, problem: Any) -> Box:
     return box
 
 
-def start_of(owner: str, problem: Any, w0: PyTree) -> Float[Array, " d"]:
+def start_of(owner: str, problem: SearchProblem, w0: PyTree) -> Float[Array, " d"]:
     """The start, projected onto the box.
 
     Args:
@@ -84,7 +84,7 @@ def ends(
     return box.project(-largest), box.project(largest)
 
 
-def public_of(problem: Any) -> Callable[[Any], Float[Array, ""]] | None:
+def public_of(problem: SearchProblem) -> Callable[[PyTree], Float[Array, ""]] | None:
     """The public term, or `None`: a black box has none.
 
     Args:
@@ -93,7 +93,9 @@ def public_of(problem: Any) -> Callable[[Any], Float[Array, ""]] | None:
     return getattr(problem, "public", None)
 
 
-def public_values(problem: Any, points: Float[Array, "m d"]) -> Float[Array, " m"]:
+def public_values(
+    problem: SearchProblem, points: Float[Array, "m d"]
+) -> Float[Array, " m"]:
     """The public term at points; zero where there is none.
 
     Args:

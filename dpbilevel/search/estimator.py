@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ from .. import _checks
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key
 from ..sets import Box
-from .base import AbstractAskingSolver
+from .base import AbstractAskTellSolver
 from .gibo import GradientInformativeBO
 from .loop import minimize
 from .problem import BlackBox
@@ -107,7 +107,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         space: dict[str, Range],
         budget: PrivacyBudget,
         *,
-        solver: AbstractAskingSolver | None = None,
+        solver: AbstractAskTellSolver | None = None,
         losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
         training_mu: float | None = None,
     ):
@@ -275,7 +275,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "or data frames."
             ) from None
         public = X, y, self.space, self.estimator, self.losses
-        return joblib.hash((private, *(_hash_or_name(v) for v in public)))
+        return str(joblib.hash((private, *(_hash_or_name(v) for v in public))))
 
     def _rows(self, X: Any, y: Any) -> RowLosses:
         losses = self.losses or default_losses(self.estimator, y)
@@ -283,7 +283,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _make(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""
-        return clone(self.estimator).set_params(**self.parameters(point))
+        estimator = cast(BaseEstimator, clone(self.estimator))
+        return estimator.set_params(**self.parameters(point))
 
     def _check(self) -> None:
         _checks.instance("PrivateSearch", PrivacyBudget, budget=self.budget)

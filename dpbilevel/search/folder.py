@@ -90,7 +90,7 @@ class Folder:
         step: int,
         number: int,
         point: np.ndarray,
-        evaluate: Callable[[], np.ndarray],
+        evaluate: Callable[[np.ndarray], np.ndarray],
     ) -> np.ndarray:
         """What was kept of this evaluation, or the evaluation, kept.
 
@@ -100,7 +100,7 @@ class Folder:
         """
         file = self.path / f"evaluation-{step}-{number}.SECRET"
         if not file.is_file():
-            losses = evaluate()
+            losses = evaluate(point)
             content = checkpoint.npz({"point": point, "losses": losses})
             checkpoint.replace(file, content, mode=0o600)
             return losses
@@ -185,31 +185,26 @@ def fingerprint(
     """What must not change between the parts of a run: `run`, public, and `records`."""
     public = {
         "budget": budget and {"epsilon": budget.epsilon, "delta": budget.delta},
-        "solver": _as_json(solver),
-        "box": _as_json(problem.w_set),
+        "solver": solver,
+        "box": problem.w_set,
         "records": problem.num_records,
         "evaluates": problem.evaluates,
-        "w0": _as_json(w0),
+        "w0": w0,
         "software": checkpoint.software(),
         "report": report and json.loads(report.to_json()),
     }
-    return {"run": json.loads(json.dumps(public)), "records": problem.records}
+    page = json.dumps(public, default=_as_json)
+    return {"run": json.loads(page), "records": problem.records}
 
 
 def _as_json(value: Any) -> Any:
-    """A value as JSON has it; functions by their name."""
+    """What JSON has no form for, as something that it has; functions by their name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {"class": type(value).__name__} | _as_json(fields)
+        return {"class": type(value).__name__} | fields
     match value:
-        case None | bool() | int() | float() | str():
-            return value
         case enum.Enum():
             return value.value
-        case dict():
-            return {str(k): _as_json(v) for k, v in value.items()}
-        case list() | tuple():
-            return [_as_json(v) for v in value]
         case np.ndarray() | np.generic() | jax.Array():
             return np.asarray(value).tolist()
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -21,11 +21,11 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling import FullBatch
-from .base import AbstractAskingSolver, Asked, trusted
+from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
 from .design import choose_batch
 from .gp import GradientPosterior, double, gradient_posterior
 from .kernels import RBF, AbstractKernel, cast
-from .problem import BlackBox
+from .problem import BlackBox, SearchProblem
 
 # Earlier points nearer than this to a later one, in reaches, only harm the algebra.
 _NEARBY = 1e-3
@@ -50,7 +50,7 @@ class _State(eqx.Module):
 
 
 class GradientInformativeBO(
-    AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]
+    AbstractAskTellSolver[_State], AbstractNoisySolver[SearchProblem, _State]
 ):
     r"""Descent along private gradients that a Gaussian process infers from losses.
 
@@ -76,7 +76,8 @@ class GradientInformativeBO(
         tolerance: Of the trace, as a share of its value before any evaluation.
         batch: A fixed number of points per step, whatever the tolerance. Static.
         max_batch: The most points per step; $2d + 16$ by default. Where they do not
-            reach the tolerance, the step counts as unmet; `search` warns of it. Static.
+            reach the tolerance, the step counts as unmet, of which `minimize` warns.
+            Static.
         may_skip: Whether a step may evaluate nothing, where earlier points suffice.
             Static.
         keep: How many earlier points stay in use. Static.
@@ -144,7 +145,7 @@ class GradientInformativeBO(
         most = self.batch or self.max_batch
         return None if most is None else self.num_steps * most
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, projected onto the set, with no losses.
 
         Raises:
@@ -175,7 +176,7 @@ class GradientInformativeBO(
         kept = self.output.init(w)
         return _State(w, kept, memory, zero, seen, zero, zero)
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         """The fewest points that tell enough about the gradient; reads no loss."""
         posterior = self._posterior(state.w, state.seen.points, state.seen.mask)
         most = self.batch or self.max_batch or 2 * state.w.size + 16
@@ -190,19 +191,11 @@ class GradientInformativeBO(
             at_least=0 if self.may_skip else 1,
             key=key,
         )
-        return Asked(design.points, design.count)
+        return Proposal(design.points, design.count)
 
-    def tell(
-        self,
-        problem: Any,
-        state: _State,
-        asked: Asked,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         """One noisy gradient from all losses that are kept, one projected update."""
-        seen = _joined(asked, losses, state.seen)
+        seen = _joined(proposal, losses, state.seen)
         posterior = self._posterior(state.w, seen.points, seen.mask)
         # Algorithm 1, lines 7 to 9: every record's gradient, clipped, averaged, noise.
         funs = {RECORDS: _record_gradient(posterior, seen)}
@@ -223,12 +216,12 @@ class GradientInformativeBO(
             memory,
             state.t + 1,
             self._kept(seen, w),
-            state.evaluations + asked.count,
+            state.evaluations + proposal.count,
             state.unmet + (~met).astype(jnp.int32),
         )
 
+    @override
     def released(self, state: _State) -> Float[Array, " d"]:
-        """The current iterate."""
         return state.w
 
     def remark(self, state: _State) -> str | None:
@@ -250,18 +243,18 @@ class GradientInformativeBO(
         return state.w, seen.points, seen.mask, state.evaluations, state.unmet
 
     @override
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
+    def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
         return self.output.answer(state.kept, state.w)
 
-    def release(self, problem: Any, sizes: int) -> Release:
-        """The gradient."""
+    @override
+    def release(self, problem: SearchProblem, sizes: int) -> Release:
         query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
         return Release(GRADIENT, 1, (query,), self.release_noise)
 
-    def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
-        """What is assumed of a black box."""
+    @override
+    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         del sizes
-        return trusted(problem, self.most_evaluations)
+        return black_box_assumptions(problem, self.most_evaluations)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The gradient has as many coordinates as `w0`."""
@@ -302,13 +295,15 @@ def _record_gradient(posterior: GradientPosterior, seen: _Seen):
     return lambda losses: posterior.weights @ _usable(losses, seen.mask)
 
 
-def _joined(asked: Asked, losses: Float[Array, "n q"], seen: _Seen) -> _Seen:
+def _joined(proposal: Proposal, losses: Float[Array, "n q"], seen: _Seen) -> _Seen:
     """The latest points first."""
     points, values, mask = seen
-    fresh = jnp.arange(len(asked.points), dtype=asked.count.dtype) < asked.count
+    fresh = (
+        jnp.arange(len(proposal.points), dtype=proposal.count.dtype) < proposal.count
+    )
     losses = jnp.where(fresh[None], losses.astype(values.dtype), 0)
     return _Seen(
-        jnp.concatenate([asked.points, points]),
+        jnp.concatenate([proposal.points, points]),
         jnp.concatenate([losses, values], axis=1),
         jnp.concatenate([fresh, mask]),
     )
@@ -321,7 +316,7 @@ def _usable(losses: Float[Array, " m"], mask: Bool[Array, " m"]) -> Array:
     return jnp.where(finite, losses, jnp.where(jnp.isfinite(largest), largest, 0))
 
 
-def _public_gradient(problem: Any, w: Array) -> Array:
+def _public_gradient(problem: SearchProblem, w: Array) -> Array:
     """That of the public term; a black box has none."""
     if isinstance(problem, BlackBox):
         return jnp.zeros_like(w)

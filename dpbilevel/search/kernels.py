@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from .. import _checks
 
@@ -188,8 +189,8 @@ class Quadratic(AbstractKernel):
     def __check_init__(self):
         _checks.positive("Quadratic", variance=self.variance, reach=self.reach)
 
+    @override
     def covariance(self, a, b, near):
-        """As it stands; it knows no distances."""
         return cast(self.variance, a) * (a @ b.T + 1) ** 2
 
     def slope(self, theta, z):
@@ -202,8 +203,8 @@ class Quadratic(AbstractKernel):
         outer = theta[:, None] * theta[None]
         return 2 * cast(self.variance, theta) * ((theta @ theta + 1) * eye + outer)
 
+    @override
     def radius(self, corners, nugget):
-        """As far as points are looked for."""
         return cast(self.reach, nugget)
 
 

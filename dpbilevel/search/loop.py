@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
 from .. import _checks
@@ -30,14 +31,14 @@ from ..privacy.clipping import Precision
 from ..privacy.grid import wide_integers
 from ..privacy.noise import PRNGKey, check_key, derive
 from ..privacy.report import PrivacyReport
-from .base import AbstractAskingSolver
+from .base import AbstractAskTellSolver
 from .folder import Folder, fingerprint
 from .problem import BlackBox
 
 
 def minimize(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     w0: Float[Array, " d"],
     *,
     key: PRNGKey,
@@ -66,7 +67,7 @@ def minimize(
             arguments and folder goes on where the run was interrupted, without
             evaluating again; one after the end returns the finished result. Needs
             `budget`, so that the folder can say what its run costs, and
-            `BlackBox.records`, so that no other records are told to go on with.
+            `BlackBox.records`, so that no run goes on with other records.
         progress: Whether to show a bar of steps and evaluations; needs tqdm.
         trajectory: Whether to return the released iterates.
 
@@ -108,24 +109,17 @@ def minimize(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A run that has evaluated nothing.
-
-    Attributes:
-        problem: The black box.
-        solver: The calibrated solver.
-        report: The guarantee, where it was calibrated here.
-        first: The run before its first step.
-    """
+    """A run that has evaluated nothing; with a report where it was calibrated here."""
 
     problem: BlackBox
-    solver: AbstractAskingSolver
+    solver: AbstractAskTellSolver
     report: PrivacyReport | None
     first: Checkpoint
 
 
 def _plan(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     w0: Array,
     key: PRNGKey,
     budget: PrivacyBudget | None,
@@ -139,7 +133,7 @@ def _plan(
                 problem, solver, budget, sizes=n, w0=w0, precision=precision
             )
             solver, report = plan.solver, plan.report
-        solver = bound_to(problem, solver, None, "minimize")  # type: ignore[assignment]
+        solver = bound_to(problem, solver, None, "minimize")
         try:  # before the first evaluation, which may take hours
             solver.ledger(problem, solver.sizes).events()
         except ValueError as error:
@@ -186,17 +180,16 @@ def _run(
     problem, solver = run.problem, run.solver
     # What is compiled must not read losses, and need not keep them alive.
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
+    evaluate = functools.partial(_evaluate, problem)
     silent = contextlib.nullcontext(lambda done, **numbers: None)
     evaluations = itertools.count(1)
     with step_bar(solver.num_steps) if progress else silent as show:
 
         def losses(step, number, point):
-            evaluate = functools.partial(_evaluate, problem, point)
-            if notebook is not None:
-                evaluate = functools.partial(
-                    notebook.losses, step, number, point, evaluate
-                )
-            found = evaluate()
+            if notebook is None:
+                found = evaluate(point)
+            else:
+                found = notebook.losses(step, number, point, evaluate)
             show(step, evaluations=next(evaluations))
             return found
 
@@ -215,7 +208,7 @@ def _run(
 
 def _step(
     problem: BlackBox,
-    solver: AbstractAskingSolver,
+    solver: AbstractAskTellSolver,
     losses: Callable[[int, int, np.ndarray], np.ndarray],
     saved: Checkpoint,
     keys: Key[Array, " 1"],
@@ -227,7 +220,7 @@ def _step(
         points = np.asarray(asked.points, np.float64)
     table = np.zeros((len(points), problem.num_records))
     for number in range(int(asked.count)):
-        table[number] = losses(saved.done, number, points[number].copy())
+        table[number] = losses(saved.done, number, points[number])
     with wide_integers():
         state = _tell(problem, solver, saved.state, asked, table.T, key=key_tell)
         return state, solver.released(state)[None]
@@ -252,7 +245,8 @@ def _tell(problem, solver, state, asked, losses, *, key):
 
 def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
     """The losses at a point, checked without a word about their values."""
-    value, n = problem.losses(point), problem.num_records
+    # A copy: what is kept of an evaluation says at which point it was.
+    value, n = problem.losses(point.copy()), problem.num_records
     try:
         found = np.asarray(value)
     except (TypeError, ValueError):
@@ -276,7 +270,7 @@ def _evaluate(problem: BlackBox, point: np.ndarray) -> np.ndarray:
 
 
 def _unseen(point: np.ndarray) -> np.ndarray:
-    raise TypeError("AbstractAskingSolver: ask and tell must not call losses.")
+    raise TypeError("AbstractAskTellSolver: ask and tell must not call losses.")
 
 
 def _check(
@@ -290,7 +284,7 @@ def _check(
     """Raises before anything is planned."""
     check_key(key)
     _checks.instance("minimize", BlackBox, problem=problem)
-    if not isinstance(solver, AbstractAskingSolver):
+    if not isinstance(solver, AbstractAskTellSolver):
         name = getattr(solver, "__name__", type(solver).__name__)
         raise TypeError(
             "minimize: solver must be one that asks for losses, such as "
@@ -320,7 +314,7 @@ def _check(
 
 def _start(problem: BlackBox, w0: Any) -> Any:
     """The start in float64."""
-    if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(w0)):
+    if any(isinstance(v, Tracer) for v in jax.tree.leaves(w0)):
         raise TypeError(
             "minimize: calls Python between steps, so it cannot be used inside "
             "jax.jit, jax.vmap or jax.grad; call it from plain Python."

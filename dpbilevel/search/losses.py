@@ -1,11 +1,10 @@
 """Losses that were evaluated elsewhere: clipped, averaged and sealed."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
@@ -58,7 +57,9 @@ def centered(clip_range: float | Float[Array, ""]) -> Callable[[Array], Array]:
     return of
 
 
-def column(losses: Float[Array, "n q"] | Padded, index: int) -> Any:
+def column(
+    losses: Float[Array, "n q"] | Padded, index: int
+) -> Float[Array, " n"] | Padded:
     """The losses at one point.
 
     Args:
@@ -80,15 +81,15 @@ def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
     return Query(RECORDS, size, clip_range / 2)
 
 
-def numbered(
+def score_of_candidates(
     losses: Float[Array, "n m"] | Padded,
     points: Float[Array, "m d"],
-    public: Callable[[Any], Float[Array, ""]] | None,
+    public: Callable[[PyTree], Float[Array, ""]] | None,
     start: Float[Array, " d"],
     clip_range: float | Float[Array, ""],
     size: int,
 ) -> BoundedScore:
-    """The mean losses of points, as a score of their numbers from 0.
+    """A score of the indices of points: the clipped mean loss at each.
 
     Args:
         losses: One row per record, one column per point.
@@ -109,10 +110,10 @@ def numbered(
 
     scores = jax.lax.map(scored, (points, rows.T))
     share, _ = spread_of(clip_range, size, rows.dtype, public is not None)
-    return BoundedScore(_Numbered(scores), share, "spread", Basis.CLIPPED)
+    return BoundedScore(_CandidateScore(scores), share, "spread", Basis.CLIPPED)
 
 
-class _Numbered(AbstractPotential):
+class _CandidateScore(AbstractPotential):
     scores: Float[Array, " m"]
 
     def __call__(self, x: Float[Array, ""]) -> Float[Array, ""]:

@@ -6,7 +6,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..core.solver import AbstractNoisySolver
@@ -14,11 +15,12 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS
 from ..privacy.releases import Release
-from .base import AbstractAskingSolver, Asked, trusted
+from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
 from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
 from .gp import solved
 from .kernels import RBF
 from .losses import centered, column, loss_query
+from .problem import SearchProblem
 
 
 class _State(eqx.Module):
@@ -28,7 +30,9 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
+class NoisyUCB(
+    AbstractAskTellSolver[_State], AbstractNoisySolver[SearchProblem, _State]
+):
     r"""Minimizes the lower confidence bound of a surrogate of noisy losses.
 
     At every step the point is evaluated at which $m(w) - \beta s(w)$ is smallest among
@@ -85,14 +89,14 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         """One per step."""
         return self.num_steps
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, without values."""
         w = start_of("NoisyUCB", problem, w0)
         points = jnp.broadcast_to(w, (self.num_steps, *w.shape))
         values = jnp.zeros(self.num_steps, w.dtype)
         return _State(w, points, values, jnp.zeros((), jnp.int32))
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         """The candidate of the lowest confidence bound; first a random point."""
         box = box_of("NoisyUCB", problem)
         key_everywhere, key_near = derive(key, "proposal", "search")
@@ -105,26 +109,18 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         candidates = jnp.concatenate([everywhere, near])
         mean, deviation = self._posterior(box, state, candidates)
         bound = mean - like(self.exploration, mean) * deviation
-        return Asked(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
+        return Proposal(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
 
-    def tell(
-        self,
-        problem: Any,
-        state: _State,
-        asked: Asked,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         """One noisy value, and the best point by all of them."""
         funs = {RECORDS: centered(self.clip_range)}
         release = self.release(problem, self.sizes)
         value = release.of(funs, column(losses, 0), key=key).astype(state.values.dtype)
         value += like(self.clip_range, value) / 2
-        value += public_values(problem, asked.points)[0]
+        value += public_values(problem, proposal.points)[0]
         state = _State(
             state.w,
-            state.points.at[state.t].set(asked.points[0]),
+            state.points.at[state.t].set(proposal.points[0]),
             state.values.at[state.t].set(value),
             state.t + 1,
         )
@@ -137,23 +133,19 @@ class NoisyUCB(AbstractAskingSolver[_State], AbstractNoisySolver[Any, _State]):
         """The best point so far."""
         return state.w
 
-    def adversary_view(self, state: _State) -> Any:
+    def adversary_view(self, state: _State) -> PyTree:
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
 
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
-        """The best point."""
-        return state.w
-
-    def release(self, problem: Any, sizes: int) -> Release:
-        """A mean loss."""
+    @override
+    def release(self, problem: SearchProblem, sizes: int) -> Release:
         query = loss_query(self.clip_range, sizes)
         return Release(LOSS, 1, (query,), self.release_noise)
 
-    def assumptions(self, problem: Any, sizes: int) -> tuple[str, ...]:
-        """What is assumed of a black box."""
+    @override
+    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         del sizes
-        return trusted(problem, self.most_evaluations)
+        return black_box_assumptions(problem, self.most_evaluations)
 
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
         """A mean loss is one number."""

@@ -1,7 +1,6 @@
 """A mean of losses that can only be evaluated, not differentiated."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -9,6 +8,8 @@ from jaxtyping import Float, PyTree
 
 from .. import _checks
 from ..core.problem import AbstractOneLevel
+from ..onelevel.problem import FiniteSum
+from ..privacy.budget import People
 from ..sets import AbstractSet, Box
 
 
@@ -24,7 +25,7 @@ class BlackBox(AbstractOneLevel):
         w_set: Where it may be evaluated: a `Box` with both ends, for
             `GradientInformativeBO` any set.
         records: What tells the records, their order and what is evaluated on them from
-            others, such as a hash, as text; `search` needs it with `folder`, and
+            others, such as a hash, as text; `minimize` needs it with `folder`, and
             compares it before an interrupted run goes on. SECRET. Static.
         evaluates: What `losses` computes, in words, public: kept in a folder with the
             result, where another one is refused. Static.
@@ -75,18 +76,17 @@ class BlackBox(AbstractOneLevel):
                 f"record's loss, got {type(self.losses).__name__}."
             )
 
-    def sizes_of(self, data: Any = None, people: Any = None) -> int:
-        """The number of records; a black box keeps its data to itself."""
+    def sizes_of(self, data: PyTree = None, people: People | str | None = None) -> int:
+        """`num_records`: a black box keeps its data to itself."""
         del data, people
         return self.num_records
 
-    def check(self, w0: PyTree, data: Any) -> None:
-        """Refuses: a black box is run by `search`.
-
-        Raises:
-            TypeError: Always.
-        """
+    def check(self, w0: PyTree, data: PyTree) -> None:
+        """Raises `TypeError`: only `minimize` runs a black box."""
         raise TypeError(
             "BlackBox: calls Python between steps, which no compiled loop can; run it "
             "by dpbilevel.search.minimize(problem, solver, w0, budget=budget, key=key)."
         )
+
+
+SearchProblem = FiniteSum | BlackBox

@@ -6,8 +6,10 @@ from typing import Any, Self
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from .. import _checks
+from .._fields import Number
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
 from ..draws.release import Draw
@@ -21,10 +23,10 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.rows import unpacked
 from ..sets import Euclidean
-from .base import AbstractAskingSolver, Asked, trusted
+from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
 from .candidates import box_of, public_of, start_of, uniform
-from .losses import numbered
-from .problem import BlackBox
+from .losses import score_of_candidates
+from .problem import BlackBox, SearchProblem
 
 
 class _State(eqx.Module):
@@ -32,7 +34,7 @@ class _State(eqx.Module):
     w: Float[Array, " d"]
 
 
-class RandomSearch(AbstractAskingSolver[_State]):
+class RandomSearch(AbstractAskTellSolver[_State]):
     r"""Draws one of $M$ random points with a probability $\propto \exp(-k f(w))$.
 
     The points are uniform in the problem's box; $f$ is the mean of the losses clipped
@@ -76,37 +78,29 @@ class RandomSearch(AbstractAskingSolver[_State]):
         return self.num_candidates
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.mechanism.neighbours
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, of which only the shape matters."""
         start = start_of("RandomSearch", problem, w0)
         return _State(start, start)
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
-        """All candidates."""
+    @override
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         box = box_of("RandomSearch", problem)
         points = uniform(box, state.start, self.num_candidates, key=key)
-        return Asked(points, jnp.asarray(self.num_candidates, jnp.int32))
+        return Proposal(points, jnp.asarray(self.num_candidates, jnp.int32))
 
-    def tell(
-        self,
-        problem: Any,
-        state: _State,
-        asked: Asked,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
-        """One draw."""
+    @override
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         dtype = unpacked(losses)[0].dtype
         numbers = jnp.arange(self.num_candidates, dtype=dtype)
         number = self.mechanism.draw(
-            numbered(
+            score_of_candidates(
                 losses,
-                asked.points,
+                proposal.points,
                 public_of(problem),
                 state.start,
                 self.clip_range,
@@ -117,18 +111,14 @@ class RandomSearch(AbstractAskingSolver[_State]):
             numbers[0],
             key=key,
         )
-        return _State(state.start, asked.points[number.astype(jnp.int32)])
+        return _State(state.start, proposal.points[number.astype(jnp.int32)])
 
+    @override
     def released(self, state: _State) -> Float[Array, " d"]:
-        """The drawn point."""
         return state.w
 
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
-        """The drawn point."""
-        return state.w
-
-    def ledger(self, problem: Any, sizes: int) -> Ledger:
-        """One draw."""
+    @override
+    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
         # A black box is searched in float64, whatever is the default here.
         exact = isinstance(problem, BlackBox)
         dtype = jnp.float64 if exact else jnp.result_type(float)
@@ -147,9 +137,11 @@ class RandomSearch(AbstractAskingSolver[_State]):
                 notes=(f"drawn exactly from {self.num_candidates} random candidates",),
             ),
         )
-        return Ledger((draw,), assumptions=trusted(problem, self.most_evaluations))
+        return Ledger(
+            (draw,), assumptions=black_box_assumptions(problem, self.most_evaluations)
+        )
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
         mechanism = self.mechanism.with_multiplier(scale)
         return dataclasses.replace(self, mechanism=mechanism)

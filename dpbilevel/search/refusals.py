@@ -69,7 +69,7 @@ class Refusals:
             if not len(some) or not refuses(place, kind, some):
                 return some[:0]
             found = np.asarray(
-                [refuses(place, kind, some[[i]]) for i in range(len(some))]
+                [refuses(place, kind, some[[i]]) for i in range(len(some))], bool
             )
             if found.all():
                 return None

@@ -6,9 +6,11 @@ from typing import Any, Self
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from .. import _checks
+from .._fields import Number
 from ..privacy.budget import Neighbours
 from ..privacy.grid import wide_integers
 from ..privacy.ledger import Ledger
@@ -16,9 +18,10 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive, standard_exponential
 from ..privacy.queries import RECORDS
 from ..privacy.selection import Repetitions, Selection
-from .base import AbstractAskingSolver, Asked, trusted
+from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
 from .candidates import LOSS, box_of, public_values, start_of, uniform
 from .losses import centered, column, loss_query
+from .problem import SearchProblem
 
 BEST = f"point of the least {LOSS}"
 # A chance of needing more runs than are made that no budget would pay for.
@@ -34,7 +37,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class RepeatAndSelect(AbstractAskingSolver[_State]):
+class RepeatAndSelect(AbstractAskTellSolver[_State]):
     r"""The best of $K$ random points by their noisy losses, with $K$ random.
 
     One repetition draws a point uniformly from the problem's box and releases the mean
@@ -104,31 +107,23 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         return self.num_steps
 
     @property
+    @override
     def neighbours(self) -> Neighbours:
-        """The relation of the mechanism."""
         return self.noise.neighbours
 
-    def init(self, problem: Any, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         """Starts at `w0`, the answer if there is no repetition."""
         w = start_of("RepeatAndSelect", problem, w0)
         infinite = jnp.asarray(jnp.inf, w.dtype)
         zero = jnp.zeros((), jnp.int32)
         return _State(w, jnp.zeros((), w.dtype), w, infinite, zero, zero)
 
-    def ask(self, problem: Any, state: _State, *, key: PRNGKey) -> Asked:
+    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         """One random point, whether or not it will count."""
         box = box_of("RepeatAndSelect", problem)
-        return Asked(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
+        return Proposal(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
-    def tell(
-        self,
-        problem: Any,
-        state: _State,
-        asked: Asked,
-        losses: Float[Array, "n q"],
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> _State:
         """One repetition; the last step shows the best."""
         key_repeats, key_select = derive(key, "repeats", "select")
         repeats = jnp.where(state.t == 0, self._repeats(key_repeats), state.repeats)
@@ -137,9 +132,9 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         value = selection.of(funs, column(losses, 0), key=key_select)
         value = value.astype(state.value.dtype)
         value += jnp.asarray(self.clip_range).astype(value.dtype) / 2
-        value += public_values(problem, asked.points)[0]
+        value += public_values(problem, proposal.points)[0]
         better = (state.t < repeats) & (value < state.best_value)
-        best = jnp.where(better, asked.points[0], state.best)
+        best = jnp.where(better, proposal.points[0], state.best)
         best_value = jnp.where(better, value, state.best_value)
         # Where nothing was repeated there is no value to show.
         last = (state.t == self.num_steps - 1) & jnp.isfinite(best_value)
@@ -156,20 +151,16 @@ class RepeatAndSelect(AbstractAskingSolver[_State]):
         """The start, and after the last step the answer."""
         return state.w
 
-    def adversary_view(self, state: _State) -> Any:
+    def adversary_view(self, state: _State) -> PyTree:
         """The answer and its noisy loss."""
         return state.w, state.value
 
-    def answer(self, problem: Any, state: _State) -> Float[Array, " d"]:
-        """The best point."""
-        return state.w
-
-    def ledger(self, problem: Any, sizes: int) -> Ledger:
-        """One selection."""
-        assumptions = trusted(problem, self.most_evaluations)
+    @override
+    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
+        assumptions = black_box_assumptions(problem, self.most_evaluations)
         return Ledger((self._selection(sizes),), assumptions=assumptions)
 
-    def with_noise(self, scale: float) -> Self:
+    def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of every repetition to `scale`."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 

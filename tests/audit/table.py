@@ -2,12 +2,16 @@
 
 import sys
 
+import jax
+
+from dpbilevel import audit
 from tests.audit.audit_zoo import LONG, SOLVERS, outcomes
 from tests.audit.mutants import MUTANTS as OF_STEPS
 from tests.audit.mutants import survivors
 from tests.audit.mutants_search import MUTANTS as OF_SEARCHES
 
 MUTANTS = OF_STEPS | OF_SEARCHES
+MECHANISMS = ("exponential mechanism", "Metropolis sampler")
 
 
 def rejected(of):
@@ -16,13 +20,25 @@ def rejected(of):
     return f"{len(group) - len(survivors(group))} of {len(group)}" if group else ""
 
 
+def label(name, person):
+    return name if person in ("records", "person") else f"{name}: {person}"
+
+
+def labels():
+    """The name of every row, without a run."""
+    for name, case in SOLVERS.items():
+        with jax.enable_x64(case.double):
+            pairs = audit.canaries(case.solver, x_in_records=case.x_in_records)
+        yield from (label(name, person) for person in pairs)
+    yield from MECHANISMS
+
+
 def rows(runs):
     for name in SOLVERS:
         for outcome in outcomes(name, runs):
             person = outcome.name.split(", ")[1]
-            label = name if person in ("records", "person") else f"{name}: {person}"
-            yield label, outcome, rejected(name)
-    for name in ("exponential mechanism", "Metropolis sampler"):
+            yield label(name, person), outcome, rejected(name)
+    for name in MECHANISMS:
         sound = next(mutant.sound for mutant in MUTANTS.values() if mutant.of == name)
         yield name, sound(), rejected(name)
 

@@ -14,7 +14,7 @@ from sklearn.gaussian_process.kernels import RBF
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.search import losses as told
-from dpbilevel.search.base import Asked
+from dpbilevel.search.base import Proposal
 from dpbilevel.search.candidates import uniform
 from dpbilevel.search.losses import clipped_loss
 from dpbilevel.search.noisy_ucb import posterior
@@ -44,7 +44,7 @@ def five(mechanism):
 def drawn(solver, problem, losses, runs=20_000):
     """How often each of five candidates is the answer."""
     points = jnp.stack([jnp.linspace(-1, 1, 5), jnp.zeros(5)], axis=1)
-    asked = Asked(points, jnp.asarray(5, jnp.int32))
+    asked = Proposal(points, jnp.asarray(5, jnp.int32))
 
     @jax.jit
     @jax.vmap
@@ -117,7 +117,7 @@ def moved_by_a_record():
     for first in (data[0, 0], -1.0):
         data[0] = first
         losses = jnp.asarray(np.abs(line - data))
-        score = told.numbered(losses, points, public, jnp.zeros(2), 1.0, 100)
+        score = told.score_of_candidates(losses, points, public, jnp.zeros(2), 1.0, 100)
         found.append(np.asarray(score.raw.scores, np.float64))
     sensitivity = score.sensitivity(dpb.Neighbours.REPLACE_ONE)
     return np.ptp(found[0] - found[1]), float(sensitivity)

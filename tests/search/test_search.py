@@ -218,6 +218,21 @@ def test_evaluations_of_a_step_in_progress_are_the_owners_alone(tmp_path):
     assert len(losses.points) == 10
 
 
+def test_a_black_box_that_changes_its_point_spoils_nothing_that_is_kept(tmp_path):
+    losses = Counted(3)
+
+    def changing(point):
+        found = losses(point.copy())
+        point[:] = 7.0
+        return found
+
+    with pytest.raises(RuntimeError):
+        search("random_search", changing, folder=tmp_path)
+    losses.fails_at = None
+    search("random_search", changing, folder=tmp_path)
+    assert len(losses.points) == 12
+
+
 def test_losses_kept_at_another_point_are_not_used(tmp_path):
     with pytest.raises(RuntimeError):
         search("random_search", Counted(1), folder=tmp_path)
@@ -241,7 +256,7 @@ def test_another_run_is_not_mixed_into_a_folder(tmp_path, fails_at):
         search("random_search", folder=tmp_path)
 
 
-def test_a_folder_of_something_else_or_without_its_checkpoint_is_searched(tmp_path):
+def test_a_folder_of_something_else_or_without_its_checkpoint_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"is not empty \(it holds 'notes.txt'\)"):
         search(folder=tmp_path)
@@ -256,7 +271,7 @@ def test_a_folder_of_something_else_or_without_its_checkpoint_is_searched(tmp_pa
         search(folder=tmp_path / "run")
 
 
-def test_two_searches_at_once_in_a_folder_are_searched(tmp_path):
+def test_two_searches_at_once_in_a_folder_are_refused(tmp_path):
     def losses(point):
         with pytest.raises(ValueError, match="in use by another run"):
             search(folder=tmp_path)
@@ -394,7 +409,7 @@ ADD_OR_REMOVE = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
         ({"solver": Private(4, 2.0)}, TypeError, "must not call losses"),
     ],
 )
-def test_what_cannot_be_searched_is_searched(change, error, words):
+def test_what_cannot_be_searched_is_refused(change, error, words):
     with pytest.raises(error, match=words):
         searched(**change)
 

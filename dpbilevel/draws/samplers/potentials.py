@@ -7,9 +7,8 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
+from ..._fields import Number
 from .base import AbstractPotential, AbstractSumPotential
-
-Number = float | Float[Array, ""]
 
 
 def scaled_potential(

@@ -11,12 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
+from ...bilevel.problem import BilevelProblem
+from ...onelevel.problem import FiniteSum
 from ...privacy.clipping import Basis, one_record
 from ...privacy.floats import check_rounding
 from ..mechanisms import BoundedScore, Measure
 from ..samplers.base import AbstractPotential, Regularity
+
+DrawProblem = BilevelProblem | FiniteSum
 
 # What the error of computed values may add to a spread.
 SOLVES, ROUNDING = 0.01, 0.05
@@ -75,7 +80,7 @@ class AbstractScore(abc.ABC):
         """The score itself. NON-PRIVATE."""
 
     def bounded(
-        self, data: PyTree, start: PyTree, dtype: Any | None = None
+        self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
     ) -> BoundedScore:
         """The score, sealed.
 
@@ -91,7 +96,7 @@ class AbstractScore(abc.ABC):
         return BoundedScore(raw, share, self.measure, self.basis)
 
 
-def check_error(error: Any, spread: Any, dtype: Any, remedy: str) -> None:
+def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
     """Refuses a dtype in which computed scores are too far off.
 
     Args:

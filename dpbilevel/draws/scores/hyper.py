@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
@@ -169,7 +170,7 @@ class HyperObjective(AbstractScore):
             return self._bounds().gradient
         return 3 * self._certificate().second_order.upper_total
 
-    def _target(self, dtype: Any) -> float:
+    def _target(self, dtype: DTypeLike) -> float:
         """How far a lower solution may be off, beyond rounding."""
         bounds = self._bounds()
         rounding = float(self._rounding(bounds, dtype))
@@ -178,7 +179,7 @@ class HyperObjective(AbstractScore):
         # Half of what is allowed beside the spread of a lower record alone.
         return max(rounding, float(SOLVES / 4 * bounds.solution_shift))
 
-    def _most_steps(self, dtype: Any) -> int:
+    def _most_steps(self, dtype: DTypeLike) -> int:
         """What the worst point takes, on the host."""
         metric = self._certificate().metric(self.problem, self.sizes, None, None)
         count = _steps(metric, self._target(dtype))
@@ -191,7 +192,7 @@ class HyperObjective(AbstractScore):
             )
         return int(count)
 
-    def _rounding(self, bounds: Bounds, dtype: Any) -> Any:
+    def _rounding(self, bounds: Bounds, dtype: DTypeLike) -> Any:
         return sensitivities.solution_rounding(bounds, self.sizes, dtype)
 
 
@@ -233,7 +234,7 @@ class _Objective(AbstractPotential):
         value = unsealed(mean)
         public = self.problem.upper_public
         if public is not None:
-            value = value + (public(x, y) - public(x0, y0))
+            value = value + jnp.subtract(public(x, y), public(x0, y0))
         return value
 
     @override

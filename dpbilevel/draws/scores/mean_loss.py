@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
@@ -145,12 +146,12 @@ class MeanLoss(AbstractScore):
         return diameter
 
 
-def unit_of(dtype: Any) -> float:
+def unit_of(dtype: DTypeLike) -> float:
     """The largest relative error of rounding to a dtype."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def spread_of(reach: Any, n: int, dtype: Any, public: bool) -> tuple[Any, Any]:
+def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, Any]:
     """One record's share of a mean of clipped losses, and the error of computing it.
 
     Args:
