@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from .._fields import Number
+from .._checks import Number
 from .fixed_count import Spectrum
 
 

@@ -21,9 +21,7 @@ from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision
 from ..privacy.floats import all_finite
 from ..privacy.grid import ROUNDED_BITS, on_grid
-from ..privacy.noise import PRNGKey
 from ..privacy.queries import LEVELS, Query
-from ..privacy.sampling import Index
 from ..sets import Ball, Euclidean
 from . import sensitivities
 from .bounds import Bounds
@@ -74,15 +72,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
         return Costs(queries, Basis.CONSTANTS, largest, joint)
 
     @override
-    def read(
-        self,
-        point: tuple[PyTree, PyTree],
-        data: Levels,
-        *,
-        precision: Precision,
-        key: PRNGKey | None = None,
-        index: Index = None,
-    ) -> Bounded:
+    def read(self, point, data, *, precision, key=None, index=None) -> Bounded:
         """The hypergradient at a point, sealed with its sensitivity there.
 
         The point is the upper variable, released, and where the lower solve starts

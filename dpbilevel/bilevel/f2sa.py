@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..privacy.mechanisms import Gaussian
@@ -18,7 +18,7 @@ from ..privacy.noise import PRNGKey
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .blocks import AbstractBlocks, AbstractJointSolver
 from .penalized import PenalizedLevel, penalty_gradients, public_penalty_gradient
-from .problem import BilevelProblem, Levels, Sizes
+from .problem import BilevelProblem, Sizes
 
 
 class _Blocks(AbstractBlocks):
@@ -133,9 +133,7 @@ class F2SA(AbstractJointSolver[_State]):
         kept = self.output.init((x, y))
         return _State(x, y, y, kept, memory, jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One joint release, three projected updates from the same point."""
         # Algorithm 1 (F2SA): all gradients at the same point and on the same batch.
         q = self._direction(problem, data, state, key)

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from .. import _checks
-from .._fields import Number
+from .._checks import Number
 from ..onelevel.linear_models import module_of
 
 # Eigenvalues that coincide would make a quotient of zeros of the coefficients.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, check_fields
+from .._checks import Count, check_fields
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
@@ -19,10 +19,10 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import derive
 from ..privacy.releases import Release
 from . import certified, sensitivities
-from .problem import BilevelProblem, Levels, Sizes
+from .problem import BilevelProblem, Sizes
 
 HYPERGRADIENT = "hypergradient"
 
@@ -173,9 +173,7 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         memory = Descent(self.step_size, problem.x_set).init(x)
         return _State(x, y, memory, self.output.init(x), jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy hypergradient, one projected update, one coin for the answer."""
         key_noise, key_output = derive(key, "noise", "answer")
         # Algorithm 1: y near the lower solution, not released, and the hypergradient.

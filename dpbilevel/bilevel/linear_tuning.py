@@ -209,9 +209,7 @@ class TuningCertificate(AbstractCertificate):
             lower_gradient=p1 + (2 * p2 + 3 * top) * radius,
         )
 
-    def metric(
-        self, problem: BilevelProblem, sizes: Sizes, x: PyTree | None, y: PyTree
-    ) -> Metric:
+    def metric(self, problem, sizes, x, y) -> Metric:
         r"""That of $\Lambda$: there the eigenvalues lie in $[1, 1 + p_2 R^2 / \mu]$."""
         del sizes
         diagonal, mu = None, np.exp(np.float64(self.low))

@@ -80,9 +80,7 @@ class PenalizedLevel(AbstractFiniteSum):
             total = jax.tree.map(lambda a, b: a + b / self.penalty, total, upper)
         return total
 
-    def queries(
-        self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes: Sizes
-    ) -> tuple[tuple[Query, ...], bool]:
+    def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
         """One query on the lower records, and one on the upper ones if penalized."""
         return levels_queries(self._clip_norms(clip_norm), sampling, sizes)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Number, Positive, check_fields
+from .._checks import Count, Number, Positive, check_fields
 from ..core.descent import (
     Descent,
     Memory,
@@ -28,7 +28,7 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import derive
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from .constants import Constants
@@ -220,9 +220,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         kept, t = self.output.init((x, y)), jnp.zeros((), jnp.int32)
         return _State(x, y, y, memory, Rejections.none(), kept, t)
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """Two private inner solves, one outer gradient, one projected update."""
         key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
         parts = self._parts(problem)

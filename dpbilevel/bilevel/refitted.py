@@ -14,9 +14,9 @@ from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.ledger import Ledger
-from ..privacy.noise import PRNGKey, derive
+from ..privacy.noise import derive
 from .penalized import PenalizedLevel
-from .problem import BilevelProblem, Levels, Sizes
+from .problem import BilevelProblem, Sizes
 from .stages import AbstractTwoStages
 
 REFIT = "refit"
@@ -68,9 +68,7 @@ class Refitted(AbstractTwoStages[_State]):
         y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
         return _State(search, y, Rejections.none(), jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One step of the search, or the whole refit."""
         key_search, key_refit = derive(key, "search", "refit")
         first, then = self.parts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Number
+from .._checks import Number
 from ..core.solver import AbstractSolver, State
 from ..privacy.budget import Neighbours
 from ..privacy.clipping import Basis

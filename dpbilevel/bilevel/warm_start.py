@@ -11,8 +11,8 @@ from typing_extensions import override
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..privacy.ledger import Ledger
-from ..privacy.noise import PRNGKey, derive
-from .problem import BilevelProblem, Levels, Sizes
+from ..privacy.noise import derive
+from .problem import BilevelProblem, Sizes
 from .stages import AbstractTwoStages
 
 FIRST, THEN = "first", "then"
@@ -64,9 +64,7 @@ class WarmStarted(AbstractTwoStages[_State]):
         y0 = jax.tree.map(jnp.asarray, w0[1])
         return _State(first, then, y0, jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: BilevelProblem, data: Levels, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One step of the first, or of the second."""
         key_first, key_then = derive(key, FIRST, THEN)
         first, then = self.parts

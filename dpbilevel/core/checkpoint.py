@@ -158,7 +158,7 @@ def replace_json(file: Path, page: dict[str, Any]) -> None:
     replace(file, (json.dumps(page, indent=2) + "\n").encode())
 
 
-def npz(arrays: dict[str, np.ndarray]) -> bytes:
+def npz(arrays: dict[str, Any]) -> bytes:
     """Arrays in NumPy's format."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Checked, Fraction
+from .._checks import Checked, Fraction
 from ..privacy.noise import PRNGKey
 
 __all__ = [

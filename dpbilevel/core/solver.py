@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._fields import Checked, Number
+from .._checks import Checked, Number
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger

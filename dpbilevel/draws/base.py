@@ -12,7 +12,7 @@ import optax
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._fields import Count
+from .._checks import Count
 from ..bilevel.problem import BilevelProblem
 from ..core.levels import people_of
 from ..core.loop import check_planned_dtype
@@ -22,7 +22,6 @@ from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
-from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from .mechanisms import AbstractDrawMechanism, Number
 from .release import Draw
@@ -156,9 +155,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return DrawState((x, w0[1]) if two else x, x, 2 if two else 1)
 
     @override
-    def step(
-        self, problem: Any, data: PyTree, state: DrawState, *, key: PRNGKey
-    ) -> DrawState:
+    def step(self, problem, data, state, *, key) -> DrawState:
         """One draw."""
         dtype = self.scored_dtype(state.start)
         sealed = self.score_of(problem, self.sizes).bounded(data, state.start, dtype)

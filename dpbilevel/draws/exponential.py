@@ -5,7 +5,7 @@ from typing import Any, Literal
 import equinox as eqx
 from typing_extensions import override
 
-from .._fields import Positive
+from .._checks import Positive
 from ..onelevel.problem import FiniteSum
 from ..privacy.clipping import Basis
 from .base import AbstractDrawSolver, DrawPlan

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Checked, Positive
+from .._checks import Checked, Positive
 from ..privacy import pure
 from ..privacy._lazy import dp_accounting
 from ..privacy.budget import Neighbours

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import NonNegative, Positive, check_fields
+from .._checks import NonNegative, Positive, check_fields
 from ..bilevel.certified import certificate_of
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
@@ -141,9 +141,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return self.strong_convexity
 
     @override
-    def density(
-        self, problem: Any, sensitivity: Number
-    ) -> tuple[RegularizedExponential, Number]:
+    def density(self, problem, sensitivity) -> tuple[RegularizedExponential, Number]:
         r"""With $\mu$ of the class, and the multiplier that `largest_rate` asks for."""
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer

@@ -19,9 +19,8 @@ from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.floats import all_finite, is_finite
 from ..privacy.grid import on_grid
-from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
-from ..privacy.sampling import AbstractSampling, Batch, Index
+from ..privacy.sampling import AbstractSampling, Batch
 from .resolvents import OWNER, Number, Resolvent
 
 
@@ -58,15 +57,7 @@ class ResolventQuery(AbstractCertifiedQuery):
         return Costs((query,), resolvent.basis, reach)
 
     @override
-    def read(
-        self,
-        point: PyTree,
-        data: PyTree,
-        *,
-        precision: Precision,
-        key: PRNGKey,
-        index: Index = None,
-    ) -> Bounded:
+    def read(self, point, data, *, precision, key, index=None) -> Bounded:
         """The resolvent at a released point of the set, where the inner solver starts.
 
         Records are read in the dtype of the point; one with an entry that is not finite

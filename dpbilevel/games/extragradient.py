@@ -12,18 +12,17 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Descent, Memory
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
-from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
-from .base import AbstractSaddleSolver, Fields, Passes
+from .base import AbstractSaddleSolver, Fields
 from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
@@ -91,9 +90,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @classmethod
     @override
-    def theorem_fields(
-        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
-    ) -> Fields:
+    def theorem_fields(cls, constants, budget, passes) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$ and $z$ the exact noise
@@ -133,13 +130,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @classmethod
     @override
-    def tuned_fields(
-        cls,
-        constants: TheoremConstants,
-        budget: PrivacyBudget,
-        passes: Passes,
-        most_steps: int,
-    ) -> Fields:
+    def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
         """Batch and step size with the least bound, for several passes steps too.
 
         The step size of several passes follows from their exact multiplier.
@@ -188,14 +179,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         memory = Descent(self.step_size, problem.w_set).init(u)
         return _State(u, u, self.output.init(u), memory, jnp.zeros((), jnp.int32))
 
-    def step(
-        self,
-        problem: AbstractVariationalInequality,
-        data: PyTree,
-        state: _State,
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """Two noisy operators, two projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
         descent, u, t = Descent(self.step_size, problem.w_set), state.u, state.t

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
-from .._fields import Checked, NonNegative, Positive
+from .._checks import Checked, NonNegative, Positive
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import check_scalar, check_set, check_start

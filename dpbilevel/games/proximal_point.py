@@ -13,21 +13,20 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive, check_fields
+from .._checks import Count, Positive, check_fields
 from ..bilevel.sensitivities import UNITS
 from ..core.descent import Rejections, finite_or
 from ..core.loop import check_planned_dtype
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
-from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.budget import Neighbours
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
-from .base import AbstractSaddleSolver, Fields, Passes
+from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery
 from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
@@ -126,9 +125,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @classmethod
     @override
-    def theorem_fields(
-        cls, constants: TheoremConstants, budget: PrivacyBudget, passes: Passes
-    ) -> Fields:
+    def theorem_fields(cls, constants, budget, passes) -> Fields:
         r"""The parameters of the paper, in whole numbers.
 
         With $a = \sqrt{d \log(1 / \delta)} / \varepsilon$, a single pass over disjoint
@@ -154,13 +151,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     @classmethod
     @override
-    def tuned_fields(
-        cls,
-        constants: TheoremConstants,
-        budget: PrivacyBudget,
-        passes: Passes,
-        most_steps: int,
-    ) -> Fields:
+    def tuned_fields(cls, constants, budget, passes, most_steps) -> Fields:
         """Batch, strength and rounds with the least bound."""
         n, lipschitz = constants.records, constants.lipschitz
         strength = constants.scale * np.logspace(-2, 5, 211)
@@ -217,14 +208,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         kept = self.output.init(w)
         return _State(w, kept, Rejections.none(), jnp.zeros((), jnp.int32))
 
-    def step(
-        self,
-        problem: AbstractVariationalInequality,
-        data: PyTree,
-        state: _State,
-        *,
-        key: PRNGKey,
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy resolvent at the projection of the last one."""
         assert self.sizes is not None
         # Algorithm 2: the approximate solution of (5.1) on a batch, and the noise.
@@ -282,9 +266,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         """The point has as many coordinates as `w0`."""
         return {RESOLVENT: optax.tree.size(w0)}
 
-    def assumptions(
-        self, problem: AbstractVariationalInequality, sizes: int
-    ) -> tuple[str, ...]:
+    def assumptions(self, problem, sizes) -> tuple[str, ...]:
         """The constants that the sensitivity rests on."""
         del sizes
         if self.basis is Basis.CLIPPED:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _checks
-from .._fields import Number
+from .._checks import Number
 from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
 from ..privacy.floats import check_rounding

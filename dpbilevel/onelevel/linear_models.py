@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Number
+from .._checks import Number
 from .losses import signed
 
 Scalar = Float[Array, ""]

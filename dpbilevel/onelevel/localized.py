@@ -11,14 +11,13 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Rejections, finite_or
 from ..core.levels import Sizes
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import PrivacyBudget
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
@@ -160,9 +159,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         zero = optax.tree.zeros_like(w)
         return _State(w, w, zero, Rejections.none(), jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy step in the round's ball; the last one moves the center."""
         # Algorithm 2: one step within the ball of the round.
         gradient = noisy_gradient(self, problem, data, state.w, key=key)

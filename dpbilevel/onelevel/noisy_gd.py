@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
-from .._fields import Count, Positive
+from .._checks import Count, Positive
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
@@ -82,9 +82,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         memory = Descent(self.step_size, problem.w_set).init(w)
         return _State(w, self.output.init(w), memory, jnp.zeros((), jnp.int32))
 
-    def step(
-        self, problem: AbstractFiniteSum, data: PyTree, state: _State, *, key: PRNGKey
-    ) -> _State:
+    def step(self, problem, data, state, *, key) -> _State:
         """One noisy gradient, one projected update."""
         gradient = noisy_gradient(self, problem, data, state.w, key=key)
         descent = Descent(self.step_size, problem.w_set)

@@ -87,9 +87,7 @@ class FiniteSum(AbstractFiniteSum):
         return jax.grad(self.public)(w)
 
     @override
-    def queries(
-        self, clip_norm: float | Scalar, sampling: AbstractSampling, sizes: int
-    ) -> tuple[tuple[Query, ...], bool]:
+    def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
         return (Query(RECORDS, sizes, clip_norm, sampling),), False
 
     def check(self, w0: PyTree, data: PyTree) -> None:

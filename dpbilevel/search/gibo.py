@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Count, NonNegative, Positive, check_fields
+from .._checks import Count, NonNegative, Positive, check_fields
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver

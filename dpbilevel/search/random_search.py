@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Number
+from .._checks import Number
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
 from ..draws.release import Draw

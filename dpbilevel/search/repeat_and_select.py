@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._fields import Number
+from .._checks import Number
 from ..privacy.budget import Neighbours
 from ..privacy.grid import wide_integers
 from ..privacy.ledger import Ledger

@@ -358,7 +358,7 @@ def sound_implicit(**fields):
 class Hotter(dpb.draws.Exponential):
     """Draws at the rate for a removed record where records are replaced, twice over."""
 
-    def rate(self, sensitivity):
+    def rate(self, sensitivity, convexity=0.0):
         return 4 * dpb.draws.Exponential.rate(self, sensitivity)
 
 
@@ -464,10 +464,10 @@ class WarmResolvent(dpb.games.InexactProximalPoint):
             dpb.games.InexactProximalPoint.step(kind, problem, data, state, key=k)
             for kind, k in zip((silent, self), jax.random.split(key), strict=True)
         )
-        return dataclasses.replace(found, mean=noisy.w)
+        return dataclasses.replace(found, kept=noisy.w)
 
     def released(self, state):
-        return state.mean
+        return state.kept
 
 
 SUBSET = sampled(dpb.FixedSize(2))

@@ -22,7 +22,7 @@ solvers = pytest.mark.parametrize("name", SOLVERS)
 # has the others, which differ in problem, people or sampling.
 DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
 DISTINCT += ("refitted", "implicit_at_x", "warm_started", "proximal_point")
-DISTINCT += ("gradient_informative",)
+DISTINCT += ("f2sa", "gradient_informative")
 DISTINCT += ("random_search", "repeat_and_select", "noisy_ucb")
 DISTINCT += ("exponential", "regularized", "extragradient")
 distinct_solvers = pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import scipy
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from ..._fields import Count, Fraction, Positive
+from ..._checks import Count, Fraction, Positive
 from ...privacy.noise import PRNGKey, check_key, derive, standard_normal
 from ...sets import AbstractSet
 from . import restricted
@@ -162,9 +162,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     @override
-    def guarantee(
-        self, regularity: Regularity, feasible: AbstractSet
-    ) -> SamplerGuarantee:
+    def guarantee(self, regularity, feasible) -> SamplerGuarantee:
         """The bound of the class, at the counts of this sampler.
 
         With all of them open, `distance`, which `with_counts` will reach or refuse.
@@ -215,14 +213,7 @@ class AlternatingSampler(AbstractSampler):
         )
 
     @override
-    def draw(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        start: PyTree,
-        *,
-        key: PRNGKey,
-    ) -> PyTree:
+    def draw(self, potential, feasible, start, *, key) -> PyTree:
         """The point of the last step; `start` is projected onto the set."""
         return self.run(potential, feasible, start, key=key).x
 

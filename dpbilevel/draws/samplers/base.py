@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..._fields import Checked, Count, NonNegative, check_fields
+from ..._checks import Checked, Count, NonNegative, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, PyTree
 from typing_extensions import override
 
-from ...privacy.noise import PRNGKey, derive, standard_exponential
+from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
 from . import restricted
 from .base import Regularity
@@ -160,9 +160,7 @@ class ConvexEnvelope(AbstractProximalOracle):
         return tangent(point)
 
     @override
-    def attempt(
-        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
-    ) -> Attempt:
+    def attempt(self, law, y, common, *, key) -> Attempt:
         key_proposal, key_accept = derive(key, "proposal", "accept")
         potential, feasible, step_size = law
         curvature = 0.0 if self.curvature is None else self.curvature

@@ -14,9 +14,9 @@ from ... import _checks
 from ...onelevel.problem import check_set
 from ...privacy.clipping import one_record
 from ...privacy.grid import wide_integers
-from ...privacy.noise import PRNGKey, derive, standard_gumbel
+from ...privacy.noise import derive, standard_gumbel
 from ...sets import AbstractSet, Box
-from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
+from .base import AbstractSampler, Regularity, SamplerGuarantee
 
 
 class Grid(AbstractSampler):
@@ -114,22 +114,13 @@ class Grid(AbstractSampler):
         return self
 
     @override
-    def guarantee(
-        self, regularity: Regularity, feasible: AbstractSet
-    ) -> SamplerGuarantee:
+    def guarantee(self, regularity, feasible) -> SamplerGuarantee:
         count = _checks.leading_axis("candidates", self.candidates)
         notes = (f"drawn exactly from {count} public candidates",)
         return SamplerGuarantee(1, count, notes=notes)
 
     @override
-    def draw(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        start: PyTree,
-        *,
-        key: PRNGKey,
-    ) -> PyTree:
+    def draw(self, potential, feasible, start, *, key) -> PyTree:
         """One of the candidates, in the dtype of `start`.
 
         What is known of a potential holds on the set, so candidates are projected onto

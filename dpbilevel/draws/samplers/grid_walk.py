@@ -12,12 +12,12 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from ... import _checks
-from ..._fields import Count, Positive
-from ...privacy.noise import PRNGKey, derive, standard_exponential
+from ..._checks import Count, Positive
+from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
 from . import _cells, _lattice
 from ._walk_bounds import FLATNESS, WalkBounds, duration, queries
-from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
+from .base import AbstractSampler, Regularity, SamplerGuarantee
 from .potentials import Number
 
 _SPREAD = 0.5  # of e^-h in a cell, as planned
@@ -161,9 +161,7 @@ class GridWalk(AbstractSampler):
         )
 
     @override
-    def guarantee(
-        self, regularity: Regularity, feasible: AbstractSet
-    ) -> SamplerGuarantee:
+    def guarantee(self, regularity, feasible) -> SamplerGuarantee:
         r"""What the class text proves for these counts; it has no `distance`.
 
         `log_ratio` is $\xi$ for these counts; infinite, and unproved, where it is above
@@ -212,14 +210,7 @@ class GridWalk(AbstractSampler):
         )
 
     @override
-    def draw(
-        self,
-        potential: AbstractPotential,
-        feasible: AbstractSet,
-        start: PyTree,
-        *,
-        key: PRNGKey,
-    ) -> PyTree:
+    def draw(self, potential, feasible, start, *, key) -> PyTree:
         """One point; of `start`, floating-point leaves of one type, the shape is read.
 
         Raises:

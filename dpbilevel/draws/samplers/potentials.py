@@ -7,7 +7,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from ..._fields import Number
+from ..._checks import Number
 from .base import AbstractPotential, AbstractSumPotential
 
 

@@ -174,9 +174,7 @@ class StochasticRejection(AbstractProximalOracle):
         return multiple(1 / (1 + law.potential.quadratic * law.step_size), y)
 
     @override
-    def attempt(
-        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
-    ) -> Attempt:
+    def attempt(self, law, y, common, *, key) -> Attempt:
         """All stages at once, those that were not needed left out."""
         (potential, feasible, step_size), stages = law, self.stages or 1
         assert isinstance(potential, AbstractSumPotential)
