@@ -509,7 +509,9 @@ def of_exponential(broken):
 
 def of_regularized(broken):
     return Mutant(
-        "RegularizedExponentialMechanism", broken, lambda: audited(regularized())
+        "RegularizedExponentialMechanism",
+        broken,
+        lambda: audited(regularized(), runs=20_000),
     )
 
 
