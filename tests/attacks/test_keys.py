@@ -49,7 +49,7 @@ INEQUALITY = dpb.games.VariationalInequality(
 )
 
 # All solvers, those that differ only in their problem in the slow suite; one per scheme
-# of sampling also under the generator that is not the default.
+# of sampling also under the generator that is not the default, two of them slow.
 # A draw adds no noise; a noisy loss is one number, see test_baselines; for inferred
 # gradients so many coordinates are too many, see test_gibo.
 UNSEEN = ("exponential", "regularized", "random_search", "repeat", "noisy_ucb")
@@ -58,12 +58,17 @@ ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
 ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
 ALIKE += ("penalty_shared_poisson", "single_loop_shared_poisson", "refitted")
 ALIKE += ("single_loop", "single_loop_free_x", "f2sa", "implicit")
+ALIKE += ("penalty_both_levels",)
 CASES = [
     pytest.param(name, True, marks=pytest.mark.slow if name in ALIKE else ())
     for name in SOLVERS
     if not name.startswith(UNSEEN)
 ]
-CASES += [(name, False) for name in ("noisy_gd_adam", "penalty_poisson", "refitted")]
+CASES += [("noisy_gd_adam", False)]
+CASES += [
+    pytest.param(name, False, marks=pytest.mark.slow)
+    for name in ("penalty_poisson", "refitted")
+]
 
 
 def words(key):

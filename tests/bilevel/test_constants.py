@@ -260,9 +260,14 @@ def test_no_neighbours_are_further_apart_than_certified(model, role, x, x64):
         assert ratio > 0.1
 
 
-@pytest.mark.parametrize("role", ["upper", "lower"])
 @pytest.mark.parametrize(
-    "precision", [pytest.param("float", marks=pytest.mark.slow), "grid"]
+    ("role", "precision"),
+    [
+        ("lower", "grid"),
+        pytest.param("upper", "grid", marks=pytest.mark.slow),
+        pytest.param("lower", "float", marks=pytest.mark.slow),
+        pytest.param("upper", "float", marks=pytest.mark.slow),
+    ],
 )
 def test_hostile_records_move_the_computed_value_no_further(role, precision):
     problem = tuning("logistic", (0.0, 1.0))

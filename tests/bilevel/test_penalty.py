@@ -57,7 +57,9 @@ def noiseless(penalty, **fields):
 def outer_gradient(example, x, solver):
     problem = dataclasses.replace(example.problem, x_set=dpb.sets.Euclidean())
     w0 = (x, example.w0[1])
-    moved = dpb.solve(problem, solver, example.data, w0, key=jax.random.key(0)).x
+    # Compiled once for all penalties.
+    solve = jax.jit(dpb.solve)
+    moved = solve(problem, solver, example.data, w0, key=jax.random.key(0)).x
     return (x - moved) / solver.step_size
 
 

@@ -209,19 +209,17 @@ def test_the_private_solver_does_not_publish_the_mean_of_the_data():
         1, 10.0, inner, step_size=1.0, output=dpb.outputs.Last()
     )
 
-    def one(key):
-        run = dpb.fit(
-            example.problem,
-            solver,
-            example.data,
-            example.w0,
-            budget=dpb.PrivacyBudget(1.0, 1e-5),
-            people="disjoint",
-            key=key,
-        )
+    sizes = example.problem.sizes_of(example.data, "disjoint")
+    budget = dpb.PrivacyBudget(1.0, 1e-5)
+    plan = dpb.calibrate(example.problem, solver, budget, sizes=sizes)
+
+    @jax.jit
+    @jax.vmap
+    def found(key):
+        run = dpb.solve(example.problem, plan.solver, example.data, example.w0, key=key)
         return -run.value[0]
 
-    found = jnp.stack([one(k) for k in jax.random.split(jax.random.key(0), 8)])
+    found = found(jax.random.split(jax.random.key(0), 8))
     spread = jnp.std(found, axis=0)
     assert bool(jnp.all(jnp.abs(found - mean) > 1e-4))
     assert bool(jnp.all(spread > 0.3))

@@ -114,17 +114,25 @@ def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
     example = zoo.ridge_tuning(*jax.tree.map(jnp.asarray, records))
     x = jnp.asarray([-0.3])
     y = example.lower_solution(x)
-    upper = jax.grad(dpb.debug.upper_objective, 2)(example.problem, x, y, example.data)
-    hessian = jax.hessian(dpb.debug.lower_objective, 2)(
-        example.problem, x, y, example.data
-    )
-    v = jnp.linalg.solve(hessian, upper)
+
+    @jax.jit
+    def linear_solution(x, y):
+        at = example.problem, x, y, example.data
+        upper = jax.grad(dpb.debug.upper_objective, 2)(*at)
+        hessian = jax.hessian(dpb.debug.lower_objective, 2)(*at)
+        return jnp.linalg.solve(hessian, upper)
+
+    v = linear_solution(x, y)
     solver = noiseless(1)
     state = solver.init(example.problem, (x, y))
     state = dataclasses.replace(state, v=v)
     sizes = example.problem.sizes_of(example.data)
-    moved = solver.with_sizes(sizes).step(
-        example.problem, example.data, state, key=jax.random.key(0)
+    moved = jax.jit(type(solver).step)(
+        solver.with_sizes(sizes),
+        example.problem,
+        example.data,
+        state,
+        key=jax.random.key(0),
     )
     found = (x - moved.x) / solver.step_size
     np.testing.assert_allclose(found, example.hypergradient(x), rtol=1e-9)

@@ -9,6 +9,8 @@ import sys
 import jax
 import pytest
 
+import dpbilevel as dpb
+
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "demo")
 
@@ -16,7 +18,7 @@ SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "demo"
 scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 # Configs of the same games are run by test_games_config, tasks and searches by others.
 LONG = {"group_fair", "group_robust", "matrix_game", "equinox_network"}
-LONG |= {"private_search", "penalty_tuning"}
+LONG |= {"private_search", "penalty_tuning", "optax_pipeline"}
 short_scripts = pytest.mark.parametrize(
     "script",
     [
@@ -57,10 +59,13 @@ def test_example_runs_as_a_process_of_its_own(script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_readme_code_runs_and_learns_the_clean_source(capsys):
+def test_readme_code_runs_and_learns_the_clean_source(capsys, monkeypatch):
     readme = (ROOT / "README.md").read_text()
     names = {}
-    readme = readme.replace("runs=20_000", "runs=2_000")
+    # Fewer runs of the audit, and fewer steps of the search.
+    readme = readme.replace("runs=20_000", "runs=1_000")
+    short = dpb.search.GradientInformativeBO(2, 1.0, step_size=0.2, max_batch=8)
+    monkeypatch.setattr("dpbilevel.search.estimator._default", lambda size: short)
     for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         exec(compile(code, "README.md", "exec"), names)
     weights = names["dpb"].source_weights(names["solution"].x)

@@ -22,6 +22,10 @@ INNER = dpb.NoisyGD(num_steps=8, clip_norm=1.0, step_size=1.0)
 README = dpb.PenaltyBilevel(num_steps=15, penalty=10.0, step_size=5.0, inner=INNER)
 
 
+# Compiled once for all numbers.
+solve = jax.jit(dpb.solve, static_argnames="trajectory")
+
+
 def finite(tree):
     return all(np.isfinite(v).all() for v in jax.tree.leaves(tree))
 
@@ -73,11 +77,11 @@ def quiet(solver):
 def test_step_beyond_public_curvature_ends_at_the_minimum_of_the_public_term():
     problem = dpb.FiniteSum(lambda w, r: 0.0 * jnp.sum(w), steep)
     solver = quiet(dpb.NoisyGD(1, 1.0, step_size=7.0))
-    solution = dpb.solve(problem, solver, LOWER, Y0 + 1, key=jax.random.key(0))
+    solution = solve(problem, solver, LOWER, Y0 + 1, key=jax.random.key(0))
     np.testing.assert_allclose(solution.value, 0, atol=1e-6)
     # The control: an optimizer of one's own is followed as it is.
     own = dataclasses.replace(solver, step_size=optax.sgd(7.0))
-    solution = dpb.solve(problem, own, LOWER, Y0 + 1, key=jax.random.key(0))
+    solution = solve(problem, own, LOWER, Y0 + 1, key=jax.random.key(0))
     np.testing.assert_allclose(solution.value, 1 - 700.0)
 
 
@@ -142,8 +146,10 @@ def moved_far(solver):
     return dataclasses.replace(solver, **huge)
 
 
-MOVING = ("noisy_gd", "noisy_gd_adam", "localized", "penalty", "penalty_free_outer")
-MOVING += ("single_loop", "f2sa", "refitted", "extragradient")
+MOVING = ["noisy_gd", "localized", "penalty", "single_loop", "f2sa", "extragradient"]
+# As above, with another problem, rule or stage.
+ALIKE = ["noisy_gd_adam", "penalty_free_outer", "refitted"]
+MOVING += [pytest.param(name, marks=pytest.mark.slow) for name in ALIKE]
 
 
 @pytest.mark.parametrize("name", MOVING)
@@ -152,8 +158,7 @@ def test_diverging_run_stays_finite_and_says_how_often(name):
     sizes = sizes_of(problem, data, people)
     solver = moved_far(solver).with_sizes(sizes).with_noise(1.0)
     key = jax.random.key(0)
-    run = jax.jit(dpb.solve, static_argnames="trajectory")
-    solution = run(problem, solver, data, w0, key=key, trajectory=True)
+    solution = solve(problem, solver, data, w0, key=key, trajectory=True)
     assert finite((solution.value, solution.trajectory))
     assert int(solution.rejected_updates) > 0
 
@@ -162,7 +167,7 @@ def test_certified_solver_that_diverges_stays_finite():
     solver = dpb.ImplicitBilevel(3, step_size=HUGE, output=dpb.outputs.Last())
     problem = dataclasses.replace(EXACT.problem, x_set=dpb.sets.Box(-1e38, 1e38))
     solver = solver.with_sizes(problem.sizes_of(EXACT.data)).with_noise(1.0)
-    solution = dpb.solve(
+    solution = solve(
         problem, solver, EXACT.data, EXACT.w0, key=jax.random.key(0), trajectory=True
     )
     assert finite((solution.value, solution.trajectory))
@@ -172,7 +177,7 @@ def test_certified_solver_that_diverges_stays_finite():
 def test_point_that_overflows_with_noise_is_left_out():
     problem, solver, data, w0, _ = SOLVERS["proximal_point"]
     solver = solver.with_sizes(len(LOWER["label"])).with_noise(1e30)
-    solution = dpb.solve(problem, solver, data, w0, key=jax.random.key(0))
+    solution = solve(problem, solver, data, w0, key=jax.random.key(0))
     assert finite(solution.value)
     assert int(solution.rejected_updates) == solver.num_steps
 
@@ -181,7 +186,7 @@ def test_point_that_overflows_with_noise_is_left_out():
 def test_healthy_run_leaves_nothing_out(name):
     problem, solver, data, w0, people = SOLVERS[name]
     solver = solver.with_sizes(sizes_of(problem, data, people)).with_noise(1.0)
-    solution = dpb.solve(problem, solver, data, w0, key=jax.random.key(0))
+    solution = solve(problem, solver, data, w0, key=jax.random.key(0))
     assert int(solution.rejected_updates) == 0
 
 
@@ -264,9 +269,7 @@ def test_mean_of_the_pairs_is_that_of_the_trajectory():
     problem, solver, data, w0, people = SOLVERS["penalty"]
     solver = dataclasses.replace(solver, output=dpb.outputs.Mean())
     solver = solver.with_sizes(sizes_of(problem, data, people)).with_noise(1.0)
-    solution = dpb.solve(
-        problem, solver, data, w0, key=jax.random.key(0), trajectory=True
-    )
+    solution = solve(problem, solver, data, w0, key=jax.random.key(0), trajectory=True)
     means = jax.tree.map(lambda v: v.mean(0), solution.trajectory)
     for found, expected in zip(solution.value, means, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)

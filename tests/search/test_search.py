@@ -1,6 +1,7 @@
 """The host loop: what `solve` does, with losses from Python, and safe to interrupt."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -460,6 +461,7 @@ def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypa
     for page in ("search.md", "black_box.md"):
         for part in (docs / page).read_text().split("```python\n")[1:]:
             code = part.split("```")[0]
+            code = re.sub(r"num_steps=2\d,", "num_steps=2,", code)
             if "PrivateSearch" not in code:  # the README runs the same one
                 exec(compile(code, page, "exec"), names)
     assert "ENFORCED: epsilon = 1 at delta = 1e-06" in capsys.readouterr().out
