@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel.audit.unseal import opened
 from dpbilevel.core.descent import rejected_updates
 from dpbilevel.core.loop import advance, bound_to
+from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
 from tests.contract.solver_zoo import ADAPTIVE, DOUBLE, FEW_ANSWERS, SOLVERS, sizes_of
 
@@ -57,18 +60,29 @@ def _double(request):
         yield
 
 
-MADE = []  # the strength and the scale of every release of the last run
+MADE = []  # the strength and the scale of every release
+NOISES = []  # in units of that scale
 
 
 def noted(method, scale):
-    """A release or a draw that says how strong it is, and of what scale."""
+    """A release or a draw that says how strong it is, of what scale, and its noise."""
 
     def made(self, value, *args, **kwargs):
+        released = method(self, value, *args, **kwargs)
         numbers = jnp.asarray(strength(self)), jnp.asarray(scale(self, value))
-        jax.debug.callback(lambda *v: MADE.append(tuple(map(float, v))), *numbers)
-        return method(self, value, *args, **kwargs)
+        noisy = (value, released) if isinstance(value, Bounded) else None
+        jax.debug.callback(note, *numbers, noisy)
+        return released
 
     return made
+
+
+def note(strength, scale, noisy):
+    MADE.append((float(strength), float(scale)))
+    if noisy is not None:
+        pairs = zip(opened(noisy[0]), jax.tree.leaves(noisy[1]), strict=True)
+        noises = [(np.ravel(v) - raw) / float(scale) for raw, v in pairs]
+        NOISES.append(np.concatenate(noises))
 
 
 def std(mechanism, bounded):
@@ -103,14 +117,22 @@ def run(name, key, scale=1.0):
     return solve(problem, solver, data, w0, key=key)
 
 
-@functools.cache
-def unrolled(name):
+def releases_of(name, *seeds):
+    """What runs with these keys note, and the ledger of each."""
     problem, solver, data, w0 = calibrated(name)
     jax.effects_barrier()
-    MADE.clear()
-    solve(problem, solver, data, w0, key=jax.random.key(KEY))
+    for notes in (MADE, NOISES):
+        notes.clear()
+    for seed in seeds:
+        solve(problem, solver, data, w0, key=jax.random.key(seed))
     jax.effects_barrier()
-    return sorted(MADE), solver.ledger(problem, solver.sizes), name in ADAPTIVE
+    return list(MADE), list(NOISES), solver.ledger(problem, solver.sizes)
+
+
+@functools.cache
+def unrolled(name):
+    made, _, ledger = releases_of(name, KEY)
+    return sorted(made), ledger, name in ADAPTIVE
 
 
 def strength(mechanism):
@@ -185,6 +207,31 @@ def test_a_ledger_that_claims_too_much_noise_is_caught(name):
         louder[index] = dataclasses.replace(release, mechanism=louder_than(release))
         boastful = dataclasses.replace(ledger, releases=tuple(louder))
         assert not matches(made, boastful, adaptive)
+
+
+def sound(noises):
+    """Whether noise is as large as claimed, and none is used twice."""
+    total, count = sum(np.sum(z**2) for z in noises), sum(map(len, noises))
+    low, high = scipy.stats.chi2.ppf([1e-6, 1 - 1e-6], count)
+    fresh = {tuple(np.round(z, 6)) for z in noises}
+    return low < total < high and len(fresh) == len(noises)
+
+
+MISTAKES = {
+    "no noise": lambda noises: [0 * z for z in noises],
+    # As of a record that is clipped at twice the length.
+    "half of the noise": lambda noises: [z / 2 for z in noises],
+    "a key used twice": lambda noises: [*noises[1:], noises[1]],
+}
+DRAWN = ("exponential", "regularized", "random_search")
+
+
+@pytest.mark.parametrize("name", [n for n in SOLVERS if not n.startswith(DRAWN)])
+def test_noise_is_fresh_and_as_large_as_the_ledger_claims(name):
+    made, noises, _ = releases_of(name, *range(KEY, KEY + 20))
+    assert len(noises) == len(made)
+    assert sound(noises)
+    assert not [mistake for mistake, of in MISTAKES.items() if sound(of(noises))]
 
 
 @distinct_solvers
