@@ -22,7 +22,7 @@ PILOT = 0.2  # the share of runs that chooses statistic and thresholds
 # Where the pooled pilot runs are cut: the middle sees a Gaussian shift best, the ends
 # see rare and large losses.
 _QUANTILES = (0.02, 0.2, 0.5, 0.8, 0.98, 0.998)
-# A pass that measures less than this share of the claim tells too little.
+# A pass that measures less than this share of the claim is inconclusive.
 _CONCLUSIVE = 0.25
 _MOST_VIEWS = 32  # steps per run that an audit looks at
 

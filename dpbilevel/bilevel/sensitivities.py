@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from .._checks import Number
 from ..privacy.budget import People
 from ..privacy.floats import check_rounding
 from .bounds import Bounds
@@ -84,7 +85,10 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
 
 
 def hypergradient_sensitivity(
-    certificate: AbstractCertificate, sizes: Sizes, dtype: Any, x: PyTree | None = None
+    certificate: AbstractCertificate,
+    sizes: Sizes,
+    dtype: DTypeLike,
+    x: PyTree | None = None,
 ) -> Levels:
     r"""How far one replaced record of each level moves the computed hypergradient.
 
@@ -206,7 +210,7 @@ def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
     return Levels(upper, lower)
 
 
-def solve_error(bounds: Bounds, counts: StepCounts) -> Any:
+def solve_error(bounds: Bounds, counts: StepCounts) -> Number:
     """How far both inexact solves move the hypergradient.
 
     Args:
@@ -220,7 +224,7 @@ def solve_error(bounds: Bounds, counts: StepCounts) -> Any:
     return bounds.lower_error * lower + bounds.linear_error * linear
 
 
-def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     """How far rounding moves the hypergradient, to first order.
 
     As derived at `hypergradient_sensitivity`.
@@ -240,7 +244,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
     )
 
 
-def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: Any) -> Any:
+def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     """How far rounding moves a computed lower solution, to first order; likewise.
 
     Args:

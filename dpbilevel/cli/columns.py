@@ -38,8 +38,8 @@ class Table:
             name: The column's name.
 
         Raises:
-            ValueError: There is no such column. What is there is not told: where a
-                file lacks its header, that would be a record.
+            ValueError: There is no such column. The message does not list those that
+                exist: where a file lacks its header, they would be a record.
         """
         if name not in self.columns:
             raise ValueError(

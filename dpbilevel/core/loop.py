@@ -27,7 +27,7 @@ def solve(
     *,
     key: PRNGKey,
     trajectory: bool = False,
-) -> Solution:
+) -> Solution[None]:
     """Runs `solver` on `problem` and returns what it releases.
 
     A pure function of its arguments: `jax.jit(solve)` compiles once for all numbers,

@@ -1,6 +1,5 @@
 """Plans: the least noise that reaches a budget, before any data is seen."""
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.report import describe
+from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling import AbstractSampling
 from .levels import Sizes, people_of
 from .loop import solve, solver_for
@@ -106,7 +105,7 @@ def fit(
     key: PRNGKey,
     precision: Precision = "grid",
     trajectory: bool = False,
-) -> Solution:
+) -> Solution[PrivacyReport]:
     """Plans and runs in one call: calibrate on the data's sizes, then solve.
 
     Which records meet `x` is decided by tracing here, so an outer step that is public
@@ -155,7 +154,7 @@ def fit(
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:
         warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
-    return dataclasses.replace(solution, report=plan.report)
+    return Solution(solution.value, solution.trajectory, rejected, plan.report)
 
 
 def least_multiplier(

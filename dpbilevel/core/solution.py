@@ -1,13 +1,15 @@
 """What a run hands out: the released answer, and its guarantee."""
 
 import dataclasses
-from typing import Generic
+from typing import Generic, TypeVar
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
 from ..privacy.report import PrivacyReport
 from .solver import Solver
+
+Report = TypeVar("Report", bound=PrivacyReport | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Plan(Generic[Solver]):
     report: PrivacyReport
 
 
-class Solution(eqx.Module):
+class Solution(eqx.Module, Generic[Report]):
     """What a run releases.
 
     Attributes:
@@ -42,7 +44,7 @@ class Solution(eqx.Module):
     value: PyTree
     trajectory: PyTree | None = None
     rejected_updates: Int[Array, ""] | int = 0
-    report: PrivacyReport | None = eqx.field(static=True, default=None)
+    report: Report = eqx.field(static=True, default=None)
 
     @property
     def x(self) -> PyTree:

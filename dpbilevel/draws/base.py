@@ -23,6 +23,7 @@ from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.queries import RECORDS, Query
+from ..sets import AbstractSet
 from .mechanisms import AbstractDrawMechanism, Number
 from .release import Draw
 from .samplers.base import AbstractSampler, Regularity
@@ -85,7 +86,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     in_config: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def score_of(self, problem: Any, sizes: Any) -> AbstractScore:
+    def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
         """The score of a problem.
 
         Args:
@@ -100,7 +101,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @abc.abstractmethod
     def density(
-        self, problem: Any, sensitivity: Number
+        self, problem: DrawProblem, sensitivity: Number
     ) -> tuple[AbstractDrawMechanism, Number]:
         r"""The mechanism, and $\mu$ of the regularized score; inside a program too.
 
@@ -135,7 +136,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return Basis.CONSTANTS
 
     @override
-    def init(self, problem: Any, w0: PyTree) -> DrawState:
+    def init(self, problem: DrawProblem, w0: PyTree) -> DrawState:
         """Starts at `w0`, which is public and only some samplers read.
 
         Raises:
@@ -181,11 +182,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return (state.x, None) if state.levels == 2 else state.x
 
     @override
-    def answer(self, problem: Any, state: DrawState) -> PyTree:
+    def answer(self, problem: DrawProblem, state: DrawState) -> PyTree:
         """The drawn `x`; no `y`."""
         return self.released(state)
 
-    def plan(self, problem: Any, sizes: Any) -> DrawPlan:
+    def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
         """What the draw will be charged for. On the host.
 
         Args:
@@ -214,7 +215,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return DrawPlan(score, contributions, regularity, mechanism, rate, potential)
 
     @override
-    def ledger(self, problem: Any, sizes: Any) -> Ledger:
+    def ledger(self, problem: DrawProblem, sizes: Any) -> Ledger:
         plan = self.plan(problem, sizes)
         queries = tuple(
             Query.of_contribution(role, n, float(share))
@@ -240,7 +241,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return dataclasses.replace(self, **changes)
 
     @override
-    def with_counts(self, problem: Any, sizes: Any = None) -> Self:
+    def with_counts(self, problem: DrawProblem, sizes: Any = None) -> Self:
         """With the counts of its sampler, for scores of the default dtype."""
         changes: dict[str, Any] = {"dtype": jnp.result_type(float).name}
         solver = dataclasses.replace(self, **changes)
@@ -310,7 +311,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return jnp.dtype(self.dtype or jnp.result_type(*jax.tree.leaves(start)))
 
 
-def feasible_set(problem: DrawProblem) -> Any:
+def feasible_set(problem: DrawProblem) -> AbstractSet:
     """The set that is drawn from.
 
     Args:

@@ -8,7 +8,7 @@ from typing_extensions import override
 from .._checks import Positive
 from ..onelevel.problem import FiniteSum
 from ..privacy.clipping import Basis
-from .base import AbstractDrawSolver, DrawPlan
+from .base import AbstractDrawSolver, DrawPlan, DrawProblem
 from .mechanisms import Exponential, Number
 from .scores.base import AbstractScore
 from .scores.hyper import GradientNorm, HyperObjective
@@ -87,7 +87,9 @@ class ExponentialMechanism(AbstractDrawSolver):
         return 0.0 if self.convex else None
 
     @override
-    def density(self, problem: Any, sensitivity: Number) -> tuple[Exponential, float]:
+    def density(
+        self, problem: DrawProblem, sensitivity: Number
+    ) -> tuple[Exponential, float]:
         return self.mechanism, 0.0
 
     @override
@@ -105,7 +107,7 @@ class ExponentialMechanism(AbstractDrawSolver):
         return tuple(declared)
 
     @override
-    def score_of(self, problem: Any, sizes: Any) -> AbstractScore:
+    def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
         """As the fields `score` and `clip_range` ask for.
 
         Raises:

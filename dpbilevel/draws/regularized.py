@@ -13,7 +13,7 @@ from ..bilevel.certified import certificate_of
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
-from .base import AbstractDrawSolver, DrawPlan, feasible_set
+from .base import AbstractDrawSolver, DrawPlan, DrawProblem, feasible_set
 from .mechanisms import Number, RegularizedExponential
 from .samplers.base import AbstractSampler
 from .scores.base import AbstractScore
@@ -163,7 +163,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return (convex,)
 
     @override
-    def score_of(self, problem: Any, sizes: Any) -> AbstractScore:
+    def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
         if isinstance(problem, FiniteSum):
             return MeanLoss(problem, "slope", sizes)
         return HyperObjective(problem, "slope", sizes, uniform=True)

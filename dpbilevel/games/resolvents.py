@@ -268,7 +268,7 @@ class Resolvent:
                 f"but the starting point has {size} coordinates; give dimension={size}."
             )
 
-    def check_numbers(self, dtype: Any) -> None:
+    def check_numbers(self, dtype: DTypeLike) -> None:
         """Refuses a plan whose inner solver does not converge or rounds too coarsely.
 
         Nothing is refused inside a program, where numbers are not known.

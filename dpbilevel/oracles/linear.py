@@ -100,7 +100,7 @@ class ConjugateGradient(AbstractLinearSolver):
             _checks.positive("ConjugateGradient", tolerance=self.tolerance)
 
     def solve(self, matvec, b, x0=None):
-        """Solves the system; `num_products` tells when it stopped."""
+        """Stops early at the tolerance, as `num_products` shows."""
         start, scale = _start(matvec, b, x0)
         found, products, solves = self._iterated(
             matvec, start, _unit_square(b, scale), b

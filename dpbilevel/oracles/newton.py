@@ -120,8 +120,8 @@ class NewtonCG(AbstractLowerSolver):
         wanted = jnp.minimum(0.5, jnp.sqrt(norm))
         # A residual far below the tolerance is as good as none.
         forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
-        # No product is spent on a direction that nobody takes: of many problems at once
-        # all are asked for one.
+        # No product is spent on a direction that is not taken: under `vmap` every
+        # problem computes one.
         forcing = jnp.where(accepted & (norm > self.tolerance), forcing, 2)
         size = jnp.where(norm > 0, norm, 1)
         downhill = jax.tree.map(lambda s: -s / size.astype(s.dtype), slope)

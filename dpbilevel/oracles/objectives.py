@@ -30,7 +30,7 @@ _THINNED = 16
 
 
 class AbstractObjective(abc.ABC):
-    """What a minimizer over y asks of a function of x and y."""
+    """The interface of a function of x and y for minimizers over y."""
 
     @abc.abstractmethod
     def value(self, x: PyTree, y: PyTree) -> Scalar:

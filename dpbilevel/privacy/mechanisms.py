@@ -86,7 +86,7 @@ class Gaussian(eqx.Module):
         multiplier = _checks.at_least_single(self.multiplier)
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)
         std = multiplier * (1 + ROUNDING_MARGIN) * bounded.sensitivity(self.neighbours)
-        # Noise that underflows must not pass for the noise that nobody asked for.
+        # Noise that underflows must not pass for a multiplier of zero.
         passes = (jnp.asarray(std) != 0) | (jnp.asarray(multiplier) == 0)
         if isinstance(bounded.raw, Grid):
             released = bounded.raw.with_noise(std, passes, key=key)

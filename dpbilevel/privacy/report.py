@@ -33,7 +33,7 @@ IDEALISED = {
     "float": "precision float, for research: floating-point noise and sums stand for "
     "real ones",
 }
-# A clip norm below this part of the declared bound is told in the report.
+# A clip norm below this part of the declared bound is shown in the report.
 _SHORT = 0.5
 TRUSTED = (
     "public terms, sets, counts, clip norms and the starting point hold no private data"
@@ -144,7 +144,7 @@ def describe(
 
     Args:
         ledger: All releases with their noise.
-        budget: What was asked for.
+        budget: The budget of the plan.
         levels: Whether the problem has two levels, so that `people` means something.
         dimensions: Coordinates per release name, where known.
     """

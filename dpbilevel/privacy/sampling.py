@@ -41,7 +41,7 @@ class Batch(eqx.Module):
 
 
 class AbstractSampling(eqx.Module):
-    """A sampling scheme: draws a batch and knows the event that it amplifies.
+    """A sampling scheme: how a batch is drawn, and the event that accounts for it.
 
     Attributes:
         numbered: Whether a batch depends on its number in the run, so that only solvers

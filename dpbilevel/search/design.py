@@ -1,4 +1,4 @@
-r"""Where to evaluate next: few points that tell most about a gradient.
+r"""Where to evaluate next: few points that inform a gradient most.
 
 Everything here is a function of points, a kernel and a key. Losses are no argument: the
 choice of points costs no privacy.
@@ -25,10 +25,10 @@ _STALLED = 1e-5
 
 
 class Design(eqx.Module):
-    """Points to evaluate, and what they will have told.
+    """Points to evaluate, and the uncertainty that they leave.
 
     Attributes:
-        points: One a row; only the first `count` are asked for.
+        points: One a row; only the first `count` are evaluated.
         count: How many.
         trace: The trace of the gradient's posterior covariance after them.
     """
@@ -119,7 +119,7 @@ def _offsets(posterior, basis, height, count, capacity, pairs):
     r"""Offsets of `count` points: opposite pairs, and the corners of a simplex.
 
     With $r$ directions, $k$ of them spanned by pairs and the other $r - k$ by a
-    simplex, there are $r + k + 1$ points; pairs tell most and simplices cost least.
+    simplex, there are $r + k + 1$ points; pairs inform most and simplices cost least.
     """
     size = posterior.theta.size
     row = jnp.arange(capacity, dtype=jnp.int32)

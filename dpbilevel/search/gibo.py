@@ -177,7 +177,7 @@ class GradientInformativeBO(
         return _State(w, kept, memory, zero, seen, zero, zero)
 
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
-        """The fewest points that tell enough about the gradient; reads no loss."""
+        """The fewest points that reach the tolerance; reads no loss."""
         posterior = self._posterior(state.w, state.seen.points, state.seen.mask)
         most = self.batch or self.max_batch or 2 * state.w.size + 16
         # Algorithm 1, lines 4 and 5: how many points are enough, and which.

@@ -18,7 +18,7 @@ _LOST = 1e-8
 
 
 class GradientPosterior(eqx.Module):
-    r"""What evaluations at some points tell about the gradient at $\theta$.
+    r"""The posterior of the gradient at $\theta$ by evaluations at some points.
 
     With $m$ points $D$, $K = k(D, D) + c_0 1 1^\top + \nu I$ and the slopes $G =
     \nabla_\theta k(\theta, D)$, the gradient has posterior mean $W y$ with $W = G

@@ -27,7 +27,7 @@ class AbstractKernel(eqx.Module):
 
     Attributes:
         variance: The scale of the covariance, in squared units of the loss.
-        reach: How far from a point others tell about its gradient.
+        reach: The distance up to which evaluations inform a gradient.
     """
 
     variance: AbstractVar[float | Scalar]
@@ -58,7 +58,7 @@ class AbstractKernel(eqx.Module):
 
     @abc.abstractmethod
     def radius(self, corners: Int[Array, ""], nugget: Scalar) -> Scalar:
-        r"""How far from $\theta$ the corners of a regular simplex tell most.
+        r"""The distance of the corners of a regular simplex at which they inform most.
 
         Args:
             corners: How many corners, at least two; two are a pair of opposite points.
@@ -176,7 +176,7 @@ class Quadratic(AbstractKernel):
     r"""$k = \sigma^2 (\langle \theta, \theta' \rangle + 1)^2$: losses are quadratic.
 
     Not stationary: the method's theory does not cover it. It has $(d + 1)(d + 2)/2$
-    features, so that many points in general position tell all about the gradient.
+    features, so that many points in general position determine the gradient.
 
     Args:
         variance: $\sigma^2 > 0$, in squared units of the loss.

@@ -24,8 +24,8 @@ class BlackBox(AbstractOneLevel):
         num_records: $n$, public. Static.
         w_set: Where it may be evaluated: a `Box` with both ends, for
             `GradientInformativeBO` any set.
-        records: What tells the records, their order and what is evaluated on them from
-            others, such as a hash, as text; `minimize` needs it with `folder`, and
+        records: Text that identifies the records, their order and what is evaluated on
+            them, such as a hash; `minimize` needs it with `folder`, and
             compares it before an interrupted run goes on. SECRET. Static.
         evaluates: What `losses` computes, in words, public: kept in a folder with the
             result, where another one is refused. Static.

@@ -38,7 +38,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     r"""Draws one of $M$ random points with a probability $\propto \exp(-k f(w))$.
 
     The points are uniform in the problem's box; $f$ is the mean of the losses clipped
-    to $[0, B]$, plus the public term. One step: all candidates are asked for, and one
+    to $[0, B]$, plus the public term. One step: all candidates are evaluated, and one
     is drawn and released, without its loss.
 
     Args:

@@ -464,10 +464,10 @@ class WarmResolvent(dpb.games.InexactProximalPoint):
             dpb.games.InexactProximalPoint.step(kind, problem, data, state, key=k)
             for kind, k in zip((silent, self), jax.random.split(key), strict=True)
         )
-        return dataclasses.replace(found, mean=noisy.w)
+        return dataclasses.replace(found, kept=noisy.w)
 
     def released(self, state):
-        return state.mean
+        return state.kept
 
 
 SUBSET = sampled(dpb.FixedSize(2))

@@ -44,7 +44,7 @@ class AbstractScore(abc.ABC):
     sizes: Any
 
     @abc.abstractmethod
-    def contributions(self, dtype: Any) -> dict[str, Any]:
+    def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         """One record's share per role, as in `BoundedScore`; inside a program too.
 
         A spread counts the errors of computed scores.
@@ -57,7 +57,7 @@ class AbstractScore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+    def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         """What is known of the score as a potential, besides convexity. On the host.
 
         Args:

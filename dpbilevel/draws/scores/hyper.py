@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
+from ..._checks import Number
 from ...bilevel import certified, sensitivities
 from ...bilevel.bounds import Bounds, Metric
 from ...bilevel.constants import AbstractCertificate
@@ -56,7 +57,7 @@ class HyperObjective(AbstractScore):
     uniform: bool = False
 
     @override
-    def contributions(self, dtype: Any) -> dict[str, Any]:
+    def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         self._most_steps(dtype)
         if self.measure == "slope":
             bounds = self._bounds()
@@ -71,7 +72,7 @@ class HyperObjective(AbstractScore):
         return {"upper": (upper + 4 * error) / 2, "lower": (lower + 4 * error) / 2}
 
     @override
-    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+    def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate, gradient_error = self._certificate(), 0.0
         if self.measure == "slope":
             gradient_error = _gradient_error(certificate, self.sizes, dtype)
@@ -107,7 +108,7 @@ class HyperObjective(AbstractScore):
             self.sizes,
         )
 
-    def _error(self, dtype: Any) -> Any:
+    def _error(self, dtype: DTypeLike) -> Number:
         """How far a computed value may be off."""
         largest = 2 * self._half() + self._certificate().largest_loss
         if self.problem.upper_public is not None:
@@ -136,18 +137,18 @@ class HyperObjective(AbstractScore):
             _least(bounds.lower * diameter, lower),
         )
 
-    def _range(self) -> Any:
+    def _range(self) -> Number:
         """How far an upper loss may be from itself at another point."""
         return self._reach() if self.clip_range is None else self.clip_range
 
-    def _half(self) -> Any:
+    def _half(self) -> Number:
         """The norm that upper losses are cut at: about those at a reference, or $B/2$.
 
         The reference may be at either end of their range.
         """
         return self._range() if self.clip_range is None else self._range() / 2
 
-    def _reach(self) -> Any:
+    def _reach(self) -> Number:
         """The same by constants."""
         second = self._certificate().second_order
         reach = 2 * second.upper_y * second.solution_radius
@@ -164,7 +165,7 @@ class HyperObjective(AbstractScore):
         slope = self._certificate().second_order.upper_y
         return slope if self.problem.upper_public is None else 3 * slope
 
-    def _lipschitz(self) -> Any:
+    def _lipschitz(self) -> Number:
         """That of the score in x: where losses are clipped, terms may cancel less."""
         if self.clip_range is None or self.problem.upper_public is None:
             return self._bounds().gradient
@@ -192,11 +193,11 @@ class HyperObjective(AbstractScore):
             )
         return int(count)
 
-    def _rounding(self, bounds: Bounds, dtype: DTypeLike) -> Any:
+    def _rounding(self, bounds: Bounds, dtype: DTypeLike) -> Number:
         return sensitivities.solution_rounding(bounds, self.sizes, dtype)
 
 
-def _least(first: Any, second: Any) -> Any:
+def _least(first: Any, second: Any) -> Number:
     """The smaller of two numbers, on the host or in a program."""
     known = not isinstance(first, jax.Array) and not isinstance(second, jax.Array)
     return min(first, second) if known else jnp.minimum(first, second)
@@ -276,7 +277,7 @@ class _Objective(AbstractPotential):
         return certificate.metric(self.problem, self.sizes, x, self.y0)
 
 
-def _steps(metric: Metric, target: float) -> Any:
+def _steps(metric: Metric, target: float) -> Number:
     """How many steps leave an error of at most `target` in y."""
     error = target * metric.least**0.5
     return metric.spectrum.accelerated_steps(metric.radius, error)
@@ -299,14 +300,14 @@ class GradientNorm(AbstractScore):
     """
 
     @override
-    def contributions(self, dtype: Any) -> dict[str, Any]:
+    def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         certificate, rounding = self._certificate(), self._rounding(dtype)
         sensitivities.check_dtype(certificate, self.sizes, dtype)
         shares = sensitivities.hypergradient_sensitivity(certificate, self.sizes, dtype)
         return {"upper": shares.upper + rounding, "lower": shares.lower + rounding}
 
     @override
-    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+    def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate = self._certificate()
         error = _gradient_error(certificate, self.sizes, dtype) + self._rounding(dtype)
         lipschitz = float(certificate.second_order.smoothness + 2)
@@ -325,7 +326,7 @@ class GradientNorm(AbstractScore):
     def _certificate(self) -> AbstractCertificate:
         return certified.certificate_of(self.problem)
 
-    def _rounding(self, dtype: Any) -> Any:
+    def _rounding(self, dtype: DTypeLike) -> Number:
         """Of the projection of a step that leaves the set, a few roundings."""
         if isinstance(self.problem.x_set, Euclidean):
             return 0.0
@@ -357,7 +358,9 @@ class _Norm(AbstractPotential):
         return batched(self, xs)
 
 
-def _gradient_error(certificate: AbstractCertificate, sizes: Sizes, dtype: Any) -> Any:
+def _gradient_error(
+    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
+) -> Number:
     """How far a computed hypergradient may be off."""
     bounds = certificate.bounds(sizes)
     steps = sensitivities.step_counts(certificate, sizes)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
+from ..._checks import Number
 from ...bilevel import sensitivities
 from ...onelevel.problem import FiniteSum
 from ...privacy.clipping import Basis, clipped_mean, unsealed
@@ -46,7 +47,7 @@ class MeanLoss(AbstractScore):
     clip_range: Any = None
 
     @override
-    def contributions(self, dtype: Any) -> dict[str, Any]:
+    def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         """$B / n$ or $G D / n$; as a slope $G / n$."""
         reach = self._reach()
         if self.measure == "slope":
@@ -55,7 +56,7 @@ class MeanLoss(AbstractScore):
         return {RECORDS: spread_of(reach, self.sizes, dtype, public)[0]}
 
     @override
-    def regularity(self, dtype: Any, dimension: int) -> Regularity:
+    def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         problem, reach = self.problem, self._reach()
         public = problem.public is not None
         error = rounding = 0.0
@@ -98,7 +99,7 @@ class MeanLoss(AbstractScore):
     def _clipped(self) -> bool:
         return self.measure == "spread" and self.clip_range is not None
 
-    def _reach(self) -> Any:
+    def _reach(self) -> Number:
         """How far a loss may be from itself at another point."""
         if self._clipped:
             return self.clip_range
