@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 ADULT ?= $(wildcard ../shared/data/adult.csv)
 # Leave one core's worth of threads to each test process.
 TEST_FLAGS ?= -n 2 --dist worksteal
-# What claims something about noise, roundings or leaks is compiled as by users, all else
-# in less time: what it claims does not depend on how well programs are compiled.
-EXACT := tests/attacks tests/audit tests/privacy
+# What claims something about noise, laws, roundings or leaks is compiled as by users, all
+# else in less time: what it claims does not depend on how well programs are compiled.
+EXACT := tests/attacks tests/audit tests/draws tests/privacy
 # What differs between releases of Python and JAX: programs, keys, noise, what is shown.
 SHORT := contract privacy/test_grid.py privacy/test_noise.py \
   privacy/test_mechanisms.py attacks/test_keys.py attacks/test_rows.py

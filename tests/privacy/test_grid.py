@@ -12,12 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
+from dpbilevel.privacy import noise
 from dpbilevel.privacy.grid import Grid, wide_integers
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.noise import normal_from_bits, standard_normal
+from dpbilevel.privacy.noise import standard_normal
 
 MARGIN = 1 + ROUNDING_MARGIN
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+# One program instead of fifty.
+normal_from_bits = jax.jit(noise.normal_from_bits, static_argnums=1)
 
 
 def rows(n, d, seed=0, scale=1.0):
@@ -72,9 +77,14 @@ def test_the_sum_is_the_same_for_every_order(microbatch):
     assert not all((v == other[0]).all() for v in other)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def rounded(records, clip_norm):
+    return mean(records, clip_norm=clip_norm)
+
+
 @given(st.lists(finite, min_size=3, max_size=3), st.sampled_from([1e-20, 0.7, 1e9]))
 def test_a_rounded_record_stays_within_the_clip_norm(row, clip_norm):
-    grid = mean(jnp.asarray([row], jnp.float32), clip_norm=clip_norm).raw
+    grid = rounded(jnp.asarray([row], jnp.float32), clip_norm).raw
     norm = math.sqrt(sum(int(k) ** 2 for k in np.asarray(grid.counts)))
     assert norm * 2.0 ** float(grid.exponent) <= clip_norm
 
@@ -94,9 +104,8 @@ def test_float64_records_are_released_in_float64():
         np.testing.assert_allclose(
             real(bounded.raw), np.mean(records, axis=0), rtol=0, atol=10 * 2.0**-23
         )
-        released = dpb.privacy.Gaussian(1.0, precision="grid").release(
-            bounded, key=jax.random.key(0)
-        )
+        gaussian = dpb.privacy.Gaussian(1.0, precision="grid")
+        released = jax.jit(gaussian.release)(bounded, key=jax.random.key(0))
     assert released.dtype == jnp.float64
 
 
@@ -169,6 +178,7 @@ def test_an_unknown_precision_is_refused():
             make()
 
 
+@jax.jit
 def released(bounded, multiplier=1.0, seed=0):
     mechanism = dpb.privacy.Gaussian(multiplier, precision="grid")
     return mechanism.release(bounded, key=jax.random.key(seed))
@@ -185,7 +195,8 @@ def test_the_noise_is_the_rounded_normal_of_the_same_key(d):
     bounded = mean(rows(30, d))
     step = release_step(bounded, d)
     with jax.enable_x64(True):
-        z = standard_normal(jnp.zeros(d), key=jax.random.key(0))
+        draw = jax.jit(functools.partial(standard_normal, jnp.zeros(d)))
+        z = draw(key=jax.random.key(0))
     std = MARGIN * bounded.sensitivity()
     noise = np.round(std / step * np.asarray(z)) * step
     base = np.floor(real(bounded.raw) / step + 0.5) * step

@@ -10,7 +10,7 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.privacy import noise
-from dpbilevel.privacy.noise import check_key, normal_from_bits, standard_normal
+from dpbilevel.privacy.noise import check_key
 
 DTYPES = {"float32": jnp.float32, "float64": jnp.float64}
 # Random bits of a value.
@@ -18,6 +18,14 @@ BITS = {"float32": 64, "float64": 96}
 # Ranks k of 2**63 in the tail; the tail probability is (k + 1/2) / 2**64.
 RANKS = [0, 1, 3, 2**10, 2**24 + 1, 2**33 + 7, 2**52, 2**60, 2**62, 2**63 - 2**50]
 ALPHA = 1e-4
+
+
+# One program instead of fifty.
+normal_from_bits = jax.jit(noise.normal_from_bits, static_argnums=1)
+
+
+def standard_normal(like, *, key):
+    return jax.jit(lambda key: noise.standard_normal(like, key=key))(key)
 
 
 def normal(ranks, dtype, negative=False):
