@@ -291,8 +291,11 @@ def check_fields(module: Any) -> None:
 def _checks_of(cls: type) -> list[tuple[str, bool, Any]]:
     """For each field with a check: its name, whether it may be `None`, the check."""
     found = []
+    # Annotations are strings where a module imports them from __future__.
+    texts = any(isinstance(field.type, str) for field in dataclasses.fields(cls))
+    hints = typing.get_type_hints(cls, include_extras=True) if texts else {}
     for field in dataclasses.fields(cls):
-        kinds = _members(field.type)
+        kinds = _members(hints.get(field.name, field.type))
         checks = [check for kind in kinds if (check := _check_of(kind)) is not None]
         if len(checks) == 1:  # a union of several is for the class itself to check
             found.append((field.name, type(None) in kinds, checks[0]))

@@ -82,6 +82,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
         """
         _checks.strict_floats("ImplicitBilevel")
         (x, y0), sizes = point, self.sizes
+        _check_rows(data, sizes)
         certificate = certificate_of(self.problem)
         dtype = common_dtype(point)
         sensitivities.check_dtype(certificate, sizes, dtype)
@@ -101,6 +102,17 @@ class HypergradientQuery(AbstractCertifiedQuery):
         ratios, factor = sensitivities.multiple_of_ratios(certificate, sizes, shares)
         contribution = (ratios.upper + ratios.lower) / 2 * factor
         return Bounded(value, contribution, Basis.CONSTANTS)
+
+
+def _check_rows(data: Levels, sizes: Sizes) -> None:
+    """Refuses more records than planned: constants bound means of so many at most."""
+    for role in LEVELS:
+        rows = _checks.leading_axis(role, getattr(data, role))
+        if rows > getattr(sizes, role):
+            raise ValueError(
+                f"ImplicitBilevel: {rows} records of the {role} level, but planned for "
+                f"{getattr(sizes, role)}; calibrate for the sizes of the data."
+            )
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:

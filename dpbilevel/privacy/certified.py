@@ -58,7 +58,11 @@ class AbstractCertifiedQuery(abc.ABC):
         key: PRNGKey,
         index: Index = None,
     ) -> Bounded:
-        """The value, sealed with a contribution of at most the sum of the listed ones.
+        """The value, sealed with its contribution at the point.
+
+        That is a multiple of the listed ones, the same for every role and at least what
+        a record of any role contributes there: disjoint people are charged by the
+        listed shares. It may exceed their sum where the point is coarser than planned.
 
         Args:
             point: Where it is computed: released or public.

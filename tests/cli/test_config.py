@@ -112,7 +112,7 @@ def test_unknown_key_names_the_close_match():
     text = refusal(("solver.inner.step_sise", 1.0))
     assert "[solver.inner]" in text
     assert "'step_sise' (did you mean 'step_size'?)" in text
-    assert "Allowed keys: num_steps, clip_norm, step_size, sampling, average." in text
+    assert "Allowed keys: num_steps, clip_norm, step_size, sampling, output." in text
 
 
 def test_missing_key_names_its_table():
@@ -134,7 +134,7 @@ def test_wrong_type_says_what_was_wanted():
         ("solver.num_steps", 4.0, "num_steps must be an integer, got 4.0"),
         ("solver.num_steps", True, "num_steps must be an integer, got true"),
         ("solver.num_steps", 0, "[solver]: PenaltyBilevel: num_steps"),
-        ("solver.answer", "lost", "did you mean 'last'"),
+        ("solver.output", "Lost", "did you mean 'Last'"),
         (
             "solver.budget_split",
             [1.0],
