@@ -146,7 +146,7 @@ def refused(match, prepared, out, **options):
 def test_checkpoint_of_another_config_is_refused(tmp_path, interrupted):
     (tmp_path / "b.toml").write_text(LONG)
     other = prepare(read_config(tmp_path / "b.toml"))
-    refused(r"solver\.num_steps was 3, is 39", other, interrupted)
+    refused(r"solver\.num_steps was 3, is 19", other, interrupted)
 
 
 def test_checkpoint_of_another_solver_is_refused(tmp_path, interrupted):
