@@ -9,8 +9,10 @@ import equinox as eqx
 import jax
 import optax
 from jaxtyping import PyTree
+from typing_extensions import override
 
 from .. import _checks
+from ..core.outputs import AbstractOutput
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
@@ -46,6 +48,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
         blocks: The class of the blocks.
         sampling: How each step's batches are drawn, one per level.
         budget_split: $s_b$, for any sum. Where no record meets x, of the first two.
+        output: Which pair is the answer. States have `x`, `y`, `kept` and `t`.
 
     Privacy:
         In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
@@ -56,7 +59,31 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
     blocks: ClassVar[type]  # of `AbstractBlocks`
     sampling: AbstractVar[AbstractSampling]
     budget_split: AbstractVar[tuple[float, float, float]]
+    output: AbstractVar[AbstractOutput]
     problem_type: ClassVar[type] = BilevelProblem
+
+    def released(self, state: Any) -> PyTree:
+        """The current pair."""
+        return state.x, state.y
+
+    @override
+    def answer(self, problem, state: Any):
+        return self.output.answer(state.kept, self.released(state))
+
+    def keep(self, state: Any, pair: PyTree) -> PyTree:
+        """What the output rule keeps after a step.
+
+        Args:
+            state: The state before the step.
+            pair: `(x, y)` after it.
+        """
+        return self.output.update(
+            state.kept,
+            pair,
+            before=self.released(state),
+            t=state.t,
+            num_steps=self.num_steps,
+        )
 
     @abc.abstractmethod
     def lower_bounds(self) -> tuple[float, float, float]:

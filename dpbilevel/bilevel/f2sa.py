@@ -144,24 +144,13 @@ class F2SA(AbstractJointSolver[_State]):
         z, memory_z = descents.z.update(q.z, memory.z, state.z)
         x, memory_x = descents.x.update(q.x, memory.x, state.x)
 
-        before = state.x, state.y
-        kept = self.output.update(
-            state.kept, (x, y), before=before, t=state.t, num_steps=self.num_steps
-        )
+        kept = self.keep(state, (x, y))
         memory = _Blocks(memory_y, memory_z, memory_x)
         return _State(x, y, z, kept, memory, state.t + 1)
-
-    def released(self, state: _State) -> PyTree:
-        """The current pair."""
-        return state.x, state.y
 
     def adversary_view(self, state: _State) -> PyTree:
         """All three variables."""
         return state.x, state.y, state.z
-
-    @override
-    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        return self.output.answer(state.kept, (state.x, state.y))
 
     @override
     def lower_bounds(self):

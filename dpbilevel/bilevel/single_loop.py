@@ -145,24 +145,13 @@ class SingleLoopBilevel(AbstractJointSolver[_State]):
         v, memory_v = descents.v.update(q.v, memory.v, state.v)
         x, memory_x = descents.x.update(q.x, memory.x, state.x)
 
-        before = state.x, state.y
-        kept = self.output.update(
-            state.kept, (x, y), before=before, t=state.t, num_steps=self.num_steps
-        )
+        kept = self.keep(state, (x, y))
         memory = _Blocks(memory_y, memory_v, memory_x)
         return _State(x, y, v, kept, memory, state.t + 1)
 
     @override
-    def released(self, state: _State) -> PyTree:
-        return state.x, state.y
-
-    @override
     def adversary_view(self, state: _State) -> PyTree:
         return state.x, state.y, state.v
-
-    @override
-    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        return self.output.answer(state.kept, (state.x, state.y))
 
     @override
     def lower_bounds(self):

@@ -51,10 +51,9 @@ def draw(result: Result) -> bytes:
 
 def _draw_path(axes, result: Result, colors) -> None:
     steps = np.arange(len(result.trajectory))
-    for name, values, color in zip(
-        result.names, result.trajectory.T, colors, strict=True
-    ):
-        axes.plot(steps, values, color=color, label=name, linewidth=1.6)
+    # In the colors of the bars, which have the names.
+    for values, color in zip(result.trajectory.T, colors, strict=True):
+        axes.plot(steps, values, color=color, linewidth=1.6)
     if "refit" in result.config:
         steps_are = "step (the last one refits the model)"
     else:
@@ -65,8 +64,6 @@ def _draw_path(axes, result: Result, colors) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("at every step", fontsize=10, loc="left")
     axes.grid(axis="y", color="0.9")
-    if len(result.names) <= _MOST_NAMED:
-        axes.legend(fontsize=8, frameon=False, loc="best", ncols=2)
 
 
 def _draw_bars(axes, result: Result, colors) -> None:
