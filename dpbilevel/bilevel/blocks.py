@@ -83,6 +83,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
             before=self.released(state),
             t=state.t,
             num_steps=self.num_steps,
+            key=None,
         )
 
     @abc.abstractmethod

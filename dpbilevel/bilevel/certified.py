@@ -72,7 +72,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
         return Costs(queries, Basis.CONSTANTS, largest, joint)
 
     @override
-    def read(self, point, data, *, precision, key=None, index=None) -> Bounded:
+    def read(self, point, data, *, precision, key, index=None) -> Bounded:
         """The hypergradient at a point, sealed with its sensitivity there.
 
         The point is the upper variable, released, and where the lower solve starts

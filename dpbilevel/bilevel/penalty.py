@@ -249,6 +249,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             before=(state.x, y),
             t=state.t,
             num_steps=self.num_steps,
+            key=None,
         )
         inner = state.inner.plus(of_y, of_z)
         return _State(x, y, z, memory, inner, kept, state.t + 1)

@@ -55,7 +55,7 @@ class AbstractOutput(Checked):
         before: PyTree,
         t: Int[Array, ""],
         num_steps: int,
-        key: PRNGKey | None = None,
+        key: PRNGKey | None,
     ) -> PyTree:
         """What the rule keeps after a step.
 
@@ -65,7 +65,7 @@ class AbstractOutput(Checked):
             before: The point like `w` that the step started from.
             t: The number of the step, from 0.
             num_steps: The number of steps of the run.
-            key: A typed key of its own, for rules that draw.
+            key: A typed key of its own for rules that draw, `None` for others.
         """
 
     @abc.abstractmethod
@@ -86,7 +86,7 @@ class Last(AbstractOutput):
         return None
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key=None):
+    def update(self, kept, w, *, before, t, num_steps, key):
         return None
 
     @override
@@ -102,7 +102,7 @@ class Mean(AbstractOutput):
         return optax.tree.zeros_like(w)
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key=None):
+    def update(self, kept, w, *, before, t, num_steps, key):
         return running_mean(kept, w, jnp.maximum(t - self.first(num_steps), 0))
 
     @override
@@ -148,7 +148,7 @@ class SmallestStep(AbstractOutput):
         return w, jnp.asarray(jnp.inf)
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key=None):
+    def update(self, kept, w, *, before, t, num_steps, key):
         best, least = kept
         length = optax.tree.norm(optax.tree.sub(w, before)).astype(least.dtype)
         shorter = length < least
@@ -177,7 +177,7 @@ class UniformIterate(AbstractOutput):
         return w
 
     @override
-    def update(self, kept, w, *, before, t, num_steps, key=None):
+    def update(self, kept, w, *, before, t, num_steps, key):
         assert key is not None
         # The iterate of step t takes the place with probability 1 / (t + 1).
         replaces = jax.random.randint(key, (), 0, t + 1) == 0

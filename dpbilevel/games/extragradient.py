@@ -190,7 +190,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         g = self._operator(problem, data, w, 2 * t + 1, key=key_then)
         u, memory = descent.update(g, memory, u)
         kept = self.output.update(
-            state.kept, w, before=state.w, t=t, num_steps=self.num_steps
+            state.kept, w, before=state.w, t=t, num_steps=self.num_steps, key=None
         )
         return _State(u, w, kept, memory, t + 1)
 

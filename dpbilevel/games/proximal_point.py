@@ -217,7 +217,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         w = release.of(centre, data, key=key, index=state.t)
         w, rejections = finite_or(w, state.w, state.rejections)
         kept = self.output.update(
-            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
+            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )
         return _State(w, kept, rejections, state.t + 1)
 

@@ -89,7 +89,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         gradient = descent.shortened(gradient, problem.public_gradient, state.w)
         w, memory = descent.update(gradient, state.memory, state.w)
         kept = self.output.update(
-            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
+            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )
         return _State(w, kept, memory, state.t + 1)
 

@@ -211,7 +211,12 @@ class GradientInformativeBO(
         return _State(
             w,
             self.output.update(
-                state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps
+                state.kept,
+                w,
+                before=state.w,
+                t=state.t,
+                num_steps=self.num_steps,
+                key=None,
             ),
             memory,
             state.t + 1,

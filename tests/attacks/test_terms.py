@@ -109,7 +109,9 @@ def test_a_hypergradient_rounded_to_its_grid_moves_no_further_than_is_charged(
         monkeypatch.setattr(certified, "hypergradient", lambda *_: value)
         query = certified.HypergradientQuery(example, sizes)
         start = jnp.zeros(1), jnp.zeros(2)
-        return query.read(start, dpb.Levels(records, records), precision="grid")
+        return query.read(
+            start, dpb.Levels(records, records), precision="grid", key=jax.random.key(0)
+        )
 
     seals = [sealed(value) for value in adversary(1.0, 2.0**24)]
     far = moved([seal.raw for seal in seals])

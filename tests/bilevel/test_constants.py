@@ -284,7 +284,9 @@ def test_hostile_records_move_the_computed_value_no_further(role, precision):
         levels = {"upper": others, "lower": others, role: rows}
         value = certified.HypergradientQuery(problem, sizes)
         start = x, jnp.zeros(3)
-        bounded = value.read(start, dpb.Levels(**levels), precision=precision)
+        bounded = value.read(
+            start, dpb.Levels(**levels), precision=precision, key=jax.random.key(0)
+        )
         claimed = sensitivities.hypergradient_sensitivity(
             problem.constants, sizes, jnp.float32, x
         )
@@ -388,7 +390,11 @@ def certified_value(rows, dtype):
     sizes = example.problem.sizes_of(data)
     start = jnp.zeros(2, dtype)
     query = certified.HypergradientQuery(example.problem, sizes)
-    read = jax.jit(lambda w, data: query.read(w, data, precision="float").raw)
+    read = jax.jit(
+        lambda w, data: (
+            query.read(w, data, precision="float", key=jax.random.key(0)).raw
+        )
+    )
     return read((start, start), data)
 
 

@@ -33,7 +33,8 @@ def value_at(problem, x, data, people="overlapping"):
     sizes = problem.sizes_of(data, people)
     y0 = jnp.zeros(4, x.dtype)
     query = certified.HypergradientQuery(problem, sizes)
-    read = jax.jit(lambda w, data: query.read(w, data, precision="float"))
+    key = jax.random.key(0)  # not used: no batch is drawn
+    read = jax.jit(lambda w, data: query.read(w, data, precision="float", key=key))
     bounded = read((x, y0), data)
     return bounded.raw, bounded
 

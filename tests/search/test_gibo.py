@@ -52,7 +52,9 @@ def test_a_tail_average_is_that_of_the_last_fifth():
     path = np.random.default_rng(4).normal(size=(20, D))
     for t, w in enumerate(path):
         w, t = jnp.asarray(w), jnp.asarray(t)
-        kept = solver.output.update(state.kept, w, before=w, t=t, num_steps=20)
+        kept = solver.output.update(
+            state.kept, w, before=w, t=t, num_steps=20, key=None
+        )
         state = dataclasses.replace(state, kept=kept)
     found = solver.answer(SQUARES, state)
     np.testing.assert_allclose(found, path[-4:].mean(axis=0))
