@@ -6,6 +6,7 @@ records of configs/source_reweighting.toml stand in.
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -127,6 +128,24 @@ def evaluate(config, epsilon, levels, test):
     print(f"  compile {build:.2f} s, one run {median:.2f} s")
 
 
+def plain(config, epsilon, levels, test):
+    """Test loss of plain private descent on one level, at the budget of a person."""
+    problem = dpb.FiniteSum(dpb.logistic_loss)
+    budget = dpb.PrivacyBudget(epsilon, config.privacy.delta)
+    for name in ("upper", "lower"):
+        level = getattr(levels, name)
+        records = {key: level[key] for key in ("features", "label")}
+        size, w0 = len(records["label"]), jnp.zeros(records["features"].shape[1])
+        solver = dpb.NoisyGD(100, clip_norm=1.0, step_size=4.0)
+        plan = dpb.calibrate(problem, solver, budget, sizes=size, w0=w0)
+        run = functools.partial(dpb.solve, problem, plan.solver, records, w0)
+        keys = jax.random.split(jax.random.key(0), KEYS)
+        models = jax.jit(jax.vmap(lambda key, run=run: run(key=key).value))(keys)
+        losses = jax.vmap(dpb.logistic_loss, (None, 0))
+        loss = [float(jnp.mean(losses(w, test))) for w in models]
+        print(f"NoisyGD on the {name} level, epsilon {epsilon:g}: {quartiles(loss)}")
+
+
 def main():
     config, levels, test = load()
     problem, w0 = config.problem, config.task.start(config.data.blocks)
@@ -142,3 +161,5 @@ def main():
     for epsilon in (1.0, 0.3):
         for searched in (config, single_loop(config), first_order(config)):
             evaluate(searched, epsilon, levels, test)
+        if test is not None:
+            plain(config, epsilon, levels, test)
