@@ -1,119 +1,29 @@
 """The tables of the pages that list every public solver: python -m docs.tables.
 
-It writes them into the pages. A test fails where a page says something else and where a
-solver is not described here.
+They follow from the classes and their docstrings; the command writes them into the
+pages, and a test fails where a page says something else.
 """
 
+import dataclasses
+import inspect
 import re
+import typing
 from pathlib import Path
 
 import dpbilevel as dpb
+from dpbilevel._checks import Count, Fraction, NonNegative, Positive
 from dpbilevel.bilevel.problem import BilevelProblem
+from dpbilevel.bilevel.stages import AbstractTwoStages
 from dpbilevel.cli.config import public_classes
+from dpbilevel.core.descent import StepSize
+from dpbilevel.core.outputs import AbstractOutput
 from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel.problem import AbstractFiniteSum
+from dpbilevel.privacy.clipping import Basis
+from dpbilevel.privacy.sampling import AbstractSampling
+from tests.cases import found
 
 ROOT = Path(__file__).parents[1]
-
-# Source, releases, what the guarantee rests on, answer.
-ALGORITHMS = {
-    "PenaltyBilevel": (
-        "Kornowski, Algorithms 1 and 3; Section 7",
-        "two inner runs a step, one outer gradient where records meet x",
-        "clipping",
-        "last pair, or the one before the smallest step",
-    ),
-    "SingleLoopBilevel": (
-        "Dagréou et al., SOBA, clipped",
-        "one joint release a step; x free where it meets no record",
-        "clipping",
-        "last pair or mean",
-    ),
-    "F2SA": (
-        "Kwon, Kwon, Wright and Nowak, Algorithm 1 (F2SA), clipped",
-        "one joint release a step; x free where it meets no record",
-        "clipping",
-        "last pair, or an output rule",
-    ),
-    "LocalizedGD": (
-        "Kornowski, Algorithms 2 and 4 (DP-Loc-GD, DP-Loc-SGD)",
-        "one gradient a step",
-        "clipping",
-        "mean of the last round",
-    ),
-    "NoisyGD": (
-        "noisy gradient descent, DP-SGD",
-        "one gradient a step",
-        "clipping",
-        "last or mean",
-    ),
-    "ImplicitBilevel": (
-        "Lowy and Liu, Algorithm 1",
-        "one hypergradient a step",
-        "declared or proved constants",
-        "a uniform iterate or the last, x only",
-    ),
-    "NoisyExtragradient": (
-        "Boob and Guzmán, Algorithm 1 (NSEG)",
-        "two operators a step",
-        "clipping",
-        "average of the midpoints",
-    ),
-    "InexactProximalPoint": (
-        "Boob and Guzmán, Algorithm 2 (NISPP), changed",
-        "one point a round",
-        "clipping for one inner step, else declared constants",
-        "projected average",
-    ),
-    "ExponentialMechanism": (
-        "Lowy and Liu, equation (4) and C.3",
-        "one draw, no delta",
-        "a clipped range, or constants",
-        "the drawn x",
-    ),
-    "RegularizedExponentialMechanism": (
-        "Gopi, Lee and Liu; Lowy and Liu, B.8",
-        "one draw",
-        "constants and convexity",
-        "the drawn x",
-    ),
-    "GradientInformativeBO": (
-        "Sopa et al., Algorithm 1 (DP-GIBO): gradients inferred from losses",
-        "one gradient a step",
-        "clipping",
-        "last iterate or tail mean",
-    ),
-    "RandomSearch": (
-        "McSherry and Talwar: the exponential mechanism on random points",
-        "one draw",
-        "clipping",
-        "the drawn point",
-    ),
-    "RepeatAndSelect": (
-        "Papernot and Steinke; Liu and Talwar",
-        "the best of a random number of points",
-        "clipping",
-        "that point",
-    ),
-    "NoisyUCB": (
-        "Srinivas et al.: Bayesian optimization of noisy losses",
-        "one mean loss a step",
-        "clipping",
-        "the best evaluated point",
-    ),
-    "WarmStarted": (
-        "Lowy and Liu, Algorithm 2: one bilevel solver, then another from its answer",
-        "both",
-        "as its parts",
-        "the second one's",
-    ),
-    "Refitted": (
-        "any bilevel solver, then a private refit at its x",
-        "both",
-        "as its parts",
-        "x of the search, refitted y",
-    ),
-}
 
 # Where a config names the solvers of these problems.
 PLACES = {
@@ -121,27 +31,55 @@ PLACES = {
     AbstractVariationalInequality: "`[solver]`, for games",
     AbstractFiniteSum: "`[solver.inner]` and `[refit]`",
 }
+# Fields that the library fills in, or that a text file cannot hold.
+NOT_KEYS = ("noise", "sizes", "dtype")
+KINDS = {
+    Count: "integer >= 1",
+    Positive: "number > 0",
+    NonNegative: "number >= 0",
+    Fraction: "number in (0, 1)",
+    StepSize: "number > 0",
+    AbstractSampling: "table",
+    AbstractOutput: "text or table",
+}
 
 
 def solvers() -> dict[str, type]:
-    """The public solvers by name.
-
-    Raises:
-        ValueError: Some are not described in `ALGORITHMS`, or what is there is none.
-    """
+    """The public solvers by name, package by package."""
     found = public_classes(dpb.AbstractSolver)
-    unlike = set(found) ^ set(ALGORITHMS)
-    if unlike:
-        raise ValueError(
-            f"docs/tables.py: ALGORITHMS must describe the public solvers; {unlike} "
-            "are in one of both only."
-        )
-    return {name: found[name] for name in ALGORITHMS}
+    return dict(sorted(found.items(), key=lambda pair: (pair[1].__module__, pair[0])))
 
 
 def _table(*rows: tuple[str, ...]) -> str:
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def _section(kind: type, title: str) -> str:
+    """A section of a class docstring, without its indentation."""
+    doc = inspect.getdoc(kind) or ""
+    found = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
+    return inspect.cleandoc(found[1]) if found else ""
+
+
+def _plain(text: str) -> str:
+    """Text for a cell of a table."""
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def _source(kind: type) -> str:
+    """The references, without what is different here."""
+    text = _plain(_section(kind, "References"))
+    return re.split(r"(?i)[.,] (?=(?:here|there|where|with)\b)", text)[0].rstrip(".")
+
+
+def _rests_on(kind: type) -> str:
+    if issubclass(kind, AbstractTwoStages):
+        return "its two parts"
+    runs = (case.solver for case in found("CONTRACT").values())
+    bases = {run.basis for run in runs if type(run) is kind}
+    words = {Basis.CLIPPED: "clipping", Basis.CONSTANTS: "constants"}
+    return " or ".join(words[basis] for basis in Basis if basis in bases)
 
 
 def algorithms() -> str:
@@ -151,9 +89,16 @@ def algorithms() -> str:
         package = kind.__module__.split(".")[1]
         return f"`{name}`" if hasattr(dpb, name) else f"`{package}.{name}`"
 
-    rows = ((path(name, kind), *ALGORITHMS[name]) for name, kind in solvers().items())
-    heads = "class", "source", "releases", "guarantee rests on", "answer"
-    return _table(heads, *rows)
+    rows = (
+        (
+            path(name, kind),
+            _plain(inspect.getdoc(kind).split("\n")[0]).rstrip("."),
+            _source(kind),
+            _rests_on(kind),
+        )
+        for name, kind in solvers().items()
+    )
+    return _table(("class", "method", "source", "guarantee rests on"), *rows)
 
 
 def config() -> str:
@@ -165,7 +110,55 @@ def config() -> str:
     return _table(("solver", "where in a config"), *rows)
 
 
-PAGES = {"README.md": algorithms, "docs/config.md": config}
+def _type(kind) -> str:
+    if kind in KINDS:
+        return KINDS[kind]
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(f'`"{value}"`' for value in arguments)
+    if Ellipsis in arguments:
+        return "list of numbers"
+    return f"{len(arguments)} numbers" if arguments else "table"
+
+
+def _default(field: dataclasses.Field) -> str:
+    value = field.default
+    if value is dataclasses.MISSING:
+        return "required"
+    if isinstance(value, AbstractSampling):
+        return f"`{type(value).__name__}`"
+    if isinstance(value, AbstractOutput):
+        return f'`"{type(value).__name__}"`'
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """What the docstring says of each argument, without what concerns programs."""
+    found = re.findall(
+        r"^(\w+): ((?:.*\n?)(?:    .*\n?)*)", _section(kind, "Args"), re.M
+    )
+    return {
+        name: re.sub(r" Static\.|[,;] or an optax optimizer[^.]*", "", _plain(text))
+        for name, text in found
+    }
+
+
+def keys() -> str:
+    """The config page's table of the keys of every solver."""
+    rows = []
+    for name, kind in solvers().items():
+        meanings = _meanings(kind)
+        rows += [
+            (f"`{name}`", f"`{f.name}`", _type(f.type), _default(f), meanings[f.name])
+            for f in dataclasses.fields(kind)
+            if kind.in_config and f.name not in NOT_KEYS
+        ]
+    return _table(("solver", "key", "type", "default", "meaning"), *rows)
+
+
+PAGES = {"README.md": (algorithms,), "docs/config.md": (config, keys)}
 
 
 def written(page: str, table: str) -> str:
@@ -181,9 +174,10 @@ def written(page: str, table: str) -> str:
 
 def main() -> None:
     """Writes every table into its page."""
-    for name, table in PAGES.items():
+    for name, tables in PAGES.items():
         file = ROOT / name
-        file.write_text(written(file.read_text(), table()))
+        for table in tables:
+            file.write_text(written(file.read_text(), table()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.draws.scores.hyper import HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
-from tests.contract.solver_zoo import CERTIFIED, LEVELS
+from tests.problems import CERTIFIED, LEVELS
 
 LINE = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
 POINTS = jnp.linspace(-1.0, 1.0, 9)[:, None]

@@ -17,7 +17,10 @@ from dpbilevel.privacy import noise, releases
 from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.noise import derive, standard_normal, step_keys
-from tests.contract.solver_zoo import DECLARED, SOLVERS
+from tests.cases import first_of_each_class, found
+from tests.problems import DECLARED
+
+slow = pytest.mark.slow
 
 SIZE = 2048
 LIMIT = 4.9 / SIZE**0.5
@@ -48,26 +51,33 @@ INEQUALITY = dpb.games.VariationalInequality(
     lambda w, z: 0.0 * (w + z), w_set=dpb.sets.Ball(1e-3), lipschitz=0.0, bound=1.0
 )
 
-# All solvers, those that differ only in their problem in the slow suite; one per scheme
-# of sampling also under the generator that is not the default, two of them slow.
-# A draw adds no noise; a noisy loss is one number, see test_baselines; for inferred
-# gradients so many coordinates are too many, see test_gibo.
-UNSEEN = ("exponential", "regularized", "random_search", "repeat", "noisy_ucb")
-UNSEEN += ("gradient_informative",)
-ALIKE = ("noisy_gd", "localized_sgd", "penalty", "penalty_overlapping")
-ALIKE += ("penalty_shared", "penalty_localized", "penalty_free_outer")
-ALIKE += ("penalty_shared_poisson", "single_loop_shared_poisson", "refitted")
-ALIKE += ("single_loop", "single_loop_free_x", "f2sa", "implicit")
-ALIKE += ("penalty_both_levels",)
-CASES = [
-    pytest.param(name, True, marks=pytest.mark.slow if name in ALIKE else ())
+# Every solver that adds noise vectors, one of each class that draws its batches, or the
+# first; the others differ in their problem and are in the slow suite. A draw adds no
+# noise, a noisy loss is one number, see test_baselines; for inferred gradients so many
+# coordinates are too many, see test_gibo.
+SOLVERS = {
+    name: case
+    for name, case in found("CONTRACT").items()
+    if case.package not in ("draws", "search")
+}
+SAMPLED = {
+    name: case
+    for name, case in SOLVERS.items()
+    if not isinstance(getattr(case.solver, "sampling", None), dpb.FullBatch | None)
+}
+ONE_A_CLASS = {
+    type(SOLVERS[name].solver): name
+    for cases in (SOLVERS, SAMPLED)
+    for name in first_of_each_class(cases)
+}
+RUNS = [
+    pytest.param(name, True, marks=() if name in ONE_A_CLASS.values() else slow)
     for name in SOLVERS
-    if not name.startswith(UNSEEN)
 ]
-CASES += [("noisy_gd_adam", False)]
-CASES += [
-    pytest.param(name, False, marks=pytest.mark.slow)
-    for name in ("penalty_poisson", "refitted")
+# One for each scheme of sampling also under the generator that is not the default.
+RUNS += [("noisy_gd_adam", False)]
+RUNS += [
+    pytest.param(name, False, marks=slow) for name in ("penalty_poisson", "refitted")
 ]
 
 
@@ -76,8 +86,8 @@ def words(key):
 
 
 def wide(name):
-    """The solver of the zoo on a problem with `SIZE` coordinates and records."""
-    _, solver, _, _, people = SOLVERS[name]
+    """The solver of the case on a problem with `SIZE` coordinates and records."""
+    solver, people = SOLVERS[name].solver, SOLVERS[name].people
     if name == "proximal_point":
         solver = dataclasses.replace(
             solver, dimension=SIZE, sampling=dpb.privacy.SinglePass(3)
@@ -134,7 +144,7 @@ def worst_of(name):
     return worst_correlation(noises + batches)
 
 
-@pytest.mark.parametrize(("name", "partitionable"), CASES)
+@pytest.mark.parametrize(("name", "partitionable"), RUNS)
 def test_all_noise_and_all_batches_of_a_run_are_uncorrelated(name, partitionable):
     problem, solver, data, w0 = wide(name)
     with jax.threefry_partitionable(partitionable):

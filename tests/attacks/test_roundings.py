@@ -18,7 +18,7 @@ from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.draws.samplers.proximal import ProximalPlan
 from dpbilevel.draws.scores.hyper import HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
-from tests.contract.solver_zoo import CERTIFIED
+from tests.problems import CERTIFIED
 
 LARGE = 1e7
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import dpbilevel as dpb
 from dpbilevel.audit import refutation
 from dpbilevel.bilevel import zoo
-from tests.contract.solver_zoo import DOUBLE, SOLVERS, sizes_of
+from tests.cases import found
 
 WAITING = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd"}
 WAITING |= {"schur", "triangular_solve", "tridiagonal_solve"}
@@ -89,9 +89,10 @@ def test_two_solves_that_do_not_need_each_other_are_seen():
 
 @pytest.mark.parametrize("name", ["gradient_informative", "noisy_ucb"])
 def test_many_runs_of_a_solver_never_wait_for_each_other(name):
-    problem, solver, data, w0, people = SOLVERS[name]
-    with jax.enable_x64(name in DOUBLE):
-        solver = solver.with_noise(1.0).with_sizes(sizes_of(problem, data, people))
+    case = found("CONTRACT")[name]
+    problem, data, w0 = case.problem, case.data, case.w0
+    with jax.enable_x64(case.double):
+        solver = case.solver.with_noise(1.0).with_sizes(case.sizes)
         solver = solver.with_counts(problem)
 
         def run(key):

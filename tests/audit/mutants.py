@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import dp_accounting
@@ -24,33 +22,16 @@ from dpbilevel.privacy.noise import standard_normal, step_keys
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
 from tests.audit import mutants_gibo
-from tests.audit.audit_zoo import (
-    ADD_OR_REMOVE,
-    INNER,
-    audited,
-    claim_of,
-    exponential,
-    extragradient,
-    extrapolated,
-    f2sa,
-    implicit,
-    noisy_gd,
-    once,
-    penalty,
-    proximal,
-    regularized,
-    sampled,
-    single_loop,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """An audit of the broken mechanism and the same audit of the sound one."""
-
-    of: str
-    broken: Callable[[], Any]
-    sound: Callable[[], Any]
+from tests.audit.runs import audited, claim_of
+from tests.bilevel.test_implicit import planned_implicit
+from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
+from tests.bilevel.test_single_loop import planned_single_loop
+from tests.cases import Mutant
+from tests.draws.test_exponential import planned_draw
+from tests.draws.test_regularized import planned_regularized
+from tests.games.test_extragradient import planned_extragradient, planned_once
+from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
+from tests.onelevel.test_inner_solvers import ADD_OR_REMOVE, planned_noisy_gd, sampled
 
 
 def survivors(mutants):
@@ -60,12 +41,12 @@ def survivors(mutants):
 
 @functools.cache
 def sound_noisy_gd():
-    return audited(noisy_gd())
+    return audited(planned_noisy_gd())
 
 
 @functools.cache
 def sound_penalty(**fields):
-    return audited(penalty("overlapping", **fields))
+    return audited(planned_penalty("overlapping", **fields))
 
 
 class Silent(dpb.privacy.Gaussian):
@@ -156,7 +137,7 @@ Unclipped, ClippedAsABatch = read_by(ReadsUnclipped), read_by(ClipsTheBatch)
 
 def on_problem(kind):
     """Noisy gradient descent on a canary problem of another class."""
-    canary = audit.canaries(noisy_gd())["records"]
+    canary = audit.canaries(planned_noisy_gd())["records"]
     problem = kind(canary.problem.loss)
     return audit.trade_off(
         audit.SolverRun(problem, canary.solver, canary.w0),
@@ -311,7 +292,7 @@ def one_step_reuse(mechanism):
 
 
 def short_penalty(inner):
-    return penalty("overlapping", num_steps=1, inner=inner)
+    return planned_penalty("overlapping", num_steps=1, inner=inner)
 
 
 class CoarseInner(dpb.ImplicitBilevel):
@@ -339,7 +320,7 @@ def coarse_inner(kind):
         mock.patch.object(Spectrum, "accelerated_gradient", adversary),
         mock.patch.object(Spectrum, "accelerated_error", return_value=allowed),
     ):
-        return audited(implicit("overlapping", kind=kind), runs=20_000)
+        return audited(planned_implicit("overlapping", kind=kind), runs=20_000)
 
 
 class HalfSensitive(dpb.ImplicitBilevel):
@@ -352,7 +333,7 @@ class HalfSensitive(dpb.ImplicitBilevel):
 
 @functools.cache
 def sound_implicit(**fields):
-    return audited(implicit("overlapping", **fields))
+    return audited(planned_implicit("overlapping", **fields))
 
 
 class Hotter(dpb.draws.Exponential):
@@ -400,7 +381,7 @@ class DrawsUnclipped(dpb.draws.ExponentialMechanism):
 @functools.cache
 def drawn(**fields):
     """Audits a draw between two candidates of which the others dislike one."""
-    solver = exponential(10, clip_range=1.0, **fields)
+    solver = planned_draw(clip_range=1.0, **fields)
     canary = audit.canaries(solver, others=-0.4 / BEYOND)["records"]
     return audit.trade_off(
         audit.SolverRun(canary.problem, canary.solver, canary.w0),
@@ -471,7 +452,7 @@ class WarmResolvent(dpb.games.InexactProximalPoint):
 
 
 SUBSET = sampled(dpb.FixedSize(2))
-ADDED = noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
+ADDED = planned_noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
 
 
 def of_noisy_gd(broken, sound=sound_noisy_gd):
@@ -486,17 +467,19 @@ def of_implicit(broken, sound=sound_implicit):
     return Mutant("ImplicitBilevel, overlapping", broken, sound)
 
 
-def of_single_loop(broken, sound=lambda: audited(single_loop("shared"))):
+def of_single_loop(broken, sound=lambda: audited(planned_single_loop("shared"))):
     return Mutant("SingleLoopBilevel, shared", broken, sound)
 
 
-def of_extragradient(broken, sound=lambda: audited(extragradient(), runs=20_000)):
+def of_extragradient(
+    broken, sound=lambda: audited(planned_extragradient(), runs=20_000)
+):
     return Mutant("NoisyExtragradient", broken, sound)
 
 
 @functools.cache
 def sound_proximal():
-    return audited(proximal(), runs=20_000)
+    return audited(planned_proximal(), runs=20_000)
 
 
 def of_proximal(broken):
@@ -511,47 +494,50 @@ def of_regularized(broken):
     return Mutant(
         "RegularizedExponentialMechanism",
         broken,
-        lambda: audited(regularized(), runs=20_000),
+        lambda: audited(planned_regularized(), runs=20_000),
     )
 
 
 MUTANTS = {
     "one of two releases a step counted": of_extragradient(
-        lambda: audited(extragradient(kind=CountsSteps), runs=20_000)
+        lambda: audited(planned_extragradient(kind=CountsSteps), runs=20_000)
     ),
     "a single pass that reads one batch": of_extragradient(
-        lambda: audited(once(SameBatch), runs=20_000),
-        lambda: audited(once(), runs=20_000),
+        lambda: audited(planned_once(SameBatch), runs=20_000),
+        lambda: audited(planned_once(), runs=20_000),
     ),
     "half the sensitivity of the resolvent": of_proximal(
-        lambda: audited(proximal(kind=HalfSensitiveResolvent), runs=20_000)
+        lambda: audited(planned_proximal(kind=HalfSensitiveResolvent), runs=20_000)
     ),
     "inner solver started from an unreleased point": of_proximal(
-        lambda: audited(proximal(kind=WarmResolvent), runs=20_000)
+        lambda: audited(planned_proximal(kind=WarmResolvent), runs=20_000)
     ),
     "steps of operator extrapolation that do not add up": Mutant(
         "InexactProximalPoint, extrapolation",
-        lambda: audited(extrapolated(kind=FirstStepSensitive), runs=20_000),
-        lambda: audited(extrapolated(), runs=20_000),
+        lambda: audited(planned_extrapolated(kind=FirstStepSensitive), runs=20_000),
+        lambda: audited(planned_extrapolated(), runs=20_000),
     ),
     "draws by steeper losses than declared": of_regularized(
-        lambda: audited(regularized(kind=DrawsBySteeper), runs=20_000)
+        lambda: audited(planned_regularized(kind=DrawsBySteeper), runs=20_000)
     ),
     "draws at the rate for a removed record": of_regularized(
         lambda: audited(
-            regularized(mechanism=RateOfRemoved()), claim_of(regularized()), runs=20_000
+            planned_regularized(mechanism=RateOfRemoved()),
+            claim_of(planned_regularized()),
+            runs=20_000,
         )
     ),
     "draws at a wrong rate": of_exponential(lambda: drawn(mechanism=Hotter())),
     "draws by losses that are not clipped": of_exponential(
         lambda: drawn(kind=DrawsUnclipped)
     ),
-    "noise x 0.9": of_noisy_gd(lambda: audited(noisy_gd(0.9), claim_of(noisy_gd()))),
-    "noise x 0.707": of_noisy_gd(
-        lambda: audited(noisy_gd(0.707), claim_of(noisy_gd()), runs=20_000)
+    "noise x 0.9": of_noisy_gd(
+        lambda: audited(planned_noisy_gd(0.9), claim_of(planned_noisy_gd()))
     ),
-    "noise x 0.9, two levels": of_penalty(
-        lambda: audited(penalty("overlapping", 0.9), claim_of(penalty("overlapping")))
+    "noise x 0.707": of_noisy_gd(
+        lambda: audited(
+            planned_noisy_gd(0.707), claim_of(planned_noisy_gd()), runs=20_000
+        )
     ),
     "replaced records with the noise for removed ones": of_noisy_gd(
         lambda: audited(
@@ -564,12 +550,14 @@ MUTANTS = {
     ),
     "overlapping people accounted as disjoint": of_penalty(
         lambda: audited(
-            penalty("overlapping"), claim_of(penalty("disjoint")), runs=20_000
+            planned_penalty("overlapping"),
+            claim_of(planned_penalty("disjoint")),
+            runs=20_000,
         )
     ),
     "inner noise missing": of_penalty(
         lambda: audited(
-            penalty(
+            planned_penalty(
                 "overlapping",
                 inner=dpb.NoisyGD(2, 0.5, step_size=0.1, noise=Silent()),
             ),
@@ -577,7 +565,7 @@ MUTANTS = {
         )
     ),
     "outer noise missing": of_penalty(
-        lambda: audited(penalty("overlapping", noise=Silent()), runs=20_000)
+        lambda: audited(planned_penalty("overlapping", noise=Silent()), runs=20_000)
     ),
     "clip removed": of_noisy_gd(
         lambda: on_problem(Unclipped), lambda: on_problem(dpb.FiniteSum)
@@ -589,7 +577,7 @@ MUTANTS = {
         lambda: reuse(
             SameAtEveryStep(2, 0.7, step_size=0.1).with_noise(1.0).with_sizes(10)
         ),
-        lambda: reuse(noisy_gd(num_steps=2)),
+        lambda: reuse(planned_noisy_gd(num_steps=2)),
     ),
     "key reused across leaves": of_noisy_gd(
         lambda: one_step_reuse(SameForEveryLeaf),
@@ -597,7 +585,7 @@ MUTANTS = {
     ),
     "key reused across levels": of_penalty(
         lambda: reuse(short_penalty(SameInEveryRun(2, 0.5, step_size=0.1))),
-        lambda: reuse(short_penalty(INNER)),
+        lambda: reuse(short_penalty(CANARY_INNER)),
     ),
     "one batch accounted as two independent ones": of_noisy_gd(
         lambda: reading_twice(True), lambda: reading_twice(False)
@@ -612,20 +600,15 @@ MUTANTS = {
         ),
         lambda: audited(SUBSET),
     ),
-    "noise x 0.9, joint release": of_single_loop(
-        lambda: audited(single_loop("shared", 0.9), claim_of(single_loop("shared")))
-    ),
-    "noise x 0.9, first-order joint release": Mutant(
-        "F2SA, shared",
-        lambda: audited(f2sa("shared", 0.9), claim_of(f2sa("shared"))),
-        lambda: audited(f2sa("shared")),
-    ),
     "one block of a joint release without noise": of_single_loop(
-        lambda: audited(single_loop("shared", noise=SilentInOneBlock()), runs=20_000)
+        lambda: audited(
+            planned_single_loop("shared", noise=SilentInOneBlock()), runs=20_000
+        )
     ),
     "warm start from an exact iterate": of_penalty(
         lambda: audited(
-            penalty("overlapping", kind=WarmStartsFromExactSolution), runs=20_000
+            planned_penalty("overlapping", kind=WarmStartsFromExactSolution),
+            runs=20_000,
         )
     ),
     "stops when the raw gradient is small": of_noisy_gd(
@@ -640,7 +623,9 @@ MUTANTS = {
         lambda: audited(ADDED, runs=20_000),
     ),
     "half the sensitivity of the hypergradient": of_implicit(
-        lambda: audited(implicit("overlapping", kind=HalfSensitive), runs=20_000)
+        lambda: audited(
+            planned_implicit("overlapping", kind=HalfSensitive), runs=20_000
+        )
     ),
     "inner error left out of the sensitivity": of_implicit(
         lambda: coarse_inner(CoarseInnerLeftOut), lambda: coarse_inner(CoarseInner)

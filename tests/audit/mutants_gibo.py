@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.privacy.queries import Query
-from tests.audit.audit_zoo import gradient_informative
+from tests.search.test_gibo import planned_gibo
 
 GIBO = dpb.search.GradientInformativeBO
 OTHERS = 0.5  # the slope of everyone else's loss, below the clip norm
@@ -63,7 +63,7 @@ class AsksByLosses(GIBO):
 def outcome(kind):
     """An audit where one of ten records has a huge slope, or everyone else's."""
     with jax.enable_x64(True):
-        solver = gradient_informative(kind=kind)
+        solver = planned_gibo(kind=kind)
         problem = dpb.FiniteSum(lambda w, z: z * jnp.sum(w))
         same = jnp.full(10, OTHERS)
         return audit.trade_off(

@@ -13,8 +13,11 @@ from dpbilevel.privacy.noise import derive
 from dpbilevel.privacy.queries import Query
 from dpbilevel.search import losses as told
 from dpbilevel.search.losses import clipped_loss
-from tests.audit.audit_zoo import audited, noisy_ucb, random_search, repeat_and_select
-from tests.audit.mutants import Hotter, Mutant, Silent
+from tests.audit.mutants import Hotter, Silent
+from tests.audit.runs import audited
+from tests.cases import Mutant
+from tests.search.test_baselines import planned_random_search, planned_ucb
+from tests.search.test_repeat_and_select import planned_selection
 
 RUNS = 8_000
 
@@ -105,9 +108,9 @@ class RepeatsUntilTheRawLossIsGood(dpb.search.RepeatAndSelect):
 
 def tilted(kind):
     """A selection where a record moves two points against each other."""
-    solver = repeat_and_select(kind, 40, mean=5.0, scale=4.0)
+    solver = planned_selection(kind, 40, mean=5.0, scale=4.0)
     canary = audit.canaries(solver)["records"]
-    problem = audit.canaries(random_search())["records"].problem
+    problem = audit.canaries(planned_random_search())["records"].problem
     return audit.trade_off(
         audit.SolverRun(problem, canary.solver, canary.w0),
         canary.data,
@@ -132,28 +135,28 @@ def audited_draw(solver):
 
 @functools.cache
 def sound_draw():
-    return audited_draw(random_search())
+    return audited_draw(planned_random_search())
 
 
 @functools.cache
 def sound_ucb():
-    return audited(noisy_ucb(), runs=RUNS)
+    return audited(planned_ucb(), runs=RUNS)
 
 
 @functools.cache
 def selection(kind=dpb.search.RepeatAndSelect):
     # So much noise that the number of repetitions tells more than their values.
-    return audited(repeat_and_select(kind, scale=3.0), runs=RUNS)
+    return audited(planned_selection(kind, scale=3.0), runs=RUNS)
 
 
 def of_ucb(kind):
-    return Mutant("NoisyUCB", lambda: audited(noisy_ucb(kind), runs=RUNS), sound_ucb)
+    return Mutant("NoisyUCB", lambda: audited(planned_ucb(kind), runs=RUNS), sound_ucb)
 
 
 def of_draw(kind=dpb.search.RandomSearch, **fields):
     return Mutant(
         "RandomSearch",
-        lambda: audited_draw(random_search(kind, **fields)),
+        lambda: audited_draw(planned_random_search(kind, **fields)),
         sound_draw,
     )
 

@@ -5,12 +5,14 @@ import sys
 import jax
 
 from dpbilevel import audit
-from tests.audit.audit_zoo import LONG, SOLVERS, outcomes
 from tests.audit.mutants import MUTANTS as OF_STEPS
 from tests.audit.mutants import survivors
+from tests.audit.mutants_of_all import MUTANTS as OF_ALL
 from tests.audit.mutants_search import MUTANTS as OF_SEARCHES
+from tests.audit.runs import LONG, outcomes
+from tests.cases import found
 
-MUTANTS = OF_STEPS | OF_SEARCHES
+MUTANTS = OF_STEPS | OF_SEARCHES | OF_ALL
 MECHANISMS = ("exponential mechanism", "Metropolis sampler")
 
 
@@ -26,7 +28,7 @@ def label(name, person):
 
 def labels():
     """The name of every row, without a run."""
-    for name, case in SOLVERS.items():
+    for name, case in found("AUDITS").items():
         with jax.enable_x64(case.double):
             pairs = audit.canaries(case.solver, x_in_records=case.x_in_records)
         yield from (label(name, person) for person in pairs)
@@ -34,7 +36,7 @@ def labels():
 
 
 def rows(runs):
-    for name in SOLVERS:
+    for name in found("AUDITS"):
         for outcome in outcomes(name, runs):
             person = outcome.name.split(", ")[1]
             yield label(name, person), outcome, rejected(name)

@@ -12,22 +12,14 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.claims import TradeOffCurve
 from dpbilevel.privacy import accounting
-from tests.audit.audit_zoo import (
-    ADD_OR_REMOVE,
-    LONG,
-    SHORT,
-    SOLVERS,
-    audited,
-    claim_of,
-    noisy_gd,
-    outcomes,
-    penalty,
-    sampled,
-    single_loop,
-)
-from tests.contract.solver_zoo import SOLVERS as CONTRACT
+from tests.audit.runs import LONG, SHORT, audited, claim_of, outcomes
+from tests.bilevel.test_penalty import planned_penalty
+from tests.bilevel.test_single_loop import planned_single_loop
+from tests.cases import first_of_each_class, found
+from tests.onelevel.test_inner_solvers import planned_noisy_gd, sampled
 
-solvers = pytest.mark.parametrize("name", SOLVERS)
+SOLVERS, CONTRACT = found("AUDITS"), found("CONTRACT")
+ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 
 def slow(*values):
@@ -35,8 +27,7 @@ def slow(*values):
 
 
 # In short one of each class, and the samplings; those that take longest are only slow.
-FIRST = {type(case.solver): name for name, case in reversed(SOLVERS.items())}
-AT_ONCE = {*FIRST.values(), "NoisyGD, Poisson", "NoisyGD, fixed size"}
+AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson", "NoisyGD, fixed size"}
 AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO", "Refitted"}
 CASES = [
     pytest.param(
@@ -47,9 +38,6 @@ CASES = [
     for name in SOLVERS
     for runs in (SHORT, LONG)
 ]
-runs = pytest.mark.parametrize(
-    "runs", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)]
-)
 
 
 @pytest.mark.parametrize(("name", "runs"), CASES)
@@ -74,14 +62,14 @@ def test_gaussian_solvers_leak_nine_tenths_of_what_their_ledger_claims(name, run
 
 
 def test_every_solver_of_the_package_is_audited():
-    found = {type(case.solver) for case in SOLVERS.values()}
-    assert found == {type(solver) for _, solver, *_ in CONTRACT.values()}
+    audited_classes = {type(case.solver) for case in SOLVERS.values()}
+    assert audited_classes == {type(case.solver) for case in CONTRACT.values()}
 
 
 @pytest.mark.parametrize("name", CONTRACT)
 def test_an_adversary_sees_at_least_what_is_released(name):
-    problem, solver, _, w0, _ = CONTRACT[name]
-    state = solver.init(problem, w0)
+    case = CONTRACT[name]
+    solver, state = case.solver, case.solver.init(case.problem, case.w0)
     seen = {id(leaf) for leaf in jax.tree.leaves(solver.adversary_view(state))}
     assert seen >= {id(leaf) for leaf in jax.tree.leaves(solver.released(state))}
 
@@ -101,7 +89,7 @@ def test_the_claim_of_a_smaller_batch_is_rejected(solver, smaller):
 
 @pytest.mark.parametrize("others", [-1.0, 0.0])
 def test_disjoint_people_are_audited_one_level_at_a_time(others):
-    found = audit.canaries(penalty("disjoint"), others=others)
+    found = audit.canaries(planned_penalty("disjoint"), others=others)
     assert set(found) == {"upper", "lower"}
     upper = found["upper"]
     same = jax.tree.map(jnp.array_equal, upper.data, upper.neighbour)
@@ -111,7 +99,7 @@ def test_disjoint_people_are_audited_one_level_at_a_time(others):
 
 def test_overlapping_and_shared_people_change_both_levels():
     for people in ("overlapping", "shared"):
-        canary = audit.canaries(penalty(people))["person"]
+        canary = audit.canaries(planned_penalty(people))["person"]
         assert canary.data.is_shared == (people == "shared")
         for role in ("upper", "lower"):
             assert getattr(canary.data, role)[0] == -getattr(canary.neighbour, role)[0]
@@ -119,13 +107,15 @@ def test_overlapping_and_shared_people_change_both_levels():
 
 def test_canaries_respect_which_levels_meet_x():
     for reads in (True, False, ("upper",), ("lower",)):
-        canary = audit.canaries(penalty("disjoint"), x_in_records=reads)["lower"]
+        canary = audit.canaries(planned_penalty("disjoint"), x_in_records=reads)[
+            "lower"
+        ]
         traced = canary.problem.traced(canary.w0, canary.data)
         assert traced.x_in_records == canary.problem.x_in_records
 
 
 def test_under_add_or_remove_the_neighbour_contributes_nothing():
-    solver = noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
+    solver = planned_noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
     np.testing.assert_array_equal(audit.canaries(solver)["records"].neighbour, 0)
 
 
@@ -186,8 +176,9 @@ def test_a_statistic_of_the_user_replaces_the_fitted_one():
 
 
 def test_a_problem_of_the_user_is_audited_on_neighbours_of_its_own():
-    problem, solver, data, w0, _ = CONTRACT["noisy_gd"]
-    solver = solver.with_noise(1.0).with_sizes(problem.sizes_of(data))
+    case = CONTRACT["noisy_gd"]
+    problem, data, w0 = case.problem, case.data, case.w0
+    solver = case.solver.with_noise(1.0).with_sizes(case.sizes)
     neighbour = data | {"label": data["label"].at[0].multiply(-1)}
     outcome = audit.trade_off(
         audit.SolverRun(problem, solver, w0),
@@ -281,7 +272,7 @@ def test_a_defect_that_depends_on_the_planned_size_is_rejected():
             )
             return dpb.privacy.Gaussian.release(self, broken, key=key)
 
-    solver = noisy_gd(noise=RoundsItsShare())
+    solver = planned_noisy_gd(noise=RoundsItsShare())
     assert audited(solver.with_sizes(2), runs=SHORT // 5).passed
     assert not audited(solver.with_sizes(70_000_000), runs=SHORT // 5).passed
 
@@ -296,7 +287,7 @@ def test_single_loop_leaks_nine_tenths_where_both_records_move_one_block():
         y_set=dpb.sets.Box(0.0, 0.0),
         x_in_records=False,
     )
-    solver = single_loop("overlapping", num_steps=12)
+    solver = planned_single_loop("overlapping", num_steps=12)
     first, second = (
         dpb.Levels(*(jnp.zeros(n).at[0].set(z) for n in (10, 20))) for z in (1e6, -1e6)
     )

@@ -6,9 +6,10 @@ from dpbilevel.cli import audit as page
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.cli.run import prepare
-from tests.audit.audit_zoo import audited, claim_of, noisy_gd
+from tests.audit.runs import audited, claim_of
 from tests.cli.test_cli import config, config_of_csv, failure  # noqa: F401
 from tests.cli.test_runner import GENERATED
+from tests.onelevel.test_inner_solvers import planned_noisy_gd
 
 PNG = b"\x89PNG"
 
@@ -57,7 +58,7 @@ def test_audit_reads_no_records(config_of_csv, capsys):  # noqa: F811
 
 
 def test_violation_ends_with_status_one(config, capsys, monkeypatch):  # noqa: F811
-    leaks = audited(noisy_gd(0.5), claim_of(noisy_gd()), runs=5000)
+    leaks = audited(planned_noisy_gd(0.5), claim_of(planned_noisy_gd()), runs=5000)
     monkeypatch.setattr(page, "audit_canaries", lambda *_, **__: (leaks,))
     assert main(["audit", config]) == 1
     assert "VIOLATION" in capsys.readouterr().out
@@ -79,5 +80,5 @@ def test_too_few_runs_are_refused(folder, capsys):
 
 
 def test_a_leak_is_drawn_too():
-    leaks = audited(noisy_gd(0.5), claim_of(noisy_gd()), runs=5000)
+    leaks = audited(planned_noisy_gd(0.5), claim_of(planned_noisy_gd()), runs=5000)
     assert page.draw((leaks, leaks)).startswith(PNG)

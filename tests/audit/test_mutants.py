@@ -2,16 +2,17 @@
 
 import pytest
 
-from tests.audit.audit_zoo import SOLVERS
 from tests.audit.mutants import MUTANTS as OF_STEPS
-from tests.audit.mutants import Mutant, sound_noisy_gd, survivors
+from tests.audit.mutants import sound_noisy_gd, survivors
+from tests.audit.mutants_of_all import MUTANTS as OF_ALL
 from tests.audit.mutants_search import MUTANTS as OF_SEARCHES
 from tests.audit.test_audit import AT_ONCE
+from tests.cases import Mutant, found
 
 MUTANTS = OF_STEPS | OF_SEARCHES
 # Those that JAX's own check of keys would stop before any run.
 REUSING = ("key reused across leaves", "one batch accounted as two independent ones")
-AUDITED = {type(SOLVERS[name].solver).__name__ for name in AT_ONCE}
+AUDITED = {type(found("AUDITS")[name].solver).__name__ for name in AT_ONCE}
 # One broken copy of each mechanism; the slow suite and `make audit` have them all.
 SHORT = {mutant.of: name for name, mutant in reversed(MUTANTS.items())}.values()
 
@@ -49,6 +50,14 @@ OF_SHORT = {MUTANTS[name].sound for name in SHORT if MUTANTS[name].of not in AUD
 def test_sound_mechanism_passes(name):
     outcome = MUTANTS[name].sound()
     assert outcome.passed, str(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_ALL)
+def test_less_noise_than_claimed_is_rejected_in_every_solver(name):
+    broken, sound = OF_ALL[name].broken(), OF_ALL[name].sound()
+    assert not broken.passed, str(broken)
+    assert sound.passed, str(sound)
 
 
 def test_a_mutant_that_survives_is_named():

@@ -13,7 +13,7 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.bilevel import certified, sensitivities, zoo
 from dpbilevel.onelevel.losses import shortened
-from tests.contract.solver_zoo import DECLARED
+from tests.problems import DECLARED
 
 RADIUS = 0.7
 N = 6

@@ -19,7 +19,43 @@ from tests.bilevel.test_single_loop import (
     solved,
     with_first_record_scaled,
 )
-from tests.contract.solver_zoo import TUNING, WEIGHTING
+from tests.cases import Audited, Case, planned
+from tests.problems import (
+    LEVELS,
+    POISSON,
+    QUADRATIC,
+    SHARED_QUADRATIC,
+    TUNING,
+    WEIGHTING,
+    X0,
+    Y0,
+)
+
+small = functools.partial(dpb.bilevel.F2SA, 6, 5.0, step_size=0.5, lower_step_size=0.5)
+CONTRACT = {
+    "f2sa": Case(WEIGHTING, small(), LEVELS, (X0, Y0), "disjoint"),
+    "f2sa_shared_poisson": Case(
+        QUADRATIC.problem,
+        small(sampling=POISSON, step_size=0.1, output=dpb.outputs.Mean()),
+        SHARED_QUADRATIC,
+        QUADRATIC.w0,
+        "shared",
+    ),
+}
+
+
+def planned_f2sa(people, scale=1.0, **fields):
+    defaults = {"step_size": 0.1, "lower_step_size": 0.1, "upper_clip_norm": 1.5}
+    return planned(dpb.bilevel.F2SA(3, 4.0, **(defaults | fields)), people, scale)
+
+
+AUDITS = {
+    "F2SA, disjoint": Audited(planned_f2sa("disjoint", 0.5)),
+    "F2SA, shared": Audited(planned_f2sa("shared"), True),
+    "F2SA, Poisson": Audited(
+        planned_f2sa("shared", 0.5, sampling=dpb.Poisson(0.2)), True, exact=False
+    ),
+}
 
 
 def f2sa(steps=3, penalty=4.0, **fields):

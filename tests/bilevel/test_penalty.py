@@ -9,14 +9,82 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
+from tests.cases import Audited, Case, planned
+from tests.problems import (
+    INNER,
+    LEVELS,
+    POISSON,
+    QUADRATIC,
+    SHARED,
+    SHARED_QUADRATIC,
+    TUNING,
+    WEIGHTING,
+    X0,
+    Y0,
+)
 
 HUGE = 1e9  # a clip norm that never clips
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
+def small(**fields):
+    defaults = {"num_steps": 4, "penalty": 5.0, "inner": INNER, "step_size": 1.0}
+    return dpb.PenaltyBilevel(**(defaults | fields))
+
+
+POISSON_STEPS = {
+    "inner": dpb.NoisyGD(3, 1.0, step_size=0.5, sampling=POISSON),
+    "sampling": POISSON,
+    "step_size": optax.adam(0.1),
+    "output": dpb.outputs.Last(),
+}
+CONTRACT = {
+    "penalty_both_levels": Case(
+        QUADRATIC.problem,
+        small(step_size=0.1),
+        QUADRATIC.data,
+        QUADRATIC.w0,
+        "overlapping",
+        fitted=True,
+    ),
+    "penalty": Case(WEIGHTING, small(), LEVELS, (X0, Y0), "disjoint"),
+    "penalty_overlapping": Case(WEIGHTING, small(), LEVELS, (X0, Y0), "overlapping"),
+    "penalty_shared": Case(WEIGHTING, small(), SHARED, (X0, Y0), "shared"),
+    "penalty_poisson": Case(
+        WEIGHTING, small(**POISSON_STEPS), LEVELS, (X0, Y0), "disjoint"
+    ),
+    "penalty_shared_poisson": Case(
+        QUADRATIC.problem,
+        small(step_size=0.1, sampling=POISSON),
+        SHARED_QUADRATIC,
+        QUADRATIC.w0,
+        "shared",
+    ),
+    "penalty_localized": Case(
+        WEIGHTING,
+        small(inner=dpb.onelevel.LocalizedGD((4.0,), 3, 0.1, 1.0)),
+        LEVELS,
+        (X0, Y0),
+        "disjoint",
+    ),
+    "penalty_free_outer": Case(TUNING, small(), LEVELS, (jnp.zeros(2), Y0), "disjoint"),
+}
+CANARY_INNER = dpb.NoisyGD(2, 0.5, step_size=0.1)
+
+
+def planned_penalty(people, scale=1.0, kind=dpb.PenaltyBilevel, **fields):
+    defaults = {"num_steps": 2, "penalty": 4.0, "inner": CANARY_INNER}
+    defaults |= {"upper_clip_norm": 1.5, "step_size": 0.1}
+    return planned(kind(**(defaults | fields)), people, scale)
+
+
+AUDITS = {
+    # Half the noise: each level alone leaks less than both.
+    "PenaltyBilevel, disjoint": Audited(planned_penalty("disjoint", 0.5)),
+    "PenaltyBilevel, overlapping": Audited(planned_penalty("overlapping")),
+    "PenaltyBilevel, shared": Audited(planned_penalty("shared"), True),
+    "PenaltyBilevel, x in lower": Audited(planned_penalty("overlapping"), ("lower",)),
+    "PenaltyBilevel, free outer step": Audited(planned_penalty("overlapping"), False),
+}
 
 
 def rows(n, d, seed):

@@ -12,16 +12,68 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
 from dpbilevel.privacy.mechanisms import Gaussian
-from tests.contract.solver_zoo import LEVELS, TUNING, WEIGHTING, X0, Y0
+from tests.cases import Audited, Case, planned
+from tests.problems import (
+    LEVELS,
+    POISSON,
+    QUADRATIC,
+    SHARED_QUADRATIC,
+    TUNING,
+    WEIGHTING,
+    X0,
+    Y0,
+)
 
 HUGE = 1e6
 STEPS = {"step_size": 0.05, "lower_step_size": 0.2, "linear_step_size": 0.2}
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
+def small(**fields):
+    defaults = {"num_steps": 6, "step_size": 0.5, "linear_step_size": 0.5}
+    defaults["lower_step_size"] = 0.5
+    return dpb.SingleLoopBilevel(**(defaults | fields))
+
+
+CONTRACT = {
+    "single_loop": Case(WEIGHTING, small(), LEVELS, (X0, Y0), "disjoint"),
+    "single_loop_poisson": Case(
+        WEIGHTING,
+        small(
+            sampling=POISSON, lower_step_size=optax.adam(0.1), output=dpb.outputs.Mean()
+        ),
+        LEVELS,
+        (X0, Y0),
+        "overlapping",
+    ),
+    "single_loop_shared_poisson": Case(
+        QUADRATIC.problem,
+        small(sampling=POISSON, step_size=0.1),
+        SHARED_QUADRATIC,
+        QUADRATIC.w0,
+        "shared",
+    ),
+    "single_loop_free_x": Case(TUNING, small(), LEVELS, (jnp.zeros(2), Y0), "disjoint"),
+}
+
+
+def planned_single_loop(people, scale=1.0, **fields):
+    defaults = {"num_steps": 3, "step_size": 0.1, "lower_step_size": 0.1}
+    defaults |= {"linear_step_size": 0.1, "upper_clip_norm": 1.5}
+    return planned(dpb.SingleLoopBilevel(**(defaults | fields)), people, scale)
+
+
+AUDITS = {
+    "SingleLoopBilevel, disjoint": Audited(planned_single_loop("disjoint", 0.5)),
+    # A person's two records fill different blocks here, and need not.
+    "SingleLoopBilevel, overlapping": Audited(
+        planned_single_loop("overlapping"), exact=False
+    ),
+    "SingleLoopBilevel, shared": Audited(planned_single_loop("shared"), True),
+    "SingleLoopBilevel, Poisson": Audited(
+        planned_single_loop("shared", 0.5, sampling=dpb.Poisson(0.2)), True, exact=False
+    ),
+    "SingleLoopBilevel, free x": Audited(planned_single_loop("disjoint", 0.5), False),
+}
 
 
 def quadratic():

@@ -10,10 +10,48 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.privacy import accounting
-from tests.contract.solver_zoo import EXACT, INNER, implicit, penalty
+from tests.bilevel.test_implicit import implicit, planned_implicit
+from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
+from tests.bilevel.test_penalty import small as penalty
+from tests.cases import Audited, Case, planned
+from tests.problems import EXACT, INNER, LEVELS, WEIGHTING, X0, Y0
 
 SIZES = EXACT.problem.sizes_of(EXACT.data)
 KEY = 0
+
+
+SEARCH = planned_penalty("overlapping", num_steps=1)
+CONTRACT = {
+    "refitted": Case(
+        WEIGHTING,
+        dpb.Refitted(penalty(), INNER, (0.7, 0.3)),
+        LEVELS,
+        (X0, Y0),
+        "disjoint",
+    ),
+    "warm_started": Case(
+        EXACT.problem,
+        dpb.bilevel.WarmStarted(implicit(num_steps=2), implicit(num_steps=2)),
+        EXACT.data,
+        EXACT.w0,
+        "disjoint",
+    ),
+}
+AUDITS = {
+    "Refitted": Audited(
+        planned(dpb.Refitted(SEARCH, CANARY_INNER, (0.7, 0.3)), "overlapping")
+    ),
+    "WarmStarted": Audited(
+        planned(
+            dpb.bilevel.WarmStarted(
+                planned_implicit("overlapping"),
+                planned_implicit("overlapping", num_steps=2),
+                (0.4, 0.6),
+            ),
+            "overlapping",
+        )
+    ),
+}
 
 
 def noiseless(solver):

@@ -1,7 +1,6 @@
-"""What every solver must do; add a solver to solver_zoo.SOLVERS to test it."""
+"""What every solver must do: each of `CONTRACT` in the tests of an algorithm."""
 
 import dataclasses
-import functools
 import re
 
 import chex
@@ -10,228 +9,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.audit.unseal import opened
 from dpbilevel.core.descent import rejected_updates
 from dpbilevel.core.loop import advance, bound_to
-from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
-from tests.contract.solver_zoo import ADAPTIVE, DOUBLE, FEW_ANSWERS, SOLVERS, sizes_of
+from tests.contract.recorded import CASES, KEY, SHORT, calibrated, run, solve
 
-solvers = pytest.mark.parametrize("name", SOLVERS)
-# One of each class, for the tests that do not compare with the ledger; the slow suite
-# has the others, which differ in problem, people or sampling.
-DISTINCT = ("noisy_gd_adam", "localized", "penalty_both_levels", "single_loop")
-DISTINCT += ("refitted", "implicit_at_x", "warm_started", "proximal_point")
-DISTINCT += ("f2sa", "gradient_informative")
-DISTINCT += ("random_search", "repeat_and_select", "noisy_ucb")
-DISTINCT += ("exponential", "regularized", "extragradient")
-distinct_solvers = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in DISTINCT else pytest.mark.slow)
-        for name in SOLVERS
-    ],
-)
+
+def at_once(is_short):
+    """All cases, those of the short suite at once."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if is_short(name) else pytest.mark.slow)
+            for name in CASES
+        ],
+    )
+
+
+solvers = pytest.mark.parametrize("name", CASES)
+# One of each class; the slow suite has the others, which differ in problem or sampling.
+distinct_solvers = at_once(lambda name: name in SHORT)
 # `fit` plans and solves; one of each family of problems, and one adaptive.
-FITTED = {"penalty_both_levels", "implicit_at_x", "exponential", "proximal_point"}
-FITTED |= {"noisy_gd"}
-fitted_solvers = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in FITTED else pytest.mark.slow)
-        for name in SOLVERS
-    ],
-)
-KEY = 0
-
-
-@pytest.fixture(autouse=True)
-def _double(request):
-    """Solvers that need float64 are run in it."""
-    name = (
-        request.node.callspec.params.get("name")
-        if hasattr(request.node, "callspec")
-        else None
-    )
-    with jax.enable_x64(name in DOUBLE):
-        yield
-
-
-MADE = []  # the strength and the scale of every release
-NOISES = []  # in units of that scale
-
-
-def noted(method, scale):
-    """A release or a draw that says how strong it is, of what scale, and its noise."""
-
-    def made(self, value, *args, **kwargs):
-        released = method(self, value, *args, **kwargs)
-        numbers = jnp.asarray(strength(self)), jnp.asarray(scale(self, value))
-        noisy = (value, released) if isinstance(value, Bounded) else None
-        jax.debug.callback(note, *numbers, noisy)
-        return released
-
-    return made
-
-
-def note(strength, scale, noisy):
-    MADE.append((float(strength), float(scale)))
-    if noisy is not None:
-        pairs = zip(opened(noisy[0]), jax.tree.leaves(noisy[1]), strict=True)
-        noises = [(np.ravel(v) - raw) / float(scale) for raw, v in pairs]
-        NOISES.append(np.concatenate(noises))
-
-
-def std(mechanism, bounded):
-    return mechanism.noise_multiplier * sensitivity(mechanism, bounded)
-
-
-def sensitivity(mechanism, value):
-    return value.sensitivity(mechanism.neighbours)
-
-
-# One program per solver for most tests: compiling takes the suite's time.
-@jax.jit
-def solve(problem, solver, data, w0, *, key):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gaussian, "release", noted(Gaussian.release, std))
-        for kind in (dpb.draws.Exponential, dpb.draws.RegularizedExponential):
-            patch.setattr(kind, "draw", noted(kind.draw, sensitivity))
-        return dpb.solve(problem, solver, data, w0, key=key, trajectory=True)
-
-
-def calibrated(name, scale=1.0):
-    problem, solver, data, w0, people = SOLVERS[name]
-    sizes = sizes_of(problem, data, people)
-    # Sums of floats compile sooner; one of each class sums on the grid.
-    precision = "grid" if name in DISTINCT else "float"
-    solver = solver.with_noise(scale).with_precision(precision).with_sizes(sizes)
-    return problem, solver.with_counts(problem), data, w0
-
-
-def run(name, key, scale=1.0):
-    problem, solver, data, w0 = calibrated(name, scale)
-    return solve(problem, solver, data, w0, key=key)
-
-
-def releases_of(name, *seeds):
-    """What runs with these keys note, and the ledger of each."""
-    problem, solver, data, w0 = calibrated(name)
-    jax.effects_barrier()
-    for notes in (MADE, NOISES):
-        notes.clear()
-    for seed in seeds:
-        solve(problem, solver, data, w0, key=jax.random.key(seed))
-    jax.effects_barrier()
-    return list(MADE), list(NOISES), solver.ledger(problem, solver.sizes)
-
-
-@functools.cache
-def unrolled(name):
-    made, _, ledger = releases_of(name, KEY)
-    return sorted(made), ledger, name in ADAPTIVE
-
-
-def strength(mechanism):
-    """The number that sets the noise: epsilon of a draw, else the multiplier."""
-    if isinstance(mechanism, dpb.draws.Exponential):
-        return mechanism.epsilon
-    return mechanism.noise_multiplier
-
-
-def louder_than(release):
-    """The mechanism of a release with 1.01 times the noise."""
-    if isinstance(release, dpb.draws.Draw):
-        mechanism = release.mechanism
-        pure = isinstance(mechanism, dpb.draws.Exponential)
-        field, factor = ("epsilon", 1 / 1.01) if pure else ("noise_multiplier", 1.01)
-        value = factor * strength(mechanism)
-        return dataclasses.replace(mechanism, **{field: value})
-    return release.mechanism.scaled(1.01)
-
-
-def claim(release):
-    if isinstance(release, dpb.draws.Draw):
-        factor = release.neighbours.contributions
-        return float(strength(release.mechanism)), factor * release.contribution
-    return release.noise_multiplier, release.noise_std
-
-
-def matches(made, ledger, adaptive):
-    # A selection counts once, whatever the number of runs it selects from.
-    claimed = sorted(
-        claim(r)
-        for r in ledger.releases
-        for _ in range(r.count * getattr(r, "runs", 1))
-    )
-    if len(made) != len(claimed):
-        return False
-    multipliers, stds = zip(*made, strict=True)
-    claimed_multipliers, claimed_stds = zip(*claimed, strict=True)
-    if adaptive:
-        # The ledger lists the largest noise; what it accounts for is the ratio.
-        return np.allclose(multipliers, claimed_multipliers, rtol=1e-5) and max(
-            stds
-        ) <= max(claimed_stds)
-    return np.allclose(sorted(stds), sorted(claimed_stds), rtol=1e-5) and np.allclose(
-        multipliers, claimed_multipliers, rtol=1e-5
-    )
-
-
-@solvers
-def test_releases_made_equal_the_ledger_in_number_and_scale(name):
-    assert matches(*unrolled(name))
-
-
-@solvers
-def test_a_ledger_that_forgets_a_release_is_caught(name):
-    made, ledger, adaptive = unrolled(name)
-    for index, release in enumerate(ledger.releases):
-        fewer = list(ledger.releases)
-        if release.count == 1:
-            del fewer[index]
-        else:
-            fewer[index] = dataclasses.replace(release, count=release.count - 1)
-        shorter = dataclasses.replace(ledger, releases=tuple(fewer))
-        assert not matches(made, shorter, adaptive)
-
-
-@solvers
-def test_a_ledger_that_claims_too_much_noise_is_caught(name):
-    made, ledger, adaptive = unrolled(name)
-    for index, release in enumerate(ledger.releases):
-        louder = list(ledger.releases)
-        louder[index] = dataclasses.replace(release, mechanism=louder_than(release))
-        boastful = dataclasses.replace(ledger, releases=tuple(louder))
-        assert not matches(made, boastful, adaptive)
-
-
-def sound(noises):
-    """Whether noise is as large as claimed, and none is used twice."""
-    total, count = sum(np.sum(z**2) for z in noises), sum(map(len, noises))
-    low, high = scipy.stats.chi2.ppf([1e-6, 1 - 1e-6], count)
-    fresh = {tuple(np.round(z, 6)) for z in noises}
-    return low < total < high and len(fresh) == len(noises)
-
-
-MISTAKES = {
-    "no noise": lambda noises: [0 * z for z in noises],
-    # As of a record that is clipped at twice the length.
-    "half of the noise": lambda noises: [z / 2 for z in noises],
-    "a key used twice": lambda noises: [*noises[1:], noises[1]],
-}
-DRAWN = ("exponential", "regularized", "random_search")
-
-
-@pytest.mark.parametrize("name", [n for n in SOLVERS if not n.startswith(DRAWN)])
-def test_noise_is_fresh_and_as_large_as_the_ledger_claims(name):
-    made, noises, _ = releases_of(name, *range(KEY, KEY + 20))
-    assert len(noises) == len(made)
-    assert sound(noises)
-    assert not [mistake for mistake, of in MISTAKES.items() if sound(of(noises))]
+fitted_solvers = at_once(lambda name: CASES[name].fitted)
 
 
 @distinct_solvers
@@ -261,7 +62,7 @@ def test_same_key_same_bits_new_key_new_bits(name):
     first, again = run(name, jax.random.key(KEY)), run(name, jax.random.key(KEY))
     chex.assert_trees_all_equal(first.value, again.value)
     # One of few candidates may be drawn twice.
-    seeds = range(KEY + 1, KEY + (10 if name in FEW_ANSWERS else 2))
+    seeds = range(KEY + 1, KEY + (10 if CASES[name].few_answers else 2))
     others = [run(name, jax.random.key(seed)).value for seed in seeds]
     leaves = zip(*map(jax.tree.leaves, [first.value, *others]), strict=True)
     assert all(any(bool(jnp.any(a != b)) for b in rest) for a, *rest in leaves)
@@ -337,7 +138,7 @@ def widened(leaf):
     return jnp.asarray(host.astype(np.float64) if host.dtype == np.float32 else host)
 
 
-@pytest.mark.parametrize("name", [name for name in SOLVERS if name not in DOUBLE])
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.double])
 def test_float32_in_float32_out(name):
     assert dtypes(*calibrated(name)) == {jnp.dtype("f4")}
 
@@ -351,9 +152,9 @@ def test_no_key_is_used_twice(name):
 
 @solvers
 def test_uncalibrated_solver_raises_with_the_remedy(name):
-    problem, solver, data, w0, _ = SOLVERS[name]
+    case, key = CASES[name], jax.random.key(KEY)
     with pytest.raises(ValueError, match=r"calibrate\(problem, solver, budget"):
-        dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY))
+        dpb.solve(case.problem, case.solver, case.data, case.w0, key=key)
 
 
 @distinct_solvers
@@ -394,17 +195,17 @@ def test_data_of_another_size_than_planned_are_refused(name):
 
 @fitted_solvers
 def test_fit_reports_the_ledger_of_what_it_ran(name):
-    problem, solver, data, w0, people = SOLVERS[name]
+    case = CASES[name]
     result = dpb.fit(
-        problem,
-        solver,
-        data,
-        w0,
+        case.problem,
+        case.solver,
+        case.data,
+        case.w0,
         budget=dpb.PrivacyBudget(2.0, 1e-2),
-        people=people,
+        people=case.people,
         key=jax.random.key(KEY),
     )
-    clipped = solver.basis is dpb.privacy.Basis.CLIPPED
+    clipped = case.solver.basis is dpb.privacy.Basis.CLIPPED
     expected = (
         dpb.privacy.Status.ENFORCED if clipped else dpb.privacy.Status.CONDITIONAL
     )

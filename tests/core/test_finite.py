@@ -13,9 +13,11 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.cli import main as cli
 from dpbilevel.core.descent import Descent, Rejections, Rule, finite_or
+from tests.cases import first_of_each_class, found
 from tests.cli.test_runner import GENERATED
-from tests.contract.solver_zoo import EXACT, IN_BOX, LOWER, SOLVERS, Y0, sizes_of
+from tests.problems import EXACT, IN_BOX, LOWER, Y0
 
+SOLVERS = found("CONTRACT")
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
 INNER = dpb.NoisyGD(num_steps=8, clip_norm=1.0, step_size=1.0)
 # The README's solver.
@@ -24,6 +26,13 @@ README = dpb.PenaltyBilevel(num_steps=15, penalty=10.0, step_size=5.0, inner=INN
 
 # Compiled once for all numbers.
 solve = jax.jit(dpb.solve, static_argnames="trajectory")
+
+
+def run(case, scale=1.0, **options):
+    """The case's solution with this noise."""
+    solver = case.solver.with_noise(scale).with_sizes(case.sizes)
+    key = jax.random.key(0)
+    return solve(case.problem, solver, case.data, case.w0, key=key, **options)
 
 
 def finite(tree):
@@ -114,51 +123,51 @@ HUGE = optax.sgd(1e30, momentum=0.9)
 
 
 def divergent(name):
-    """The zoo's problem and a solver that takes steps of length 1e30 without a set."""
-    problem, solver, data, w0, people = SOLVERS[name]
+    """The case without sets, its solver with steps of length 1e30."""
+    case = SOLVERS[name]
+    problem, solver = case.problem, moved_far(case.solver)
     free = dpb.sets.Euclidean()
     sets = {k: free for k in ("x_set", "y_set", "w_set") if hasattr(problem, k)}
     if isinstance(problem, dpb.games.SaddleProblem):
         sets = {"x_set": free, "y_set": free}
-    return dataclasses.replace(problem, **sets), solver, data, w0, people
+    problem = dataclasses.replace(problem, **sets)
+    return dataclasses.replace(case, problem=problem, solver=solver)
 
 
 def moved_far(solver):
-    huge = {"step_size": HUGE}
-    match solver:
-        case dpb.PenaltyBilevel():
-            inner = dataclasses.replace(solver.inner, **huge)
-            return dataclasses.replace(solver, inner=inner, **huge)
-        case dpb.SingleLoopBilevel():
-            prefixes = ("", "lower_", "linear_")
-            named = {f"{p}step_size": HUGE for p in prefixes}
-            return dataclasses.replace(solver, **named)
-        case dpb.bilevel.F2SA():
-            return dataclasses.replace(solver, **huge, lower_step_size=HUGE)
-        case dpb.Refitted():
-            parts = {"search": moved_far(solver.search)}
-            return dataclasses.replace(solver, **parts, refit=moved_far(solver.refit))
-        case dpb.games.NoisyExtragradient():
-            return dataclasses.replace(solver, step_size=1e30)
-        case dpb.onelevel.LocalizedGD():
-            radii = tuple(1e37 for _ in solver.radii)
-            return dataclasses.replace(solver, strong_convexity=1e-39, radii=radii)
-    return dataclasses.replace(solver, **huge)
+    """The solver and its parts with steps of length 1e30."""
+    if isinstance(solver, dpb.onelevel.LocalizedGD):  # which has no step size
+        radii = tuple(1e37 for _ in solver.radii)
+        return dataclasses.replace(solver, strong_convexity=1e-39, radii=radii)
+    # A game's steps take no optimizer.
+    huge = 1e30 if isinstance(solver, dpb.games.NoisyExtragradient) else HUGE
+    parts = {
+        name: moved_far(part)
+        for name, part in vars(solver).items()
+        if isinstance(part, dpb.AbstractSolver)
+    }
+    steps = [name for name in vars(solver) if name.endswith("step_size")]
+    return dataclasses.replace(solver, **parts, **dict.fromkeys(steps, huge))
 
 
-MOVING = ["noisy_gd", "localized", "penalty", "single_loop", "f2sa", "extragradient"]
-# As above, with another problem, rule or stage.
-ALIKE = ["noisy_gd_adam", "penalty_free_outer", "refitted"]
-MOVING += [pytest.param(name, marks=pytest.mark.slow) for name in ALIKE]
+def moves(case):
+    """Whether steps along clipped gradients may go anywhere."""
+    fields = {*vars(case.solver)} & {"step_size", "search", "radii"}
+    clipped = case.solver.basis is dpb.privacy.Basis.CLIPPED
+    return fields and clipped and case.package != "search"
+
+
+FREE = {name: case for name, case in SOLVERS.items() if moves(case)}
+ONE_A_CLASS = set(first_of_each_class(FREE))
+MOVING = [
+    pytest.param(name, marks=() if name in ONE_A_CLASS else pytest.mark.slow)
+    for name in FREE
+]
 
 
 @pytest.mark.parametrize("name", MOVING)
 def test_diverging_run_stays_finite_and_says_how_often(name):
-    problem, solver, data, w0, people = divergent(name)
-    sizes = sizes_of(problem, data, people)
-    solver = moved_far(solver).with_sizes(sizes).with_noise(1.0)
-    key = jax.random.key(0)
-    solution = solve(problem, solver, data, w0, key=key, trajectory=True)
+    solution = run(divergent(name), trajectory=True)
     assert finite((solution.value, solution.trajectory))
     assert int(solution.rejected_updates) > 0
 
@@ -175,19 +184,15 @@ def test_certified_solver_that_diverges_stays_finite():
 
 
 def test_point_that_overflows_with_noise_is_left_out():
-    problem, solver, data, w0, _ = SOLVERS["proximal_point"]
-    solver = solver.with_sizes(len(LOWER["label"])).with_noise(1e30)
-    solution = solve(problem, solver, data, w0, key=jax.random.key(0))
+    case = SOLVERS["proximal_point"]
+    solution = run(case, 1e30)
     assert finite(solution.value)
-    assert int(solution.rejected_updates) == solver.num_steps
+    assert int(solution.rejected_updates) == case.solver.num_steps
 
 
 @pytest.mark.parametrize("name", ["noisy_gd_adam", "single_loop", "extragradient"])
 def test_healthy_run_leaves_nothing_out(name):
-    problem, solver, data, w0, people = SOLVERS[name]
-    solver = solver.with_sizes(sizes_of(problem, data, people)).with_noise(1.0)
-    solution = solve(problem, solver, data, w0, key=jax.random.key(0))
-    assert int(solution.rejected_updates) == 0
+    assert int(run(SOLVERS[name]).rejected_updates) == 0
 
 
 def test_search_that_diverges_stays_finite_and_warns():
@@ -266,10 +271,9 @@ def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch
 
 
 def test_mean_of_the_pairs_is_that_of_the_trajectory():
-    problem, solver, data, w0, people = SOLVERS["penalty"]
-    solver = dataclasses.replace(solver, output=dpb.outputs.Mean())
-    solver = solver.with_sizes(sizes_of(problem, data, people)).with_noise(1.0)
-    solution = solve(problem, solver, data, w0, key=jax.random.key(0), trajectory=True)
+    case = SOLVERS["penalty"]
+    solver = dataclasses.replace(case.solver, output=dpb.outputs.Mean())
+    solution = run(dataclasses.replace(case, solver=solver), trajectory=True)
     means = jax.tree.map(lambda v: v.mean(0), solution.trajectory)
-    for found, expected in zip(solution.value, means, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for mean, expected in zip(solution.value, means, strict=True):
+        np.testing.assert_allclose(mean, expected, rtol=1e-5)

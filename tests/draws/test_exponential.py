@@ -19,13 +19,65 @@ from dpbilevel.draws.scores.hyper import GradientNorm, HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy import accounting, pure
 from dpbilevel.privacy.noise import step_keys
-from tests.contract.solver_zoo import CERTIFIED, EXACT, LEVELS
+from tests.cases import Audited, Case, planned
+from tests.problems import CERTIFIED, EXACT, LEVELS, LOWER, ONE_LEVEL, Y0
 
 ALPHA = 1e-4
 POINTS = jnp.linspace(0.0, 1.0, 11)
 GRID = dpb.draws.Grid.product(POINTS)
 UNIT = dpb.sets.Box(jnp.zeros(1), jnp.ones(1))
 PURE = dpb.PrivacyBudget(1.0, 0.0)
+
+
+CANDIDATES = dpb.draws.Grid(jnp.asarray([[0.0] * 4, [0.1] * 4, [-0.1] * 4]))
+ABSOLUTE = dpb.FiniteSum(
+    lambda w, r: jnp.abs(w[0] - r["features"][0]),
+    w_set=dpb.sets.Box(-jnp.ones(1), jnp.ones(1)),
+    lipschitz=1.0,
+)
+CONTRACT = {
+    "exponential": Case(
+        dataclasses.replace(ONE_LEVEL, w_set=dpb.sets.Ball(2.0)),
+        dpb.draws.ExponentialMechanism(CANDIDATES, clip_range=2.0),
+        LOWER,
+        Y0,
+        fitted=True,
+        few_answers=True,
+    ),
+    "exponential_gradient_norm": Case(
+        EXACT.problem,
+        dpb.draws.ExponentialMechanism(CANDIDATES, "gradient_norm"),
+        EXACT.data,
+        EXACT.w0,
+        "disjoint",
+        few_answers=True,
+    ),
+    "exponential_walk": Case(
+        ABSOLUTE,
+        dpb.draws.ExponentialMechanism(dpb.draws.GridWalk(tabulate=True), dimension=1),
+        LOWER,
+        jnp.zeros(1),
+    ),
+}
+
+
+def planned_draw(people=None, kind=dpb.draws.ExponentialMechanism, **fields):
+    """Two candidates at which one record makes all the difference there can be."""
+    return planned(kind(dpb.draws.Grid(jnp.asarray([-1.0, 1.0])), **fields), people)
+
+
+ADD_OR_REMOVE = dpb.draws.Exponential(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+AUDITS = {
+    "ExponentialMechanism": Audited(
+        planned_draw(clip_range=1.0), others=-1.0, exact=False
+    ),
+    "ExponentialMechanism, add or remove": Audited(
+        planned_draw(clip_range=1.0, mechanism=ADD_OR_REMOVE), others=-1.0, exact=False
+    ),
+    "ExponentialMechanism, overlapping": Audited(
+        planned_draw("overlapping"), others=-0.1, exact=False
+    ),
+}
 
 
 def distance(w, record):

@@ -10,15 +10,48 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel.audit.canaries import _LIPSCHITZ
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy import accounting
 from dpbilevel.privacy.noise import step_keys
-from tests.contract.solver_zoo import CERTIFIED
+from tests.cases import Audited, Case, planned
+from tests.problems import CERTIFIED, LOWER
 
 ALPHA = 1e-4
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 LINE = dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
 RECORDS = jnp.asarray(np.random.default_rng(0).uniform(-1, 0.5, 40))
+
+
+LEANING = dpb.FiniteSum(
+    lambda w, r: -w[0] * r["features"][0],
+    w_set=LINE,
+    lipschitz=1.0,
+    smoothness=0.0,
+)
+ALTERNATING = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
+CONTRACT = {
+    "regularized": Case(
+        LEANING,
+        dpb.draws.RegularizedExponentialMechanism(
+            ALTERNATING, convex=True, dimension=1
+        ),
+        LOWER,
+        jnp.zeros(1),
+    ),
+}
+
+
+def planned_regularized(kind=dpb.draws.RegularizedExponentialMechanism, **fields):
+    """The set is so wide that the law is that of a Gaussian release."""
+    defaults = {"convex": True, "regularizer": 1.0, "dimension": 1}
+    return planned(kind(ALTERNATING, **(defaults | fields))).with_counts(_LIPSCHITZ)
+
+
+AUDITS = {
+    # Rounding of single precision is part of the claim.
+    "RegularizedExponentialMechanism": Audited(planned_regularized(), tolerance=2e-2),
+}
 
 
 @pytest.fixture

@@ -10,9 +10,39 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.games import zoo
+from tests.cases import Audited, Case, planned
 from tests.games.saddle_zoo import N, example, normal, point
+from tests.problems import LOWER, SADDLE, SADDLE_START
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+
+
+CONTRACT = {
+    "extragradient": Case(
+        SADDLE,
+        dpb.games.NoisyExtragradient(
+            4, clip_norm=1.0, step_size=0.2, sampling=dpb.privacy.SinglePass(7)
+        ),
+        LOWER,
+        SADDLE_START,
+    ),
+}
+
+
+def planned_extragradient(scale=1.0, kind=dpb.games.NoisyExtragradient, **fields):
+    defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
+    return planned(kind(**(defaults | fields)), scale=scale)
+
+
+def planned_once(kind=dpb.privacy.SinglePass, **fields):
+    """Two steps on four disjoint batches, with the noise of one release."""
+    return planned_extragradient(0.5, sampling=kind(2), **fields)
+
+
+AUDITS = {
+    "NoisyExtragradient": Audited(planned_extragradient()),
+    "NoisyExtragradient, single pass": Audited(planned_once()),
+}
 
 
 @functools.partial(jax.jit, static_argnames="trajectory")

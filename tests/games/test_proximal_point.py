@@ -13,9 +13,47 @@ from dpbilevel.games import gaps
 from dpbilevel.games.certified import ResolventQuery, approximate_resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.sampling import Batch
+from tests.cases import Audited, Case, planned
 from tests.games.saddle_zoo import N, example, point
+from tests.problems import LOWER, SADDLE, SADDLE_START
 
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+
+
+CONTRACT = {
+    "proximal_point": Case(
+        SADDLE,
+        dpb.games.InexactProximalPoint(
+            4,
+            clip_norm=2.5,
+            strength=6.0,
+            inner_steps=3,
+            sampling=dpb.privacy.SinglePass(10),
+        ),
+        LOWER,
+        SADDLE_START,
+        fitted=True,
+    ),
+}
+
+
+def planned_proximal(kind=dpb.games.InexactProximalPoint, **fields):
+    defaults = {"num_steps": 3, "clip_norm": 0.7, "strength": 1.0, "inner_steps": 2}
+    defaults |= {"dimension": 1}
+    return planned(kind(**(defaults | fields)))
+
+
+def planned_extrapolated(kind=dpb.games.InexactProximalPoint):
+    """A round of steps that leave less than a tenth of what a record moves."""
+    fields = {"inner": "operator_extrapolation", "inner_steps": 24}
+    return planned_proximal(kind, num_steps=1, **fields)
+
+
+AUDITS = {
+    "InexactProximalPoint": Audited(planned_proximal()),
+    # What the inner steps leave is part of the claim.
+    "InexactProximalPoint, extrapolation": Audited(planned_extrapolated(), exact=False),
+}
 
 
 @jax.jit

@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,8 @@ import optax
 import pytest
 
 import dpbilevel as dpb
+from tests.cases import Audited, Case, planned
+from tests.problems import LOWER, ONE_LEVEL, POISSON, Y0
 
 POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(50, 3)), jnp.float32)
 MEAN = POINTS.mean(0) / 1.5
@@ -13,6 +17,62 @@ PROBLEM = dpb.FiniteSum(
 )
 START = jnp.full(3, 2.0)
 QUIET = dpb.privacy.Gaussian(0.0)
+
+
+ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
+
+
+def small(**fields):
+    return dpb.NoisyGD(6, 1.0, **({"step_size": 0.5} | fields))
+
+
+def localized(**fields):
+    return dpb.onelevel.LocalizedGD((4.0, 2.0), 3, 0.1, 1.0, **fields)
+
+
+CONTRACT = {
+    "noisy_gd_adam": Case(
+        ONE_LEVEL,
+        small(step_size=optax.adam(0.1), sampling=dpb.FixedSize(10)),
+        LOWER,
+        Y0,
+    ),
+    "noisy_gd": Case(ONE_LEVEL, small(), LOWER, Y0, fitted=True),
+    "noisy_gd_poisson": Case(
+        ONE_LEVEL, small(sampling=POISSON, output=dpb.outputs.Mean()), LOWER, Y0
+    ),
+    "localized": Case(ONE_LEVEL, localized(), LOWER, Y0),
+    "localized_sgd": Case(ONE_LEVEL, localized(sampling=POISSON), LOWER, Y0),
+}
+
+
+def planned_noisy_gd(scale=1.0, **fields):
+    defaults = {"num_steps": 4, "clip_norm": 0.7, "step_size": 0.1}
+    return planned(dpb.NoisyGD(**(defaults | fields)), scale=scale)
+
+
+def sampled(
+    sampling, neighbours=dpb.Neighbours.REPLACE_ONE, multiplier=0.5, num_steps=1
+):
+    """With this noise multiplier at every step."""
+    noise = dpb.privacy.Gaussian(multiplier / math.sqrt(num_steps), neighbours)
+    solver = dpb.NoisyGD(num_steps, 0.7, step_size=0.1, sampling=sampling, noise=noise)
+    return solver.with_sizes(10)
+
+
+AUDITS = {
+    "NoisyGD": Audited(planned_noisy_gd()),
+    "NoisyGD, precision float": Audited(planned_noisy_gd(), precision="float"),
+    "NoisyGD, add or remove": Audited(
+        planned_noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
+    ),
+    "NoisyGD, Poisson": Audited(
+        sampled(dpb.Poisson(0.2), ADD_OR_REMOVE, num_steps=2), exact=False
+    ),
+    "NoisyGD, Poisson, replace": Audited(sampled(dpb.Poisson(0.2)), exact=False),
+    "NoisyGD, fixed size": Audited(sampled(dpb.FixedSize(2)), exact=False),
+    "LocalizedGD": Audited(planned(dpb.onelevel.LocalizedGD((1e3, 5e2), 20, 1.0, 0.7))),
+}
 
 
 def run(solver, problem=PROBLEM, data=POINTS):

@@ -8,8 +8,9 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.privacy.certified import AbstractCertifiedQuery, CertifiedRelease
-from tests.contract.solver_zoo import EXACT, LEVELS, implicit
+from tests.bilevel.test_implicit import implicit
 from tests.games.saddle_zoo import N, example, point
+from tests.problems import EXACT, LEVELS
 
 TUNING = dpb.linear_tuning(dpb.Logistic(), jnp.asarray([0, 0, 1, 1]), bounds=(0.0, 1.0))
 

@@ -19,6 +19,8 @@ from dpbilevel.search.candidates import uniform
 from dpbilevel.search.losses import clipped_loss
 from dpbilevel.search.noisy_ucb import posterior
 from tests.audit.mutants import Hotter
+from tests.cases import Audited, Case, planned
+from tests.problems import LOWER, SEARCHED, Y0
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))
 BOX = dpb.sets.Box(jnp.asarray([-1.0, 0.0]), jnp.asarray([1.0, 3.0]))
@@ -26,6 +28,28 @@ LOSSES = np.random.default_rng(1).uniform(-0.5, 2.5, size=(10, 5))
 LOSSES[3, 1], LOSSES[4, 2], LOSSES[5, 3] = np.nan, np.inf, -np.inf
 RANGE, EPSILON = 2.0, 8.0
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
+
+
+CONTRACT = {
+    "random_search": Case(SEARCHED, dpb.search.RandomSearch(20, 2.0), LOWER, Y0),
+    "noisy_ucb": Case(
+        SEARCHED, dpb.search.NoisyUCB(4, 2.0, num_candidates=20), LOWER, Y0
+    ),
+}
+
+
+def planned_random_search(kind=dpb.search.RandomSearch, **fields):
+    return planned(kind(16, 1.0, **fields))
+
+
+def planned_ucb(kind=dpb.search.NoisyUCB, **fields):
+    return planned(kind(3, 1.0, num_candidates=4, **fields))
+
+
+AUDITS = {
+    "RandomSearch": Audited(planned_random_search(), others=-1.0, exact=False),
+    "NoisyUCB": Audited(planned_ucb()),
+}
 
 
 def box_problem(loss=None, public=None, box=BOX):

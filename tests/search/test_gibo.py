@@ -16,6 +16,8 @@ from dpbilevel.core.loop import advance
 from dpbilevel.privacy.noise import derive, step_keys
 from dpbilevel.search.gibo import _record_gradient, _Seen, _usable
 from dpbilevel.search.gp import gradient_posterior
+from tests.cases import Audited, Case, planned
+from tests.problems import IN_BOX, LOWER
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, D = 40, 3
@@ -26,6 +28,34 @@ RECORDS = 0.5 * np.random.default_rng(0).normal(size=(N, D)) + 0.3
 START = np.ones(D)
 # Compiles once for all numbers.
 solve = jax.jit(functools.partial(dpb.solve, trajectory=True))
+
+
+CONTRACT = {
+    "gradient_informative": Case(
+        IN_BOX,
+        dpb.search.GradientInformativeBO(
+            3,
+            1.0,
+            step_size=0.5,
+            keep=8,
+            max_batch=8,
+            polish=2,
+            output=dpb.outputs.TailMean(0.2),
+        ).with_sizes(len(LOWER["label"])),
+        jax.tree.map(np.float64, {k: LOWER[k] for k in ("features", "label")}),
+        np.zeros(4),
+        double=True,
+    ),
+}
+
+
+def planned_gibo(scale=1.0, kind=dpb.search.GradientInformativeBO, **fields):
+    defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
+    defaults |= {"batch": 2, "keep": 2, "polish": 0}
+    return planned(kind(**(defaults | fields)), scale=scale)
+
+
+AUDITS = {"GradientInformativeBO": Audited(planned_gibo(), double=True)}
 
 
 def gibo(scale=0.0, steps=20, **fields):

@@ -13,12 +13,37 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.privacy import accounting, renyi
 from dpbilevel.privacy.selection import Repetitions, Selection
+from tests.cases import Audited, Case, planned
+from tests.problems import LOWER, SEARCHED, Y0
 
 LAWS = [(5.0, 0.0), (5.0, 0.5), (10.0, 1.0), (10.0, 3.0), (10.0, math.inf)]
 laws = pytest.mark.parametrize(("mean", "shape"), LAWS)
 REPLACE = dpb.Neighbours.REPLACE_ONE
 GAUSSIAN = dp_accounting.GaussianDpEvent(2.0)
 MU = 0.5
+
+
+CONTRACT = {
+    "repeat_and_select": Case(
+        SEARCHED, dpb.search.RepeatAndSelect(12, 2.0, mean=2.0), LOWER, Y0
+    ),
+    "repeat_and_select_poisson": Case(
+        SEARCHED,
+        dpb.search.RepeatAndSelect(12, 2.0, mean=2.0, shape=math.inf),
+        LOWER,
+        Y0,
+    ),
+}
+
+
+def planned_selection(kind=dpb.search.RepeatAndSelect, num_steps=16, **fields):
+    return planned(kind(num_steps, 1.0, **({"mean": 2.0} | fields)))
+
+
+AUDITS = {
+    "RepeatAndSelect": Audited(planned_selection(), exact=False),
+    "RepeatAndSelect, Poisson": Audited(planned_selection(shape=math.inf), exact=False),
+}
 
 
 def chances(mean, shape, count):

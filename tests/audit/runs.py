@@ -1,0 +1,44 @@
+"""Audits of calibrated solvers on canary records."""
+
+import functools
+
+import jax
+
+from dpbilevel import audit
+from tests.cases import found
+
+SHORT, LONG = 50_000, 200_000
+
+
+@functools.cache
+def outcomes(name, runs=SHORT):
+    """The audits of one entry of `AUDITS`, one for each kind of person."""
+    case = found("AUDITS")[name]
+    with jax.enable_x64(case.double):
+        return audit.audit_solver(
+            case.solver.with_precision(case.precision),
+            key=jax.random.key(7),
+            runs=runs,
+            x_in_records=case.x_in_records,
+            others=case.others,
+        )
+
+
+def audited(solver, claim=None, *, runs=SHORT, x_in_records=("upper",), **options):
+    """The audit of one solver's runs under another's claim, for the first person."""
+    canary = next(iter(audit.canaries(solver, x_in_records=x_in_records).values()))
+    return audit.trade_off(
+        audit.SolverRun(canary.problem, canary.solver, canary.w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim if claim is None else claim,
+        key=jax.random.key(8),
+        runs=runs,
+        **options,
+    )
+
+
+def claim_of(solver, x_in_records=("upper",)):
+    """What the ledger of this solver claims for the first person."""
+    canaries = audit.canaries(solver, x_in_records=x_in_records)
+    return next(iter(canaries.values())).claim

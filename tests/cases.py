@@ -1,0 +1,91 @@
+"""Cases of solvers; they stand beside the tests of each algorithm and are found here.
+
+A test module of an algorithm has `CONTRACT`, small runs for the contract suite with the
+first of each class in its short form, `AUDITS`, calibrated solvers for the audits on
+canary records, and may have `MUTANTS`, broken copies that an audit must reject.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dpbilevel as dpb
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run of a solver that is not calibrated yet."""
+
+    problem: Any
+    solver: dpb.AbstractSolver
+    data: Any
+    w0: Any
+    people: str | None = None
+    fitted: bool = False  # by the short suite too, which plans and solves
+    double: bool = False  # computes in float64 or not at all
+    few_answers: bool = False  # draws one of a few candidates
+    adaptive: bool = False  # noise follows a sensitivity at released values
+
+    @property
+    def sizes(self):
+        people = () if self.people is None else (self.people,)
+        return self.problem.sizes_of(self.data, *people)
+
+    @property
+    def package(self):
+        return type(self.solver).__module__.split(".")[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Audited:
+    """A calibrated solver, and on which canary records it is audited."""
+
+    solver: dpb.AbstractSolver
+    x_in_records: bool | tuple[str, ...] = ("upper",)
+    exact: bool = True  # the claim is that of one Gaussian
+    precision: str = "grid"
+    others: float | None = None
+    tolerance: float = 2e-3  # of the claim, against that of one Gaussian
+    double: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """An audit of a broken mechanism and the same audit of the sound one."""
+
+    of: str
+    broken: Callable[[], Any]
+    sound: Callable[[], Any]
+
+
+def planned(solver, people=None, scale=1.0):
+    """The solver with this noise, for the numbers of canary records."""
+    upper = 20 if people == "shared" else 10
+    sizes = 10 if people is None else dpb.Sizes(upper, 20, people)
+    return solver.with_noise(scale).with_sizes(sizes)
+
+
+@functools.cache
+def found(name):
+    """All entries of the dictionaries of this name, over the test modules."""
+    entries = {}
+    for file in sorted(ROOT.glob("tests/*/test_*.py")):
+        if f"\n{name} = " not in file.read_text():
+            continue
+        path = file.relative_to(ROOT).with_suffix("").parts
+        more = getattr(importlib.import_module(".".join(path)), name)
+        twice = entries.keys() & more.keys()
+        if twice:
+            raise ValueError(f"{file}: {name} has {twice}, as another module has.")
+        entries |= more
+    return entries
+
+
+def first_of_each_class(cases):
+    """The names of those that stand for their class in the short suite."""
+    return {type(case.solver): name for name, case in reversed(cases.items())}.values()

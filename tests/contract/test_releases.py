@@ -1,0 +1,281 @@
+"""What solvers release is what their ledgers claim: number, noise and sensitivity."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import dpbilevel as dpb
+from dpbilevel.privacy import accounting
+from dpbilevel.privacy.mechanisms import Gaussian
+from dpbilevel.privacy.queries import Query
+from dpbilevel.privacy.releases import Release
+from tests.contract.recorded import (
+    CASES,
+    KEY,
+    SHORT,
+    ledger_of,
+    notes_of,
+    recorder,
+    strength,
+)
+
+solvers = pytest.mark.parametrize("name", CASES)
+
+
+@functools.cache
+def unrolled(name):
+    return notes_of(name, KEY), ledger_of(name), CASES[name].adaptive
+
+
+def louder_than(release):
+    """The mechanism of a release with 1.01 times the noise."""
+    if isinstance(release, dpb.draws.Draw):
+        mechanism = release.mechanism
+        pure = isinstance(mechanism, dpb.draws.Exponential)
+        field, factor = ("epsilon", 1 / 1.01) if pure else ("noise_multiplier", 1.01)
+        value = factor * strength(mechanism)
+        return dataclasses.replace(mechanism, **{field: value})
+    return release.mechanism.scaled(1.01)
+
+
+def claim(release):
+    if isinstance(release, dpb.draws.Draw):
+        factor = release.neighbours.contributions
+        return float(strength(release.mechanism)), factor * release.contribution
+    return release.noise_multiplier, release.noise_std
+
+
+def matches(notes, ledger, adaptive):
+    # A selection counts once, whatever the number of runs it selects from.
+    claimed = sorted(
+        claim(r)
+        for r in ledger.releases
+        for _ in range(r.count * getattr(r, "runs", 1))
+    )
+    made = sorted(note[:2] for note in notes)
+    if len(made) != len(claimed):
+        return False
+    multipliers, stds = zip(*made, strict=True)
+    claimed_multipliers, claimed_stds = zip(*claimed, strict=True)
+    if adaptive:
+        # The ledger lists the largest noise; what it accounts for is the ratio.
+        return np.allclose(multipliers, claimed_multipliers, rtol=1e-5) and max(
+            stds
+        ) <= max(claimed_stds)
+    return np.allclose(sorted(stds), sorted(claimed_stds), rtol=1e-5) and np.allclose(
+        multipliers, claimed_multipliers, rtol=1e-5
+    )
+
+
+@solvers
+def test_releases_made_equal_the_ledger_in_number_and_scale(name):
+    assert matches(*unrolled(name))
+
+
+@solvers
+def test_a_ledger_that_forgets_a_release_is_caught(name):
+    made, ledger, adaptive = unrolled(name)
+    for index, release in enumerate(ledger.releases):
+        fewer = list(ledger.releases)
+        if release.count == 1:
+            del fewer[index]
+        else:
+            fewer[index] = dataclasses.replace(release, count=release.count - 1)
+        shorter = dataclasses.replace(ledger, releases=tuple(fewer))
+        assert not matches(made, shorter, adaptive)
+
+
+@solvers
+def test_a_ledger_that_claims_too_much_noise_is_caught(name):
+    made, ledger, adaptive = unrolled(name)
+    for index, release in enumerate(ledger.releases):
+        louder = list(ledger.releases)
+        louder[index] = dataclasses.replace(release, mechanism=louder_than(release))
+        boastful = dataclasses.replace(ledger, releases=tuple(louder))
+        assert not matches(made, boastful, adaptive)
+
+
+def noises_of(notes):
+    """In units of the scale that each release is noted with."""
+    return [(answer - raw) / scale for _, scale, _, raw, answer in notes]
+
+
+def sound(noises):
+    """Whether noise is as large as claimed, and none is used twice."""
+    total, count = sum(np.sum(z**2) for z in noises), sum(map(len, noises))
+    low, high = scipy.stats.chi2.ppf([1e-6, 1 - 1e-6], count)
+    fresh = {tuple(np.round(z, 6)) for z in noises}
+    return low < total < high and len(fresh) == len(noises)
+
+
+# Draws add no noise.
+NOISY = [
+    name
+    for name, case in CASES.items()
+    if case.package != "draws" and not isinstance(case.solver, dpb.search.RandomSearch)
+]
+SEEDS = range(KEY, KEY + 20)
+SLIPS = {
+    "no noise": lambda noises: [0 * z for z in noises],
+    "half of the noise": lambda noises: [z / 2 for z in noises],
+    "a key used twice": lambda noises: [*noises[1:], noises[1]],
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_is_fresh_and_as_large_as_the_ledger_claims(name):
+    noises = noises_of(notes_of(name, *SEEDS))
+    assert sound(noises)
+    assert not [slip for slip, of in SLIPS.items() if sound(of(noises))]
+
+
+def people_of(data):
+    """The kinds of people whose records may change."""
+    if not isinstance(data, dpb.Levels):
+        return ("records",)
+    return ("person",) if data.is_shared else ("upper", "lower", "person")
+
+
+def with_first_record(data, person, factor):
+    """The data with the first record of a person's roles times `factor`."""
+
+    def pushed(records):
+        if isinstance(records, dict):
+            return records | {"features": pushed(records["features"])}
+        return jnp.asarray(records).at[0].multiply(factor)
+
+    if not isinstance(data, dpb.Levels):
+        return pushed(data)
+    if data.is_shared:
+        return dpb.Levels.shared(pushed(data.lower))
+    roles = ("upper", "lower") if person == "person" else (person,)
+    return dataclasses.replace(
+        data, **{role: pushed(getattr(data, role)) for role in roles}
+    )
+
+
+def is_clipped(name):
+    return CASES[name].solver.basis is dpb.privacy.Basis.CLIPPED
+
+
+def clips_gradients(name):
+    return is_clipped(name) and CASES[name].package != "search"
+
+
+def moved(name, person, factors, **options):
+    """How far each release moves between two first records; its scale and strength."""
+    first, second = (
+        notes_of(
+            name,
+            KEY,
+            data=with_first_record(CASES[name].data, person, factor),
+            frozen=True,
+            **options,
+        )
+        for factor in factors
+    )
+    for notes in (first, second):
+        notes.sort(key=lambda note: note[2])
+    assert [note[:3] for note in first] == [note[:3] for note in second]
+    return [
+        (np.linalg.norm(a[3] - b[3]), a[1], a[0])
+        for a, b in zip(first, second, strict=True)
+    ]
+
+
+def excess(name, **options):
+    """How far any person moves the releases, over what the ledger charges for it."""
+    # Far outside of every clip, or as far as the declared constants allow.
+    far = 1e3 if is_clipped(name) else 1.0
+    events = ledger_of(name).events()
+    found = []
+    for person in people_of(CASES[name].data):
+        for factors in ((far, -far), (far, 0.0)):
+            changes = moved(name, person, factors, **options)
+            # No release moves by more than the sensitivity that its noise follows.
+            found += [change * strength / scale for change, scale, strength in changes]
+            mu = accounting.gaussian_mu(events[person]) if person in events else None
+            if mu:
+                total = sum((change / scale) ** 2 for change, scale, _ in changes)
+                found.append(total**0.5 / mu)
+    return max(found)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_no_person_moves_the_releases_by_more_than_the_ledger_charges(name):
+    # Over a half, so that a record clipped at twice the length is noticed.
+    low = 0.5 if clips_gradients(name) else 0.0
+    assert low < excess(name) <= 1 + 1e-4
+
+
+def noise_times(factor):
+    def mistake(release):
+        def scaled(self, bounded, *, key):
+            return release(self.scaled(factor), bounded, key=key)
+
+        return scaled
+
+    return mistake
+
+
+def with_one_key(release):
+    def reusing(self, bounded, *, key):
+        del key
+        return release(self, bounded, key=jax.random.key(0))
+
+    return reusing
+
+
+def twice(of):
+    """One more release than the ledger has."""
+
+    def averaged(self, funs, data, *, key, **options):
+        pair = [of(self, funs, data, key=k, **options) for k in jax.random.split(key)]
+        return jax.tree.map(lambda a, b: (a + b) / 2, *pair)
+
+    return averaged
+
+
+def of_doubled_clips(read):
+    """Records of twice the length under the seal of the single one."""
+
+    def longer(self, *args, **options):
+        wide = dataclasses.replace(self, clip_norm=2 * self.clip_norm)
+        value = read(wide, *args, **options)
+        return dataclasses.replace(value, contribution=value.contribution / 2)
+
+    return longer
+
+
+MISTAKES = {
+    "no noise": (Gaussian, "release", noise_times(0.0)),
+    "half of the noise": (Gaussian, "release", noise_times(0.5)),
+    "one key for all": (Gaussian, "release", with_one_key),
+    "a release that the ledger forgets": (Release, "of", twice),
+    "twice the clip norm": (Query, "read", of_doubled_clips),
+}
+EVERYWHERE = [
+    pytest.param(name, mistake, marks=() if name == "noisy_gd" else pytest.mark.slow)
+    for name in NOISY
+    if name in SHORT or name == "noisy_gd"
+    for mistake in MISTAKES
+    if clips_gradients(name) or MISTAKES[mistake][0] is not Query
+]
+
+
+@pytest.mark.parametrize(("name", "mistake"), EVERYWHERE)
+def test_every_mistake_is_noticed_in_every_class_of_solvers(name, mistake):
+    broken = recorder(MISTAKES[mistake])
+    notes = notes_of(name, *SEEDS, solve=broken)
+    problems = {
+        "count": not matches(notes_of(name, KEY, solve=broken), *unrolled(name)[1:]),
+        "noise": not sound(noises_of(notes)),
+        "sensitivity": excess(name, solve=broken) > 1 + 1e-4,
+    }
+    expected = {Query: "sensitivity", Release: "count"}
+    assert problems[expected.get(MISTAKES[mistake][0], "noise")], problems
