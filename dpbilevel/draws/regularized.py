@@ -13,7 +13,7 @@ from ..bilevel.certified import certificate_of
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
-from .base import AbstractDrawSolver, DrawPlan, DrawProblem, feasible_set
+from .base import AbstractDrawSolver, DrawPlan, feasible_set
 from .mechanisms import Number, RegularizedExponential
 from .samplers.base import AbstractSampler
 from .scores.base import AbstractScore
@@ -163,15 +163,14 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return (convex,)
 
     @override
-    def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
+    def score_of(self, problem, sizes) -> AbstractScore:
         if isinstance(problem, FiniteSum):
             return MeanLoss(problem, "slope", sizes)
         return HyperObjective(problem, "slope", sizes, uniform=True)
 
 
-def _one_level(
-    problem: FiniteSum, n: Any, dimension: int, epsilon: float, delta: float
-) -> tuple[float, float]:
+def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
+    r"""$\mu$ and the largest $k$."""
     score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
     lipschitz = score.regularity(dtype, dimension).lipschitz
     diameter = float(problem.w_set.diameter)
@@ -180,13 +179,8 @@ def _one_level(
     return regularizer, 2 * n * dimension * regularizer / lipschitz**2
 
 
-def _two_levels(
-    problem: BilevelProblem,
-    sizes: Any,
-    dimension: int,
-    epsilon: float,
-    delta: float,
-) -> float:
+def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
+    r"""$\mu$."""
     score = HyperObjective(problem, "slope", sizes)
     shares = score.contributions(jnp.result_type(float))
     known = certificate_of(problem).second_order
