@@ -42,23 +42,14 @@ class DrawState(eqx.Module):
 
 
 class DrawPlan(NamedTuple):
-    """What a draw is charged for, computed before any data is seen.
+    """What a draw is charged for, computed before any data is seen."""
 
-    Attributes:
-        score: What is drawn by.
-        contributions: One record's share of it per role, as in `BoundedScore`.
-        regularity: That of the score.
-        mechanism: What makes the draw private.
-        rate: $k$.
-        potential: The regularity of the potential that the sampler is given.
-    """
-
-    score: AbstractScore
-    contributions: dict[str, Any]
-    regularity: Regularity
-    mechanism: AbstractDrawMechanism
-    rate: float
-    potential: Regularity
+    score: AbstractScore  # what is drawn by
+    contributions: dict[str, Any]  # one record's per role, as in BoundedScore
+    regularity: Regularity  # of the score
+    mechanism: AbstractDrawMechanism  # what makes the draw private
+    rate: float  # k
+    potential: Regularity  # of the potential that the sampler is given
 
 
 class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
@@ -160,7 +151,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             ValueError: The problem lacks constants, the solver is not calibrated, or
                 the default floating-point dtype is too coarse.
         """
-        self.check_relation(problem)
+        self.check_relation(problem)  # before anything is computed
         score, dtype = self.score_of(problem, sizes), self.planned_dtype()
         contributions = score.contributions(dtype)
         sensitivity = self.neighbours.contributions * sum(contributions.values())

@@ -113,5 +113,5 @@ class ExponentialMechanism(AbstractDrawSolver):
             return GradientNorm(problem, "spread", sizes)
         if one_level:
             return MeanLoss(problem, "spread", sizes, self.clip_range)
-        uniform = self.sampler.continuous
+        uniform = self.sampler.continuous  # the points of a walk depend on records
         return HyperObjective(problem, "spread", sizes, self.clip_range, uniform)

@@ -148,7 +148,7 @@ class _Case:
     budget: PrivacyBudget
 
     def implicit(self, gap: float, share: float = 1.0) -> float:
-        if self.budget.delta == 0:
+        if self.budget.delta == 0:  # which no Gaussian noise reaches
             return math.inf
         drop = math.sqrt(8 * self.constants.smoothness * gap * self.dimension)
         noise = self._multiplier(share) * self.sensitivity

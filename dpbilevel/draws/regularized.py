@@ -152,7 +152,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         convexity = regularizer + self.strong_convexity
         if self.largest_rate is not None:
             least = (convexity / self.largest_rate) ** 0.5 / sensitivity
-            multiplier = jnp.maximum(multiplier, least)
+            multiplier = jnp.maximum(multiplier, least)  # so that k is no larger
         return self.mechanism.with_multiplier(multiplier), convexity
 
     @override
@@ -185,9 +185,9 @@ def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
     shares = score.contributions(jnp.result_type(float))
     known = certificate_of(problem).second_order
     n, mu = min(sizes.upper, sizes.lower), known.strong_convexity
-    slope = n * sum(map(float, shares.values()))
+    slope = n * sum(map(float, shares.values()))  # G: shares are half of S
     shift = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
-    square = (
+    square = (  # Theorem B.8
         slope * shift / (epsilon * n)
         + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
         + slope * shift / math.sqrt(n)

@@ -100,7 +100,7 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         _checks.instance(owner, PrivacyBudget, budget=budget)
         _checks.count(owner, sizes=sizes, dimension=dimension)
         _checks.one_of(owner, "passes", passes, typing.get_args(Passes))
-        _checks.fraction(owner, delta=budget.delta)
+        _checks.fraction(owner, delta=budget.delta)  # bounds have log(1 / delta)
         if sizes < 2:
             raise ValueError(f"{owner}: needs at least two records, got sizes={sizes}.")
         constants = TheoremConstants.of(problem, dimension, sizes)

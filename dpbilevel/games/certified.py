@@ -28,11 +28,6 @@ from .resolvents import OWNER, Number, Resolvent
 class ResolventQuery(AbstractCertifiedQuery):
     r"""An approximate resolvent of a batch's operator, with its sensitivity.
 
-    Args:
-        resolvent: What is computed, and its constants.
-        size: The planned number of records.
-        sampling: How its batch is drawn.
-
     Privacy:
         One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
         Picard's iteration it is enforced by clipping; for more it rests on the
@@ -41,8 +36,8 @@ class ResolventQuery(AbstractCertifiedQuery):
         private and are not returned.
     """
 
-    resolvent: Resolvent
-    size: int
+    resolvent: Resolvent  # what is computed, and its constants
+    size: int  # the planned number of records
     sampling: AbstractSampling
     draws_batch: ClassVar[bool] = True
 
@@ -91,7 +86,7 @@ def approximate_resolvent(
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
     records = wide(batch.records, dtype)
-    mask = _readable(records)
+    mask = _readable(records)  # others contribute zero
     mask = mask if batch.mask is None else mask & batch.mask
     batch = Batch(records, mask, batch.denominator)
 
@@ -148,7 +143,7 @@ def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> P
         direction = _less(now, -resolvent.extrapolation, change)
         return project(_less(x, size, direction)), now
 
-    start = centre, regularized(centre)
+    start = centre, regularized(centre)  # x_0 = x_1: no extrapolation at first
     return jax.lax.fori_loop(0, resolvent.steps, step, start)[0]
 
 

@@ -134,7 +134,7 @@ def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
         u, ahead = state
         moved = jax.tree.map(lambda a, g: a + g / smoothness, ahead, gradient(ahead))
         new = feasible.project(moved)
-        momentum = (t / (t + 3)).astype(jax.tree.leaves(u)[0].dtype)
+        momentum = (t / (t + 3)).astype(jax.tree.leaves(u)[0].dtype)  # Nesterov's
         ahead = jax.tree.map(lambda a, b: a + momentum * (a - b), new, u)
         return (new, ahead), None
 
@@ -143,5 +143,5 @@ def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
     (u, _), _ = jax.lax.scan(step, (u, u), times)
     slope = gradient(u)
     attained = value(u)
-    missing = feasible.support(slope) - optax.tree.vdot(slope, u)
+    missing = feasible.support(slope) - optax.tree.vdot(slope, u)  # by concavity
     return Gap(attained, attained + jnp.maximum(missing, 0))

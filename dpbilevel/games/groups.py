@@ -277,13 +277,13 @@ def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dic
         )
     margin = float(radius * row_norm)
     slope = float(model.slope(margin))
-    largest = model.start + margin * slope
+    largest = model.start + margin * slope  # of all losses
     if scale is None:
         scale = math.sqrt(math.sqrt(2) * radius * largest / (slope * row_norm))
-    most = 1 / float(np.min(shares))
+    most = 1 / float(np.min(shares))  # c
     along, across = model.curvature * row_norm**2, slope * row_norm / scale
-    lipschitz = most * (along + math.hypot(along, 2 * across)) / 2
-    bound = most * math.hypot(slope * row_norm, largest / scale)
+    lipschitz = most * (along + math.hypot(along, 2 * across)) / 2  # L
+    bound = most * math.hypot(slope * row_norm, largest / scale)  # M
     return float(scale), {"lipschitz": lipschitz, "bound": bound}
 
 
@@ -323,7 +323,7 @@ def _public(shares: np.ndarray, scale: float, ridge: float, strength) -> Callabl
 def _public_constants(shares, scale, radius, ridge, strength) -> dict[str, Any]:
     """Those of the ridge and, largest in a corner, of the chi-square penalty."""
     corners = (np.eye(len(shares)) - shares / np.sum(shares)) / shares
-    farthest = np.max(np.linalg.norm(corners, axis=1))
+    farthest = np.max(np.linalg.norm(corners, axis=1))  # a convex function of y
     bound = None
     if radius is not None:
         bound = math.hypot(2 * ridge * radius, strength * farthest / scale)
@@ -348,7 +348,7 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
     except (TypeError, ValueError):
         values = np.zeros(0)
     good = values.ndim == 1 and values.size > 0 and bool(np.all(values > 0))
-    if not good or not np.sum(values) <= 1 + 1e-6:
+    if not good or not np.sum(values) <= 1 + 1e-6:  # shares may be rounded
         raise ValueError(
             f"{owner}: shares must be positive numbers of sum at most 1, one per "
             f"group, got {shares!r}. Declare them from public knowledge; a group "

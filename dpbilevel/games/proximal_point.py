@@ -168,11 +168,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         steps = constants.picard_steps(strength)
         ratio = lipschitz / strength
         share = 2 * constants.spread / ((strength - lipschitz) * batch)
-        std = multiplier * share * (1 - ratio**steps)
-        accuracy = constants.bound * constants.diameter * ratio**steps
+        std = multiplier * share * (1 - ratio**steps)  # a sum of N powers of q
+        accuracy = constants.bound * constants.diameter * ratio**steps  # nu
         gap = constants.proximal_gap(rounds, strength, batch, std, accuracy)
         if passes == "multi":
-            distance = ratio**steps * constants.bound / strength
+            distance = ratio**steps * constants.bound / strength  # zeta
             gap += constants.bound * constants.proximal_stability(
                 rounds, strength, distance
             )

@@ -23,24 +23,15 @@ class TheoremConstants:
     Bounds take $T$ `steps` of size $\gamma$ or $R$ `rounds` of the `strength`
     $\lambda$, on a `batch` of $B$ records, and `std`, the $\sigma$ of the noise per
     coordinate of what is released.
-
-    Attributes:
-        diameter: $D$ of the set.
-        dimension: $d$ of its affine hull; noise across it is projected away.
-        lipschitz: $L$, of records and public term together.
-        spread: $M$ of the records alone, which sampling and stability depend on.
-        bound: $M$ of records and public term together.
-        records: $n$.
-        coordinates: At least the number of coordinates of a point.
     """
 
-    diameter: float
-    dimension: int
-    lipschitz: float
-    spread: float
-    bound: float
-    records: int
-    coordinates: int
+    diameter: float  # D of the set
+    dimension: int  # d of its affine hull; noise across it is projected away
+    lipschitz: float  # L, of records and public term together
+    spread: float  # M of the records alone, which sampling and stability depend on
+    bound: float  # M of records and public term together
+    records: int  # n
+    coordinates: int  # at least the number of coordinates of a point
 
     @classmethod
     def of(

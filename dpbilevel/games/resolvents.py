@@ -38,27 +38,16 @@ _SETS = (Ball, Box, Simplex)
 
 @dataclasses.dataclass(frozen=True)
 class Resolvent:
-    r"""An approximate resolvent, and what is known about it before any data is seen.
+    """An approximate resolvent, and what is known about it before any data is seen."""
 
-    Attributes:
-        problem: The problem, with its constants.
-        clip_norm: $C$, the clip norm of one record's operator.
-        strength: $\lambda$.
-        inner: The inner solver.
-        steps: $N$, its fixed number of steps.
-        dimension: At least the number of coordinates of a point.
-        rows: The most records that a batch holds.
-        denominator: $m$, what sums over a batch are divided by.
-    """
-
-    problem: AbstractVariationalInequality
-    clip_norm: Number
-    strength: Number
-    inner: Inner
-    steps: int
-    dimension: int
-    rows: int
-    denominator: float
+    problem: AbstractVariationalInequality  # with its constants
+    clip_norm: Number  # C, of one record's operator
+    strength: Number  # lambda
+    inner: Inner  # the inner solver
+    steps: int  # N, its fixed number of steps
+    dimension: int  # at least the number of coordinates of a point
+    rows: int  # the most records that a batch holds
+    denominator: float  # m, what sums over a batch are divided by
 
     @property
     def _one_step(self) -> bool:

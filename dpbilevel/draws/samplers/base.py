@@ -59,7 +59,7 @@ class Regularity:
 
     def __post_init__(self):
         check_fields(self)
-        if not self.lipschitz >= 0:
+        if not self.lipschitz >= 0:  # NaN too; infinity is what is not known
             raise ValueError(
                 f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
             )

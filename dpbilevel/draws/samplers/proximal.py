@@ -24,23 +24,14 @@ Attempt = tuple[PyTree, Bool[Array, ""], Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class ProximalPlan:
-    r"""What the counts of an oracle and its bounds follow from; none of it is data.
+    """What the counts of an oracle and its bounds follow from; none of it is data."""
 
-    Args:
-        regularity: What is known of the potential.
-        feasible: The set.
-        step_size: $\eta$.
-        num_steps: How many accepted tries are needed; 0 while that is open.
-        tries: How many tries are made in all; 0 while that is open.
-        share: The chance with which draws of proposals may run out of their tries.
-    """
-
-    regularity: Regularity
+    regularity: Regularity  # of the potential
     feasible: AbstractSet
-    step_size: float
-    num_steps: int = 0
-    tries: int = 0
-    share: float = 0.0
+    step_size: float  # eta
+    num_steps: int = 0  # how many accepted tries are needed; 0 while that is open
+    tries: int = 0  # how many are made in all; 0 while that is open
+    share: float = 0.0  # the chance with which draws of proposals may run out of tries
 
     @property
     def dimension(self) -> int:
@@ -59,17 +50,11 @@ class ProximalPlan:
 
 
 class ProximalLaw(NamedTuple):
-    r"""The laws with densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
+    r"""Laws with densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set."""
 
-    Attributes:
-        potential: $U$.
-        feasible: The set.
-        step_size: $\eta$.
-    """
-
-    potential: AbstractPotential
+    potential: AbstractPotential  # U
     feasible: AbstractSet
-    step_size: float
+    step_size: float  # eta
 
 
 class AbstractProximalOracle(eqx.Module):

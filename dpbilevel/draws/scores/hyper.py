@@ -297,7 +297,7 @@ class GradientNorm(AbstractScore):
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate = self._certificate()
         error = _gradient_error(certificate, self.sizes, dtype) + self._rounding(dtype)
-        lipschitz = float(certificate.second_order.smoothness + 2)
+        lipschitz = float(certificate.second_order.smoothness + 2)  # 1, and 1 + beta
         return Regularity(dimension, lipschitz, error=float(error))
 
     @property
