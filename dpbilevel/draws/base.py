@@ -133,10 +133,15 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             problem, self.neighbours.contributions * sealed.contribution
         )
         declared = self.declared_convexity or 0.0
-        convexities = {"regularizer": convexity - declared, "convexity": declared}
-        where = feasible_set(problem), state.x
-        # Lowy and Liu, (4) and (5).
-        x = mechanism.draw(sealed, self.sampler, *where, **convexities, key=key)
+        x = mechanism.draw(  # Lowy and Liu, (4) and (5)
+            sealed,
+            self.sampler,
+            feasible_set(problem),
+            state.x,
+            regularizer=convexity - declared,
+            convexity=declared,
+            key=key,
+        )
         return dataclasses.replace(state, x=x)
 
     @override
@@ -151,7 +156,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             ValueError: The problem lacks constants, the solver is not calibrated, or
                 the default floating-point dtype is too coarse.
         """
-        self.check_relation(problem)  # before anything is computed
+        self.check_relation(problem)
         score, dtype = self.score_of(problem, sizes), self.planned_dtype()
         contributions = score.contributions(dtype)
         sensitivity = self.neighbours.contributions * sum(contributions.values())
@@ -183,10 +188,12 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             inexact = math.tanh(plan.rate * error)
         guarantee = self.sampler.guarantee(plan.potential, feasible_set(problem))
         basis = plan.score.basis.worse(self.basis)
-        how = plan.mechanism, plan.rate, guarantee, basis, inexact
+        draw = Draw(
+            DRAW, 1, queries, plan.mechanism, plan.rate, guarantee, basis, inexact
+        )
         assumptions = (*self.declarations(plan), *plan.score.assumptions)
         people = people_of(sizes) or People.OVERLAPPING
-        return Ledger((Draw(DRAW, 1, queries, *how),), people, assumptions)
+        return Ledger((draw,), people, assumptions)
 
     @override
     def with_noise(self, scale: Number) -> Self:

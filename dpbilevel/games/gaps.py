@@ -77,9 +77,9 @@ def saddle_gap(
     def least(x):
         return -value(x, y_hat)
 
-    most, how = functools.partial(value, x_hat), (smoothness, num_steps)
-    best = _maximum(most, problem.y_set, y_hat, *how)
-    worst = _maximum(least, problem.x_set, x_hat, *how)
+    most = functools.partial(value, x_hat)
+    best = _maximum(most, problem.y_set, y_hat, smoothness, num_steps)
+    worst = _maximum(least, problem.x_set, x_hat, smoothness, num_steps)
     return Gap(best.lower + worst.lower, best.upper + worst.upper)
 
 

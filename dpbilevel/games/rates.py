@@ -106,18 +106,18 @@ class TheoremConstants:
         a_step += moved * step_size
         return steps * a_step + (moved + 2 * pull) * step_size
 
-    def proximal_gap(self, rounds, strength, batch, std, error):
+    def proximal_gap(self, rounds, strength, batch, std, accuracy):
         r"""A bound on the strong gap of inexact proximal point steps on fresh batches.
 
         $$\nu + \frac{3 \lambda D^2}{2 R} + \frac{2 M^2 / B + 3 L^2 D^2}{\lambda} +
         \lambda d \sigma^2 + M \sigma \sqrt{d / R},$$
 
-        $\nu$ being the `error` of every inner solution as one of the inequality.
+        $\nu$ being the `accuracy` of every inner solution as one of the inequality.
 
         References:
             Boob and Guzman, Theorem 5, with projected centres and the batch's variance.
         """
-        start = error + 1.5 * strength * self.diameter**2 / rounds
+        start = accuracy + 1.5 * strength * self.diameter**2 / rounds
         curvature = 3 * (self.lipschitz * self.diameter) ** 2
         sampled = (2 * self.spread**2 / batch + curvature) / strength
         noise = strength * self.dimension * std**2
@@ -137,7 +137,10 @@ class TheoremConstants:
         return rounds * (moved + 2 * distance)
 
     def picard_steps(self, strength):
-        r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$, for $\lambda > L$."""
+        r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$: enough for all theorems.
+
+        For $\lambda > L$.
+        """
         if self.lipschitz == 0:
             return np.ones_like(strength, int)
         counts = np.log(2 * self.records) / np.log(strength / self.lipschitz)

@@ -180,7 +180,8 @@ class AlternatingSampler(AbstractSampler):
         late = float(scipy.stats.binom.cdf(num_steps - 1, tries, chance))
         draws = self.oracle.draw_failure(plan)
         total = min(1.0, mixing + bias + late + draws)
-        (mean, most), serves = self.oracle.evaluations(), self.oracle.serves(plan)
+        mean, most = self.oracle.evaluations()
+        serves = self.oracle.serves(plan)
         stale = f"HEURISTIC: {type(self.oracle).__name__} was planned for another law"
         return SamplerGuarantee(
             num_steps=num_steps,

@@ -241,8 +241,9 @@ class GridWalk(AbstractSampler):
         if self.tabulate:
             index, lowest = _cells.from_table(energy, cells, tries, key=key_walk)
         else:
-            walks = cells, tries, self.num_steps, flat.dtype
-            index, lowest = _cells.from_walks(energy, *walks, key=key_walk)
+            index, lowest = _cells.from_walks(
+                energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
+            )
         # 3(d), theta uniform in the cell of x.
         offset = jax.random.uniform(key_cell, (tries, len(cells)), flat.dtype)
         thetas = _lattice.within(frame, cells, index, offset)

@@ -72,7 +72,7 @@ class AbstractScore(abc.ABC):
     def bounded(
         self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
     ) -> BoundedScore:
-        """The score, sealed, for the dtype of the public start or one planned for."""
+        """The score, sealed; `dtype` is what was planned for, if that is coarser."""
         if dtype is None:
             dtype = jnp.result_type(*jax.tree.leaves(start))
         share = sum(self.contributions(dtype).values())

@@ -87,9 +87,17 @@ class HyperObjective(AbstractScore):
         check_loss_dtype(self.problem.upper, (x, y), certified.wide(data.upper, dtype))
         y = Ball(self._bounds().solution_radius).project(y)
         steps = self._most_steps(dtype) if self.uniform else None
-        clip = (x, y), self._half(), self.clip_range is None
-        how = *clip, self._target(dtype), steps
-        return _Objective(self.problem, data, y, self.sizes, *how)
+        return _Objective(
+            self.problem,
+            data,
+            y,
+            self.sizes,
+            (x, y),
+            self._half(),
+            self.clip_range is None,
+            self._target(dtype),
+            steps,
+        )
 
     def _error(self, dtype: DTypeLike) -> Number:
         """How far a computed value may be off."""
@@ -114,8 +122,9 @@ class HyperObjective(AbstractScore):
         lower = 2 * self._slope() * bounds.solution_shift
         if self.clip_range is not None:
             return upper, lower
-        upper = _least(bounds.upper * self.problem.x_set.diameter, upper)
-        return upper, _least(bounds.lower * self.problem.x_set.diameter, lower)
+        diameter = self.problem.x_set.diameter
+        upper = _least(bounds.upper * diameter, upper)
+        return upper, _least(bounds.lower * diameter, lower)
 
     def _range(self) -> Number:
         """How far an upper loss may be from itself at another point."""
@@ -195,8 +204,9 @@ class _SolvedAnew(AbstractPotential):
         certificate = certified.certificate_of(self.problem)
         bounds = certificate.bounds(self.sizes, x)
         steps = sensitivities.step_counts(certificate, self.sizes)
-        solved = self.problem, self.data, x, self.y0, self.sizes
-        return certified.hypergradient(*solved, bounds, steps)
+        return certified.hypergradient(
+            self.problem, self.data, x, self.y0, self.sizes, bounds, steps
+        )
 
 
 class _Objective(_SolvedAnew):
@@ -297,7 +307,7 @@ class GradientNorm(AbstractScore):
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate = self._certificate()
         error = _gradient_error(certificate, self.sizes, dtype) + self._rounding(dtype)
-        lipschitz = float(certificate.second_order.smoothness + 2)  # 1, and 1 + beta
+        lipschitz = float(certificate.second_order.smoothness + 2)  # 1 + (1 + beta)
         return Regularity(dimension, lipschitz, error=float(error))
 
     @property
