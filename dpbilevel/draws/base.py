@@ -34,37 +34,22 @@ DRAW = "draw of x"
 
 
 class DrawState(eqx.Module):
-    """The public start, and the answer once it is drawn.
+    """The public start, and the answer once it is drawn."""
 
-    Attributes:
-        start: The start: `(x, y)` for two levels.
-        x: The start's, then the drawn one.
-        levels: How many levels the problem has. Static.
-    """
-
-    start: PyTree
-    x: PyTree
+    start: PyTree  # (x, y) for two levels
+    x: PyTree  # the start's, then the drawn one
     levels: int = eqx.field(static=True)
 
 
 class DrawPlan(NamedTuple):
-    """What a draw is charged for, computed before any data is seen.
+    """What a draw is charged for, computed before any data is seen."""
 
-    Attributes:
-        score: What is drawn by.
-        contributions: One record's share of it per role, as in `BoundedScore`.
-        regularity: That of the score.
-        mechanism: What makes the draw private.
-        rate: $k$.
-        potential: The regularity of the potential that the sampler is given.
-    """
-
-    score: AbstractScore
-    contributions: dict[str, Any]
-    regularity: Regularity
-    mechanism: AbstractDrawMechanism
-    rate: float
-    potential: Regularity
+    score: AbstractScore  # what is drawn by
+    contributions: dict[str, Any]  # one record's per role, as in BoundedScore
+    regularity: Regularity  # of the score
+    mechanism: AbstractDrawMechanism  # what makes the draw private
+    rate: float  # k
+    potential: Regularity  # of the potential that the sampler is given
 
 
 class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
@@ -87,12 +72,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @abc.abstractmethod
     def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
-        """The score of a problem.
-
-        Args:
-            problem: The problem.
-            sizes: The planned sizes.
-        """
+        """The score of a problem at the planned sizes."""
 
     @property
     @abc.abstractmethod
@@ -103,25 +83,15 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
     def density(
         self, problem: DrawProblem, sensitivity: Number
     ) -> tuple[AbstractDrawMechanism, Number]:
-        r"""The mechanism, and $\mu$ of the regularized score; inside a program too.
-
-        Args:
-            problem: The problem.
-            sensitivity: How far neighbours move the score.
-        """
+        r"""The mechanism, and $\mu$ of the regularized score; inside a program too."""
 
     @abc.abstractmethod
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        """What the user declares, and the guarantee rests on besides the score's.
-
-        Args:
-            plan: The plan of the draw.
-        """
+        """What the user declares, and the guarantee rests on besides the score's."""
 
     @property
     @override
     def num_steps(self) -> int:
-        """One."""
         return 1
 
     @property
@@ -136,7 +106,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return Basis.CONSTANTS
 
     @override
-    def init(self, problem: DrawProblem, w0: PyTree) -> DrawState:
+    def init(self, problem, w0) -> DrawState:
         """Starts at `w0`, which is public and only some samplers read.
 
         Raises:
@@ -157,15 +127,13 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @override
     def step(self, problem, data, state, *, key) -> DrawState:
-        """One draw."""
         dtype = self.scored_dtype(state.start)
         sealed = self.score_of(problem, self.sizes).bounded(data, state.start, dtype)
         mechanism, convexity = self.density(
             problem, self.neighbours.contributions * sealed.contribution
         )
         declared = self.declared_convexity or 0.0
-        # Lowy and Liu, (4) and (5).
-        x = mechanism.draw(
+        x = mechanism.draw(  # Lowy and Liu, (4) and (5)
             sealed,
             self.sampler,
             feasible_set(problem),
@@ -177,21 +145,12 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return dataclasses.replace(state, x=x)
 
     @override
-    def released(self, state: DrawState) -> PyTree:
+    def released(self, state) -> PyTree:
         """The drawn `x`; no `y`."""
         return (state.x, None) if state.levels == 2 else state.x
 
-    @override
-    def answer(self, problem: DrawProblem, state: DrawState) -> PyTree:
-        """The drawn `x`; no `y`."""
-        return self.released(state)
-
     def plan(self, problem: DrawProblem, sizes: Any) -> DrawPlan:
         """What the draw will be charged for. On the host.
-
-        Args:
-            problem: The problem.
-            sizes: The planned sizes.
 
         Raises:
             ValueError: The problem lacks constants, the solver is not calibrated, or
@@ -233,7 +192,8 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             DRAW, 1, queries, plan.mechanism, plan.rate, guarantee, basis, inexact
         )
         assumptions = (*self.declarations(plan), *plan.score.assumptions)
-        return Ledger((draw,), people_of(sizes) or People.OVERLAPPING, assumptions)
+        people = people_of(sizes) or People.OVERLAPPING
+        return Ledger((draw,), people, assumptions)
 
     @override
     def with_noise(self, scale: Number) -> Self:
@@ -241,7 +201,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return dataclasses.replace(self, **changes)
 
     @override
-    def with_counts(self, problem: DrawProblem, sizes: Any = None) -> Self:
+    def with_counts(self, problem, sizes=None) -> Self:
         """With the counts of its sampler, for scores of the default dtype."""
         changes: dict[str, Any] = {"dtype": jnp.result_type(float).name}
         solver = dataclasses.replace(self, **changes)
@@ -252,8 +212,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         return dataclasses.replace(self, **changes)
 
     @override
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The draw has the size of x."""
+    def dimensions(self, w0) -> dict[str, int]:
         return {DRAW: self.coordinates()}
 
     def coordinates(self) -> int:
@@ -278,9 +237,6 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         With a private number of records over a public denominator no constant bounds
         the mean loss, on which all but draws from single points rest.
 
-        Args:
-            problem: The problem.
-
         Raises:
             ValueError: Add-or-remove-one with two levels or a continuous sampler.
         """
@@ -304,17 +260,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         """What a draw counts rounding in: the plan's dtype, for finer starts too.
 
         Otherwise the draw would have another rate than its sampler was planned for.
-
-        Args:
-            start: The starting point.
         """
         return jnp.dtype(self.dtype or jnp.result_type(*jax.tree.leaves(start)))
 
 
 def feasible_set(problem: DrawProblem) -> AbstractSet:
-    """The set that is drawn from.
-
-    Args:
-        problem: A `FiniteSum` or a `BilevelProblem`.
-    """
+    """The set that is drawn from."""
     return problem.x_set if isinstance(problem, BilevelProblem) else problem.w_set

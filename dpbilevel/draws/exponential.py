@@ -1,6 +1,6 @@
 """The exponential mechanism: one private draw instead of many noisy steps."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 from typing_extensions import override
@@ -8,8 +8,8 @@ from typing_extensions import override
 from .._checks import Positive
 from ..onelevel.problem import FiniteSum
 from ..privacy.clipping import Basis
-from .base import AbstractDrawSolver, DrawPlan, DrawProblem
-from .mechanisms import Exponential, Number
+from .base import AbstractDrawSolver, DrawPlan
+from .mechanisms import Exponential
 from .scores.base import AbstractScore
 from .scores.hyper import GradientNorm, HyperObjective
 from .scores.mean_loss import MeanLoss
@@ -87,40 +87,31 @@ class ExponentialMechanism(AbstractDrawSolver):
         return 0.0 if self.convex else None
 
     @override
-    def density(
-        self, problem: DrawProblem, sensitivity: Number
-    ) -> tuple[Exponential, float]:
+    def density(self, problem, sensitivity) -> tuple[Exponential, float]:
         return self.mechanism, 0.0
 
     @override
     def declarations(self, plan: DrawPlan) -> tuple[str, ...]:
-        declared = []
-        if self.convex:
-            declared.append(
-                "declared: the score is convex on the set, for every dataset"
-            )
-        if self.sampler.continuous:
-            declared.append(
-                f"the sampler rests on a score that is {plan.regularity.lipschitz:.6g}"
-                "-Lipschitz on the set, for every dataset"
-            )
-        return tuple(declared)
+        convex = "declared: the score is convex on the set, for every dataset"
+        lipschitz = (
+            f"the sampler rests on a score that is {plan.regularity.lipschitz:.6g}"
+            "-Lipschitz on the set, for every dataset"
+        )
+        listed = {convex: self.convex, lipschitz: self.sampler.continuous}
+        return tuple(text for text, holds in listed.items() if holds)
 
     @override
-    def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
-        """As the fields `score` and `clip_range` ask for.
-
-        Raises:
-            ValueError: A gradient norm for a problem of one level.
-        """
+    def score_of(self, problem, sizes) -> AbstractScore:
+        """Raises `ValueError` where a problem of one level asks for a gradient norm."""
+        one_level = isinstance(problem, FiniteSum)
         if self.score == "gradient_norm":
-            if isinstance(problem, FiniteSum):
+            if one_level:
                 raise ValueError(
                     'ExponentialMechanism: score="gradient_norm" is for bilevel '
                     "problems."
                 )
             return GradientNorm(problem, "spread", sizes)
-        if isinstance(problem, FiniteSum):
+        if one_level:
             return MeanLoss(problem, "spread", sizes, self.clip_range)
-        uniform = self.sampler.continuous
+        uniform = self.sampler.continuous  # the points of a walk depend on records
         return HyperObjective(problem, "spread", sizes, self.clip_range, uniform)

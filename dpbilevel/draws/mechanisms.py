@@ -2,7 +2,7 @@ r"""Mechanisms that draw their answer, from a density that the records shape."""
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import equinox as eqx
 import jax
@@ -19,13 +19,8 @@ from ..privacy.clipping import Basis
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
 from ..sets import AbstractSet
-from .samplers.base import AbstractPotential, AbstractSampler
+from .samplers.base import AbstractPotential, AbstractSampler, AbstractVar
 from .samplers.potentials import Number, scaled_potential
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 # What the contribution of a score bounds, for the change that one record makes in it:
 # the largest difference between two points, or the Lipschitz constant.
@@ -52,11 +47,7 @@ class BoundedScore(eqx.Module):
     basis: Basis = eqx.field(static=True)
 
     def sensitivity(self, neighbours: Neighbours) -> Number:
-        """The measure of the change between neighbours.
-
-        Args:
-            neighbours: Which datasets count as neighbours.
-        """
+        """The measure of the change between neighbours."""
         return neighbours.contributions * _checks.at_least_single(self.contribution)
 
 
@@ -105,7 +96,13 @@ class AbstractDrawMechanism(Checked):
                 sampler.
             TypeError: `score` is not sealed, or with another measure.
         """
-        _check_score(self, score)
+        owner = type(self).__name__
+        _checks.instance(owner, BoundedScore, score=score)
+        if score.measure != self.measure:
+            raise TypeError(
+                f"{owner}: needs a score sealed with its {self.measure}, got one with "
+                f"its {score.measure}."
+            )
         self.check_sampler(sampler)
         sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
         rate = self.rate(sensitivity, regularizer + convexity)
@@ -148,9 +145,6 @@ class AbstractDrawMechanism(Checked):
 
     def check_sampler(self, sampler: AbstractSampler) -> None:
         """Refuses samplers of single points where the measure is a slope.
-
-        Args:
-            sampler: How to draw.
 
         Raises:
             ValueError: The guarantee does not hold for the sampler.
@@ -208,7 +202,7 @@ class Exponential(AbstractDrawMechanism):
     parameter: ClassVar[str] = "epsilon"
 
     @override
-    def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
+    def rate(self, sensitivity, convexity=0.0) -> Number:
         r"""$k = \varepsilon / o$, whatever the convexity."""
         return self.calibrated() / sensitivity
 
@@ -251,7 +245,7 @@ class RegularizedExponential(AbstractDrawMechanism):
     parameter: ClassVar[str] = "noise_multiplier"
 
     @override
-    def rate(self, sensitivity: Number, convexity: Number = 0.0) -> Number:
+    def rate(self, sensitivity, convexity=0.0) -> Number:
         r"""$k = \mu / (m S)^2$."""
         return convexity / (self.calibrated() * sensitivity) ** 2
 
@@ -274,13 +268,3 @@ class RegularizedExponential(AbstractDrawMechanism):
     def with_multiplier(self, multiplier: Number) -> Self:
         changes: dict[str, Any] = {"noise_multiplier": multiplier}
         return dataclasses.replace(self, **changes)
-
-
-def _check_score(mechanism, score) -> None:
-    owner = type(mechanism).__name__
-    _checks.instance(owner, BoundedScore, score=score)
-    if score.measure != mechanism.measure:
-        raise TypeError(
-            f"{owner}: needs a score sealed with its {mechanism.measure}, got one with "
-            f"its {score.measure}."
-        )

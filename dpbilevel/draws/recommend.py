@@ -122,22 +122,20 @@ def recommend(
         float(problem.x_set.diameter),
         budget,
     )
+    steepest = case.constants.smoothness + 2  # of the norm of the gradient mapping
     promises = {
         "trivial": float(bounds.gradient),
         "implicit": case.implicit(initial_gap),
         "warm_started": case.implicit(case.gap_after_draw(), 0.5),
-        "gradient_norm": case.excess(
-            case.constants.smoothness + 2, 2 * case.sensitivity
-        ),
+        "gradient_norm": case.excess(steepest, 2 * case.sensitivity),
     }
     for name in ("warm_started", "gradient_norm"):
         solver = case.solver(name, initial_gap, sampler)
         if not _serves(problem, solver, budget, sizes):
             promises[name] = math.inf
     choice = min(promises, key=promises.__getitem__)
-    return Recommendation(
-        choice, case.solver(choice, initial_gap, sampler), promises, _REASONS[choice]
-    )
+    solver = case.solver(choice, initial_gap, sampler)
+    return Recommendation(choice, solver, promises, _REASONS[choice])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,7 @@ class _Case:
     budget: PrivacyBudget
 
     def implicit(self, gap: float, share: float = 1.0) -> float:
-        if self.budget.delta == 0:
+        if self.budget.delta == 0:  # which no Gaussian noise reaches
             return math.inf
         drop = math.sqrt(8 * self.constants.smoothness * gap * self.dimension)
         noise = self._multiplier(share) * self.sensitivity
@@ -173,17 +171,14 @@ class _Case:
     def solver(self, choice: str, gap: float, sampler: AbstractSampler) -> Any:
         if choice == "trivial":
             return None
+        draw = ExponentialMechanism(sampler, dimension=self.dimension)
         if choice == "gradient_norm":
-            return ExponentialMechanism(
-                sampler, "gradient_norm", dimension=self.dimension
-            )
+            return dataclasses.replace(draw, score=choice)
         step_size = 1 / (2 * self.constants.smoothness)
         if choice == "implicit":
             return ImplicitBilevel(self.steps(gap), step_size=step_size)
-        first = ExponentialMechanism(sampler, dimension=self.dimension)
         steps = self.steps(self.gap_after_draw(), 0.5)
-        then = ImplicitBilevel(steps, step_size=step_size)
-        return WarmStarted(first, then)
+        return WarmStarted(draw, ImplicitBilevel(steps, step_size=step_size))
 
     def _multiplier(self, share: float) -> float:
         epsilon, delta = share * self.budget.epsilon, self.budget.delta
@@ -194,9 +189,7 @@ class _Case:
         return math.exp(-scipy.optimize.brentq(excess, -30.0, 10.0))
 
 
-def _serves(
-    problem: BilevelProblem, solver: AbstractSolver, budget: PrivacyBudget, sizes: Sizes
-) -> bool:
+def _serves(problem, solver: AbstractSolver, budget, sizes: Sizes) -> bool:
     """Whether the sampler, the dtype and the accountant can do it."""
     try:
         calibrate(problem, solver, budget, sizes=sizes)

@@ -13,7 +13,7 @@ from ..bilevel.certified import certificate_of
 from ..bilevel.problem import BilevelProblem
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import PrivacyBudget
-from .base import AbstractDrawSolver, DrawPlan, DrawProblem, feasible_set
+from .base import AbstractDrawSolver, DrawPlan, feasible_set
 from .mechanisms import Number, RegularizedExponential
 from .samplers.base import AbstractSampler
 from .scores.base import AbstractScore
@@ -152,7 +152,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         convexity = regularizer + self.strong_convexity
         if self.largest_rate is not None:
             least = (convexity / self.largest_rate) ** 0.5 / sensitivity
-            multiplier = jnp.maximum(multiplier, least)
+            multiplier = jnp.maximum(multiplier, least)  # so that k is no larger
         return self.mechanism.with_multiplier(multiplier), convexity
 
     @override
@@ -163,15 +163,14 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         return (convex,)
 
     @override
-    def score_of(self, problem: DrawProblem, sizes: Any) -> AbstractScore:
+    def score_of(self, problem, sizes) -> AbstractScore:
         if isinstance(problem, FiniteSum):
             return MeanLoss(problem, "slope", sizes)
         return HyperObjective(problem, "slope", sizes, uniform=True)
 
 
-def _one_level(
-    problem: FiniteSum, n: Any, dimension: int, epsilon: float, delta: float
-) -> tuple[float, float]:
+def _one_level(problem, n, dimension, epsilon, delta) -> tuple[float, float]:
+    r"""$\mu$ and the largest $k$."""
     score, dtype = MeanLoss(problem, "slope", n), jnp.result_type(float)
     lipschitz = score.regularity(dtype, dimension).lipschitz
     diameter = float(problem.w_set.diameter)
@@ -180,20 +179,15 @@ def _one_level(
     return regularizer, 2 * n * dimension * regularizer / lipschitz**2
 
 
-def _two_levels(
-    problem: BilevelProblem,
-    sizes: Any,
-    dimension: int,
-    epsilon: float,
-    delta: float,
-) -> float:
+def _two_levels(problem, sizes, dimension, epsilon, delta) -> float:
+    r"""$\mu$."""
     score = HyperObjective(problem, "slope", sizes)
     shares = score.contributions(jnp.result_type(float))
     known = certificate_of(problem).second_order
     n, mu = min(sizes.upper, sizes.lower), known.strong_convexity
-    slope = n * sum(map(float, shares.values()))
+    slope = n * sum(map(float, shares.values()))  # G: shares are half of S
     shift = known.upper_y * known.lower_xy * (1 + known.lower_yy / mu) / mu
-    square = (
+    square = (  # Theorem B.8
         slope * shift / (epsilon * n)
         + slope**2 * dimension * math.log(1 / delta) / (epsilon * n) ** 2
         + slope * shift / math.sqrt(n)

@@ -54,7 +54,7 @@ class Draw(AbstractRelease):
         if any(not isinstance(q.sampling, FullBatch) for q in self.queries):
             raise ValueError("Draw: a score reads all records; use FullBatch.")
         if not self.guarantee.proved:
-            object.__setattr__(self, "basis", Basis.UNPROVED)
+            object.__setattr__(self, "basis", Basis.UNPROVED)  # the class is frozen
 
     @property
     @override
@@ -103,7 +103,7 @@ class Draw(AbstractRelease):
         if not self.guarantee.proved:
             return
         log_ratio, distance = self.guarantee.log_ratio, self.guarantee.distance
-        spent = 2 * log_ratio
+        spent = 2 * log_ratio  # the laws on both neighbours may be off
         if spent >= budget.epsilon:
             raise ValueError(
                 f"calibrate: log_ratio={log_ratio:.3g} of the sampler alone costs "

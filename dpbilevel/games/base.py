@@ -1,43 +1,20 @@
 """What the solvers of saddle points and variational inequalities have in common."""
 
 import abc
-import dataclasses
 import typing
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from .. import _checks
 from ..core.outputs import AbstractOutput, Mean, check_output
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
 from ..privacy.sampling import AbstractSampling
-from .problem import AbstractVariationalInequality
+from .problem import AbstractVar, AbstractVariationalInequality
 from .rates import TheoremConstants
-
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
 
 Passes = Literal["single", "multi"]
 Fields = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundInputs:
-    """What a bound needs of a calibrated solver.
-
-    Attributes:
-        constants: Of the problem.
-        std: The noise per coordinate of a release.
-        batch: The size of a batch.
-        single_pass: Whether every record is read once.
-    """
-
-    constants: TheoremConstants
-    std: float
-    batch: float
-    single_pass: bool
 
 
 class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, State]):
@@ -116,21 +93,14 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
         return cls(**(cls.tuned_fields(constants, budget, passes, most_steps) | fields))
 
     @classmethod
-    def _constants(
-        cls,
-        problem: AbstractVariationalInequality,
-        budget: PrivacyBudget,
-        sizes: int,
-        dimension: int,
-        passes: Passes,
-    ) -> TheoremConstants:
+    def _constants(cls, problem, budget, sizes, dimension, passes) -> TheoremConstants:
         """The problem as theorems see it; the arguments are checked."""
         owner = cls.__name__
         _checks.instance(owner, AbstractVariationalInequality, problem=problem)
         _checks.instance(owner, PrivacyBudget, budget=budget)
         _checks.count(owner, sizes=sizes, dimension=dimension)
         _checks.one_of(owner, "passes", passes, typing.get_args(Passes))
-        _checks.fraction(owner, delta=budget.delta)
+        _checks.fraction(owner, delta=budget.delta)  # bounds have log(1 / delta)
         if sizes < 2:
             raise ValueError(f"{owner}: needs at least two records, got sizes={sizes}.")
         constants = TheoremConstants.of(problem, dimension, sizes)
@@ -162,7 +132,6 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
     ) -> Fields:
         """The fields that `tuned` sets."""
 
-    @abc.abstractmethod
     def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
         """The bound on the expected gap of the answer: a promise, before any data.
 
@@ -177,22 +146,8 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
 
         Raises:
             ValueError: The solver is not calibrated or bound to sizes, or no theorem
-                covers its parameters.
-        """
-
-    def bound_inputs(
-        self, problem: AbstractVariationalInequality, dimension: int
-    ) -> BoundInputs:
-        """What `bound` is evaluated at.
-
-        Args:
-            problem: The problem.
-            dimension: $d$.
-
-        Raises:
-            ValueError: The solver is not bound to sizes, averages another part of its
-                path, clips below the bound, or goes over disjoint batches several
-                times.
+                covers it: it averages another part of its path, clips below the bound,
+                goes over disjoint batches several times, or takes steps too large.
         """
         owner = f"{type(self).__name__}.bound"
         if self.sizes is None:
@@ -218,13 +173,21 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
                 f"{owner}: no theorem covers {charged} passes over disjoint batches."
             )
         batch = self.sampling.denominator(self.sizes)
-        return BoundInputs(constants, release.noise_std, batch, self.sampling.numbered)
+        gap, moved = self.promises(problem, constants, batch, release.noise_std)
+        # A numbered batch is a fresh sample of the population; others are not.
+        return float(gap if self.sampling.numbered else gap + constants.bound * moved)
+
+    @abc.abstractmethod
+    def promises(
+        self,
+        problem: AbstractVariationalInequality,
+        constants: TheoremConstants,
+        batch: float,
+        std: float,
+    ) -> tuple[Any, Any]:
+        """Bounds on the strong gap, and on how far one record moves the answer."""
 
     def clip_ratio(self, problem: AbstractVariationalInequality) -> float | None:
-        """The clip norm over the problem's bound, where one is declared.
-
-        Args:
-            problem: The problem.
-        """
+        """The clip norm over the problem's bound, where one is declared."""
         bound = problem.bound
         return None if bound is None else self.clip_norm / bound

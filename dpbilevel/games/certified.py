@@ -28,11 +28,6 @@ from .resolvents import OWNER, Number, Resolvent
 class ResolventQuery(AbstractCertifiedQuery):
     r"""An approximate resolvent of a batch's operator, with its sensitivity.
 
-    Args:
-        resolvent: What is computed, and its constants.
-        size: The planned number of records.
-        sampling: How its batch is drawn.
-
     Privacy:
         One query, of sensitivity $s$ as in `Resolvent.contribution`. For one step of
         Picard's iteration it is enforced by clipping; for more it rests on the
@@ -41,8 +36,8 @@ class ResolventQuery(AbstractCertifiedQuery):
         private and are not returned.
     """
 
-    resolvent: Resolvent
-    size: int
+    resolvent: Resolvent  # what is computed, and its constants
+    size: int  # the planned number of records
     sampling: AbstractSampling
     draws_batch: ClassVar[bool] = True
 
@@ -85,54 +80,36 @@ class ResolventQuery(AbstractCertifiedQuery):
 
 
 def approximate_resolvent(
-    resolvent: Resolvent,
-    batch: Batch,
-    centre: PyTree,
-    *,
-    precision: Precision = "float",
+    resolvent: Resolvent, batch: Batch, centre: PyTree, precision: Precision = "float"
 ) -> PyTree:
-    """The value of `ResolventQuery`, not sealed. NON-PRIVATE.
-
-    Args:
-        resolvent: What is computed.
-        batch: The records.
-        centre: A point of the set.
-        precision: How records are summed.
-    """
+    """The value of `ResolventQuery`, not sealed. NON-PRIVATE."""
     problem = resolvent.problem
     dtype = common_dtype(centre, OWNER)
     records = wide(batch.records, dtype)
-    mask = _readable(records)
+    mask = _readable(records)  # others contribute zero
     mask = mask if batch.mask is None else mask & batch.mask
     batch = Batch(records, mask, batch.denominator)
 
     def operator(u):
-        mean = clipped_mean(
-            problem.saturated_operator(u),
-            batch,
-            clip_norm=resolvent.largest_clip,
-            precision=precision,
-        )
+        fun, clip_norm = problem.saturated_operator(u), resolvent.largest_clip
+        mean = clipped_mean(fun, batch, clip_norm=clip_norm, precision=precision)
         return optax.tree.add(unsealed(mean), _public(problem, u))
 
-    if resolvent.inner == "picard":
-        value = _picard(resolvent, operator, centre)
-    else:
-        value = _operator_extrapolation(resolvent, operator, centre)
-    finite = all_finite(value)
+    picard = resolvent.inner == "picard"
+    solver = _picard if picard else _operator_extrapolation
+    value = solver(resolvent, operator, centre)
+    finite = all_finite(value)  # else the centre, which is public
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), value, centre)
 
 
 def _public(problem, u: PyTree) -> PyTree:
     """The public operator, no longer than declared: rounding is counted from that."""
-    if problem.public is None:
-        return problem.public_operator(u)
     value = problem.public_operator(u)
+    if problem.public is None:
+        return value
     value = jax.tree.map(lambda v: jnp.where(is_finite(v), v, 0), value)
-    bound = jnp.asarray(problem.constant("public_bound"))
-    return optax.projections.projection_l2_ball(
-        value, bound.astype(common_dtype(value, OWNER))
-    )
+    bound = jnp.asarray(problem.constant("public_bound"), common_dtype(value, OWNER))
+    return optax.projections.projection_l2_ball(value, bound)
 
 
 def _picard(resolvent: Resolvent, operator, centre: PyTree) -> PyTree:
@@ -166,7 +143,7 @@ def _operator_extrapolation(resolvent: Resolvent, operator, centre: PyTree) -> P
         direction = _less(now, -resolvent.extrapolation, change)
         return project(_less(x, size, direction)), now
 
-    start = centre, regularized(centre)
+    start = centre, regularized(centre)  # x_0 = x_1: no extrapolation at first
     return jax.lax.fori_loop(0, resolvent.steps, step, start)[0]
 
 

@@ -10,22 +10,12 @@ from ..privacy.budget import PrivacyBudget
 
 
 def cheapest(gap: np.ndarray, cost: np.ndarray) -> int:
-    """The cheapest of the candidates whose bound is within 5 % of the least.
-
-    Args:
-        gap: The bound of each.
-        cost: The number of operator values of each.
-    """
+    """The candidate of fewest operator values with a gap within 5 % of the least."""
     return int(np.argmin(np.where(gap <= 1.05 * np.min(gap), cost, np.inf)))
 
 
 def integers(most: int, count: int) -> np.ndarray:
-    """Integers from 1 to `most`, evenly spread over their logarithms.
-
-    Args:
-        most: The largest.
-        count: How many, but for equal ones.
-    """
+    """At most `count` integers from 1 to `most`, evenly spread in their logarithms."""
     return np.unique(np.round(np.geomspace(1, max(most, 1), count)).astype(int))
 
 
@@ -34,12 +24,7 @@ def estimated_multiplier(
 ) -> np.ndarray:
     r"""The multiplier by the central limit, to compare candidates: never to be claimed.
 
-    $\mu = q \sqrt{k (e^{1 / z^2} - 1)}$.
-
-    Args:
-        rate: $q$, the share of the records in a batch.
-        count: $k$ releases.
-        budget: The guarantee to reach.
+    $\mu = q \sqrt{k (e^{1 / z^2} - 1)}$ for $k$ releases on a share $q$ of the records.
     """
 
     def excess(log_mu: float) -> float:

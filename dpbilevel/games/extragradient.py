@@ -24,7 +24,6 @@ from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
 from ..privacy.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .choices import cheapest, estimated_multiplier, integers
-from .problem import AbstractVariationalInequality
 from .rates import TheoremConstants
 
 _MANY_STEPS = 10**7
@@ -157,78 +156,63 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return _fields(constants, count, step_size, FixedSize(size))
 
     @override
-    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        r"""That of extragradient steps, of a size of at most $1 / (\sqrt3 L)$."""
-        known = self.bound_inputs(problem, dimension)
-        constants, path = known.constants, (self.num_steps, self.step_size)
+    def promises(self, problem, constants, batch, std) -> tuple[Any, Any]:
         if self.step_size > constants.largest_step * (1 + 1e-6):
             raise ValueError(
                 "NoisyExtragradient.bound: no theorem covers step_size="
                 f"{self.step_size:.3g}; it must be at most "
                 f"{constants.largest_step:.3g}."
             )
-        gap = constants.extragradient_gap(*path, known.batch, known.std)
-        if not known.single_pass:
-            stability = constants.extragradient_stability(*path, known.std)
-            gap += constants.bound * stability
-        return float(gap)
+        path = self.num_steps, self.step_size
+        gap = constants.extragradient_gap(*path, batch, std)
+        return gap, constants.extragradient_stability(*path, std)
 
-    def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
+    @override
+    def init(self, problem, w0) -> _State:
         """Starts at `w0`, projected onto the set."""
         u = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         memory = Descent(self.step_size, problem.w_set).init(u)
         return _State(u, u, self.output.init(u), memory, jnp.zeros((), jnp.int32))
 
+    @override
     def step(self, problem, data, state, *, key) -> _State:
         """Two noisy operators, two projected updates from the same point."""
         key_first, key_then = derive(key, "first", "then")
         descent, u, t = Descent(self.step_size, problem.w_set), state.u, state.t
-        # Algorithm 1, line 3: the midpoint, by the operator at u.
         g = self._operator(problem, data, u, 2 * t, key=key_first)
-        w, memory = descent.update(g, state.memory, u)
-        # Line 5: the next point, from u again but by the operator at the midpoint.
+        w, memory = descent.update(g, state.memory, u)  # the midpoint
         g = self._operator(problem, data, w, 2 * t + 1, key=key_then)
-        u, memory = descent.update(g, memory, u)
+        u, memory = descent.update(g, memory, u)  # from u again, not from w
         kept = self.output.update(
             state.kept, w, before=state.w, t=t, num_steps=self.num_steps, key=None
         )
         return _State(u, w, kept, memory, t + 1)
 
-    def released(self, state: _State) -> PyTree:
+    @override
+    def released(self, state) -> PyTree:
         """The midpoint."""
         return state.w
 
-    def adversary_view(self, state: _State) -> PyTree:
+    @override
+    def adversary_view(self, state) -> PyTree:
         """Both points of the step, from which both releases follow."""
         return state.w, state.u
 
     @override
-    def answer(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+    def answer(self, problem, state) -> PyTree:
         return self.output.answer(state.kept, state.w)
 
-    def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
-        """The operator."""
-        return Release(
-            OPERATOR,
-            1,
-            (Query(RECORDS, sizes, self.clip_norm, self.sampling),),
-            self.release_noise,
-            clip_ratio=self.clip_ratio(problem),
-        )
+    @override
+    def release(self, problem, sizes) -> Release:
+        query = Query(RECORDS, sizes, self.clip_norm, self.sampling)
+        noise, ratio = self.release_noise, self.clip_ratio(problem)
+        return Release(OPERATOR, 1, (query,), noise, clip_ratio=ratio)
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The operator has as many coordinates as `w0`."""
+    @override
+    def dimensions(self, w0) -> dict[str, int]:
         return {OPERATOR: optax.tree.size(w0)}
 
-    def _operator(
-        self,
-        problem: AbstractVariationalInequality,
-        data: PyTree,
-        w: PyTree,
-        index: Any,
-        *,
-        key: PRNGKey,
-    ) -> PyTree:
+    def _operator(self, problem, data, w, index, *, key: PRNGKey) -> PyTree:
         """The released operator at `w` on a batch of its own, plus the public one."""
         assert self.sizes is not None
         funs = {RECORDS: problem.saturated_operator(w)}
@@ -237,9 +221,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         return optax.tree.add(released, problem.public_operator(w))
 
 
-def _fields(
-    constants: TheoremConstants, steps: int, step_size: Any, sampling: AbstractSampling
-) -> Fields:
+def _fields(constants, steps, step_size, sampling: AbstractSampling) -> Fields:
     return {
         "num_steps": steps,
         "clip_norm": constants.spread,
@@ -255,9 +237,7 @@ def _best_step(constants: TheoremConstants, steps: Any, batch: Any, std: Any) ->
     return np.minimum(best, constants.largest_step)
 
 
-def _best_weak_step(
-    constants: TheoremConstants, steps: np.ndarray, batch: np.ndarray, std: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _best_weak_step(constants, steps, batch, std) -> tuple[np.ndarray, np.ndarray]:
     """The step sizes with the least bounds on the weak gap, and these bounds."""
     shrunk = _best_step(constants, steps, batch, std)
     step_size = shrunk[None] * np.logspace(-4, 0, 81).reshape(-1, *[1] * shrunk.ndim)

@@ -5,18 +5,16 @@ counted: for tests, figures and public data.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from .. import _checks
 from ..sets import AbstractSet
-from .problem import AbstractVariationalInequality, SaddleProblem
-
-Scalar = Float[Array, ""]
+from .problem import AbstractVariationalInequality, SaddleProblem, Scalar
 
 # A linear objective has no curvature to take a step size from.
 _LEAST_CURVATURE = 1e-3
@@ -38,13 +36,7 @@ class Gap:
 def mean_operator(
     problem: AbstractVariationalInequality, w: PyTree, data: PyTree
 ) -> PyTree:
-    """NON-PRIVATE. The operator of all records, unclipped, with the public one.
-
-    Args:
-        problem: The problem.
-        w: A point.
-        data: The records.
-    """
+    """NON-PRIVATE. The operator of all records, unclipped, with the public one."""
     with jax.default_matmul_precision("highest"):
         values = jax.vmap(lambda record: problem.record_operator(w, record))(data)
         mean = jax.tree.map(lambda v: jnp.mean(v, axis=0), values)
@@ -82,12 +74,12 @@ def saddle_gap(
             public = 0.0 if problem.public is None else problem.public(x, y)
         return jnp.mean(values) + public
 
-    best = _maximum(
-        lambda y: value(x_hat, y), problem.y_set, y_hat, smoothness, num_steps
-    )
-    worst = _maximum(
-        lambda x: -value(x, y_hat), problem.x_set, x_hat, smoothness, num_steps
-    )
+    def least(x):
+        return -value(x, y_hat)
+
+    most = functools.partial(value, x_hat)
+    best = _maximum(most, problem.y_set, y_hat, smoothness, num_steps)
+    worst = _maximum(least, problem.x_set, x_hat, smoothness, num_steps)
     return Gap(best.lower + worst.lower, best.upper + worst.upper)
 
 
@@ -133,13 +125,7 @@ def _smoothness(problem: AbstractVariationalInequality) -> float:
     return max(declared, _LEAST_CURVATURE)
 
 
-def _maximum(
-    value: Callable[[PyTree], Scalar],
-    feasible: AbstractSet,
-    start: PyTree,
-    smoothness: float,
-    num_steps: int,
-) -> Gap:
+def _maximum(value, feasible: AbstractSet, start, smoothness, num_steps) -> Gap:
     """The maximum of a concave function: attained, and bounded by its gradient."""
     _checks.count("gap", num_steps=num_steps)
     gradient = jax.grad(value)
@@ -148,7 +134,7 @@ def _maximum(
         u, ahead = state
         moved = jax.tree.map(lambda a, g: a + g / smoothness, ahead, gradient(ahead))
         new = feasible.project(moved)
-        momentum = (t / (t + 3)).astype(jax.tree.leaves(u)[0].dtype)
+        momentum = (t / (t + 3)).astype(jax.tree.leaves(u)[0].dtype)  # Nesterov's
         ahead = jax.tree.map(lambda a, b: a + momentum * (a - b), new, u)
         return (new, ahead), None
 
@@ -157,5 +143,5 @@ def _maximum(
     (u, _), _ = jax.lax.scan(step, (u, u), times)
     slope = gradient(u)
     attained = value(u)
-    missing = feasible.support(slope) - optax.tree.vdot(slope, u)
+    missing = feasible.support(slope) - optax.tree.vdot(slope, u)  # by concavity
     return Gap(attained, attained + jnp.maximum(missing, 0))

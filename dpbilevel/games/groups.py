@@ -18,9 +18,9 @@ In units of $s$ the bound on the gap is of the order of $M D$ with $M^2 = M_x^2 
 M_y D_x / (M_x D_y)$.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +32,15 @@ from .. import _checks
 from ..onelevel.linear_models import AbstractLinearModel
 from ..onelevel.losses import Record, bounded, score
 from ..onelevel.problem import check_start
-from ..sets import AbstractSet, Ball, Euclidean, Simplex
-from .problem import SaddleProblem
+from ..sets import Ball, Euclidean, Simplex
+from .problem import SaddleProblem, Scalar
 
-Scalar = Float[Array, ""]
 ModelLoss = Callable[[PyTree, PyTree], Scalar]
 ReadGroup = Callable[[PyTree], Int[Array, ""]]
 
 
 def read_group(record: PyTree) -> Int[Array, ""]:
-    """The group of a record: its entry `"group"`.
-
-    Args:
-        record: A record.
-    """
+    """The group of a record: its entry `"group"`."""
     if not isinstance(record, Mapping) or "group" not in record:
         raise ValueError(
             "group game: a record must be a dict with an entry 'group', such as "
@@ -120,8 +115,7 @@ def group_fair(
         saddle point, Boob and Guzman, 2024, Section 2.1.
     """
     owner = "group_fair"
-    game = _game(owner, loss, shares, radius, scale, row_norm, group)
-    return game.problem(ridge, 0.0)
+    return _game(owner, loss, shares, 0.0, radius, scale, ridge, row_norm, group)
 
 
 def group_robust(
@@ -173,9 +167,7 @@ def group_robust(
         2017.
     """
     owner = "group_robust"
-    _checks.non_negative(owner, strength=strength)
-    game = _game(owner, loss, shares, radius, scale, row_norm, group)
-    return game.problem(ridge, float(strength))
+    return _game(owner, loss, shares, strength, radius, scale, ridge, row_norm, group)
 
 
 def group_weights(problem: SaddleProblem, y: Float[Array, " k"]) -> Float[Array, " k"]:
@@ -235,131 +227,108 @@ def _scale_of(owner: str, problem: SaddleProblem) -> float:
     return float(y_set.scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Game:
-    """What `group_fair` and `group_robust` share: the private term of the payoff."""
-
-    loss: ModelLoss
-    shares: np.ndarray
-    scale: float
-    radius: float | None
-    group: ReadGroup
-    lipschitz: float | None
-    bound: float | None
-
-    def problem(self, ridge: float, strength: float) -> SaddleProblem:
-        """The saddle problem with its public term."""
-        _checks.non_negative("ridge of a group game", ridge=ridge)
-        x_set: AbstractSet = Euclidean() if self.radius is None else Ball(self.radius)
-        constants = {"lipschitz": self.lipschitz, "bound": self.bound}
-        if ridge or strength:
-            constants |= self._public_constants(ridge, strength)
-        return SaddleProblem(
-            self._payoff(),
-            self._public(ridge, strength) if ridge or strength else None,
-            x_set=x_set,
-            y_set=Simplex(self.scale),
-            **constants,
-        )
-
-    def _payoff(self) -> Callable:
-        count, scale, loss, group = len(self.shares), self.scale, self.loss, self.group
-        factors = 1 / (scale * self.shares)
-
-        def payoff(x: PyTree, y: Float[Array, " k"], record: PyTree) -> Scalar:
-            if jnp.shape(y) != (count,):
-                raise ValueError(
-                    f"group game: y must have shape ({count},), one weight per share, "
-                    f"got {jnp.shape(y)}."
-                )
-            index = _group_index(group(record))
-            known = (index >= 0) & (index < count)
-            index = jnp.where(known, index, jnp.zeros_like(index))
-            weight = y[index] * jnp.asarray(factors, y.dtype)[index]
-            return jnp.where(known, weight, jnp.zeros_like(weight)) * loss(x, record)
-
-        return payoff
-
-    def _public(self, ridge: float, strength: float) -> Callable:
-        shares, scale = self.shares, self.scale
-        reference = shares / np.sum(shares)
-
-        def public(x: PyTree, y: Float[Array, " k"]) -> Scalar:
-            value = ridge * optax.tree.norm(x, squared=True)
-            if strength:
-                away = y / scale - jnp.asarray(reference, y.dtype)
-                distance = jnp.sum(away * away / jnp.asarray(shares, y.dtype))
-                value = value - strength / 2 * distance
-            return value
-
-        return public
-
-    def _public_constants(self, ridge: float, strength: float) -> dict:
-        """Those of the ridge and, largest in a corner, of the chi-square penalty."""
-        least, reference = np.min(self.shares), self.shares / np.sum(self.shares)
-        corners = (np.eye(len(self.shares)) - reference) / self.shares
-        farthest = np.max(np.linalg.norm(corners, axis=1))
-        bound = None
-        if self.radius is not None:
-            bound = math.hypot(
-                2 * ridge * self.radius, strength * farthest / self.scale
-            )
-        slope = float(max(2 * ridge, strength / (self.scale**2 * least)))
-        return {"public_lipschitz": slope, "public_bound": bound}
-
-
 def _game(
-    owner: str,
-    loss: ModelLoss | AbstractLinearModel,
-    declared: Sequence[float],
-    radius: float | None,
-    scale: float | None,
-    row_norm: float,
-    group: ReadGroup,
-) -> _Game:
-    shares = _checked_shares(owner, declared)
+    owner, loss, shares, strength, radius, scale, ridge, row_norm, group
+) -> SaddleProblem:
+    """The problem of `group_fair` and `group_robust`; the arguments are checked."""
+    shares = _checked_shares(owner, shares)
     positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
     _checks.positive(owner, **{k: v for k, v in positive.items() if v is not None})
+    _checks.non_negative(owner, strength=strength, ridge=ridge)
     if not callable(group):
         raise TypeError(
             f"{owner}: group must be a function that reads the group of a record, got "
             f"{group!r}."
         )
-    if not isinstance(loss, AbstractLinearModel):
-        if not callable(loss) or isinstance(loss, type):
-            raise TypeError(
-                f"{owner}: loss must be a function of (x, record) or a linear model "
-                f"such as Logistic(), got {loss!r}."
-            )
-        scale = 1.0 if scale is None else float(scale)
-        return _Game(loss, shares, scale, radius, group, None, None)
+    constants: dict[str, Any] = {}
+    if isinstance(loss, AbstractLinearModel):
+        scale, constants = _of_model(owner, loss, shares, radius, scale, row_norm)
+        loss, radius = _linear_loss(loss, row_norm), float(radius)
+    elif not callable(loss) or isinstance(loss, type):
+        raise TypeError(
+            f"{owner}: loss must be a function of (x, record) or a linear model such "
+            f"as Logistic(), got {loss!r}."
+        )
+    scale, public = 1.0 if scale is None else float(scale), None
+    if ridge or strength:
+        public = _public(shares, scale, ridge, float(strength))
+        constants |= _public_constants(shares, scale, radius, ridge, float(strength))
+    return SaddleProblem(
+        _payoff(loss, shares, scale, group),
+        public,
+        x_set=Euclidean() if radius is None else Ball(radius),
+        y_set=Simplex(scale),
+        **constants,
+    )
+
+
+def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dict]:
+    """The scale of a game of a linear model, and its constants: the text above."""
     if radius is None:
         raise ValueError(
             f"{owner}: the constants of a linear model need radius=, a bound on the "
             "norm of x."
         )
-    if not math.isfinite(loss.start):
+    if not math.isfinite(model.start):
         raise ValueError(
-            f"{owner}: the loss of {type(loss).__name__} has no bound, because its "
+            f"{owner}: the loss of {type(model).__name__} has no bound, because its "
             "labels have none. Use Logistic(), or give the loss as a function and rely "
             "on clipping."
         )
     margin = float(radius * row_norm)
-    slope = float(loss.slope(margin))
-    largest = loss.start + margin * slope
+    slope = float(model.slope(margin))
+    largest = model.start + margin * slope  # of all losses
     if scale is None:
         scale = math.sqrt(math.sqrt(2) * radius * largest / (slope * row_norm))
-    most = 1 / float(np.min(shares))
-    along, across = loss.curvature * row_norm**2, slope * row_norm / scale
-    return _Game(
-        _linear_loss(loss, row_norm),
-        shares,
-        float(scale),
-        float(radius),
-        group,
-        lipschitz=most * (along + math.hypot(along, 2 * across)) / 2,
-        bound=most * math.hypot(slope * row_norm, largest / scale),
-    )
+    most = 1 / float(np.min(shares))  # c
+    along, across = model.curvature * row_norm**2, slope * row_norm / scale
+    lipschitz = most * (along + math.hypot(along, 2 * across)) / 2  # L
+    bound = most * math.hypot(slope * row_norm, largest / scale)  # M
+    return float(scale), {"lipschitz": lipschitz, "bound": bound}
+
+
+def _payoff(loss, shares: np.ndarray, scale: float, group) -> Callable:
+    count, factors = len(shares), 1 / (scale * shares)
+
+    def payoff(x: PyTree, y: Float[Array, " k"], record: PyTree) -> Scalar:
+        if jnp.shape(y) != (count,):
+            raise ValueError(
+                f"group game: y must have shape ({count},), one weight per share, "
+                f"got {jnp.shape(y)}."
+            )
+        index = _group_index(group(record))
+        known = (index >= 0) & (index < count)
+        index = jnp.where(known, index, jnp.zeros_like(index))
+        weight = y[index] * jnp.asarray(factors, y.dtype)[index]
+        # Of another group: no influence, rather than that of the first.
+        return jnp.where(known, weight, jnp.zeros_like(weight)) * loss(x, record)
+
+    return payoff
+
+
+def _public(shares: np.ndarray, scale: float, ridge: float, strength) -> Callable:
+    reference = shares / np.sum(shares)
+
+    def public(x: PyTree, y: Float[Array, " k"]) -> Scalar:
+        value = ridge * optax.tree.norm(x, squared=True)
+        if strength:
+            away = y / scale - jnp.asarray(reference, y.dtype)
+            distance = jnp.sum(away * away / jnp.asarray(shares, y.dtype))
+            value = value - strength / 2 * distance
+        return value
+
+    return public
+
+
+def _public_constants(shares, scale, radius, ridge, strength) -> dict[str, Any]:
+    """Those of the ridge and, largest in a corner, of the chi-square penalty."""
+    corners = (np.eye(len(shares)) - shares / np.sum(shares)) / shares
+    farthest = np.max(np.linalg.norm(corners, axis=1))  # a convex function of y
+    bound = None
+    if radius is not None:
+        bound = math.hypot(2 * ridge * radius, strength * farthest / scale)
+    slope = float(max(2 * ridge, strength / (scale**2 * np.min(shares))))
+    return {"public_lipschitz": slope, "public_bound": bound}
 
 
 def _group_index(group: Array) -> Int[Array, ""]:
@@ -379,7 +348,7 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
     except (TypeError, ValueError):
         values = np.zeros(0)
     good = values.ndim == 1 and values.size > 0 and bool(np.all(values > 0))
-    if not good or not np.sum(values) <= 1 + 1e-6:
+    if not good or not np.sum(values) <= 1 + 1e-6:  # shares may be rounded
         raise ValueError(
             f"{owner}: shares must be positive numbers of sum at most 1, one per "
             f"group, got {shares!r}. Declare them from public knowledge; a group "

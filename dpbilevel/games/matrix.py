@@ -7,9 +7,7 @@ from jaxtyping import Array, Float
 
 from .. import _checks
 from ..sets import Simplex
-from .problem import SaddleProblem
-
-Scalar = Float[Array, ""]
+from .problem import SaddleProblem, Scalar
 
 
 def matrix_game(rows: int, columns: int) -> SaddleProblem:

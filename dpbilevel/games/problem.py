@@ -137,9 +137,7 @@ class SaddleProblem(AbstractVariationalInequality):
     """
 
     fun: Callable[[PyTree, PyTree, PyTree], Scalar] = eqx.field(static=True)
-    public: Callable[[PyTree, PyTree], Scalar] | None = eqx.field(
-        static=True, default=None
-    )
+    public: Callable[..., Scalar] | None = eqx.field(static=True, default=None)
     x_set: AbstractSet = Euclidean()
     y_set: AbstractSet = Euclidean()
     lipschitz: NonNegative | None = eqx.field(static=True, default=None)
@@ -152,12 +150,12 @@ class SaddleProblem(AbstractVariationalInequality):
         r"""$X \times Y$."""
         return Product((self.x_set, self.y_set))
 
-    def record_operator(self, w: PyTree, record: PyTree) -> PyTree:
-        """The gradient in $x$ and minus the gradient in $y$ of one record's payoff."""
+    @override
+    def record_operator(self, w, record) -> PyTree:
         return _ascent(jax.grad(self.fun, (0, 1))(*w, record))
 
-    def public_operator(self, w: PyTree) -> PyTree:
-        """Likewise for the public term."""
+    @override
+    def public_operator(self, w) -> PyTree:
         if self.public is None:
             return optax.tree.zeros_like(w)
         return _ascent(jax.grad(self.public, (0, 1))(*w))

@@ -30,7 +30,6 @@ from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery
 from .choices import cheapest, estimated_multiplier, integers
 from .problem import AbstractVariationalInequality
-from .rates import TheoremConstants
 from .resolvents import Inner, Resolvent
 
 RESOLVENT = "resolvent"
@@ -169,11 +168,11 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         steps = constants.picard_steps(strength)
         ratio = lipschitz / strength
         share = 2 * constants.spread / ((strength - lipschitz) * batch)
-        std = multiplier * share * (1 - ratio**steps)
-        accuracy = constants.bound * constants.diameter * ratio**steps
+        std = multiplier * share * (1 - ratio**steps)  # a sum of N powers of q
+        accuracy = constants.bound * constants.diameter * ratio**steps  # nu
         gap = constants.proximal_gap(rounds, strength, batch, std, accuracy)
         if passes == "multi":
-            distance = ratio**steps * constants.bound / strength
+            distance = ratio**steps * constants.bound / strength  # zeta
             gap += constants.bound * constants.proximal_stability(
                 rounds, strength, distance
             )
@@ -184,60 +183,51 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         return _fields(constants, number, weight, chosen)
 
     @override
-    def bound(self, problem: AbstractVariationalInequality, *, dimension: int) -> float:
-        """That of proximal point steps and of the error of their inner solutions."""
-        known = self.bound_inputs(problem, dimension)
-        constants, path = known.constants, (self.num_steps, self.strength)
+    def promises(self, problem, constants, batch, std) -> tuple[Any, Any]:
+        path = self.num_steps, self.strength
         resolvent = self.resolvent(problem, constants.records)
-        gap = constants.proximal_gap(*path, known.batch, known.std, resolvent.accuracy)
-        if not known.single_pass:
-            stability = constants.proximal_stability(*path, resolvent.distance)
-            gap += constants.bound * stability
-        return float(gap)
+        gap = constants.proximal_gap(*path, batch, std, resolvent.accuracy)
+        return gap, constants.proximal_stability(*path, resolvent.distance)
 
     @property
+    @override
     def basis(self) -> Basis:
         """Clipping for one step of Picard's iteration, else constants."""
         one = self.inner == "picard" and self.inner_steps == 1
         return Basis.CLIPPED if one else Basis.CONSTANTS
 
-    def init(self, problem: AbstractVariationalInequality, w0: PyTree) -> _State:
+    @override
+    def init(self, problem, w0) -> _State:
         """Starts at `w0`, projected onto the set; refuses one coarser than planned."""
         check_planned_dtype(type(self).__name__, self.dtype, w0)
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         kept = self.output.init(w)
         return _State(w, kept, Rejections.none(), jnp.zeros((), jnp.int32))
 
+    @override
     def step(self, problem, data, state, *, key) -> _State:
-        """One noisy resolvent at the projection of the last one."""
         assert self.sizes is not None
-        # Algorithm 2: the approximate solution of (5.1) on a batch, and the noise.
         release = self.release(problem, self.sizes)
-        centre = problem.w_set.project(state.w)
-        w = release.of(centre, data, key=key, index=state.t)
+        centre = problem.w_set.project(state.w)  # the noise may have left the set
+        w = release.of(centre, data, key=key, index=state.t)  # (5.1) on a batch, noised
         w, rejections = finite_or(w, state.w, state.rejections)
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )
         return _State(w, kept, rejections, state.t + 1)
 
-    def released(self, state: _State) -> PyTree:
+    @override
+    def released(self, state) -> PyTree:
         """The noisy point, which may be outside the set."""
         return state.w
 
-    def answer(self, problem: AbstractVariationalInequality, state: _State) -> PyTree:
+    @override
+    def answer(self, problem, state) -> PyTree:
         """The point of the output rule, projected."""
         return problem.w_set.project(self.output.answer(state.kept, state.w))
 
-    def resolvent(
-        self, problem: AbstractVariationalInequality, sizes: int
-    ) -> Resolvent:
-        """What a round computes, with its sensitivity.
-
-        Args:
-            problem: The problem.
-            sizes: The planned number of records.
-        """
+    def resolvent(self, problem: AbstractVariationalInequality, n: int) -> Resolvent:
+        """What a round on `n` records computes, with its sensitivity."""
         return Resolvent(
             problem,
             _checks.number(self.clip_norm),
@@ -245,30 +235,28 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
             self.inner,
             self.inner_steps,
             self.dimension,
-            self.sampling.rows(sizes),
-            self.sampling.denominator(sizes),
+            self.sampling.rows(n),
+            self.sampling.denominator(n),
         )
 
-    def release(self, problem: AbstractVariationalInequality, sizes: int) -> Release:
+    @override
+    def release(self, problem, sizes) -> Release:
         """The resolvent; refused where nothing proves its sensitivity."""
         query = ResolventQuery(self.resolvent(problem, sizes), sizes, self.sampling)
         ratio, noise = self.clip_ratio(problem), self.release_noise
         return CertifiedRelease(RESOLVENT, 1, noise, query=query, clip_ratio=ratio)
 
-    def with_counts(
-        self, problem: AbstractVariationalInequality, sizes: int | None = None
-    ) -> Self:
+    @override
+    def with_counts(self, problem, sizes=None) -> Self:
         """The same solver, bound to the default floating-point dtype."""
-        del problem, sizes
         return dataclasses.replace(self, dtype=jnp.result_type(float).name)
 
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The point has as many coordinates as `w0`."""
+    @override
+    def dimensions(self, w0) -> dict[str, int]:
         return {RESOLVENT: optax.tree.size(w0)}
 
+    @override
     def assumptions(self, problem, sizes) -> tuple[str, ...]:
-        """The constants that the sensitivity rests on."""
-        del sizes
         if self.basis is Basis.CLIPPED:
             return ()
         names = ["lipschitz"] if self.inner == "picard" else ["lipschitz", "bound"]
@@ -287,12 +275,7 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         )
 
 
-def _fields(
-    constants: TheoremConstants,
-    rounds: int,
-    strength: float,
-    sampling: AbstractSampling,
-) -> Fields:
+def _fields(constants, rounds, strength, sampling: AbstractSampling) -> Fields:
     return {
         "num_steps": rounds,
         "clip_norm": constants.spread,

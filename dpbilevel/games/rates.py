@@ -6,7 +6,7 @@ arrays of candidates.
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -20,34 +20,24 @@ from .resolvents import parts
 class TheoremConstants:
     r"""A problem as the theorems see it.
 
-    Attributes:
-        diameter: $D$ of the set.
-        dimension: $d$ of its affine hull; noise across it is projected away.
-        lipschitz: $L$, of records and public term together.
-        spread: $M$ of the records alone, which sampling and stability depend on.
-        bound: $M$ of records and public term together.
-        records: $n$.
-        coordinates: At least the number of coordinates of a point.
+    Bounds take $T$ `steps` of size $\gamma$ or $R$ `rounds` of the `strength`
+    $\lambda$, on a `batch` of $B$ records, and `std`, the $\sigma$ of the noise per
+    coordinate of what is released.
     """
 
-    diameter: float
-    dimension: int
-    lipschitz: float
-    spread: float
-    bound: float
-    records: int
-    coordinates: int
+    diameter: float  # D of the set
+    dimension: int  # d of its affine hull; noise across it is projected away
+    lipschitz: float  # L, of records and public term together
+    spread: float  # M of the records alone, which sampling and stability depend on
+    bound: float  # M of records and public term together
+    records: int  # n
+    coordinates: int  # at least the number of coordinates of a point
 
     @classmethod
     def of(
         cls, problem: AbstractVariationalInequality, dimension: int, records: int
     ) -> Self:
         """Those of a problem with declared constants.
-
-        Args:
-            problem: The problem.
-            dimension: As above; `problem.w_set.dimension(w0)`.
-            records: The number of records.
 
         Raises:
             ValueError: A constant is missing, or the set is unbounded or one point.
@@ -71,11 +61,7 @@ class TheoremConstants:
         )
 
     def privacy_dimension(self, budget: PrivacyBudget) -> float:
-        r"""$a = \sqrt{d \log(1 / \delta)} / \varepsilon$.
-
-        Args:
-            budget: $\varepsilon$ and $\delta$.
-        """
+        r"""$a = \sqrt{d \log(1 / \delta)} / \varepsilon$."""
         return math.sqrt(self.dimension * math.log(1 / budget.delta)) / budget.epsilon
 
     @property
@@ -88,19 +74,13 @@ class TheoremConstants:
         r"""$\max(M / D, L)$, what proximal strengths are measured in."""
         return max(self.bound / self.diameter, self.lipschitz)
 
-    def extragradient_gap(self, steps: Any, step_size: Any, batch: Any, std: Any):
+    def extragradient_gap(self, steps, step_size, batch, std):
         r"""A bound on the strong gap of extragradient steps on fresh batches.
 
         $$\frac{D^2}{\gamma T} + \frac72 \gamma \Bigl(\frac{M^2}{B} + d \sigma^2\Bigr),
         \qquad \gamma \le \frac{1}{\sqrt3 L}.$$
 
         With batches from one dataset it bounds the gap on that dataset.
-
-        Args:
-            steps: $T$.
-            step_size: $\gamma$.
-            batch: $B$.
-            std: $\sigma$ per coordinate of an operator.
 
         References:
             Boob and Guzman, Theorem 2, with the noise term halved and the batch's
@@ -109,17 +89,12 @@ class TheoremConstants:
         noise = self.spread**2 / batch + self.dimension * std**2
         return self.diameter**2 / (step_size * steps) + 3.5 * step_size * noise
 
-    def extragradient_stability(self, steps: Any, step_size: Any, std: Any):
+    def extragradient_stability(self, steps, step_size, std):
         r"""How far one replaced record moves the answer, in expectation.
 
         $$\delta = T \bigl((4 M + 2 L D + 4 \sqrt d \sigma) L \gamma^2 + \tfrac{2 M
         L}{n} \gamma^2 + \tfrac{2 M}{n} \gamma\bigr) + \bigl(\tfrac{2 M}{n} + 2 L
         D\bigr) \gamma.$$
-
-        Args:
-            steps: $T$.
-            step_size: $\gamma$.
-            std: $\sigma$.
 
         References:
             Boob and Guzman, Theorem 3, with its last bracket corrected.
@@ -131,20 +106,13 @@ class TheoremConstants:
         a_step += moved * step_size
         return steps * a_step + (moved + 2 * pull) * step_size
 
-    def proximal_gap(
-        self, rounds: Any, strength: Any, batch: Any, std: Any, accuracy: Any
-    ):
+    def proximal_gap(self, rounds, strength, batch, std, accuracy):
         r"""A bound on the strong gap of inexact proximal point steps on fresh batches.
 
         $$\nu + \frac{3 \lambda D^2}{2 R} + \frac{2 M^2 / B + 3 L^2 D^2}{\lambda} +
-        \lambda d \sigma^2 + M \sigma \sqrt{d / R}.$$
+        \lambda d \sigma^2 + M \sigma \sqrt{d / R},$$
 
-        Args:
-            rounds: $R$.
-            strength: $\lambda$.
-            batch: $B$.
-            std: $\sigma$ per coordinate of a point.
-            accuracy: $\nu$, of every inner solution as a solution of the inequality.
+        $\nu$ being the `accuracy` of every inner solution as one of the inequality.
 
         References:
             Boob and Guzman, Theorem 5, with projected centres and the batch's variance.
@@ -156,16 +124,11 @@ class TheoremConstants:
         average = self.bound * std * np.sqrt(self.dimension / rounds)
         return start + sampled + noise + average
 
-    def proximal_stability(self, rounds: Any, strength: Any, distance: Any):
+    def proximal_stability(self, rounds, strength, distance):
         r"""How far one replaced record moves the answer, in expectation.
 
-        $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the distance of every
+        $\delta = R (2 M / (n \lambda) + 2 \zeta)$ with $\zeta$ the `distance` of every
         inner solution from the exact one.
-
-        Args:
-            rounds: $R$.
-            strength: $\lambda$.
-            distance: $\zeta$.
 
         References:
             Boob and Guzman, Theorem 6, by the recursion without Young's inequality.
@@ -173,11 +136,10 @@ class TheoremConstants:
         moved = 2 * self.spread / (self.records * strength)
         return rounds * (moved + 2 * distance)
 
-    def picard_steps(self, strength: Any):
+    def picard_steps(self, strength):
         r"""$N = \lceil \log(2 n) / \log(\lambda / L) \rceil$: enough for all theorems.
 
-        Args:
-            strength: $\lambda > L$.
+        For $\lambda > L$.
         """
         if self.lipschitz == 0:
             return np.ones_like(strength, int)

@@ -38,27 +38,20 @@ _SETS = (Ball, Box, Simplex)
 
 @dataclasses.dataclass(frozen=True)
 class Resolvent:
-    r"""An approximate resolvent, and what is known about it before any data is seen.
+    """An approximate resolvent, and what is known about it before any data is seen."""
 
-    Attributes:
-        problem: The problem, with its constants.
-        clip_norm: $C$, the clip norm of one record's operator.
-        strength: $\lambda$.
-        inner: The inner solver.
-        steps: $N$, its fixed number of steps.
-        dimension: At least the number of coordinates of a point.
-        rows: The most records that a batch holds.
-        denominator: $m$, what sums over a batch are divided by.
-    """
+    problem: AbstractVariationalInequality  # with its constants
+    clip_norm: Number  # C, of one record's operator
+    strength: Number  # lambda
+    inner: Inner  # the inner solver
+    steps: int  # N, its fixed number of steps
+    dimension: int  # at least the number of coordinates of a point
+    rows: int  # the most records that a batch holds
+    denominator: float  # m, what sums over a batch are divided by
 
-    problem: AbstractVariationalInequality
-    clip_norm: Number
-    strength: Number
-    inner: Inner
-    steps: int
-    dimension: int
-    rows: int
-    denominator: float
+    @property
+    def _one_step(self) -> bool:
+        return self.inner == "picard" and self.steps == 1
 
     @property
     def basis(self) -> Basis:
@@ -66,11 +59,13 @@ class Resolvent:
         return Basis.CLIPPED if self._one_step else Basis.CONSTANTS
 
     @property
-    def lipschitz(self) -> float:
-        """A Lipschitz constant of a batch's operator with the public one.
+    def _fullest(self) -> float:
+        """How many records a batch holds at most, over what its sum is divided by."""
+        return max(1.0, self.rows / self.denominator)
 
-        A batch may hold more records than its sum is divided by.
-        """
+    @property
+    def lipschitz(self) -> float:
+        """A Lipschitz constant of a batch's operator with the public one."""
         records = self.problem.constant("lipschitz") * self._fullest
         return records + self.problem.constant("public_lipschitz")
 
@@ -94,18 +89,14 @@ class Resolvent:
 
         $$\frac{s}{2} = \frac{M}{\lambda m} + 2 \zeta.$$
 
-        A record less moves the value by $s / 2$ at most.
-
-        Args:
-            dtype: What is computed in.
-            precision: `"grid"` adds the rounding of the value to a grid.
+        A record less moves the value by $s / 2$ at most. The precision `"grid"` adds
+        the rounding of the value to a grid.
         """
+        share = self._norm / self.strength / self.denominator
         if self.inner == "picard":
             ratio = 0.0 if self._one_step else self.contraction
-            share = self.clip_norm / self.strength / self.denominator
             value = (share + 2 * self.step_rounding(dtype)) * _series(ratio, self.steps)
         else:
-            share = self.problem.constant("bound") / self.strength / self.denominator
             value = share + 2 * (self.solve_error() + self.solve_rounding(dtype))
         if precision == "grid":
             value = value * (1 + 2 * math.sqrt(self.dimension) * 2.0**-ROUNDED_BITS)
@@ -148,11 +139,7 @@ class Resolvent:
         return slope * self.distance
 
     def step_rounding(self, dtype: DTypeLike) -> Number:
-        r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$.
-
-        Args:
-            dtype: What is computed in.
-        """
+        r"""$\omega$: the rounding of $\Pi_W(v - (F_B(u) + P(u)) / \lambda)$."""
         moved = self._largest / self.strength
         operator = self._operator_rounding(dtype) / self.strength
         return operator + self._projection_rounding(dtype, moved)
@@ -164,9 +151,6 @@ class Resolvent:
         \epsilon + 8 \pi) / (1 - \sqrt\theta)$ with the step size $g$, because the
         root of the method's potential is a norm up to constants and contracts by
         $\sqrt\theta$.
-
-        Args:
-            dtype: What is computed in.
         """
         unit = _unit(dtype)
         smoothness = self.lipschitz + self.strength
@@ -177,14 +161,6 @@ class Resolvent:
         return (4 * step * operator + 8 * point) / (1 - self.extrapolation**0.5)
 
     @property
-    def _one_step(self) -> bool:
-        return self.inner == "picard" and self.steps == 1
-
-    @property
-    def _fullest(self) -> float:
-        return max(1.0, self.rows / self.denominator)
-
-    @property
     def largest_clip(self) -> Number:
         """What operators are clipped to: never below a bound that privacy rests on."""
         if self.inner == "picard":
@@ -192,12 +168,15 @@ class Resolvent:
         return jnp.maximum(self.clip_norm, self.problem.constant("bound"))
 
     @property
+    def _norm(self) -> Number:
+        """Of one record's operator, as far as the sensitivity counts it: $C$ or $M$."""
+        picard = self.inner == "picard"
+        return self.clip_norm if picard else self.problem.constant("bound")
+
+    @property
     def _largest(self) -> Number:
         """The largest norm of a batch's operator with the public one."""
-        norm = self.clip_norm
-        if self.inner != "picard":
-            norm = self.problem.constant("bound")
-        return norm * self._fullest + self.problem.constant("public_bound")
+        return self._norm * self._fullest + self.problem.constant("public_bound")
 
     def _operator_rounding(self, dtype: DTypeLike) -> Number:
         """Of records' operators, their clipped mean, the public operator and the sum.
@@ -245,11 +224,7 @@ class Resolvent:
             self.problem.constant(name)
 
     def check_shapes(self, batch: Batch, size: int) -> None:
-        """Refuses a batch or a point of other numbers than planned.
-
-        Args:
-            batch: What a sampling scheme drew.
-            size: The number of coordinates of a point.
+        """Refuses a batch, or a point of `size` coordinates, other than planned.
 
         Raises:
             ValueError: The batch has more rows or another denominator, or the point
@@ -273,9 +248,6 @@ class Resolvent:
 
         Nothing is refused inside a program, where numbers are not known.
 
-        Args:
-            dtype: What will be computed in.
-
         Raises:
             ValueError: Picard's iteration does not contract, operator extrapolation is
                 clipped below the bound or has too few steps, or rounding adds more than
@@ -284,8 +256,8 @@ class Resolvent:
         farthest = self.problem.w_set.reach + self._largest / self.strength
         if not _checks.concrete(farthest):
             return
+        share = self._norm / self.strength / self.denominator
         if self.inner == "picard":
-            share = self.clip_norm / self.strength / self.denominator
             added = 2 * self.step_rounding(dtype)
             if not self._one_step and self.contraction >= 1:
                 raise ValueError(
@@ -295,7 +267,8 @@ class Resolvent:
                     'inner="operator_extrapolation".'
                 )
         else:
-            share, added = self._check_extrapolation(dtype)
+            self._check_extrapolation(share)
+            added = 2 * self.solve_rounding(dtype)
         if not float(farthest) ** 2 < float(jnp.finfo(dtype).max) / 4:
             raise ValueError(
                 f"{OWNER}: points {farthest:.3g} from the origin overflow where their "
@@ -313,7 +286,7 @@ class Resolvent:
             f"{self.dimension}), a smaller set, or a larger clip norm",
         )
 
-    def _check_extrapolation(self, dtype: DTypeLike) -> tuple[Number, Number]:
+    def _check_extrapolation(self, share: Number) -> None:
         bound = self.problem.constant("bound")
         if self.clip_norm < bound:
             raise ValueError(
@@ -321,7 +294,6 @@ class Resolvent:
                 f"clipping can break; give clip_norm={bound:.3g}, the declared bound, "
                 f'or more, got {self.clip_norm:.3g}, or use inner="picard".'
             )
-        share = bound / self.strength / self.denominator
         if self.solve_error() > _SOLVE * share:
             excess = math.log(self.solve_error() / (_SOLVE * share))
             more = math.ceil(-2 * excess / math.log(self.extrapolation))
@@ -330,7 +302,6 @@ class Resolvent:
                 f"of {self.solve_error():.2g}, more than {_SOLVE} of what a record "
                 f"moves; give inner_steps={self.steps + more}."
             )
-        return share, 2 * self.solve_rounding(dtype)
 
 
 def _series(ratio: Number, count: int) -> Number:
@@ -346,11 +317,7 @@ def _unit(dtype: DTypeLike) -> float:
 
 
 def parts(w_set: Any) -> list[Any]:
-    """The sets that a set is a product of.
-
-    Args:
-        w_set: A set.
-    """
+    """The sets that a set is a product of."""
     if type(w_set) is not Product:
         return [w_set]
     leaves = jax.tree.leaves(

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from ...privacy.noise import derive, standard_exponential, standard_gumbel, step_keys
 
@@ -51,14 +51,7 @@ def from_walks(energy, cells, tries, num_steps, dtype, *, key):
     return jax.lax.scan(block, state, (starts, keys))[0]
 
 
-def _step(
-    energy,
-    cells: tuple[int, ...],
-    index: Int[Array, "m n"],
-    energies: Float[Array, " m"],
-    words: UInt32[Array, " m"],
-    coins: Float[Array, " m"],
-) -> tuple[Int[Array, "m n"], Float[Array, " m"]]:
+def _step(energy, cells, index: Int[Array, "m n"], energies, words, coins):
     """One step of every walk: where it is afterwards, and the energy there.
 
     Lowy and Liu, Appendix B.3.1, 3(b): i to iii propose, iv accepts.
@@ -66,10 +59,8 @@ def _step(
     proposed = _proposals(cells, index, words)
     raised = energy(proposed)
     moves = coins >= raised - energies
-    return (
-        jnp.where(moves[:, None], proposed, index),
-        jnp.where(moves, raised, energies),
-    )
+    index = jnp.where(moves[:, None], proposed, index)
+    return index, jnp.where(moves, raised, energies)
 
 
 def _proposals(

@@ -27,23 +27,14 @@ class AbstractFrame(eqx.Module):
 
     Distances, Lipschitz constants and radii are those of the space of $x$; `stretch`
     bounds $\|x - x'\|_2 / \|z - z'\|_2$.
-
-    Attributes:
-        corner: $b$.
-        sides: $w$.
-        center: $c$.
-        radius: The largest distance from $c$ to a point of $X$.
-        inverse_inradius: The Lipschitz constant of $\psi$.
-        reach: The largest $\psi$ on $A$; 1 where $A = X$.
-        stretch: From distances of $z$ to distances of $x$.
     """
 
-    corner: Any
-    sides: Any
-    center: Any
-    radius: Any
-    inverse_inradius: Any
-    reach: float = eqx.field(static=True)
+    corner: Any  # b
+    sides: Any  # w
+    center: Any  # c
+    radius: Any  # the largest distance from c to a point of X
+    inverse_inradius: Any  # the Lipschitz constant of psi
+    reach: float = eqx.field(static=True)  # the largest psi on A; 1 where A = X
     stretch: float = eqx.field(static=True)
 
     @abc.abstractmethod
@@ -65,11 +56,11 @@ class BoxFrame(AbstractFrame):
         self.inverse_inradius, self.reach, self.stretch = 0.0, 1.0, 1.0
 
     @override
-    def gauge(self, z: Float[Array, " n"]) -> Float[Array, ""]:
+    def gauge(self, z) -> Float[Array, ""]:
         return jnp.zeros((), z.dtype)
 
     @override
-    def point(self, z: Float[Array, " n"]) -> Float[Array, " d"]:
+    def point(self, z) -> Float[Array, " d"]:
         return jnp.clip(z, self.corner, self.corner + self.sides)
 
 
@@ -131,11 +122,8 @@ def frame_of(owner: str, feasible: AbstractSet, dimension: int) -> AbstractFrame
         return BoxFrame(lower, upper)
     if isinstance(feasible, Ball):
         center = 0.0 if feasible.center is None else feasible.center
-        radius = feasible.radius
-        known = _checks.concrete(radius)
-        return BallFrame(
-            _flat(owner, center, dimension), float(radius) if known else radius
-        )
+        radius = _checks.number(feasible.radius)
+        return BallFrame(_flat(owner, center, dimension), radius)
     if isinstance(feasible, Simplex) and dimension >= 2:
         return SimplexFrame(feasible.scale, dimension, np.zeros(dimension - 1))
     raise ValueError(
@@ -161,18 +149,12 @@ class Extended(eqx.Module):
     extension with the constant $L$ is a minimisation over $X$.
 
     Whatever is not finite counts as $U = 0$.
-
-    Args:
-        potential: $U$.
-        frame: The coordinates of $X$.
-        unravel: From a flat $x$ to a point.
-        penalty: $K$.
     """
 
-    potential: AbstractPotential
+    potential: AbstractPotential  # U
     frame: AbstractFrame
-    unravel: Callable[[Float[Array, " d"]], PyTree] = eqx.field(static=True)
-    penalty: float | Float[Array, ""]
+    unravel: Callable[[Float[Array, " d"]], PyTree] = eqx.field(static=True)  # of x
+    penalty: float | Float[Array, ""]  # K
 
     def reference(self) -> Float[Array, ""]:
         """$U(c)$, which `many` needs."""
@@ -193,9 +175,7 @@ class Extended(eqx.Module):
         return jnp.where(jnp.isfinite(values), values, 0.0)
 
 
-def middles(
-    frame: AbstractFrame, cells: tuple[int, ...], index: Int[Array, "m n"]
-) -> Float[Array, "m n"]:
+def middles(frame: AbstractFrame, cells, index) -> Float[Array, "m n"]:
     """The middles of cells."""
     return within(frame, cells, index, jnp.asarray(0.5, frame.corner.dtype))
 

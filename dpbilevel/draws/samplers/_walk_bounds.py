@@ -78,7 +78,7 @@ class WalkBounds:
 
     def steps(self, mixing: float) -> float:
         """After how many the law of the cell has at most the relative error."""
-        gap = self.gap
+        gap = self.gap  # (1 - gap)^T <= exp(-gap T)
         return (self.rarity - math.log(mixing)) / gap if gap else math.inf
 
     def mixing(self, steps: int) -> float:
@@ -93,19 +93,18 @@ class WalkBounds:
 
     def exhausted(self, mixing: float, tries: int) -> float:
         """How much the last resort may add to the law, relatively."""
-        return math.exp(
-            min(self._last_resort() - self._misses(mixing) * (tries - 1), 0.0)
-        )
+        excess = self._last_resort() - self._misses(mixing) * (tries - 1)
+        return math.exp(min(excess, 0.0))
 
     def _misses(self, mixing: float) -> float:
         """Minus the logarithm of the probability that a try fails, at least."""
         n, reach, odds = len(self.cells), self.frame.reach, -math.inf
         if reach > 1:
             decay = self.penalty - self.rise - n + 1
-            shells = n * math.log(reach) - math.log(n)
+            shells = n * math.log(reach) - math.log(n)  # without the decay
             shells = min(shells, -math.log(decay)) if decay > 0 else shells
             odds = math.log(n + self.rise) + shells + 2 * self.error
-        mean = self.change / math.sqrt(12)
+        mean = self.change / math.sqrt(12)  # of a cell against its middle
         inside = -self.slack - mean - 2 * self.error - np.logaddexp(0.0, odds)
         return -math.log1p(-(1 - mixing) * math.exp(inside))
 

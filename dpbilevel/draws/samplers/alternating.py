@@ -24,29 +24,23 @@ _LEAST_ACCEPTANCE = 1e-3
 # How the distance is shared out: the start forgotten, accepted tries that have not
 # their law, tries that run out, draws of proposals that run out.
 _MIXING, _BIAS, _TRIES, _DRAWS = 0.5, 0.25, 0.125, 0.125
+_COUNTS = ("num_steps", "step_size", "tries")
 
 
 class Chain(eqx.Module):
     """Where a run is after a number of tries. NON-PRIVATE.
 
-    Attributes:
-        x: The point of the last step made.
-        y: The noisy point that tries are made at.
-        common: What the tries at `y` have in common.
-        done: How many steps are made: tries that were accepted.
-        fresh: Whether the next try is the first of a step.
-        queries: How many evaluations were needed: those of a sampler that stops at the
-            last accepted try and leaves out the stages that are not reached.
-        key: Of the next try.
+    `queries` counts what was needed: the evaluations of a sampler that stops at the
+    last accepted try and leaves out the stages that are not reached.
     """
 
-    x: PyTree
-    y: PyTree
-    common: PyTree
-    done: Int[Array, ""]
-    fresh: Bool[Array, ""]
+    x: PyTree  # the point of the last step made
+    y: PyTree  # the noisy point that tries are made at
+    common: PyTree  # what the tries at y have in common
+    done: Int[Array, ""]  # steps made: tries that were accepted
+    fresh: Bool[Array, ""]  # whether the next try is the first of a step
     queries: Float[Array, ""]
-    key: PRNGKey
+    key: PRNGKey  # of the next try
 
 
 class AlternatingSampler(AbstractSampler):
@@ -130,9 +124,7 @@ class AlternatingSampler(AbstractSampler):
         _check(regularity, feasible)
         largest = self.oracle.largest_step(regularity, feasible)
         open_plan = self._plan(regularity, feasible, step_size=largest)
-        step_size = self.step_size
-        if step_size is None:
-            step_size = self._step_size(open_plan)
+        step_size = self.step_size or self._step_size(open_plan)
         plan = self._plan(regularity, feasible, step_size=step_size)
         num_steps = self.num_steps or self._steps(plan)
         chance = self.oracle.acceptance(plan)
@@ -175,18 +167,15 @@ class AlternatingSampler(AbstractSampler):
             ValueError: Some counts are open, and `with_counts` refuses.
         """
         _check(regularity, feasible)
-        counts = (self.num_steps, self.step_size, self.tries)
-        if counts == (None, None, None):
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        if all(count is None for count in counts.values()):
             return SamplerGuarantee(0, math.inf, distance=self.distance)
-        if None in counts:
+        if None in counts.values():
             sampler = self.with_counts(regularity, feasible)
             return sampler.guarantee(regularity, feasible)
-        num_steps, step_size, tries = self._counts()
-        plan = self._plan(
-            regularity, feasible, step_size=step_size, num_steps=num_steps, tries=tries
-        )
-        chance = self.oracle.acceptance(plan)
-        mixing = _mixing(plan)
+        num_steps, step_size, tries = counts.values()
+        plan = self._plan(regularity, feasible, **counts)
+        chance, mixing = self.oracle.acceptance(plan), _mixing(plan)
         bias = num_steps * self.oracle.bias(plan)
         late = float(scipy.stats.binom.cdf(num_steps - 1, tries, chance))
         draws = self.oracle.draw_failure(plan)
@@ -227,29 +216,29 @@ class AlternatingSampler(AbstractSampler):
     ) -> Chain:
         """All tries of `draw`. NON-PRIVATE: `done` and `queries` depend on records.
 
-        Args:
-            potential: The potential.
-            feasible: The set.
-            start: A public point.
-            key: A typed key.
-
         Raises:
             ValueError: The sampler's counts are open.
         """
         check_key(key)
-        num_steps, step_size, tries = self._counts()
+        num_steps, step_size, tries = self.num_steps, self.step_size, self.tries
+        if num_steps is None or step_size is None or tries is None:
+            raise ValueError(
+                "AlternatingSampler: its counts are not planned; use "
+                "sampler.with_counts(regularity, feasible) first."
+            )
         law = ProximalLaw(potential, feasible, step_size)
 
         def attempt(_, chain):
             keys = derive(chain.key, "next", "smooth", "reject")
             # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
-            noisy = _noisy(chain.x, step_size, keys[1])
+            noise = standard_normal(chain.x, key=keys[1])
+            noisy = plus(chain.x, step_size**0.5, noise)
             y = _where(chain.fresh, noisy, chain.y)
-            common = self.oracle.prepare(law, noisy)
+            common = self.oracle.prepare(law, noisy)  # in vain where the step goes on
             common = _where(chain.fresh, common, chain.common)
             # Its Line 1, x_t given y_t, by one try.
             x, accepted, queries = self.oracle.attempt(law, y, common, key=keys[2])
-            running = chain.done < num_steps
+            running = chain.done < num_steps  # else the point of the last step stays
             accepted = accepted & running
             return Chain(
                 _where(accepted, x, chain.x),
@@ -269,17 +258,8 @@ class AlternatingSampler(AbstractSampler):
         return jax.lax.fori_loop(0, tries, attempt, first)
 
     def _plan(self, regularity, feasible, **counts: Any) -> ProximalPlan:
-        return ProximalPlan(
-            regularity, feasible, share=_DRAWS * self.distance, **counts
-        )
-
-    def _counts(self) -> tuple[int, float, int]:
-        if self.num_steps is None or self.step_size is None or self.tries is None:
-            raise ValueError(
-                "AlternatingSampler: its counts are not planned; use "
-                "sampler.with_counts(regularity, feasible) first."
-            )
-        return self.num_steps, self.step_size, self.tries
+        share = _DRAWS * self.distance
+        return ProximalPlan(regularity, feasible, share=share, **counts)
 
     def _steps(self, plan: ProximalPlan) -> int:
         """The fewest with which mixing takes its share, at the plan's step size."""
@@ -299,7 +279,7 @@ class AlternatingSampler(AbstractSampler):
         if serves(largest):
             return largest
         low, high = math.log(largest) - 20.0, math.log(largest)
-        for _ in range(60):
+        for _ in range(60):  # down to the rounding of the logarithm
             middle = (low + high) / 2
             low, high = (middle, high) if serves(math.exp(middle)) else (low, middle)
         return math.exp(low)
@@ -352,10 +332,6 @@ def _enough_tries(num_steps: int, chance: float, failure: float) -> int:
             "potential that is less steep."
         )
     return high
-
-
-def _noisy(x: PyTree, step_size, key: PRNGKey) -> PyTree:
-    return plus(x, step_size**0.5, standard_normal(x, key=key))
 
 
 def _where(condition, left: PyTree, right: PyTree) -> PyTree:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 else:
     from equinox import AbstractVar
 
+_TOGETHER = 128  # points whose potentials are computed side by side
+
 
 @dataclasses.dataclass(frozen=True)
 class Regularity:
@@ -57,7 +59,7 @@ class Regularity:
 
     def __post_init__(self):
         check_fields(self)
-        if not self.lipschitz >= 0:
+        if not self.lipschitz >= 0:  # NaN too; infinity is what is not known
             raise ValueError(
                 f"Regularity: lipschitz must not be negative, got {self.lipschitz}."
             )
@@ -67,10 +69,7 @@ class Regularity:
     ) -> "Regularity":
         r"""The regularity of $k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$ for a score $\Phi$.
 
-        Args:
-            rate: $k$.
-            regularizer: $\mu$.
-            reach: The largest norm of a point of the set.
+        On a set of points of a norm of at most `reach`.
         """
         quadratic = rate * regularizer
         convexity = self.strong_convexity
@@ -125,19 +124,11 @@ class AbstractPotential(eqx.Module):
         r"""$U(x)$."""
 
     def many(self, xs: PyTree) -> Float[Array, " m"]:
-        """The potential at many points, stacked along the leading axis.
-
-        Args:
-            xs: The points.
-        """
-        return jax.lax.map(self, xs)
+        """The potential at many points, stacked along the leading axis."""
+        return jax.lax.map(self, xs, batch_size=_TOGETHER)
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        r"""$U(x)$ and a subgradient.
-
-        Args:
-            x: A point of the set.
-        """
+        r"""$U(x)$ and a subgradient."""
         return jax.value_and_grad(self)(x)
 
 
@@ -154,16 +145,13 @@ class AbstractSumPotential(AbstractPotential):
 
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
-        r"""$u_i(x)$.
-
-        Args:
-            index: $i$ in $[0, n)$.
-            x: A point of the set.
-        """
+        r"""$u_i(x)$ for the index $i$ in $[0, n)$."""
 
 
 class AbstractSampler(Checked):
     """Draws one point by a number of steps that is fixed before data is seen.
+
+    Steps are planned from the `Regularity` of a potential and from the set.
 
     Attributes:
         continuous: Whether it draws from the whole set, or from points of it.
@@ -176,10 +164,6 @@ class AbstractSampler(Checked):
         """The sampler with every count and step size that was left open.
 
         On the host: the counts are static.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
 
         Raises:
             ValueError: The sampler does not serve such a potential or set, or needs
@@ -194,10 +178,6 @@ class AbstractSampler(Checked):
 
         For a sampler whose counts are open, what `with_counts` will reach or refuse:
         calibration needs it at noises far from the final one.
-
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
         """
 
     @abc.abstractmethod

@@ -130,7 +130,7 @@ class ConvexEnvelope(AbstractProximalOracle):
     @override
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
         r"""The mean is $(\alpha c + y / \eta - g) / P$, the variance $1 / P$."""
-        weight = 1 / (1 + plan.convexity * plan.step_size)
+        weight = 1 / (1 + plan.convexity * plan.step_size)  # 1 / (eta P)
         steepest = plan.regularity.lipschitz + _gradient_error(plan)
         shift = weight * plan.step_size * steepest
         return math.sqrt(plan.step_size * weight), weight, shift
@@ -166,7 +166,7 @@ class ConvexEnvelope(AbstractProximalOracle):
         curvature = 0.0 if self.curvature is None else self.curvature
         slack, c = 0.0 if self.slack is None else self.slack, common.point
         # x from the Gaussian of mean (alpha c + y / eta - g) / P.
-        shrink = 1 / (1 + curvature * step_size)
+        shrink = 1 / (1 + curvature * step_size)  # 1 / (eta P)
         mean = plus(y, -step_size, common.gradient)
         mean = plus(mean, step_size * curvature, c)
         x = restricted.restricted_normal(
@@ -196,7 +196,7 @@ class ConvexEnvelope(AbstractProximalOracle):
 def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
     """The bound of the class."""
     known, error = plan.regularity, _gradient_error(plan)
-    residual = known.lipschitz + error
+    residual = known.lipschitz + error  # rho_0
     for _ in range(gradient_steps):
         residual = known.smoothness * plan.step_size * residual + 2 * error
     precision = plan.convexity + 1 / plan.step_size
@@ -207,7 +207,7 @@ def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:
     )
     smooth = max(known.smoothness - plan.convexity, 0.0) / 2 * distance**2
     loss = min(smooth, 2 * known.lipschitz * distance)
-    return math.exp(-loss - 2 * _slack(plan))
+    return math.exp(-loss - 2 * _slack(plan))  # once in R, once in the coin
 
 
 def _slack(plan: ProximalPlan) -> float:

@@ -144,7 +144,7 @@ class Grid(AbstractSampler):
         )
         points = jax.vmap(feasible.project)(points)
         values = potential.many(points)
-        with wide_integers():
+        with wide_integers():  # the noise and its comparison in double precision
             noise = standard_gumbel(values.shape, jnp.float64, key=key)
             wide = values.astype(jnp.float64)
             wide = jnp.where(jnp.isfinite(wide), wide, jnp.finfo(jnp.float64).max)

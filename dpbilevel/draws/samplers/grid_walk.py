@@ -147,7 +147,7 @@ class GridWalk(AbstractSampler):
             ways = (False,)
         plans = [(way, *self._counts(bounds, way)) for way in ways]
         tabulate, steps, tries, total = min(plans, key=lambda plan: plan[-1])
-        limited = tries if self.num_steps else total
+        limited = tries if self.num_steps else total  # a given walk is as long as it is
         if limited > self.max_queries:
             raise ValueError(self._refusal(bounds, steps, tries, total))
         return dataclasses.replace(
@@ -169,9 +169,9 @@ class GridWalk(AbstractSampler):
         slack was set too low. With all counts open, it is what is aimed at.
         """
         plan = self._plan()
-        if plan is None and self.num_steps is None:
-            return SamplerGuarantee(0, math.inf, log_ratio=self.log_ratio)
         if plan is None:
+            if self.num_steps is None:
+                return SamplerGuarantee(0, math.inf, log_ratio=self.log_ratio)
             sampler = self.with_counts(regularity, feasible)
             return sampler.guarantee(regularity, feasible)
         cells, tries, _, _ = plan
@@ -238,7 +238,6 @@ class GridWalk(AbstractSampler):
 
         # The steps of Lowy and Liu, Appendix B.3.1: 3(a) to (c), the last cell x.
         key_walk, key_cell, key_accept = derive(key, "walk", "cell", "restart")
-        shape = (tries, len(cells))
         if self.tabulate:
             index, lowest = _cells.from_table(energy, cells, tries, key=key_walk)
         else:
@@ -246,7 +245,7 @@ class GridWalk(AbstractSampler):
                 energy, cells, tries, self.num_steps, flat.dtype, key=key_walk
             )
         # 3(d), theta uniform in the cell of x.
-        offset = jax.random.uniform(key_cell, shape, flat.dtype)
+        offset = jax.random.uniform(key_cell, (tries, len(cells)), flat.dtype)
         thetas = _lattice.within(frame, cells, index, offset)
         # 3(e), accepted with probability exp(h(x) - h(theta) - c), in X only.
         excess = extended.many(thetas, reference) - lowest + slack
@@ -255,10 +254,9 @@ class GridWalk(AbstractSampler):
         accepted = (gauges <= 1) & (coins >= excess)
         chosen = jnp.where(jnp.any(accepted), jnp.argmax(accepted), tries - 1)
         # No restart: if all tries are rejected, the last one is folded into X.
+        away = thetas[chosen] - frame.center
         fold = jnp.maximum(gauges[chosen], 1.0) ** 2
-        return unravel(
-            frame.point(frame.center + (thetas[chosen] - frame.center) / fold)
-        )
+        return unravel(frame.point(frame.center + away / fold))
 
     def _bounds(self, regularity, feasible) -> WalkBounds:
         if not math.isfinite(regularity.lipschitz):
@@ -284,13 +282,9 @@ class GridWalk(AbstractSampler):
     def _counts(self, bounds: WalkBounds, tabulate: bool):
         """Steps or `None`, tries, and evaluations in all, one way or the other."""
         mixing = 0.0 if tabulate else math.tanh(self.log_ratio / 4)
-        part = self.log_ratio if tabulate else self.log_ratio / 2
-        tries: float | None = self.num_tries
-        if tries is None:
-            tries = bounds.tries(mixing, -math.expm1(-part))
-        steps: float | None = self.num_steps
-        if steps is None and not tabulate:
-            steps = bounds.steps(mixing)
+        part = self.log_ratio if tabulate else self.log_ratio / 2  # of the last resort
+        tries = self.num_tries or bounds.tries(mixing, -math.expm1(-part))
+        steps = None if tabulate else self.num_steps or bounds.steps(mixing)
         return steps, tries, queries(bounds.cells, steps, tries)
 
     def _plan(self) -> tuple[tuple[int, ...], int, Number, Number] | None:
@@ -304,11 +298,7 @@ class GridWalk(AbstractSampler):
 
     def _refusal(self, bounds, steps, tries, total) -> str:
         size = float(min(math.prod(bounds.cells), 10**300))
-        asked = (
-            f"a table of {size:.3g} cells"
-            if steps is None
-            else f"T = {steps:.3g} certified steps on {size:.3g} cells"
-        )
+        asked = "a table of" if steps is None else f"T = {steps:.3g} certified steps on"
         remedies = ["fewer dimensions", "a Grid of candidates", "a larger max_queries"]
         if steps is not None:
             if size <= self.max_queries:
@@ -317,8 +307,8 @@ class GridWalk(AbstractSampler):
                 remedies.append("a potential declared convex, which mixes sooner")
             remedies.append("an explicit num_steps for a HEURISTIC run")
         return (
-            f"GridWalk: {asked} and {tries:.3g} tries take {total:.3g} evaluations "
-            f"of the potential, {duration(total * 1e-3)} at a millisecond each; "
-            f"max_queries is {self.max_queries:.3g}. What helps: "
+            f"GridWalk: {asked} {size:.3g} cells and {tries:.3g} tries take "
+            f"{total:.3g} evaluations of the potential, {duration(total * 1e-3)} at a "
+            f"millisecond each; max_queries is {self.max_queries:.3g}. What helps: "
             f"{', '.join(remedies)}."
         )

@@ -14,15 +14,9 @@ from .base import AbstractPotential, AbstractSumPotential
 def scaled_potential(
     score: AbstractPotential, rate: Number, regularizer: Number
 ) -> AbstractPotential:
-    r"""$U(x) = k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$.
+    r"""$U(x) = k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$, with $\mu \ge 0$.
 
-    Args:
-        score: $\Phi$; as a sum of terms without a quadratic part of its own.
-        rate: $k$.
-        regularizer: $\mu \ge 0$.
-
-    Returns:
-        A potential that is a sum of terms where the score is one.
+    A sum of terms where the score is one, without a quadratic part of its own.
     """
     if isinstance(score, AbstractSumPotential):
         return _ScaledSum(score, rate, rate * regularizer, score.num_terms)
@@ -51,12 +45,12 @@ class _ScaledScore(_Scaled):
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
         value, gradient = self.score.value_and_gradient(x)
-        gradient = jax.tree.map(
-            lambda g, v: self._times_rate(g) + _like(self.quadratic, v) * v,
-            gradient,
-            x,
-        )
-        return self._times_rate(value) + _square(self.quadratic, x), gradient
+
+        def whole(g, v):
+            return self._times_rate(g) + _like(self.quadratic, v) * v
+
+        total = self._times_rate(value) + _square(self.quadratic, x)
+        return total, jax.tree.map(whole, gradient, x)
 
 
 class _ScaledSum(_Scaled, AbstractSumPotential):

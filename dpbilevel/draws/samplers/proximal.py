@@ -24,23 +24,14 @@ Attempt = tuple[PyTree, Bool[Array, ""], Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class ProximalPlan:
-    r"""What the counts of an oracle and its bounds follow from; none of it is data.
+    """What the counts of an oracle and its bounds follow from; none of it is data."""
 
-    Args:
-        regularity: What is known of the potential.
-        feasible: The set.
-        step_size: $\eta$.
-        num_steps: How many accepted tries are needed; 0 while that is open.
-        tries: How many tries are made in all; 0 while that is open.
-        share: The chance with which draws of proposals may run out of their tries.
-    """
-
-    regularity: Regularity
+    regularity: Regularity  # of the potential
     feasible: AbstractSet
-    step_size: float
-    num_steps: int = 0
-    tries: int = 0
-    share: float = 0.0
+    step_size: float  # eta
+    num_steps: int = 0  # how many accepted tries are needed; 0 while that is open
+    tries: int = 0  # how many are made in all; 0 while that is open
+    share: float = 0.0  # the chance with which draws of proposals may run out of tries
 
     @property
     def dimension(self) -> int:
@@ -59,24 +50,20 @@ class ProximalPlan:
 
 
 class ProximalLaw(NamedTuple):
-    r"""The laws with densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
+    r"""Laws with densities $\propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set."""
 
-    Attributes:
-        potential: $U$.
-        feasible: The set.
-        step_size: $\eta$.
-    """
-
-    potential: AbstractPotential
+    potential: AbstractPotential  # U
     feasible: AbstractSet
-    step_size: float
+    step_size: float  # eta
 
 
 class AbstractProximalOracle(eqx.Module):
     r"""Tries to draw $x \propto e^{-U(x) - \|x - y\|^2 / (2 \eta)}$ on a set.
 
     Each try is accepted with a probability that is bounded from below before any data
-    is seen, so that a fixed number of tries serves all steps of a sampler.
+    is seen, so that a fixed number of tries serves all steps of a sampler. Methods take
+    the plan of the run, whose counts may be open but where tries are counted from them:
+    in `with_counts`, `enough_draw_tries` and `draw_failure`.
 
     Attributes:
         draw_tries: Tries of one draw from a Gaussian restricted to the set; set by
@@ -91,10 +78,6 @@ class AbstractProximalOracle(eqx.Module):
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
         r"""The largest $\eta$ worth considering.
 
-        Args:
-            regularity: What is known of the potential.
-            feasible: The set.
-
         Raises:
             ValueError: The oracle does not serve such a potential.
         """
@@ -103,43 +86,25 @@ class AbstractProximalOracle(eqx.Module):
     def with_counts(self, plan: ProximalPlan) -> Self:
         """The oracle with every count that was left open.
 
-        Args:
-            plan: The run that the counts are for.
-
         Raises:
             ValueError: A draw of a proposal would need too many tries.
         """
 
     @abc.abstractmethod
     def serves(self, plan: ProximalPlan) -> bool:
-        """Whether what `with_counts` fixed is right for such a potential and set.
-
-        Args:
-            plan: The run.
-        """
+        """Whether what `with_counts` fixed is right for such a potential and set."""
 
     @abc.abstractmethod
     def bias(self, plan: ProximalPlan) -> float:
-        """How far, in total variation, the law of an accepted try is from its target.
-
-        Args:
-            plan: The run; its counts may be open.
-        """
+        """How far the law of an accepted try is from its target in total variation."""
 
     @abc.abstractmethod
     def acceptance(self, plan: ProximalPlan) -> float:
-        """A lower bound on the probability that a try is accepted.
-
-        Args:
-            plan: The run; its counts may be open.
-        """
+        """A lower bound on the probability that a try is accepted."""
 
     @abc.abstractmethod
     def gaussian(self, plan: ProximalPlan) -> tuple[float, float, float]:
         r"""Scale and offset of the proposals, which their tries are counted from.
-
-        Args:
-            plan: The run; its counts may be open.
 
         Returns:
             The standard deviation, and $w$ and $b$ such that the mean is at most $w
@@ -152,24 +117,13 @@ class AbstractProximalOracle(eqx.Module):
 
     @abc.abstractmethod
     def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
-        """What all tries at one point have in common.
-
-        Args:
-            law: What to draw from.
-            y: $y$.
-        """
+        """What all tries at one $y$ have in common."""
 
     @abc.abstractmethod
     def attempt(
         self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> Attempt:
-        """One try.
-
-        Args:
-            law: What to draw from.
-            y: $y$.
-            common: What `prepare` returned for $y$.
-            key: A typed key.
+        """One try at $y$, for which `prepare` returned what is common.
 
         Returns:
             The proposal, whether it is accepted, and how many evaluations were needed.
@@ -177,9 +131,6 @@ class AbstractProximalOracle(eqx.Module):
 
     def enough_draw_tries(self, plan: ProximalPlan) -> int:
         """`draw_tries`, or else the fewest with which draws fail as the plan allows.
-
-        Args:
-            plan: The run.
 
         Raises:
             ValueError: More than 100 000 tries would be needed.
@@ -203,11 +154,8 @@ class AbstractProximalOracle(eqx.Module):
     def draw_failure(self, plan: ProximalPlan) -> float:
         r"""The chance that any draw of a proposal runs out of its tries.
 
-        That some $y$ comes farther from the set than a reach, plus that of rejecting
-        all tries of any draw within it.
-
-        Args:
-            plan: The run; half of its `share` is the chance that the reach is for.
+        That some $y$ comes farther from the set than a reach, which half of the plan's
+        share is for, plus that of rejecting all tries of any draw within it.
         """
         chance, any_mean = self._draw_chance(plan)
         if chance >= 1:
@@ -222,9 +170,8 @@ class AbstractProximalOracle(eqx.Module):
         feasible, dimension = plan.feasible, plan.dimension
         noise = math.sqrt(plan.step_size)
         reach = restricted.reach(feasible, dimension, noise, _far(plan))
-        chance = restricted.acceptance(
-            feasible, dimension, deviation, weight * reach + shift
-        )
+        reach = weight * reach + shift  # of the mean
+        chance = restricted.acceptance(feasible, dimension, deviation, reach)
         return chance, not isinstance(feasible, Ball)
 
 

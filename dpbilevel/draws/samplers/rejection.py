@@ -134,9 +134,9 @@ class StochasticRejection(AbstractProximalOracle):
         cut = 0.0 if self.stages is None else _cut(self.stages)
         if variance == 0:
             return cut
-        rate = 1 / (2 * variance) - 1
+        rate = 1 / (2 * variance) - 1  # c
         if rate <= 0:
-            return 1.0
+            return 1.0  # the bound says nothing
         tail = math.exp(0.5 - 1 / (8 * variance)) * 2
         return min(1.0, tail * (1 / rate + 1 / rate**2) + cut)
 

@@ -12,6 +12,7 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import optax
 import scipy
 from jaxtyping import Array, Float, PyTree
 
@@ -19,11 +20,11 @@ from ...privacy.noise import PRNGKey, derive, standard_exponential, standard_nor
 from ...sets import AbstractSet, Ball, Box, Product, Simplex
 from .truncated import log_probability, mills_ratio, tail_exponent, truncated_normal
 
-_HALVINGS = 24
+_HALVINGS = 24  # of a bisection
 _ROUNDING = 0.999  # what the last halvings would still gain
-_CELLS_PER_DEVIATION = 64
+_CELLS_PER_DEVIATION = 64  # of the distance of a mean from the center
 _MOST_CELLS = 4096
-_LEVELS = 256
+_LEVELS = 256  # quantiles of Q
 
 
 def restricted_normal(
@@ -36,16 +37,9 @@ def restricted_normal(
 ) -> PyTree:
     r"""One point with density proportional to $e^{-\|x - a\|^2 / (2 s^2)}$ on the set.
 
-    Args:
-        feasible: A box (or a product of boxes), a ball, or a simplex, on which the
-            density refers to the volume of its hyperplane.
-        mean: $a$, anywhere.
-        deviation: $s > 0$.
-        tries: At least 1; a box needs no more.
-        key: A typed key, used for this draw and nothing else.
-
-    Returns:
-        A point of the set, of the structure of `mean`.
+    That is a box (or a product of boxes), which needs one try, a ball, or a simplex, on
+    which the density refers to the volume of its hyperplane. The mean $a$ may be
+    anywhere, and the point has its structure; the deviation is $s > 0$.
 
     Raises:
         ValueError: A set of another kind.
@@ -64,13 +58,10 @@ def restricted_normal(
     elif isinstance(feasible, Simplex):
         points, accepted = _simplex(flat, deviation, float(feasible.scale), tries, key)
     else:
+        # Of a box the ends are where infinity is projected to.
+        ends = (optax.tree.full_like(mean, end) for end in (-jnp.inf, jnp.inf))
         lower, upper = (
-            jax.flatten_util.ravel_pytree(
-                feasible.project(
-                    jax.tree.map(lambda v, e=end: jnp.full_like(v, e), mean)
-                )
-            )[0]
-            for end in (-jnp.inf, jnp.inf)
+            jax.flatten_util.ravel_pytree(feasible.project(end))[0] for end in ends
         )
         return unravel(truncated_normal(flat, deviation, lower, upper, key=key))
     fallback = jax.flatten_util.ravel_pytree(feasible.project(mean))[0]
@@ -81,9 +72,6 @@ def restricted_normal(
 
 def check_set(feasible: AbstractSet) -> None:
     """Refuses a set that no draw here serves.
-
-    Args:
-        feasible: The set.
 
     Raises:
         ValueError: Neither box, ball nor simplex.
@@ -102,12 +90,7 @@ def check_set(feasible: AbstractSet) -> None:
 
 
 def diameter(feasible: AbstractSet, dimension: int) -> float:
-    """The diameter, of a box with plain numbers as bounds too.
-
-    Args:
-        feasible: The set.
-        dimension: The number of coordinates.
-    """
+    """The diameter, of a box with plain numbers as bounds too."""
     if (
         isinstance(feasible, Box)
         and np.ndim(feasible.lower) == np.ndim(feasible.upper) == 0
@@ -139,13 +122,7 @@ def acceptance(
     $\sup f_j \le 2 / (s \sqrt{2 \pi})$; otherwise $f_j$ decreases, so that $\sup f_j
     \le 1 / E V_j \le d / S$.
 
-    On a ball the bound is computed, see `_ball_acceptance`.
-
-    Args:
-        feasible: The set.
-        dimension: $d$.
-        deviation: $s$.
-        reach: The mean is at most that far from a ball.
+    On a ball, from which the mean is at most `reach`, it is that of `_ball_acceptance`.
     """
     if isinstance(feasible, Ball):
         radius = float(feasible.radius) / deviation
@@ -163,23 +140,17 @@ def reach(
 ) -> float:
     r"""How far from a ball a point of it comes by $\mathcal N(0, \sigma^2 I)$ noise.
 
-    $\|x + \sigma \xi\|^2 = (\|x\| + \sigma \xi_1)^2 + \sigma^2 \chi^2_{d-1}$ with the
-    ball at zero, and each of the two is beyond its quantile with half the probability.
+    Farther with at most the given probability: with the ball at zero, $\|x + \sigma
+    \xi\|^2 = (\|x\| + \sigma \xi_1)^2 + \sigma^2 \chi^2_{d-1}$, and each of the two is
+    beyond its quantile with half the probability.
     0 on other sets, where `acceptance` does not depend on it.
-
-    Args:
-        feasible: The set.
-        dimension: $d$.
-        deviation: $\sigma$ of the noise.
-        probability: That of coming farther.
     """
     if not isinstance(feasible, Ball):
         return 0.0
     radius = float(feasible.radius)
     along = radius + deviation * scipy.stats.norm.isf(probability / 2)
-    beside = (
-        scipy.stats.chi2.isf(probability / 2, dimension - 1) if dimension > 1 else 0
-    )
+    others = dimension - 1
+    beside = scipy.stats.chi2.isf(probability / 2, others) if others else 0
     return float(math.hypot(along, deviation * math.sqrt(beside)) - radius)
 
 
@@ -202,11 +173,11 @@ def _ball(offset, radius, tries, key):
     unit = jnp.where(length > 0, offset / jnp.where(length > 0, length, 1), axis)
     middle, slope = _tangent(length, radius, size)
     draws = standard_normal(jax.ShapeDtypeStruct((tries, size), dtype), key=keys[0])
-    beside = draws - (draws @ unit)[:, None] * unit[None, :]
+    beside = draws - (draws @ unit)[:, None] * unit[None, :]  # w
     beside = beside / jnp.sqrt(1 + 2 * slope)
     square = jnp.sum(beside**2, 1)
     inside = square < radius**2
-    half = jnp.sqrt(jnp.where(inside, radius**2 - square, 1))
+    half = jnp.sqrt(jnp.where(inside, radius**2 - square, 1))  # 1: rejected anyway
     top = log_probability(length, jnp.sqrt(radius**2 - middle))
     log_ratio = log_probability(length, half) - top + slope * (square - middle)
     coin = standard_exponential((tries,), dtype, key=keys[1])
@@ -277,7 +248,7 @@ def _simplex(mean, deviation, scale, tries, key):
     means = jnp.broadcast_to(mean + shift, (tries, size)).reshape(-1)
     zero, far = jnp.zeros_like(means), jnp.full_like(means, jnp.inf)
     values = truncated_normal(means, deviation, zero, far, key=keys[0])
-    values = values.reshape(tries, size).at[:, largest].set(0)
+    values = values.reshape(tries, size).at[:, largest].set(0)  # w_j comes last
     left = scale - jnp.sum(values, 1)
     center = top + shift
     gap = (left - jnp.maximum(center, 0)) ** 2 / 2

@@ -34,6 +34,7 @@ def truncated_normal(
 ) -> Float[Array, " n"]:
     r"""Independent $\mathcal N(a_i, s^2)$ values, each conditioned on $[l_i, u_i]$.
 
+    Ends may be infinite, and an interval may be a point: the value is in $[l_i, u_i]$.
     By inversion: an interval that holds the mean is split there and a side chosen by
     its probability; on one side the distance $t$ from the end that is nearer to the
     mean solves $\Lambda_z(t) = E$ with an exponential $E$ conditioned on $E \le
@@ -41,16 +42,6 @@ def truncated_normal(
     $\Lambda_z$ is convex and the first guess lies above it. Far ends are resolved to
     probabilities of $2^{-64}$ in float32 and $2^{-96}$ in float64, near ends to the
     rounding of $s$.
-
-    Args:
-        mean: $a$.
-        deviation: $s > 0$.
-        lower: $l$; may be infinite.
-        upper: $u \ge l$; may be infinite.
-        key: A typed key, used for this draw and nothing else.
-
-    Returns:
-        Values in $[l, u]$.
     """
     key_side, key_distance = derive(key, "side", "distance")
     low, high = (lower - mean) / deviation, (upper - mean) / deviation
@@ -75,11 +66,9 @@ def tail_distance(
 ) -> Float[Array, "..."]:
     r"""The $t$ in $[0, w]$ with $\Lambda_z(t) = E'$, an $E$ held below $\Lambda_z(w)$.
 
-    Args:
-        near: $z \ge 0$.
-        width: $w \ge 0$; may be infinite.
-        exponential: Standard exponential values $E$; $E' = -\log(1 - (1 - e^{-E})(1 -
-            e^{-\Lambda_z(w)}))$ has their law conditioned on $E \le \Lambda_z(w)$.
+    From the end $z \ge 0$ that is `near`; the width $w \ge 0$ may be infinite. For
+    standard exponential $E$, $E' = -\log(1 - (1 - e^{-E})(1 - e^{-\Lambda_z(w)}))$ has
+    their law conditioned on $E \le \Lambda_z(w)$.
     """
     last = tail_exponent(near, width)
     missing = jnp.expm1(-exponential) * -jnp.expm1(-last)  # in (-1, 0]
@@ -88,7 +77,8 @@ def tail_distance(
     target = jnp.where(
         missing > -0.5, -jnp.log1p(jnp.maximum(missing, -0.5)), -jnp.log(survival)
     )
-    first = 2 * target / (near + jnp.sqrt(near**2 + 2 * target) + _tiny(near))
+    tiny = jnp.finfo(near.dtype).tiny  # where both are zero
+    first = 2 * target / (near + jnp.sqrt(near**2 + 2 * target) + tiny)
 
     def newton(_, t):
         excess = tail_exponent(near, t) - target
@@ -100,12 +90,7 @@ def tail_distance(
 def tail_exponent(
     near: Float[Array, "..."], distance: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    r"""$\Lambda_z(t) = \log(S(z) / S(z + t))$; 2048 or more for any $t$ beyond 64.
-
-    Args:
-        near: $z \ge 0$.
-        distance: $t \ge 0$.
-    """
+    r"""$\Lambda_z(t)$ for $z, t \ge 0$; 2048 or more for any $t$ beyond 64."""
     t = jnp.minimum(distance, _WIDEST)
     ratio = mills_ratio(near + t) / mills_ratio(near)
     return near * t + t**2 / 2 - jnp.log(ratio)
@@ -114,12 +99,7 @@ def tail_exponent(
 def log_probability(
     mean: Float[Array, "..."], half_width: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    r"""$\log P(|Z + a| \le h)$ of a standard normal $Z$.
-
-    Args:
-        mean: $a \ge 0$.
-        half_width: $h > 0$.
-    """
+    r"""$\log P(|Z + a| \le h)$ of a standard normal $Z$, with $a \ge 0$ and $h > 0$."""
     near = jnp.maximum(mean - half_width, 0)
     scale = jnp.log(mills_ratio(near)) - near**2 / 2 - 0.5 * math.log(2 * math.pi)
     beside = scale + jnp.log(-jnp.expm1(-tail_exponent(near, 2 * half_width)))
@@ -130,12 +110,9 @@ def log_probability(
 
 
 def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    r"""$R(x) = S(x) / \varphi(x)$.
+    r"""$R(x) = S(x) / \varphi(x)$ for $x \ge 0$.
 
     By the continued fraction $1 / (x + 1 / (x + 2 / (x + \dots)))$ from 5 on.
-
-    Args:
-        x: At least 0.
     """
     large = jnp.maximum(x, _FAR)
     tail = jnp.zeros_like(large)
@@ -149,7 +126,3 @@ def mills_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def _central(x):
     """The probability between 0 and x, or zero for a negative x."""
     return 0.5 * erf(jnp.maximum(x, 0) * math.sqrt(0.5))
-
-
-def _tiny(x):
-    return jnp.finfo(x.dtype).tiny

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from ...bilevel.problem import BilevelProblem
 from ...onelevel.problem import FiniteSum
@@ -25,8 +25,6 @@ DrawProblem = BilevelProblem | FiniteSum
 
 # What the error of computed values may add to a spread.
 SOLVES, ROUNDING = 0.01, 0.05
-# Points whose lower levels are solved side by side.
-TOGETHER = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +45,7 @@ class AbstractScore(abc.ABC):
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
         """One record's share per role, as in `BoundedScore`; inside a program too.
 
-        A spread counts the errors of computed scores.
-
-        Args:
-            dtype: What scores are computed in.
+        A spread counts the errors of scores that are computed in `dtype`.
 
         Raises:
             ValueError: Constants are missing, or `dtype` is too coarse.
@@ -58,12 +53,7 @@ class AbstractScore(abc.ABC):
 
     @abc.abstractmethod
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
-        """What is known of the score as a potential, besides convexity. On the host.
-
-        Args:
-            dtype: What scores are computed in.
-            dimension: The number of coordinates.
-        """
+        """What is known of the score as a potential, besides convexity. On the host."""
 
     @property
     def basis(self) -> Basis:
@@ -82,13 +72,7 @@ class AbstractScore(abc.ABC):
     def bounded(
         self, data: PyTree, start: PyTree, dtype: DTypeLike | None = None
     ) -> BoundedScore:
-        """The score, sealed.
-
-        Args:
-            data: The records.
-            start: A public point; its dtype is computed in.
-            dtype: What was planned for, if that is coarser.
-        """
+        """The score, sealed; `dtype` is what was planned for, if that is coarser."""
         if dtype is None:
             dtype = jnp.result_type(*jax.tree.leaves(start))
         share = sum(self.contributions(dtype).values())
@@ -99,14 +83,8 @@ class AbstractScore(abc.ABC):
 def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
     """Refuses a dtype in which computed scores are too far off.
 
-    Args:
-        error: How far one computed score may be off.
-        spread: What a record may change without it.
-        dtype: What scores are computed in.
-        remedy: What to do besides enabling 64-bit.
-
     Raises:
-        ValueError: Four errors are more than 6 % of the spread.
+        ValueError: Four errors are more than 6 % of what a record changes without them.
     """
     check_rounding(
         "ExponentialMechanism",
@@ -119,18 +97,11 @@ def check_error(error: Any, spread: Any, dtype: DTypeLike, remedy: str) -> None:
     )
 
 
-def check_loss_dtype(
-    loss: Callable, points: tuple[PyTree, ...], records: PyTree
-) -> None:
+def check_loss_dtype(loss: Callable, points: tuple, records: PyTree) -> None:
     """Refuses a loss that is coarser than what errors are planned for.
 
-    Args:
-        loss: The loss of one record.
-        points: Its first arguments.
-        records: The records, or their shapes.
-
     Raises:
-        ValueError: The loss returns a coarser dtype than that of the points.
+        ValueError: At `(*points, record)` it has a coarser dtype than the points.
     """
     found = jax.eval_shape(loss, *points, one_record(records)).dtype
     wanted = jnp.result_type(*jax.tree.leaves(points))
@@ -140,8 +111,3 @@ def check_loss_dtype(
             "which errors of scores are planned for; compute the loss in the dtype of "
             "its arguments, and give records of it."
         )
-
-
-def batched(potential: AbstractPotential, xs: PyTree) -> Float[Array, " m"]:
-    """A potential at many points, some of them side by side."""
-    return jax.lax.map(potential, xs, batch_size=TOGETHER)

@@ -20,13 +20,7 @@ from ...bilevel.problem import BilevelProblem, Levels, Sizes
 from ...privacy.clipping import clipped_mean, unsealed
 from ...sets import Ball, Euclidean
 from ..samplers.base import AbstractPotential, Regularity
-from .base import (
-    SOLVES,
-    AbstractScore,
-    batched,
-    check_error,
-    check_loss_dtype,
-)
+from .base import SOLVES, AbstractScore, check_error, check_loss_dtype
 
 _COMPUTED = (
     "upper losses and upper_public, which has no large offset, are computed to "
@@ -58,17 +52,13 @@ class HyperObjective(AbstractScore):
 
     @override
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        self._most_steps(dtype)
+        self._most_steps(dtype)  # refuses constants that ask for too many
         if self.measure == "slope":
             bounds = self._bounds()
             return {"upper": bounds.upper / 2, "lower": bounds.lower / 2}
         error, (upper, lower) = self._error(dtype), self.spreads()
-        check_error(
-            error,
-            upper + lower,
-            dtype,
-            "raise the strong convexity (mu_g) by a larger public penalty",
-        )
+        remedy = "raise the strong convexity (mu_g) by a larger public penalty"
+        check_error(error, upper + lower, dtype, remedy)
         return {"upper": (upper + 4 * error) / 2, "lower": (lower + 4 * error) / 2}
 
     @override
@@ -96,16 +86,17 @@ class HyperObjective(AbstractScore):
         dtype = certified.common_dtype((x, y))
         check_loss_dtype(self.problem.upper, (x, y), certified.wide(data.upper, dtype))
         y = Ball(self._bounds().solution_radius).project(y)
+        steps = self._most_steps(dtype) if self.uniform else None
         return _Objective(
             self.problem,
             data,
             y,
+            self.sizes,
             (x, y),
             self._half(),
             self.clip_range is None,
             self._target(dtype),
-            self._most_steps(dtype) if self.uniform else None,
-            self.sizes,
+            steps,
         )
 
     def _error(self, dtype: DTypeLike) -> Number:
@@ -132,10 +123,8 @@ class HyperObjective(AbstractScore):
         if self.clip_range is not None:
             return upper, lower
         diameter = self.problem.x_set.diameter
-        return (
-            _least(bounds.upper * diameter, upper),
-            _least(bounds.lower * diameter, lower),
-        )
+        upper = _least(bounds.upper * diameter, upper)
+        return upper, _least(bounds.lower * diameter, lower)
 
     def _range(self) -> Number:
         """How far an upper loss may be from itself at another point."""
@@ -203,16 +192,29 @@ def _least(first: Any, second: Any) -> Number:
     return min(first, second) if known else jnp.minimum(first, second)
 
 
-class _Objective(AbstractPotential):
+class _SolvedAnew(AbstractPotential):
+    """A potential whose lower level is solved at every point, from `y0`."""
+
     problem: BilevelProblem
     data: Levels
     y0: PyTree
+    sizes: Sizes = eqx.field(static=True)
+
+    def hypergradient(self, x: PyTree) -> PyTree:
+        certificate = certified.certificate_of(self.problem)
+        bounds = certificate.bounds(self.sizes, x)
+        steps = sensitivities.step_counts(certificate, self.sizes)
+        return certified.hypergradient(
+            self.problem, self.data, x, self.y0, self.sizes, bounds, steps
+        )
+
+
+class _Objective(_SolvedAnew):
     reference: PyTree
     half: Any
     centered: bool = eqx.field(static=True)  # about the losses at the reference
     target: float = eqx.field(static=True)
     num_steps: int | None = eqx.field(static=True)  # by default what a point needs
-    sizes: Sizes = eqx.field(static=True)
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         y = self._solution(x)
@@ -226,12 +228,8 @@ class _Objective(AbstractPotential):
                 return value - half.astype(value.dtype)
             return value - upper(x0, y0, record)
 
-        mean = clipped_mean(
-            centered,
-            self.data.upper,
-            clip_norm=half,
-            denominator=float(self.sizes.upper),
-        )
+        n = float(self.sizes.upper)
+        mean = clipped_mean(centered, self.data.upper, clip_norm=half, denominator=n)
         value = unsealed(mean)
         public = self.problem.upper_public
         if public is not None:
@@ -242,13 +240,12 @@ class _Objective(AbstractPotential):
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         # Points that need as many steps as their neighbours wait for nobody.
         order = jnp.argsort(jax.vmap(self._steps)(xs))
-        values = batched(self, jax.tree.map(lambda v: v[order], xs))
+        values = super().many(jax.tree.map(lambda v: v[order], xs))
         return jnp.zeros_like(values).at[order].set(values)
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        gradient = _hypergradient(self.problem, self.data, x, self.y0, self.sizes)
-        return self(x), gradient
+        return self(x), self.hypergradient(x)
 
     def _solution(self, x: PyTree) -> PyTree:
         """The lower solution, found from zero in the certificate's metric."""
@@ -310,7 +307,7 @@ class GradientNorm(AbstractScore):
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         certificate = self._certificate()
         error = _gradient_error(certificate, self.sizes, dtype) + self._rounding(dtype)
-        lipschitz = float(certificate.second_order.smoothness + 2)
+        lipschitz = float(certificate.second_order.smoothness + 2)  # 1 + (1 + beta)
         return Regularity(dimension, lipschitz, error=float(error))
 
     @property
@@ -341,35 +338,17 @@ class GradientNorm(AbstractScore):
         return 8 * float(jnp.finfo(dtype).eps) * (far + gradient)
 
 
-class _Norm(AbstractPotential):
-    problem: BilevelProblem
-    data: Levels
-    y0: PyTree
-    sizes: Sizes = eqx.field(static=True)
-
+class _Norm(_SolvedAnew):
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        value = _hypergradient(self.problem, self.data, x, self.y0, self.sizes)
+        value = self.hypergradient(x)
         step = optax.tree.sub(x, value)
         back = optax.tree.sub(step, self.problem.x_set.project(step))
         return optax.tree.norm(optax.tree.add(value, back))
 
-    @override
-    def many(self, xs: PyTree) -> Float[Array, " m"]:
-        return batched(self, xs)
 
-
-def _gradient_error(
-    certificate: AbstractCertificate, sizes: Sizes, dtype: DTypeLike
-) -> Number:
+def _gradient_error(certificate: AbstractCertificate, sizes, dtype) -> Number:
     """How far a computed hypergradient may be off."""
     bounds = certificate.bounds(sizes)
     steps = sensitivities.step_counts(certificate, sizes)
     error = sensitivities.solve_error(bounds, steps)
     return error + sensitivities.rounding_error(bounds, sizes, dtype)
-
-
-def _hypergradient(problem, data, x, y0, sizes) -> PyTree:
-    certificate = certified.certificate_of(problem)
-    bounds = certificate.bounds(sizes, x)
-    steps = sensitivities.step_counts(certificate, sizes)
-    return certified.hypergradient(problem, data, x, y0, sizes, bounds, steps)

@@ -20,7 +20,7 @@ from ...privacy.queries import RECORDS
 from ...privacy.rows import unpacked
 from ...privacy.sampling import Batch, FullBatch
 from ..samplers.base import AbstractPotential, AbstractSumPotential, Regularity
-from .base import AbstractScore, batched, check_error, check_loss_dtype
+from .base import AbstractScore, check_error, check_loss_dtype
 
 # A public term is cut at this many times the range of the losses.
 _PUBLIC = 8
@@ -155,11 +155,8 @@ def unit_of(dtype: DTypeLike) -> float:
 def spread_of(reach: Any, n: int, dtype: DTypeLike, public: bool) -> tuple[Any, Any]:
     """One record's share of a mean of clipped losses, and the error of computing it.
 
-    Args:
-        reach: The length of the interval that losses are clipped to.
-        n: The planned number of records.
-        dtype: What the mean is computed in.
-        public: Whether a public term is added, by `public_part`.
+    Losses are clipped to an interval of length `reach`; `public` is whether the mean
+    has a public term, by `public_part`.
 
     Raises:
         ValueError: The dtype is too coarse.
@@ -179,16 +176,10 @@ def public_part(
     start: PyTree,
     half: Float[Array, ""],
 ) -> Float[Array, ""]:
-    """The public term against that at the start, cut at a multiple of the range.
+    """The public term, if any, against that at the start, cut at a multiple of a range.
 
     Without data, so cutting it costs nobody privacy; uncut, it would decide how its sum
-    with a mean loss is rounded.
-
-    Args:
-        public: The public term, or `None` for zero.
-        x: The point.
-        start: The start.
-        half: Half the range of the losses, in the dtype of the result.
+    with a mean loss is rounded. `half` the range is in the dtype of the result.
     """
     if public is None:
         return jnp.zeros_like(half)
@@ -218,10 +209,6 @@ class _ClippedMean(AbstractPotential):
         total = unsealed(mean)
         public = self.problem.public
         return total + public_part(public, x, self.start, half.astype(total.dtype))
-
-    @override
-    def many(self, xs: PyTree) -> Float[Array, " m"]:
-        return batched(self, xs)
 
 
 class _Terms(AbstractSumPotential):
