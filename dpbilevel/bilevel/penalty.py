@@ -19,7 +19,6 @@ from ..core.descent import (
     Rejections,
     StepSize,
     as_rule,
-    check_step_sizes,
 )
 from ..core.loop import inner_solve
 from ..core.outputs import AbstractOutput, Last, SmallestStep, check_output
@@ -128,7 +127,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     def __check_init__(self):
         owner = "PenaltyBilevel"
         unnumbered(owner, self.sampling)
-        check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
         if not isinstance(self.inner, AbstractSolver) or not issubclass(
             AbstractFiniteSum, self.inner.problem_type

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
-from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.descent import Descent, Memory, StepSize, as_rule
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
@@ -73,7 +73,6 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     def __check_init__(self):
         owner = type(self).__name__
         unnumbered(owner, self.sampling)
-        check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
 
     def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
