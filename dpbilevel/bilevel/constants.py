@@ -47,15 +47,12 @@ class Constants:
 
     def __post_init__(self):
         _checks.positive("Constants", strong_convexity=self.strong_convexity)
-        bounds = dataclasses.asdict(self)
-        _checks.non_negative("Constants", **bounds)
+        _checks.non_negative("Constants", **vars(self))
 
     @property
     def ell(self) -> float:
         r"""$\ell$, the largest of the bounds."""
-        bounds = dataclasses.asdict(self)
-        del bounds["strong_convexity"]
-        return max(bounds.values())
+        return max(v for name, v in vars(self).items() if name != "strong_convexity")
 
     @property
     def kappa(self) -> float:
@@ -202,8 +199,7 @@ class SecondOrderConstants(AbstractCertificate):
         )
         for name, value in self._numbers().items():
             whole = name.removesuffix("_spread")
-            if value is None:
-                value = getattr(self, whole)
+            value = getattr(self, whole) if value is None else value
             _checks.non_negative(owner, **{name: value})
             # Plain numbers: they are compared and hashed.
             object.__setattr__(self, name, float(value))
@@ -230,12 +226,8 @@ class SecondOrderConstants(AbstractCertificate):
             Lowy and Liu, equation (11).
         """
         mu, cross = self.strong_convexity, self.lower_xy
-        return (
-            self.upper_xy
-            + self.upper_yy * cross / mu
-            + self.upper_y
-            * (self.lower_xy_in_y / mu + self.lower_yy_in_y * cross / mu**2)
-        )
+        turned = self.lower_xy_in_y / mu + self.lower_yy_in_y * cross / mu**2
+        return self.upper_xy + self.upper_yy * cross / mu + self.upper_y * turned
 
     @property
     def sensitivity_constant(self) -> float:
@@ -275,15 +267,13 @@ class SecondOrderConstants(AbstractCertificate):
             Lowy and Liu, equation (28).
         """
         mu, moves = self.strong_convexity, self.lower_xy / self.strong_convexity
+        slope = self.upper_y / mu
         return (
             self.upper_xx
             + 2 * self.upper_xy * moves
             + moves**2 * self.upper_yy
-            + self.upper_y
-            / mu
-            * moves
-            * (self.lower_yy_in_x + self.lower_yy_in_y * moves)
-            + self.upper_y / mu * (self.lower_xy_in_y * moves + self.lower_xy_in_x)
+            + slope * moves * (self.lower_yy_in_x + self.lower_yy_in_y * moves)
+            + slope * (self.lower_xy_in_y * moves + self.lower_xy_in_x)
         )
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
@@ -306,9 +296,8 @@ class SecondOrderConstants(AbstractCertificate):
         del x
         mu, cross = self.strong_convexity, self.lower_xy
         moved = 2 * self._spread("lower_y") / (mu * sizes.lower)
-        blocks = (
-            cross * self._spread("lower_yy") / mu**2 + self._spread("lower_xy") / mu
-        )
+        hessian = cross * self._spread("lower_yy") / mu**2
+        blocks = hessian + self._spread("lower_xy") / mu
         record = self._spread("upper_x") + cross * self._spread("upper_y") / mu
         return Bounds(
             strong_convexity=mu,
@@ -344,9 +333,8 @@ class SecondOrderConstants(AbstractCertificate):
             check_terms("SecondOrderConstants", problem, self.terms)
 
     def _numbers(self) -> dict[str, Any]:
-        numbers = dict(vars(self))
-        del numbers["terms"], numbers["per_record"]
-        return numbers
+        others = ("terms", "per_record")
+        return {k: v for k, v in vars(self).items() if k not in others}
 
     @property
     @override
@@ -361,9 +349,7 @@ class SecondOrderConstants(AbstractCertificate):
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Every declared constant."""
-        declared = ", ".join(
-            f"{name} = {value:.6g}" for name, value in self._numbers().items()
-        )
+        declared = ", ".join(f"{k} = {v:.6g}" for k, v in self._numbers().items())
         also = ", of single records too" if self.per_record else ""
         start = "declared for every possible record and all x of the set"
         return (f"{start}{also}: {declared}",)
@@ -373,22 +359,12 @@ class SecondOrderConstants(AbstractCertificate):
 
 
 def terms_of(problem: Any) -> tuple[Any, ...]:
-    """The functions that a certificate is about.
-
-    Args:
-        problem: A `BilevelProblem`.
-    """
+    """The functions of a `BilevelProblem`, which a certificate is about."""
     return problem.upper, problem.lower, problem.upper_public, problem.lower_public
 
 
 def check_terms(owner: str, problem: Any, terms: tuple[Any, ...]) -> None:
-    """Raises `ValueError` where a problem has other functions than a certificate.
-
-    Args:
-        owner: The certificate to name in the message.
-        problem: A `BilevelProblem`.
-        terms: The `terms_of` the problem that the certificate is for.
-    """
+    """Raises `ValueError` where a problem has other `terms_of` than a certificate."""
     if terms_of(problem) != terms:
         raise ValueError(
             f"{owner}: a loss or a public term of the problem was exchanged, but its "

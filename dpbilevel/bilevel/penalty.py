@@ -13,13 +13,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
-from ..core.descent import (
-    Descent,
-    Memory,
-    Rejections,
-    StepSize,
-    as_rule,
-)
+from ..core.descent import Descent, Memory, Rejections, StepSize, as_rule
 from ..core.loop import inner_solve
 from ..core.outputs import AbstractOutput, Last, SmallestStep, check_output
 from ..core.solver import AbstractSolver
@@ -221,24 +215,23 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     def step(self, problem, data, state, *, key) -> _State:
         """Two private inner solves, one outer gradient, one projected update."""
         key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
-        parts = self._parts(problem)
+        of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, state.x)
 
         # Algorithm 1: both strongly convex problems, privately.
-        y, of_y = inner_solve(lower, parts.lower, data, state.y, key=key_lower)
-        z, of_z = inner_solve(
-            penalized, parts.penalized, data, state.z, key=key_penalized
+        y, lost_y = inner_solve(lower, of_lower, data, state.y, key=key_lower)
+        z, lost_z = inner_solve(
+            penalized, of_penalized, data, state.z, key=key_penalized
         )
-        # The noisy outer gradient.
         at = problem, self.penalty, state.x, y, z
         gradient = public_penalty_gradient(*at)
-        if parts.outer is not None:
+        if noise is not None:  # the noisy outer gradient
             assert self.sizes is not None
-            outer = self._outer(problem, parts.outer, self.sizes)
+            outer = self._outer(problem, noise, self.sizes)
             released = outer.of(penalty_gradients(*at), data, key=key_outer)
             gradient = optax.tree.add(gradient, released)
 
-        # The projected step, and the candidate of the output rule t_out.
+        # The projected step, and what t_out chooses from.
         descent = Descent(self.step_size, problem.x_set)
         x, memory = descent.update(gradient, state.memory, state.x)
         kept = self.output.update(
@@ -249,7 +242,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             num_steps=self.num_steps,
             key=None,
         )
-        inner = state.inner.plus(of_y, of_z)
+        inner = state.inner.plus(lost_y, lost_z)
         return _State(x, y, z, memory, inner, kept, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
@@ -266,13 +259,12 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """Two inner runs a step, and an outer release where x meets records."""
-        parts = self._parts(problem)
+        of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, None)
-        total = parts.lower.ledger(lower, sizes).named(LOWER)
-        total += parts.penalized.ledger(penalized, sizes).named(PENALIZED)
-        if parts.outer is not None:
-            outer = self._outer(problem, parts.outer, sizes)
-            total += Ledger((outer,), sizes.people)
+        total = of_lower.ledger(lower, sizes).named(LOWER)
+        total += of_penalized.ledger(penalized, sizes).named(PENALIZED)
+        if noise is not None:
+            total += Ledger((self._outer(problem, noise, sizes),), sizes.people)
         return total.repeat(self.num_steps)
 
     def with_noise(self, scale: Number) -> Self:
@@ -281,34 +273,26 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Inner gradients have the size of y, the outer one that of x."""
-        inner = self.inner.dimensions(w0[1])
-        names = {
-            f"{run}: {name}": d
-            for run in (LOWER, PENALIZED)
-            for name, d in inner.items()
-        }
+        inner = self.inner.dimensions(w0[1]).items()
+        names = {f"{run}: {k}": d for run in (LOWER, PENALIZED) for k, d in inner}
         return names | {OUTER: optax.tree.size(w0[0])}
 
-    def _parts(self, problem: BilevelProblem) -> "_Parts":
+    def _parts(
+        self, problem: BilevelProblem
+    ) -> tuple[AbstractSolver, AbstractSolver, Gaussian | None]:
         """The calibrated inner solvers and outer mechanism, by `budget_split`."""
-        scale = self.noise.scaled(self.num_steps**0.5)
+        meets_x, noise = problem.x_in_records, self.noise.scaled(self.num_steps**0.5)
         lower, penalized, outer = self.budget_split
-        if not problem.x_in_records:
-            outer = 0.0
-        total = lower + penalized + outer
+        total = lower + penalized + (outer if meets_x else 0.0)
 
         def part(share):
-            return scale.scaled((total / share) ** 0.5)
+            return noise.scaled((total / share) ** 0.5)
 
         def inner(share):
             solver = self.inner.with_noise(part(share).multiplier)
             return solver.with_sizes(self.sizes)
 
-        return _Parts(
-            inner(lower),
-            inner(penalized),
-            part(outer) if problem.x_in_records else None,
-        )
+        return inner(lower), inner(penalized), part(outer) if meets_x else None
 
     def _levels(
         self, problem: BilevelProblem, x: PyTree
@@ -320,18 +304,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
     ) -> Release:
         """The release of the outer gradient, once a step."""
-        clip_norms = self._outer_clip_norms(problem)
-        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-        return Release(OUTER, 1, queries, mechanism, joint=joint)
-
-    def _outer_clip_norms(self, problem: BilevelProblem) -> Levels:
-        return Levels(
+        clip_norms = Levels(
             self.upper_clip_norm if problem.reads_x("upper") else None,
             self.clip_norm if problem.reads_x("lower") else None,
         )
-
-
-class _Parts(eqx.Module):
-    lower: AbstractSolver
-    penalized: AbstractSolver
-    outer: Gaussian | None
+        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
+        return Release(OUTER, 1, queries, mechanism, joint=joint)

@@ -57,10 +57,7 @@ class Checkpoint:
 def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> None:
     """Replaces the folder's checkpoint in one step; readable by its owner alone.
 
-    Args:
-        folder: The result folder.
-        checkpoint: What to write.
-        notice: The first line of the file: what it holds, for whoever finds it.
+    The file starts with `notice`: what it holds, for whoever finds it.
 
     Raises:
         OSError: The disk refuses; the previous checkpoint is intact.
@@ -83,9 +80,6 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
 
 def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
     """Reads the checkpoint of a folder.
-
-    Returns:
-        The checkpoint.
 
     Raises:
         ValueError: There is none, or it is damaged or of another program.
@@ -127,11 +121,6 @@ def remove(folder: Path) -> None:
 def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Writes a file so that at any time it is the old one or the new one, whole.
 
-    Args:
-        file: The file.
-        content: Its new content.
-        mode: Its permissions.
-
     Raises:
         OSError: The disk refuses; the old file is intact.
     """
@@ -150,11 +139,7 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def replace_json(file: Path, page: dict[str, Any]) -> None:
-    """Writes a page of JSON so that at any time it is the old one or the new one.
-
-    Raises:
-        OSError: The disk refuses; the old file is intact.
-    """
+    """Writes a page of JSON by `replace`, which raises `OSError`."""
     replace(file, (json.dumps(page, indent=2) + "\n").encode())
 
 

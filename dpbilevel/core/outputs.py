@@ -110,11 +110,7 @@ class Mean(AbstractOutput):
         return kept
 
     def first(self, num_steps: int) -> int:
-        """The step that the average begins with, from 0.
-
-        Args:
-            num_steps: The number of steps of the run.
-        """
+        """The step that the average begins with, from 0."""
         return 0
 
 
@@ -191,9 +187,7 @@ class UniformIterate(AbstractOutput):
 def check_output(owner: str, output: AbstractOutput) -> None:
     """Refuses what is no output rule, and one that draws at random.
 
-    Args:
-        owner: The solver to name in an error; one that derives no key for its output.
-        output: The field `output`.
+    For an `owner` that derives no key for its output.
 
     Raises:
         TypeError: It is no output rule.

@@ -162,13 +162,8 @@ def least_multiplier(
 ) -> float:
     """The least noise multiplier at which Gaussian releases stay within a budget.
 
-    Under replace-one; what `calibrate` finds for a solver of these releases alone.
-
-    Args:
-        sampling: How each release's batch is drawn.
-        count: The number of releases.
-        size: The number of records.
-        budget: The guarantee to reach.
+    Under replace-one; what `calibrate` finds for a solver of `count` such releases from
+    `size` records alone.
 
     Raises:
         ValueError: No noise reaches the budget.

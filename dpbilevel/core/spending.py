@@ -103,14 +103,7 @@ class Spending:
 
 
 def read(folder: Path) -> Spending:
-    """Reads the record of a folder.
-
-    Args:
-        folder: The result folder, which may not exist.
-
-    Returns:
-        The runs; none where there is no record.
-    """
+    """Reads the record of a folder, which may not exist; no runs without one."""
     file = folder / NAME
     lines = file.read_bytes().splitlines() if file.is_file() else []
     runs: list[Run] = []

@@ -163,9 +163,5 @@ def _softplus_jvp(primals, tangents):
 
 
 def module_of(value: Any) -> Any:
-    """`jax.numpy` for arrays, `numpy` for what is known on the host.
-
-    Args:
-        value: A number.
-    """
+    """`jax.numpy` for arrays, `numpy` for what is known on the host."""
     return jnp if isinstance(value, jax.Array) else np

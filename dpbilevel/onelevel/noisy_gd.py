@@ -113,24 +113,12 @@ GRADIENT = "gradient"
 
 
 def noisy_gradient(
-    solver: Any,
-    problem: AbstractFiniteSum,
-    data: PyTree,
-    w: PyTree,
-    *,
-    key: PRNGKey,
+    solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
 ) -> PyTree:
     """The released gradient at `w`: clipped and noisy record terms, public terms.
 
-    Args:
-        solver: Its `release` and `sizes` are read.
-        problem: The one-level problem.
-        data: The records.
-        w: The iterate.
-        key: A typed key for the batch and the noise.
-
     Privacy:
-        One `solver.release`.
+        One `solver.release`, of batch and noise by `key`.
     """
     release = solver.release(problem, solver.sizes)
     released = release.of(problem.record_gradients(w), data, key=key)

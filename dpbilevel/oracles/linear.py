@@ -242,16 +242,11 @@ def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
 def differentiable_solve(
     solver: AbstractLinearSolver, matvec: Matvec, b: PyTree, x0: PyTree | None = None
 ) -> LinearSolution:
-    r"""Solves $A v = b$ with derivatives of the solution instead of the iteration.
+    """Solves $A v = b$ with derivatives of the solution instead of the iteration.
 
     Forward and reverse mode, to any order: a derivative of $v$ is the solution of
-    another system with $A$, by the same solver. Only `value` has one.
-
-    Args:
-        solver: The solver.
-        matvec: $v \mapsto A v$, linear; may close over what is differentiated.
-        b: The right-hand side.
-        x0: A starting point.
+    another system with $A$, by the same solver. Only `value` has one. `matvec` may
+    close over what is differentiated.
     """
 
     def solve(matvec, b):

@@ -252,15 +252,7 @@ class _Accelerated(NamedTuple):
 
 
 def check_no_set(owner: str, y_set: AbstractSet) -> None:
-    """Raises where there is a set to keep y in.
-
-    Args:
-        owner: The solver to name in an error.
-        y_set: The set.
-
-    Raises:
-        ValueError: It is not the whole space.
-    """
+    """Raises `ValueError` where there is a set to keep y in."""
     if not isinstance(y_set, Euclidean):
         raise ValueError(
             f"{owner}: cannot keep y in {type(y_set).__name__}; use "
@@ -269,13 +261,7 @@ def check_no_set(owner: str, y_set: AbstractSet) -> None:
 
 
 def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
-    """How a solve ended that stops by the norm of the gradient.
-
-    Args:
-        norm: The norm at the answer.
-        steps: The steps taken.
-        tolerance: Where it stops; `None` claims nothing.
-    """
+    """How a solve ended that stops by the norm; no `tolerance` claims nothing."""
     converged = jnp.asarray(False) if tolerance is None else norm <= tolerance
     return LowerInfo(norm, steps, converged)
 
