@@ -7,7 +7,7 @@ a small part of that.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,12 @@ class AbstractCertificate(abc.ABC):
     """Bounds that hold for every record, from which sensitivities are proved.
 
     Hashable: a part of the problem that every program is compiled for.
+
+    Attributes:
+        varies: Whether the bounds depend on `x`.
     """
+
+    varies: bool
 
     @abc.abstractmethod
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
@@ -95,11 +100,6 @@ class AbstractCertificate(abc.ABC):
     @abc.abstractmethod
     def check(self, problem: Any) -> None:
         """Raises `ValueError` where the problem is visibly not the one it is for."""
-
-    @property
-    @abc.abstractmethod
-    def varies(self) -> bool:
-        """Whether the bounds depend on `x`."""
 
     @property
     @abc.abstractmethod
@@ -189,6 +189,7 @@ class SecondOrderConstants(AbstractCertificate):
     lower_yy_spread: float | None = None
     per_record: bool = False
     terms: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
+    varies: ClassVar[bool] = False
 
     def __post_init__(self):
         owner = "SecondOrderConstants"
@@ -335,11 +336,6 @@ class SecondOrderConstants(AbstractCertificate):
     def _numbers(self) -> dict[str, Any]:
         others = ("terms", "per_record")
         return {k: v for k, v in vars(self).items() if k not in others}
-
-    @property
-    @override
-    def varies(self) -> bool:
-        return False
 
     @property
     @override

@@ -8,14 +8,13 @@ every record there can be.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
-from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import Sizes
@@ -149,6 +148,7 @@ class TuningCertificate(AbstractCertificate):
     low: float
     high: float
     terms: tuple[Callable | None, ...] = dataclasses.field(repr=False)
+    varies: ClassVar[bool] = True
 
     def check(self, problem: BilevelProblem) -> None:
         """Refuses a problem with another box or other functions than those proved."""
@@ -169,11 +169,6 @@ class TuningCertificate(AbstractCertificate):
         # The box is in the dtype of x.
         slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
         return low >= self.low - slack and high <= self.high + slack
-
-    @property
-    @override
-    def varies(self) -> bool:
-        return True
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """The bounds at the log-penalties `x`, or at the worst point of the box."""

@@ -2,6 +2,7 @@ r"""NON-PRIVATE gradients of $F(x) = f(x, y^*(x))$: implicit, penalty, unrolled.
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
@@ -63,7 +64,7 @@ def implicit_hypergradient(
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, product, slope, start)
     cross = lower.cross_product(x, y, v.value)
-    return jax.tree.map(jnp.subtract, upper.gradient(x, y, "x"), cross), v
+    return optax.tree.sub(upper.gradient(x, y, "x"), cross), v
 
 
 def penalty_hypergradient(

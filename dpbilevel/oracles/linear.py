@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
@@ -172,7 +173,7 @@ class Neumann(AbstractLinearSolver):
         rate = jnp.asarray(self.step_size)
 
         def step(_, value):
-            return _add_scaled(value, rate, _subtract(b, matvec(value)))
+            return _add_scaled(value, rate, optax.tree.sub(b, matvec(value)))
 
         products = self.num_steps - (x0 is None)
         start = _scaled(rate, b) if x0 is None else x0
@@ -262,7 +263,7 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
 
     Squares of the entries of a small right-hand side would underflow in float32.
     """
-    residual = b if x0 is None else _subtract(b, matvec(x0))
+    residual = b if x0 is None else optax.tree.sub(b, matvec(x0))
     largest = jnp.maximum(_largest(b), _largest(residual))
     scale = jnp.where(largest > 0, largest, 1)
     residual = _scaled(1 / scale, residual)
@@ -307,7 +308,7 @@ def _unit_square(b: PyTree, scale: Scalar) -> Scalar:
 
 
 def _residual_norm(matvec: Matvec, value: PyTree, b: PyTree) -> Scalar:
-    residual = _subtract(b, matvec(value))
+    residual = optax.tree.sub(b, matvec(value))
     largest = _largest(residual)
     scale = jnp.where(largest > 0, largest, 1)
     return scale * jnp.sqrt(_unit_square(residual, scale))
@@ -328,10 +329,6 @@ def _dot(one: PyTree, other: PyTree) -> Scalar:
 def _wide(leaf: Array) -> Array:
     """Norms and inner products are never taken in half precision."""
     return leaf if jnp.finfo(leaf.dtype).bits > 32 else leaf.astype(jnp.float32)
-
-
-def _subtract(one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(jnp.subtract, one, other)
 
 
 def _scaled(factor: Scalar, tree: PyTree) -> PyTree:

@@ -165,7 +165,7 @@ class AcceleratedGradient(AbstractLowerSolver):
             return self._accelerate(state, y, mapping)
         value, slope = objective.value_and_gradient(x, z)
         y, mapping = _mapping(z, slope, size, y_set)
-        move = _minus(y, z)
+        move = optax.tree.sub(y, z)
         bound = (
             value
             + optax.tree.vdot(slope, move)
@@ -180,11 +180,11 @@ class AcceleratedGradient(AbstractLowerSolver):
         return jax.tree.map(lambda a, b: jnp.where(fits, a, b), accepted, refused)
 
     def _accelerate(self, state: "_Accelerated", y, mapping) -> "_Accelerated":
-        move = _minus(y, state.y)
+        move = optax.tree.sub(y, state.y)
         if self.momentum is not None:
             momentum, age = jnp.asarray(self.momentum, state.age.dtype), state.age
         else:
-            uphill = jnp.greater(optax.tree.vdot(_minus(state.z, y), move), 0)
+            uphill = jnp.greater(optax.tree.vdot(optax.tree.sub(state.z, y), move), 0)
             old = jnp.where(uphill, 1, state.age)
             age = (1 + jnp.sqrt(1 + 4 * old**2)) / 2
             momentum = (old - 1) / age
@@ -272,8 +272,4 @@ def _mapping(z, slope, size, y_set) -> tuple[PyTree, Scalar]:
     if isinstance(y_set, Euclidean):
         return moved, optax.tree.norm(slope)
     y = y_set.project(moved)
-    return y, optax.tree.norm(_minus(z, y)) / size
-
-
-def _minus(one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(jnp.subtract, one, other)
+    return y, optax.tree.norm(optax.tree.sub(z, y)) / size
