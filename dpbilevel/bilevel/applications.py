@@ -158,7 +158,7 @@ def penalty_tuning(
                 "penalty_tuning: groups must be counted from 0, got "
                 f"{int(jnp.min(leaf))}."
             )
-    num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))
+    num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))  # k
 
     def record_loss(_, y, record):
         return loss(y, record)

@@ -184,7 +184,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
 
     def _units(self, meets_x: bool) -> Any:
         split = self.budget_split
-        total = sum(split) if meets_x else sum(split[:2])
+        total = sum(split) if meets_x else sum(split[:2])  # a free block takes no share
         first, second, x = (
             bound * (total / share) ** 0.5
             for bound, share in zip(self.lower_bounds(), split, strict=True)
@@ -224,7 +224,7 @@ def _name(units: AbstractBlocks) -> str:
 def _scaled(blocks: Any, units: Any, power: int) -> Any:
     """Each block times a power of its unit; without x where x has no unit."""
     if units.x is None:
-        blocks = dataclasses.replace(blocks, x=None)
+        blocks = dataclasses.replace(blocks, x=None)  # not released
     return jax.tree.map(
         lambda unit, block: optax.tree.scale(unit**power, block), units, blocks
     )

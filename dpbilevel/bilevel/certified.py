@@ -176,12 +176,12 @@ def hypergradient(
     spectrum, means = bounds.spectrum, Means(problem, data, sizes)
     lower_y, lower_x = (functools.partial(f, x) for f in (means.lower_y, means.lower_x))
     y = spectrum.accelerated_gradient(lower_y, ball.project(y0), counts.lower)
-    y = ball.project(y)
+    y = ball.project(y)  # where the bounds hold
 
     def hessian(v):
         return jax.jvp(lower_y, (y,), (v,))[1]
 
-    direct, right = means.upper(x, y)
+    direct, right = means.upper(x, y)  # the right-hand side of the system
     v = spectrum.chebyshev(hessian, right, counts.linear)
     cross = jax.jvp(lower_x, (y,), (v,))[1]
     value = optax.tree.sub(direct, cross)

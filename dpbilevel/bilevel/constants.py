@@ -228,7 +228,7 @@ class SecondOrderConstants(AbstractCertificate):
         """
         mu, cross = self.strong_convexity, self.lower_xy
         turned = self.lower_xy_in_y / mu + self.lower_yy_in_y * cross / mu**2
-        return self.upper_xy + self.upper_yy * cross / mu + self.upper_y * turned
+        return self.upper_xy + self.upper_yy * cross / mu + self.upper_y * turned  # C
 
     @property
     def sensitivity_constant(self) -> float:
@@ -245,7 +245,7 @@ class SecondOrderConstants(AbstractCertificate):
             Lowy and Liu, equation (12).
         """
         mu, cross = self.strong_convexity, self.lower_xy
-        moved = self._spread("lower_y") / mu
+        moved = self._spread("lower_y") / mu  # n d / 2
         return 2 * (
             self.upper_xy * moved
             + 2 * self.upper_total
@@ -296,8 +296,8 @@ class SecondOrderConstants(AbstractCertificate):
         """
         del x
         mu, cross = self.strong_convexity, self.lower_xy
-        moved = 2 * self._spread("lower_y") / (mu * sizes.lower)
-        hessian = cross * self._spread("lower_yy") / mu**2
+        moved = 2 * self._spread("lower_y") / (mu * sizes.lower)  # d
+        hessian = cross * self._spread("lower_yy") / mu**2  # through v
         blocks = hessian + self._spread("lower_xy") / mu
         record = self._spread("upper_x") + cross * self._spread("upper_y") / mu
         return Bounds(

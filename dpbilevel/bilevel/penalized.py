@@ -63,7 +63,7 @@ class PenalizedLevel(AbstractFiniteSum):
 
         def upper(record):
             gradient = jax.grad(self.problem.upper, 1)(self.x, w, record)
-            return jax.tree.map(lambda v: v / self.penalty, gradient)
+            return jax.tree.map(lambda v: v / self.penalty, gradient)  # g + f / lambda
 
         return {"lower": lower} | ({} if self.penalty is None else {"upper": upper})
 

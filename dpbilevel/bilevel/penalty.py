@@ -182,9 +182,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         assert isinstance(constants, Constants)
         ell, kappa, gap = constants.ell, constants.kappa, initial_gap
         records = budget.epsilon * min(sizes.upper, sizes.lower)
-        outer = gap**0.25 * ell**0.75 * kappa**1.25
+        outer = gap**0.25 * ell**0.75 * kappa**1.25  # K_1
         outer *= math.sqrt(math.sqrt(dimension_x) / records)
-        lower = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)
+        lower = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)  # K_2
         alpha = outer + lower * (math.sqrt(dimension_y) / records) ** (1 / 3)
         defaults: dict[str, Any] = {
             "clip_norm": ell * kappa,
@@ -192,9 +192,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             "output": SmallestStep(),
         }
         return cls(
-            num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),
-            penalty=ell * kappa**3 / alpha,
-            step_size=1 / (ell * kappa**3),
+            num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),  # T
+            penalty=ell * kappa**3 / alpha,  # lambda
+            step_size=1 / (ell * kappa**3),  # eta
             inner=inner,
             **(defaults | fields),
         )
@@ -224,7 +224,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             penalized, of_penalized, data, state.z, key=key_penalized
         )
         at = problem, self.penalty, state.x, y, z
-        gradient = public_penalty_gradient(*at)
+        gradient = public_penalty_gradient(*at)  # no budget
         if noise is not None:  # the noisy outer gradient
             assert self.sizes is not None
             outer = self._outer(problem, noise, self.sizes)

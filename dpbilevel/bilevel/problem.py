@@ -198,11 +198,11 @@ def _shared(data: object) -> bool:
 
 def _reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:
     """Whether the value of `fun` may depend on its first argument, by its jaxpr."""
-    jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr
+    jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr  # on shapes alone
     reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
     for equation in jaxpr.eqns:
         operands = [v for v in equation.invars if not isinstance(v, JaxprLiteral)]
         if reached.intersection(operands):
-            reached.update(equation.outvars)
+            reached.update(equation.outvars)  # also where x cancels: the safe side
     outputs = [v for v in jaxpr.outvars if not isinstance(v, JaxprLiteral)]
     return bool(reached.intersection(outputs))

@@ -56,7 +56,7 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
         ValueError: The condition number asks for more steps than anyone would run.
     """
     bounds = certificate.bounds(sizes)
-    allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)
+    allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)  # solves, roles, neighbours
     spectrum, radius = bounds.spectrum, 2 * bounds.solution_radius
 
     def fewest(steps: Callable[[Any], Any], factor: Any) -> int:
@@ -106,7 +106,7 @@ def hypergradient_sensitivity(
     error += rounding_error(bounds, sizes, dtype)
     least = jnp.minimum if isinstance(error, jax.Array) else min
     return Levels(
-        least(bounds.upper + 2 * error, 2 * bounds.gradient),
+        least(bounds.upper + 2 * error, 2 * bounds.gradient),  # both are in one ball
         least(bounds.lower + 2 * error, 2 * bounds.gradient),
     )
 
@@ -123,7 +123,7 @@ def check_dtype(
     check_rounding(
         "ImplicitBilevel",
         "roundings of the hypergradient",
-        4 * rounding_error(bounds, sizes, dtype),
+        4 * rounding_error(bounds, sizes, dtype),  # two neighbours, two roles
         bounds.upper + bounds.lower,
         dtype,
         allowed=_ROUNDING,
@@ -173,7 +173,7 @@ def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
     # A role whose records move nothing sees but rounding; it must not ask for much.
     least = 1e-3 * max(upper, lower)
     upper, lower = max(upper, least), max(lower, least)
-    if certificate.varies:
+    if certificate.varies:  # each by its own factor
         upper = lower = max(upper, lower)
     return Levels(upper, lower)
 
@@ -211,5 +211,5 @@ def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
 
 def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
     """The relative error of a mean over records."""
-    n = max(sizes.upper, sizes.lower)
+    n = max(sizes.upper, sizes.lower)  # the longer mean
     return float(jnp.finfo(dtype).eps) / 2 * (UNITS + min(n, ROWS) + -(-n // ROWS))

@@ -73,8 +73,8 @@ def quadratic_bilevel(
 
     targets, centers = jax.vmap(read)(targets), jax.vmap(read)(centers)
     a_bar, b_bar = jnp.mean(targets, 0), jnp.mean(centers, 0)
-    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))
-    gain = 2.0 / 1.5
+    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))  # free of x
+    gain = 2.0 / 1.5  # the derivative of y* in x
 
     def upper(_, y, record):
         return 0.5 * jnp.sum((y - read(record)) ** 2)
@@ -173,8 +173,8 @@ def ridge_tuning(upper: PyTree, lower: PyTree):
     def hypergradient(x):
         y = lower_solution(x)
         system = a_low + jnp.exp(x[0]) * eye
-        adjoint = jnp.linalg.solve(system, a_up @ y - c_up)
-        return -jnp.exp(x) * (adjoint @ y)
+        adjoint = jnp.linalg.solve(system, a_up @ y - c_up)  # v
+        return -jnp.exp(x) * (adjoint @ y)  # the cross derivative e^x y, times v
 
     problem = BilevelProblem(loss, loss, lower_public=lower_public, x_in_records=False)
     return Example(
@@ -290,8 +290,8 @@ def hard_instance(
             strong_convexity=mu,
             upper_lipschitz=scale,
             upper_smoothness=0.0,
-            lower_lipschitz=mu * y_diameter,
-            lower_smoothness=mu * max(1.0, zeta) ** 2 * 2,
+            lower_lipschitz=mu * y_diameter,  # y and zeta x are in one ball
+            lower_smoothness=mu * max(1.0, zeta) ** 2 * 2,  # at least mu (1 + zeta^2)
             lower_hessian_lipschitz=0.0,
         ),
     )

@@ -173,7 +173,7 @@ def finite_or(
 def _fits(new: Array, old: Array) -> Bool[Array, ""]:
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return jnp.asarray(True)
-    return jnp.all(jnp.isfinite(new * new) | ~jnp.isfinite(old * old))
+    return jnp.all(jnp.isfinite(new * new) | ~jnp.isfinite(old * old))  # as norms need
 
 
 def _counts(node: object) -> bool:

@@ -66,7 +66,7 @@ class Sizes:
             _checks.one_of("Sizes", "people", people, [known.value for known in People])
         fields = {"upper": upper, "lower": lower, "people": People(people)}
         for name, value in fields.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # frozen
         if self.people is People.SHARED and upper != lower:
             raise ValueError(
                 f"Sizes: shared levels have equal sizes, got upper={upper} and "

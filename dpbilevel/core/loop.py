@@ -68,7 +68,7 @@ def solve(
     solver = bound_to(problem, solver, data)
     data = planned_rows(solver, _checks.on_device(data))
     state = solver.init(problem, w0)
-    _, keys = step_keys(key, solver.num_steps)
+    _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
     value = solver.answer(problem, state)
     return Solution(value, path, rejected_updates(state))
@@ -121,7 +121,7 @@ def bound_to(
         ValueError: Under replace-one, the data's sizes are not the planned ones; under
             add-or-remove-one, there is no plan to take the public sizes from.
     """
-    people = people_of(solver.sizes)
+    people = people_of(solver.sizes)  # of the plan; None for one level or no plan
     if people is not None:
         problem.check_people(data, people)
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
@@ -172,7 +172,7 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
         return pad(data, solver.sizes, "data")
     upper = pad(data.upper, solver.sizes.upper, "data.upper")
     if data.is_shared:
-        return Levels.shared(upper)
+        return Levels.shared(upper)  # one copy, or it would read as two levels
     return Levels(upper, pad(data.lower, solver.sizes.lower, "data.lower"))
 
 

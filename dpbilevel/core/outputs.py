@@ -141,13 +141,13 @@ class SmallestStep(AbstractOutput):
 
     @override
     def init(self, w):
-        return w, jnp.asarray(jnp.inf)
+        return w, jnp.asarray(jnp.inf)  # which any step undercuts
 
     @override
     def update(self, kept, w, *, before, t, num_steps, key):
         best, least = kept
         length = optax.tree.norm(optax.tree.sub(w, before)).astype(least.dtype)
-        shorter = length < least
+        shorter = length < least  # of equal steps the first
         best = jax.tree.map(lambda a, b: jnp.where(shorter, a, b), before, best)
         return best, jnp.where(shorter, length, least)
 

@@ -112,7 +112,7 @@ def read(folder: Path) -> Spending:
         try:
             highest = max(highest, _apply(json.loads(line), runs))
         except (ValueError, KeyError, TypeError, AttributeError):
-            unreadable += 1
+            unreadable += 1  # counted, so that a total says it may be too small
     return Spending(tuple(runs), unreadable, highest)
 
 
@@ -134,7 +134,7 @@ def begin(
     if any(run.number == number for run in read(folder).runs):
         _append(folder, {"event": "resumed", "run": number, "time": now})
         return
-    text = json.dumps(config, sort_keys=True)
+    text = json.dumps(config, sort_keys=True)  # one hash for any order of its keys
     event = {
         "event": "started",
         "run": number,

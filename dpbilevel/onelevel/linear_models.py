@@ -90,7 +90,7 @@ class PseudoHuber(AbstractLinearModel):
 
     def __post_init__(self):
         _checks.positive("PseudoHuber", width=self.width)
-        object.__setattr__(self, "width", float(self.width))
+        object.__setattr__(self, "width", float(self.width))  # hashed: no array
 
     @property
     def third(self) -> float:
@@ -115,7 +115,7 @@ class PseudoHuber(AbstractLinearModel):
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
         """The loss, by a quotient in which nothing cancels; huge labels are cut."""
         limit = _LARGEST_LABEL * self.width
-        label = jnp.clip(label, -limit, limit)
+        label = jnp.clip(label, -limit, limit)  # so that no square overflows
         u = (margin - label) / self.width
         return self.width**2 * u * (u / (1 + jnp.sqrt(1 + u * u)))
 

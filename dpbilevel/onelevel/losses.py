@@ -96,7 +96,7 @@ def example(record: Record) -> tuple[Float[Array, " d"], Array]:
         TypeError: The record is neither a mapping with both nor a pair.
         ValueError: Its shapes are not those of a vector and a number.
     """
-    parts: tuple | list = ()
+    parts: tuple | list = ()  # stays empty where the record is neither
     if isinstance(record, Mapping) and {"features", "label"} <= set(record):
         parts = record["features"], record["label"]
     elif isinstance(record, tuple | list) and len(record) == 2:

@@ -83,10 +83,10 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     def step(self, problem, data, state, *, key) -> _State:
         """One noisy gradient, one projected update."""
-        gradient = noisy_gradient(self, problem, data, state.w, key=key)
+        gradient = noisy_gradient(self, problem, data, state.w, key=key)  # q_t
         descent = Descent(self.step_size, problem.w_set)
         gradient = descent.shortened(gradient, problem.public_gradient, state.w)
-        w, memory = descent.update(gradient, state.memory, state.w)
+        w, memory = descent.update(gradient, state.memory, state.w)  # projected step
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )

@@ -131,7 +131,7 @@ def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
     """
     shapes = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", start)
     try:
-        point = jax.eval_shape(feasible.project, start)
+        point = jax.eval_shape(feasible.project, start)  # no value is computed
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{name}={feasible} does not fit a starting point of shape {shapes}: "
@@ -154,7 +154,7 @@ def check_scalar(
         ValueError: The result is not a floating-point scalar.
     """
     try:
-        value = jax.eval_shape(fun, *arguments)
+        value = jax.eval_shape(fun, *arguments)  # no value is computed
     except Exception as error:
         shapes = jax.tree.map(
             lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", arguments

@@ -175,7 +175,7 @@ class Neumann(AbstractLinearSolver):
         def step(_, value):
             return _add_scaled(value, rate, optax.tree.sub(b, matvec(value)))
 
-        products = self.num_steps - (x0 is None)
+        products = self.num_steps - (x0 is None)  # the first one from zero is free
         start = _scaled(rate, b) if x0 is None else x0
         value = jax.lax.fori_loop(0, products, step, start)
         return LinearSolution(
@@ -198,7 +198,7 @@ class Cholesky(AbstractLinearSolver):
         def column(v):
             return jax.flatten_util.ravel_pytree(matvec(unravel(v)))[0]
 
-        matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))
+        matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))  # A
         factor = jax.scipy.linalg.cho_factor(matrix, lower=True)
         value = unravel(jax.scipy.linalg.cho_solve(factor, flat))
         return LinearSolution(
@@ -281,8 +281,8 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conju
     # Of the curvature only this is read, below zero where it misses: one kernel less.
     length = jnp.where(moves, state.square, jnp.where(is_curved, 0.0, -1.0))
     length = length / jnp.where(moves, curvature, 1)
-    step = jnp.maximum(length, 0)
-    residual = _add_scaled(state.residual, -step, product)
+    step = jnp.maximum(length, 0)  # alpha
+    residual = _add_scaled(state.residual, -step, product)  # b - A v
     square = jnp.where(length < 0, -1.0, 1.0) * _dot(residual, residual)
     share = jnp.where(step > 0, square, 0) / jnp.where(step > 0, state.square, 1)
     return _Conjugate(

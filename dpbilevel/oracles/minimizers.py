@@ -129,7 +129,7 @@ class AcceleratedGradient(AbstractLowerSolver):
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
         """Takes the steps, from the projection of `y0` on."""
-        y0 = y_set.project(y0)
+        y0 = y_set.project(y0)  # a feasible start
         dtype = jnp.result_type(*jax.tree.leaves(y0))
         first = 1.0 if self.step_size is None else self.step_size
         size, zero = jnp.asarray(first, dtype), jnp.zeros((), dtype)
@@ -144,7 +144,7 @@ class AcceleratedGradient(AbstractLowerSolver):
             def body(state, _):
                 return step(state), None
 
-            body = jax.checkpoint(body, prevent_cse=False)
+            body = jax.checkpoint(body, prevent_cse=False)  # keeps the iterates alone
             state = jax.lax.scan(body, start, length=self.num_steps)[0]
             steps = jnp.asarray(self.num_steps, jnp.int32)
         else:
@@ -176,7 +176,7 @@ class AcceleratedGradient(AbstractLowerSolver):
         slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
         fits = trial <= bound + slack
         accepted = self._accelerate(state, y, mapping)
-        refused = state._replace(step_size=size / 2)
+        refused = state._replace(step_size=size / 2)  # a try that fails moves nothing
         return jax.tree.map(lambda a, b: jnp.where(fits, a, b), accepted, refused)
 
     def _accelerate(self, state: "_Accelerated", y, mapping) -> "_Accelerated":
@@ -185,9 +185,9 @@ class AcceleratedGradient(AbstractLowerSolver):
             momentum, age = jnp.asarray(self.momentum, state.age.dtype), state.age
         else:
             uphill = jnp.greater(optax.tree.vdot(optax.tree.sub(state.z, y), move), 0)
-            old = jnp.where(uphill, 1, state.age)
+            old = jnp.where(uphill, 1, state.age)  # the restart
             age = (1 + jnp.sqrt(1 + 4 * old**2)) / 2
-            momentum = (old - 1) / age
+            momentum = (old - 1) / age  # beta_k
         z = jax.tree.map(lambda u, d: u + momentum.astype(u.dtype) * d, y, move)
         return _Accelerated(y, z, state.step_size, age, mapping)
 

@@ -125,7 +125,7 @@ class Objective(AbstractObjective):
         with jax.default_matmul_precision("highest"):
             losses = jax.vmap(lambda record: self.loss(x, y, record))(piece)
         losses = losses if keep is None else jnp.where(keep, losses, 0)
-        return jnp.sum(losses) / max(n, 1)
+        return jnp.sum(losses) / max(n, 1)  # an empty level has the mean 0
 
     def _public(self, x, y) -> Scalar:
         assert self.public is not None
@@ -204,7 +204,7 @@ def _over_records(fun: Callable, records: PyTree) -> PyTree:
     pieces = _num_pieces(records)
     if pieces == 1:
         return fun(records, None, n)
-    rows = -(-n // pieces)
+    rows = -(-n // pieces)  # rounded up
 
     # A linearization keeps sums and products over a record's numbers; slices and
     # numbers entry by entry are computed again, which costs less than reading them.
