@@ -86,7 +86,7 @@ def advance(
     """Runs one step per key: the loop under `solve`, for runs made in chunks.
 
     The solver is calibrated and bound to the data's sizes, the records are in
-    `planned_rows`. The new state, and the released iterates with `trajectory`.
+    `planned_rows`. Returns the new state, and with `trajectory` the released iterates.
     """
 
     def one_step(state, key):
