@@ -73,8 +73,7 @@ def source_weighting(
     _checks.non_negative(owner, ridge=ridge)
     _checks.one_of(owner, "parametrization", parametrization, ("logits", "simplex"))
 
-    def upper(x, y, record):
-        del x
+    def upper(_, y, record):
         return loss(y, record)
 
     def lower(x, y, record):
@@ -89,17 +88,12 @@ def source_weighting(
         # A record of no known source has no influence, whoever solves the problem.
         return jnp.where(known, num_sources * weight, 0.0) * loss(y, record)
 
-    def lower_public(x, y):
-        del x
+    def lower_public(_, y):
         return ridge * optax.tree.norm(y, squared=True)
 
     x_set: AbstractSet = Simplex() if parametrization == "simplex" else Euclidean()
     return BilevelProblem(
-        upper=upper,
-        lower=lower,
-        lower_public=lower_public,
-        x_set=x_set,
-        x_in_records=("lower",),
+        upper, lower, lower_public=lower_public, x_set=x_set, x_in_records=("lower",)
     )
 
 
@@ -116,10 +110,7 @@ def source_weights(
 
 
 def penalty_tuning(
-    loss: ModelLoss,
-    groups: PyTree,
-    *,
-    bounds: tuple[float, float] = (-4.0, 2.0),
+    loss: ModelLoss, groups: PyTree, *, bounds: tuple[float, float] = (-4.0, 2.0)
 ) -> BilevelProblem:
     r"""Tunes one quadratic penalty per group of coefficients on validation records.
 
@@ -167,14 +158,9 @@ def penalty_tuning(
                 "penalty_tuning: groups must be counted from 0, got "
                 f"{int(jnp.min(leaf))}."
             )
-    num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))
+    num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))  # k
 
-    def upper(x, y, record):
-        del x
-        return loss(y, record)
-
-    def lower(x, y, record):
-        del x
+    def record_loss(_, y, record):
         return loss(y, record)
 
     def lower_public(x, y):
@@ -193,8 +179,8 @@ def penalty_tuning(
         return 0.5 * optax.tree.sum(terms)
 
     return BilevelProblem(
-        upper=upper,
-        lower=lower,
+        record_loss,
+        record_loss,
         lower_public=lower_public,
         x_set=Box(jnp.full(num_groups, low), jnp.full(num_groups, high)),
         x_in_records=False,

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.outputs import AbstractOutput
-from ..core.solver import AbstractNoisySolver, State
+from ..core.outputs import AbstractOutput, check_output
+from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling
+from ..privacy.sampling import AbstractSampling, unnumbered
 from .penalized import levels_queries
 from .problem import BilevelProblem, Levels, Sizes
 
@@ -36,19 +37,29 @@ class AbstractBlocks(eqx.Module):
     x: AbstractVar[Any]
 
 
-class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
+class JointState(eqx.Module):
+    """The state of an `AbstractJointSolver`; `w` and `memory` are of its `blocks`."""
+
+    w: Any  # the three variables, all released
+    kept: PyTree  # by the output rule
+    memory: Any  # of each variable's updates
+    t: Int[Array, ""]
+
+
+class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
     r"""Moves three variables at once along the blocks of one clipped, noisy release.
 
     Every block is measured in its unit $u_b = C_b / \sqrt{s_b}$, with the bound $C_b$
     on the block of one lower record and the share $s_b$ of the block in the squared
     budget. A record's blocks are clipped together in these units: a record whose blocks
-    are within their bounds is left as it is.
+    are within their bounds is left as it is. A subclass writes `step`: it maps one
+    record of each level to its blocks, for `directions`, and ends in `moved`.
 
     Attributes:
         blocks: The class of the blocks.
         sampling: How each step's batches are drawn, one per level.
         budget_split: $s_b$, for any sum. Where no record meets x, of the first two.
-        output: Which pair is the answer. States have `x`, `y`, `kept` and `t`.
+        output: Which pair is the answer.
 
     Privacy:
         In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
@@ -62,29 +73,56 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
     output: AbstractVar[AbstractOutput]
     problem_type: ClassVar[type] = BilevelProblem
 
-    def released(self, state: Any) -> PyTree:
-        """The current pair."""
-        return state.x, state.y
+    def __check_init__(self):
+        owner = type(self).__name__
+        unnumbered(owner, self.sampling)
+        check_output(owner, self.output)
+        names = (field.name for field in dataclasses.fields(self.blocks))
+        _checks.budget_split(owner, self.budget_split, *names)
+
+    @abc.abstractmethod
+    def start(self, x: PyTree, y: PyTree) -> Any:
+        """The three variables at the given, feasible pair."""
+
+    @abc.abstractmethod
+    def descents(self, problem: BilevelProblem) -> Any:
+        """The `Descent` of each variable."""
 
     @override
-    def answer(self, problem, state: Any):
-        return self.output.answer(state.kept, self.released(state))
+    def init(self, problem: BilevelProblem, w0: PyTree) -> JointState:
+        x, y = jax.tree.map(jnp.asarray, tuple(w0))
+        x, y = problem.x_set.project(x), problem.y_set.project(y)
+        w = self.start(x, y)
+        pairs = zip(*map(_entries, (self.descents(problem), w)), strict=True)
+        memory = self.blocks(*(descent.init(v) for descent, v in pairs))
+        return JointState(w, self.output.init((x, y)), memory, jnp.zeros((), jnp.int32))
 
-    def keep(self, state: Any, pair: PyTree) -> PyTree:
-        """What the output rule keeps after a step.
-
-        Args:
-            state: The state before the step.
-            pair: `(x, y)` after it.
-        """
-        return self.output.update(
+    def moved(self, problem: BilevelProblem, state: JointState, q: Any) -> JointState:
+        """The state after each variable's projected update along its block of `q`."""
+        parts = map(_entries, (self.descents(problem), q, state.memory, state.w))
+        pairs = [descent.update(*rest) for descent, *rest in zip(*parts, strict=True)]
+        w, memory = (self.blocks(*values) for values in zip(*pairs, strict=True))
+        kept = self.output.update(
             state.kept,
-            pair,
+            (w.x, w.y),
             before=self.released(state),
             t=state.t,
             num_steps=self.num_steps,
-            key=None,
+            key=None,  # `check_output` refuses rules that draw
         )
+        return JointState(w, kept, memory, state.t + 1)
+
+    def released(self, state: JointState) -> PyTree:
+        """The current pair."""
+        return state.w.x, state.w.y
+
+    def adversary_view(self, state: JointState) -> PyTree:
+        """All three variables."""
+        return state.w
+
+    @override
+    def answer(self, problem, state: JointState):
+        return self.output.answer(state.kept, self.released(state))
 
     @abc.abstractmethod
     def lower_bounds(self) -> tuple[float, float, float]:
@@ -95,11 +133,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
         """The bound on each block of one upper record; `None` where it has none."""
 
     def units(self, problem: BilevelProblem) -> Any:
-        """The units of the blocks; `None` for x where no record meets it.
-
-        Args:
-            problem: The problem.
-        """
+        """The units of the blocks; `None` for x where no record meets it."""
         return self._units(bool(problem.x_in_records))
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
@@ -150,7 +184,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
 
     def _units(self, meets_x: bool) -> Any:
         split = self.budget_split
-        total = sum(split) if meets_x else sum(split[:2])
+        total = sum(split) if meets_x else sum(split[:2])  # a free block takes no share
         first, second, x = (
             bound * (total / share) ** 0.5
             for bound, share in zip(self.lower_bounds(), split, strict=True)
@@ -159,10 +193,11 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
 
     def _clip_norms(self, problem: BilevelProblem) -> Levels:
         """What bounds the blocks of one record of each level, in their units."""
-        units = list(vars(self.units(problem)).values())
+        units = _entries(self.units(problem))
 
         def clip_norm(role, bounds):
             *both, of_x = zip(bounds, units, strict=True)
+            # A level that does not read x has no block there to bound.
             terms = both + ([of_x] if problem.reads_x(role) else [])
             squares = [(b / unit) ** 2 for b, unit in terms if b is not None]
             return sum(squares[1:], squares[0]) ** 0.5
@@ -171,6 +206,10 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, State]):
             clip_norm("upper", self.upper_bounds()),
             clip_norm("lower", self.lower_bounds()),
         )
+
+
+def _entries(blocks: AbstractBlocks) -> list[Any]:
+    return list(vars(blocks).values())
 
 
 def _name(units: AbstractBlocks) -> str:
@@ -185,7 +224,7 @@ def _name(units: AbstractBlocks) -> str:
 def _scaled(blocks: Any, units: Any, power: int) -> Any:
     """Each block times a power of its unit; without x where x has no unit."""
     if units.x is None:
-        blocks = dataclasses.replace(blocks, x=None)
+        blocks = dataclasses.replace(blocks, x=None)  # not released
     return jax.tree.map(
         lambda unit, block: optax.tree.scale(unit**power, block), units, blocks
     )

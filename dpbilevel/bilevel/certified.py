@@ -61,12 +61,12 @@ class HypergradientQuery(AbstractCertifiedQuery):
         dtype = jnp.result_type(float)
         sensitivities.check_dtype(certificate, sizes, dtype)
         shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
-        queries = tuple(
-            Query.of_contribution(
-                role, getattr(sizes, role), float(getattr(shares, role)) / 2
-            )
-            for role in LEVELS
-        )
+
+        def query(role):
+            contribution = float(getattr(shares, role)) / 2
+            return Query.of_contribution(role, getattr(sizes, role), contribution)
+
+        queries = tuple(map(query, LEVELS))
         largest = float(certificate.bounds(sizes).gradient)
         joint = sizes.people is People.SHARED
         return Costs(queries, Basis.CONSTANTS, largest, joint)
@@ -91,8 +91,9 @@ class HypergradientQuery(AbstractCertifiedQuery):
         with jax.default_matmul_precision("highest"):
             value = hypergradient(self.problem, data, x, y0, sizes, bounds, counts)
         shares = sensitivities.hypergradient_sensitivity(certificate, sizes, dtype, x)
-        shares = jax.tree.map(
-            lambda v: jax.lax.stop_gradient(jnp.asarray(v, dtype)), shares
+        # The noise is a constant of derivatives through released values.
+        shares = jax.lax.stop_gradient(
+            jax.tree.map(lambda v: jnp.asarray(v, dtype), shares)
         )
         if precision == "grid":
             least = jnp.minimum(shares.upper, shares.lower)
@@ -116,11 +117,7 @@ def _check_rows(data: Levels, sizes: Sizes) -> None:
 
 
 def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
-    """The one dtype of the computation, which the bound on rounding refers to.
-
-    Args:
-        w: All variables, or their shapes.
-        owner: The solver to name in an error.
+    """The one dtype of all variables `w`, which the bound on rounding refers to.
 
     Raises:
         ValueError: There are several dtypes, or one of half precision.
@@ -173,32 +170,24 @@ def hypergradient(
 ) -> PyTree:
     """The hypergradient of `HypergradientQuery`, not sealed. NON-PRIVATE.
 
-    Args:
-        problem: The problem.
-        data: The records.
-        x: The upper variable.
-        y0: Where the lower solve starts.
-        sizes: The planned sizes.
-        bounds: The certificate's bounds at `x`.
-        counts: The numbers of inner steps.
+    The lower solve starts at `y0`; `bounds` are the certificate's at `x`.
     """
     ball = Ball(bounds.solution_radius)
     spectrum, means = bounds.spectrum, Means(problem, data, sizes)
-    y = spectrum.accelerated_gradient(
-        functools.partial(means.lower_y, x), ball.project(y0), counts.lower
-    )
-    y = ball.project(y)
-    direct, right = means.upper(x, y)
-    v = spectrum.chebyshev(
-        lambda v: jax.jvp(lambda y: means.lower_y(x, y), (y,), (v,))[1],
-        right,
-        counts.linear,
-    )
-    cross = jax.jvp(lambda y: means.lower_x(x, y), (y,), (v,))[1]
+    lower_y, lower_x = (functools.partial(f, x) for f in (means.lower_y, means.lower_x))
+    y = spectrum.accelerated_gradient(lower_y, ball.project(y0), counts.lower)
+    y = ball.project(y)  # where the bounds hold
+
+    def hessian(v):
+        return jax.jvp(lower_y, (y,), (v,))[1]
+
+    direct, right = means.upper(x, y)  # the right-hand side of the system
+    v = spectrum.chebyshev(hessian, right, counts.linear)
+    cross = jax.jvp(lower_x, (y,), (v,))[1]
     value = optax.tree.sub(direct, cross)
     finite = all_finite(value)
     value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
-    return Ball(bounds.gradient).project(value)
+    return Ball(bounds.gradient).project(value)  # the ball of the exact one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,23 +200,21 @@ class Means:
 
     def lower_y(self, x: PyTree, y: PyTree) -> PyTree:
         r"""$\nabla_y G$ at `x` and `y`."""
-        mean = _mean(
-            lambda total: jax.grad(lambda y: total(self.problem.lower, x, y))(y),
-            self.data.lower,
-            self.sizes.lower,
-        )
-        return _plus(mean, self.problem.lower_public, 1, x, y)
+        return self._lower(1, x, y)
 
     def lower_x(self, x: PyTree, y: PyTree) -> PyTree:
         r"""$\nabla_x G$ at `x` and `y`."""
-        mean = optax.tree.zeros_like(x)
         if self.problem.reads_x("lower"):
-            mean = _mean(
-                lambda total: jax.grad(lambda x: total(self.problem.lower, x, y))(x),
-                self.data.lower,
-                self.sizes.lower,
-            )
-        return _plus(mean, self.problem.lower_public, 0, x, y)
+            return self._lower(0, x, y)
+        return _plus(optax.tree.zeros_like(x), self.problem.lower_public, 0, x, y)
+
+    def _lower(self, argument: int, x: PyTree, y: PyTree) -> PyTree:
+        def gradient(total):
+            loss = functools.partial(total, self.problem.lower)
+            return jax.grad(loss, argument)(x, y)
+
+        mean = _mean(gradient, self.data.lower, self.sizes.lower)
+        return _plus(mean, self.problem.lower_public, argument, x, y)
 
     def upper(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
         r"""$\nabla_x F$ and $\nabla_y F$ at `x` and `y`."""
@@ -264,9 +251,8 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
         )
 
         def total(loss, x, y):
-            chunk = jax.vmap(functools.partial(readable, dtype=common_dtype((x, y))))(
-                piece
-            )
+            dtype = common_dtype((x, y))
+            chunk = jax.vmap(lambda record: readable(record, dtype))(piece)
             losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
             return jnp.sum(jnp.where(fresh, losses, 0))
 
@@ -277,21 +263,16 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
         total = part(indices[0])
     else:
         empty = optax.tree.zeros_like(jax.eval_shape(part, indices[0]))
-        total, _ = jax.lax.scan(
-            lambda total, index: (optax.tree.add(total, part(index)), None),
-            empty,
-            indices,
-        )
+
+        def add(total, index):
+            return optax.tree.add(total, part(index)), None
+
+        total, _ = jax.lax.scan(add, empty, indices)
     return jax.tree.map(lambda v: v / size, total)
 
 
 def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
-    """The records with their floating-point entries in a dtype.
-
-    Args:
-        records: One or many.
-        dtype: The dtype.
-    """
+    """One or many records with their floating-point entries in a dtype."""
     return jax.tree.map(
         lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,
         records,

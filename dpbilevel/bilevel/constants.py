@@ -7,7 +7,7 @@ a small part of that.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,15 +47,12 @@ class Constants:
 
     def __post_init__(self):
         _checks.positive("Constants", strong_convexity=self.strong_convexity)
-        bounds = dataclasses.asdict(self)
-        _checks.non_negative("Constants", **bounds)
+        _checks.non_negative("Constants", **vars(self))
 
     @property
     def ell(self) -> float:
         r"""$\ell$, the largest of the bounds."""
-        bounds = dataclasses.asdict(self)
-        del bounds["strong_convexity"]
-        return max(bounds.values())
+        return max(v for name, v in vars(self).items() if name != "strong_convexity")
 
     @property
     def kappa(self) -> float:
@@ -67,7 +64,12 @@ class AbstractCertificate(abc.ABC):
     """Bounds that hold for every record, from which sensitivities are proved.
 
     Hashable: a part of the problem that every program is compiled for.
+
+    Attributes:
+        varies: Whether the bounds depend on `x`.
     """
+
+    varies: bool
 
     @abc.abstractmethod
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
@@ -98,11 +100,6 @@ class AbstractCertificate(abc.ABC):
     @abc.abstractmethod
     def check(self, problem: Any) -> None:
         """Raises `ValueError` where the problem is visibly not the one it is for."""
-
-    @property
-    @abc.abstractmethod
-    def varies(self) -> bool:
-        """Whether the bounds depend on `x`."""
 
     @property
     @abc.abstractmethod
@@ -192,6 +189,7 @@ class SecondOrderConstants(AbstractCertificate):
     lower_yy_spread: float | None = None
     per_record: bool = False
     terms: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
+    varies: ClassVar[bool] = False
 
     def __post_init__(self):
         owner = "SecondOrderConstants"
@@ -202,8 +200,7 @@ class SecondOrderConstants(AbstractCertificate):
         )
         for name, value in self._numbers().items():
             whole = name.removesuffix("_spread")
-            if value is None:
-                value = getattr(self, whole)
+            value = getattr(self, whole) if value is None else value
             _checks.non_negative(owner, **{name: value})
             # Plain numbers: they are compared and hashed.
             object.__setattr__(self, name, float(value))
@@ -230,12 +227,8 @@ class SecondOrderConstants(AbstractCertificate):
             Lowy and Liu, equation (11).
         """
         mu, cross = self.strong_convexity, self.lower_xy
-        return (
-            self.upper_xy
-            + self.upper_yy * cross / mu
-            + self.upper_y
-            * (self.lower_xy_in_y / mu + self.lower_yy_in_y * cross / mu**2)
-        )
+        turned = self.lower_xy_in_y / mu + self.lower_yy_in_y * cross / mu**2
+        return self.upper_xy + self.upper_yy * cross / mu + self.upper_y * turned  # C
 
     @property
     def sensitivity_constant(self) -> float:
@@ -252,7 +245,7 @@ class SecondOrderConstants(AbstractCertificate):
             Lowy and Liu, equation (12).
         """
         mu, cross = self.strong_convexity, self.lower_xy
-        moved = self._spread("lower_y") / mu
+        moved = self._spread("lower_y") / mu  # n d / 2
         return 2 * (
             self.upper_xy * moved
             + 2 * self.upper_total
@@ -275,15 +268,13 @@ class SecondOrderConstants(AbstractCertificate):
             Lowy and Liu, equation (28).
         """
         mu, moves = self.strong_convexity, self.lower_xy / self.strong_convexity
+        slope = self.upper_y / mu
         return (
             self.upper_xx
             + 2 * self.upper_xy * moves
             + moves**2 * self.upper_yy
-            + self.upper_y
-            / mu
-            * moves
-            * (self.lower_yy_in_x + self.lower_yy_in_y * moves)
-            + self.upper_y / mu * (self.lower_xy_in_y * moves + self.lower_xy_in_x)
+            + slope * moves * (self.lower_yy_in_x + self.lower_yy_in_y * moves)
+            + slope * (self.lower_xy_in_y * moves + self.lower_xy_in_x)
         )
 
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
@@ -305,10 +296,9 @@ class SecondOrderConstants(AbstractCertificate):
         """
         del x
         mu, cross = self.strong_convexity, self.lower_xy
-        moved = 2 * self._spread("lower_y") / (mu * sizes.lower)
-        blocks = (
-            cross * self._spread("lower_yy") / mu**2 + self._spread("lower_xy") / mu
-        )
+        moved = 2 * self._spread("lower_y") / (mu * sizes.lower)  # d
+        hessian = cross * self._spread("lower_yy") / mu**2  # through v
+        blocks = hessian + self._spread("lower_xy") / mu
         record = self._spread("upper_x") + cross * self._spread("upper_y") / mu
         return Bounds(
             strong_convexity=mu,
@@ -344,14 +334,8 @@ class SecondOrderConstants(AbstractCertificate):
             check_terms("SecondOrderConstants", problem, self.terms)
 
     def _numbers(self) -> dict[str, Any]:
-        numbers = dict(vars(self))
-        del numbers["terms"], numbers["per_record"]
-        return numbers
-
-    @property
-    @override
-    def varies(self) -> bool:
-        return False
+        others = ("terms", "per_record")
+        return {k: v for k, v in vars(self).items() if k not in others}
 
     @property
     @override
@@ -361,9 +345,7 @@ class SecondOrderConstants(AbstractCertificate):
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Every declared constant."""
-        declared = ", ".join(
-            f"{name} = {value:.6g}" for name, value in self._numbers().items()
-        )
+        declared = ", ".join(f"{k} = {v:.6g}" for k, v in self._numbers().items())
         also = ", of single records too" if self.per_record else ""
         start = "declared for every possible record and all x of the set"
         return (f"{start}{also}: {declared}",)
@@ -373,22 +355,12 @@ class SecondOrderConstants(AbstractCertificate):
 
 
 def terms_of(problem: Any) -> tuple[Any, ...]:
-    """The functions that a certificate is about.
-
-    Args:
-        problem: A `BilevelProblem`.
-    """
+    """The functions of a `BilevelProblem`, which a certificate is about."""
     return problem.upper, problem.lower, problem.upper_public, problem.lower_public
 
 
 def check_terms(owner: str, problem: Any, terms: tuple[Any, ...]) -> None:
-    """Raises `ValueError` where a problem has other functions than a certificate.
-
-    Args:
-        owner: The certificate to name in the message.
-        problem: A `BilevelProblem`.
-        terms: The `terms_of` the problem that the certificate is for.
-    """
+    """Raises `ValueError` where a problem has other `terms_of` than a certificate."""
     if terms_of(problem) != terms:
         raise ValueError(
             f"{owner}: a loss or a public term of the problem was exchanged, but its "

@@ -4,39 +4,27 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Positive
-from ..core.descent import Descent, StepSize, as_rule, check_step_sizes
-from ..core.outputs import AbstractOutput, Last, check_output
+from ..core.descent import Descent, StepSize, as_rule
+from ..core.outputs import AbstractOutput, Last
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
-from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
-from .blocks import AbstractBlocks, AbstractJointSolver
-from .penalized import PenalizedLevel, penalty_gradients, public_penalty_gradient
+from ..privacy.sampling import AbstractSampling, FullBatch
+from .blocks import AbstractBlocks, AbstractJointSolver, JointState
+from .penalized import PenalizedLevel, public_penalty_gradient
 from .problem import BilevelProblem, Sizes
 
 
 class _Blocks(AbstractBlocks):
-    y: Any
-    z: Any
+    y: Any  # follows the solution of the lower level
+    z: Any  # follows the solution of the penalized level
     x: Any
 
 
-class _State(eqx.Module):
-    x: PyTree
-    y: PyTree  # follows the solution of the lower level
-    z: PyTree  # follows the solution of the penalized level
-    kept: PyTree  # by the output rule
-    memory: _Blocks
-    t: Int[Array, ""]
-
-
-class F2SA(AbstractJointSolver[_State]):
+class F2SA(AbstractJointSolver):
     r"""Fully first-order bilevel optimization with one clipped, noisy release a step.
 
     $y$ follows the solution of the lower level and $z$ that of the penalized level $g +
@@ -116,41 +104,14 @@ class F2SA(AbstractJointSolver[_State]):
     sizes: Sizes | None = eqx.field(static=True, default=None)
     blocks: ClassVar = _Blocks
 
-    def __check_init__(self):
-        unnumbered("F2SA", self.sampling)
-        check_step_sizes(
-            "F2SA", step_size=self.step_size, lower_step_size=self.lower_step_size
-        )
-        check_output("F2SA", self.output)
-        _checks.budget_split("F2SA", self.budget_split, "y", "z", "x")
+    @override
+    def start(self, x, y) -> _Blocks:
+        return _Blocks(y, y, x)
 
-    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Starts at `w0 = (x, y)` and $z = y$."""
-        x, y = jax.tree.map(jnp.asarray, tuple(w0))
-        x, y = problem.x_set.project(x), problem.y_set.project(y)
-        descents = self._descents(problem)
-        memory = _Blocks(descents.y.init(y), descents.z.init(y), descents.x.init(x))
-        kept = self.output.init((x, y))
-        return _State(x, y, y, kept, memory, jnp.zeros((), jnp.int32))
-
-    def step(self, problem, data, state, *, key) -> _State:
-        """One joint release, three projected updates from the same point."""
-        # Algorithm 1 (F2SA): all gradients at the same point and on the same batch.
-        q = self._direction(problem, data, state, key)
-        descents, memory = self._descents(problem), state.memory
-
-        # The inner step of the lower and of the penalized level, then the outer step.
-        y, memory_y = descents.y.update(q.y, memory.y, state.y)
-        z, memory_z = descents.z.update(q.z, memory.z, state.z)
-        x, memory_x = descents.x.update(q.x, memory.x, state.x)
-
-        kept = self.keep(state, (x, y))
-        memory = _Blocks(memory_y, memory_z, memory_x)
-        return _State(x, y, z, kept, memory, state.t + 1)
-
-    def adversary_view(self, state: _State) -> PyTree:
-        """All three variables."""
-        return state.x, state.y, state.z
+    @override
+    def descents(self, problem) -> _Blocks:
+        lower = Descent(self.lower_step_size, problem.y_set)
+        return _Blocks(lower, lower, Descent(self.step_size, problem.x_set))
 
     @override
     def lower_bounds(self):
@@ -160,40 +121,36 @@ class F2SA(AbstractJointSolver[_State]):
     def upper_bounds(self):
         return None, self.upper_clip_norm / self.penalty, self.upper_clip_norm
 
-    def _descents(self, problem: BilevelProblem) -> _Blocks:
-        lower = Descent(self.lower_step_size, problem.y_set)
-        return _Blocks(lower, lower, Descent(self.step_size, problem.x_set))
+    @override
+    def step(self, problem, data, state, *, key) -> JointState:
+        x, y, z = state.w.x, state.w.y, state.w.z
 
-    def _direction(self, problem, data, state: _State, key: PRNGKey) -> _Blocks:
-        """The released blocks plus the public terms, shortened where they overshoot."""
-        x, y, z = state.x, state.y, state.z
-        lower = PenalizedLevel(problem, x)
-        penalized = PenalizedLevel(problem, x, self.penalty, self.upper_clip_norm)
-        outer = penalty_gradients(problem, self.penalty, x, y, z)
+        def upper(record):
+            of_x, of_z = jax.grad(problem.upper, (0, 1))(x, z, record)
+            of_z = jax.tree.map(lambda v: v / self.penalty, of_z)
+            return _Blocks(optax.tree.zeros_like(y), of_z, of_x)
 
-        def blocks(role):
-            of_y, of_z = lower.record_gradients(y), penalized.record_gradients(z)
-            parts = (of_y.get(role), y), (of_z.get(role), z), (outer.get(role), x)
+        def lower(record):
+            slopes = jax.grad(problem.lower, (0, 1))
+            (x_at_y, of_y), (x_at_z, of_z) = slopes(x, y, record), slopes(x, z, record)
+            of_x = optax.tree.scale(self.penalty, optax.tree.sub(x_at_z, x_at_y))
+            return _Blocks(of_y, of_z, of_x)
 
-            def of_record(record):
-                return _Blocks(
-                    *(
-                        optax.tree.zeros_like(like) if fun is None else fun(record)
-                        for fun, like in parts
-                    )
-                )
-
-            return of_record
-
-        funs = {role: blocks(role) for role in ("upper", "lower")}
+        # Algorithm 1: all gradients at the same point and on the same batch.
+        funs = {"upper": upper, "lower": lower}
         q = self.directions(problem, data, funs, like=x, key=key)
+        q = self._with_public(problem, q, x, y, z)
+        return self.moved(problem, state, q)  # the inner steps and the outer one
+
+    def _with_public(self, problem: BilevelProblem, q: _Blocks, x, y, z) -> _Blocks:
+        """Adds the public terms; shortens what would overshoot them."""
+        level = PenalizedLevel(problem, x)
+        penalized = PenalizedLevel(problem, x, self.penalty)
         public_x = public_penalty_gradient(problem, self.penalty, x, y, z)
         q = optax.tree.add(
-            q, _Blocks(lower.public_gradient(y), penalized.public_gradient(z), public_x)
+            q, _Blocks(level.public_gradient(y), penalized.public_gradient(z), public_x)
         )
-        descents = self._descents(problem)
-        return _Blocks(
-            descents.y.shortened(q.y, lower.public_gradient, y),
-            descents.z.shortened(q.z, penalized.public_gradient, z),
-            q.x,
-        )
+        descents = self.descents(problem)
+        of_y = descents.y.shortened(q.y, level.public_gradient, y)
+        of_z = descents.z.shortened(q.z, penalized.public_gradient, z)
+        return _Blocks(of_y, of_z, q.x)

@@ -78,36 +78,29 @@ class Spectrum:
 
         def step(_, state):
             x, z, w = state
-            root = jnp.sqrt(q * (q + (1 - q) * w))
-            weight = (q + root) / (1 + root)
+            root = jnp.sqrt(q * (q + (1 - q) * w))  # S_k
+            weight = (q + root) / (1 + root)  # tau_k
             y = _add(x, 2 * q / (q + root), optax.tree.sub(z, x))
             slope = gradient(y)
-            x = _add(y, -short, slope)
+            x = _add(y, -short, slope)  # a gradient step
             z = _add(z, weight, optax.tree.sub(_add(y, -long, slope), z))
-            return x, z, weight**2 / q
+            return x, z, weight**2 / q  # w_{k+1}
 
         return jax.lax.fori_loop(0, num_steps, step, (start, start, w))[1]
 
     def accelerated_error(self, distance: Number, num_steps: int) -> Number:
         r"""$\|z_k - z^*\| \le D / \cosh((k + 1) \operatorname{artanh} \kappa^{-1/2})$.
 
-        Args:
-            distance: $D \ge \|z_0 - z^*\|$.
-            num_steps: $k \ge 1$.
+        With `distance` $D \ge \|z_0 - z^*\|$ and `num_steps` $k \ge 1$.
         """
         angle = self._angle
         decay = module_of(angle).exp(-(num_steps + 1) * angle)
         return distance * 2 * decay / (1 + decay**2)
 
     def accelerated_steps(self, distance: Number, error: Number) -> Number:
-        r"""A number of steps after which `accelerated_error` is at most `error`.
+        """A number of steps after which `accelerated_error` is at most `error` > 0.
 
-        Args:
-            distance: $D \ge \|z_0 - z^*\|$.
-            error: $\alpha > 0$.
-
-        Returns:
-            A whole number: a float on the host, an array for arrays.
+        A whole number: a float on the host, an array for arrays.
         """
         angle, ratio = self._angle, distance / error
         module = module_of(ratio / angle)
@@ -149,7 +142,7 @@ class Spectrum:
             value, residual, move, weight = state
             value = optax.tree.add(value, move)
             residual = _add(residual, -1.0, matvec(move))
-            new = 1 / (2 * ratio - weight)
+            new = 1 / (2 * ratio - weight)  # from public numbers alone
             move = _add(_scale(new * weight, move), 2 * new / half, residual)
             return value, residual, move, new
 
@@ -160,29 +153,20 @@ class Spectrum:
         return jax.lax.fori_loop(0, num_steps, step, state)[0]
 
     def chebyshev_error(self, num_steps: int) -> Number:
-        r"""$2 q^m$ with $q = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$.
-
-        Args:
-            num_steps: $m$.
-        """
+        r"""$2 q^m$ with $q = (\sqrt\kappa - 1) / (\sqrt\kappa + 1)$ in $m$ steps."""
         root = self.condition_number**0.5
         return 2 * ((root - 1) / (root + 1)) ** num_steps
 
     def chebyshev_steps(self, factor: Number) -> Number:
-        r"""A number of steps after which `chebyshev_error` is at most `factor`.
+        """A number of steps after which `chebyshev_error` is at most `factor` > 0.
 
-        Args:
-            factor: Positive.
-
-        Returns:
-            A whole number, at least 1: a float on the host, an array for arrays.
+        A whole number, at least 1: a float on the host, an array for arrays.
         """
         root = self.condition_number**0.5
         ratio, rate = 2 / factor, (root + 1) / (root - 1)
         module = module_of(ratio * rate)
-        return (
-            module.maximum(module.ceil(module.log(ratio) / module.log(rate)), 0.0) + 1
-        )
+        steps = module.ceil(module.log(ratio) / module.log(rate))
+        return module.maximum(steps, 0.0) + 1
 
 
 def _scale(factor: Number, tree: PyTree) -> PyTree:

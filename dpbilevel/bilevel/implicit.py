@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, check_fields
-from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.descent import Descent, Memory, StepSize, as_rule
 from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import Neighbours, PrivacyBudget
@@ -91,7 +91,6 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     def __check_init__(self):
         owner = "ImplicitBilevel"
         check_fields(self)
-        check_step_sizes(owner, step_size=self.step_size)
         if self.noise.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "

@@ -8,14 +8,13 @@ every record there can be.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
-from typing_extensions import override
 
 from .. import _checks
 from ..core.levels import Sizes
@@ -149,6 +148,7 @@ class TuningCertificate(AbstractCertificate):
     low: float
     high: float
     terms: tuple[Callable | None, ...] = dataclasses.field(repr=False)
+    varies: ClassVar[bool] = True
 
     def check(self, problem: BilevelProblem) -> None:
         """Refuses a problem with another box or other functions than those proved."""
@@ -170,40 +170,35 @@ class TuningCertificate(AbstractCertificate):
         slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
         return low >= self.low - slack and high <= self.high + slack
 
-    @property
-    @override
-    def varies(self) -> bool:
-        return True
-
     def bounds(self, sizes: Sizes, x: PyTree | None = None) -> Bounds:
         """The bounds at the log-penalties `x`, or at the worst point of the box."""
         if x is None:
             mu, top = (np.exp(np.float64(v)) for v in (self.low, self.high))
         else:
             mu, top = jnp.exp(jnp.min(x)), jnp.exp(jnp.max(x))
-        slope, radius, energy = self._solution(mu)
+        slope, radius, energy = self._solution(mu)  # p_1, r and S
         p1, p2 = slope * self.row_norm, self.model.curvature * self.row_norm**2
         p3, n = self.model.third * self.row_norm**3, sizes.lower
-        moved = 2 * p1 / (n * mu)
+        moved = 2 * p1 / (n * mu)  # d
         root, reach = mu**0.5, radius * top**0.5
-        concordant = self.model.concordance * self.row_norm * moved
+        concordant = self.model.concordance * self.row_norm * moved  # s R d
         module = module_of(mu)
         # Beyond 1 the other bound on the others' share is the smaller one by far.
         exponential = module.exp(module.minimum(concordant, 1.0))
-        turned = module.minimum(
+        turned = module.minimum(  # t
             p3 * moved / mu,
             module.where(concordant < 1, concordant * exponential, math.inf),
         )
-        others = p2 * moved + (turned + p2 / (n * mu)) * p1
+        others = p2 * moved + (turned + p2 / (n * mu)) * p1  # in the brackets above
         return Bounds(
             strong_convexity=mu,
             smoothness=p2 + top,
             solution_radius=radius,
             solution_shift=moved,
-            upper=energy * 2 * p1 / (root * sizes.upper),
-            lower=2 * p1 / (n * root) * (p1 / root) + energy * others / root,
-            lower_error=top**0.5 * p1 / root + reach * (p2 + p1 * p3 / mu) / root,
-            linear_error=reach / root,
+            upper=energy * 2 * p1 / (root * sizes.upper),  # S_up
+            lower=2 * p1 / (n * root) * (p1 / root) + energy * others / root,  # S_low
+            lower_error=top**0.5 * p1 / root + reach * (p2 + p1 * p3 / mu) / root,  # C
+            linear_error=reach / root,  # c
             gradient=energy * p1 / root,
             upper_gradient=p1,
             lower_gradient=p1 + (2 * p2 + 3 * top) * radius,
@@ -230,7 +225,7 @@ class TuningCertificate(AbstractCertificate):
         $\beta_{gxy} = e^u r$, $C_{gxy} = e^u$, $M_{gyy} = e^u$, $M_{gxy} = e^u r$;
         half of $p_2 R^2$ is the spread of a record's Hessian, which is semidefinite.
         """
-        mu, top = math.exp(self.low), math.exp(self.high)
+        mu, top = math.exp(self.low), math.exp(self.high)  # the worst x
         slope, radius, _ = self._solution(np.float64(mu))
         p1, p2 = slope * self.row_norm, self.model.curvature * self.row_norm**2
         return SecondOrderConstants(
@@ -276,7 +271,7 @@ class TuningCertificate(AbstractCertificate):
     def _solution(self, mu: Any) -> tuple[Any, Any, Any]:
         """Bounds on the slope, on the solution's norm and on it in Lambda's norm."""
         module, energy = module_of(mu), (2 * self.model.start) ** 0.5
-        radius = module.inf + 0 * mu
+        radius = module.inf + 0 * mu  # of the dtype of mu
         slope = self.model.slope(radius)
         for _ in range(_REFINEMENTS):
             radius = module.minimum(slope * self.row_norm / mu, energy / mu**0.5)

@@ -22,15 +22,12 @@ def levels_queries(
 ) -> tuple[tuple[Query, ...], bool]:
     """One query for each level that is read, and whether they share one batch.
 
-    Args:
-        clip_norms: Clip norms; `None` for a level that is not read.
-        sampling: How the batches are drawn.
-        sizes: The planned sizes.
+    The clip norm of a level that is not read is `None`.
     """
     queries = tuple(
-        Query(role, getattr(sizes, role), getattr(clip_norms, role), sampling)
+        Query(role, getattr(sizes, role), clip_norm, sampling)
         for role in LEVELS
-        if getattr(clip_norms, role) is not None
+        if (clip_norm := getattr(clip_norms, role)) is not None
     )
     return queries, sizes.people is People.SHARED and len(queries) > 1
 
@@ -66,7 +63,7 @@ class PenalizedLevel(AbstractFiniteSum):
 
         def upper(record):
             gradient = jax.grad(self.problem.upper, 1)(self.x, w, record)
-            return jax.tree.map(lambda v: v / self.penalty, gradient)
+            return jax.tree.map(lambda v: v / self.penalty, gradient)  # g + f / lambda
 
         return {"lower": lower} | ({} if self.penalty is None else {"upper": upper})
 
@@ -82,7 +79,10 @@ class PenalizedLevel(AbstractFiniteSum):
 
     def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
         """One query on the lower records, and one on the upper ones if penalized."""
-        return levels_queries(self._clip_norms(clip_norm), sampling, sizes)
+        above = None
+        if self.penalty is not None and self.upper_clip_norm is not None:
+            above = self.upper_clip_norm / self.penalty
+        return levels_queries(Levels(above, clip_norm), sampling, sizes)
 
     @override
     def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
@@ -92,17 +92,12 @@ class PenalizedLevel(AbstractFiniteSum):
     def check_sizes(self, owner: str, sizes: object) -> None:
         self.problem.check_sizes(owner, sizes)
 
+    @override
     def check_people(self, data: Levels, people: People) -> None:
-        """As for the bilevel problem."""
         self.problem.check_people(data, people)
 
     def check(self, w0: PyTree, data: Levels) -> None:
         """Nothing to check: the bilevel problem was checked as a whole."""
-
-    def _clip_norms(self, clip_norm) -> Levels:
-        if self.penalty is None or self.upper_clip_norm is None:
-            return Levels(None, clip_norm)
-        return Levels(self.upper_clip_norm / self.penalty, clip_norm)
 
 
 def penalty_gradients(
@@ -111,14 +106,8 @@ def penalty_gradients(
     r"""What one record adds to the gradient in x of $f + \lambda (g - g^*)$.
 
     $\nabla_x f(x, z)$ of an upper record, $\lambda (\nabla_x g(x, z) - \nabla_x g(x,
-    y))$ of a lower one, for the roles that meet x.
-
-    Args:
-        problem: The problem.
-        penalty: $\lambda$.
-        x: The upper variable.
-        y: The solution of the lower level.
-        z: The solution of the penalized level.
+    y))$ of a lower one, for the roles that meet x; with $y$ the solution of the lower
+    and $z$ that of the penalized level.
     """
 
     def upper(record):
@@ -126,8 +115,7 @@ def penalty_gradients(
 
     def lower(record):
         difference = optax.tree.sub(
-            jax.grad(problem.lower)(x, z, record),
-            jax.grad(problem.lower)(x, y, record),
+            jax.grad(problem.lower)(x, z, record), jax.grad(problem.lower)(x, y, record)
         )
         return jax.tree.map(lambda v: penalty * v, difference)
 
@@ -138,22 +126,13 @@ def penalty_gradients(
 def public_penalty_gradient(
     problem: BilevelProblem, penalty: float | Scalar, x: PyTree, y: PyTree, z: PyTree
 ) -> PyTree:
-    r"""The same of the public terms.
-
-    Args:
-        problem: The problem.
-        penalty: $\lambda$.
-        x: The upper variable.
-        y: The solution of the lower level.
-        z: The solution of the penalized level.
-    """
+    """The public terms' part of that gradient."""
     total = optax.tree.zeros_like(x)
     if problem.upper_public is not None:
         total = optax.tree.add(total, jax.grad(problem.upper_public)(x, z))
     if problem.lower_public is not None:
         difference = optax.tree.sub(
-            jax.grad(problem.lower_public)(x, z),
-            jax.grad(problem.lower_public)(x, y),
+            jax.grad(problem.lower_public)(x, z), jax.grad(problem.lower_public)(x, y)
         )
         total = jax.tree.map(lambda a, b: a + penalty * b, total, difference)
     return total

@@ -13,14 +13,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Number, Positive, check_fields
-from ..core.descent import (
-    Descent,
-    Memory,
-    Rejections,
-    StepSize,
-    as_rule,
-    check_step_sizes,
-)
+from ..core.descent import Descent, Memory, Rejections, StepSize, as_rule
 from ..core.loop import inner_solve
 from ..core.outputs import AbstractOutput, Last, SmallestStep, check_output
 from ..core.solver import AbstractSolver
@@ -128,7 +121,6 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     def __check_init__(self):
         owner = "PenaltyBilevel"
         unnumbered(owner, self.sampling)
-        check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
         if not isinstance(self.inner, AbstractSolver) or not issubclass(
             AbstractFiniteSum, self.inner.problem_type
@@ -190,9 +182,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         assert isinstance(constants, Constants)
         ell, kappa, gap = constants.ell, constants.kappa, initial_gap
         records = budget.epsilon * min(sizes.upper, sizes.lower)
-        outer = gap**0.25 * ell**0.75 * kappa**1.25
+        outer = gap**0.25 * ell**0.75 * kappa**1.25  # K_1
         outer *= math.sqrt(math.sqrt(dimension_x) / records)
-        lower = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)
+        lower = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)  # K_2
         alpha = outer + lower * (math.sqrt(dimension_y) / records) ** (1 / 3)
         defaults: dict[str, Any] = {
             "clip_norm": ell * kappa,
@@ -200,9 +192,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             "output": SmallestStep(),
         }
         return cls(
-            num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),
-            penalty=ell * kappa**3 / alpha,
-            step_size=1 / (ell * kappa**3),
+            num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),  # T
+            penalty=ell * kappa**3 / alpha,  # lambda
+            step_size=1 / (ell * kappa**3),  # eta
             inner=inner,
             **(defaults | fields),
         )
@@ -223,24 +215,23 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     def step(self, problem, data, state, *, key) -> _State:
         """Two private inner solves, one outer gradient, one projected update."""
         key_lower, key_penalized, key_outer = derive(key, "lower", "penalized", "outer")
-        parts = self._parts(problem)
+        of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, state.x)
 
         # Algorithm 1: both strongly convex problems, privately.
-        y, of_y = inner_solve(lower, parts.lower, data, state.y, key=key_lower)
-        z, of_z = inner_solve(
-            penalized, parts.penalized, data, state.z, key=key_penalized
+        y, lost_y = inner_solve(lower, of_lower, data, state.y, key=key_lower)
+        z, lost_z = inner_solve(
+            penalized, of_penalized, data, state.z, key=key_penalized
         )
-        # The noisy outer gradient.
         at = problem, self.penalty, state.x, y, z
-        gradient = public_penalty_gradient(*at)
-        if parts.outer is not None:
+        gradient = public_penalty_gradient(*at)  # no budget
+        if noise is not None:  # the noisy outer gradient
             assert self.sizes is not None
-            outer = self._outer(problem, parts.outer, self.sizes)
+            outer = self._outer(problem, noise, self.sizes)
             released = outer.of(penalty_gradients(*at), data, key=key_outer)
             gradient = optax.tree.add(gradient, released)
 
-        # The projected step, and the candidate of the output rule t_out.
+        # The projected step, and what t_out chooses from.
         descent = Descent(self.step_size, problem.x_set)
         x, memory = descent.update(gradient, state.memory, state.x)
         kept = self.output.update(
@@ -251,7 +242,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             num_steps=self.num_steps,
             key=None,
         )
-        inner = state.inner.plus(of_y, of_z)
+        inner = state.inner.plus(lost_y, lost_z)
         return _State(x, y, z, memory, inner, kept, state.t + 1)
 
     def released(self, state: _State) -> PyTree:
@@ -268,13 +259,12 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """Two inner runs a step, and an outer release where x meets records."""
-        parts = self._parts(problem)
+        of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, None)
-        total = parts.lower.ledger(lower, sizes).named(LOWER)
-        total += parts.penalized.ledger(penalized, sizes).named(PENALIZED)
-        if parts.outer is not None:
-            outer = self._outer(problem, parts.outer, sizes)
-            total += Ledger((outer,), sizes.people)
+        total = of_lower.ledger(lower, sizes).named(LOWER)
+        total += of_penalized.ledger(penalized, sizes).named(PENALIZED)
+        if noise is not None:
+            total += Ledger((self._outer(problem, noise, sizes),), sizes.people)
         return total.repeat(self.num_steps)
 
     def with_noise(self, scale: Number) -> Self:
@@ -283,34 +273,26 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Inner gradients have the size of y, the outer one that of x."""
-        inner = self.inner.dimensions(w0[1])
-        names = {
-            f"{run}: {name}": d
-            for run in (LOWER, PENALIZED)
-            for name, d in inner.items()
-        }
+        inner = self.inner.dimensions(w0[1]).items()
+        names = {f"{run}: {k}": d for run in (LOWER, PENALIZED) for k, d in inner}
         return names | {OUTER: optax.tree.size(w0[0])}
 
-    def _parts(self, problem: BilevelProblem) -> "_Parts":
+    def _parts(
+        self, problem: BilevelProblem
+    ) -> tuple[AbstractSolver, AbstractSolver, Gaussian | None]:
         """The calibrated inner solvers and outer mechanism, by `budget_split`."""
-        scale = self.noise.scaled(self.num_steps**0.5)
+        meets_x, noise = problem.x_in_records, self.noise.scaled(self.num_steps**0.5)
         lower, penalized, outer = self.budget_split
-        if not problem.x_in_records:
-            outer = 0.0
-        total = lower + penalized + outer
+        total = lower + penalized + (outer if meets_x else 0.0)
 
         def part(share):
-            return scale.scaled((total / share) ** 0.5)
+            return noise.scaled((total / share) ** 0.5)
 
         def inner(share):
             solver = self.inner.with_noise(part(share).multiplier)
             return solver.with_sizes(self.sizes)
 
-        return _Parts(
-            inner(lower),
-            inner(penalized),
-            part(outer) if problem.x_in_records else None,
-        )
+        return inner(lower), inner(penalized), part(outer) if meets_x else None
 
     def _levels(
         self, problem: BilevelProblem, x: PyTree
@@ -322,18 +304,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         self, problem: BilevelProblem, mechanism: Gaussian, sizes: Sizes
     ) -> Release:
         """The release of the outer gradient, once a step."""
-        clip_norms = self._outer_clip_norms(problem)
-        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-        return Release(OUTER, 1, queries, mechanism, joint=joint)
-
-    def _outer_clip_norms(self, problem: BilevelProblem) -> Levels:
-        return Levels(
+        clip_norms = Levels(
             self.upper_clip_norm if problem.reads_x("upper") else None,
             self.clip_norm if problem.reads_x("lower") else None,
         )
-
-
-class _Parts(eqx.Module):
-    lower: AbstractSolver
-    penalized: AbstractSolver
-    outer: Gaussian | None
+        queries, joint = levels_queries(clip_norms, self.sampling, sizes)
+        return Release(OUTER, 1, queries, mechanism, joint=joint)

@@ -119,7 +119,8 @@ class BilevelProblem(AbstractProblem):
 
     def _check_shapes(self, w0: PyTree, data: Levels) -> None:
         self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
-        _check_records(data)
+        for role in LEVELS:  # an empty level is fine: its number may be private
+            _checks.leading_axis(f"data.{role}", getattr(data, role))
         if not isinstance(w0, tuple | list) or len(w0) != 2:
             raise ValueError(
                 "w0 must be a pair (x, y) of the upper and the lower starting point, "
@@ -128,13 +129,11 @@ class BilevelProblem(AbstractProblem):
         check_start(w0)
         check_set("x_set", self.x_set, w0[0])
         check_set("y_set", self.y_set, w0[1])
-        for role, loss in (("upper", self.upper), ("lower", self.lower)):
-            check_scalar(role, loss, *w0, one_record(getattr(data, role)))
-        public_terms = {
-            "upper_public": self.upper_public,
-            "lower_public": self.lower_public,
-        }
-        for name, term in public_terms.items():
+        for role in LEVELS:
+            record = one_record(getattr(data, role))
+            check_scalar(role, getattr(self, role), *w0, record)
+        for name in ("upper_public", "lower_public"):
+            term = getattr(self, name)
             if term is not None:
                 check_scalar(name, term, *w0, of="the public term")
 
@@ -186,18 +185,11 @@ class BilevelProblem(AbstractProblem):
         return role in _role_names(self.x_in_records)
 
     def _x_readers(self, w0: PyTree, data: Levels) -> tuple[str, ...]:
-        losses = {"upper": self.upper, "lower": self.lower}
         return tuple(
             role
             for role in LEVELS
-            if _reads_first(losses[role], *w0, one_record(getattr(data, role)))
+            if _reads_first(getattr(self, role), *w0, one_record(getattr(data, role)))
         )
-
-
-def _check_records(data: Levels) -> None:
-    """Checks types and axes; an empty level is fine: its number may be private."""
-    for role in LEVELS:
-        _checks.leading_axis(f"data.{role}", getattr(data, role))
 
 
 def _shared(data: object) -> bool:
@@ -206,11 +198,11 @@ def _shared(data: object) -> bool:
 
 def _reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:
     """Whether the value of `fun` may depend on its first argument, by its jaxpr."""
-    jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr
+    jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr  # on shapes alone
     reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
     for equation in jaxpr.eqns:
         operands = [v for v in equation.invars if not isinstance(v, JaxprLiteral)]
         if reached.intersection(operands):
-            reached.update(equation.outvars)
+            reached.update(equation.outvars)  # also where x cancels: the safe side
     outputs = [v for v in jaxpr.outvars if not isinstance(v, JaxprLiteral)]
     return bool(reached.intersection(outputs))

@@ -80,7 +80,7 @@ class Refitted(AbstractTwoStages[_State]):
 
         def refit():
             x, y = self.search.answer(problem, state.search)
-            level = PenalizedLevel(problem, x)
+            level = PenalizedLevel(problem, x)  # the lower level at the chosen x
             y = state.y if y is None else y
             return state.search, *inner_solve(level, then, data, y, key=key_refit)
 

@@ -1,6 +1,8 @@
 """How far one record moves a hypergradient that is computed inexactly, and how exactly.
 
-Everything here is known before any data is seen, or from the released x.
+Everything here is known before any data is seen, or from the released x. `certificate`
+holds the bounds, `sizes` are the planned ones, `dtype` is that of the computation, and
+`bounds` are the certificate's at an `x`, by default at the worst one.
 """
 
 import dataclasses
@@ -50,16 +52,12 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
     Both solves get the same share: $C \alpha, c \tau \le (S_{up} + S_{low}) / 800$ at
     the worst $x$.
 
-    Args:
-        certificate: The bounds.
-        sizes: The planned sizes.
-
     Raises:
         ValueError: The condition number asks for more steps than anyone would run.
     """
     bounds = certificate.bounds(sizes)
-    allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)
-    spectrum = bounds.spectrum
+    allowed = _SOLVES / 8 * (bounds.upper + bounds.lower)  # solves, roles, neighbours
+    spectrum, radius = bounds.spectrum, 2 * bounds.solution_radius
 
     def fewest(steps: Callable[[Any], Any], factor: Any) -> int:
         count = 1.0 if factor == 0 else math.inf
@@ -75,12 +73,11 @@ def step_counts(certificate: AbstractCertificate, sizes: Sizes) -> StepCounts:
             )
         return int(count)
 
+    accelerated = functools.partial(spectrum.accelerated_steps, radius)
+    linear_factor = bounds.linear_error * bounds.upper_gradient
     return StepCounts(
-        fewest(
-            lambda error: spectrum.accelerated_steps(2 * bounds.solution_radius, error),
-            bounds.lower_error,
-        ),
-        fewest(spectrum.chebyshev_steps, bounds.linear_error * bounds.upper_gradient),
+        fewest(accelerated, bounds.lower_error),
+        fewest(spectrum.chebyshev_steps, linear_factor),
     )
 
 
@@ -102,23 +99,14 @@ def hypergradient_sensitivity(
     residual of at most $4 \sqrt\kappa (2 \kappa + 1) \rho p L_{fy}$, and the last sums
     to $2 \rho p \bar L$, where $p$ = `Bounds.parts`: sums round like their parts, which
     may cancel. No two values in the ball of radius $\bar L$ are further apart than $2
-    \bar L$.
-
-    Args:
-        certificate: The bounds.
-        sizes: The planned sizes.
-        dtype: What the hypergradient is computed in.
-        x: The upper variable; by default the worst.
-
-    Returns:
-        The sensitivities of a change in either level: on the host without `x`.
+    \bar L$. Numbers on the host without `x`.
     """
     bounds = certificate.bounds(sizes, x)
     error = solve_error(bounds, step_counts(certificate, sizes))
     error += rounding_error(bounds, sizes, dtype)
     least = jnp.minimum if isinstance(error, jax.Array) else min
     return Levels(
-        least(bounds.upper + 2 * error, 2 * bounds.gradient),
+        least(bounds.upper + 2 * error, 2 * bounds.gradient),  # both are in one ball
         least(bounds.lower + 2 * error, 2 * bounds.gradient),
     )
 
@@ -128,11 +116,6 @@ def check_dtype(
 ) -> None:
     """Refuses a plan whose rounding the dtype makes a large part of the sensitivity.
 
-    Args:
-        certificate: The bounds.
-        sizes: The planned sizes.
-        dtype: What the hypergradient is computed in.
-
     Raises:
         ValueError: Rounding would add more than 5 % to the sum of sensitivities.
     """
@@ -140,7 +123,7 @@ def check_dtype(
     check_rounding(
         "ImplicitBilevel",
         "roundings of the hypergradient",
-        4 * rounding_error(bounds, sizes, dtype),
+        4 * rounding_error(bounds, sizes, dtype),  # two neighbours, two roles
         bounds.upper + bounds.lower,
         dtype,
         allowed=_ROUNDING,
@@ -159,11 +142,6 @@ def ledger_sensitivity(
     the dtype are known. Where the sensitivities vary with $x$, each by its own factor,
     both roles are listed with the larger one: noise that serves the role that needs it
     most then serves the whole budget best.
-
-    Args:
-        certificate: The bounds.
-        sizes: The planned sizes.
-        dtype: What the hypergradient will be computed in.
     """
     shares = hypergradient_sensitivity(certificate, sizes, dtype)
     ratios, factor = multiple_of_ratios(certificate, sizes, shares)
@@ -175,14 +153,9 @@ def multiple_of_ratios(
 ) -> tuple[Levels, Any]:
     """What noise is relative to: ratios of the roles, and a common factor.
 
-    Args:
-        certificate: The bounds.
-        sizes: The planned sizes.
-        shares: What a record of each level changes at some $x$.
-
-    Returns:
-        For disjoint people `role_ratios` and the least factor that makes them as large
-        as the shares; the shares themselves and 1 for all others.
+    For disjoint people `role_ratios` and the least factor that makes them as large as
+    the shares, what a record of each level changes at some $x$; the shares themselves
+    and 1 for all others.
     """
     if sizes.people is not People.DISJOINT:
         return shares, 1.0
@@ -193,32 +166,21 @@ def multiple_of_ratios(
 
 
 def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
-    """What the listed sensitivities of disjoint people are proportional to.
-
-    Args:
-        certificate: The bounds.
-        sizes: The planned sizes.
-    """
+    """What the listed sensitivities of disjoint people are proportional to."""
     bounds = certificate.bounds(sizes)
     error = 2 * solve_error(bounds, step_counts(certificate, sizes))
     upper, lower = float(bounds.upper + error), float(bounds.lower + error)
     # A role whose records move nothing sees but rounding; it must not ask for much.
     least = 1e-3 * max(upper, lower)
     upper, lower = max(upper, least), max(lower, least)
-    if certificate.varies:
+    if certificate.varies:  # each by its own factor
         upper = lower = max(upper, lower)
     return Levels(upper, lower)
 
 
 def solve_error(bounds: Bounds, counts: StepCounts) -> Number:
-    """How far both inexact solves move the hypergradient.
-
-    Args:
-        bounds: The bounds at an x.
-        counts: The numbers of steps.
-    """
-    spectrum = bounds.spectrum
-    radius = 2 * bounds.solution_radius
+    """How far both inexact solves move the hypergradient."""
+    spectrum, radius = bounds.spectrum, 2 * bounds.solution_radius
     lower = spectrum.accelerated_error(radius, counts.lower)
     linear = spectrum.chebyshev_error(counts.linear) * bounds.upper_gradient
     return bounds.lower_error * lower + bounds.linear_error * linear
@@ -228,11 +190,6 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
     """How far rounding moves the hypergradient, to first order.
 
     As derived at `hypergradient_sensitivity`.
-
-    Args:
-        bounds: The bounds at an x.
-        sizes: The planned sizes.
-        dtype: What it is computed in.
     """
     mean = _mean_rounding(sizes, dtype) * bounds.parts
     kappa = bounds.spectrum.condition_number
@@ -245,13 +202,7 @@ def rounding_error(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
 
 
 def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
-    """How far rounding moves a computed lower solution, to first order; likewise.
-
-    Args:
-        bounds: The bounds at an x.
-        sizes: The planned sizes.
-        dtype: What it is computed in.
-    """
+    """How far rounding moves a computed lower solution, to first order; likewise."""
     unit = float(jnp.finfo(dtype).eps) / 2
     gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
     gradient += 100 * unit * bounds.smoothness * bounds.solution_radius
@@ -260,5 +211,5 @@ def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
 
 def _mean_rounding(sizes: Sizes, dtype: DTypeLike) -> float:
     """The relative error of a mean over records."""
-    n = max(sizes.upper, sizes.lower)
+    n = max(sizes.upper, sizes.lower)  # the longer mean
     return float(jnp.finfo(dtype).eps) / 2 * (UNITS + min(n, ROWS) + -(-n // ROWS))

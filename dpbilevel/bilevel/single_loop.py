@@ -4,39 +4,28 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
 from .._checks import Count, Positive
-from ..core.descent import Descent, StepSize, as_rule, check_step_sizes
-from ..core.outputs import AbstractOutput, Last, check_output
+from ..core.descent import Descent, StepSize, as_rule
+from ..core.outputs import AbstractOutput, Last
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey
-from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
+from ..privacy.sampling import AbstractSampling, FullBatch
 from ..sets import Euclidean
-from .blocks import AbstractBlocks, AbstractJointSolver
+from .blocks import AbstractBlocks, AbstractJointSolver, JointState
 from .problem import BilevelProblem, Sizes
 
 
 class _Blocks(AbstractBlocks):
     y: Any
-    v: Any
+    v: Any  # tracks the solution of the linear system
     x: Any
 
 
-class _State(eqx.Module):
-    x: PyTree
-    y: PyTree
-    v: PyTree  # tracks the solution of the linear system
-    kept: PyTree  # by the output rule
-    memory: _Blocks
-    t: Int[Array, ""]
-
-
-class SingleLoopBilevel(AbstractJointSolver[_State]):
+class SingleLoopBilevel(AbstractJointSolver):
     r"""Stochastic bilevel optimization with one clipped, noisy release a step.
 
     A third variable $v$ tracks $[\nabla_{yy}^2 g]^{-1} \nabla_y f$. One step moves all
@@ -114,44 +103,17 @@ class SingleLoopBilevel(AbstractJointSolver[_State]):
     sizes: Sizes | None = eqx.field(static=True, default=None)
     blocks: ClassVar = _Blocks
 
-    def __check_init__(self):
-        owner = "SingleLoopBilevel"
-        unnumbered(owner, self.sampling)
-        check_step_sizes(
-            owner,
-            step_size=self.step_size,
-            lower_step_size=self.lower_step_size,
-            linear_step_size=self.linear_step_size,
-        )
-        check_output(owner, self.output)
-        _checks.budget_split(owner, self.budget_split, "y", "v", "x")
-
-    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        """Starts at `w0 = (x, y)` and $v = 0$."""
-        x, y = jax.tree.map(jnp.asarray, tuple(w0))
-        x, y = problem.x_set.project(x), problem.y_set.project(y)
-        v, descents = optax.tree.zeros_like(y), self._descents(problem)
-        memory = _Blocks(descents.y.init(y), descents.v.init(v), descents.x.init(x))
-        kept = self.output.init((x, y))
-        return _State(x, y, v, kept, memory, jnp.zeros((), jnp.int32))
-
-    def step(self, problem, data, state, *, key) -> _State:
-        """One joint release, three projected updates from the same point."""
-        # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
-        q = self._shortened(problem, state, self._direction(problem, data, state, key))
-        descents, memory = self._descents(problem), state.memory
-
-        y, memory_y = descents.y.update(q.y, memory.y, state.y)
-        v, memory_v = descents.v.update(q.v, memory.v, state.v)
-        x, memory_x = descents.x.update(q.x, memory.x, state.x)
-
-        kept = self.keep(state, (x, y))
-        memory = _Blocks(memory_y, memory_v, memory_x)
-        return _State(x, y, v, kept, memory, state.t + 1)
+    @override
+    def start(self, x, y) -> _Blocks:
+        return _Blocks(y, optax.tree.zeros_like(y), x)
 
     @override
-    def adversary_view(self, state: _State) -> PyTree:
-        return state.x, state.y, state.v
+    def descents(self, problem) -> _Blocks:
+        return _Blocks(
+            Descent(self.lower_step_size, problem.y_set),
+            Descent(self.linear_step_size, Euclidean()),
+            Descent(self.step_size, problem.x_set),
+        )
 
     @override
     def lower_bounds(self):
@@ -161,37 +123,32 @@ class SingleLoopBilevel(AbstractJointSolver[_State]):
     def upper_bounds(self):
         return None, self.upper_clip_norm, self.upper_clip_norm
 
-    def _descents(self, problem: BilevelProblem) -> _Blocks:
-        return _Blocks(
-            Descent(self.lower_step_size, problem.y_set),
-            Descent(self.linear_step_size, Euclidean()),
-            Descent(self.step_size, problem.x_set),
-        )
-
-    def _shortened(self, problem: BilevelProblem, state: _State, q: _Blocks) -> _Blocks:
-        """No step of y or v overshoots the public term, whose Hessian both meet."""
-        if problem.lower_public is None:
-            return q
-        pull, descents = jax.grad(problem.lower_public, 1), self._descents(problem)
-
-        def along(direction, descent):
-            return descent.shortened(direction, lambda y: pull(state.x, y), state.y)
-
-        return _Blocks(along(q.y, descents.y), along(q.v, descents.v), q.x)
-
-    def _direction(self, problem, data, state: _State, key: PRNGKey) -> _Blocks:
-        """The released blocks plus the public terms."""
-        x, y, v = state.x, state.y, state.v
-
-        def lower(record):
-            return _lower_blocks(lambda x, y: problem.lower(x, y, record), x, y, v)
+    @override
+    def step(self, problem, data, state, *, key) -> JointState:
+        x, y, v = state.w.x, state.w.y, state.w.v
 
         def upper(record):
             return _upper_blocks(lambda x, y: problem.upper(x, y, record), x, y)
 
+        def lower(record):
+            return _lower_blocks(lambda x, y: problem.lower(x, y, record), x, y, v)
+
+        # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
         funs = {"upper": upper, "lower": lower}
         q = self.directions(problem, data, funs, like=x, key=key)
-        return _with_public(problem, q, x, y, v)
+        q = self._shortened(problem, _with_public(problem, q, x, y, v), x, y)
+        return self.moved(problem, state, q)  # the three updates
+
+    def _shortened(self, problem: BilevelProblem, q: _Blocks, x, y) -> _Blocks:
+        """No step of y or v overshoots the public term, whose Hessian both meet."""
+        if problem.lower_public is None:
+            return q
+        pull, descents = jax.grad(problem.lower_public, 1), self.descents(problem)
+
+        def along(direction, descent):
+            return descent.shortened(direction, lambda y: pull(x, y), y)
+
+        return _Blocks(along(q.y, descents.y), along(q.v, descents.v), q.x)
 
 
 def _lower_blocks(g, x: PyTree, y: PyTree, v: PyTree) -> _Blocks:

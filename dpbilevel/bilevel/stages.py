@@ -85,6 +85,6 @@ class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
         counted: dict[str, Any] = {
             name: getattr(self, name).with_sizes(sizes).with_counts(problem, sizes)
             for name, kind in self.stages.items()
-            if kind is BilevelProblem
+            if kind is BilevelProblem  # a refit meets its problem only at the chosen x
         }
         return dataclasses.replace(self, **counted)

@@ -73,31 +73,20 @@ def quadratic_bilevel(
 
     targets, centers = jax.vmap(read)(targets), jax.vmap(read)(centers)
     a_bar, b_bar = jnp.mean(targets, 0), jnp.mean(centers, 0)
-    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))
-    gain = 2.0 / 1.5
+    spread = 0.5 * jnp.mean(jnp.sum((targets - a_bar[None]) ** 2, 1))  # free of x
+    gain = 2.0 / 1.5  # the derivative of y* in x
 
-    def upper(x, y, record):
-        del x
+    def upper(_, y, record):
         return 0.5 * jnp.sum((y - read(record)) ** 2)
 
     def lower(x, y, record):
         return 0.5 * jnp.sum((y - 2 * x - read(record)) ** 2)
 
-    def lower_public(x, y):
-        del x
+    def lower_public(_, y):
         return 0.25 * jnp.sum(y**2)
 
     def lower_solution(x):
         return (2 * x + b_bar) / 1.5
-
-    def penalized_solution(x, penalty):
-        return (a_bar + penalty * (2 * x + b_bar)) / (1 + 1.5 * penalty)
-
-    def hyper_objective(x):
-        return 0.5 * jnp.sum((lower_solution(x) - a_bar) ** 2) + spread
-
-    def hypergradient(x):
-        return gain * (lower_solution(x) - a_bar)
 
     zero = jnp.zeros_like(a_bar)
     problem = BilevelProblem(
@@ -115,35 +104,29 @@ def quadratic_bilevel(
         Levels(targets, centers),
         (zero, zero),
         lower_solution,
-        penalized_solution,
-        hyper_objective,
-        hypergradient,
+        lambda x, penalty: (a_bar + penalty * (2 * x + b_bar)) / (1 + 1.5 * penalty),
+        lambda x: 0.5 * jnp.sum((lower_solution(x) - a_bar) ** 2) + spread,
+        lambda x: gain * (lower_solution(x) - a_bar),
     )
 
 
 def _quadratic_constants(radius: float, terms: tuple) -> SecondOrderConstants:
     """Of `quadratic_bilevel`: its Hessians read no record."""
+    zeros = ["upper_x", "upper_xx", "upper_xy", "lower_xy_spread", "lower_yy_spread"]
+    zeros += ["lower_xy_in_x", "lower_yy_in_x", "lower_xy_in_y", "lower_yy_in_y"]
     return SecondOrderConstants(
         strong_convexity=1.5,
         solution_radius=2 * radius,
-        upper_x=0.0,
         upper_y=3 * radius,
         upper_y_spread=radius,
-        upper_xx=0.0,
-        upper_xy=0.0,
         upper_yy=1.0,
         lower_y=5 * radius,
         lower_y_spread=radius,
         lower_xy=2.0,
-        lower_xy_spread=0.0,
         lower_yy=1.5,
-        lower_yy_spread=0.0,
-        lower_xy_in_x=0.0,
-        lower_yy_in_x=0.0,
-        lower_xy_in_y=0.0,
-        lower_yy_in_y=0.0,
         per_record=True,
         terms=terms,
+        **dict.fromkeys(zeros, 0.0),
     )
 
 
@@ -168,8 +151,7 @@ def ridge_tuning(upper: PyTree, lower: PyTree):
     (a_up, c_up, b_up), (a_low, c_low, _) = moments(upper), moments(lower)
     eye = jnp.eye(len(c_low), dtype=c_low.dtype)
 
-    def loss(x, y, record):
-        del x
+    def loss(_, y, record):
         return squared_loss(y, record)
 
     def lower_public(x, y):
@@ -191,8 +173,8 @@ def ridge_tuning(upper: PyTree, lower: PyTree):
     def hypergradient(x):
         y = lower_solution(x)
         system = a_low + jnp.exp(x[0]) * eye
-        adjoint = jnp.linalg.solve(system, a_up @ y - c_up)
-        return -jnp.exp(x) * (adjoint @ y)
+        adjoint = jnp.linalg.solve(system, a_up @ y - c_up)  # v
+        return -jnp.exp(x) * (adjoint @ y)  # the cross derivative e^x y, times v
 
     problem = BilevelProblem(loss, loss, lower_public=lower_public, x_in_records=False)
     return Example(
@@ -204,6 +186,11 @@ def ridge_tuning(upper: PyTree, lower: PyTree):
         hyper_objective,
         hypergradient,
     )
+
+
+def _nothing(_x, _y, record):
+    """The loss of a level without data: zero for its rows of zeros."""
+    return 0.0 * record
 
 
 def leak(records: Float[Array, "n d"]):
@@ -225,12 +212,7 @@ def leak(records: Float[Array, "n d"]):
     """
     z_bar = jnp.mean(records, 0)
 
-    def upper(x, y, record):
-        del x, y
-        return 0.0 * record
-
-    def lower(x, y, record):
-        del x
+    def lower(_, y, record):
         return 0.5 * jnp.sum((y - record) ** 2)
 
     def upper_public(x, y):
@@ -238,7 +220,7 @@ def leak(records: Float[Array, "n d"]):
 
     zero = jnp.zeros_like(z_bar)
     problem = BilevelProblem(
-        upper, lower, upper_public=upper_public, x_in_records=False
+        _nothing, lower, upper_public=upper_public, x_in_records=False
     )
     return Example(
         problem,
@@ -291,20 +273,15 @@ def hard_instance(
     zeta, scale, mu = y_diameter / x_diameter, upper_lipschitz, strong_convexity
     z_bar = jnp.mean(records, 0)
 
-    def upper(x, y, record):
-        del x
+    def upper(_, y, record):
         return -scale * (y @ record)
-
-    def lower(x, y, record):
-        del x, y
-        return 0.0 * record
 
     def lower_public(x, y):
         return 0.5 * mu * jnp.sum((y - zeta * x) ** 2)
 
     problem = BilevelProblem(
         upper,
-        lower,
+        _nothing,
         lower_public=lower_public,
         x_set=Ball(x_diameter / 2),
         y_set=Ball(y_diameter / 2),
@@ -313,8 +290,8 @@ def hard_instance(
             strong_convexity=mu,
             upper_lipschitz=scale,
             upper_smoothness=0.0,
-            lower_lipschitz=mu * y_diameter,
-            lower_smoothness=mu * max(1.0, zeta) ** 2 * 2,
+            lower_lipschitz=mu * y_diameter,  # y and zeta x are in one ball
+            lower_smoothness=mu * max(1.0, zeta) ** 2 * 2,  # at least mu (1 + zeta^2)
             lower_hessian_lipschitz=0.0,
         ),
     )

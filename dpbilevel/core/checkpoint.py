@@ -57,10 +57,7 @@ class Checkpoint:
 def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> None:
     """Replaces the folder's checkpoint in one step; readable by its owner alone.
 
-    Args:
-        folder: The result folder.
-        checkpoint: What to write.
-        notice: The first line of the file: what it holds, for whoever finds it.
+    The file starts with `notice`: what it holds, for whoever finds it.
 
     Raises:
         OSError: The disk refuses; the previous checkpoint is intact.
@@ -78,14 +75,11 @@ def write(folder: Path, checkpoint: Checkpoint, *, notice: bytes = _NOTICE) -> N
     arrays["public"] = np.frombuffer(json.dumps(public).encode(), np.uint8)
     body = npz(arrays)
     digest = hashlib.sha256(body).hexdigest().encode()
-    replace(folder / NAME, notice + digest + b"\n" + body, mode=0o600)
+    replace(folder / NAME, notice + digest + b"\n" + body, mode=0o600)  # holds a key
 
 
 def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
     """Reads the checkpoint of a folder.
-
-    Returns:
-        The checkpoint.
 
     Raises:
         ValueError: There is none, or it is damaged or of another program.
@@ -106,7 +100,7 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
             "start over with --restart: a new release, which the folder's spending "
             "record adds up."
         )
-    arrays = np.load(io.BytesIO(body), allow_pickle=False)
+    arrays = np.load(io.BytesIO(body), allow_pickle=False)  # a pickle could run code
     public = json.loads(arrays["public"].tobytes())
     states, paths = public["leaves"]
     return Checkpoint(
@@ -127,20 +121,15 @@ def remove(folder: Path) -> None:
 def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Writes a file so that at any time it is the old one or the new one, whole.
 
-    Args:
-        file: The file.
-        content: Its new content.
-        mode: Its permissions.
-
     Raises:
         OSError: The disk refuses; the old file is intact.
     """
     temporary = file.with_name(f"{file.name}.tmp")
     with whole():
         try:
-            temporary.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)  # what a crash left
             _create(temporary, content, mode)
-            os.replace(temporary, file)
+            os.replace(temporary, file)  # at once, or not at all
             _sync_folder(file.parent)
         except OSError as error:
             raise OSError(f"cannot write {file}: {error.strerror}") from error
@@ -150,11 +139,7 @@ def replace(file: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def replace_json(file: Path, page: dict[str, Any]) -> None:
-    """Writes a page of JSON so that at any time it is the old one or the new one.
-
-    Raises:
-        OSError: The disk refuses; the old file is intact.
-    """
+    """Writes a page of JSON by `replace`, which raises `OSError`."""
     replace(file, (json.dumps(page, indent=2) + "\n").encode())
 
 
@@ -184,11 +169,12 @@ def software() -> dict[str, str | bool]:
 
 def _create(file: Path, content: bytes, mode: int) -> None:
     """Writes a new file, down to the disk."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # refuses a link at that name
+    descriptor = os.open(file, flags, mode)
     with os.fdopen(descriptor, "wb") as out:
         out.write(content)
         out.flush()
-        os.fsync(out.fileno())
+        os.fsync(out.fileno())  # the content before its name
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """How a released gradient moves a variable: optax rules, projected onto a set."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -14,36 +14,21 @@ from ..sets import AbstractSet
 
 
 class Rule(eqx.Module):
-    """An optax optimizer as a part of a solver.
-
-    Attributes:
-        optimizer: The optimizer. Static.
-    """
+    """An optax optimizer as a static part of a solver."""
 
     optimizer: optax.GradientTransformation = eqx.field(static=True)
 
 
-StepSize = float | optax.GradientTransformation
-
-
 def as_rule(value: Any) -> Any:
-    """The converter of fields of this type: an optimizer becomes a static part.
+    """The converter of `StepSize` fields: an optimizer becomes a static part.
 
     A number stays a leaf of the solver, so that changing it does not retrace.
-
-    Args:
-        value: A number, or an optax optimizer fed with the released gradient.
     """
     return Rule(value) if isinstance(value, optax.GradientTransformation) else value
 
 
 def check_step_sizes(owner: str, **values: Any) -> None:
-    """Raises `ValueError` unless every value is a positive number or an optimizer.
-
-    Args:
-        owner: What to name in an error.
-        **values: The values by the names of their fields.
-    """
+    """Raises `ValueError` unless every value is a positive number or an optimizer."""
     for name, value in values.items():
         if isinstance(value, Rule):
             continue
@@ -59,14 +44,14 @@ def check_step_sizes(owner: str, **values: Any) -> None:
         _checks.positive(owner, **{name: value})
 
 
+# The field of a solver, checked as `Checked` checks annotations.
+StepSize = Annotated[float | optax.GradientTransformation, check_step_sizes]
+
+
 class Rejections(eqx.Module):
     """How many updates were left out because their result was not finite.
 
-    A solver's state holds one for each variable it moves; `rejected_updates` adds them
-    up.
-
-    Attributes:
-        count: The number so far.
+    A solver's state holds one for each variable it moves; `rejected_updates` adds up.
 
     Privacy:
         Counted from released values alone, which makes the count post-processing: what
@@ -92,14 +77,9 @@ def rejected_updates(state: PyTree) -> Int[Array, ""]:
 
 
 class Memory(eqx.Module):
-    """What one variable's updates remember.
+    """What one variable's updates remember."""
 
-    Attributes:
-        rule: The state of the optax rule.
-        rejections: The updates that were left out.
-    """
-
-    rule: optax.OptState
+    rule: optax.OptState  # the state of the optax rule
     rejections: Rejections
 
 
@@ -130,15 +110,10 @@ class Descent(eqx.Module):
     def update(
         self, gradient: PyTree, memory: Memory, w: PyTree
     ) -> tuple[PyTree, Memory]:
-        """One update from a released gradient.
+        """One update of $w_t$ by the released gradient $q_t$.
 
         Where the result is not finite, variable and rule stay as they were: the update
         is left out and counted.
-
-        Args:
-            gradient: $q_t$.
-            memory: What is remembered.
-            w: $w_t$.
         """
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             updates, state = self.rule.update(gradient, memory.rule, w)
@@ -186,12 +161,8 @@ def finite_or(
     """`new` where it is finite, else `old`.
 
     So must be its squares, for the sake of norms and averages of what is kept. What
-    optimizers keep may start at infinity: only what was finite has to stay so.
-
-    Args:
-        new: Released values, a pytree.
-        old: What to keep otherwise, a pytree like `new`.
-        rejections: Counts it if `old` is kept.
+    optimizers keep may start at infinity: only what was finite has to stay so. Where
+    `old` is kept, `rejections` counts it.
     """
     pairs = zip(*map(jax.tree.leaves, (new, old)), strict=True)
     fits = jnp.stack([_fits(a, b) for a, b in pairs]).all()
@@ -202,7 +173,7 @@ def finite_or(
 def _fits(new: Array, old: Array) -> Bool[Array, ""]:
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return jnp.asarray(True)
-    return jnp.all(jnp.isfinite(new * new) | ~jnp.isfinite(old * old))
+    return jnp.all(jnp.isfinite(new * new) | ~jnp.isfinite(old * old))  # as norms need
 
 
 def _counts(node: object) -> bool:

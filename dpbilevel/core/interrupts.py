@@ -68,11 +68,7 @@ def whole() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def at_end(action: Callable[[], None]) -> Iterator[None]:
-    """Calls `action` at the end of a block, also where a signal ends the process in it.
-
-    Args:
-        action: What to call; it may not take long.
-    """
+    """Calls a short `action` at the end of a block, also where a signal ends it."""
     _actions.append(action)
     try:
         yield

@@ -66,7 +66,7 @@ class Sizes:
             _checks.one_of("Sizes", "people", people, [known.value for known in People])
         fields = {"upper": upper, "lower": lower, "people": People(people)}
         for name, value in fields.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # frozen
         if self.people is People.SHARED and upper != lower:
             raise ValueError(
                 f"Sizes: shared levels have equal sizes, got upper={upper} and "
@@ -75,11 +75,7 @@ class Sizes:
 
 
 def people_of(sizes: object) -> People | None:
-    """Who is behind the records of two levels; `None` for one level.
-
-    Args:
-        sizes: `Sizes`, or the number of records of one level.
-    """
+    """Who is behind the records of two levels; `None` for the number of one level."""
     return sizes.people if isinstance(sizes, Sizes) else None
 
 
@@ -89,9 +85,6 @@ def check_apart(data: Levels) -> None:
     By identity and memory, never by values: one array in both levels, or two views of
     one NumPy array that have an entry in common. Arguments of a compiled function are
     different arrays in it, even where one array was given twice.
-
-    Args:
-        data: The records.
 
     Raises:
         ValueError: They do.
@@ -134,9 +127,6 @@ def _share_memory(first: object, second: object) -> bool:
 
 def one_level(data: PyTree) -> int:
     """The number of records of a problem of one level.
-
-    Args:
-        data: The records.
 
     Raises:
         TypeError: They are those of two levels.

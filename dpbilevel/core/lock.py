@@ -21,11 +21,8 @@ def held(folder: Path) -> Iterator[None]:
     """Keeps every other run out of a folder, which is created if need be.
 
     A killed process leaves its file behind but no lock; the next run takes it over.
-    Where there are no file locks a warning says so, and nothing is locked.
-
-    Args:
-        folder: The result folder. If it was created here and is empty at the end, it
-            is removed.
+    Where there are no file locks a warning says so, and nothing is locked. A folder
+    that was created here and is empty at the end is removed.
 
     Raises:
         ValueError: Another run is in progress there.

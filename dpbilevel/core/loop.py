@@ -68,7 +68,7 @@ def solve(
     solver = bound_to(problem, solver, data)
     data = planned_rows(solver, _checks.on_device(data))
     state = solver.init(problem, w0)
-    _, keys = step_keys(key, solver.num_steps)
+    _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
     value = solver.answer(problem, state)
     return Solution(value, path, rejected_updates(state))
@@ -85,16 +85,8 @@ def advance(
 ) -> tuple[PyTree, PyTree | None]:
     """Runs one step per key: the loop under `solve`, for runs made in chunks.
 
-    Args:
-        problem: The problem.
-        solver: A calibrated solver, bound to the data's sizes.
-        data: The records, in `planned_rows`.
-        state: The state to go on from.
-        keys: One typed key per step.
-        trajectory: Whether to return the released iterates.
-
-    Returns:
-        The new state, and the released iterates or `None`.
+    The solver is calibrated and bound to the data's sizes, the records are in
+    `planned_rows`. Returns the new state, and with `trajectory` the released iterates.
     """
 
     def one_step(state, key):
@@ -112,11 +104,7 @@ def inner_solve(
     *,
     key: PRNGKey,
 ) -> tuple[PyTree, Int[Array, ""]]:
-    """A whole run of an inner solver on a problem at hand.
-
-    Returns:
-        Its released answer, and how many updates were left out.
-    """
+    """A whole run: its released answer, and how many updates were left out."""
     _, keys = step_keys(key, solver.num_steps)
     state, _ = advance(problem, solver, data, solver.init(problem, start), keys)
     return solver.answer(problem, state), rejected_updates(state)
@@ -127,17 +115,13 @@ def bound_to(
 ) -> Solver:
     """The solver with the sizes that its plan fixed, checked against the data.
 
-    Args:
-        problem: The problem.
-        solver: The solver.
-        data: The records, or their shapes.
-        owner: What to name in an error.
+    Only the shapes of the data are read; `owner` is named in an error.
 
     Raises:
         ValueError: Under replace-one, the data's sizes are not the planned ones; under
             add-or-remove-one, there is no plan to take the public sizes from.
     """
-    people = people_of(solver.sizes)
+    people = people_of(solver.sizes)  # of the plan; None for one level or no plan
     if people is not None:
         problem.check_people(data, people)
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
@@ -165,15 +149,8 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
 
     Under add-or-remove-one how many there are is private, and the program that reads
     them, down to the rounding of every record's gradient, depends on the shapes that it
-    is compiled for. They are padded to the rows of the plan, and the padding is masked.
-
-    Args:
-        solver: A solver, bound to its planned sizes.
-        data: The records.
-        owner: What to name in an error.
-
-    Returns:
-        `data` under replace-one; else `Padded` records, in each level.
+    is compiled for. They are padded to the rows of the plan, and the padding is masked:
+    `Padded` records, in each level. Under replace-one they stay as they are.
 
     Raises:
         ValueError: There are more records than rows.
@@ -195,17 +172,12 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
         return pad(data, solver.sizes, "data")
     upper = pad(data.upper, solver.sizes.upper, "data.upper")
     if data.is_shared:
-        return Levels.shared(upper)
+        return Levels.shared(upper)  # one copy, or it would read as two levels
     return Levels(upper, pad(data.lower, solver.sizes.lower, "data.lower"))
 
 
 def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
-    """The solver, if it is one and solves problems of this kind.
-
-    Args:
-        problem: What was given as problem.
-        solver: What was given as solver.
-        owner: The function to name in an error.
+    """What was given as `solver`, if it is one and solves problems of this kind.
 
     Raises:
         TypeError: The solver is a plan or no solver, or holds numbers of half
@@ -226,15 +198,10 @@ def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
 
 
 def check_planned_dtype(owner: str, dtype: str | None, w0: PyTree) -> None:
-    """Raises where a start is coarser than what errors are planned for.
-
-    Args:
-        owner: The solver to name in an error.
-        dtype: What the plan takes values to be computed in, if there is a plan.
-        w0: The start.
+    """Refuses a start that is coarser than what errors are planned for.
 
     Raises:
-        ValueError: Its dtype is coarser.
+        ValueError: Its dtype is coarser than `dtype`, the planned one if there is one.
     """
     found = jnp.result_type(*jax.tree.leaves(w0))
     if dtype is None or jnp.finfo(found).bits >= jnp.finfo(dtype).bits:

@@ -110,11 +110,7 @@ class Mean(AbstractOutput):
         return kept
 
     def first(self, num_steps: int) -> int:
-        """The step that the average begins with, from 0.
-
-        Args:
-            num_steps: The number of steps of the run.
-        """
+        """The step that the average begins with, from 0."""
         return 0
 
 
@@ -145,13 +141,13 @@ class SmallestStep(AbstractOutput):
 
     @override
     def init(self, w):
-        return w, jnp.asarray(jnp.inf)
+        return w, jnp.asarray(jnp.inf)  # which any step undercuts
 
     @override
     def update(self, kept, w, *, before, t, num_steps, key):
         best, least = kept
         length = optax.tree.norm(optax.tree.sub(w, before)).astype(least.dtype)
-        shorter = length < least
+        shorter = length < least  # of equal steps the first
         best = jax.tree.map(lambda a, b: jnp.where(shorter, a, b), before, best)
         return best, jnp.where(shorter, length, least)
 
@@ -191,9 +187,7 @@ class UniformIterate(AbstractOutput):
 def check_output(owner: str, output: AbstractOutput) -> None:
     """Refuses what is no output rule, and one that draws at random.
 
-    Args:
-        owner: The solver to name in an error; one that derives no key for its output.
-        output: The field `output`.
+    For an `owner` that derives no key for its output.
 
     Raises:
         TypeError: It is no output rule.

@@ -78,12 +78,12 @@ def calibrate(
     def ledger(scale: float) -> Ledger:
         return planned.with_noise(scale).ledger(problem, sizes)
 
-    _check_releases(ledger(1.0), budget, type(solver).__name__)
+    _check_releases(ledger(1.0), budget, type(solver).__name__)  # any noise will do
     for release in ledger(1.0).releases:
-        release.check(budget)
+        release.check(budget)  # what the release itself refuses
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
-    calibrated = planned.with_noise(scale).with_counts(problem)
+    calibrated = planned.with_noise(scale).with_counts(problem)  # which follow from it
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     report = describe(
         calibrated.ledger(problem, sizes),
@@ -146,7 +146,7 @@ def fit(
         )
     check_key(key)
     solver_for(problem, solver, "fit")
-    problem = problem.traced(w0, data)
+    problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
     solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
@@ -162,13 +162,8 @@ def least_multiplier(
 ) -> float:
     """The least noise multiplier at which Gaussian releases stay within a budget.
 
-    Under replace-one; what `calibrate` finds for a solver of these releases alone.
-
-    Args:
-        sampling: How each release's batch is drawn.
-        count: The number of releases.
-        size: The number of records.
-        budget: The guarantee to reach.
+    Under replace-one; what `calibrate` finds for a solver of `count` such releases from
+    `size` records alone.
 
     Raises:
         ValueError: No noise reaches the budget.
@@ -206,7 +201,7 @@ def _check_releases(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
 def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
     """Refuses a plan whose noise only serves to hide the errors of computed scores."""
     inexact = sum(release.computed_error for release in ledger.releases)
-    cost = accounting.total_variation_delta(budget.epsilon, inexact)
+    cost = accounting.total_variation_delta(budget.epsilon, inexact)  # of all draws
     check_rounding(
         "calibrate",
         f"errors of the scores that {name} computes",
@@ -244,8 +239,8 @@ def _bisect(
     """The safe end of a bracket of `unsafe`, decreasing in its argument."""
     low = high = start
     while unsafe(high):
-        low, high = high, high * step
-        step = step**2
+        low, high = high, high * step  # more noise is needed
+        step = step**2  # the bracket grows doubly exponentially
         if high > _LARGEST_SCALE:
             raise ValueError(
                 "calibrate: no amount of noise reaches the budget. Epsilon or delta is "
@@ -255,12 +250,12 @@ def _bisect(
             )
     if low == high:
         while not unsafe(low):
-            high, low = low, low / step
+            high, low = low, low / step  # less noise is enough
             step = step**2
             if low < 1 / _LARGEST_SCALE:
                 return high
     while high > low * (1 + tolerance):
-        middle = math.sqrt(low * high)
+        middle = math.sqrt(low * high)  # scales may be orders of magnitude apart
         if unsafe(middle):
             low = middle
         else:

@@ -10,9 +10,6 @@ from .interrupts import whole
 def step_bar(num_steps: int) -> Iterator[Callable[..., None]]:
     """A bar that appears when it is first set; needs tqdm.
 
-    Args:
-        num_steps: The steps of a whole run.
-
     Yields:
         `at(done, **numbers)`: sets the steps done, and numbers to show beside them.
     """

@@ -31,13 +31,8 @@ def first_checkpoint(
 ) -> Checkpoint:
     """A run before its first step.
 
-    Args:
-        problem: The problem.
-        solver: The calibrated solver.
-        w0: The starting point.
-        key: The key of the run.
-        fingerprint: What must not change between the parts of the run.
-        with_start: Whether the start is row 0 of its path.
+    `fingerprint` holds what must not change between the parts of the run; with
+    `with_start` the start is row 0 of its path.
     """
     state = _on_host(solver.init(problem, w0))
     start = _on_host(solver.released(state))
@@ -62,9 +57,6 @@ def run_in_parts(
         num_steps: The steps of a whole run.
         keep: Called with the run after each part.
         chunk: The steps of a part; the last part may have fewer.
-
-    Returns:
-        The run after its last step.
     """
     while saved.done < num_steps:
         # The next checkpoint holds `key`, which does not tell the noise before it.
@@ -107,15 +99,10 @@ def resume_run(
 def check_same_run(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises where two fingerprints differ in more than `records`, which are SECRET.
 
-    Args:
-        folder: The folder of the run.
-        then: The fingerprint of the run that it holds.
-        now: That of the run that would go on.
-
     Raises:
         ValueError: The message says what changed.
     """
-    for part in [k for k in now if k != "records"]:
+    for part in [k for k in now if k != "records"]:  # a hash of records is SECRET
         changed = _differences(then[part], now[part], part)
         if changed:
             raise ValueError(
@@ -134,12 +121,7 @@ def solution_of(
 
 
 def check_empty(name: str, folder: Path) -> None:
-    """Raises `ValueError` where a folder holds something, but for what a crash leaves.
-
-    Args:
-        name: What to call the folder in an error.
-        folder: The folder, which may not exist.
-    """
+    """Raises `ValueError` where a folder holds more than what a crash leaves."""
     ours = (checkpoint.TEMPORARY, lock.NAME)
     others = sorted(p.name for p in folder.glob("*") if p.name not in ours)
     if others:
@@ -150,11 +132,7 @@ def check_empty(name: str, folder: Path) -> None:
 
 
 def finish_run(folder: Path, number: int) -> None:
-    """Ends a run whose result is written.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Ends a run whose result is written; `OSError` where the disk refuses."""
     spending.finish(folder, number)
     checkpoint.remove(folder)
 

@@ -66,11 +66,7 @@ class Solution(eqx.Module, Generic[Report]):
 
 
 def divergence(rejected_updates: int) -> str | None:
-    """What to tell whoever ran it, or `None` where no update was left out.
-
-    Args:
-        rejected_updates: How many updates were left out.
-    """
+    """What to tell whoever ran it, or `None` where no update was left out."""
     if not rejected_updates:
         return None
     return (

@@ -192,7 +192,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
         release = dataclasses.replace(release, count=self.num_releases)
         return Ledger(
             (release,),
-            people_of(sizes) or People.OVERLAPPING,
+            people_of(sizes) or People.OVERLAPPING,  # without effect for one level
             self.assumptions(problem, sizes),
         )
 

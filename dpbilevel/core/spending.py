@@ -103,14 +103,7 @@ class Spending:
 
 
 def read(folder: Path) -> Spending:
-    """Reads the record of a folder.
-
-    Args:
-        folder: The result folder, which may not exist.
-
-    Returns:
-        The runs; none where there is no record.
-    """
+    """Reads the record of a folder, which may not exist; no runs without one."""
     file = folder / NAME
     lines = file.read_bytes().splitlines() if file.is_file() else []
     runs: list[Run] = []
@@ -119,7 +112,7 @@ def read(folder: Path) -> Spending:
         try:
             highest = max(highest, _apply(json.loads(line), runs))
         except (ValueError, KeyError, TypeError, AttributeError):
-            unreadable += 1
+            unreadable += 1  # counted, so that a total says it may be too small
     return Spending(tuple(runs), unreadable, highest)
 
 
@@ -141,7 +134,7 @@ def begin(
     if any(run.number == number for run in read(folder).runs):
         _append(folder, {"event": "resumed", "run": number, "time": now})
         return
-    text = json.dumps(config, sort_keys=True)
+    text = json.dumps(config, sort_keys=True)  # one hash for any order of its keys
     event = {
         "event": "started",
         "run": number,

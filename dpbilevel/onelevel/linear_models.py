@@ -3,7 +3,7 @@ r"""Losses $\varphi(\langle a, y \rangle, b)$ of linear models, with their bound
 import abc
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,27 +21,19 @@ _LARGEST_LABEL = 1e6
 
 
 class AbstractLinearModel(abc.ABC):
-    r"""A convex loss $\varphi(t, b)$ of a margin $t = \langle a, y \rangle$."""
+    r"""A convex loss $\varphi(t, b)$ of a margin $t = \langle a, y \rangle$.
 
-    @property
-    @abc.abstractmethod
-    def curvature(self) -> float:
-        r"""$p_2 \ge \varphi''$."""
+    Attributes:
+        curvature: $p_2 \ge \varphi''$.
+        third: $p_3 \ge |\varphi'''|$.
+        concordance: $s$ with $|\varphi'''| \le s \varphi''$.
+        start: $\varphi_0 \ge \varphi(0, b)$; infinite where labels are not bounded.
+    """
 
-    @property
-    @abc.abstractmethod
-    def third(self) -> float:
-        r"""$p_3 \ge |\varphi'''|$."""
-
-    @property
-    @abc.abstractmethod
-    def concordance(self) -> float:
-        r"""$s$ with $|\varphi'''| \le s \varphi''$."""
-
-    @property
-    @abc.abstractmethod
-    def start(self) -> float:
-        r"""$\varphi_0 \ge \varphi(0, b)$; infinite where labels are not bounded."""
+    curvature: float
+    third: float
+    concordance: float
+    start: float
 
     @property
     def largest(self) -> float:
@@ -66,25 +58,10 @@ class Logistic(AbstractLinearModel):
     / (6 \sqrt 3)$.
     """
 
-    @property
-    @override
-    def curvature(self) -> float:
-        return 0.25
-
-    @property
-    @override
-    def third(self) -> float:
-        return 1 / (6 * math.sqrt(3))
-
-    @property
-    @override
-    def concordance(self) -> float:
-        return 1.0
-
-    @property
-    @override
-    def start(self) -> float:
-        return math.log(2)
+    curvature: ClassVar[float] = 0.25
+    third: ClassVar[float] = 1 / (6 * math.sqrt(3))
+    concordance: ClassVar[float] = 1.0
+    start: ClassVar[float] = math.log(2)
 
     @override
     def slope(self, margin: Number) -> Number:
@@ -108,15 +85,12 @@ class PseudoHuber(AbstractLinearModel):
     """
 
     width: float = 1.0
+    curvature: ClassVar[float] = 1.0
+    start: ClassVar[float] = math.inf
 
     def __post_init__(self):
         _checks.positive("PseudoHuber", width=self.width)
-        object.__setattr__(self, "width", float(self.width))
-
-    @property
-    @override
-    def curvature(self) -> float:
-        return 1.0
+        object.__setattr__(self, "width", float(self.width))  # hashed: no array
 
     @property
     def third(self) -> float:
@@ -127,11 +101,6 @@ class PseudoHuber(AbstractLinearModel):
     def concordance(self) -> float:
         """The value at the width."""
         return 1.5 / self.width
-
-    @property
-    @override
-    def start(self) -> float:
-        return math.inf
 
     @property
     def largest(self) -> float:
@@ -146,7 +115,7 @@ class PseudoHuber(AbstractLinearModel):
     def loss(self, margin: Scalar, label: Scalar) -> Scalar:
         """The loss, by a quotient in which nothing cancels; huge labels are cut."""
         limit = _LARGEST_LABEL * self.width
-        label = jnp.clip(label, -limit, limit)
+        label = jnp.clip(label, -limit, limit)  # so that no square overflows
         u = (margin - label) / self.width
         return self.width**2 * u * (u / (1 + jnp.sqrt(1 + u * u)))
 
@@ -163,9 +132,5 @@ def _softplus_jvp(primals, tangents):
 
 
 def module_of(value: Any) -> Any:
-    """`jax.numpy` for arrays, `numpy` for what is known on the host.
-
-    Args:
-        value: A number.
-    """
+    """`jax.numpy` for arrays, `numpy` for what is known on the host."""
     return jnp if isinstance(value, jax.Array) else np

@@ -136,7 +136,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
                 f"got a ratio of {ratio:.3g}. Use more records, a larger epsilon or a "
                 "more convex problem."
             )
-        floor = math.sqrt(dimension) / ratio
+        floor = math.sqrt(dimension) / ratio  # L sqrt(d) / (mu epsilon n)
         radii = [radius]
         for _ in range(1, max(1, math.ceil(math.log2(math.log(ratio))))):
             radii.append(math.sqrt(radii[-1] / ratio) + floor)
@@ -166,7 +166,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         round_index, t = jnp.divmod(state.t, self.steps_per_round)
         mean = running_mean(state.mean, state.w, t)
         radius = jnp.stack([jnp.asarray(r) for r in self.radii])[round_index]
-        step_size = 1 / (self.strong_convexity * (t + 1).astype(radius.dtype))
+        step_size = 1 / (self.strong_convexity * (t + 1).astype(radius.dtype))  # eta_t
         moved = optax.apply_updates(
             state.w, jax.tree.map(lambda g: -step_size.astype(g.dtype) * g, gradient)
         )

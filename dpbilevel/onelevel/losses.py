@@ -83,9 +83,8 @@ def absolute_loss(weights: Float[Array, " d"], record: Record) -> Float[Array, "
 def signed(label: Scalar) -> Scalar:
     """The label, or -1 where it is 0: classes 0 and 1 mean what -1 and 1 do.
 
-    Args:
-        label: A floating-point label. One that is not finite stays as it is, so that
-            its record is left out where records are clipped.
+    A label that is not finite stays as it is, so that its record is left out where
+    records are clipped.
     """
     return jnp.where(label == 0, -jnp.ones_like(label), label)
 
@@ -93,14 +92,11 @@ def signed(label: Scalar) -> Scalar:
 def example(record: Record) -> tuple[Float[Array, " d"], Array]:
     """Features and label of one record.
 
-    Args:
-        record: `{"features": a, "label": b}`, further entries allowed, or `(a, b)`.
-
     Raises:
-        TypeError: The record is neither.
+        TypeError: The record is neither a mapping with both nor a pair.
         ValueError: Its shapes are not those of a vector and a number.
     """
-    parts: tuple | list = ()
+    parts: tuple | list = ()  # stays empty where the record is neither
     if isinstance(record, Mapping) and {"features", "label"} <= set(record):
         parts = record["features"], record["label"]
     elif isinstance(record, tuple | list) and len(record) == 2:
@@ -128,14 +124,8 @@ def bounded(
 ) -> tuple[Float[Array, " d"], Scalar]:
     """Features at most `norm` long and the label; zeros where one is not finite.
 
-    Args:
-        record: One record, as `example` reads it.
-        norm: The public norm, between 1e-15 and 1e15.
-        dtype: Of the result.
-
-    Returns:
-        The row, which is zeros where the label is not finite either, so that such a
-        record has no influence on a linear model.
+    The public norm is between 1e-15 and 1e15. The row is zeros where the label is not
+    finite either, so that such a record has no influence on a linear model.
     """
     row, label = example(record)
     row, label = shortened(row, norm).astype(dtype), jnp.asarray(label).astype(dtype)
@@ -145,11 +135,7 @@ def bounded(
 
 
 def score(weights: Float[Array, " d"], row: Float[Array, " d"]) -> Float[Array, ""]:
-    r"""$\langle a, w \rangle$.
-
-    Args:
-        weights: $w$, or a matrix with a column per class.
-        row: $a$, one record's features.
+    r"""$\langle a, w \rangle$; $w$ may be a matrix with a column per class.
 
     Raises:
         ValueError: Their lengths differ.
@@ -186,12 +172,8 @@ def _kind(record: PyTree) -> str:
 def shortened(row: Float[Array, " d"], norm: float) -> Float[Array, " d"]:
     """The row, at most `norm` long after rounding; zeros where an entry is not finite.
 
-    Args:
-        row: One record's features.
-        norm: The public norm, between 1e-15 and 1e15.
-
-    Returns:
-        The row in single precision at least.
+    The public norm is between 1e-15 and 1e15; the result is in single precision at
+    least.
     """
     wide = jnp.issubdtype(row.dtype, jnp.floating) and jnp.finfo(row.dtype).bits > 32
     row = row if wide else row.astype(jnp.float32)

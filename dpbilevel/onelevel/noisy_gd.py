@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
-from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
+from ..core.descent import Descent, Memory, StepSize, as_rule
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
@@ -73,7 +73,6 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     def __check_init__(self):
         owner = type(self).__name__
         unnumbered(owner, self.sampling)
-        check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
 
     def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
@@ -84,10 +83,10 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     def step(self, problem, data, state, *, key) -> _State:
         """One noisy gradient, one projected update."""
-        gradient = noisy_gradient(self, problem, data, state.w, key=key)
+        gradient = noisy_gradient(self, problem, data, state.w, key=key)  # q_t
         descent = Descent(self.step_size, problem.w_set)
         gradient = descent.shortened(gradient, problem.public_gradient, state.w)
-        w, memory = descent.update(gradient, state.memory, state.w)
+        w, memory = descent.update(gradient, state.memory, state.w)  # projected step
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )
@@ -114,24 +113,12 @@ GRADIENT = "gradient"
 
 
 def noisy_gradient(
-    solver: Any,
-    problem: AbstractFiniteSum,
-    data: PyTree,
-    w: PyTree,
-    *,
-    key: PRNGKey,
+    solver: Any, problem: AbstractFiniteSum, data: PyTree, w: PyTree, *, key: PRNGKey
 ) -> PyTree:
     """The released gradient at `w`: clipped and noisy record terms, public terms.
 
-    Args:
-        solver: Its `release` and `sizes` are read.
-        problem: The one-level problem.
-        data: The records.
-        w: The iterate.
-        key: A typed key for the batch and the noise.
-
     Privacy:
-        One `solver.release`.
+        One `solver.release`, of batch and noise by `key`.
     """
     release = solver.release(problem, solver.sizes)
     released = release.of(problem.record_gradients(w), data, key=key)

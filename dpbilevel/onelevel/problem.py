@@ -101,10 +101,7 @@ class FiniteSum(AbstractFiniteSum):
 
 
 def check_start(w0: PyTree) -> None:
-    """Raises unless `w0` holds floating-point arrays of finite numbers.
-
-    Args:
-        w0: The starting point, public or already private.
+    """Refuses a start, public or private already, that is not floats that are finite.
 
     Raises:
         ValueError: A leaf is not a floating-point array, or holds NaN or infinity.
@@ -127,19 +124,14 @@ def check_start(w0: PyTree) -> None:
 
 
 def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
-    """Raises unless the set holds points of the shape of `start`.
-
-    Args:
-        name: What to call the set in an error.
-        feasible: The set.
-        start: A point, or its shapes.
+    """Refuses a set that does not hold points of the shape of `start`.
 
     Raises:
         ValueError: Projecting the point fails or changes its shape.
     """
     shapes = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", start)
     try:
-        point = jax.eval_shape(feasible.project, start)
+        point = jax.eval_shape(feasible.project, start)  # no value is computed
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{name}={feasible} does not fit a starting point of shape {shapes}: "
@@ -156,19 +148,13 @@ def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
 def check_scalar(
     name: str, fun: Callable, *arguments: PyTree, of: str = "one record"
 ) -> None:
-    """Raises unless `fun` maps `arguments` to a floating-point scalar.
-
-    Args:
-        name: What to call the function in an error.
-        fun: The function; it is traced on shapes only.
-        *arguments: Its arguments, or their shapes.
-        of: What it is a function of.
+    """Refuses a function, traced on shapes only, that is no scalar at `arguments`.
 
     Raises:
         ValueError: The result is not a floating-point scalar.
     """
     try:
-        value = jax.eval_shape(fun, *arguments)
+        value = jax.eval_shape(fun, *arguments)  # no value is computed
     except Exception as error:
         shapes = jax.tree.map(
             lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", arguments

@@ -50,9 +50,6 @@ def checked(
         v0: A starting point of a linear solve, or `None`.
         **solvers: `solver` and `linear_solver`, those that the owner takes.
 
-    Returns:
-        As `split`.
-
     Raises:
         TypeError: An argument of another type.
         ValueError: No arrays of floats where the variables should be, records that

@@ -2,6 +2,7 @@ r"""NON-PRIVATE gradients of $F(x) = f(x, y^*(x))$: implicit, penalty, unrolled.
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
@@ -58,12 +59,12 @@ def implicit_hypergradient(
     check_interior(owner, problem)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
-    *_, product = lower.linearized(x, y)
+    *_, product = lower.linearized(x, y)  # Hessian products
     slope = poisoned(upper.gradient(x, y), y)
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, product, slope, start)
     cross = lower.cross_product(x, y, v.value)
-    return jax.tree.map(jnp.subtract, upper.gradient(x, y, "x"), cross), v
+    return optax.tree.sub(upper.gradient(x, y, "x"), cross), v
 
 
 def penalty_hypergradient(
@@ -106,8 +107,8 @@ def penalty_hypergradient(
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
     y, _ = minimized(solver, lower, x, y0, problem.y_set)
-    penalized = WeightedSum(lower, upper, 1 / jnp.asarray(penalty))
-    near, _ = minimized(solver, penalized, x, y, problem.y_set)
+    penalized = WeightedSum(lower, upper, 1 / jnp.asarray(penalty))  # f + lambda g
+    near, _ = minimized(solver, penalized, x, y, problem.y_set)  # from y, which is near
     slopes = lower.gradient(x, near, "x"), lower.gradient(x, y, "x")
 
     def combine(direct, above, below):

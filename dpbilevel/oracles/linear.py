@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
@@ -172,9 +173,9 @@ class Neumann(AbstractLinearSolver):
         rate = jnp.asarray(self.step_size)
 
         def step(_, value):
-            return _add_scaled(value, rate, _subtract(b, matvec(value)))
+            return _add_scaled(value, rate, optax.tree.sub(b, matvec(value)))
 
-        products = self.num_steps - (x0 is None)
+        products = self.num_steps - (x0 is None)  # the first one from zero is free
         start = _scaled(rate, b) if x0 is None else x0
         value = jax.lax.fori_loop(0, products, step, start)
         return LinearSolution(
@@ -197,7 +198,7 @@ class Cholesky(AbstractLinearSolver):
         def column(v):
             return jax.flatten_util.ravel_pytree(matvec(unravel(v)))[0]
 
-        matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))
+        matrix = jax.vmap(column, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))  # A
         factor = jax.scipy.linalg.cho_factor(matrix, lower=True)
         value = unravel(jax.scipy.linalg.cho_solve(factor, flat))
         return LinearSolution(
@@ -242,16 +243,11 @@ def extrapolated(solutions: Sequence[PyTree]) -> PyTree | None:
 def differentiable_solve(
     solver: AbstractLinearSolver, matvec: Matvec, b: PyTree, x0: PyTree | None = None
 ) -> LinearSolution:
-    r"""Solves $A v = b$ with derivatives of the solution instead of the iteration.
+    """Solves $A v = b$ with derivatives of the solution instead of the iteration.
 
     Forward and reverse mode, to any order: a derivative of $v$ is the solution of
-    another system with $A$, by the same solver. Only `value` has one.
-
-    Args:
-        solver: The solver.
-        matvec: $v \mapsto A v$, linear; may close over what is differentiated.
-        b: The right-hand side.
-        x0: A starting point.
+    another system with $A$, by the same solver. Only `value` has one. `matvec` may
+    close over what is differentiated.
     """
 
     def solve(matvec, b):
@@ -267,7 +263,7 @@ def _start(matvec: Matvec, b: PyTree, x0: PyTree | None) -> tuple[_Conjugate, Sc
 
     Squares of the entries of a small right-hand side would underflow in float32.
     """
-    residual = b if x0 is None else _subtract(b, matvec(x0))
+    residual = b if x0 is None else optax.tree.sub(b, matvec(x0))
     largest = jnp.maximum(_largest(b), _largest(residual))
     scale = jnp.where(largest > 0, largest, 1)
     residual = _scaled(1 / scale, residual)
@@ -285,8 +281,8 @@ def _conjugate_step(matvec: Matvec, state: _Conjugate, enough: Scalar) -> _Conju
     # Of the curvature only this is read, below zero where it misses: one kernel less.
     length = jnp.where(moves, state.square, jnp.where(is_curved, 0.0, -1.0))
     length = length / jnp.where(moves, curvature, 1)
-    step = jnp.maximum(length, 0)
-    residual = _add_scaled(state.residual, -step, product)
+    step = jnp.maximum(length, 0)  # alpha
+    residual = _add_scaled(state.residual, -step, product)  # b - A v
     square = jnp.where(length < 0, -1.0, 1.0) * _dot(residual, residual)
     share = jnp.where(step > 0, square, 0) / jnp.where(step > 0, state.square, 1)
     return _Conjugate(
@@ -312,7 +308,7 @@ def _unit_square(b: PyTree, scale: Scalar) -> Scalar:
 
 
 def _residual_norm(matvec: Matvec, value: PyTree, b: PyTree) -> Scalar:
-    residual = _subtract(b, matvec(value))
+    residual = optax.tree.sub(b, matvec(value))
     largest = _largest(residual)
     scale = jnp.where(largest > 0, largest, 1)
     return scale * jnp.sqrt(_unit_square(residual, scale))
@@ -333,10 +329,6 @@ def _dot(one: PyTree, other: PyTree) -> Scalar:
 def _wide(leaf: Array) -> Array:
     """Norms and inner products are never taken in half precision."""
     return leaf if jnp.finfo(leaf.dtype).bits > 32 else leaf.astype(jnp.float32)
-
-
-def _subtract(one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(jnp.subtract, one, other)
 
 
 def _scaled(factor: Scalar, tree: PyTree) -> PyTree:

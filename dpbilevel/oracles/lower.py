@@ -102,15 +102,7 @@ def minimized(
     y0: PyTree,
     y_set: AbstractSet,
 ) -> tuple[PyTree, LowerInfo]:
-    """As `solver.minimize`, but NaN where a solver met numbers that are not finite.
-
-    Args:
-        solver: The solver.
-        objective: What it minimizes over y.
-        x: The upper variable.
-        y0: The starting point, a pytree of arrays of floats.
-        y_set: The feasible set.
-    """
+    """As `solver.minimize`, but NaN where a solver met numbers that are not finite."""
     y, info = solver.minimize(objective, x, y0, y_set)
     return poisoned(y, info.gradient_norm), info
 
@@ -148,11 +140,7 @@ def _solve(
         return differentiable_solve(linear_solver, laid_out(product, b), b).value
 
     y, (norm, steps, converged) = jax.lax.custom_root(
-        slope,
-        y0,
-        solve,
-        tangent_solve,
-        has_aux=True,
+        slope, y0, solve, tangent_solve, has_aux=True
     )
     info = LowerInfo(norm, steps.astype(jnp.int32), converged > 0.5)
     return merge(y, rest), info

@@ -129,7 +129,7 @@ class AcceleratedGradient(AbstractLowerSolver):
 
     def minimize(self, objective, x, y0, y_set=Euclidean()):
         """Takes the steps, from the projection of `y0` on."""
-        y0 = y_set.project(y0)
+        y0 = y_set.project(y0)  # a feasible start
         dtype = jnp.result_type(*jax.tree.leaves(y0))
         first = 1.0 if self.step_size is None else self.step_size
         size, zero = jnp.asarray(first, dtype), jnp.zeros((), dtype)
@@ -144,7 +144,7 @@ class AcceleratedGradient(AbstractLowerSolver):
             def body(state, _):
                 return step(state), None
 
-            body = jax.checkpoint(body, prevent_cse=False)
+            body = jax.checkpoint(body, prevent_cse=False)  # keeps the iterates alone
             state = jax.lax.scan(body, start, length=self.num_steps)[0]
             steps = jnp.asarray(self.num_steps, jnp.int32)
         else:
@@ -165,7 +165,7 @@ class AcceleratedGradient(AbstractLowerSolver):
             return self._accelerate(state, y, mapping)
         value, slope = objective.value_and_gradient(x, z)
         y, mapping = _mapping(z, slope, size, y_set)
-        move = _minus(y, z)
+        move = optax.tree.sub(y, z)
         bound = (
             value
             + optax.tree.vdot(slope, move)
@@ -176,18 +176,18 @@ class AcceleratedGradient(AbstractLowerSolver):
         slack = 8 * jnp.finfo(trial.dtype).eps * jnp.abs(value)
         fits = trial <= bound + slack
         accepted = self._accelerate(state, y, mapping)
-        refused = state._replace(step_size=size / 2)
+        refused = state._replace(step_size=size / 2)  # a try that fails moves nothing
         return jax.tree.map(lambda a, b: jnp.where(fits, a, b), accepted, refused)
 
     def _accelerate(self, state: "_Accelerated", y, mapping) -> "_Accelerated":
-        move = _minus(y, state.y)
+        move = optax.tree.sub(y, state.y)
         if self.momentum is not None:
             momentum, age = jnp.asarray(self.momentum, state.age.dtype), state.age
         else:
-            uphill = jnp.greater(optax.tree.vdot(_minus(state.z, y), move), 0)
-            old = jnp.where(uphill, 1, state.age)
+            uphill = jnp.greater(optax.tree.vdot(optax.tree.sub(state.z, y), move), 0)
+            old = jnp.where(uphill, 1, state.age)  # the restart
             age = (1 + jnp.sqrt(1 + 4 * old**2)) / 2
-            momentum = (old - 1) / age
+            momentum = (old - 1) / age  # beta_k
         z = jax.tree.map(lambda u, d: u + momentum.astype(u.dtype) * d, y, move)
         return _Accelerated(y, z, state.step_size, age, mapping)
 
@@ -252,15 +252,7 @@ class _Accelerated(NamedTuple):
 
 
 def check_no_set(owner: str, y_set: AbstractSet) -> None:
-    """Raises where there is a set to keep y in.
-
-    Args:
-        owner: The solver to name in an error.
-        y_set: The set.
-
-    Raises:
-        ValueError: It is not the whole space.
-    """
+    """Raises `ValueError` where there is a set to keep y in."""
     if not isinstance(y_set, Euclidean):
         raise ValueError(
             f"{owner}: cannot keep y in {type(y_set).__name__}; use "
@@ -269,13 +261,7 @@ def check_no_set(owner: str, y_set: AbstractSet) -> None:
 
 
 def ended(norm: Scalar, steps: Array, tolerance: float | None) -> LowerInfo:
-    """How a solve ended that stops by the norm of the gradient.
-
-    Args:
-        norm: The norm at the answer.
-        steps: The steps taken.
-        tolerance: Where it stops; `None` claims nothing.
-    """
+    """How a solve ended that stops by the norm; no `tolerance` claims nothing."""
     converged = jnp.asarray(False) if tolerance is None else norm <= tolerance
     return LowerInfo(norm, steps, converged)
 
@@ -286,8 +272,4 @@ def _mapping(z, slope, size, y_set) -> tuple[PyTree, Scalar]:
     if isinstance(y_set, Euclidean):
         return moved, optax.tree.norm(slope)
     y = y_set.project(moved)
-    return y, optax.tree.norm(_minus(z, y)) / size
-
-
-def _minus(one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(jnp.subtract, one, other)
+    return y, optax.tree.norm(optax.tree.sub(z, y)) / size

@@ -73,7 +73,7 @@ class NewtonCG(AbstractLowerSolver):
         steps = jnp.asarray(-1, jnp.int32)
         no = jnp.asarray(False)
         start = _Newton(y0, nothing, infinite, zero, infinite, zero + 1, steps, no, ~no)
-        few = objective.thinned()
+        few = objective.thinned()  # for Hessian products alone
         state = jax.lax.while_loop(
             unfinished, lambda state: self._step(objective, few, x, state), start
         )
@@ -107,7 +107,7 @@ class NewtonCG(AbstractLowerSolver):
             )
 
         def shorten():
-            length = state.length / 2
+            length = state.length / 2  # backtracking
             is_stuck = is_rounding() | (length < _SHORTEST)
             return state._replace(length=length, is_stuck=is_stuck)
 
@@ -117,7 +117,7 @@ class NewtonCG(AbstractLowerSolver):
 
     def _direction(self, product, slope, norm, accepted) -> tuple[PyTree, Scalar]:
         """The next step and the decrease it predicts."""
-        wanted = jnp.minimum(0.5, jnp.sqrt(norm))
+        wanted = jnp.minimum(0.5, jnp.sqrt(norm))  # superlinear
         # A residual far below the tolerance is as good as none.
         forcing = jnp.maximum(wanted, 0.1 * self.tolerance / norm)
         # No product is spent on a direction that is not taken: under `vmap` every

@@ -125,7 +125,7 @@ class Objective(AbstractObjective):
         with jax.default_matmul_precision("highest"):
             losses = jax.vmap(lambda record: self.loss(x, y, record))(piece)
         losses = losses if keep is None else jnp.where(keep, losses, 0)
-        return jnp.sum(losses) / max(n, 1)
+        return jnp.sum(losses) / max(n, 1)  # an empty level has the mean 0
 
     def _public(self, x, y) -> Scalar:
         assert self.public is not None
@@ -135,13 +135,7 @@ class Objective(AbstractObjective):
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum(AbstractObjective):
-    r"""NON-PRIVATE. $h_1 + w h_2$.
-
-    Args:
-        first: $h_1$.
-        second: $h_2$.
-        weight: $w$.
-    """
+    """NON-PRIVATE. $h_1 + w h_2$."""
 
     first: AbstractObjective
     second: AbstractObjective
@@ -170,37 +164,21 @@ class WeightedSum(AbstractObjective):
 def upper_objective(
     problem: BilevelProblem, data: Levels, rest: PyTree = None
 ) -> Objective:
-    """NON-PRIVATE. The upper level's mean loss plus its public term.
-
-    Args:
-        problem: The problem.
-        data: The records.
-        rest: As in `Objective`.
-    """
+    """NON-PRIVATE. The upper level's mean loss plus its public term."""
     return Objective(problem.upper, problem.upper_public, data.upper, rest)
 
 
 def lower_objective(
     problem: BilevelProblem, data: Levels, rest: PyTree = None
 ) -> Objective:
-    """NON-PRIVATE. The lower level's mean loss plus its public term.
-
-    Args:
-        problem: The problem.
-        data: The records.
-        rest: As in `Objective`.
-    """
+    """NON-PRIVATE. The lower level's mean loss plus its public term."""
     return Objective(problem.lower, problem.lower_public, data.lower, rest)
 
 
 def split(y: PyTree) -> tuple[PyTree, PyTree]:
     """Separates the arrays of floats of `y`, a model for instance, from the rest.
 
-    Args:
-        y: A pytree.
-
-    Returns:
-        Two pytrees with the structure of `y` and `None` where the other has a leaf.
+    Both pytrees have the structure of `y`, and `None` where the other has a leaf.
     """
     y = jax.tree.map(
         lambda v: jnp.asarray(v) if isinstance(v, float | np.ndarray) else v, y
@@ -214,12 +192,7 @@ def merge(y: PyTree, rest: PyTree) -> PyTree:
 
 
 def poisoned(tree: PyTree, *by: PyTree) -> PyTree:
-    """`tree`, or NaN in all of it and its derivatives unless all `by` is finite.
-
-    Args:
-        tree: Arrays of floats.
-        *by: Arrays of floats.
-    """
+    """`tree`, or NaN in it and its derivatives unless all floats in `by` are finite."""
     known = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
     factor = jnp.where(jnp.all(jnp.stack(known)), 1.0, jnp.nan)
     return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
@@ -231,7 +204,7 @@ def _over_records(fun: Callable, records: PyTree) -> PyTree:
     pieces = _num_pieces(records)
     if pieces == 1:
         return fun(records, None, n)
-    rows = -(-n // pieces)
+    rows = -(-n // pieces)  # rounded up
 
     # A linearization keeps sums and products over a record's numbers; slices and
     # numbers entry by entry are computed again, which costs less than reading them.

@@ -362,7 +362,7 @@ def test_integers_in_a_split_do_not_overflow_inside_a_program():
     problem = dpb.source_weighting(dpb.logistic_loss, 3, ridge=0.05)
 
     def multiplier(solver):
-        return solver._parts(problem).lower.noise.noise_multiplier
+        return solver._parts(problem)[0].noise.noise_multiplier
 
     inside = jax.jit(multiplier)(solver)
     np.testing.assert_allclose(inside, multiplier(solver), rtol=1e-6)

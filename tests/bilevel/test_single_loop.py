@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -177,7 +178,7 @@ def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
     v = linear_solution(x, y)
     solver = noiseless(1)
     state = solver.init(example.problem, (x, y))
-    state = dataclasses.replace(state, v=v)
+    state = eqx.tree_at(lambda s: s.w.v, state, v)
     sizes = example.problem.sizes_of(example.data)
     moved = jax.jit(type(solver).step)(
         solver.with_sizes(sizes),
@@ -186,6 +187,7 @@ def test_the_x_block_at_the_solutions_is_the_hypergradient(x64):
         state,
         key=jax.random.key(0),
     )
+    moved = moved.w
     found = (x - moved.x) / solver.step_size
     np.testing.assert_allclose(found, example.hypergradient(x), rtol=1e-9)
     # At the solutions the other two blocks vanish.
@@ -286,7 +288,7 @@ def test_shares_decide_the_noise_of_the_blocks():
     stds = [
         float(jnp.std(block)) / step
         for block, step in zip(
-            (moved.y, moved.v, moved.x), (0.2, 0.2, 0.05), strict=True
+            (moved.w.y, moved.w.v, moved.w.x), (0.2, 0.2, 0.05), strict=True
         )
     ]
     expected = [
