@@ -47,12 +47,7 @@ def load_levels(
     records = data.records(base, override)
     assert isinstance(records, Records)  # matrices are records of one level
     shared = people is People.SHARED
-    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        training, validation = _split_by_hash(records, data)
-        if shared:
-            training = np.arange(len(records))
-    else:
-        training, validation = _split_by_row(records, data, shared)
+    training, validation = _split(records, data, neighbours, shared)
     lower = records.take(training)
     if data.sources is not None and data.sources.flip:
         lower = data.sources.corrupted(lower)
@@ -69,30 +64,24 @@ def load_records(
     base: Path,
     override: Path | None = None,
 ) -> PyTree:
-    """Reads the training records of a problem of one level.
-
-    Args:
-        data: Where they come from; validation records are left out.
-        neighbours: The relation.
-        base: As in `load_levels`.
-        override: Likewise.
+    """The training records of a problem of one level; all else as in `load_levels`.
 
     Returns:
         The records as arrays. NON-PRIVATE: this is the data.
-
-    Raises:
-        ValueError: As in `load_levels`.
-        OSError: Likewise.
-
-    Privacy:
-        As `load_levels`.
     """
     records = data.records(base, override)
-    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        training, _ = _split_by_hash(records, data)
-    else:
-        training, _ = _split_by_row(records, data, shared=False)
+    training, _ = _split(records, data, neighbours, shared=False)
     return records.take(training).tree()
+
+
+def _split(
+    records: AbstractRecords, data: AbstractData, neighbours: Neighbours, shared: bool
+):
+    """The row numbers of training and validation records."""
+    if neighbours is Neighbours.REPLACE_ONE:
+        return _split_by_row(records, data, shared)
+    training, validation = _split_by_hash(records, data)
+    return np.arange(len(records)) if shared else training, validation
 
 
 def _split_by_row(records: AbstractRecords, data: AbstractData, shared: bool):

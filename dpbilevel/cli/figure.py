@@ -8,27 +8,13 @@ from .results import Result
 from .tasks import TASKS, GroupTask, PenaltyTuningTask
 
 # Okabe and Ito's colors, told apart by color-blind readers; black comes last.
-_COLORS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#56B4E9",
-    "#CC79A7",
-    "#B59F00",
-    "#000000",
-)
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
+_COLORS += ("#56B4E9", "#CC79A7", "#B59F00", "#000000")
 _MOST_NAMED = 16
 
 
 def draw(result: Result) -> bytes:
-    """Draws the released trajectory and the released values.
-
-    Args:
-        result: What a run released.
-
-    Returns:
-        The figure as PNG.
+    """Draws the released trajectory and the released values, as PNG.
 
     Privacy:
         A function of released values: free.

@@ -42,28 +42,17 @@ _advance = jax.jit(advance, static_argnames="trajectory")
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A run that is planned and has not touched data.
-
-    Attributes:
-        config: The config.
-        problem: The problem.
-        solver: The calibrated solver.
-        w0: The public starting point.
-        report: The guarantee of one run.
-    """
+    """A run that is planned and has not touched data."""
 
     config: Config
     problem: BilevelProblem | SaddleProblem
-    solver: AbstractSolver
-    w0: tuple[PyTree, PyTree]
-    report: PrivacyReport
+    solver: AbstractSolver  # calibrated
+    w0: tuple[PyTree, PyTree]  # public
+    report: PrivacyReport  # of one run
 
 
 def prepare(config: Config) -> Prepared:
     """Plans a run from the config alone.
-
-    Returns:
-        The plan, with its report.
 
     Raises:
         ValueError: No noise reaches the budget with this solver and sampling.

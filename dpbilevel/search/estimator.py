@@ -37,11 +37,9 @@ _RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
 
 def _has(name: str) -> Callable[[Any], bool]:
     """Whether the estimator has a method, for `available_if`."""
-
-    def check(search):
-        return hasattr(getattr(search, "best_estimator_", search.estimator), name)
-
-    return check
+    return lambda search: hasattr(
+        getattr(search, "best_estimator_", search.estimator), name
+    )
 
 
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
@@ -163,7 +161,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         check_key(key)
         self._check()
         check_validation(X, y, validation)
-        rows = self._rows(X, y)
+        losses = self.losses or default_losses(self.estimator, y)
+        rows = RowLosses(self._make, X, y, losses)
         size = sum(entry.coordinates for entry in self.space.values())
         if self.training_mu is None:
             rows.check_apart(np.zeros(size))
@@ -277,10 +276,6 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         public = X, y, self.space, self.estimator, self.losses
         return str(joblib.hash((private, *(_hash_or_name(v) for v in public))))
 
-    def _rows(self, X: Any, y: Any) -> RowLosses:
-        losses = self.losses or default_losses(self.estimator, y)
-        return RowLosses(self._make, X, y, losses)
-
     def _make(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""
         estimator = cast(BaseEstimator, clone(self.estimator))
@@ -291,12 +286,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         _checks.instance("PrivateSearch", dict, space=self.space)
         if not self.space:
             raise ValueError("PrivateSearch: space names no parameter.")
-        if isinstance(self.estimator, type) or not hasattr(
-            self.estimator, "get_params"
-        ):
+        estimator = self.estimator
+        if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
             raise TypeError(
                 "PrivateSearch: estimator must be a scikit-learn estimator such as "
-                f"Ridge(), an instance, got {self.estimator!r}."
+                f"Ridge(), an instance, got {estimator!r}."
             )
         if self.losses is not None and not callable(self.losses):
             raise TypeError(
@@ -309,7 +303,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "so no units may be taken from them; give losses=, and solver= with a "
                 "clip norm that is known to suit them."
             )
-        known = self.estimator.get_params()
+        known = estimator.get_params()
         for name, entry in self.space.items():
             if not isinstance(entry, Range):
                 raise TypeError(
@@ -323,7 +317,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 likely = likely or difflib.get_close_matches(name, known, 3)
                 hint = f"did you mean {' or '.join(map(repr, likely))}? " * bool(likely)
                 raise ValueError(
-                    f"PrivateSearch: {type(self.estimator).__name__} has no parameter "
+                    f"PrivateSearch: {type(estimator).__name__} has no parameter "
                     f"{name!r}; {hint}It has {sorted(known)}."
                 )
 

@@ -1,14 +1,14 @@
 """Kernels: covariance functions of losses, with the derivatives that methods need."""
 
 import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from .._checks import Checked, Number, Positive
+from .._checks import Checked, Positive
 
 if TYPE_CHECKING:
     from typing import ClassVar as AbstractVar
@@ -191,7 +191,7 @@ class Quadratic(AbstractKernel):
         return cast(self.reach, nugget)
 
 
-def cast(value: Number, like: Array) -> Array:
+def cast(value: Any, like: Array) -> Array:
     """A number in the precision of an array."""
     return jnp.asarray(value, like.dtype)
 

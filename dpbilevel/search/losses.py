@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._checks import Number
 from ..draws.mechanisms import BoundedScore
@@ -13,7 +13,7 @@ from ..draws.scores.mean_loss import public_part, spread_of
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
-from ..privacy.releases import AbstractRelease
+from ..privacy.releases import AbstractGaussianRelease
 from ..privacy.rows import Padded, unpacked
 from ..privacy.sampling import Batch
 from .base import Proposal
@@ -61,7 +61,7 @@ def loss_query(clip_range: Number, size: int) -> Query:
 
 
 def noisy_loss(
-    release: AbstractRelease,
+    release: AbstractGaussianRelease,
     problem: SearchProblem,
     proposal: Proposal,
     losses: Losses,
@@ -92,7 +92,7 @@ def noisy_loss(
 def score_of_candidates(
     losses: Losses,
     points: Float[Array, "m d"],
-    problem: SearchProblem,
+    public: Callable[[PyTree], Array] | None,
     start: Float[Array, " d"],
     clip_range: Number,
     size: int,
@@ -102,7 +102,7 @@ def score_of_candidates(
     Args:
         losses: One row per record, one column per point.
         points: The points.
-        problem: Its public term is added.
+        public: The public term, or `None`.
         start: Where the public term counts as zero.
         clip_range: $B$, as in `clipped_loss`.
         size: The planned number of records.
@@ -113,10 +113,10 @@ def score_of_candidates(
     def scored(row):
         point, found = row
         mean = clipped_loss(_packed(found, present), clip_range, size, "grid")
-        return unsealed(mean) + public_part(problem.public, point, start, half)
+        return unsealed(mean) + public_part(public, point, start, half)
 
     scores = jax.lax.map(scored, (points, rows.T))
-    share, _ = spread_of(clip_range, size, rows.dtype, problem.public is not None)
+    share, _ = spread_of(clip_range, size, rows.dtype, public is not None)
     return BoundedScore(_CandidateScore(scores), share, "spread", Basis.CLIPPED)
 
 

@@ -91,9 +91,9 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
         dtype = unpacked(losses)[0].dtype
         numbers = jnp.arange(self.num_candidates, dtype=dtype)
-        points, start = proposal.points, state.start
+        points, start, public = proposal.points, state.start, problem.public
         score = score_of_candidates(
-            losses, points, problem, start, self.clip_range, self.sizes
+            losses, points, public, start, self.clip_range, self.sizes
         )
         # The index of a candidate is drawn, as a point of a grid on the line.
         grid, first = Grid(numbers), numbers[0]
