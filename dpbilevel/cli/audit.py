@@ -32,7 +32,7 @@ def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
         Touches no data: neither the config's records nor released values.
     """
     found = canaries_of(prepare(config))
-    return audit_canaries(found, key=root_key(), runs=runs)
+    return audit_canaries(found, key=root_key(), runs=runs)  # new noise each time
 
 
 def canaries_of(prepared: Prepared) -> dict[str, Canary]:

@@ -256,7 +256,7 @@ class Label(Standardized):
         if self.mean is not None and self.scale is not None:
             return self.standardized(cells, self.mean, self.scale)
         positive = positions(cells, self.positive) >= 0
-        negative = positions(cells, self.negative) >= 0
+        negative = positions(cells, self.negative) >= 0  # neither: NaN
         return np.where(positive, 1.0, np.where(negative, -1.0, np.nan))
 
 
@@ -288,7 +288,7 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     texts = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if not isinstance(value, str)]
     read = [number for number in map(_number, texts) if number in numbers]
-    told = [*texts, *numbers, *read]
+    told = [*texts, *numbers, *read]  # the text "1" is the cell 1 too
     if len(set(told)) < len(told) or not np.isfinite(numbers).all():
         raise ValueError(
             f"{name} must be lists of values that differ, finite where they are "

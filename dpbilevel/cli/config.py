@@ -111,7 +111,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     """Builds a config from the parsed tables of the file `place`, as `read_config`."""
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
     task_name = check_choice(tables["task"], TASKS, place, "task")
-    reader = Reader({}, {}, frozenset())
+    reader = Reader({}, {}, frozenset())  # tables without solvers
     privacy = reader.build(Privacy, tables["privacy"], place.child("privacy"))
     model = place.child("model")
     task: AbstractTask = reader.build(TASKS[task_name], tables["model"], model)
@@ -171,7 +171,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     if kind is not BilevelProblem:
         raise where.error("is for tasks of two levels only; remove it.")
     check_table(tables["refit"], where)
-    fields = dict(tables["refit"])
+    fields = dict(tables["refit"])  # of the solver, and the split of the budget
     split = fields.pop("budget_split", None)
     refit = reader.build_named(one_level, fields, where)
     try:

@@ -54,6 +54,7 @@ def load_levels(
     if shared:
         return Levels.shared(lower.tree())
     upper = records.take(validation)
+    # A source belongs to a training record alone.
     return Levels(Records(upper.features, upper.label).tree(), lower.tree())
 
 
@@ -95,12 +96,13 @@ def _split_by_row(records: AbstractRecords, data: AbstractData, shared: bool):
             f"there are {rows} records, but [data] asks for {asked}. Use smaller "
             "numbers or more records."
         )
-    order = np.random.default_rng(data.split_seed).permutation(rows)
+    order = np.random.default_rng(data.split_seed).permutation(rows)  # public
     return order[: data.training], order[data.training : wanted]
 
 
 def _split_by_hash(records: AbstractRecords, data: AbstractData):
     seed = str(data.split_seed).encode()
+    # Each record by itself, so that one more moves no other.
     bound = 2**64 * data.training // (data.training + data.validation)
     draws = [
         int.from_bytes(hashlib.sha256(seed + record).digest()[:8])

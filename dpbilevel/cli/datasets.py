@@ -78,8 +78,9 @@ class TableData(FeatureData):
         if self.sources is None or not self.sources.column:
             return Records(features, label, group=group)
         found = positions(table.column(self.sources.column), self.sources.values)
+        # A record of no known source has no influence: its features are NaN.
         features = np.where(found[:, None] < 0, np.float32(np.nan), features)
-        return Records(features, label, np.maximum(found, 0), group)
+        return Records(features, label, np.maximum(found, 0), group)  # in range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class SklearnData(TableData):
 
     @override
     def load(self, file: Path | None) -> Records:
-        import sklearn.datasets
+        import sklearn.datasets  # an extra
 
         bunch = getattr(sklearn.datasets, f"load_{self.name}")()
         names = [str(name) for name in bunch.feature_names]
@@ -211,7 +212,7 @@ class GeneratedData(FeatureData):
         else:
             group, margin = self.groups.generated(rng, features, truth)
         chance = 1 / (1 + np.exp(-margin))
-        label = np.where(rng.random(len(features)) < chance, 1.0, -1.0)
+        label = np.where(rng.random(len(features)) < chance, 1.0, -1.0)  # logistic
         return Records(unit_rows(features), label.astype(np.float32), group=group)
 
 

@@ -121,8 +121,9 @@ def read_csv(path: Path) -> Table:
     """
     limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
     try:
+        # No byte may raise; spreadsheets begin with a mark of the encoding.
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            rows = [row for row in csv.reader(file) if row]
+            rows = [row for row in csv.reader(file) if row]  # blank lines are none
     finally:
         csv.field_size_limit(limit)
     if not rows:

@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> None:
     options = {k: getattr(arguments, k) for k in ("data", "chunk", "resume", "restart")}
     check(config, arguments.out, **options)
     prepared = prepare(config)
-    print(prepared.report, flush=True)
+    print(prepared.report, flush=True)  # before anything is spent
     with step_bar(prepared.solver.num_steps) as progress:
         result = run(prepared, arguments.out, **options, progress=progress)
     remark = divergence(result.rejected_updates)
@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"WARNING: {remark}")
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
     spent = spending.read(arguments.out)
-    if len(spent.runs) > 1:
+    if len(spent.runs) > 1:  # what they cost together
         print(spent)
 
 

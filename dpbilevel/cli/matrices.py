@@ -88,7 +88,7 @@ class CsvMatrices(MatrixData, CsvFile, Standardized):
     def encode(self, table: Table) -> Matrices:
         cells = [
             self.standardized(table.column(name), self.mean, self.scale)
-            for row in self.columns
+            for row in self.columns  # one column of the file an entry
             for name in row
         ]
         entries = np.stack(cells, 1).reshape(-1, *self.shape)

@@ -96,7 +96,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         "versions": result.versions,
         "config": result.config,
     }
-    checkpoint.replace_json(folder / RESULT, page)
+    checkpoint.replace_json(folder / RESULT, page)  # last: says that all is there
 
 
 def set_aside(folder: Path, number: int) -> int:

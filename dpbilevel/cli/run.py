@@ -37,6 +37,7 @@ from .results import Result
 
 Progress = Callable[[int], None]
 
+# At the top, so that all chunks of one length run one compiled program.
 _advance = jax.jit(advance, static_argnames="trajectory")
 
 
@@ -246,7 +247,7 @@ def _load(prepared: Prepared, override: Path | None) -> PyTree:
             levels = load_levels(config.data, people, neighbours, **places)
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
-        levels = planned_rows(prepared.solver, levels)
+        levels = planned_rows(prepared.solver, levels)  # no shape tells their number
     return jax.tree.map(jnp.asarray, levels)
 
 
@@ -273,7 +274,7 @@ def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, An
     for leaf in jax.tree.leaves(levels):
         digest.update(np.asarray(leaf).tobytes())
     return {
-        "config": json.loads(json.dumps(prepared.config.tables)),
+        "config": json.loads(json.dumps(prepared.config.tables)),  # as it reads back
         "software": checkpoint.software(),
         "plan": json.loads(prepared.report.to_json()),
         "chunk": chunk,

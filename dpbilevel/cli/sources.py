@@ -49,7 +49,7 @@ class Sources:
     def corrupted(self, records: Records) -> Records:
         """Draws a source for each training record and flips labels accordingly."""
         rng = np.random.default_rng(self.label_seed)
-        source = rng.integers(0, self.count, len(records.label))
+        source = rng.integers(0, self.count, len(records.label))  # uniform
         flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
         label = np.where(flipped, -records.label, records.label)
         return Records(records.features, label, source.astype(np.int32))
@@ -113,8 +113,8 @@ class Groups:
         length = float(np.linalg.norm(truth))
         along = truth / max(length, 1e-12)
         side = rng.standard_normal(len(truth))
-        side -= (side @ along) * along
-        side *= length / max(float(np.linalg.norm(side)), 1e-12)
+        side -= (side @ along) * along  # at right angles to the truth
+        side *= length / max(float(np.linalg.norm(side)), 1e-12)  # as long as it
         angle = np.deg2rad(self.turn)[:, None]
         turned = np.cos(angle) * truth + np.sin(angle) * side
         margin = np.sum(features * turned[group], axis=1)

@@ -191,9 +191,9 @@ def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> 
 
 def _convert_scalar(hint, value, place: Place, key: str):
     kinds = typing.get_args(hint) or (hint,)
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int:  # 1 is a number
         return float(value)
-    if type(value) not in kinds:
+    if type(value) not in kinds:  # by its own type: true is an int in Python
         raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
     return value
 

@@ -144,6 +144,7 @@ class SourceWeightingTask(AbstractTask):
     @override
     def shown(self, w: PyTree) -> np.ndarray:
         x = w[0]
+        # A map along the last axis, whatever axes are before it.
         rows = jnp.reshape(jnp.asarray(x), (-1, self.num_sources))
         weights = jax.vmap(lambda row: source_weights(row, self.parametrization))(rows)
         return np.asarray(weights).reshape(np.shape(x))

@@ -161,8 +161,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         check_key(key)
         self._check()
         check_validation(X, y, validation)
-        losses = self.losses or default_losses(self.estimator, y)
-        rows = RowLosses(self._make, X, y, losses)
+        rows = self._rows(X, y)
         size = sum(entry.coordinates for entry in self.space.values())
         if self.training_mu is None:
             rows.check_apart(np.zeros(size))
@@ -275,6 +274,10 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             ) from None
         public = X, y, self.space, self.estimator, self.losses
         return str(joblib.hash((private, *(_hash_or_name(v) for v in public))))
+
+    def _rows(self, X: Any, y: Any) -> RowLosses:
+        losses = self.losses or default_losses(self.estimator, y)
+        return RowLosses(self._make, X, y, losses)
 
     def _make(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""

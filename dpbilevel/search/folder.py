@@ -92,7 +92,7 @@ class Folder:
         if not file.is_file():
             losses = evaluate(point)
             content = checkpoint.npz({"point": point, "losses": losses})
-            checkpoint.replace(file, content, mode=0o600)
+            checkpoint.replace(file, content, mode=0o600)  # before the next evaluation
             return losses
         try:
             with np.load(file, allow_pickle=False) as arrays:
@@ -101,7 +101,7 @@ class Folder:
             raise ValueError(
                 f"{file} is damaged; delete it, and its point is evaluated again."
             ) from None
-        if not np.array_equal(kept, point):
+        if not np.array_equal(kept, point):  # bit for bit
             raise ValueError(
                 f"{file} holds the losses at another point than the run asks for, "
                 "as after a change of hardware. Go on where the run began."

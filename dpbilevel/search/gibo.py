@@ -166,7 +166,7 @@ class GradientInformativeBO(
         zero = jnp.zeros((), jnp.int32)
         seen = _Seen(
             jnp.zeros((self.keep, w.size), w.dtype),
-            jnp.zeros((self.sizes, self.keep), w.dtype),
+            jnp.zeros((self.sizes, self.keep), w.dtype),  # one row a record
             jnp.zeros(self.keep, bool),
         )
         kept = self.output.init(w)

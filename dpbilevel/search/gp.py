@@ -85,8 +85,8 @@ class GradientPosterior(eqx.Module):
         known = _solve(self.root, _masked(across, self.mask, mask))
         among = self.kernel.covariance(points, points, self.theta) - known.T @ known
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
-        rest = 1 - known.T @ self.ones
-        right = jnp.concatenate([slope, rest[:, None]], axis=1)
+        rest = 1 - known.T @ self.ones  # of the constant at the new points
+        right = jnp.concatenate([slope, rest[:, None]], axis=1)  # one solve for both
         gained = _explained(
             _covariance(among, mask, self.nugget), jnp.where(mask[:, None], right, 0)
         )

@@ -207,7 +207,7 @@ def _step(
         asked = _ask(problem, solver, saved.state, key=key_ask)
         points = np.asarray(asked.points, np.float64)
     table = np.zeros((len(points), problem.num_records))
-    for number in range(int(asked.count)):
+    for number in range(int(asked.count)):  # public: by released values alone
         table[number] = losses(saved.done, number, points[number])
     with wide_integers():
         state = _tell(problem, solver, saved.state, asked, table.T, key=key_tell)

@@ -74,6 +74,7 @@ class NoisyUCB(
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
         w = start_of("NoisyUCB", problem, w0)
+        # Rows without values hold the start: any point, left out by `_evaluated`.
         points = jnp.broadcast_to(w, (self.num_steps, *w.shape))
         values = jnp.zeros(self.num_steps, w.dtype)
         return _State(w, points, values, jnp.zeros((), jnp.int32))
@@ -85,6 +86,7 @@ class NoisyUCB(
         half = -(-self.num_candidates // 2)
         everywhere = uniform(box, state.w, half, key=key_everywhere)
         lower, upper = ends(box, state.w)
+        # Half of them near the best so far, at half a length scale.
         away = jax.random.normal(key_near, everywhere.shape, state.w.dtype)
         step = cast(self.lengthscale / 2, state.w) * (upper - lower)
         near = jnp.clip(state.w[None] + step[None] * away, lower[None], upper[None])
@@ -104,7 +106,7 @@ class NoisyUCB(
             state.t + 1,
         )
         box = box_of("NoisyUCB", problem)
-        found, _ = self._posterior(box, state, state.points)
+        found, _ = self._posterior(box, state, state.points)  # not its noisy values
         best = jnp.argmin(jnp.where(self._evaluated(state), found, jnp.inf))
         return dataclasses.replace(state, w=state.points[best])
 
@@ -171,12 +173,13 @@ def posterior(
     Returns:
         The posterior means and standard deviations.
     """
+    # Without it equal points would leave no Cholesky factor in rounding.
     nugget = jnp.finfo(points.dtype).eps ** 0.5
     both = known[:, None] & known[None, :]
     diagonal = jnp.where(known, noise + cast(nugget, noise), 1)
     covariance = jnp.where(both, _kernel(points, points), 0) + jnp.diag(diagonal)
     count = jnp.maximum(jnp.sum(known), 1).astype(values.dtype)
-    center = jnp.sum(jnp.where(known, values, 0)) / count
+    center = jnp.sum(jnp.where(known, values, 0)) / count  # the prior mean
     factor = jnp.linalg.cholesky(covariance)
     cross = jnp.where(known[:, None], _kernel(points, at), 0)
     rest = jnp.where(known, values - center, 0)

@@ -113,7 +113,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         share, _ = spread_of(self.clip_range, sizes, dtype, public)
         query = Query.of_contribution(RECORDS, sizes, float(share))
         sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
-        rate = float(self.mechanism.rate(sensitivity))
+        rate = float(self.mechanism.rate(sensitivity))  # k
         number = self.num_candidates
         note = f"drawn exactly from {number} random candidates"
         guarantee = SamplerGuarantee(1, number, notes=(note,))

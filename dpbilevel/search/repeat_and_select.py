@@ -111,7 +111,7 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
 
     @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
-        box = box_of("RepeatAndSelect", problem)
+        box = box_of("RepeatAndSelect", problem)  # also after the first K points
         return Proposal(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
     @override
@@ -123,7 +123,7 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
             selection, problem, proposal, losses, self.clip_range, key=key_select
         )
         better = (state.t < repeats) & (value < state.best_value)
-        best = jnp.where(better, proposal.points[0], state.best)
+        best = jnp.where(better, proposal.points[0], state.best)  # among the first K
         best_value = jnp.where(better, value, state.best_value)
         # Where nothing was repeated there is no value to show.
         last = (state.t == self.num_steps - 1) & jnp.isfinite(best_value)
