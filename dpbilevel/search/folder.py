@@ -28,7 +28,7 @@ _NOTICE = (
 # A folder has one search, so that its number in the spending record is this.
 _NUMBER = 1
 
-Losses = Callable[[np.ndarray], np.ndarray]  # of a point
+Evaluate = Callable[[np.ndarray], np.ndarray]  # everyone's losses at a point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Folder:
         spending.begin(self.path, _NUMBER, self.report, self._public)
         return saved
 
-    def losses(self, step: int, number: int, point: np.ndarray, evaluate: Losses):
+    def losses(self, step: int, number: int, point: np.ndarray, evaluate: Evaluate):
         """What was kept of this evaluation, or the evaluation, kept.
 
         Raises:

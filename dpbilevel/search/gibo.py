@@ -147,6 +147,11 @@ class GradientInformativeBO(
 
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
+        """From `w0`, projected onto the set, without losses.
+
+        Raises:
+            ValueError: `w0` is no vector of floats, or no number of records is planned.
+        """
         owner = type(self).__name__
         w0 = jnp.asarray(w0)
         check_start(w0)
@@ -226,6 +231,7 @@ class GradientInformativeBO(
 
     @override
     def adversary_view(self, state: _State) -> PyTree:
+        """The iterate, the points so far and how many there were; no losses."""
         seen = state.seen
         return state.w, seen.points, seen.mask, state.evaluations, state.unmet
 
@@ -258,7 +264,7 @@ class GradientInformativeBO(
         order = jnp.arange(len(seen.mask), dtype=jnp.int32)
         offsets = (seen.points - w[None]) / cast(self.kernel.reach, w)
         lengths = jnp.sum(offsets * offsets, axis=1)
-        squares = lengths[:, None] + lengths[None] - 2 * offsets @ offsets.T  # apart
+        squares = lengths[:, None] + lengths[None] - 2 * offsets @ offsets.T
         later = order[None] < order[:, None]
         nearby = (squares < _NEARBY**2) & later & seen.mask[None]
         valid = seen.mask & ~jnp.any(nearby, axis=1)

@@ -83,7 +83,7 @@ def noisy_loss(
     funs = {RECORDS: _centered(clip_range)}
     value = release.of(funs, _packed(rows[:, 0], present), key=key)
     value = value.astype(proposal.points.dtype)
-    value += cast(clip_range, value) / 2  # what was taken off before clipping
+    value += cast(clip_range, value) / 2  # back in [0, B]
     if problem.public is None:
         return value
     return value + jax.vmap(problem.public)(proposal.points).astype(value.dtype)[0]

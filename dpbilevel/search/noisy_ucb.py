@@ -116,6 +116,7 @@ class NoisyUCB(
 
     @override
     def adversary_view(self, state: _State) -> PyTree:
+        """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
 
     @override

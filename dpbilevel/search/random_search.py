@@ -122,6 +122,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     @override
     def with_noise(self, scale: Number) -> Self:
+        r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
         mechanism = self.mechanism.with_multiplier(scale)
         return dataclasses.replace(self, mechanism=mechanism)
 

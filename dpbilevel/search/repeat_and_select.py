@@ -138,10 +138,12 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
 
     @override
     def released(self, state: _State) -> Float[Array, " d"]:
+        """The start, and after the last step the answer."""
         return state.w
 
     @override
     def adversary_view(self, state: _State) -> PyTree:
+        """The answer and its noisy loss."""
         return state.w, state.value
 
     @override
@@ -151,6 +153,7 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
 
     @override
     def with_noise(self, scale: Number) -> Self:
+        """Sets the multiplier of every repetition to `scale`."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 
     @override
