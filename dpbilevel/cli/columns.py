@@ -288,8 +288,8 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     texts = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if not isinstance(value, str)]
     read = [number for number in map(_number, texts) if number in numbers]
-    told = [*texts, *numbers, *read]  # the text "1" is the cell 1 too
-    if len(set(told)) < len(told) or not np.isfinite(numbers).all():
+    listed = [*texts, *numbers, *read]  # the text "1" is the cell 1 too
+    if len(set(listed)) < len(listed) or not np.isfinite(numbers).all():
         raise ValueError(
             f"{name} must be lists of values that differ, finite where they are "
             f"numbers, got {list(values)}. A number is every cell that reads as it."
