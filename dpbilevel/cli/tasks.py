@@ -59,18 +59,17 @@ class AbstractTask(abc.ABC):
             data: What `[data]` describes.
             place: That table.
         """
+        wanted = len(self.names(data.blocks))
         for name, kind in {"sources": Sources, "groups": Groups}.items():
             found, where = getattr(data, name), place.child(name)
-            if name != self.places:
-                if found is not None:
-                    tasks = [f'"{k}"' for k, v in TASKS.items() if v.places == name]
-                    only = " and ".join(tasks)
-                    raise where.error(f"is for task = {only} only; remove it.")
-                continue
-            if found is None:
-                raise where.error(f"missing table. Give {kind.choice}.")
-            wanted = len(self.names(data.blocks))
-            if found.count != wanted:
+            if found is None and name == self.places:
+                raise where.error(f"missing table. The task needs it: {kind.choice}.")
+            if found is not None and name != self.places:
+                tasks = [f'"{k}"' for k, v in TASKS.items() if v.places == name]
+                raise where.error(
+                    f"is for task = {' and '.join(tasks)} only; remove it."
+                )
+            if found is not None and found.count != wanted:
                 raise where.error(
                     f"lists {found.count} {name}, but [model] has "
                     f"{self.declared.format(wanted)}."
