@@ -108,7 +108,7 @@ def read_config(path: str | Path) -> Config:
 
 
 def parse_config(tables: dict[str, Any], place: Place) -> Config:
-    """Builds a config from the parsed tables of the file `place`, as `read_config`."""
+    """Builds a config from the tables of the file `place`; raises as `read_config`."""
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
     task_name = check_choice(tables["task"], TASKS, place, "task")
     reader = Reader({}, {}, frozenset())  # tables without solvers
