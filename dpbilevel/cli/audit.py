@@ -20,11 +20,7 @@ JSON, PICTURE = "audit.json", "audit.png"
 
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
-    """Audits the solver that a config plans, as calibrated, on canary records.
-
-    Args:
-        config: The config.
-        runs: Runs per side.
+    """Audits the solver that a config plans, as calibrated, by so many runs per side.
 
     Returns:
         One outcome per kind of person.
@@ -36,52 +32,34 @@ def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
         Touches no data: neither the config's records nor released values.
     """
     found = canaries_of(prepare(config))
-    return audit_canaries(found, key=root_key(), runs=runs)
+    return audit_canaries(found, key=root_key(), runs=runs)  # new noise each time
 
 
 def canaries_of(prepared: Prepared) -> dict[str, Canary]:
-    """The canaries of a planned run, by kind of person.
-
-    Args:
-        prepared: The plan.
-    """
+    """The canaries of a planned run, by kind of person."""
     reads = getattr(prepared.problem, "x_in_records", True)  # a game has one level
     return canaries(prepared.solver, x_in_records=reads)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that an audit could not be written to, before any work.
-
-    Args:
-        folder: A new folder or an empty one.
-
-    Raises:
-        ValueError: It is a file, or holds an earlier audit or something else.
-    """
+    """Raises `ValueError` before any work, unless a folder is new or empty."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; give a new folder.")
-    if not folder.exists():
-        return
-    names = {file.name for file in folder.iterdir()}
+    names = {file.name for file in folder.glob("*")}
     others = sorted(names - {JSON, PICTURE})
-    if names and not others:
-        raise ValueError(
-            f"--out {folder} holds an earlier audit; give a new folder, or move "
-            f"{' and '.join(sorted(names))} away."
-        )
     if others:
         raise ValueError(
             f"--out {folder} is not empty (it holds {others[0]!r}); give a new folder."
         )
+    if names:
+        raise ValueError(
+            f"--out {folder} holds an earlier audit; give a new folder, or move "
+            f"{' and '.join(sorted(names))} away."
+        )
 
 
 def save(folder: Path, outcomes: tuple[TradeOff, ...], config: Config) -> None:
-    """Writes `audit.png`, then `audit.json`, each whole or not at all.
-
-    Args:
-        folder: Where to; made if missing.
-        outcomes: What was found.
-        config: What was audited.
+    """Writes `audit.png`, then `audit.json`, each whole or not at all, into a folder.
 
     Raises:
         OSError: The disk refuses.
@@ -113,21 +91,16 @@ def _plain(value):
 
 
 def draw(outcomes: tuple[TradeOff, ...]) -> bytes:
-    """Draws what every claim allows and what was measured.
+    """Draws what every claim allows and what was measured, one outcome a panel, as PNG.
 
-    Args:
-        outcomes: One per panel.
-
-    Returns:
-        The picture as PNG, on normal scales, where Gaussian claims are straight lines.
+    Scales are normal: Gaussian claims are straight lines.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(outcomes), 5.0), layout="constrained")
-    for axes, outcome in zip(
-        np.ravel(figure.subplots(1, len(outcomes))), outcomes, strict=True
-    ):
+    panels = np.ravel(figure.subplots(1, len(outcomes)))
+    for axes, outcome in zip(panels, outcomes, strict=True):
         _draw_one(axes, outcome)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
@@ -141,27 +114,21 @@ def _draw_one(axes, outcome: TradeOff) -> None:
     scale = scipy.stats.norm.ppf
     rates = scipy.stats.norm.cdf(np.linspace(-3.6, 3.6, 400))
     allowed = np.clip(TradeOffCurve(outcome.claim)(rates), 1e-6, 1 - 1e-6)
-    axes.fill_between(
-        scale(rates), scale(allowed), 9, color="#D55E00", alpha=0.12, lw=0
-    )
-    axes.plot(scale(rates), scale(allowed), color="#D55E00", label="claimed at most")
-    axes.plot(scale(rates), scale(rates), "--", color="0.6", lw=1, label="guessing")
+    x, y = scale(rates), scale(allowed)
+    axes.fill_between(x, y, 9, color="#D55E00", alpha=0.12, lw=0)
+    axes.plot(x, y, color="#D55E00", label="claimed at most")
+    axes.plot(x, x, "--", color="0.6", lw=1, label="guessing")
     for violated, color, label in (
         (False, "#0072B2", "measured, with confidence"),
         (True, "#000000", "violation"),
     ):
         cuts = [cut for cut in outcome.cuts if cut.violated is violated]
         if cuts:
-            axes.plot(
-                *scale([[c.false_positives, c.true_positives] for c in cuts]).T,
-                "s" if violated else "o",
-                color=color,
-                label=label,
-            )
-    axes.set_xticks(scale(_TICKS), [f"{t:g}" for t in _TICKS], fontsize=8)
-    axes.set_yticks(scale(_TICKS), [f"{t:g}" for t in _TICKS], fontsize=8)
-    axes.set_xlim(-3.5, 3.5)
-    axes.set_ylim(-3.5, 3.5)
+            measured = scale([[c.false_positives, c.true_positives] for c in cuts]).T
+            axes.plot(*measured, "s" if violated else "o", color=color, label=label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(scale(_TICKS), [f"{t:g}" for t in _TICKS], fontsize=8)
+    axes.set(xlim=(-3.5, 3.5), ylim=(-3.5, 3.5))
     axes.set_xlabel("false positive rate, at most")
     axes.set_ylabel("true positive rate, at least")
     axes.set_title(

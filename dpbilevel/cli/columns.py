@@ -15,16 +15,10 @@ Value = str | float  # of a cell: its text, or the number that it reads as
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells as text, by column.
+    """Cells as text, by column."""
 
-    Attributes:
-        name: What to call the table in an error.
-        columns: The cells of every column, all of one length.
-        rows: The number of rows.
-    """
-
-    name: str
-    columns: Mapping[str, Cells]
+    name: str  # what to call the table in an error
+    columns: Mapping[str, Cells]  # all of one length
     rows: int
 
     def __repr__(self) -> str:
@@ -34,14 +28,11 @@ class Table:
     def column(self, name: str) -> Cells:
         """The cells of one column.
 
-        Args:
-            name: The column's name.
-
         Raises:
-            ValueError: There is no such column. The message does not list those that
-                exist: where a file lacks its header, they would be a record.
+            ValueError: There is no such column.
         """
         if name not in self.columns:
+            # Without those that exist: where the header is missing, they are a record.
             raise ValueError(
                 f"{self.name} has no column {name!r}. Correct the config's [data], or "
                 "the header, which must be the first row."
@@ -113,24 +104,56 @@ class Records(AbstractRecords):
 
 
 @dataclasses.dataclass(frozen=True)
-class Numeric:
-    r"""A block of numeric columns, each mapped to $\mathrm{clip}((t(v) - m) / s) / c$.
+class Standardized:
+    r"""Numbers $v$ mapped to $\mathrm{clip}((t(v) - m) / s) / c$ by public constants.
+
+    Args:
+        transform: $t$: `"none"` or `"log1p"`.
+        clip: $c > 0$; values are clipped to $[-c, c]$.
+    """
+
+    _: dataclasses.KW_ONLY
+    transform: Literal["none", "log1p"] = "none"
+    clip: float = 3.0
+
+    def standardized(self, cells: Cells, mean: float, scale: float) -> np.ndarray:
+        r"""Numbers in $[-1, 1]$; NaN where a cell is empty or no number.
+
+        Privacy:
+            Cell by cell; silent whatever a cell holds.
+        """
+        values = np.asarray([_number(cell) for cell in cells])
+        with np.errstate(all="ignore"):  # a warning would tell something about a cell
+            if self.transform == "log1p":
+                values = np.log1p(values)
+            return np.clip((values - mean) / scale, -self.clip, self.clip) / self.clip
+
+    def check_constants(self, mean: Any, scale: Any) -> None:
+        """Raises `ValueError` unless scales and clip are positive and means finite."""
+        for value in np.ravel(mean):
+            if value is not None and not np.isfinite(value):
+                raise ValueError(f"mean must be finite, got {value:g}.")
+        for name, values in {"scale": scale, "clip": self.clip}.items():
+            for value in np.ravel(values):
+                if value is not None and not (np.isfinite(value) and value > 0):
+                    raise ValueError(f"{name} must be positive, got {value:g}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Numeric(Standardized):
+    """A block of numeric columns.
 
     Args:
         name: The block's name.
         columns: The columns.
         mean: $m$, one public constant per column.
         scale: $s > 0$, one public constant per column.
-        transform: $t$: `"none"` or `"log1p"`.
-        clip: $c > 0$; values are clipped to $[-c, c]$.
     """
 
     name: str
     columns: tuple[str, ...]
     mean: tuple[float, ...]
     scale: tuple[float, ...]
-    transform: Literal["none", "log1p"] = "none"
-    clip: float = 3.0
 
     def __post_init__(self):
         if not len(self.columns) == len(self.mean) == len(self.scale):
@@ -138,7 +161,7 @@ class Numeric:
                 f"columns, mean and scale need one entry per column, got "
                 f"{len(self.columns)}, {len(self.mean)} and {len(self.scale)}."
             )
-        check_standardizing(self)
+        self.check_constants(self.mean, self.scale)
 
     @property
     def size(self) -> int:
@@ -148,19 +171,15 @@ class Numeric:
     def features(self, table: Table) -> np.ndarray:
         """The block's features.
 
-        Args:
-            table: The records.
-
         Privacy:
             Row by row. A missing cell is the public mean, that is 0; text that is no
             number makes a NaN, which leaves the record without influence later.
         """
-        values = [
-            _filled(cells, standardized(cells, m, s, self))
-            for cells, m, s in zip(
-                map(table.column, self.columns), self.mean, self.scale, strict=True
-            )
-        ]
+        values = []
+        for name, m, s in zip(self.columns, self.mean, self.scale, strict=True):
+            cells = table.column(name)
+            missing = [cell == "" for cell in cells]
+            values.append(np.where(missing, 0.0, self.standardized(cells, m, s)))
         return np.stack(values, 1)
 
 
@@ -192,30 +211,21 @@ class Categorical:
         return len(self.values)
 
     def features(self, table: Table) -> np.ndarray:
-        """The block's features.
-
-        Args:
-            table: The records.
-
-        Privacy:
-            Row by row.
-        """
+        """The block's features, row by row."""
         found = positions(table.column(self.column), self.values)
         return found[:, None] == np.arange(self.size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Label:
+class Label(Standardized):
     r"""The label: $\pm 1$ by lists of values, or a standardized number.
 
     Args:
         column: The column.
         positive: The values of the label +1, for classification.
         negative: The values of the label -1.
-        mean: $m$ as for numeric columns, for regression.
-        scale: $s$ as for numeric columns, for regression.
-        transform: `"none"` or `"log1p"`, for regression.
-        clip: $c$ as for numeric columns, for regression.
+        mean: $m$, for regression.
+        scale: $s > 0$, for regression.
     """
 
     column: str
@@ -223,8 +233,6 @@ class Label:
     negative: tuple[Value, ...] = ()
     mean: float | None = None
     scale: float | None = None
-    transform: Literal["none", "log1p"] = "none"
-    clip: float = 3.0
 
     def __post_init__(self):
         classes = bool(self.positive) and bool(self.negative)
@@ -235,13 +243,10 @@ class Label:
                 "classes, or mean and scale, the public constants of a numeric label."
             )
         check_values("positive and negative", (*self.positive, *self.negative))
-        check_standardizing(self)
+        self.check_constants(self.mean, self.scale)
 
     def values(self, table: Table) -> np.ndarray:
         """The labels.
-
-        Args:
-            table: The records.
 
         Privacy:
             Row by row. A missing or unknown label is NaN, which leaves the record
@@ -249,29 +254,10 @@ class Label:
         """
         cells = table.column(self.column)
         if self.mean is not None and self.scale is not None:
-            return standardized(cells, self.mean, self.scale, self)
+            return self.standardized(cells, self.mean, self.scale)
         positive = positions(cells, self.positive) >= 0
-        negative = positions(cells, self.negative) >= 0
+        negative = positions(cells, self.negative) >= 0  # neither: NaN
         return np.where(positive, 1.0, np.where(negative, -1.0, np.nan))
-
-
-def standardized(cells: Cells, mean: float, scale: float, spec: Any) -> np.ndarray:
-    r"""Numbers mapped to $[-1, 1]$; NaN where a cell is empty or no number.
-
-    Args:
-        cells: The cells.
-        mean: The public mean.
-        scale: The public scale.
-        spec: What holds `transform` and `clip`.
-
-    Privacy:
-        Cell by cell; silent whatever a cell holds.
-    """
-    values = np.asarray([_number(cell) for cell in cells])
-    with np.errstate(all="ignore"):  # a warning would tell something about a cell
-        if spec.transform == "log1p":
-            values = np.log1p(values)
-        return np.clip((values - mean) / scale, -spec.clip, spec.clip) / spec.clip
 
 
 def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
@@ -293,7 +279,7 @@ def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
 
 
 def check_values(name: str, values: tuple[Value, ...]) -> None:
-    """Raises `ValueError` where a cell could be two of the values, or is none.
+    """Raises `ValueError` where a cell could be two of the values, or one is none.
 
     Args:
         name: What to call the list in an error.
@@ -302,8 +288,8 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     texts = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if not isinstance(value, str)]
     read = [number for number in map(_number, texts) if number in numbers]
-    told = [*texts, *numbers, *read]
-    if len(set(told)) < len(told) or not np.isfinite(numbers).all():
+    listed = [*texts, *numbers, *read]  # the text "1" is the cell 1 too
+    if len(set(listed)) < len(listed) or not np.isfinite(numbers).all():
         raise ValueError(
             f"{name} must be lists of values that differ, finite where they are "
             f"numbers, got {list(values)}. A number is every cell that reads as it."
@@ -311,14 +297,7 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
 
 
 def unit_rows(features: np.ndarray) -> np.ndarray:
-    """Appends a constant 1 and scales every row to unit length.
-
-    Args:
-        features: One row per record.
-
-    Privacy:
-        Row by row; a row with a NaN becomes NaN.
-    """
+    """Appends a constant 1 and scales rows to unit length; those with a NaN are NaN."""
     rows = np.concatenate([features, np.ones((len(features), 1))], 1)
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
@@ -328,24 +307,3 @@ def _number(cell: str) -> float:
         return float(cell)
     except ValueError:
         return np.nan
-
-
-def _filled(cells: Cells, values: np.ndarray) -> np.ndarray:
-    """Zeros, the public mean, for missing cells."""
-    return np.where([cell == "" for cell in cells], 0.0, values)
-
-
-def check_standardizing(spec: Any) -> None:
-    """Raises `ValueError` unless scales and clip are positive and means finite.
-
-    Args:
-        spec: What holds `mean`, `scale` and `clip`.
-    """
-    for scale in np.ravel([] if spec.scale is None else spec.scale):
-        if not (np.isfinite(scale) and scale > 0):
-            raise ValueError(f"scale must be positive, got {scale:g}.")
-    for mean in np.ravel([] if spec.mean is None else spec.mean):
-        if not np.isfinite(mean):
-            raise ValueError(f"mean must be finite, got {mean:g}.")
-    if not (np.isfinite(spec.clip) and spec.clip > 0):
-        raise ValueError(f"clip must be positive, got {spec.clip:g}.")

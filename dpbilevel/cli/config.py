@@ -16,11 +16,9 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.sampling import AbstractSampling
-from .datasets import MATRICES, SOURCES, Sources
 from .files import AbstractData
-from .matrices import MatrixData
 from .tables import Place, Reader, check_choice, check_keys, check_table
-from .tasks import TASKS, AbstractTask, GroupTask, MatrixGameTask, SourceWeightingTask
+from .tasks import TASKS, AbstractTask
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
@@ -30,8 +28,8 @@ class Privacy:
     """The table `[privacy]`: all but the precision must be said.
 
     Args:
-        epsilon: The budget's epsilon.
-        delta: The budget's delta.
+        epsilon: Of the budget.
+        delta: Of the budget.
         people: Who has records in which level; said for two levels, and only there.
         neighbours: The neighbouring relation.
         precision: `"grid"`, or `"float"` for research.
@@ -60,25 +58,15 @@ class Privacy:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A run, described by public values alone.
+    """A run, described by public values alone."""
 
-    Attributes:
-        place: The file it was read from.
-        task_name: The name of the task.
-        task: What is solved.
-        privacy: The guarantee.
-        data: Where the records come from.
-        solver: The solver, not yet calibrated.
-        tables: The parsed file.
-    """
-
-    place: Place
+    place: Place  # the file that it was read from
     task_name: str
     task: AbstractTask
     privacy: Privacy
     data: AbstractData
-    solver: AbstractSolver
-    tables: dict[str, Any]
+    solver: AbstractSolver  # not calibrated
+    tables: dict[str, Any]  # the parsed file
 
     @property
     def sizes(self) -> Sizes | int:
@@ -99,10 +87,7 @@ class Config:
 
 
 def read_config(path: str | Path) -> Config:
-    """Reads a config.
-
-    Args:
-        path: A TOML file.
+    """Reads a config from a TOML file.
 
     Returns:
         The config. It holds no key: keys come from the operating system's entropy
@@ -123,44 +108,26 @@ def read_config(path: str | Path) -> Config:
 
 
 def parse_config(tables: dict[str, Any], place: Place) -> Config:
-    """Builds a config from parsed tables.
-
-    Args:
-        tables: The parsed file.
-        place: Its name.
-
-    Returns:
-        The config.
-
-    Raises:
-        ValueError: As in `read_config`.
-    """
+    """Builds a config from the tables of the file `place`; raises as `read_config`."""
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
     task_name = check_choice(tables["task"], TASKS, place, "task")
-    reader = Reader({}, {}, frozenset())
+    reader = Reader({}, {}, frozenset())  # tables without solvers
     privacy = reader.build(Privacy, tables["privacy"], place.child("privacy"))
     model = place.child("model")
     task: AbstractTask = reader.build(TASKS[task_name], tables["model"], model)
-    table, where = tables["data"], place.child("data")
-    kinds = MATRICES if task_name == "matrix_game" else SOURCES
-    data = reader.build_named(kinds, table, where, "source")
+    where = place.child("data")
+    data = reader.build_named(task.data_types, tables["data"], where, "source")
     kind = BilevelProblem if task.two_levels else AbstractVariationalInequality
     solver = _solver(tables, place, privacy.neighbours, kind)
     config = Config(place, task_name, task, privacy, data, solver, tables)
-    _check_people(config)
     _check_levels(config)
-    _check_sources(config)
-    _check_groups(config)
-    _check_matrices(config)
+    task.check(data, where)
+    _check_corruption(config)
     return config
 
 
 def public_classes(base: type) -> dict[str, type]:
-    """The concrete classes of one kind that the library and its packages export.
-
-    Args:
-        base: The abstract class.
-    """
+    """The concrete subclasses of `base` that the library and its packages export."""
     top = {name: getattr(_public, name) for name in _public.__all__}
     packages = [value for value in top.values() if inspect.ismodule(value)]
     for package in packages:
@@ -204,7 +171,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     if kind is not BilevelProblem:
         raise where.error("is for tasks of two levels only; remove it.")
     check_table(tables["refit"], where)
-    fields = dict(tables["refit"])
+    fields = dict(tables["refit"])  # of the solver, and the split of the budget
     split = fields.pop("budget_split", None)
     refit = reader.build_named(one_level, fields, where)
     try:
@@ -226,101 +193,40 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
     }
 
 
-def _check_people(config: Config) -> None:
-    where, two_levels = config.place.child("privacy"), config.task.two_levels
-    if two_levels and config.privacy.people is None:
-        raise where.error(
+def _check_levels(config: Config) -> None:
+    """Refuses people and numbers of records that do not fit the levels of the task."""
+    place, data, task = config.place, config.data, config.task
+    people = config.privacy.people
+    one = f'is for tasks of two levels; task = "{config.task_name}" has one. Remove it.'
+    if task.two_levels and people is None:
+        raise place.child("privacy").error(
             "missing key 'people', which says where one person may have records: "
             '"disjoint", "overlapping" or "shared".'
         )
-    if not two_levels and config.privacy.people is not None:
-        raise where.error(
-            f'people is for tasks of two levels; task = "{config.task_name}" has one. '
-            "Remove it."
+    if not task.two_levels and people is not None:
+        raise place.child("privacy").error(f"people {one}")
+    if not task.two_levels and data.validation:
+        raise place.child("data").error(
+            f"validation {one} Keep records for evaluation in another file."
+        )
+    for name in ("training", "validation") if task.two_levels else ("training",):
+        if getattr(data, name) < 1:
+            raise place.child("data").error(f"{name} must be at least 1.")
+    if people is People.SHARED and data.training != data.validation:
+        raise place.child("data").error(
+            '[privacy] says people = "shared", so the same records are in both levels: '
+            "training and validation must be equal, got "
+            f"{data.training} and {data.validation}."
         )
 
 
-def _check_levels(config: Config) -> None:
-    where = config.place.child("data")
-    two_levels = config.task.two_levels
-    for name in ("training", "validation") if two_levels else ("training",):
-        if getattr(config.data, name) < 1:
-            raise where.error(f"{name} must be at least 1.")
-    if not two_levels and config.data.validation:
-        raise where.error(
-            f'validation is for tasks of two levels; task = "{config.task_name}" '
-            "would read none of them. Remove it; keep records for evaluation in "
-            "another file."
-        )
-    try:
-        _ = config.sizes
-    except ValueError as error:
-        raise where.error(
-            f'[privacy] says people = "shared", so the same records are in both '
-            f"levels: training and validation must be equal, got "
-            f"{config.data.training} and {config.data.validation}."
-        ) from error
-
-
-def _check_sources(config: Config) -> None:
-    where, sources = config.place.child("data.sources"), config.data.sources
-    if not isinstance(config.task, SourceWeightingTask):
-        if sources is not None:
-            raise where.error('is for task = "source_weighting" only; remove it.')
-        return
-    if sources is None:
-        raise where.error(
-            "missing table. Source weighting needs the sources of the training "
-            "records: flip (generated corruption) or column and values."
-        )
-    wanted = config.task.num_sources
-    if sources.count != wanted:
-        raise where.error(
-            f"lists {sources.count} sources, but [model] has num_sources = {wanted}."
-        )
-    _check_corruption(config, sources, where)
-
-
-def _check_corruption(config: Config, sources: Sources, where: Place) -> None:
+def _check_corruption(config: Config) -> None:
+    """Refuses corruption by row numbers that depend on how many records there are."""
+    sources = config.data.sources
     private_count = config.privacy.neighbours is Neighbours.ADD_OR_REMOVE_ONE
-    if (
-        sources.flip
-        and private_count
-        and config.tables["data"]["source"] != "generated"
-    ):
-        raise where.error(
+    generated = config.data.source == "generated"
+    if sources is not None and sources.flip and private_count and not generated:
+        raise config.place.child("data.sources").error(
             "flip corrupts labels by row number, which moves when a record is added or "
             'removed. Use neighbours = "replace_one", or column and values.'
-        )
-
-
-def _check_groups(config: Config) -> None:
-    where, groups = config.place.child("data.groups"), config.data.groups
-    if not isinstance(config.task, GroupTask):
-        if groups is not None:
-            raise where.error(
-                'is for task = "group_fair" and "group_robust" only; remove it.'
-            )
-        return
-    if groups is None:
-        raise where.error(
-            "missing table. A game of groups needs them: column and values, or "
-            "frequency and turn for generated records."
-        )
-    wanted = len(config.task.shares)
-    if groups.count != wanted:
-        raise where.error(
-            f"lists {groups.count} groups, but [model] has {wanted} shares."
-        )
-
-
-def _check_matrices(config: Config) -> None:
-    task, data = config.task, config.data
-    if not isinstance(task, MatrixGameTask) or not isinstance(data, MatrixData):
-        return
-    wanted = task.rows, task.columns
-    if data.shape != wanted:
-        raise config.place.child("data").error(
-            f"lists matrices of {data.shape[0]} rows and {data.shape[1]} columns, but "
-            f"[model] has rows = {wanted[0]} and columns = {wanted[1]}."
         )

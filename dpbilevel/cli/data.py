@@ -47,18 +47,14 @@ def load_levels(
     records = data.records(base, override)
     assert isinstance(records, Records)  # matrices are records of one level
     shared = people is People.SHARED
-    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        training, validation = _split_by_hash(records, data)
-        if shared:
-            training = np.arange(len(records))
-    else:
-        training, validation = _split_by_row(records, data, shared)
+    training, validation = _split(records, data, neighbours, shared)
     lower = records.take(training)
     if data.sources is not None and data.sources.flip:
         lower = data.sources.corrupted(lower)
     if shared:
         return Levels.shared(lower.tree())
     upper = records.take(validation)
+    # A source belongs to a training record alone.
     return Levels(Records(upper.features, upper.label).tree(), lower.tree())
 
 
@@ -69,30 +65,24 @@ def load_records(
     base: Path,
     override: Path | None = None,
 ) -> PyTree:
-    """Reads the training records of a problem of one level.
-
-    Args:
-        data: Where they come from; validation records are left out.
-        neighbours: The relation.
-        base: As in `load_levels`.
-        override: Likewise.
+    """The training records of a problem of one level; all else as in `load_levels`.
 
     Returns:
         The records as arrays. NON-PRIVATE: this is the data.
-
-    Raises:
-        ValueError: As in `load_levels`.
-        OSError: Likewise.
-
-    Privacy:
-        As `load_levels`.
     """
     records = data.records(base, override)
-    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-        training, _ = _split_by_hash(records, data)
-    else:
-        training, _ = _split_by_row(records, data, shared=False)
+    training, _ = _split(records, data, neighbours, shared=False)
     return records.take(training).tree()
+
+
+def _split(
+    records: AbstractRecords, data: AbstractData, neighbours: Neighbours, shared: bool
+):
+    """The row numbers of training and validation records."""
+    if neighbours is Neighbours.REPLACE_ONE:
+        return _split_by_row(records, data, shared)
+    training, validation = _split_by_hash(records, data)
+    return np.arange(len(records)) if shared else training, validation
 
 
 def _split_by_row(records: AbstractRecords, data: AbstractData, shared: bool):
@@ -106,12 +96,13 @@ def _split_by_row(records: AbstractRecords, data: AbstractData, shared: bool):
             f"there are {rows} records, but [data] asks for {asked}. Use smaller "
             "numbers or more records."
         )
-    order = np.random.default_rng(data.split_seed).permutation(rows)
+    order = np.random.default_rng(data.split_seed).permutation(rows)  # public
     return order[: data.training], order[data.training : wanted]
 
 
 def _split_by_hash(records: AbstractRecords, data: AbstractData):
     seed = str(data.split_seed).encode()
+    # Each record by itself, so that one more moves no other.
     bound = 2**64 * data.training // (data.training + data.validation)
     draws = [
         int.from_bytes(hashlib.sha256(seed + record).digest()[:8])

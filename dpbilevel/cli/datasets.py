@@ -9,34 +9,34 @@ from typing_extensions import override
 
 from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
 from .files import AbstractData, CsvFile
-from .matrices import CsvMatrices, GeneratedMatrices
 from .sources import Groups, Sources
 
 CONSTANT = ("constant", 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TableData(AbstractData):
+class FeatureData(AbstractData):
+    """Records of features and a label; its fields are those of `AbstractData`."""
+
+    validation: int = 0
+    sources: Sources | None = None
+    groups: Groups | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableData(FeatureData):
     """Records from a table with a header.
 
     Args:
-        training: The number of training records.
-        validation: The number of validation records; none for one level.
         numeric: Blocks of numeric columns.
         categorical: Categorical columns.
         label: The label.
-        sources: The sources of the training records.
-        groups: The groups of the records.
         split_seed: The public seed of the split. Not a privacy seed.
     """
 
-    training: int
     label: Label
-    validation: int = 0
     numeric: tuple[Numeric, ...] = ()
     categorical: tuple[Categorical, ...] = ()
-    sources: Sources | None = None
-    groups: Groups | None = None
     split_seed: int = 0
 
     def __post_init__(self):
@@ -63,9 +63,6 @@ class TableData(AbstractData):
     def encode(self, table: Table) -> Records:
         """The rows of a table as records.
 
-        Args:
-            table: The table.
-
         Raises:
             ValueError: A column is missing.
 
@@ -81,8 +78,9 @@ class TableData(AbstractData):
         if self.sources is None or not self.sources.column:
             return Records(features, label, group=group)
         found = positions(table.column(self.sources.column), self.sources.values)
+        # A record of no known source has no influence: its features are NaN.
         features = np.where(found[:, None] < 0, np.float32(np.nan), features)
-        return Records(features, label, np.maximum(found, 0), group)
+        return Records(features, label, np.maximum(found, 0), group)  # in range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,15 +104,14 @@ class SklearnData(TableData):
 
     @override
     def load(self, file: Path | None) -> Records:
-        import sklearn.datasets
+        import sklearn.datasets  # an extra
 
         bunch = getattr(sklearn.datasets, f"load_{self.name}")()
         names = [str(name) for name in bunch.feature_names]
         columns = {n: [str(v) for v in bunch.data[:, j]] for j, n in enumerate(names)}
         columns["target"] = [str(v) for v in bunch.target]
-        return self.encode(
-            Table(f"scikit-learn's {self.name}", columns, len(bunch.data))
-        )
+        table = Table(f"scikit-learn's {self.name}", columns, len(bunch.data))
+        return self.encode(table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,36 +167,28 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GeneratedData(AbstractData):
+class GeneratedData(FeatureData):
     """Synthetic records of a logistic model: normal features, random coefficients.
 
     Args:
-        training: The number of training records.
-        validation: The number of validation records; none for one level.
         block: The blocks of features.
-        sources: The sources of the training records.
-        groups: The groups of the records.
         data_seed: The public seed of the records. Not a privacy seed.
     """
 
     source: ClassVar[str] = "generated"
 
-    training: int
     block: tuple[Block, ...]
-    validation: int = 0
-    sources: Sources | None = None
-    groups: Groups | None = None
     data_seed: int = 0
 
     def __post_init__(self):
         if not self.block:
             raise ValueError("block must list at least one block of features.")
-        if self.sources is not None and self.sources.column:
-            raise ValueError("generated records have no columns: give sources.flip.")
-        if self.groups is not None and self.groups.column:
+        if any(
+            found is not None and found.column for found in (self.sources, self.groups)
+        ):
             raise ValueError(
-                "generated records have no columns: give groups.frequency and "
-                "groups.turn."
+                "generated records have no columns: give sources.flip, or "
+                "groups.frequency and groups.turn."
             )
 
     @property
@@ -223,17 +212,12 @@ class GeneratedData(AbstractData):
         else:
             group, margin = self.groups.generated(rng, features, truth)
         chance = 1 / (1 + np.exp(-margin))
-        label = np.where(rng.random(len(features)) < chance, 1.0, -1.0)
+        label = np.where(rng.random(len(features)) < chance, 1.0, -1.0)  # logistic
         return Records(unit_rows(features), label.astype(np.float32), group=group)
 
 
-SOURCES, MATRICES = (
-    {kind.source: kind for kind in kinds}
-    for kinds in (
-        (CsvData, SklearnData, OpenmlData, GeneratedData),
-        (CsvMatrices, GeneratedMatrices),
-    )
-)
+_KINDS = CsvData, SklearnData, OpenmlData, GeneratedData
+SOURCES: dict[str, type[AbstractData]] = {kind.source: kind for kind in _KINDS}
 
 
 def _coefficients(rng: np.random.Generator, block: Block) -> np.ndarray:

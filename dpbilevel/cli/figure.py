@@ -5,30 +5,16 @@ import io
 import numpy as np
 
 from .results import Result
-from .tasks import TASKS, GroupTask, PenaltyTuningTask
+from .tasks import TASKS
 
 # Okabe and Ito's colors, told apart by color-blind readers; black comes last.
-_COLORS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#56B4E9",
-    "#CC79A7",
-    "#B59F00",
-    "#000000",
-)
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
+_COLORS += ("#56B4E9", "#CC79A7", "#B59F00", "#000000")
 _MOST_NAMED = 16
 
 
 def draw(result: Result) -> bytes:
-    """Draws the released trajectory and the released values.
-
-    Args:
-        result: What a run released.
-
-    Returns:
-        The figure as PNG.
+    """Draws the released trajectory and the released values, as PNG.
 
     Privacy:
         A function of released values: free.
@@ -60,7 +46,7 @@ def _draw_path(axes, result: Result, colors) -> None:
         steps_are = "outer step" if TASKS[result.task].two_levels else "step"
     axes.set_xlabel(steps_are)
     axes.set_ylabel(f"released {result.label}")
-    axes.set_xlim(0, max(len(steps) - 1, 1))
+    axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis where nothing was done
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("at every step", fontsize=10, loc="left")
     axes.grid(axis="y", color="0.9")
@@ -73,49 +59,45 @@ def _draw_bars(axes, result: Result, colors) -> None:
         range(count), result.shown - low, left=low, color=colors, height=0.7
     )
     axes.set_xlim(low, high)
-    if result.task == "source_weighting":
+    places = TASKS[result.task].places
+    if places == "sources":  # where they all count alike
         axes.axvline(1 / count, color="0.4", linestyle="--", linewidth=1)
         axes.text(1 / count, -0.75, " uniform", color="0.4", fontsize=8, va="center")
-    if _has_groups(result):
+    if places == "groups":
         shares = result.config["model"]["shares"]
         marks = {"color": "0.2", "marker": "|", "markersize": 16, "linestyle": ""}
         axes.plot(shares, range(count), **marks, label="declared share")
         axes.legend(fontsize=8, frameon=False, loc="upper right")
-    if count <= _MOST_NAMED:
+    if count <= _MOST_NAMED:  # more would overlap
         labels = [_labelled(result, i) for i in range(count)]
         axes.set_yticks(range(count), labels, fontsize=8)
         axes.bar_label(bars, [f"{v:.3f}" for v in result.shown], padding=4, fontsize=8)
     else:
         axes.set_yticks([])
         axes.set_ylabel(f"{count} groups of coefficients")
-    axes.set_ylim(count - 0.4, -1.1 if result.task == "source_weighting" else -0.6)
+    # From top to bottom, with room for the word above the first bar.
+    axes.set_ylim(count - 0.4, -1.1 if places == "sources" else -0.6)
     axes.set_xlabel(f"released {result.label}")
     axes.set_title("the released answer", fontsize=10, loc="left")
-
-
-def _has_groups(result: Result) -> bool:
-    return issubclass(TASKS[result.task], GroupTask)
 
 
 def _range(result: Result) -> tuple[float, float]:
     """The axis of the bars, with room for their values."""
     model = result.config["model"]
-    if result.task == "penalty_tuning":
-        low, high = model.get("bounds", PenaltyTuningTask.bounds)
+    bounds = model.get("bounds", getattr(TASKS[result.task], "bounds", None))
+    if bounds is not None:  # public, so that figures of two runs compare
+        low, high = bounds
         return low, high + 0.15 * (high - low)
-    shares = model["shares"] if _has_groups(result) else ()
-    return 0.0, 1.15 * float(np.max([*result.shown, *shares]))
+    return 0.0, 1.15 * float(np.max([*result.shown, *model.get("shares", ())]))
 
 
 def _labelled(result: Result, index: int) -> str:
     """The name, with the corruption that the config put there, or the group's value."""
-    data = result.config.get("data", {})
-    if _has_groups(result):
-        values = data["groups"].get("values")
-        return str(values[index]) if values else result.names[index]
-    sources = data.get("sources", {})
-    flip = sources.get("flip") if result.task == "source_weighting" else None
-    name = result.names[index]
+    data, name = result.config["data"], result.names[index]
+    values = data.get("groups", {}).get("values")
+    flip = data.get("sources", {}).get("flip")
+    if values:
+        return str(values[index])
     return f"{name} ({flip[index]:.0%} flipped)" if flip else name
 
 
@@ -133,6 +115,7 @@ def _title(result: Result) -> str:
 def _colors(count: int) -> list:
     if count <= len(_COLORS):
         return list(_COLORS[:count])
+    # More cannot be told apart by name: a scale from the first to the last.
     from matplotlib import colormaps
 
     return list(colormaps["viridis"](np.linspace(0, 0.95, count)))

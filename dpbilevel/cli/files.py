@@ -13,13 +13,16 @@ from .columns import AbstractRecords, Table
 from .sources import Groups, Sources
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractData(abc.ABC):
     """Where the records of a run come from: the table `[data]` of a config.
+
+    Args:
+        training: The number of training records.
 
     Attributes:
         source: Its name in a config.
         instead: A source that reads a file.
-        training: The number of training records.
         validation: The number of validation records; none for one level.
         sources: The sources of the training records.
         groups: The groups of the records.
@@ -29,10 +32,11 @@ class AbstractData(abc.ABC):
     source: ClassVar[str]
     instead: ClassVar[str] = '"csv"'
     training: int
-    validation: int = 0
-    sources: Sources | None = None
-    groups: Groups | None = None
-    split_seed: int
+    # Fields of the classes whose records have them.
+    validation: ClassVar[int] = 0
+    sources: ClassVar[Sources | None] = None
+    groups: ClassVar[Groups | None] = None
+    split_seed: ClassVar[int]
 
     @property
     @abc.abstractmethod
@@ -44,11 +48,7 @@ class AbstractData(abc.ABC):
         """Reads `file`, downloads or generates the records, and encodes them."""
 
     def file(self, base: Path, override: Path | None) -> Path | None:
-        """The file that is read, or `None`.
-
-        Args:
-            base: The folder of the config.
-            override: A file to read instead, as `--data` names it.
+        """The file to read: one relative to `base`, or what `--data` names; or `None`.
 
         Raises:
             ValueError: There is none, or one is named for a source that reads none.
@@ -61,11 +61,7 @@ class AbstractData(abc.ABC):
         return None
 
     def records(self, base: Path, override: Path | None) -> AbstractRecords:
-        """The records, encoded. NON-PRIVATE: this is the data.
-
-        Args:
-            base: As in `file`.
-            override: As in `file`.
+        """The records of `file`, encoded. NON-PRIVATE: this is the data.
 
         Raises:
             ValueError: As in `file`; or a column is missing.
@@ -125,8 +121,9 @@ def read_csv(path: Path) -> Table:
     """
     limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
     try:
+        # No byte may raise; spreadsheets begin with a mark of the encoding.
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            rows = [row for row in csv.reader(file) if row]
+            rows = [row for row in csv.reader(file) if row]  # blank lines are none
     finally:
         csv.field_size_limit(limit)
     if not rows:

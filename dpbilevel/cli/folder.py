@@ -40,7 +40,7 @@ def spent(out: Path) -> str:
     """What the runs of a folder cost, as text; empty where none was started."""
     record = spending.read(out)
     above = out.resolve().parent
-    moved = re.fullmatch(r"run-\d+", out.resolve().name)
+    moved = re.fullmatch(r"run-\d+", out.resolve().name)  # by a later run
     if not record.runs and moved and (above / spending.NAME).is_file():
         return f"spending: in the record of its folder: dpbilevel report {above}"
     return str(record) if record.runs or _is_lost(out) else ""
@@ -56,7 +56,7 @@ def _is_lost(out: Path) -> bool:
     if not (out / checkpoint.NAME).exists():
         return False
     try:
-        return checkpoint.read(out).done > 0
+        return checkpoint.read(out).done > 0  # before a first step nothing was spent
     except ValueError:
         return True
 

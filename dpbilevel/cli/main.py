@@ -63,9 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=action)
         return added.add_argument
 
-    add = command(
-        "calibrate", _calibrate, "print the guarantee of a config; touches no data"
-    )
+    tells = "print the guarantee of a config; touches no data"
+    add = command("calibrate", _calibrate, tells)
     add("config", **config)
     add("--json", **flag, help="print it as JSON")
     add = command("run", _run, "run a config once: one release under its budget")
@@ -104,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> None:
     options = {k: getattr(arguments, k) for k in ("data", "chunk", "resume", "restart")}
     check(config, arguments.out, **options)
     prepared = prepare(config)
-    print(prepared.report, flush=True)
+    print(prepared.report, flush=True)  # before anything is spent
     with step_bar(prepared.solver.num_steps) as progress:
         result = run(prepared, arguments.out, **options, progress=progress)
     remark = divergence(result.rejected_updates)
@@ -112,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"WARNING: {remark}")
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
     spent = spending.read(arguments.out)
-    if len(spent.runs) > 1:
+    if len(spent.runs) > 1:  # what they cost together
         print(spent)
 
 
@@ -158,7 +157,7 @@ def _interrupted(arguments: argparse.Namespace) -> str:
 def _check_installed(config: Config) -> None:
     """Refuses to start a run whose figure or records could not be made."""
     needed = ["matplotlib", "tqdm"]
-    if config.tables["data"]["source"] in ("sklearn", "openml"):
+    if config.data.source in ("sklearn", "openml"):
         needed.append("sklearn")
     _check_modules(needed)
 

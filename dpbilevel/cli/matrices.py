@@ -4,24 +4,21 @@ import abc
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import numpy as np
+from jaxtyping import Float
 from typing_extensions import override
 
-from .columns import AbstractRecords, Table, check_standardizing, standardized
+from .columns import AbstractRecords, Standardized, Table
 from .files import AbstractData, CsvFile
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Matrices(AbstractRecords):
-    """One payoff matrix per record.
+    """One payoff matrix per record."""
 
-    Attributes:
-        entries: Of shape `(n, rows, columns)`.
-    """
-
-    entries: np.ndarray
+    entries: Float[np.ndarray, "n rows columns"]
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -39,6 +36,7 @@ class Matrices(AbstractRecords):
         return (matrix.tobytes() for matrix in self.entries)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixData(AbstractData):
     """Where matrices come from. They have no labels, features, sources or groups."""
 
@@ -56,37 +54,30 @@ class MatrixData(AbstractData):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CsvMatrices(MatrixData, CsvFile):
-    r"""Payoff matrices from the columns of a file: entries are mapped as features are.
+class CsvMatrices(MatrixData, CsvFile, Standardized):
+    """Payoff matrices from the columns of a file: entries are mapped as features are.
 
-    An entry is $\mathrm{clip}((t(v) - m) / s) / c$ with one $m$ and one $s$ for all, so
-    that payoffs stay comparable; a missing cell, or text that is no number, counts as
-    0.
+    There is one $m$ and one $s$ for all, so that payoffs stay comparable; a missing
+    cell, or text that is no number, counts as 0.
 
     Args:
-        training: The number of records.
         columns: The columns, row of the matrix by row.
         mean: $m$, public.
         scale: $s > 0$, public.
-        transform: $t$: `"none"` or `"log1p"`.
-        clip: $c > 0$; values are clipped to $[-c, c]$.
         split_seed: The public seed of the choice of records, where the file has more.
             Not a privacy seed.
     """
 
     source: ClassVar[str] = "csv_matrices"
 
-    training: int
     columns: tuple[tuple[str, ...], ...]
     mean: float
     scale: float
-    transform: Literal["none", "log1p"] = "none"
-    clip: float = 3.0
     split_seed: int = 0
 
     def __post_init__(self):
         _check_rectangle("columns", self.columns)
-        check_standardizing(self)
+        self.check_constants(self.mean, self.scale)
 
     @property
     @override
@@ -96,8 +87,8 @@ class CsvMatrices(MatrixData, CsvFile):
     @override
     def encode(self, table: Table) -> Matrices:
         cells = [
-            standardized(table.column(name), self.mean, self.scale, self)
-            for row in self.columns
+            self.standardized(table.column(name), self.mean, self.scale)
+            for row in self.columns  # one column of the file an entry
             for name in row
         ]
         entries = np.stack(cells, 1).reshape(-1, *self.shape)
@@ -109,14 +100,12 @@ class GeneratedMatrices(MatrixData):
     """Synthetic matrices with entries of -1 or 1 around a mean matrix.
 
     Args:
-        training: The number of records.
         mean: The mean matrix, row by row, of entries in [-1, 1].
         data_seed: The public seed of the records. Not a privacy seed.
     """
 
     source: ClassVar[str] = "generated_matrices"
 
-    training: int
     mean: tuple[tuple[float, ...], ...]
     data_seed: int = 0
 
@@ -148,3 +137,7 @@ def _check_rectangle(name: str, rows: tuple[tuple, ...]) -> None:
         raise ValueError(
             f"{name} must be a list of rows of one length, at least one of each."
         )
+
+
+_KINDS = CsvMatrices, GeneratedMatrices
+MATRICES: dict[str, type[AbstractData]] = {kind.source: kind for kind in _KINDS}

@@ -11,7 +11,7 @@ from ..core import checkpoint, lock
 from ..core.checkpoint import SEARCH
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport
-from .tasks import TASKS, MatrixGameTask
+from .tasks import TASKS
 
 RESULT = "result.json"
 ARRAYS = "solution.npz"
@@ -52,23 +52,19 @@ class Result:
     def __str__(self) -> str:
         """The report and the released values as a page of text."""
         width = max(map(len, self.names))
-        lines = [str(self.report), f"released {self.label} of each {self._of}:"]
+        task = TASKS[self.task]
+        lines = [str(self.report), f"released {self.label} of each {task.of}:"]
         lines += [
             f"  {name:<{width}}  {value:.4f}"
             for name, value in zip(self.names, self.shown, strict=True)
         ]
-        task = TASKS[self.task]
         model = self.y if task.two_levels else self.x
-        if model is not None and task is not MatrixGameTask:  # else it is shown
+        if model is not None and task.has_model:
             lines += [f"released model: {model.size} coefficients in solution.npz"]
         remark = divergence(self.rejected_updates)
         if remark is not None:
             lines += [f"WARNING: {remark}"]
         return "\n".join(lines)
-
-    @property
-    def _of(self) -> str:
-        return TASKS[self.task].of
 
 
 def save(folder: Path, result: Result, figure: bytes) -> None:
@@ -100,15 +96,11 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         "versions": result.versions,
         "config": result.config,
     }
-    checkpoint.replace_json(folder / RESULT, page)
+    checkpoint.replace_json(folder / RESULT, page)  # last: says that all is there
 
 
 def set_aside(folder: Path, number: int) -> int:
-    """Moves the result of an earlier run into a folder of its own, `run-N`.
-
-    Args:
-        folder: The result folder.
-        number: The number of the last run on record.
+    """Moves the result of the last run on record into a folder of its own, `run-N`.
 
     Returns:
         The number of the last run: higher where a `run-N` shows that the record has
@@ -132,9 +124,6 @@ def set_aside(folder: Path, number: int) -> int:
 
 def load(folder: Path) -> Result:
     """Reads a finished result folder.
-
-    Returns:
-        The result.
 
     Raises:
         ValueError: The folder holds no finished run, or a damaged one.

@@ -37,33 +37,23 @@ from .results import Result
 
 Progress = Callable[[int], None]
 
+# At the top, so that all chunks of one length run one compiled program.
 _advance = jax.jit(advance, static_argnames="trajectory")
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A run that is planned and has not touched data.
-
-    Attributes:
-        config: The config.
-        problem: The problem.
-        solver: The calibrated solver.
-        w0: The public starting point.
-        report: The guarantee of one run.
-    """
+    """A run that is planned and has not touched data."""
 
     config: Config
     problem: BilevelProblem | SaddleProblem
-    solver: AbstractSolver
-    w0: tuple[PyTree, PyTree]
-    report: PrivacyReport
+    solver: AbstractSolver  # calibrated
+    w0: tuple[PyTree, PyTree]  # public
+    report: PrivacyReport  # of one run
 
 
 def prepare(config: Config) -> Prepared:
     """Plans a run from the config alone.
-
-    Returns:
-        The plan, with its report.
 
     Raises:
         ValueError: No noise reaches the budget with this solver and sampling.
@@ -257,7 +247,7 @@ def _load(prepared: Prepared, override: Path | None) -> PyTree:
             levels = load_levels(config.data, people, neighbours, **places)
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
-        levels = planned_rows(prepared.solver, levels)
+        levels = planned_rows(prepared.solver, levels)  # no shape tells their number
     return jax.tree.map(jnp.asarray, levels)
 
 
@@ -284,7 +274,7 @@ def _fingerprint(prepared: Prepared, levels: PyTree, chunk: int) -> dict[str, An
     for leaf in jax.tree.leaves(levels):
         digest.update(np.asarray(leaf).tobytes())
     return {
-        "config": json.loads(json.dumps(prepared.config.tables)),
+        "config": json.loads(json.dumps(prepared.config.tables)),  # as it reads back
         "software": checkpoint.software(),
         "plan": json.loads(prepared.report.to_json()),
         "chunk": chunk,

@@ -1,6 +1,7 @@
 """Where records belong: to sources that may be corrupted, to groups to be fair to."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,6 +23,11 @@ class Sources:
             influence.
     """
 
+    choice: ClassVar[str] = (
+        "either flip, one probability per source (a benchmark with known corruption), "
+        "or column and values (the sources of real records)"
+    )
+
     flip: tuple[float, ...] = ()
     label_seed: int = 0
     column: str = ""
@@ -29,13 +35,9 @@ class Sources:
 
     def __post_init__(self):
         check_values("values", self.values)
-        if bool(self.flip) == bool(self.column) or bool(self.column) != bool(
-            self.values
-        ):
-            raise ValueError(
-                "give either flip, one probability per source (a benchmark with known "
-                "corruption), or column and values (the sources of real records)."
-            )
+        drawn, column, listed = map(bool, (self.flip, self.column, self.values))
+        if drawn == column or column != listed:
+            raise ValueError(f"give {self.choice}.")
         if not all(0 <= p <= 1 for p in self.flip):
             raise ValueError(f"flip must hold probabilities, got {list(self.flip)}.")
 
@@ -45,13 +47,9 @@ class Sources:
         return len(self.flip or self.values)
 
     def corrupted(self, records: Records) -> Records:
-        """Draws a source for each record and flips labels accordingly.
-
-        Args:
-            records: The training records.
-        """
+        """Draws a source for each training record and flips labels accordingly."""
         rng = np.random.default_rng(self.label_seed)
-        source = rng.integers(0, self.count, len(records.label))
+        source = rng.integers(0, self.count, len(records.label))  # uniform
         flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
         label = np.where(flipped, -records.label, records.label)
         return Records(records.features, label, source.astype(np.int32))
@@ -73,6 +71,11 @@ class Groups:
         turn: The angle of each group, in degrees, for generated records.
     """
 
+    choice: ClassVar[str] = (
+        "either column and values (the groups of real records), or frequency and turn, "
+        "one number per group each (generated records)"
+    )
+
     column: str = ""
     values: tuple[Value, ...] = ()
     frequency: tuple[float, ...] = ()
@@ -84,16 +87,11 @@ class Groups:
         drawn = bool(self.frequency) and len(self.frequency) == len(self.turn)
         given = (self.column, self.values), (self.frequency, self.turn)
         if listed == drawn or any(given[listed]):
+            raise ValueError(f"give {self.choice}.")
+        chances = list(self.frequency)
+        if drawn and not (min(chances) >= 0 and abs(sum(chances) - 1) <= 1e-6):
             raise ValueError(
-                "give either column and values (the groups of real records), or "
-                "frequency and turn, one number per group each (generated records)."
-            )
-        if drawn and not (
-            min(self.frequency) >= 0 and abs(sum(self.frequency) - 1) <= 1e-6
-        ):
-            raise ValueError(
-                f"frequency must hold probabilities of sum 1, got "
-                f"{list(self.frequency)}."
+                f"frequency must be probabilities of sum 1, got {chances}."
             )
 
     @property
@@ -115,8 +113,8 @@ class Groups:
         length = float(np.linalg.norm(truth))
         along = truth / max(length, 1e-12)
         side = rng.standard_normal(len(truth))
-        side -= (side @ along) * along
-        side *= length / max(float(np.linalg.norm(side)), 1e-12)
+        side -= (side @ along) * along  # at right angles to the truth
+        side *= length / max(float(np.linalg.norm(side)), 1e-12)  # as long as it
         angle = np.deg2rad(self.turn)[:, None]
         turned = np.cos(angle) * truth + np.sin(angle) * side
         margin = np.sum(features * turned[group], axis=1)

@@ -5,7 +5,7 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Built = TypeVar("Built")
@@ -22,26 +22,17 @@ _SECRETS = ("seed", "key", "rng", "prng", "random_state")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a table stands, for error messages.
+    """Where a table stands, for error messages."""
 
-    Attributes:
-        file: The file's name as the user gave it.
-        table: The table's dotted name; empty for the top level.
-    """
-
-    file: str
-    table: str = ""
+    file: str  # as the user gave it
+    table: str = ""  # its dotted name; empty for the top level
 
     def child(self, name: str) -> "Place":
         """The table `name` inside this one."""
         return Place(self.file, f"{self.table}.{name}" if self.table else name)
 
     def error(self, message: str) -> ValueError:
-        """An error that names file and table.
-
-        Args:
-            message: What is wrong and what to do.
-        """
+        """An error that names file and table before a message."""
         return ValueError(f"{self}: {message}")
 
     def __str__(self) -> str:
@@ -67,15 +58,7 @@ class Reader:
     reserved: frozenset[str] = frozenset()
 
     def build(self, cls: type[Built], table: Any, place: Place) -> Built:
-        """Builds one object.
-
-        Args:
-            cls: A dataclass.
-            table: The parsed table.
-            place: Where it stands.
-
-        Returns:
-            An instance of `cls`.
+        """Builds an instance of a dataclass from the table at a place.
 
         Raises:
             ValueError: An unknown or missing key, a value of the wrong type, or one
@@ -96,36 +79,16 @@ class Reader:
             raise place.error(str(error)) from error
 
     def build_named(
-        self,
-        classes: Mapping[str, type],
-        table: Any,
-        place: Place,
-        selector: str = "type",
+        self, classes: Mapping[str, type], table: Any, place: Place, key: str = "type"
     ) -> Any:
-        """Builds an object of the class that the key `selector` names.
-
-        Args:
-            classes: The classes to choose from, by name.
-            table: The parsed table.
-            place: Where it stands.
-            selector: The key that holds the name.
-
-        Raises:
-            ValueError: As in `build`, or an unknown name.
-        """
+        """As `build`, an instance of the one of `classes` that `table[key]` names."""
         check_table(table, place)
         rest = dict(table)
-        name = check_choice(rest.pop(selector, None), classes, place, selector)
+        name = check_choice(rest.pop(key, None), classes, place, key)
         return self.build(classes[name], rest, place)
 
     def convert(self, hint: Any, value: Any, place: Place, key: str) -> Any:
-        """Converts one value to what the type annotation `hint` asks for.
-
-        Args:
-            hint: The annotation of the field.
-            value: The parsed value.
-            place: The table that holds it.
-            key: Its key.
+        """Converts the value of a key to the type annotation `hint` of its field.
 
         Raises:
             ValueError: The value does not fit.
@@ -177,15 +140,7 @@ class Reader:
 
 
 def check_table(value: object, place: Place) -> None:
-    """Raises `ValueError` unless `value` is a table.
-
-    Args:
-        value: The parsed value.
-        place: Where it stands.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Raises `ValueError` unless the value at a place is a table."""
     if not isinstance(value, dict):
         raise place.error(f"must be a table, got {_shown(value)}.")
 
@@ -194,21 +149,11 @@ def check_keys(
     table: Mapping[str, Any],
     place: Place,
     *,
-    allowed: Iterable[str],
-    required: Iterable[str],
+    allowed: Sequence[str],
+    required: Sequence[str],
 ) -> None:
-    """Refuses unknown keys and missing ones.
-
-    Args:
-        table: The parsed table.
-        place: Where it stands.
-        allowed: The keys it may have.
-        required: The keys it must have.
-
-    Raises:
-        ValueError: Naming the key, the allowed keys and a close match.
-    """
-    allowed, listed = list(allowed), ", ".join(allowed)
+    """Raises `ValueError` where a key is not allowed, or a required one is missing."""
+    listed = ", ".join(allowed)
     for key in table:
         if key in _SECRETS and key not in allowed:
             raise place.error(
@@ -229,13 +174,7 @@ def check_keys(
 
 
 def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> Any:
-    """The value, if it is among `options`.
-
-    Args:
-        value: The parsed value, or `None` for a missing key.
-        options: What it may be.
-        place: The table that holds it.
-        key: Its key.
+    """The value of a key if it is among `options`; `None` is a missing key.
 
     Raises:
         ValueError: Naming the options and a close match.
@@ -252,9 +191,9 @@ def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> 
 
 def _convert_scalar(hint, value, place: Place, key: str):
     kinds = typing.get_args(hint) or (hint,)
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int:  # 1 is a number
         return float(value)
-    if type(value) not in kinds:
+    if type(value) not in kinds:  # by its own type: true is an int in Python
         raise place.error(f"{key} must be {_WORDS[hint]}, got {_shown(value)}.")
     return value
 

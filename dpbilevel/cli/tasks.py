@@ -18,6 +18,11 @@ from ..games.matrix import matrix_game
 from ..games.problem import SaddleProblem
 from ..onelevel.linear_models import Logistic
 from ..onelevel.losses import logistic_loss, squared_loss
+from .datasets import SOURCES
+from .files import AbstractData
+from .matrices import MATRICES
+from .sources import Groups, Sources
+from .tables import Place
 
 _LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
 
@@ -32,11 +37,43 @@ class AbstractTask(abc.ABC):
         label: What an entry of the answer is called.
         of: What each entry belongs to.
         two_levels: Whether the problem has two levels.
+        has_model: Whether the solution holds a model besides what is shown.
+        data_types: The sources of its records, by name.
+        places: The table of `[data]` that says where records belong, if it needs one:
+            `"sources"` or `"groups"`.
+        declared: How `[model]` says the number of these places.
     """
 
     label: ClassVar[str]
     of: ClassVar[str]
     two_levels: ClassVar[bool]
+    has_model: ClassVar[bool] = True
+    data_types: ClassVar[dict[str, type[AbstractData]]] = SOURCES
+    places: ClassVar[str] = ""
+    declared: ClassVar[str] = "{}"
+
+    def check(self, data: Any, place: Place) -> None:
+        """Raises `ValueError` where data lack what the task reads, or have more.
+
+        Args:
+            data: What `[data]` describes.
+            place: That table.
+        """
+        wanted = len(self.names(data.blocks))
+        for name, kind in {"sources": Sources, "groups": Groups}.items():
+            found, where = getattr(data, name), place.child(name)
+            if found is None and name == self.places:
+                raise where.error(f"missing table. The task needs it: {kind.choice}.")
+            if found is not None and name != self.places:
+                tasks = [f'"{k}"' for k, v in TASKS.items() if v.places == name]
+                raise where.error(
+                    f"is for task = {' and '.join(tasks)} only; remove it."
+                )
+            if found is not None and found.count != wanted:
+                raise where.error(
+                    f"lists {found.count} {name}, but [model] has "
+                    f"{self.declared.format(wanted)}."
+                )
 
     @abc.abstractmethod
     def problem(self, blocks: Blocks) -> BilevelProblem | SaddleProblem:
@@ -81,6 +118,8 @@ class SourceWeightingTask(AbstractTask):
     label = "weight"
     of = "source"
     two_levels = True
+    places = "sources"
+    declared = "num_sources = {}"
 
     def __post_init__(self):
         _checks.count("source_weighting", num_sources=self.num_sources)
@@ -88,12 +127,8 @@ class SourceWeightingTask(AbstractTask):
 
     @override
     def problem(self, blocks: Blocks) -> BilevelProblem:
-        return source_weighting(
-            _LOSSES[self.loss],
-            self.num_sources,
-            ridge=self.ridge,
-            parametrization=self.parametrization,
-        )
+        fields = {"ridge": self.ridge, "parametrization": self.parametrization}
+        return source_weighting(_LOSSES[self.loss], self.num_sources, **fields)
 
     @override
     def start(self, blocks: Blocks) -> Start:
@@ -108,6 +143,7 @@ class SourceWeightingTask(AbstractTask):
     @override
     def shown(self, w: PyTree) -> np.ndarray:
         x = w[0]
+        # A map along the last axis, whatever axes are before it.
         rows = jnp.reshape(jnp.asarray(x), (-1, self.num_sources))
         weights = jax.vmap(lambda row: source_weights(row, self.parametrization))(rows)
         return np.asarray(weights).reshape(np.shape(x))
@@ -148,9 +184,8 @@ class PenaltyTuningTask(AbstractTask):
             "per_block": np.repeat(np.arange(len(blocks)), lengths),
             "per_feature": np.arange(_dimension(blocks)),
         }[self.groups]
-        return penalty_tuning(
-            _LOSSES[self.loss], jnp.asarray(groups, jnp.int32), bounds=self.bounds
-        )
+        number = jnp.asarray(groups, jnp.int32)
+        return penalty_tuning(_LOSSES[self.loss], number, bounds=self.bounds)
 
     @override
     def start(self, blocks: Blocks) -> Start:
@@ -193,6 +228,8 @@ class GroupTask(AbstractTask):
     label = "weight"
     of = "group"
     two_levels = False
+    places = "groups"
+    declared = "{} shares"
 
     def __post_init__(self):
         self.problem(())
@@ -260,9 +297,19 @@ class MatrixGameTask(AbstractTask):
     label = "weight"
     of = "row and column"
     two_levels = False
+    has_model = False
+    data_types = MATRICES
 
     def __post_init__(self):
         self.problem(())
+
+    @override
+    def check(self, data: Any, place: Place) -> None:
+        if data.shape != (self.rows, self.columns):
+            raise place.error(
+                f"lists matrices of {data.shape[0]} rows and {data.shape[1]} columns, "
+                f"but [model] has rows = {self.rows} and columns = {self.columns}."
+            )
 
     @override
     def problem(self, blocks: Blocks) -> SaddleProblem:

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
@@ -18,15 +19,10 @@ State = TypeVar("State")
 
 
 class Proposal(eqx.Module):
-    """The points at which a step wants all records' losses.
-
-    Attributes:
-        points: One point a row; losses are evaluated at the first `count` rows only.
-        count: How many, at least 0.
-    """
+    """The points at which a step wants all records' losses."""
 
     points: Float[Array, "q d"]
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # losses are evaluated at the first so many, at least 0
 
 
 class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
@@ -41,19 +37,13 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
     in_config: ClassVar[bool] = False
 
     @property
-    @abc.abstractmethod
     def most_evaluations(self) -> int | None:
         """How many a run makes at most; `None` where that depends on the dimension."""
+        return self.num_steps
 
     @abc.abstractmethod
     def ask(self, problem: SearchProblem, state: State, *, key: PRNGKey) -> Proposal:
-        """The next points: a function of released values, public ones and the key.
-
-        Args:
-            problem: Its set is read.
-            state: The state.
-            key: A typed key of its own.
-        """
+        """The next points: a function of released values, public ones and the key."""
 
     @abc.abstractmethod
     def tell(
@@ -77,41 +67,62 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         """
 
     def remark(self, state: State) -> str | None:
-        """What `minimize` warns of at the end, from released values, or `None`.
+        """What `minimize` warns of at the end, from released values, or `None`."""
 
-        Args:
-            state: The last one.
-        """
-        del state
-        return None
-
+    @override
     def step(self, problem, data, state, *, key) -> State:
-        """`ask`, every record's loss at the points, `tell`."""
         key_ask, key_tell = derive(key, "ask", "tell")
         proposal = self.ask(problem, state, key=key_ask)
         assert isinstance(problem, FiniteSum)  # a black box refuses to be solved
-        losses = losses_at(problem, proposal, data)
+        losses = _losses_at(problem, proposal, data)
         return self.tell(problem, state, proposal, losses, key=key_tell)
 
+    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
+        """What a guarantee on a black box takes for granted.
 
-def losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
-    """Every record's loss at every point that is proposed, zero elsewhere.
+        Raises:
+            ValueError: Training is declared private, but there is no public bound on
+                the number of trainings.
+        """
+        if not isinstance(problem, BlackBox):
+            return ()
+        rows = (
+            "every record moves its own loss only, at every point",
+            "unprotected: how long an evaluation takes, which may depend on records, "
+            "as where a model refuses one",
+        )
+        mu, most = problem.training_mu, self.most_evaluations
+        if mu is None:
+            return (
+                *rows,
+                "what the losses are computed from besides the records, such as "
+                "training data, is not protected",
+            )
+        if most is None:
+            raise ValueError(
+                "BlackBox: training_mu is charged once for every evaluation, so there "
+                "must be a public bound on their number; give the solver batch= or "
+                "max_batch=."
+            )
+        count = most + problem.trainings_after
+        return (
+            *rows,
+            f"declared: one training is {mu:.4g}-GDP towards its records; {count} of "
+            f"them, the most there can be, are {mu * count**0.5:.4g}-GDP towards them, "
+            "on top of the guarantee above for a person who has records on both sides",
+        )
 
-    NaN becomes infinity, no worse: a run that is debugged must not stop where it is.
 
-    Args:
-        problem: The problem.
-        proposal: The points.
-        data: The records, or `Padded`.
-
-    Returns:
-        The losses, `Padded` as the records are.
-    """
+def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
+    """Every record's loss at every point proposed, zero elsewhere; `Padded` as data."""
     records, present = unpacked(data)
 
-    def at_one(point, index):
+    def at_one(row):
+        point, index = row
+
         def evaluated():
             found = jax.vmap(lambda record: problem.loss(point, record))(records)
+            # No worse, and a run that is debugged must not stop where a loss is NaN.
             return jnp.where(jnp.isnan(found), jnp.inf, found)
 
         shape = jax.eval_shape(evaluated)
@@ -121,48 +132,7 @@ def losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
             lambda: jnp.zeros(shape.shape, shape.dtype),
         )
 
-    indices = jnp.arange(proposal.points.shape[0], dtype=proposal.count.dtype)
-    _, losses = jax.lax.scan(
-        lambda _, row: (None, at_one(*row)), None, (proposal.points, indices)
-    )
-    return losses.T if present is None else Padded(losses.T, present)
-
-
-def black_box_assumptions(
-    problem: SearchProblem, most_evaluations: int | None
-) -> tuple[str, ...]:
-    """What a guarantee on a problem takes for granted, in the words of the report.
-
-    Args:
-        problem: A `FiniteSum` or a `BlackBox`.
-        most_evaluations: How many a run makes at most.
-
-    Raises:
-        ValueError: Training is declared private, but there is no public bound on the
-            number of trainings.
-    """
-    if not isinstance(problem, BlackBox):
-        return ()
-    rows = (
-        "every record moves its own loss only, at every point",
-        "unprotected: how long an evaluation takes, which may depend on records, as "
-        "where a model refuses one",
-    )
-    if problem.training_mu is None:
-        return (
-            *rows,
-            "what the losses are computed from besides the records, such as training "
-            "data, is not protected",
-        )
-    if most_evaluations is None:
-        raise ValueError(
-            "BlackBox: training_mu is charged once for every evaluation, so there must "
-            "be a public bound on their number; give the solver batch= or max_batch=."
-        )
-    count, mu = most_evaluations + problem.trainings_after, problem.training_mu
-    return (
-        *rows,
-        f"declared: one training is {mu:.4g}-GDP towards its records; {count} of them, "
-        f"the most there can be, are {mu * count**0.5:.4g}-GDP towards them, on top of "
-        "the guarantee above for a person who has records on both sides",
-    )
+    indices = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
+    # One after another: a `cond` that is vectorized evaluates both of its branches.
+    losses = jax.lax.map(at_one, (proposal.points, indices)).T
+    return losses if present is None else Padded(losses, present)

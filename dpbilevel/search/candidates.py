@@ -1,7 +1,6 @@
 """Candidate points of a box, shared by the solvers that see losses only."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,7 @@ LOSS = "mean loss"
 
 
 def box_of(owner: str, problem: SearchProblem) -> Box:
-    """The box that is searched.
-
-    Args:
-        owner: The solver to name in an error.
-        problem: The problem.
+    """The box that `owner` searches.
 
     Raises:
         ValueError: Its set is no box, or has an end at infinity.
@@ -36,12 +31,7 @@ def box_of(owner: str, problem: SearchProblem) -> Box:
 
 
 def start_of(owner: str, problem: SearchProblem, w0: PyTree) -> Float[Array, " d"]:
-    """The start, projected onto the box.
-
-    Args:
-        owner: The solver to name in an error.
-        problem: The problem.
-        w0: The start.
+    """The start, projected onto the box that `owner` searches.
 
     Raises:
         ValueError: It is not one vector.
@@ -74,38 +64,9 @@ def uniform(
 def ends(
     box: Box, like: Float[Array, " d"]
 ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
-    """The two corners of a box.
-
-    Args:
-        box: The box.
-        like: A point of the shape and dtype that is wanted.
-    """
+    """The two corners of a box, in the shape and dtype of the point `like`."""
     largest = jnp.full_like(like, jnp.finfo(like.dtype).max)
     return box.project(-largest), box.project(largest)
-
-
-def public_of(problem: SearchProblem) -> Callable[[PyTree], Float[Array, ""]] | None:
-    """The public term, or `None`: a black box has none.
-
-    Args:
-        problem: A `FiniteSum` or a `BlackBox`.
-    """
-    return getattr(problem, "public", None)
-
-
-def public_values(
-    problem: SearchProblem, points: Float[Array, "m d"]
-) -> Float[Array, " m"]:
-    """The public term at points; zero where there is none.
-
-    Args:
-        problem: A `FiniteSum` or a `BlackBox`.
-        points: The points.
-    """
-    public = public_of(problem)
-    if public is None:
-        return jnp.zeros_like(points[:, 0])
-    return jax.vmap(public)(points).astype(points.dtype)
 
 
 def _widest(box: Box) -> float:

@@ -71,19 +71,14 @@ def choose_batch(
     first = jnp.asarray(at_least if batch is None else batch, jnp.int32)
     last = jnp.asarray(capacity if batch is None else batch, jnp.int32)
 
-    def tried(count, at_hand, target):
-        start = _best_start(
-            posterior, feasible, basis, height, count, capacity, at_hand
-        )
-        return _polished(posterior, feasible, start, target, polish)
-
     def narrow(carry):
         low, high, design, _ = carry
         # The last pass has one number left, and looks for the best points of it.
         final = low >= high
         count = jnp.where(final, high, (low + high) // 2)
         target = jnp.where(final, -jnp.inf, tolerance)
-        found = tried(count, design, target)
+        start = _best_start(posterior, feasible, basis, height, count, capacity, design)
+        found = _polished(posterior, feasible, start, target, polish)
         enough = found.trace <= tolerance
         keep = enough | final
         low = jnp.where(keep, low, count + 1)
@@ -151,12 +146,9 @@ def _best_start(posterior, feasible, basis, height, count, capacity, at_hand) ->
         lambda number: _offsets(posterior, basis, height, count, capacity, number)
     )(pairs)
     scales = jnp.asarray(_SCALES, shapes.dtype)[:, None, None, None]
-    offsets = jnp.concatenate(
-        [
-            (scales * shapes[None]).reshape(-1, capacity, size),
-            (at_hand.points - posterior.theta[None])[None],
-        ]
-    )
+    structured = (scales * shapes[None]).reshape(-1, capacity, size)
+    earlier = (at_hand.points - posterior.theta[None])[None]
+    offsets = jnp.concatenate([structured, earlier])
     starts = jax.vmap(lambda rows: _inside(posterior, feasible, rows))(offsets)
     mask = jnp.arange(capacity, dtype=jnp.int32) < count
     traces = jax.lax.map(lambda points: posterior.trace_with(points, mask), starts)
@@ -211,16 +203,12 @@ def _polished(posterior, feasible, start: Design, target, steps: int) -> Design:
         number, _, (value, _), _, stalled = carry
         return (number < steps) & (value > target) & ~stalled
 
+    # What optax computes relies on the promotion that users may have turned off.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         first = jnp.asarray(0, jnp.int32), start.points, evaluate(start.points)
-        memory = rule.init(start.points), jnp.asarray(False)
-        _, points, (value, _), *_ = jax.lax.while_loop(
-            unfinished, step, (*first, *memory)
-        )
+        carry = *first, rule.init(start.points), jnp.asarray(False)
+        _, points, (value, _), *_ = jax.lax.while_loop(unfinished, step, carry)
     points = _project(posterior, feasible, points)
     better = value < start.trace
-    return Design(
-        jnp.where(better, points, start.points),
-        start.count,
-        jnp.where(better, value, start.trace),
-    )
+    points = jnp.where(better, points, start.points)
+    return Design(points, start.count, jnp.where(better, value, start.trace))

@@ -37,11 +37,9 @@ _RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
 
 def _has(name: str) -> Callable[[Any], bool]:
     """Whether the estimator has a method, for `available_if`."""
-
-    def check(search):
-        return hasattr(getattr(search, "best_estimator_", search.estimator), name)
-
-    return check
+    return lambda search: hasattr(
+        getattr(search, "best_estimator_", search.estimator), name
+    )
 
 
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
@@ -291,12 +289,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         _checks.instance("PrivateSearch", dict, space=self.space)
         if not self.space:
             raise ValueError("PrivateSearch: space names no parameter.")
-        if isinstance(self.estimator, type) or not hasattr(
-            self.estimator, "get_params"
-        ):
+        estimator = self.estimator
+        if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
             raise TypeError(
                 "PrivateSearch: estimator must be a scikit-learn estimator such as "
-                f"Ridge(), an instance, got {self.estimator!r}."
+                f"Ridge(), an instance, got {estimator!r}."
             )
         if self.losses is not None and not callable(self.losses):
             raise TypeError(
@@ -309,7 +306,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "so no units may be taken from them; give losses=, and solver= with a "
                 "clip norm that is known to suit them."
             )
-        known = self.estimator.get_params()
+        known = estimator.get_params()
         for name, entry in self.space.items():
             if not isinstance(entry, Range):
                 raise TypeError(
@@ -323,7 +320,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 likely = likely or difflib.get_close_matches(name, known, 3)
                 hint = f"did you mean {' or '.join(map(repr, likely))}? " * bool(likely)
                 raise ValueError(
-                    f"PrivateSearch: {type(self.estimator).__name__} has no parameter "
+                    f"PrivateSearch: {type(estimator).__name__} has no parameter "
                     f"{name!r}; {hint}It has {sorted(known)}."
                 )
 

@@ -28,20 +28,16 @@ _NOTICE = (
 # A folder has one search, so that its number in the spending record is this.
 _NUMBER = 1
 
+Evaluate = Callable[[np.ndarray], np.ndarray]  # everyone's losses at a point
+
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """Keeps every evaluation as it is made, and a checkpoint after every step. SECRET.
+    """Keeps every evaluation as it is made and a checkpoint of every step. SECRET."""
 
-    Args:
-        path: The folder, under its lock.
-        report: The guarantee of the run.
-        first: The run before its first step.
-    """
-
-    path: Path
+    path: Path  # under its lock
     report: PrivacyReport
-    first: Checkpoint
+    first: Checkpoint  # the run before its first step
 
     @property
     def _public(self) -> dict[str, Any]:
@@ -85,13 +81,7 @@ class Folder:
         spending.begin(self.path, _NUMBER, self.report, self._public)
         return saved
 
-    def losses(
-        self,
-        step: int,
-        number: int,
-        point: np.ndarray,
-        evaluate: Callable[[np.ndarray], np.ndarray],
-    ) -> np.ndarray:
+    def losses(self, step: int, number: int, point: np.ndarray, evaluate: Evaluate):
         """What was kept of this evaluation, or the evaluation, kept.
 
         Raises:
@@ -102,7 +92,7 @@ class Folder:
         if not file.is_file():
             losses = evaluate(point)
             content = checkpoint.npz({"point": point, "losses": losses})
-            checkpoint.replace(file, content, mode=0o600)
+            checkpoint.replace(file, content, mode=0o600)  # before the next evaluation
             return losses
         try:
             with np.load(file, allow_pickle=False) as arrays:
@@ -111,7 +101,7 @@ class Folder:
             raise ValueError(
                 f"{file} is damaged; delete it, and its point is evaluated again."
             ) from None
-        if not np.array_equal(kept, point):
+        if not np.array_equal(kept, point):  # bit for bit
             raise ValueError(
                 f"{file} holds the losses at another point than the run asks for, "
                 "as after a change of hardware. Go on where the run began."
@@ -176,11 +166,7 @@ class Folder:
 
 
 def fingerprint(
-    problem: BlackBox,
-    solver: Any,
-    w0: Any,
-    budget: PrivacyBudget | None,
-    report: PrivacyReport | None,
+    problem: BlackBox, solver, w0, budget: PrivacyBudget | None, report
 ) -> dict[str, Any]:
     """What must not change between the parts of a run: `run`, public, and `records`."""
     public = {

@@ -21,11 +21,11 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling import FullBatch
-from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
+from .base import AbstractAskTellSolver, Proposal
 from .design import choose_batch
-from .gp import GradientPosterior, double, gradient_posterior
+from .gp import GradientPosterior, gradient_posterior
 from .kernels import RBF, AbstractKernel, cast
-from .problem import BlackBox, SearchProblem
+from .problem import SearchProblem
 
 # Earlier points nearer than this to a later one, in reaches, only harm the algebra.
 _NEARBY = 1e-3
@@ -140,13 +140,14 @@ class GradientInformativeBO(
         check_output(owner, self.output)
 
     @property
+    @override
     def most_evaluations(self) -> int | None:
-        """The largest batch per step, where it is given."""
         most = self.batch or self.max_batch
         return None if most is None else self.num_steps * most
 
+    @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
-        """Starts at `w0`, projected onto the set, with no losses.
+        """From `w0`, projected onto the set, without losses.
 
         Raises:
             ValueError: `w0` is no vector of floats, or no number of records is planned.
@@ -170,22 +171,20 @@ class GradientInformativeBO(
         zero = jnp.zeros((), jnp.int32)
         seen = _Seen(
             jnp.zeros((self.keep, w.size), w.dtype),
-            jnp.zeros((self.sizes, self.keep), w.dtype),
+            jnp.zeros((self.sizes, self.keep), w.dtype),  # one row a record
             jnp.zeros(self.keep, bool),
         )
         kept = self.output.init(w)
         return _State(w, kept, memory, zero, seen, zero, zero)
 
+    @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
-        """The fewest points that reach the tolerance; reads no loss."""
-        posterior = self._posterior(state.w, state.seen.points, state.seen.mask)
-        most = self.batch or self.max_batch or 2 * state.w.size + 16
-        # Algorithm 1, lines 4 and 5: how many points are enough, and which.
-        design = choose_batch(
+        posterior = self._posterior(state.w, state.seen)
+        design = choose_batch(  # lines 4 and 5: how many points are enough, and which
             posterior,
             problem.w_set,
             tolerance=self._tolerated(posterior),
-            capacity=most,
+            capacity=self.batch or self.max_batch or 2 * state.w.size + 16,
             batch=self.batch,
             polish=self.polish,
             at_least=0 if self.may_skip else 1,
@@ -193,44 +192,32 @@ class GradientInformativeBO(
         )
         return Proposal(design.points, design.count)
 
+    @override
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
-        """One noisy gradient from all losses that are kept, one projected update."""
-        seen = _joined(proposal, losses, state.seen)
-        posterior = self._posterior(state.w, seen.points, seen.mask)
-        # Algorithm 1, lines 7 to 9: every record's gradient, clipped, averaged, noise.
-        funs = {RECORDS: _record_gradient(posterior, seen)}
+        seen = _joined(proposal, losses, state.seen)  # line 6: the new points too
+        posterior = self._posterior(state.w, seen)
+        funs = {RECORDS: _record_gradient(posterior, seen)}  # line 7: of each record
         release = self.release(problem, self.sizes)
-        gradient = release.of(funs, seen.values, key=key)
-        gradient = gradient.astype(state.w.dtype) + _public_gradient(problem, state.w)
+        gradient = release.of(funs, seen.values, key=key)  # line 8, noise of 9
+        gradient = gradient.astype(state.w.dtype) + problem.public_gradient(state.w)
         descent = Descent(self.step_size, problem.w_set)
-        gradient = descent.shortened(
-            gradient, lambda w: _public_gradient(problem, w), state.w
+        gradient = descent.shortened(gradient, problem.public_gradient, state.w)
+        w, memory = descent.update(gradient, state.memory, state.w)  # line 9: the step
+        kept = self.output.update(
+            state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )
-        w, memory = descent.update(gradient, state.memory, state.w)
         met = posterior.trace <= self._tolerated(posterior)
-        return _State(
-            w,
-            self.output.update(
-                state.kept,
-                w,
-                before=state.w,
-                t=state.t,
-                num_steps=self.num_steps,
-                key=None,
-            ),
-            memory,
-            state.t + 1,
-            self._kept(seen, w),
-            state.evaluations + proposal.count,
-            state.unmet + (~met).astype(jnp.int32),
-        )
+        evaluations = state.evaluations + proposal.count
+        unmet = state.unmet + (~met).astype(jnp.int32)
+        seen = self._kept(seen, w)
+        return _State(w, kept, memory, state.t + 1, seen, evaluations, unmet)
 
     @override
     def released(self, state: _State) -> Float[Array, " d"]:
         return state.w
 
+    @override
     def remark(self, state: _State) -> str | None:
-        """That the tolerance was not reached, in how many steps."""
         unmet = int(state.unmet)
         if self.batch is not None or unmet == 0:
             return None
@@ -242,6 +229,7 @@ class GradientInformativeBO(
             "private as stated."
         )
 
+    @override
     def adversary_view(self, state: _State) -> PyTree:
         """The iterate, the points so far and how many there were; no losses."""
         seen = state.seen
@@ -257,25 +245,15 @@ class GradientInformativeBO(
         return Release(GRADIENT, 1, (query,), self.release_noise)
 
     @override
-    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        del sizes
-        return black_box_assumptions(problem, self.most_evaluations)
-
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """The gradient has as many coordinates as `w0`."""
         return {GRADIENT: optax.tree.size(w0)}
 
-    def _posterior(self, w, points, mask) -> GradientPosterior:
-        double(type(self).__name__, w)
-        variance = cast(self.kernel.variance, w)
-        jitter = cast(self.jitter, w) * variance
+    def _posterior(self, w: Array, seen: _Seen) -> GradientPosterior:
+        jitter = cast(self.jitter, w) * cast(self.kernel.variance, w)
+        nugget = cast(self.evaluation_noise, w) ** 2 + jitter
+        places = w, seen.points, seen.mask
         return gradient_posterior(
-            self.kernel,
-            w,
-            points,
-            mask,
-            nugget=cast(self.evaluation_noise, w) ** 2 + jitter,
-            constant=self.constant,
+            self.kernel, *places, nugget=nugget, constant=self.constant
         )
 
     def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
@@ -303,9 +281,8 @@ def _record_gradient(posterior: GradientPosterior, seen: _Seen):
 def _joined(proposal: Proposal, losses: Float[Array, "n q"], seen: _Seen) -> _Seen:
     """The latest points first."""
     points, values, mask = seen
-    fresh = (
-        jnp.arange(len(proposal.points), dtype=proposal.count.dtype) < proposal.count
-    )
+    order = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
+    fresh = order < proposal.count
     losses = jnp.where(fresh[None], losses.astype(values.dtype), 0)
     return _Seen(
         jnp.concatenate([proposal.points, points]),
@@ -319,10 +296,3 @@ def _usable(losses: Float[Array, " m"], mask: Bool[Array, " m"]) -> Array:
     finite = jnp.isfinite(losses)
     largest = jnp.max(jnp.where(finite & mask, losses, -jnp.inf))
     return jnp.where(finite, losses, jnp.where(jnp.isfinite(largest), largest, 0))
-
-
-def _public_gradient(problem: SearchProblem, w: Array) -> Array:
-    """That of the public term; a black box has none."""
-    if isinstance(problem, BlackBox):
-        return jnp.zeros_like(w)
-    return problem.public_gradient(w)

@@ -77,21 +77,16 @@ class GradientPosterior(eqx.Module):
     def trace_with(
         self, points: Float[Array, "b d"], mask: Bool[Array, " b"]
     ) -> Scalar:
-        """The trace after evaluations at further points.
+        """The trace after evaluations at further points, those rows that are in `mask`.
 
-        Args:
-            points: One a row.
-            mask: Which rows are points.
-
-        Returns:
-            Infinity where rounding left no trace, or a negative one.
+        Infinity where rounding left no trace, or a negative one.
         """
         across = self.kernel.covariance(self.points, points, self.theta)
         known = _solve(self.root, _masked(across, self.mask, mask))
         among = self.kernel.covariance(points, points, self.theta) - known.T @ known
         slope = self.kernel.slope(self.theta, points) - known.T @ self.explained
-        rest = 1 - known.T @ self.ones
-        right = jnp.concatenate([slope, rest[:, None]], axis=1)
+        rest = 1 - known.T @ self.ones  # of the constant at the new points
+        right = jnp.concatenate([slope, rest[:, None]], axis=1)  # one solve for both
         gained = _explained(
             _covariance(among, mask, self.nugget), jnp.where(mask[:, None], right, 0)
         )
@@ -125,10 +120,10 @@ def gradient_posterior(
     """The posterior of the gradient at `theta`, whatever the losses were.
 
     Args:
-        kernel: The covariance of losses; not fitted to anyone's.
-        theta: Where the gradient is sought.
-        points: One a row.
-        mask: Which rows are points; all when omitted.
+        kernel: As in `GradientPosterior`; not fitted to anyone's losses.
+        theta: Likewise.
+        points: Likewise.
+        mask: Likewise; all rows are points when omitted.
         nugget: The variance of an evaluation's noise, at least a little above zero.
         constant: The variance of the unknown constant, in variances of the kernel.
             Zero takes losses for centred; 1e4 leaves at most 1e-4 of the gradient that
@@ -137,58 +132,31 @@ def gradient_posterior(
     Raises:
         ValueError: `theta` is not in double precision.
     """
-    double("gradient_posterior", theta)
+    if jnp.result_type(theta) != jnp.float64:
+        raise ValueError(
+            "GradientInformativeBO: differences of nearby losses need float64, got a "
+            f"point of {jnp.result_type(theta).name}. Set jax.config.update("
+            "'jax_enable_x64', True), or run under jax.enable_x64(True), and give a "
+            "float64 w0; dpbilevel.search.minimize does both."
+        )
     mask = jnp.ones(len(points), bool) if mask is None else mask
     nugget, constant = cast(nugget, theta), cast(constant, theta)
+    precision = 1 / (constant * cast(kernel.variance, theta))
     matrix = kernel.covariance(points, points, theta)
     root = jnp.linalg.cholesky(_covariance(matrix, mask, nugget))
     slope = jnp.where(mask[:, None], kernel.slope(theta, points), 0)
-    explained, ones = solved(root, slope, mask.astype(theta.dtype))
-    return GradientPosterior(
-        kernel,
-        theta,
-        points,
-        mask,
-        nugget,
-        1 / (constant * cast(kernel.variance, theta)),
-        root,
-        explained,
-        ones,
-        kernel.prior(theta),
-    )
-
-
-def double(owner: str, theta: Array) -> None:
-    """Raises unless `theta` is in double precision.
-
-    Args:
-        owner: What needs it.
-        theta: A point.
-
-    Raises:
-        ValueError: It is not; the message says what to do.
-    """
-    if jnp.result_type(theta) != jnp.float64:
-        raise ValueError(
-            f"{owner}: differences of nearby losses need float64, got a point of "
-            f"{jnp.result_type(theta).name}. Set jax.config.update('jax_enable_x64', "
-            "True), or run under jax.enable_x64(True), and give a float64 w0; "
-            "dpbilevel.search.minimize does both."
-        )
+    known = root, *solved(root, slope, mask.astype(theta.dtype))
+    given = kernel, theta, points, mask, nugget, precision
+    return GradientPosterior(*given, *known, kernel.prior(theta))
 
 
 def solved(
     root: Float[Array, "m m"], matrix: Float[Array, "m d"], vector: Float[Array, " m"]
 ) -> tuple[Float[Array, "m d"], Float[Array, " m"]]:
-    """Solves with a lower triangular matrix for a matrix and a vector, all at once.
+    """Solves with the lower triangular `root` for the columns of `matrix` and `vector`.
 
     In one call: under `jax.vmap` jaxlib's triangular solves wait for threads of the
     pool that they run in, and where two of them run at once on two cores, forever.
-
-    Args:
-        root: The lower triangular matrix.
-        matrix: Right sides, one a column.
-        vector: One more.
     """
     right = jnp.concatenate([matrix, vector[:, None]], axis=1)
     found = _solve(root, right)

@@ -1,15 +1,14 @@
 """Kernels: covariance functions of losses, with the derivatives that methods need."""
 
 import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from .. import _checks
+from .._checks import Checked, Positive
 
 if TYPE_CHECKING:
     from typing import ClassVar as AbstractVar
@@ -22,7 +21,7 @@ Scalar = Float[Array, ""]
 _SHORTEST, _LONGEST, _TRIED = 1e-4, 3.0, 64
 
 
-class AbstractKernel(eqx.Module):
+class AbstractKernel(Checked):
     """A covariance function of losses, with its derivatives in closed form.
 
     Attributes:
@@ -30,8 +29,8 @@ class AbstractKernel(eqx.Module):
         reach: The distance up to which evaluations inform a gradient.
     """
 
-    variance: AbstractVar[float | Scalar]
-    reach: AbstractVar[float | Scalar]
+    variance: AbstractVar[float]
+    reach: AbstractVar[float]
 
     @abc.abstractmethod
     def covariance(
@@ -69,7 +68,8 @@ class AbstractKernel(eqx.Module):
 class AbstractStationary(AbstractKernel):
     r"""$k(\theta, \theta') = \sigma^2 \varphi(\|\theta - \theta'\|^2 / \ell^2)$."""
 
-    lengthscale: AbstractVar[float | Scalar]
+    lengthscale: Positive = 1.0
+    variance: Positive = 1.0
 
     @abc.abstractmethod
     def _profile(self, s: Array) -> Array:
@@ -80,17 +80,17 @@ class AbstractStationary(AbstractKernel):
         r"""$-2 \varphi'$."""
 
     @property
-    def reach(self) -> float | Scalar:
-        """The length-scale."""
+    @override
+    def reach(self) -> float:
         return self.lengthscale
 
+    @override
     def covariance(self, a, b, near):
-        """By differences to `near`, which keep what its neighbours need."""
         a, b = ((v - near[None]) / cast(self.reach, v) for v in (a, b))
         squares = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None]
         # Distances are differences: products rounded by default would swamp them.
         products = jnp.matmul(a, b.T, precision="highest")
-        distances = jnp.maximum(squares - 2 * products, 0)
+        distances = jnp.maximum(squares - 2 * products, 0)  # rounding leaves some below
         return cast(self.variance, a) * self._profile(distances)
 
     def slope(self, theta, z):
@@ -106,13 +106,13 @@ class AbstractStationary(AbstractKernel):
         unit = self._decay(jnp.zeros((), theta.dtype))
         return scale * unit * jnp.eye(theta.size, dtype=theta.dtype)
 
+    @override
     def radius(self, corners, nugget):
-        """The best of many radii, for a simplex alone with its noise."""
         corners = jnp.maximum(corners, 2).astype(nugget.dtype)
         noise = nugget / cast(self.variance, nugget)
         edge = 2 * corners / (corners - 1)  # squared, of a simplex of radius one
 
-        def explained(r):
+        def explained(r):  # of a gradient, by a simplex alone with its noise
             apparent = self._profile(jnp.zeros_like(r)) - self._profile(edge * r * r)
             return (r * self._decay(r * r)) ** 2 / (apparent + noise)
 
@@ -134,17 +134,10 @@ class RBF(AbstractStationary):
         variance: $\sigma^2 > 0$, in squared units of the loss.
     """
 
-    lengthscale: float | Scalar = 1.0
-    variance: float | Scalar = 1.0
-
-    def __check_init__(self):
-        _checks.positive("RBF", lengthscale=self.lengthscale, variance=self.variance)
-
     def _profile(self, s):
         return jnp.exp(-s / 2)
 
-    def _decay(self, s):
-        return jnp.exp(-s / 2)
+    _decay = _profile
 
 
 class Matern52(AbstractStationary):
@@ -157,13 +150,6 @@ class Matern52(AbstractStationary):
         lengthscale: $\ell > 0$, in units of the parameters.
         variance: $\sigma^2 > 0$, in squared units of the loss.
     """
-
-    lengthscale: float | Scalar = 1.0
-    variance: float | Scalar = 1.0
-
-    def __check_init__(self):
-        owner = "Matern52"
-        _checks.positive(owner, lengthscale=self.lengthscale, variance=self.variance)
 
     def _profile(self, s):
         return _matern(s)
@@ -183,11 +169,8 @@ class Quadratic(AbstractKernel):
         reach: How far from the iterate points are looked for.
     """
 
-    variance: float | Scalar = 1.0
-    reach: float | Scalar = 1.0
-
-    def __check_init__(self):
-        _checks.positive("Quadratic", variance=self.variance, reach=self.reach)
+    variance: Positive = 1.0
+    reach: Positive = 1.0
 
     @override
     def covariance(self, a, b, near):
@@ -208,8 +191,8 @@ class Quadratic(AbstractKernel):
         return cast(self.reach, nugget)
 
 
-def cast(value: float | Scalar, like: Array) -> Array:
-    """A parameter of a kernel in the precision of the points."""
+def cast(value: Any, like: Array) -> Array:
+    """A number in the precision of an array."""
     return jnp.asarray(value, like.dtype)
 
 

@@ -117,21 +117,13 @@ class _Run:
     first: Checkpoint
 
 
-def _plan(
-    problem: BlackBox,
-    solver: AbstractAskTellSolver,
-    w0: Array,
-    key: PRNGKey,
-    budget: PrivacyBudget | None,
-    precision: Precision,
-) -> _Run:
+def _plan(problem: BlackBox, solver, w0, key, budget, precision) -> _Run:
     """Calibrates the solver if there is a budget, and binds it to the black box."""
     report, n = None, problem.num_records
     with wide_integers():
         if budget is not None:
-            plan = calibrate(
-                problem, solver, budget, sizes=n, w0=w0, precision=precision
-            )
+            options = {"sizes": n, "w0": w0, "precision": precision}
+            plan = calibrate(problem, solver, budget, **options)
             solver, report = plan.solver, plan.report
         solver = bound_to(problem, solver, None, "minimize")
         try:  # before the first evaluation, which may take hours
@@ -142,13 +134,9 @@ def _plan(
                 "budget=PrivacyBudget(epsilon, delta), or a solver from "
                 f"dpbilevel.calibrate. {error}"
             ) from None
+        same = fingerprint(problem, solver, w0, budget, report)
         first = first_checkpoint(
-            problem,
-            solver,
-            w0,
-            key=key,
-            fingerprint=fingerprint(problem, solver, w0, budget, report),
-            with_start=False,
+            problem, solver, w0, key=key, fingerprint=same, with_start=False
         )
     return _Run(problem, solver, report, first)
 
@@ -219,7 +207,7 @@ def _step(
         asked = _ask(problem, solver, saved.state, key=key_ask)
         points = np.asarray(asked.points, np.float64)
     table = np.zeros((len(points), problem.num_records))
-    for number in range(int(asked.count)):
+    for number in range(int(asked.count)):  # public: by released values alone
         table[number] = losses(saved.done, number, points[number])
     with wide_integers():
         state = _tell(problem, solver, saved.state, asked, table.T, key=key_tell)
@@ -273,14 +261,7 @@ def _unseen(point: np.ndarray) -> np.ndarray:
     raise TypeError("AbstractAskTellSolver: ask and tell must not call losses.")
 
 
-def _check(
-    problem: Any,
-    solver: Any,
-    key: Any,
-    budget: PrivacyBudget | None,
-    folder: Path | str | None,
-    progress: bool,
-) -> None:
+def _check(problem, solver, key, budget, folder, progress) -> None:
     """Raises before anything is planned."""
     check_key(key)
     _checks.instance("minimize", BlackBox, problem=problem)
@@ -328,6 +309,6 @@ def _start(problem: BlackBox, w0: Any) -> Any:
         )
     check_start(w0)
     with wide_integers():
-        start = jax.tree.map(lambda v: jnp.asarray(np.asarray(v, np.float64)), w0)
+        start = jnp.asarray(np.asarray(w0, np.float64))
         check_set("w_set", problem.w_set, start)
         return start

@@ -6,20 +6,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from .._checks import Number
 from ..draws.mechanisms import BoundedScore
 from ..draws.samplers.base import AbstractPotential
 from ..draws.scores.mean_loss import public_part, spread_of
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
+from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import AbstractGaussianRelease
 from ..privacy.rows import Padded, unpacked
 from ..privacy.sampling import Batch
+from .base import Proposal
+from .kernels import cast
+from .problem import SearchProblem
+
+Losses = Array | Padded
 
 
 def clipped_loss(
-    losses: Float[Array, " n"] | Padded,
-    clip_range: float | Float[Array, ""],
-    size: int,
-    precision: Precision,
+    losses: Losses, clip_range: Number, size: int, precision: Precision
 ) -> Bounded:
     r"""The mean of losses clipped to $[0, B]$, less $B / 2$.
 
@@ -34,59 +39,62 @@ def clipped_loss(
         clipping.
     """
     rows, present = unpacked(losses)
-    reach = jnp.asarray(clip_range).astype(rows.dtype)
-    batch = Batch(rows, present, float(size))
-    return clipped_mean(
-        centered(reach), batch, clip_norm=reach / 2, precision=precision
-    )
+    reach = cast(clip_range, rows)
+    batch, centered = Batch(rows, present, float(size)), _centered(reach)
+    return clipped_mean(centered, batch, clip_norm=reach / 2, precision=precision)
 
 
-def centered(clip_range: float | Float[Array, ""]) -> Callable[[Array], Array]:
-    """A loss clipped to $[0, B]$, less $B / 2$.
-
-    A loss of NaN, as of a training that failed, counts as $B$, the worst there is.
-
-    Args:
-        clip_range: $B$.
-    """
+def _centered(clip_range: Number) -> Callable[[Array], Array]:
+    """A loss clipped to $[0, B]$, less $B / 2$."""
 
     def of(loss):
-        reach = jnp.asarray(clip_range).astype(loss.dtype)
+        reach = cast(clip_range, loss)
+        # NaN, as of a training that failed, is the worst there is.
         return jnp.clip(jnp.nan_to_num(loss, nan=jnp.inf), 0, reach) - reach / 2
 
     return of
 
 
-def column(
-    losses: Float[Array, "n q"] | Padded, index: int
-) -> Float[Array, " n"] | Padded:
-    """The losses at one point.
-
-    Args:
-        losses: One row per record, one column per point.
-        index: The point's number.
-    """
-    if isinstance(losses, Padded):
-        return Padded(losses.records[:, index], losses.present)
-    return losses[:, index]
-
-
-def loss_query(clip_range: float | Float[Array, ""], size: int) -> Query:
-    """The query that reads `centered` losses.
-
-    Args:
-        clip_range: $B$.
-        size: The planned number of records.
-    """
+def loss_query(clip_range: Number, size: int) -> Query:
+    """The query of `noisy_loss`: losses in an interval of length $B$ about zero."""
     return Query(RECORDS, size, clip_range / 2)
 
 
+def noisy_loss(
+    release: AbstractGaussianRelease,
+    problem: SearchProblem,
+    proposal: Proposal,
+    losses: Losses,
+    clip_range: Number,
+    *,
+    key: PRNGKey,
+) -> Float[Array, ""]:
+    """The objective at the only point proposed, as one release: the clipped mean loss.
+
+    Args:
+        release: What is charged; its query is `loss_query`.
+        problem: Its public term is added.
+        proposal: The point.
+        losses: One row per record, one column.
+        clip_range: $B$.
+        key: A typed key for this release alone.
+    """
+    rows, present = unpacked(losses)
+    funs = {RECORDS: _centered(clip_range)}
+    value = release.of(funs, _packed(rows[:, 0], present), key=key)
+    value = value.astype(proposal.points.dtype)
+    value += cast(clip_range, value) / 2  # back in [0, B]
+    if problem.public is None:
+        return value
+    return value + jax.vmap(problem.public)(proposal.points).astype(value.dtype)[0]
+
+
 def score_of_candidates(
-    losses: Float[Array, "n m"] | Padded,
+    losses: Losses,
     points: Float[Array, "m d"],
-    public: Callable[[PyTree], Float[Array, ""]] | None,
+    public: Callable[[PyTree], Array] | None,
     start: Float[Array, " d"],
-    clip_range: float | Float[Array, ""],
+    clip_range: Number,
     size: int,
 ) -> BoundedScore:
     """A score of the indices of points: the clipped mean loss at each.
@@ -100,17 +108,21 @@ def score_of_candidates(
         size: The planned number of records.
     """
     rows, present = unpacked(losses)
-    half = jnp.asarray(clip_range).astype(rows.dtype) / 2
+    half = cast(clip_range, rows) / 2
 
     def scored(row):
         point, found = row
-        found = found if present is None else Padded(found, present)
-        mean = clipped_loss(found, clip_range, size, "grid")
+        mean = clipped_loss(_packed(found, present), clip_range, size, "grid")
         return unsealed(mean) + public_part(public, point, start, half)
 
     scores = jax.lax.map(scored, (points, rows.T))
     share, _ = spread_of(clip_range, size, rows.dtype, public is not None)
     return BoundedScore(_CandidateScore(scores), share, "spread", Basis.CLIPPED)
+
+
+def _packed(rows: Array, present: Array | None) -> Losses:
+    """The converse of `unpacked`."""
+    return rows if present is None else Padded(rows, present)
 
 
 class _CandidateScore(AbstractPotential):

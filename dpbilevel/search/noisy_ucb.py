@@ -9,17 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from .. import _checks
+from .._checks import Count, NonNegative, Positive
 from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.queries import RECORDS
 from ..privacy.releases import Release
-from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
-from .candidates import LOSS, box_of, ends, public_values, start_of, uniform
+from .base import AbstractAskTellSolver, Proposal
+from .candidates import LOSS, box_of, ends, start_of, uniform
 from .gp import solved
-from .kernels import RBF
-from .losses import centered, column, loss_query
+from .kernels import RBF, cast
+from .losses import loss_query, noisy_loss
 from .problem import SearchProblem
 
 
@@ -63,61 +62,43 @@ class NoisyUCB(
         bandit setting", ICML 2010, Algorithm 1, here with noise for privacy.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_range: float | Float[Array, ""]
-    lengthscale: float = 0.3
-    variance: float | None = None
-    exploration: float = 2.0
-    num_candidates: int = eqx.field(static=True, default=1000)
+    num_steps: Count = eqx.field(static=True)
+    clip_range: Positive
+    lengthscale: Positive = 0.3
+    variance: Positive | None = None
+    exploration: NonNegative = 2.0
+    num_candidates: Count = eqx.field(static=True, default=1000)
     noise: Gaussian = Gaussian()
     sizes: Any = eqx.field(static=True, default=None)
 
-    def __check_init__(self):
-        _checks.count(
-            "NoisyUCB", num_steps=self.num_steps, num_candidates=self.num_candidates
-        )
-        _checks.positive(
-            "NoisyUCB", clip_range=self.clip_range, lengthscale=self.lengthscale
-        )
-        if self.variance is not None:
-            _checks.positive("NoisyUCB", variance=self.variance)
-        _checks.non_negative("NoisyUCB", exploration=self.exploration)
-        _checks.instance("NoisyUCB", Gaussian, noise=self.noise)
-
-    @property
-    def most_evaluations(self) -> int:
-        """One per step."""
-        return self.num_steps
-
+    @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
-        """Starts at `w0`, without values."""
         w = start_of("NoisyUCB", problem, w0)
+        # Rows without values hold the start: any point, left out by `_evaluated`.
         points = jnp.broadcast_to(w, (self.num_steps, *w.shape))
         values = jnp.zeros(self.num_steps, w.dtype)
         return _State(w, points, values, jnp.zeros((), jnp.int32))
 
+    @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
-        """The candidate of the lowest confidence bound; first a random point."""
         box = box_of("NoisyUCB", problem)
         key_everywhere, key_near = derive(key, "proposal", "search")
         half = -(-self.num_candidates // 2)
         everywhere = uniform(box, state.w, half, key=key_everywhere)
         lower, upper = ends(box, state.w)
+        # Half of them near the best so far, at half a length scale.
         away = jax.random.normal(key_near, everywhere.shape, state.w.dtype)
-        step = like(self.lengthscale / 2, state.w) * (upper - lower)
+        step = cast(self.lengthscale / 2, state.w) * (upper - lower)
         near = jnp.clip(state.w[None] + step[None] * away, lower[None], upper[None])
         candidates = jnp.concatenate([everywhere, near])
         mean, deviation = self._posterior(box, state, candidates)
-        bound = mean - like(self.exploration, mean) * deviation
+        bound = mean - cast(self.exploration, mean) * deviation  # equal without values
         return Proposal(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
 
+    @override
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
-        """One noisy value, and the best point by all of them."""
-        funs = {RECORDS: centered(self.clip_range)}
         release = self.release(problem, self.sizes)
-        value = release.of(funs, column(losses, 0), key=key).astype(state.values.dtype)
-        value += like(self.clip_range, value) / 2
-        value += public_values(problem, proposal.points)[0]
+        value = noisy_loss(release, problem, proposal, losses, self.clip_range, key=key)
         state = _State(
             state.w,
             state.points.at[state.t].set(proposal.points[0]),
@@ -125,14 +106,15 @@ class NoisyUCB(
             state.t + 1,
         )
         box = box_of("NoisyUCB", problem)
-        found, _ = self._posterior(box, state, state.points)
+        found, _ = self._posterior(box, state, state.points)  # not its noisy values
         best = jnp.argmin(jnp.where(self._evaluated(state), found, jnp.inf))
         return dataclasses.replace(state, w=state.points[best])
 
+    @override
     def released(self, state: _State) -> Float[Array, " d"]:
-        """The best point so far."""
         return state.w
 
+    @override
     def adversary_view(self, state: _State) -> PyTree:
         """The best point, and all points with their noisy values."""
         return state.w, state.points, state.values
@@ -143,13 +125,7 @@ class NoisyUCB(
         return Release(LOSS, 1, (query,), self.release_noise)
 
     @override
-    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        del sizes
-        return black_box_assumptions(problem, self.most_evaluations)
-
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
-        """A mean loss is one number."""
-        del w0
         return {LOSS: 1}
 
     def _evaluated(self, state: _State) -> Bool[Array, " steps"]:
@@ -159,18 +135,16 @@ class NoisyUCB(
     def _posterior(self, box, state, points):
         """Mean and deviation of the surrogate, in units of losses."""
         lower, upper = ends(box, state.w)
-        scale = like(self.lengthscale, state.w) * jnp.maximum(
-            upper - lower, jnp.finfo(lower.dtype).tiny
-        )
-        amplitude = like(self.clip_range / 4, state.values)
+        sides = jnp.maximum(upper - lower, jnp.finfo(lower.dtype).tiny)
+        scale = cast(self.lengthscale, state.w) * sides
+        amplitude = cast(self.clip_range / 4, state.values)
         if self.variance is not None:
-            amplitude = jnp.sqrt(like(self.variance, state.values))
-        query = loss_query(1.0, self.sizes)
-        share = self.neighbours.contributions * query.contribution
-        std = like(self.release_noise.noise_multiplier, amplitude) * like(
-            self.clip_range, amplitude
-        )
-        std *= like(share, amplitude)
+            amplitude = jnp.sqrt(cast(self.variance, state.values))
+        # The standard deviation of the privacy noise, which is public.
+        std = cast(self.release_noise.noise_multiplier, amplitude)
+        std *= cast(self.clip_range, amplitude)
+        share = loss_query(1.0, self.sizes).contribution
+        std *= cast(self.neighbours.contributions * share, amplitude)
         mean, deviation = posterior(
             state.points / scale[None],
             state.values / amplitude,
@@ -200,28 +174,19 @@ def posterior(
     Returns:
         The posterior means and standard deviations.
     """
+    # Without it equal points would leave no Cholesky factor in rounding.
     nugget = jnp.finfo(points.dtype).eps ** 0.5
     both = known[:, None] & known[None, :]
-    diagonal = jnp.where(known, noise + like(nugget, noise), 1)
+    diagonal = jnp.where(known, noise + cast(nugget, noise), 1)
     covariance = jnp.where(both, _kernel(points, points), 0) + jnp.diag(diagonal)
     count = jnp.maximum(jnp.sum(known), 1).astype(values.dtype)
-    center = jnp.sum(jnp.where(known, values, 0)) / count
+    center = jnp.sum(jnp.where(known, values, 0)) / count  # the prior mean
     factor = jnp.linalg.cholesky(covariance)
     cross = jnp.where(known[:, None], _kernel(points, at), 0)
     rest = jnp.where(known, values - center, 0)
     half, weights = solved(factor, cross, rest)
     variance = jnp.maximum(1 - jnp.sum(half**2, axis=0), 0)
     return center + half.T @ weights, jnp.sqrt(variance)
-
-
-def like(number: Any, value: Array) -> Array:
-    """A number in the dtype of a value.
-
-    Args:
-        number: The number.
-        value: The value.
-    """
-    return jnp.asarray(number).astype(value.dtype)
 
 
 def _kernel(u: Float[Array, "m d"], v: Float[Array, "q d"]) -> Float[Array, "m q"]:

@@ -1,12 +1,16 @@
 """A mean of losses that can only be evaluated, not differentiated."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import numpy as np
+import optax
 from jaxtyping import Float, PyTree
+from typing_extensions import override
 
 from .. import _checks
+from .._checks import Count, Positive, check_fields
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import People
@@ -25,8 +29,8 @@ class BlackBox(AbstractOneLevel):
         w_set: Where it may be evaluated: a `Box` with both ends, for
             `GradientInformativeBO` any set.
         records: Text that identifies the records, their order and what is evaluated on
-            them, such as a hash; `minimize` needs it with `folder`, and
-            compares it before an interrupted run goes on. SECRET. Static.
+            them, such as a hash; `minimize` needs it with `folder`, and compares it
+            before an interrupted run goes on. SECRET. Static.
         evaluates: What `losses` computes, in words, public: kept in a folder with the
             result, where another one is refused. Static.
         training_mu: Declared, where `losses` trains privately on other records: one
@@ -47,20 +51,18 @@ class BlackBox(AbstractOneLevel):
     losses: Callable[[Float[np.ndarray, " d"]], Float[np.ndarray, " n"]] = eqx.field(
         static=True
     )
-    num_records: int = eqx.field(static=True)
+    num_records: Count = eqx.field(static=True)
     w_set: AbstractSet = Box(-1.0, 1.0)
     records: str = eqx.field(static=True, default="", repr=False)
     evaluates: str = eqx.field(static=True, default="", repr=False)
-    training_mu: float | None = eqx.field(static=True, default=None)
+    training_mu: Positive | None = eqx.field(static=True, default=None)
     trainings_after: int = eqx.field(static=True, default=0)
+    public: ClassVar[None] = None  # what a `FiniteSum` may have
 
     def __check_init__(self):
-        if self.training_mu is not None:
-            _checks.positive("BlackBox", training_mu=self.training_mu)
+        check_fields(self)
         if self.trainings_after != 0:
             _checks.count("BlackBox", trainings_after=self.trainings_after)
-        _checks.instance("BlackBox", AbstractSet, w_set=self.w_set)
-        _checks.count("BlackBox", num_records=self.num_records)
         for name, example in (
             ("records", "hashlib.sha256(X.tobytes()).hexdigest()"),
             ("evaluates", "'digits, two layers'"),
@@ -70,15 +72,13 @@ class BlackBox(AbstractOneLevel):
                     f"BlackBox: {name} must be text, such as {example}, got an "
                     f"instance of {type(getattr(self, name)).__name__}."
                 )
-        if not callable(self.losses):
-            raise TypeError(
-                "BlackBox: losses must be a function of a point that returns every "
-                f"record's loss, got {type(self.losses).__name__}."
-            )
 
+    def public_gradient(self, w: PyTree) -> PyTree:
+        """Zeros, the gradient of no public term."""
+        return optax.tree.zeros_like(w)
+
+    @override
     def sizes_of(self, data: PyTree = None, people: People | str | None = None) -> int:
-        """`num_records`: a black box keeps its data to itself."""
-        del data, people
         return self.num_records
 
     def check(self, w0: PyTree, data: PyTree) -> None:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from .. import _checks
-from .._checks import Number
+from .._checks import Count, Number, Positive
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
 from ..draws.release import Draw
@@ -23,8 +22,8 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.rows import unpacked
 from ..sets import Euclidean
-from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
-from .candidates import box_of, public_of, start_of, uniform
+from .base import AbstractAskTellSolver, Proposal
+from .candidates import box_of, start_of, uniform
 from .losses import score_of_candidates
 from .problem import BlackBox, SearchProblem
 
@@ -57,24 +56,19 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         McSherry and Talwar, "Mechanism design via differential privacy", FOCS 2007.
     """
 
-    num_candidates: int = eqx.field(static=True)
-    clip_range: float | Float[Array, ""]
+    num_candidates: Count = eqx.field(static=True)
+    clip_range: Positive
     mechanism: Exponential = Exponential()
     sizes: Any = eqx.field(static=True, default=None)
 
-    def __check_init__(self):
-        _checks.count("RandomSearch", num_candidates=self.num_candidates)
-        _checks.positive("RandomSearch", clip_range=self.clip_range)
-        _checks.instance("RandomSearch", Exponential, mechanism=self.mechanism)
-
     @property
+    @override
     def num_steps(self) -> int:
-        """One."""
         return 1
 
     @property
+    @override
     def most_evaluations(self) -> int:
-        """One per candidate."""
         return self.num_candidates
 
     @property
@@ -82,8 +76,8 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     def neighbours(self) -> Neighbours:
         return self.mechanism.neighbours
 
+    @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
-        """Starts at `w0`, of which only the shape matters."""
         start = start_of("RandomSearch", problem, w0)
         return _State(start, start)
 
@@ -97,21 +91,14 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
         dtype = unpacked(losses)[0].dtype
         numbers = jnp.arange(self.num_candidates, dtype=dtype)
-        number = self.mechanism.draw(
-            score_of_candidates(
-                losses,
-                proposal.points,
-                public_of(problem),
-                state.start,
-                self.clip_range,
-                self.sizes,
-            ),
-            Grid(numbers),
-            Euclidean(),
-            numbers[0],
-            key=key,
+        points, start, public = proposal.points, state.start, problem.public
+        score = score_of_candidates(
+            losses, points, public, start, self.clip_range, self.sizes
         )
-        return _State(state.start, proposal.points[number.astype(jnp.int32)])
+        # The index of a candidate is drawn, as a point of a grid on the line.
+        grid, first = Grid(numbers), numbers[0]
+        number = self.mechanism.draw(score, grid, Euclidean(), first, key=key)
+        return _State(start, points[number.astype(jnp.int32)])
 
     @override
     def released(self, state: _State) -> Float[Array, " d"]:
@@ -122,30 +109,23 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         # A black box is searched in float64, whatever is the default here.
         exact = isinstance(problem, BlackBox)
         dtype = jnp.float64 if exact else jnp.result_type(float)
-        public = public_of(problem) is not None
+        public = problem.public is not None
         share, _ = spread_of(self.clip_range, sizes, dtype, public)
+        query = Query.of_contribution(RECORDS, sizes, float(share))
         sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
-        draw = Draw(
-            DRAW,
-            1,
-            (Query(RECORDS, sizes, float(share) * sizes),),
-            self.mechanism,
-            float(self.mechanism.rate(sensitivity)),
-            SamplerGuarantee(
-                1,
-                self.num_candidates,
-                notes=(f"drawn exactly from {self.num_candidates} random candidates",),
-            ),
-        )
-        return Ledger(
-            (draw,), assumptions=black_box_assumptions(problem, self.most_evaluations)
-        )
+        rate = float(self.mechanism.rate(sensitivity))  # k
+        number = self.num_candidates
+        note = f"drawn exactly from {number} random candidates"
+        guarantee = SamplerGuarantee(1, number, notes=(note,))
+        draw = Draw(DRAW, 1, (query,), self.mechanism, rate, guarantee)
+        return Ledger((draw,), assumptions=self.assumptions(problem, sizes))
 
+    @override
     def with_noise(self, scale: Number) -> Self:
         r"""Sets $\varepsilon$ to `2 / scale`, as in `ExponentialMechanism`."""
         mechanism = self.mechanism.with_multiplier(scale)
         return dataclasses.replace(self, mechanism=mechanism)
 
+    @override
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
-        """The draw has the size of `w0`."""
         return {DRAW: w0.size}

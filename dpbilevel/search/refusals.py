@@ -78,11 +78,7 @@ class Refusals:
         return cls([[refused(place, kind) for kind in _KINDS] for place in range(2)])
 
     def rows(self, tables: Sequence[Table]) -> _Indices:
-        """The rows that hold a number that is refused in its column.
-
-        Args:
-            tables: Inputs and targets to judge.
-        """
+        """The rows of inputs and targets with a number refused in its column."""
         found = [np.zeros(0, int)]
         for table, refused in zip(tables, self._refused, strict=True):
             rows, columns, values = _unusual(table)

@@ -9,18 +9,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
-from .. import _checks
-from .._checks import Number
+from .._checks import Count, Number, Positive, check_fields
 from ..privacy.budget import Neighbours
 from ..privacy.grid import wide_integers
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive, standard_exponential
-from ..privacy.queries import RECORDS
 from ..privacy.selection import Repetitions, Selection
-from .base import AbstractAskTellSolver, Proposal, black_box_assumptions
-from .candidates import LOSS, box_of, public_values, start_of, uniform
-from .losses import centered, column, loss_query
+from .base import AbstractAskTellSolver, Proposal
+from .candidates import LOSS, box_of, start_of, uniform
+from .losses import loss_query, noisy_loss
 from .problem import SearchProblem
 
 BEST = f"point of the least {LOSS}"
@@ -74,17 +72,15 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
         candidates", STOC 2019.
     """
 
-    num_steps: int = eqx.field(static=True)
-    clip_range: float | Float[Array, ""]
+    num_steps: Count = eqx.field(static=True)
+    clip_range: Positive
     mean: float = eqx.field(static=True)
     shape: float = eqx.field(static=True, default=1.0)
     noise: Gaussian = Gaussian()
     sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
-        _checks.count("RepeatAndSelect", num_steps=self.num_steps)
-        _checks.positive("RepeatAndSelect", clip_range=self.clip_range)
-        _checks.instance("RepeatAndSelect", Gaussian, noise=self.noise)
+        check_fields(self)
         chance = self.repetitions.beyond(self.num_steps)[-1]
         if chance > _FAILURE:
             beyond = self.repetitions.beyond(self.num_steps + int(500 * self.mean))
@@ -102,39 +98,32 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
         return Repetitions(self.mean, self.shape)
 
     @property
-    def most_evaluations(self) -> int:
-        """One per step."""
-        return self.num_steps
-
-    @property
     @override
     def neighbours(self) -> Neighbours:
         return self.noise.neighbours
 
+    @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
-        """Starts at `w0`, the answer if there is no repetition."""
         w = start_of("RepeatAndSelect", problem, w0)
         infinite = jnp.asarray(jnp.inf, w.dtype)
         zero = jnp.zeros((), jnp.int32)
         return _State(w, jnp.zeros((), w.dtype), w, infinite, zero, zero)
 
+    @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
-        """One random point, whether or not it will count."""
-        box = box_of("RepeatAndSelect", problem)
+        box = box_of("RepeatAndSelect", problem)  # also after the first K points
         return Proposal(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
+    @override
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
-        """One repetition; the last step shows the best."""
         key_repeats, key_select = derive(key, "repeats", "select")
         repeats = jnp.where(state.t == 0, self._repeats(key_repeats), state.repeats)
-        funs = {RECORDS: centered(self.clip_range)}
         selection = self._selection(self.sizes)
-        value = selection.of(funs, column(losses, 0), key=key_select)
-        value = value.astype(state.value.dtype)
-        value += jnp.asarray(self.clip_range).astype(value.dtype) / 2
-        value += public_values(problem, proposal.points)[0]
+        value = noisy_loss(
+            selection, problem, proposal, losses, self.clip_range, key=key_select
+        )
         better = (state.t < repeats) & (value < state.best_value)
-        best = jnp.where(better, proposal.points[0], state.best)
+        best = jnp.where(better, proposal.points[0], state.best)  # among the first K
         best_value = jnp.where(better, value, state.best_value)
         # Where nothing was repeated there is no value to show.
         last = (state.t == self.num_steps - 1) & jnp.isfinite(best_value)
@@ -147,37 +136,34 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
             state.t + 1,
         )
 
+    @override
     def released(self, state: _State) -> Float[Array, " d"]:
         """The start, and after the last step the answer."""
         return state.w
 
+    @override
     def adversary_view(self, state: _State) -> PyTree:
         """The answer and its noisy loss."""
         return state.w, state.value
 
     @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        assumptions = black_box_assumptions(problem, self.most_evaluations)
+        assumptions = self.assumptions(problem, sizes)
         return Ledger((self._selection(sizes),), assumptions=assumptions)
 
+    @override
     def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of every repetition to `scale`."""
         return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
 
+    @override
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
-        """A repetition's noisy value is one number."""
-        del w0
         return {BEST: 1}
 
     def _selection(self, sizes: int) -> Selection:
-        return Selection(
-            BEST,
-            1,
-            (loss_query(self.clip_range, sizes),),
-            self.noise,
-            self.repetitions,
-            self.num_steps,
-        )
+        queries = (loss_query(self.clip_range, sizes),)
+        law, most = self.repetitions, self.num_steps
+        return Selection(BEST, 1, queries, self.noise, law, most)
 
     def _repeats(self, key: PRNGKey) -> Int[Array, ""]:
         """Draws K, at most the number of steps."""

@@ -22,22 +22,18 @@ Losses = Callable[[Any, Any, Any], Float[np.ndarray, " n"]]
 
 
 class RowLosses:
-    """Trains an estimator at a point and tells the loss of every row of others.
+    """Trains an estimator at a point and evaluates the loss of every row of others.
 
     Args:
         make: The estimator with the parameters at a point, not fitted.
         X: Training inputs.
         y: Training targets.
         losses: `losses(estimator, X, y)`, the loss of every row.
-
-    Attributes:
-        unit: What losses are divided by.
     """
 
-    def __init__(
-        self, make: Callable[[np.ndarray], Any], X: Any, y: Any, losses: Losses
-    ):
-        self.make, self.losses, self.unit = make, losses, 1.0
+    def __init__(self, make: Callable[[np.ndarray], Any], X, y, losses: Losses):
+        self.make, self.losses = make, losses
+        self.unit = 1.0  # what losses are divided by
         self.training = _sliceable(X), _sliceable(y)
         self._refusals = Refusals.untried()
 
@@ -53,10 +49,6 @@ class RowLosses:
         with: always as many rows, each in its place, by an estimator that saw none yet.
         Nor do rows with numbers that are refused change how often there is a
         prediction, once `check_apart` has tried them.
-
-        Args:
-            X: Private inputs.
-            y: Private targets.
         """
         private = _sliceable(X), _sliceable(y)
         judged = np.setdiff1d(_all(private), self._refusals.rows(private))
@@ -114,11 +106,9 @@ class RowLosses:
     def usual_slope(self, size: int) -> float:
         """What the gradient of a training row's loss is shorter than, 95 in 100.
 
-        In the middle, by differences, with the estimator fitted to every other training
-        row and losses of the rest; 1 where that tells nothing.
-
-        Args:
-            size: The number of parameters.
+        In the middle of a space of `size` parameters, by differences, with the
+        estimator fitted to every other training row and losses of the rest; 1 where
+        that tells nothing.
         """
         everyone = _all(self.training)
 
@@ -216,9 +206,7 @@ class RowLosses:
 def default_losses(estimator: Any, training_targets: Any) -> Losses:
     """Brier or 0-1 loss of a classifier, squared error of a regressor.
 
-    Args:
-        estimator: The estimator.
-        training_targets: Their variance is the unit of squared errors.
+    The variance of the training targets is the unit of squared errors.
 
     Raises:
         ValueError: The estimator is neither, or targets have a shape that the losses
@@ -244,20 +232,16 @@ def default_losses(estimator: Any, training_targets: Any) -> Losses:
 def check_validation(X: Any, y: Any, validation: Any) -> None:
     """Raises unless the private records look like the training ones: shapes only.
 
-    Args:
-        X: Training inputs.
-        y: Training targets.
-        validation: What was given as the private records.
-
     Raises:
-        TypeError: It is no pair.
+        TypeError: `validation` is no pair.
         ValueError: Its parts have different numbers of rows, or other columns than the
             training ones.
     """
     if not isinstance(validation, tuple | list) or len(validation) != 2:
+        many = f" of {len(validation)}" if isinstance(validation, tuple | list) else ""
         raise TypeError(
             "PrivateSearch.fit: validation must be (X, y) of the private records, a "
-            f"tuple of 2, got {_kind(validation)}."
+            f"tuple of 2, got {type(validation).__name__}{many}."
         )
     counts = [count(v) for v in validation]
     if counts[0] != counts[1]:
@@ -274,11 +258,6 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
             )
 
 
-def _kind(value):
-    name = type(value).__name__
-    return f"{name} of {len(value)}" if isinstance(value, tuple | list) else name
-
-
 def count(table: Any) -> int:
     """The number of rows; sparse matrices have no length."""
     return table.shape[0] if hasattr(table, "shape") else len(table)
@@ -286,11 +265,9 @@ def count(table: Any) -> int:
 
 def _columns(table):
     """What a table's columns are: names or a shape; `None` where nothing is known."""
-    names = getattr(table, "columns", None)
-    if names is not None:
-        return list(names)
-    shape = getattr(table, "shape", None)
-    return None if shape is None else tuple(shape[1:])
+    if hasattr(table, "columns"):
+        return list(table.columns)
+    return tuple(table.shape[1:]) if hasattr(table, "shape") else None
 
 
 def _sliceable(table):
@@ -300,11 +277,8 @@ def _sliceable(table):
 
 def _equal(losses, others, rows):
     """Whether these rows have the same losses, up to rounding."""
-    if others is None:
-        return False
-    return np.allclose(
-        losses[rows], others[rows], rtol=1e-9, atol=1e-12, equal_nan=True
-    )
+    close = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
+    return others is not None and np.allclose(losses[rows], others[rows], **close)
 
 
 def _all(tables):
