@@ -11,10 +11,8 @@ from tests.cases import Mutant, found
 
 class Quieter(dpb.privacy.Gaussian):
     def release(self, bounded, *, key):
-        return dpb.privacy.Gaussian.release(self.scaled(0.9), bounded, key=key)
-
-    def scaled(self, factor):
-        return dpb.privacy.Gaussian.scaled(dpb.privacy.Gaussian(**vars(self)), factor)
+        sound = dpb.privacy.Gaussian(**vars(self)).scaled(0.9)
+        return sound.release(bounded, key=key)
 
 
 def quieter(solver):
