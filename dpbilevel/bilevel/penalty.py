@@ -67,16 +67,17 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     Args:
         num_steps: The number of outer steps $T$. Static.
-        penalty: $\lambda > 0$. The bias of the hypergradient falls like $1/\lambda$,
-            the effect of inner noise on it grows like $\lambda$.
+        penalty: The penalty $\lambda$. The bias of the hypergradient falls like
+            $1/\lambda$, the effect of inner noise on it grows like $\lambda$.
         inner: The solver of both inner problems, for instance
             `NoisyGD(num_steps=10, step_size=1.0, clip_norm=1.0)`. Its `clip_norm`
             bounds $\nabla_y g(x, y; z)$.
-        clip_norm: $C_x$, the bound on $\lambda (\nabla_x g(x, z_t; z) - \nabla_x g(x,
+        clip_norm: The bound $C_x$ on $\lambda (\nabla_x g(x, z_t; z) - \nabla_x g(x,
             y_t; z))$ of one lower record; it includes the factor $\lambda$.
-        upper_clip_norm: $C_f$, the bound on $\nabla_y f$ and on $\nabla_x f$ of one
+        upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
-        step_size: $\eta$, or an optax optimizer fed with $\tilde g_t$.
+        step_size: The step size $\eta$ of $x$, or an optax optimizer fed with $\tilde
+            g_t$.
         sampling: How the batches of the outer gradient are drawn. The batches of the
             inner solves are `inner.sampling`'s.
         noise: The mechanism of the whole run, seen as one release on full batches.

@@ -53,15 +53,16 @@ class SingleLoopBilevel(AbstractJointSolver):
 
     Args:
         num_steps: The number of steps. Static.
-        step_size: $\eta$, or an optax optimizer fed with $q_x$.
-        lower_step_size: $\rho_y$, or an optax optimizer fed with $q_y$.
-        linear_step_size: $\rho_v$, below two over the largest eigenvalue of
+        step_size: The step size $\eta$ of $x$, or an optax optimizer fed with $q_x$.
+        lower_step_size: The step size $\rho_y$ of $y$, or an optax optimizer fed with
+            $q_y$.
+        linear_step_size: The step size $\rho_v$ of $v$, below two over the largest eigenvalue of
             $\nabla_{yy}^2 g$; or an optax optimizer fed with $q_v$.
-        clip_norm: $C_y$, for $\nabla_y g$ of one lower record.
-        hessian_clip_norm: $C_v$, for $\nabla_{yy}^2 g \, v$ of one lower record.
-        cross_clip_norm: $C_x$, for $\nabla_{xy}^2 g \, v$ of one lower record; where no
+        clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
+        hessian_clip_norm: The bound $C_v$ on $\nabla_{yy}^2 g \, v$ of one lower record.
+        cross_clip_norm: The bound $C_x$ on $\nabla_{xy}^2 g \, v$ of one lower record; where no
             lower record meets x, the unit of $\nabla_x f$.
-        upper_clip_norm: $C_f$, for $\nabla_y f$ and for $\nabla_x f$ of one upper
+        upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one upper
             record.
         sampling: How each step's batches are drawn, one per level.
         noise: The mechanism of the whole run, seen as one release on full batches.

@@ -53,11 +53,11 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     is bounded; with `FixedSize`, `Poisson` or `FullBatch` only the weak gap is.
 
     Args:
-        num_steps: $T$. Static.
-        clip_norm: $C$, the bound on one record's operator in $\ell_2$. Where it is
+        num_steps: The number of steps $T$. Static.
+        clip_norm: The bound $C$ on one record's operator in $\ell_2$. Where it is
             below the problem's `bound`, clipping may make a monotone operator
             non-monotone: the guarantee holds, the theorems need not.
-        step_size: $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
+        step_size: The step size $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
         sampling: How each query's batch is drawn.
         noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or

@@ -59,10 +59,10 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
 
     Args:
         num_steps: The number of rounds. Static.
-        clip_norm: $C$, the bound on one record's operator in $\ell_2$. Operator
+        clip_norm: The bound $C$ on one record's operator in $\ell_2$. Operator
             extrapolation needs the problem's `bound` at least.
-        strength: $\lambda$, the weight of the proximal term.
-        inner_steps: $N$. Static.
+        strength: The weight $\lambda$ of the proximal term: one over a step size.
+        inner_steps: The number $N$ of inner steps on one batch. Static.
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
         noise: The mechanism of the whole run, seen as one release on full batches.

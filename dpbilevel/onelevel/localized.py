@@ -47,10 +47,10 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     $T_{in}$ is a parameter and the noise is calibrated to it.
 
     Args:
-        radii: $R_0, \dots, R_{M-1}$, one per round.
-        steps_per_round: $T_{in}$. Static.
-        strong_convexity: $\mu$ of the whole objective.
-        clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
+        radii: The radii $R_0, \dots, R_{M-1}$ of the balls, one a round.
+        steps_per_round: The number of steps $T_{in}$ of a round. Static.
+        strong_convexity: That of the whole objective, $\mu$; it sets the step size.
+        clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         sampling: `FullBatch` gives DP-Loc-GD, `Poisson` DP-Loc-SGD.
         noise: The mechanism of the whole run, seen as one release on full batches.
         sizes: The planned number of records; set by `calibrate`. Static.

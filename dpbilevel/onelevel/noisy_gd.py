@@ -43,8 +43,8 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     Args:
         num_steps: The number of steps. Static.
-        clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
-        step_size: $\eta$, the longest step; or an optax optimizer fed with the released
+        clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
+        step_size: The longest step size $\eta$; or an optax optimizer fed with the released
             gradient, whose steps are taken as they are.
         sampling: How each step's batch is drawn.
         noise: The mechanism of the whole run, seen as one release on full batches.
