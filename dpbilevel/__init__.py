@@ -48,34 +48,22 @@ def _names() -> list[str]:
 
 
 def _private_search() -> type:
-    """The class, or where scikit-learn is missing one that says so when it is called.
-
-    Reading a name must raise no other error than `AttributeError`.
-    """
+    """The class, or where scikit-learn is missing one whose calls say so."""
     try:
         return importlib.import_module(".search.estimator", __name__).PrivateSearch
-    except ImportError as error:
+    except ImportError as error:  # reading a name raises `AttributeError` alone
         from ._extras import stand_in
 
         return stand_in("PrivateSearch", error)
 
 
-def _elsewhere(name: str) -> str:
-    """The end of an error message: which public package has the name, if one has."""
+def _unknown(name: str) -> AttributeError:
+    """The error for a name that only a package of the library has, if any."""
     from . import _public
 
-    packages = (getattr(_public, public) for public in _public.__all__)
-    found = [
-        package.__name__
-        for package in packages
-        if name in getattr(package, "__all__", ())
-    ]
-    return f"; it is {found[0]}.{name}" if found else ""
-
-
-def _unknown(name: str) -> AttributeError:
-    return AttributeError(
-        f"module {__name__!r} has no attribute {name!r}{_elsewhere(name)}",
-        name=name,
-        obj=importlib.import_module(__name__),
-    )
+    message = f"module {__name__!r} has no attribute {name!r}"
+    for package in (getattr(_public, public) for public in _public.__all__):
+        if name in getattr(package, "__all__", ()):
+            message += f"; it is {package.__name__}.{name}"
+            break
+    return AttributeError(message, name=name, obj=importlib.import_module(__name__))

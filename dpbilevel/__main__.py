@@ -6,11 +6,7 @@ from .core.interrupts import ended, watch
 
 
 def main() -> int:
-    """Runs the command line of this process.
-
-    Returns:
-        The exit code of `dpbilevel.cli.main`.
-    """
+    """Runs the command line of this process and returns its exit code."""
     watch()
     # Imported here: it takes seconds, in which an interrupt may come as well.
     from .cli.main import main as command

@@ -25,20 +25,12 @@ def concrete(value: object) -> bool:
 
 
 def number(value: Any) -> Any:
-    """`value` as a float where it is known, and as it is inside a program.
-
-    Args:
-        value: A number.
-    """
+    """A number as a float where it is known, and as it is inside a program."""
     return float(value) if concrete(value) else value
 
 
 def at_least_single(value: float | jax.Array) -> float | jax.Array:
-    """A number in a precision that bounds survive: float32 or more.
-
-    Args:
-        value: A number, or an array of one.
-    """
+    """A number, or an array of one, in float32 at least, whose rounding is covered."""
     if isinstance(value, np.generic):
         return float(value)
     if isinstance(value, np.ndarray | jax.Array):
@@ -48,19 +40,10 @@ def at_least_single(value: float | jax.Array) -> float | jax.Array:
 
 
 def single_precision(owner: str, tree: PyTree) -> None:
-    """Raises `TypeError` where a number of a pytree is of half precision.
-
-    Args:
-        owner: What to name in an error.
-        tree: What the guarantee depends on, such as a calibrated solver.
-    """
+    """Raises `TypeError` where a number of a pytree is of half precision."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        if (
-            dtype is not None
-            and jnp.issubdtype(dtype, jnp.floating)
-            and jnp.finfo(dtype).bits < 32
-        ):
+        dtype = getattr(leaf, "dtype", jnp.float32)
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
             raise TypeError(
                 f"{owner}: {type(tree).__name__}{jax.tree_util.keystr(path)} is "
                 f"{dtype}, which rounds noise multipliers and clip norms by more than "
@@ -97,27 +80,18 @@ def _kind(value: object) -> str:
 
 
 def floats(value: Any) -> Any:
-    """The integers of a tuple as floats: inside a program their sum might overflow.
-
-    Args:
-        value: A field of several numbers; anything else is left to its check.
-    """
+    """The integers of a tuple as floats: inside a program their sum might overflow."""
 
     def converted(number):
         whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
         return float(number) if whole else number
 
+    # Anything but several numbers is left to the check of the field.
     return tuple(map(converted, value)) if isinstance(value, tuple | list) else value
 
 
 def budget_split(owner: str, value: object, *parts: str) -> None:
-    """Raises `ValueError` unless `value` holds one positive number for each part.
-
-    Args:
-        owner: What to name in an error.
-        value: The field `budget_split`.
-        parts: What the squared budget is split over.
-    """
+    """Raises `ValueError` unless `value` holds one positive number for each part."""
     if not isinstance(value, tuple | list) or len(value) != len(parts):
         *first, last = parts
         raise ValueError(
@@ -125,10 +99,10 @@ def budget_split(owner: str, value: object, *parts: str) -> None:
             f"{', '.join(first)} and {last}, got {_kind(value)}."
         )
     for number in value:
-        if hasattr(number, "dtype") and not np.issubdtype(number.dtype, np.floating):
+        dtype = getattr(number, "dtype", float)
+        if not np.issubdtype(dtype, np.floating):
             raise ValueError(
-                f"{owner}: budget_split must hold floating-point numbers, got "
-                f"{number.dtype}."
+                f"{owner}: budget_split must hold floating-point numbers, got {dtype}."
             )
         positive(owner, budget_split=number)
 
@@ -177,22 +151,16 @@ def function(owner: str, **values: object) -> None:
 def leading_axis(name: str, records: PyTree) -> int:
     """The common length of the leading axes of records.
 
-    Args:
-        name: What to call the records in an error.
-        records: A pytree of arrays.
-
-    Raises:
-        ValueError: No numeric arrays, or leading axes that differ; the message names
-            types and shapes, never a value.
+    Raises `ValueError` where they are no numeric arrays or their axes differ; the
+    message has types and shapes, never a value.
     """
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(records):
         where = jax.tree_util.keystr(path)
         dtype: Any = getattr(leaf, "dtype", None)
         known = isinstance(dtype, np.dtype)  # data frames have dtypes of their own
-        if not known or not (
-            jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-        ):
+        kinds = jnp.number, jnp.bool_
+        if not known or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             raise ValueError(
                 f"{name}{where} must be a numeric array with one row per record, got "
                 f"{(dtype.type if known else type(dtype or leaf)).__name__}. Convert "
@@ -215,14 +183,7 @@ def on_device(records: PyTree) -> PyTree:
 
 
 def strict_floats(owner: str) -> None:
-    """Raises where the compiler may assume that no value is NaN or infinite.
-
-    Args:
-        owner: What relies on telling them.
-
-    Raises:
-        ValueError: `XLA_FLAGS` turns fast floating-point math on.
-    """
+    """Raises `ValueError` where `XLA_FLAGS` turns fast floating-point math on."""
     words = os.environ.get("XLA_FLAGS", "").lower().split()
     if any("enable_fast_math" in word and "=false" not in word for word in words):
         raise ValueError(
@@ -271,14 +232,9 @@ class Checked(eqx.Module):
 
 
 def check_fields(module: Any) -> None:
-    """Raises unless every field holds what its annotation admits.
+    """Raises unless every field of a dataclass holds what its annotation admits.
 
-    Args:
-        module: A dataclass.
-
-    Raises:
-        TypeError: A value is of another class.
-        ValueError: A number is out of its range, or a word is none of those listed.
+    `TypeError` where a value is of another class, else `ValueError`.
     """
     owner = type(module).__name__
     for name, optional, check in _checks_of(type(module)):
@@ -292,9 +248,10 @@ def _checks_of(cls: type) -> list[tuple[str, bool, Any]]:
     """For each field with a check: its name, whether it may be `None`, the check."""
     found = []
     # Annotations are strings where a module imports them from __future__.
-    texts = any(isinstance(field.type, str) for field in dataclasses.fields(cls))
+    fields = dataclasses.fields(cls)
+    texts = any(isinstance(field.type, str) for field in fields)
     hints = typing.get_type_hints(cls, include_extras=True) if texts else {}
-    for field in dataclasses.fields(cls):
+    for field in fields:
         kinds = _members(hints.get(field.name, field.type))
         checks = [check for kind in kinds if (check := _check_of(kind)) is not None]
         if len(checks) == 1:  # a union of several is for the class itself to check
@@ -303,8 +260,7 @@ def _checks_of(cls: type) -> list[tuple[str, bool, Any]]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    union = isinstance(annotation, types.UnionType)
-    union = union or typing.get_origin(annotation) is typing.Union
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     return typing.get_args(annotation) if union else (annotation,)
 
 

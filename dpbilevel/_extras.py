@@ -6,12 +6,7 @@ _PACKAGES = {"sklearn": "scikit-learn"}  # where module and package have two nam
 
 
 def missing(what: str, *modules: str) -> str:
-    """The message of a part of the library whose optional packages are missing.
-
-    Args:
-        what: The part.
-        *modules: The modules that cannot be imported.
-    """
+    """The message of a part of the library whose optional modules are missing."""
     packages = [_PACKAGES.get(module, module) for module in modules]
     return (
         f"{what} needs {' and '.join(packages)}: run pip install -e '.[cli]' in a "
@@ -20,12 +15,7 @@ def missing(what: str, *modules: str) -> str:
 
 
 def stand_in(name: str, error: ImportError) -> type:
-    """A class whose calls raise `error`, for a name that must be readable without it.
-
-    Args:
-        name: The name of the class that cannot be imported.
-        error: What importing it raised.
-    """
+    """A class whose calls raise what importing the class of that name raised."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise ImportError(str(error)) from error

@@ -91,7 +91,7 @@ class Euclidean(AbstractUnboundedSet):
 
     def support(self, g: PyTree) -> Float[Array, ""]:
         """Zero at zero, else `inf`."""
-        return _unbounded(_all(jax.tree.map(lambda v: v == 0, g)))
+        return jnp.where(_all(jax.tree.map(lambda v: v == 0, g)), 0.0, jnp.inf)
 
 
 class Ball(AbstractSet):
@@ -112,7 +112,7 @@ class Ball(AbstractSet):
         """Scales `w - center` to the radius when it is longer."""
         offset = _minus(w, self.center)
         inside = optax.projections.projection_l2_ball(offset, self.radius)
-        return _plus(inside, self.center)
+        return inside if self.center is None else optax.tree.add(inside, self.center)
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Whether the distance to the center is at most `radius + tolerance`."""
@@ -149,9 +149,8 @@ class Box(AbstractSet):
     def __check_init__(self):
         ends = jax.tree.leaves((self.lower, self.upper))
         lower: Any = jax.tree.structure(self.lower)
-        known = lower == jax.tree.structure(self.upper) and all(
-            map(_checks.concrete, ends)
-        )
+        alike = lower == jax.tree.structure(self.upper)
+        known = alike and all(map(_checks.concrete, ends))
         if known and not _ordered(self.lower, self.upper):
             raise ValueError(
                 "Box: lower must be at most upper in every entry, got "
@@ -164,15 +163,11 @@ class Box(AbstractSet):
 
     def contains(self, w: PyTree, tolerance: float = 1e-6) -> Bool[Array, ""]:
         """Whether every entry is within its bounds up to `tolerance`."""
-        lower, upper = self._bounds(w)
-        return _all(
-            jax.tree.map(
-                lambda v, lo, hi: (v >= lo - tolerance) & (v <= hi + tolerance),
-                w,
-                lower,
-                upper,
-            )
-        )
+
+        def within(v, low, high):
+            return (v >= low - tolerance) & (v <= high + tolerance)
+
+        return _all(jax.tree.map(within, w, *self._bounds(w)))
 
     def support(self, g: PyTree) -> Float[Array, ""]:
         r"""$\sum_j \max(g_j l_j, g_j u_j)$."""
@@ -186,13 +181,8 @@ class Box(AbstractSet):
     @property
     def reach(self) -> float:
         """The norm of both corners together; raises as `diameter` does."""
-        return (
-            _checks.number(
-                (optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2)
-                ** 0.5
-            )
-            + 0 * self.diameter
-        )
+        squares = optax.tree.norm(self.lower) ** 2 + optax.tree.norm(self.upper) ** 2
+        return _checks.number(squares**0.5) + 0 * self.diameter  # for what it raises
 
     @property
     def diameter(self) -> float:
@@ -209,21 +199,20 @@ class Box(AbstractSet):
                 "numbers as bounds do not tell; give arrays shaped like w."
             )
         if not all(map(_checks.concrete, leaves)):
-            return _checks.number(
-                optax.tree.norm(optax.tree.sub(self.upper, self.lower))
-            )
-        sides = jax.tree.map(
-            lambda lo, hi: np.asarray(hi) - np.asarray(lo), self.lower, self.upper
-        )
-        return math.sqrt(sum(float(np.sum(s**2)) for s in jax.tree.leaves(sides)))
+            diagonal = optax.tree.sub(self.upper, self.lower)
+            return _checks.number(optax.tree.norm(diagonal))
+        lower, upper = (jax.tree.map(np.asarray, v) for v in (self.lower, self.upper))
+        sides = jax.tree.leaves(optax.tree.sub(upper, lower))
+        return math.sqrt(sum(float(np.sum(s**2)) for s in sides))
 
     def _bounds(self, w: PyTree) -> tuple[PyTree, PyTree]:
         def spread(bound):
             # Numbers only: an array for several leaves would be measured once.
-            values = jax.tree.map(lambda _: bound, w) if _is_number(bound) else bound
+            number = jax.tree_util.all_leaves([bound]) and not np.ndim(bound)
+            values = jax.tree.map(lambda _: bound, w) if number else bound
             _check_shapes("Box", "bounds", values, w, numbers=True)
             return jax.tree.map(
-                lambda v, b: jnp.asarray(b, jnp.asarray(v).dtype), w, values
+                lambda v, b: jnp.asarray(b, jnp.result_type(v)), w, values
             )
 
         return spread(self.lower), spread(self.upper)
@@ -242,7 +231,7 @@ class NonNegative(AbstractUnboundedSet):
 
     def support(self, g: PyTree) -> Float[Array, ""]:
         """Zero where no entry is positive, else `inf`."""
-        return _unbounded(_all(jax.tree.map(lambda v: v <= 0, g)))
+        return jnp.where(_all(jax.tree.map(lambda v: v <= 0, g)), 0.0, jnp.inf)
 
 
 class Simplex(AbstractSet):
@@ -335,12 +324,6 @@ class Product(AbstractSet):
         return jax.tree.map(fun, self.sets, w, is_leaf=_is_set)
 
 
-def _is_number(bound: PyTree) -> bool:
-    return jax.tree_util.treedef_is_leaf(jax.tree.structure(bound)) and not np.ndim(
-        bound
-    )
-
-
 def _is_set(node: object) -> bool:
     return isinstance(node, AbstractSet)
 
@@ -352,21 +335,12 @@ def _minus(w: PyTree, center: PyTree | None) -> PyTree:
     return optax.tree.sub(w, center)
 
 
-def _plus(w: PyTree, center: PyTree | None) -> PyTree:
-    return w if center is None else optax.tree.add(w, center)
-
-
-def _check_shapes(
-    owner: str, name: str, part: PyTree, w: PyTree, *, numbers: bool = False
-) -> None:
+def _check_shapes(owner: str, name: str, part: PyTree, w: PyTree, numbers=False):
     """Raises where a part would be broadcast, which diameter and reach do not see."""
     like: Any = jax.tree.structure(w)
     if jax.tree.structure(part) == like:
-        pairs = zip(jax.tree.leaves(part), jax.tree.leaves(w), strict=True)
-        if all(
-            jnp.shape(p) == jnp.shape(v) or (numbers and jnp.ndim(p) == 0)
-            for p, v in pairs
-        ):
+        shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (part, w)]
+        if all(p == v or (numbers and p == ()) for p, v in zip(*shapes, strict=True)):
             return
     raise ValueError(
         f"{owner}: {name} of shape {jax.tree.map(jnp.shape, part)} for points of shape "
@@ -379,17 +353,10 @@ def _largest(tree: PyTree) -> Float[Array, ""]:
     return functools.reduce(jnp.maximum, map(jnp.max, jax.tree.leaves(tree)))
 
 
-def _unbounded(zero: Bool[Array, ""]) -> Float[Array, ""]:
-    """Zero where the supremum is, else `inf`."""
-    return jnp.where(zero, 0.0, jnp.inf)
-
-
 def _all(tree: PyTree) -> Bool[Array, ""]:
     return jnp.stack([jnp.all(v) for v in jax.tree.leaves(tree)]).all()
 
 
 def _ordered(lower: PyTree, upper: PyTree) -> bool:
-    holds = jax.tree.map(
-        lambda lo, hi: bool(np.all(np.asarray(lo) <= np.asarray(hi))), lower, upper
-    )
-    return all(jax.tree.leaves(holds))
+    ends = zip(jax.tree.leaves(lower), jax.tree.leaves(upper), strict=True)
+    return all(np.all(np.asarray(low) <= np.asarray(high)) for low, high in ends)

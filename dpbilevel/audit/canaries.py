@@ -132,12 +132,11 @@ def canaries(
         upper, lower = (records(role, getattr(small.sizes, role)) for role in LEVELS)
         return Levels(upper, lower)
 
-    return {
-        person: Canary(
-            problem, small, w0, data(person, 1.0), data(person, absent), claim
-        )
-        for person, claim in claims.items()
-    }
+    def canary(person: str) -> Canary:
+        pair = data(person, 1.0), data(person, absent)
+        return Canary(problem, small, w0, *pair, claims[person])
+
+    return {person: canary(person) for person in claims}
 
 
 def check_solver(solver: Any, owner: str) -> None:
@@ -189,15 +188,13 @@ _LIPSCHITZ = FiniteSum(
     smoothness=0.0,
 )
 
-
 # Losses at points of a box: a record moves those of two points against each other, or
 # all of them alike.
 _TILTED = FiniteSum(lambda w, z: z * w[0], w_set=Box(-1.0, 1.0))
 _SHIFTED = FiniteSum(lambda w, z: z * jnp.ones_like(w[0]), w_set=_TILTED.w_set)
 
-
 _PULL = VariationalInequality(
-    lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w),
+    lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w)
 )
 
 

@@ -9,7 +9,7 @@ import scipy
 from jaxtyping import Float
 
 from .. import _checks
-from ..privacy import accounting
+from ..privacy import accounting, pure
 from ..privacy._lazy import dp_accounting
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
@@ -50,10 +50,7 @@ def pure_claim(epsilon: float) -> Claim:
         ICML 2015.
     """
     _checks.non_negative("pure_claim", epsilon=epsilon)
-    return lambda e: (
-        np.maximum(0.0, -np.expm1(np.minimum(e - epsilon, 0.0)))
-        * scipy.special.expit(epsilon)
-    )
+    return functools.partial(pure.delta, epsilon)
 
 
 def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim:
@@ -86,15 +83,13 @@ def ledger_claims(ledger: Ledger) -> dict[str, Claim]:
         By kind of person, as `event_claim`; the chance of overflowing batches is in
         each profile.
     """
-    failure = sum(release.failure for release in ledger.releases)
+    failure, neighbours = ledger.failure, ledger.neighbours
 
     def with_slack(claim: Claim) -> Claim:
         return lambda e: claim(e) + failure * (1 + np.exp(e))
 
-    return {
-        person: with_slack(event_claim(event, ledger.neighbours))
-        for person, event in ledger.events().items()
-    }
+    events = ledger.events().items()
+    return {person: with_slack(event_claim(e, neighbours)) for person, e in events}
 
 
 class TradeOffCurve:

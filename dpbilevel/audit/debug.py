@@ -103,6 +103,7 @@ def group_losses(
     """
     losses, index = jax.vmap(lambda record: (loss(x, record), group(record)))(data)
     member = (index[:, None] == jnp.arange(num_groups)[None]).astype(losses.dtype)
+    # Accelerators multiply matrices in reduced precision otherwise.
     return jnp.matmul(losses, member, precision="highest") / jnp.sum(member, 0)
 
 
@@ -124,6 +125,7 @@ def random_search(
         box = box_of("random_search", problem)
         like = start_of("random_search", problem, np.asarray(w0, np.float64))
         points = np.asarray(uniform(box, like, num_candidates, key=key))
+    # A copy: the losses are the user's Python, which may change its argument.
     means = [np.mean(problem.losses(point.copy())) for point in points]
     best = int(np.nanargmin(means))
     return points[best], float(means[best])
@@ -145,6 +147,8 @@ def operator_norms(
     Returns:
         One norm per record.
     """
-    return jax.vmap(lambda record: optax.tree.norm(problem.record_operator(w, record)))(
-        data
-    )
+
+    def length(record):
+        return optax.tree.norm(problem.record_operator(w, record))
+
+    return jax.vmap(length)(data)

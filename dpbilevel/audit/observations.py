@@ -72,26 +72,18 @@ def observe(
 ) -> tuple[Float[np.ndarray, "runs d"], Float[np.ndarray, "runs d"]]:
     """The features of many runs on either dataset: flattened, float64 and finite.
 
-    Args:
-        run: As in `trade_off`.
-        data: The records.
-        neighbour: Its neighbour.
-        key: A typed key.
-        runs: Runs per side.
-
     Raises:
         ValueError: What runs show is the same in all of them, or in part not finite.
         TypeError: `run` returns something else than real numbers.
     """
     if not isinstance(run, eqx.Module):
         run = jax.tree_util.Partial(run)
-    raw = [
-        np.asarray(_features(run, records, jax.random.split(side, runs)), np.float64)
-        for records, side in zip((data, neighbour), jax.random.split(key), strict=True)
-    ]
+    sides = zip((data, neighbour), jax.random.split(key), strict=True)
+    keyed = ((records, jax.random.split(side, runs)) for records, side in sides)
+    raw = [np.asarray(_features(run, *side), np.float64) for side in keyed]
     # A value that is not finite on one side only tells the two apart.
     present, absent = (np.clip(np.nan_to_num(side), -1e30, 1e30) for side in raw)
-    first = present[0]
+    first = present[0]  # a number that never varies shows nothing
     constant = np.all(present == first, axis=0) & np.all(absent == first, axis=0)
     lost = constant & ~np.any([np.isfinite(side).any(axis=0) for side in raw], axis=0)
     if lost.any():
@@ -132,9 +124,8 @@ def _features(
     run: Callable[..., PyTree], data: PyTree, keys: Key[Array, " runs"]
 ) -> Float[Array, "runs d"]:
     def one(key):
-        leaves = _numbers(run(data, key=key))
-        flat = [jnp.ravel(v).astype(jnp.result_type(float)) for v in leaves]
-        return jnp.concatenate(flat)
+        flat = map(jnp.ravel, _numbers(run(data, key=key)))
+        return jnp.concatenate([v.astype(jnp.result_type(float)) for v in flat])
 
     return jax.lax.map(one, keys, batch_size=min(_AT_ONCE, len(keys)))
 
@@ -142,14 +133,11 @@ def _features(
 def _numbers(shown: PyTree) -> list[Any]:
     """The leaves of what a run returns, if these are real numbers."""
     leaves = jax.tree.leaves(shown)
+    groups = jnp.floating, jnp.integer, jnp.bool_
     for leaf in leaves:
         kind = getattr(leaf, "dtype", type(leaf))
         known = isinstance(leaf, int | float | jax.Array | np.ndarray | np.generic)
-        real = known and any(
-            jnp.issubdtype(kind, group)
-            for group in (jnp.floating, jnp.integer, jnp.bool_)
-        )
-        if not real:
+        if not known or not any(jnp.issubdtype(kind, group) for group in groups):
             name = kind.__name__ if isinstance(kind, type) else kind
             raise TypeError(
                 f"trade_off: run must return arrays of real numbers, got {name}."

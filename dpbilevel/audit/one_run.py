@@ -80,9 +80,6 @@ def one_run(
         delta: $\delta$ at which to bound $\varepsilon$.
         significance: The chance that the bound is wrong.
 
-    Returns:
-        The outcome.
-
     Raises:
         ValueError: More guesses than canaries, or no noise multiplier yet.
         TypeError: A plan instead of its solver, or no solver.
@@ -105,24 +102,17 @@ def one_run(
         )
     key_signs, key_run = jax.random.split(key)
     signs = jax.random.rademacher(key_signs, (canaries,), float)
-    problem = FiniteSum(jnp.vdot)
+    problem = FiniteSum(jnp.vdot)  # a record is its own gradient
     planned = solver.with_sizes(canaries)
-    start = jnp.zeros(canaries)
-    records = jnp.diag(BEYOND * signs)
+    records, start = jnp.diag(BEYOND * signs), jnp.zeros(canaries)
     answer = jax.jit(solve)(problem, planned, records, start, key=key_run).value
-    chosen = np.argsort(-np.abs(np.asarray(answer)))[:guesses]
     # Descent moves against the record.
-    right = np.sign(-np.asarray(answer)[chosen]) == np.asarray(signs)[chosen]
-    correct = int(right.sum())
-    return OneRun(
-        canaries,
-        guesses,
-        correct,
-        delta,
-        significance,
-        epsilon_from_guesses(correct, guesses, canaries, delta, significance),
-        planned.ledger(problem, canaries).epsilon(delta),
-    )
+    moved, hidden = -np.asarray(answer), np.asarray(signs)
+    chosen = np.argsort(-np.abs(moved))[:guesses]
+    correct = int((np.sign(moved[chosen]) == hidden[chosen]).sum())
+    measured = epsilon_from_guesses(correct, guesses, canaries, delta, significance)
+    claimed = planned.ledger(problem, canaries).epsilon(delta)
+    return OneRun(canaries, guesses, correct, delta, significance, measured, claimed)
 
 
 def epsilon_from_guesses(
@@ -169,7 +159,7 @@ def epsilon_from_guesses(
         revealed = np.max((law.sf(correct - 1 - below) - tail) / below)
         return float(tail + 2 * canaries * delta * revealed - significance)
 
-    if excess(0.0) > 0:
+    if excess(0.0) > 0:  # fair coins may do as well
         return 0.0
     if excess(_LARGEST) < 0:
         return _LARGEST

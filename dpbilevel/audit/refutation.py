@@ -126,9 +126,8 @@ def _points(problem, w0, random, count: int, spread: float, radius: float):
     directions = random.normal(size=(count, y0.size))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     lengths = radius * random.choice([0.1, 0.5, 1.0], size=(count, 1))
-    return project(jnp.asarray(near)), jax.vmap(unravel_y)(
-        jnp.asarray(lengths * directions)
-    )
+    y = jax.vmap(unravel_y)(jnp.asarray(lengths * directions))
+    return project(jnp.asarray(near)), y
 
 
 def _drawn(records: Levels, random, count: int) -> tuple[PyTree, PyTree]:
@@ -206,21 +205,13 @@ def _derivatives(problem: BilevelProblem, role: str, x, y, record):
         public = 0.0 if term is None else term(unravel_x(x), unravel_y(y))
         return alone(x, y) + public
 
-    gradient = jax.grad(whole, (0, 1))(flat_x, flat_y)
-    second = jax.hessian(whole, (0, 1))(flat_x, flat_y)
-    first_alone = jax.grad(alone, (0, 1))(flat_x, flat_y)
-    second_alone = jax.hessian(alone, (0, 1))(flat_x, flat_y)
-    return {
-        "x": gradient[0],
-        "y": gradient[1],
-        "record_x": first_alone[0],
-        "record_y": first_alone[1],
-        "record_xy": second_alone[0][1],
-        "record_yy": second_alone[1][1],
-        "xx": second[0][0],
-        "xy": second[0][1],
-        "yy": second[1][1],
-    }
+    found = {}
+    for name, fun in ("", whole), ("record_", alone):
+        first = jax.grad(fun, (0, 1))(flat_x, flat_y)
+        (xx, xy), (_, yy) = jax.hessian(fun, (0, 1))(flat_x, flat_y)
+        found |= {f"{name}x": first[0], f"{name}y": first[1]}
+        found |= {f"{name}xx": xx, f"{name}xy": xy, f"{name}yy": yy}
+    return found
 
 
 def _both(found: dict[str, jax.Array], name: str) -> jax.Array:

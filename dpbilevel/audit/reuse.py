@@ -73,9 +73,6 @@ def noise_reuse(
         x_in_records: As in `canaries`.
         coordinates: Per leaf.
 
-    Returns:
-        The outcome.
-
     Raises:
         ValueError: The run makes fewer than two noise vectors, or as in `canaries`.
         TypeError: A plan instead of its solver, or no solver.

@@ -1,6 +1,7 @@
 """NON-PRIVATE. Adversarial search for records that move a value beyond its bound."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -80,9 +81,6 @@ def sensitivity_search(
         tries: Datasets in the first round.
         rounds: Rounds of refinement, of `tries / 10` datasets each.
 
-    Returns:
-        The outcome, with the worst pair.
-
     Raises:
         ValueError: Fewer than two rows; or `query` divides by the private number of
             records under add-or-remove-one.
@@ -103,15 +101,11 @@ def sensitivity_search(
     for _ in range(rounds):
         best = np.argsort(-ratios)[:_SURVIVORS]
         parents = [jax.tree.map(lambda v, i=i: v[i], pairs) for i in best]
-        children = [
-            _mutated(parents[i % len(parents)], rows, random)
-            for i in range(max(tries // 10, 1))
-        ]
-        found = _stack(children)
+        chosen = itertools.islice(itertools.cycle(parents), max(tries // 10, 1))
+        children = [_mutated(parent, rows, random) for parent in chosen]
         tried += len(children)
-        pairs = jax.tree.map(
-            lambda old, new, best=best: np.concatenate([old[best], new]), pairs, found
-        )
+        found = _stack(children)
+        pairs = jax.tree.map(lambda *v: np.concatenate(v), _stack(parents), found)
         ratios = np.concatenate([ratios[best], compare(found)])
     worst = int(np.argmax(ratios))
     left, right = _sides(jax.tree.map(lambda v: v[worst], pairs), neighbours)
@@ -121,14 +115,14 @@ def sensitivity_search(
 def _sides(pair: PyTree, neighbours: Neighbours) -> tuple[PyTree, PyTree]:
     """Two datasets from one array of records and, in the last row, the replacement."""
     left = jax.tree.map(lambda v: v[:-1], pair)
-    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:  # the replacement is not used
         return left, jax.tree.map(lambda v: v[:-2], pair)
-    concatenate = np.concatenate if _on_host(pair) else jnp.concatenate
-    return left, jax.tree.map(lambda v: concatenate([v[:-2], v[-1:]]), pair)
 
+    def replaced(v):
+        concatenate = np.concatenate if isinstance(v, np.ndarray) else jnp.concatenate
+        return concatenate([v[:-2], v[-1:]])
 
-def _on_host(tree: PyTree) -> bool:
-    return all(isinstance(v, np.ndarray) for v in jax.tree.leaves(tree))
+    return left, jax.tree.map(replaced, pair)
 
 
 def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
@@ -161,7 +155,7 @@ def _comparison(query, neighbours) -> Callable[[PyTree], np.ndarray]:
 
 def _hostile(rows: PyTree, random: np.random.Generator) -> PyTree:
     """A dataset of as many rows, and one row more as the last one's replacement."""
-    tame = random.choice([0.0, 0.5, 1.0])
+    tame = random.choice([0.0, 0.5, 1.0])  # the share of numbers that are kept
 
     def leaf(column):
         drawn = column[random.integers(len(column), size=len(column) + 1)]

@@ -200,13 +200,10 @@ class TradeOff:
 
     def __str__(self) -> str:
         """The outcome in words, and a row per threshold."""
-        leak = (
-            f"leaks mu of at least {self.measured_mu:.3f}, claims {self.claimed_mu:.3f}"
-        )
-        sure = f"{self.counted}, {1 - self.alpha:.2%} confidence"
+        least, claimed = f"{self.measured_mu:.3f}", f"{self.claimed_mu:.3f}"
         lines = [
-            f"{self.name}: {leak}",
-            f"  {self.verdict} at {sure}",
+            f"{self.name}: leaks mu of at least {least}, claims {claimed}",
+            f"  {self.verdict} at {self.counted}, {1 - self.alpha:.2%} confidence",
             f"  {self._caveat}",
             "  threshold  true pos. >=  false pos. <=  measured mu  claimed mu",
             *(cut.row for cut in self.cuts),
@@ -253,9 +250,6 @@ def trade_off(
             number a run, known to be large on `data`. By default Fisher's linear
             discriminant.
         name: What to call it in the result.
-
-    Returns:
-        The outcome.
 
     Raises:
         ValueError: Fewer than 1000 runs; or nothing could ever be found: the pair is
@@ -362,7 +356,7 @@ def _discriminant(present: np.ndarray, absent: np.ndarray) -> Statistic:
     spread = np.where(spread > 0, spread, 1.0)
     gap = (present.mean(axis=0) - absent.mean(axis=0)) / spread
     within = (np.cov((present / spread).T) + np.cov((absent / spread).T)) / 2
-    ridge = 1e-9 * np.eye(len(gap))
+    ridge = 1e-9 * np.eye(len(gap))  # features may determine each other
     direction = np.linalg.solve(np.atleast_2d(within) + ridge, gap) / spread
     return lambda rows: rows @ direction
 
@@ -370,7 +364,7 @@ def _discriminant(present: np.ndarray, absent: np.ndarray) -> Statistic:
 def _cuts(
     present: np.ndarray, absent: np.ndarray, thresholds, curve: TradeOffCurve
 ) -> tuple[Cut, ...]:
-    runs, level = len(present), ALPHA / (2 * len(thresholds))
+    runs, level = len(present), ALPHA / (2 * len(thresholds))  # two bounds at each
     cuts = []
     for threshold in thresholds:
         found, false = (int(np.sum(side >= threshold)) for side in (present, absent))

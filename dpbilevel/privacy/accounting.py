@@ -1,9 +1,10 @@
 """From events to a privacy profile: exact for Gaussians, PLD for most others.
 
-One convention throughout: the noise multiplier inside an event is the noise over the
-sensitivity *under the stated relation*. dp-accounting's accountants disagree on who
-doubles a sensitivity under replace-one, so the conversion is made here and nowhere
-else.
+One convention for every `event`, a composition: the noise multiplier inside is the
+noise over the sensitivity *under the stated relation*, `neighbours`. dp-accounting's
+accountants disagree on who doubles a sensitivity under replace-one, so the conversion
+is made here and nowhere else. `interval` is the discretization of the privacy loss;
+finer is tighter and slower.
 """
 
 import functools
@@ -32,22 +33,14 @@ _Pld: TypeAlias = Any  # a dp-accounting PrivacyLossDistribution, which is untyp
 def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
     r"""The $\mu$ of Gaussian differential privacy, when the event has an exact one.
 
-    Args:
-        event: A composition of events in this module's convention.
-
-    Returns:
-        $\sqrt{\sum_k m_k^{-2}}$ for compositions of unsampled Gaussians, else `None`.
+    $\sqrt{\sum_k m_k^{-2}}$ for compositions of unsampled Gaussians, else `None`.
     """
     mu, others = _split(event)
     return None if others else mu
 
 
 def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
-    """The epsilon of every part, where all are releases without delta, else `None`.
-
-    Args:
-        event: A composition of events in this module's convention.
-    """
+    """The epsilon of every part, where all are releases without delta, else `None`."""
     parts = _flatten(event)
     releases = [(part, count) for part, count in parts if pure.is_pure(part)]
     if len(releases) < len(parts):
@@ -56,20 +49,12 @@ def pure_epsilons(event: "dp_accounting.DpEvent") -> list[float] | None:
 
 
 def selects(event: "dp_accounting.DpEvent") -> bool:
-    """Whether `event` is accounted for by Renyi divergences.
-
-    Args:
-        event: A composition of events in this module's convention.
-    """
+    """Whether `event` is accounted for by Renyi divergences."""
     return renyi.selects(_flatten(event))
 
 
 def is_exact(event: "dp_accounting.DpEvent") -> bool:
-    """Whether the profile of `event` is a closed form.
-
-    Args:
-        event: A composition of events in this module's convention.
-    """
+    """Whether the profile of `event` is a closed form."""
     parts = pure_epsilons(event)
     single = parts is not None and len(parts) <= 1
     return single or gaussian_mu(event) is not None
@@ -108,15 +93,8 @@ def delta(
 ) -> float:
     r"""The smallest $\delta$ at which `event` is $(\varepsilon, \delta)$-DP.
 
-    Args:
-        event: A composition of events in this module's convention.
-        neighbours: The relation its multipliers refer to.
-        epsilon: $\varepsilon \ge 0$.
-        interval: Discretization of the privacy loss; finer is tighter and slower.
-
-    Returns:
-        An upper bound on $\delta$, exact for unsampled Gaussians; for sampled ones
-        never below $2^{-50}$ a release, to cover the rounding of their composition.
+    An upper bound, exact for unsampled Gaussians; for sampled ones never below
+    $2^{-50}$ a release, to cover the rounding of their composition.
     """
     return profile(event, neighbours, interval)(epsilon)
 
@@ -124,15 +102,9 @@ def delta(
 def profile(
     event: "dp_accounting.DpEvent", neighbours: Neighbours, interval: float = FINE
 ) -> Callable[[float], float]:
-    r"""The function from $\varepsilon \ge 0$ to what `delta` returns.
-
-    Args:
-        event: A composition of events in this module's convention.
-        neighbours: The relation its multipliers refer to.
-        interval: Discretization of the privacy loss; finer is tighter and slower.
-    """
+    r"""The function from $\varepsilon \ge 0$ to what `delta` returns."""
     mu = gaussian_mu(event)
-    if mu is not None:
+    if mu is not None:  # closed forms first
         return lambda epsilon: float(gaussian_delta(mu, epsilon))
     parts = pure_epsilons(event)
     if parts is not None and len(parts) == 1:
@@ -145,7 +117,7 @@ def profile(
 
     def numeric(epsilon: float) -> float:
         if parts is not None and epsilon >= sum(parts):
-            return 0.0
+            return 0.0  # without the rounding of a discretized loss
         return float(loss.get_delta_for_epsilon(epsilon))
 
     return numeric
@@ -157,14 +129,7 @@ def epsilon(
     delta: float,
     interval: float = FINE,
 ) -> float:
-    r"""The smallest $\varepsilon$ at which `event` is $(\varepsilon, \delta)$-DP.
-
-    Args:
-        event: A composition of events in this module's convention.
-        neighbours: The relation its multipliers refer to.
-        delta: $\delta$.
-        interval: Discretization of the privacy loss.
-    """
+    r"""The smallest $\varepsilon$ at which `event` is $(\varepsilon, \delta)$-DP."""
     mu = gaussian_mu(event)
     if mu is not None:
         return gaussian_epsilon(mu, delta)
@@ -175,8 +140,8 @@ def epsilon(
         return renyi.Divergences(_flatten(event)).epsilon(delta)
     if _hopeless(event):
         return math.inf
-    profile = privacy_loss(event, neighbours, interval)
-    value = float(profile.get_epsilon_for_delta(delta))
+    loss = privacy_loss(event, neighbours, interval)
+    value = float(loss.get_epsilon_for_delta(delta))
     return value if parts is None else min(value, sum(parts))
 
 
@@ -184,11 +149,6 @@ def privacy_loss(
     event: "dp_accounting.DpEvent", neighbours: Neighbours, interval: float = FINE
 ) -> _Pld:
     """The privacy loss distribution of a composition of events.
-
-    Args:
-        event: A composition of events in this module's convention.
-        neighbours: The relation its multipliers refer to.
-        interval: Discretization of the privacy loss.
 
     Raises:
         ValueError: An event that this library does not account for.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import math
 
 from .. import _checks
 
@@ -60,5 +59,3 @@ class PrivacyBudget:
                 f"PrivacyBudget: delta must be below 1, got {self.delta}; a delta of 1 "
                 "promises nothing."
             )
-        if not math.isfinite(self.epsilon):
-            raise ValueError("PrivacyBudget: epsilon must be finite.")

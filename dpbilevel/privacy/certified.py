@@ -96,7 +96,7 @@ class CertifiedRelease(Release):
     def __post_init__(self):
         costs = self.query.costs(self.mechanism.precision)
         for name, value in costs._asdict().items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # the dataclass is frozen
         super().__post_init__()
 
     def _keys(self, key: PRNGKey) -> Iterable[PRNGKey]:
@@ -104,8 +104,6 @@ class CertifiedRelease(Release):
         return super()._keys(key) if self.query.draws_batch else (key, key)
 
     @override
-    def read(
-        self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
-    ) -> Bounded:
+    def read(self, what, data, *, key, index=None) -> Bounded:
         precision = self.mechanism.precision
         return self.query.read(what, data, precision=precision, key=key, index=index)

@@ -121,9 +121,6 @@ def unsealed(bounded: Bounded) -> PyTree:
 
     For a value that is computed from it and sealed with a bound of its own; the places
     that do so are listed in docs/architecture.md.
-
-    Args:
-        bounded: The sealed value.
     """
     raw = bounded.raw
     return raw.values() if isinstance(raw, Grid) else raw
@@ -234,15 +231,9 @@ def clipped_mean(
 
 
 def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
-    """How many records one micro-batch holds.
+    """How many records like this one, with such values, one micro-batch holds.
 
-    Args:
-        value: One record's value, or its shapes.
-        record: One record, or its shapes.
-        backend: The name of the JAX backend, such as `"cpu"`.
-
-    Returns:
-        A power of two of at least 1, so that values and records fit the budget.
+    A power of two of at least 1, so that both fit the budget of the backend.
     """
     budget = _MICROBATCH_BYTES.get(backend, _MICROBATCH_BYTES_ACCELERATOR)
     size = sum(
@@ -253,7 +244,7 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
 
 
 def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
-    """Adds clipped values chunk by chunk; the last chunk reaches back and masks."""
+    """Adds clipped values chunk by chunk."""
     if rule.n == 0:
         return rule.mean(rule.empty(1))
     chunks, rows = _chunks(rule.n, rows)
@@ -269,6 +260,7 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
         chunk, keep = jax.tree.map(
             lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
         )
+        # The last chunk reaches back to rows that were added already.
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
         keep = fresh & valid if keep is None else fresh & valid & keep
         values = jax.vmap(fun)(chunk)
@@ -322,16 +314,13 @@ def _norm(value: PyTree) -> Float[Array, ""]:
 def _value_of(fun, records) -> PyTree:
     record = one_record(records)
     value = jax.eval_shape(fun, record)
-    if not jax.tree.leaves(value):
+    kinds = [leaf.dtype for leaf in jax.tree.leaves(value)]
+    others = [kind for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]
+    if others or not kinds:
         raise TypeError(
-            "clipped_mean: fun must return floating-point arrays, got none."
+            "clipped_mean: fun must return floating-point arrays, got "
+            f"{others[0] if others else 'none'}."
         )
-    for leaf in jax.tree.leaves(value):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                "clipped_mean: fun must return floating-point arrays, got "
-                f"{leaf.dtype}."
-            )
     return value
 
 

@@ -18,11 +18,9 @@ from .. import _checks
 
 
 def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:
-    """Whether each number is less than `bound` in absolute value, by its bits.
+    """Whether each number is less than `bound` > 0 in absolute value, by its bits.
 
-    Args:
-        value: Of any floating-point dtype.
-        bound: Above zero, infinity for all finite numbers. NaN is below nothing.
+    All finite numbers are below infinity, and NaN is below nothing.
     """
     # Without the barrier the compiler could reason about how the value was computed.
     value = jax.lax.optimization_barrier(value)
@@ -31,47 +29,33 @@ def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:
 
 
 def is_finite(value: Float[Array, "..."]) -> Bool[Array, "..."]:
-    """Whether each number is neither NaN nor infinite, by its bits.
-
-    Args:
-        value: Of any floating-point dtype.
-    """
+    """Whether each number is neither NaN nor infinite, by its bits."""
     return is_below(value, math.inf)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether every number of a pytree is finite, by its bits.
-
-    Args:
-        tree: Leaves of any dtype; those that are not floating point are finite.
-    """
+    """Whether every floating-point number of a pytree is finite, by its bits."""
     leaves = [v for v in jax.tree.leaves(tree) if jnp.issubdtype(v.dtype, jnp.floating)]
     finite = (is_finite(v).all() for v in leaves)
     return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
 
 
 def floor_log2(value: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The exponent of the largest power of two that is at most `value`.
-
-    Args:
-        value: Positive, normal numbers of float32 or float64.
-    """
+    """The exponent of the largest power of two that is at most a normal `value` > 0."""
     info = jnp.finfo(value.dtype)
-    biased = _magnitude_bits(value) >> info.nmant
+    biased = _magnitude_bits(value) >> info.nmant  # the exponent alone
     return biased.astype(jnp.int32) - (info.maxexp - 1)
 
 
 def power_of_two(exponent: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     r"""$2^e$, exactly; zero below the normal numbers of the dtype.
 
-    Args:
-        exponent: $e$; beyond the largest exponent of the dtype it counts as that.
-        dtype: float32 or float64.
+    An exponent beyond the largest one of the dtype counts as that.
     """
     info = jnp.finfo(dtype)
     kind = jnp.dtype(f"int{info.bits}")
     bias = info.maxexp - 1
-    biased = jnp.clip(exponent.astype(kind), -bias, bias) + bias
+    biased = jnp.clip(exponent.astype(kind), -bias, bias) + bias  # 0 stands for zero
     return jax.lax.bitcast_convert_type(biased << info.nmant, dtype)
 
 
@@ -88,19 +72,12 @@ def check_rounding(
 ) -> None:
     """Refuses a dtype in which errors are too large a part of what they add to.
 
-    Args:
-        owner: What to name in the message.
-        what: What adds the errors, in the plural.
-        added: How much they add.
-        share: To what.
-        dtype: What is computed in.
-        allowed: The largest allowed `added / share`.
-        remedy: What to do besides enabling 64-bit.
-        of: What `share` is.
+    `what` are the errors, in the plural, `of` what they are a `share` of, and `remedy`
+    what to do besides enabling 64-bit. Inside a program numbers are not known and
+    nothing is refused; plans are made on the host.
 
     Raises:
-        ValueError: The errors are larger. Not inside a program, where numbers are not
-            known; plans are made on the host.
+        ValueError: `added / share` is larger than `allowed`.
     """
     known = _checks.concrete(added) and _checks.concrete(share)
     if not known or added <= allowed * share:

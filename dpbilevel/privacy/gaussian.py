@@ -33,16 +33,10 @@ def gaussian_delta(mu: float, epsilon: Profile) -> Profile:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    r"""The smallest $\varepsilon \ge 0$ at which $\mu$-GDP is $(\varepsilon,
-    \delta)$-DP.
+    r"""The smallest $\varepsilon \ge 0$ of $\mu$-GDP at a $\delta$ in [0, 1].
 
-    Args:
-        mu: $\mu \ge 0$.
-        delta: $\delta$ in [0, 1].
-
-    Returns:
-        The safe end of the last bracket: the profile there is at most `delta`.
-    """  # noqa: D205
+    The safe end of the last bracket: the profile there is at most `delta`.
+    """
     if delta == 0 or math.isinf(mu):
         return math.inf if mu and delta < 1 else 0.0
     low = high = 0.0

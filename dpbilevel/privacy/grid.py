@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .floats import floor_log2, power_of_two
@@ -53,34 +55,28 @@ class Grid(eqx.Module):
             contribution = jnp.minimum(
                 *(v.contribution.astype(jnp.float64) for v in (self, other))
             )
-            counts = jax.tree.map(
-                lambda a, b: (
-                    _shift(a, self.exponent - exponent)
-                    + _shift(b, other.exponent - exponent)
-                ),
-                self.counts,
-                other.counts,
-            )
+            ours, theirs = self.exponent - exponent, other.exponent - exponent
+            left = jax.tree.map(lambda v: _shift(v, ours), self.counts)
+            right = jax.tree.map(lambda v: _shift(v, theirs), other.counts)
+            counts = optax.tree.add(left, right)
         return Grid(counts, exponent, contribution, self.dtypes)
 
     def values(self) -> PyTree:
         """The values as floating-point leaves, each rounded once. NON-PRIVATE."""
         with wide_integers():
             step = power_of_two(self.exponent, jnp.float64)
-            leaves = [
-                (v.astype(jnp.float64) * step).astype(dtype)
-                for v, dtype in zip(
-                    jax.tree.leaves(self.counts), self.dtypes, strict=True
-                )
-            ]
-        return jax.tree.unflatten(jax.tree.structure(self.counts), leaves)
+            values = jax.tree.map(lambda v: v.astype(jnp.float64) * step, self.counts)
+            return self._in_dtypes(values)
+
+    def _in_dtypes(self, values: PyTree) -> PyTree:
+        """Each leaf as it is released."""
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(values)
+        pairs = zip(leaves, self.dtypes, strict=True)
+        return treedef.unflatten([leaf.astype(dtype) for leaf, dtype in pairs])
 
     def with_noise(
-        self,
-        std: float | Float[Array, ""],
-        passes: Bool[Array, ""],
-        *,
-        key: PRNGKey,
+        self, std: float | Float[Array, ""], passes: Bool[Array, ""], *, key: PRNGKey
     ) -> PyTree:
         r"""The value plus Gaussian noise, both rounded to one grid.
 
@@ -109,24 +105,17 @@ class Grid(eqx.Module):
             step = power_of_two(exponent, jnp.float64)
             scale = std / step
             passes &= (contribution > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
-            noise = standard_normal(
-                jax.tree.map(
-                    lambda v: jax.ShapeDtypeStruct(v.shape, jnp.float64), self.counts
-                ),
-                key=key,
+            like = jax.tree.map(
+                lambda v: jax.ShapeDtypeStruct(v.shape, jnp.float64), self.counts
             )
+            noise = standard_normal(like, key=key)
 
             def release(counts, z):
                 kept = _shift(counts, self.exponent - exponent)
                 drawn = jnp.round(scale * z).astype(jnp.int64)
                 return (jnp.where(passes, kept, 0) + drawn).astype(jnp.float64) * step
 
-            values = jax.tree.map(release, self.counts, noise)
-            flat = [
-                v.astype(dtype)
-                for v, dtype in zip(jax.tree.leaves(values), self.dtypes, strict=True)
-            ]
-        return jax.tree.unflatten(jax.tree.structure(values), flat)
+            return self._in_dtypes(jax.tree.map(release, self.counts, noise))
 
 
 def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:

@@ -107,6 +107,7 @@ class Ledger:
         if here <= (1 + 1e-9) * worst(epsilon):
             return here
         # The price of an overflow grows with epsilon; any smaller one holds as well.
+        # At the end the failures alone cost a delta of 1.
         ends = 0.0, min(epsilon, -math.log(min(failure, 1.0)))
         smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
         return min(here, float(smaller.fun))
@@ -116,12 +117,7 @@ class Ledger:
     ) -> dict[str, float]:
         r"""The smallest $\varepsilon$ at `delta` per kind of person.
 
-        Args:
-            delta: $\delta$.
-            interval: Discretization of the privacy loss, where one is needed.
-
-        Returns:
-            Infinite ones where a release is unproved.
+        Infinite where a release is unproved. As `epsilon`, but `delta` may be 0.
         """
         events = self.events()
         if self.basis is Basis.UNPROVED:
@@ -170,8 +166,8 @@ class Ledger:
         for _ in range(20):
             if slack(value) <= spent:
                 return value
-            spent = 1.5 * slack(value)
-            if spent >= delta:
+            spent = 1.5 * slack(value)  # more than now: the next epsilon is larger
+            if spent >= delta:  # nothing is left for the releases themselves
                 return math.inf
             value = accounting.epsilon(event, self.neighbours, delta - spent, interval)
         return math.inf

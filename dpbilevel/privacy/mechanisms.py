@@ -103,8 +103,8 @@ class Gaussian(eqx.Module):
     def event(self) -> "dp_accounting.GaussianDpEvent":
         """One release as an event of dp-accounting.
 
-        The event's multiplier is relative to the sensitivity under `neighbours`, so it
-        must be composed by an add-or-remove accountant, which does not double it.
+        Its multiplier is relative to the sensitivity under `neighbours`, so it must be
+        composed by an add-or-remove accountant, which does not double it.
 
         Raises:
             ValueError: The mechanism is not calibrated.

@@ -55,22 +55,18 @@ _DOMAINS = {
 def check_key(key: PRNGKey) -> None:
     """Refuses anything but one typed key of a generator fit for noise.
 
-    Args:
-        key: What the caller passed as `key`.
-
     Raises:
         TypeError: `key` is no typed key (a raw `uint32` array, an integer, None).
         ValueError: `key` is a batch of keys, or of a generator whose keys do not
             batch under `vmap` or are too short.
     """
-    if not isinstance(key, jax.Array) or not jnp.issubdtype(
-        key.dtype, jax.dtypes.prng_key
-    ):
+    dtype = key.dtype if isinstance(key, jax.Array) else None
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
             "key must be a typed key: dpbilevel.root_key() draws one from the "
             "operating system, jax.random.key(seed) makes a reproducible one for "
             f"tests; got {type(key).__name__}"
-            f"{f' of dtype {key.dtype}' if isinstance(key, jax.Array) else ''}."
+            f"{'' if dtype is None else f' of dtype {dtype}'}."
         )
     if key.shape != ():
         raise ValueError(
@@ -116,10 +112,6 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
     derived in one call. `jax.debug_key_reuse(True)` sees any second use, which it would
     not see of `jax.random.fold_in` alone.
 
-    Args:
-        key: A typed key.
-        *domains: What the new keys are for, such as `"sampling"` and `"noise"`.
-
     Returns:
         A batch of keys in the order of `domains`, to be unpacked. `key` cannot be
         computed from them, nor one of them from another.
@@ -153,12 +145,8 @@ def step_keys(key: PRNGKey, count: int) -> tuple[PRNGKey, Key[Array, " count"]]:
     Both follow from `key` step by step, so that a run in chunks draws what a run in one
     piece draws, and the key of the steps to come does not tell those of the steps done.
 
-    Args:
-        key: A typed key; used up.
-        count: The number of steps.
-
     Returns:
-        The key to go on with, and one key per step.
+        The key to go on with, and one key per step; `key` is used up.
     """
     return jax.lax.scan(_next_and_step, key, length=count)
 
@@ -180,7 +168,7 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
 
     Args:
         tree: Floating-point leaves; only shapes and dtypes are read.
-        key: A typed key, used for this draw and nothing else.
+        key: A typed key for this draw alone.
 
     Returns:
         A pytree of the same structure, in float32, or float64 if a leaf has it.
@@ -195,13 +183,12 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
         return tree
     shapes = [jnp.shape(v) for v in leaves]
     dtype: DTypeLike = jnp.float32
-    for leaf in leaves:
-        kind = jnp.result_type(leaf)
+    for kind in map(jnp.result_type, leaves):
         if not jnp.issubdtype(kind, jnp.floating):
             raise TypeError(f"noise needs floating-point values, got {kind}.")
         if kind == jnp.float64:
             dtype = jnp.float64
-    sizes = [int(np.prod(s)) for s in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     flat = normal_from_bits(_words(key, sum(sizes), dtype), dtype)
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
     return treedef.unflatten([p.reshape(s) for p, s in zip(parts, shapes, strict=True)])
@@ -214,12 +201,7 @@ def standard_exponential(
 
     Both $u$ and $1 - u$ keep their relative precision however small they are: $P(E
     \ge t) = e^{-t}$ holds up to $t = 44$ in float32 and 66 in float64, and $P(E \le t)
-    = 1 - e^{-t}$ down to such probabilities.
-
-    Args:
-        shape: Of the result.
-        dtype: float32 or float64.
-        key: A typed key, used for this draw and nothing else.
+    = 1 - e^{-t}$ down to such probabilities. The key is for this draw alone.
     """
     check_key(key)
     near_one, p = _tail(_words(key, math.prod(shape), dtype), dtype)
@@ -234,11 +216,6 @@ def standard_gumbel(
     The index of the largest of $\log p_i + $ Gumbel has the law $p$. As those of $E$,
     tails reach probabilities of $2^{-64}$ in float32 and $2^{-96}$ in float64;
     `jax.random.gumbel` in float32 stops at $2^{-23}$ by default.
-
-    Args:
-        shape: Of the result.
-        dtype: float32 or float64.
-        key: A typed key, used for this draw and nothing else.
     """
     return -jnp.log(standard_exponential(shape, dtype, key=key))
 
@@ -246,18 +223,11 @@ def standard_gumbel(
 def normal_from_bits(
     words: UInt32[Array, "words n"], dtype: DTypeLike
 ) -> Float[Array, " n"]:
-    r"""Maps uniform bits to standard normal values.
+    r"""Maps uniform bits, the leading words first, to normal values $\pm \Phi^{-1}(p)$.
 
     The top bit is the sign; the others choose the tail probability $p = (k + 1/2) /
-    2^b \in (0, 1/2)$, whose floating-point form keeps its relative precision however
-    small it is.
-
-    Args:
-        words: Rows of 32 bits, the leading ones first; $b$ is 32 times their number.
-        dtype: float32 or float64.
-
-    Returns:
-        $\pm \Phi^{-1}(p)$ in `dtype`.
+    2^b \in (0, 1/2)$, $b$ bits in all, whose floating-point form keeps its relative
+    precision however small it is.
     """
     negative, p = _tail(words, dtype)
     magnitude = -jax.scipy.special.ndtri(p)

@@ -6,6 +6,7 @@ import numpy as np
 from typing_extensions import TypeIs
 
 from ._lazy import dp_accounting
+from .gaussian import Profile
 
 # Beyond this epsilon nothing is private.
 _LARGEST = 700.0
@@ -30,44 +31,31 @@ def event(epsilon: float) -> "dp_accounting.DpEvent":
 def is_pure(
     part: "dp_accounting.DpEvent",
 ) -> "TypeIs[dp_accounting.RandomizedResponseDpEvent]":
-    """Whether a part of a composition is one of these.
-
-    Args:
-        part: An event.
-    """
+    """Whether a part of a composition is one of these."""
     kind = dp_accounting.RandomizedResponseDpEvent
     return isinstance(part, kind) and part.num_buckets == 2
 
 
 def epsilon_of(part: "dp_accounting.RandomizedResponseDpEvent") -> float:
-    """The epsilon behind the coin, never less than the one that it was made from.
-
-    Args:
-        part: An event of this module.
-    """
+    """The epsilon behind the coin, never less than the one that it was made from."""
     coin = part.noise_parameter
+    # The summand covers the rounding of the coin and of the logarithm.
     return math.log((2 - coin) / coin) + 2.0**-50 if coin > 0 else math.inf
 
 
-def delta(total: float, epsilon: float) -> float:
+def delta(total: float, epsilon: Profile) -> Profile:
     r"""The profile of a single release without delta: $\bigl(e^{\varepsilon_0} -
     e^\varepsilon\bigr)_+ / (1 + e^{\varepsilon_0})$.
 
     Args:
         total: $\varepsilon_0$.
-        epsilon: $\varepsilon \ge 0$.
+        epsilon: $\varepsilon \ge 0$; one or an array.
     """  # noqa: D205
     gap = -np.expm1(np.minimum(epsilon - total, 0.0))
     return gap / (1 + np.exp(-total))
 
 
 def smallest_epsilon(total: float, delta: float) -> float:
-    r"""The smallest $\varepsilon$ of such a release at $\delta$:
-    $\log(e^{\varepsilon_0} - \delta (1 + e^{\varepsilon_0}))$.
-
-    Args:
-        total: $\varepsilon_0$.
-        delta: $\delta$; 0 returns $\varepsilon_0$.
-    """  # noqa: D205
+    r"""Inverts `delta`: $\log(e^{\varepsilon_0} - \delta (1 + e^{\varepsilon_0}))$."""
     left = 1 - delta * (1 + math.exp(-total))
     return max(0.0, total + math.log(left)) if left > 0 else 0.0

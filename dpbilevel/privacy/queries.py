@@ -51,14 +51,7 @@ class Query:
         contribution: float | Float[Array, ""],
         sampling: AbstractSampling = FullBatch(),
     ) -> Self:
-        """What costs as much as a clipped mean with this contribution.
-
-        Args:
-            role: Whose records.
-            size: The planned number of records.
-            contribution: The largest change by the presence of one record.
-            sampling: How the batch is drawn.
-        """
+        """What costs as much as a clipped mean with this contribution of one record."""
         return cls(role, size, contribution * sampling.denominator(size), sampling)
 
     @property

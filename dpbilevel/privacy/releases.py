@@ -71,9 +71,6 @@ class AbstractRelease(abc.ABC):
 
         Numbered batches begin anew in every run, so a record of the first batches is
         charged in each of them: such runs are not counted as one long run.
-
-        Args:
-            count: How many runs.
         """
         if any(query.sampling.numbered for query in self.queries):
             return (self,) * count
@@ -100,11 +97,7 @@ class AbstractRelease(abc.ABC):
         return 0.0
 
     def check(self, budget: PrivacyBudget) -> None:
-        """Refuses a budget that no noise reaches; by default none is known to be.
-
-        Args:
-            budget: The guarantee to reach.
-        """
+        """Refuses a budget that no noise reaches; by default none is known to be."""
         del budget
 
     def row(self) -> dict[str, Any]:
@@ -132,7 +125,7 @@ class AbstractRelease(abc.ABC):
         """How the noise compares with the signal, as a row of the report.
 
         Args:
-            coordinates: The number of coordinates of a release, where it is known.
+            coordinates: How many a release has, where that is known.
         """
 
     @abc.abstractmethod
@@ -202,16 +195,10 @@ class AbstractGaussianRelease(AbstractRelease):
     def read(
         self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> Bounded:
-        """The sum of one clipped mean per query, sealed.
+        """The sum of one clipped mean per query, sealed; arguments are those of `of`.
 
         Joint queries read one batch: the sum of their functions is clipped once, at the
         sum of their clip norms, the same bound with less distortion.
-
-        Args:
-            what: As in `of`.
-            data: As in `of`.
-            key: A typed key for the batches.
-            index: As in `of`.
 
         Raises:
             ValueError: The functions are not those of the queries.
@@ -228,7 +215,7 @@ class AbstractGaussianRelease(AbstractRelease):
             keys = dict(zip(LEVELS, derive(key, *LEVELS), strict=True))
         parts = [(query, funs[query.role]) for query in self.queries]
         if self.joint:
-            parts = [_in_one(*parts)]
+            parts = [_in_one(*parts)]  # one batch, clipped once
         means = [
             query.read(
                 fun,
@@ -239,7 +226,7 @@ class AbstractGaussianRelease(AbstractRelease):
             )
             for query, fun in parts
         ]
-        return functools.reduce(operator.add, means)
+        return functools.reduce(operator.add, means)  # contributions add up
 
     @property
     def clip_norm(self) -> float:
@@ -342,7 +329,7 @@ class Release(AbstractGaussianRelease):
     @property
     def failure(self) -> float:
         """The probability that some batch of these releases overflows."""
-        batches = self.queries[:1] if self.joint else self.queries
+        batches = self.queries[:1] if self.joint else self.queries  # or one for both
         chances = (q.sampling.failure(self.neighbours, q.size) for q in batches)
         return self.count * sum(chances)
 
@@ -380,11 +367,11 @@ class Release(AbstractGaussianRelease):
     def _shares(self, people: People) -> Iterator[tuple[str, Query, float]]:
         multiplier, total = self.noise_multiplier, self.contribution
         if self.joint:
-            yield PERSON, self.queries[0], multiplier
+            yield PERSON, self.queries[0], multiplier  # one batch has both
             return
         for query in self.queries:
             ratio = total / query.contribution
             if query.role == RECORDS or people is People.DISJOINT:
-                yield query.role, query, multiplier * ratio
+                yield query.role, query, multiplier * ratio  # m S / S_r
             else:
-                yield PERSON, query, multiplier * ratio**0.5
+                yield PERSON, query, multiplier * ratio**0.5  # the variance is split

@@ -33,11 +33,7 @@ _Curve: TypeAlias = Float[np.ndarray, " orders"]
 
 
 def selects(parts: "list[tuple[dp_accounting.DpEvent, int]]") -> bool:
-    """Whether a part of a composition selects among repetitions.
-
-    Args:
-        parts: Events, each with how often it happens.
-    """
+    """Whether one of these events, each with how often it happens, is a selection."""
     return any(_is_selection(part) for part, _ in parts)
 
 
@@ -62,30 +58,18 @@ class Divergences:
         self._curve = sum(curves, np.zeros_like(_ORDERS))
 
     def delta(self, epsilon: float) -> float:
-        r"""$\delta$ at $\varepsilon$.
-
-        Args:
-            epsilon: $\varepsilon \ge 0$.
-        """
-        return float(
-            dp_accounting.rdp.rdp_privacy_accountant.compute_delta(
-                list(_ORDERS), list(self._curve), max(epsilon, 0.0)
-            )[0]
-        )
+        r"""$\delta$ at $\varepsilon \ge 0$."""
+        accountant = dp_accounting.rdp.rdp_privacy_accountant
+        orders, curve = list(_ORDERS), list(self._curve)
+        return float(accountant.compute_delta(orders, curve, max(epsilon, 0.0))[0])
 
     def epsilon(self, delta: float) -> float:
-        r"""$\varepsilon$ at $\delta$.
-
-        Args:
-            delta: $\delta$; at 0 infinite.
-        """
+        r"""$\varepsilon$ at $\delta$; at 0 infinite."""
         if delta == 0:
             return math.inf
-        return float(
-            dp_accounting.rdp.rdp_privacy_accountant.compute_epsilon(
-                list(_ORDERS), list(self._curve), delta
-            )[0]
-        )
+        accountant = dp_accounting.rdp.rdp_privacy_accountant
+        orders, curve = list(_ORDERS), list(self._curve)
+        return float(accountant.compute_epsilon(orders, curve, delta)[0])
 
 
 def _is_selection(
@@ -108,7 +92,7 @@ def _curve(part: "dp_accounting.DpEvent") -> _Curve:
     single = _ORDERS * mu * mu / 2
     if not _is_selection(part):
         return single
-    law = Repetitions(part.mean, part.shape)
+    law = Repetitions(part.mean, part.shape)  # the bound in the module's docstring
     selected = single + math.log(law.mean) / (_ORDERS - 1) + _weight(law, mu)
     # A divergence grows with its order, so a larger order's bounds a smaller's.
     return np.minimum.accumulate(selected[::-1])[::-1]

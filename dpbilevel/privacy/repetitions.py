@@ -57,11 +57,7 @@ class Repetitions:
         return math.exp(scipy.optimize.brentq(excess, low, -1e-12, xtol=1e-14))
 
     def beyond(self, count: int) -> Float[np.ndarray, " count+1"]:
-        """The probabilities of more than 0, 1, ..., `count` repetitions.
-
-        Args:
-            count: The last number.
-        """
+        """The probabilities of more than 0, 1, ..., `count` repetitions."""
         numbers = np.arange(count + 1)
         if math.isinf(self.shape):
             return scipy.stats.poisson.sf(numbers, self.mean)
@@ -76,14 +72,9 @@ class Repetitions:
         return np.minimum(np.cumsum(chances[::-1])[::-1][: count + 1], 1.0)
 
     def event(self, base: "dp_accounting.DpEvent") -> "dp_accounting.DpEvent":
-        """The event of releasing the best of $K$ runs of a base mechanism.
-
-        Args:
-            base: The event of one run.
-        """
-        return dp_accounting.dp_event.RepeatAndSelectDpEvent(
-            base, self.mean, self.shape
-        )
+        """The event of the best of $K$ runs, each of the event `base`."""
+        events = dp_accounting.dp_event
+        return events.RepeatAndSelectDpEvent(base, self.mean, self.shape)
 
 
 def _mean(gamma: float, shape: float) -> float:

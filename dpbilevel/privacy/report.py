@@ -97,15 +97,13 @@ class PrivacyReport:
         """
         try:
             fields = _infinite(json.loads(text))
-            fields.keys()
             fields["status"] = Status(fields["status"])
             for name in ("ledger", "forecast", "assumptions", "certificates"):
                 fields[name] = tuple(fields[name])
             return cls(**fields)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"PrivacyReport: not the JSON of a report: {error}."
-            ) from error
+            message = f"PrivacyReport: not the JSON of a report: {error}."
+            raise ValueError(message) from error
 
     def __str__(self) -> str:
         """The report as a page of text."""
@@ -153,7 +151,10 @@ def describe(
     if ledger.delta(budget.epsilon) <= budget.delta:
         # Solving for epsilon may end slightly above one that is known to hold.
         by_person = {p: min(v, budget.epsilon) for p, v in by_person.items()}
-    precisions = {release.mechanism.precision for release in ledger.releases}
+    releases = ledger.releases
+    dimensions = dimensions or {}
+    precisions = {release.mechanism.precision for release in releases}
+    packages = "dp-accounting", "jax", "optax", "equinox"
     return PrivacyReport(
         status=status,
         epsilon=max(by_person.values(), default=0.0),
@@ -161,11 +162,8 @@ def describe(
         relation=ledger.neighbours.value,
         people=ledger.people.value if levels else None,
         epsilon_by_person=by_person,
-        ledger=tuple(release.row() for release in ledger.releases),
-        forecast=tuple(
-            release.forecast((dimensions or {}).get(release.name))
-            for release in ledger.releases
-        ),
+        ledger=tuple(release.row() for release in releases),
+        forecast=tuple(r.forecast(dimensions.get(r.name)) for r in releases),
         assumptions=(
             *ledger.assumptions,
             *_of_sampling(ledger),
@@ -178,10 +176,7 @@ def describe(
         certificates=_certificates(ledger),
         accountant=_accountant(ledger, budget),
         versions={"dpbilevel": __version__}
-        | {
-            name: importlib.metadata.version(name)
-            for name in ("dp-accounting", "jax", "optax", "equinox")
-        },
+        | {name: importlib.metadata.version(name) for name in packages},
     )
 
 
@@ -250,14 +245,11 @@ def _ledger_line(row: dict[str, Any]) -> str:
         for role, part in row["roles"].items()
     )
     if "temperature" in row:
-        return (
-            f"  {row['count']} x {row['release']}: {row['mechanism']}, temperature "
-            f"{row['temperature']:.3g} | {roles}"
-        )
-    return (
-        f"  {row['count']} x {row['release']}: {row['mechanism']} noise std "
-        f"{row['noise_std']:.3g} (multiplier {row['noise_multiplier']:.4g}) | {roles}"
-    )
+        noise = f", temperature {row['temperature']:.3g}"
+    else:
+        multiplier = row["noise_multiplier"]
+        noise = f" noise std {row['noise_std']:.3g} (multiplier {multiplier:.4g})"
+    return f"  {row['count']} x {row['release']}: {row['mechanism']}{noise} | {roles}"
 
 
 def _forecast_line(row: dict[str, Any]) -> str:
@@ -287,12 +279,7 @@ def _forecast_line(row: dict[str, Any]) -> str:
 
 
 def rounded_up(value: float, digits: int = 6) -> str:
-    """The value in few digits, rounded up: a claim is never below what was computed.
-
-    Args:
-        value: What was computed.
-        digits: How many significant digits to show.
-    """
+    """The value in few digits, rounded up: a claim is never below what was computed."""
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(context.create_decimal(repr(float(value)))):.{digits}g}"
 

@@ -28,22 +28,13 @@ class Padded(eqx.Module):
 def padded_rows(size: int) -> int:
     """The number of rows that a plan for `size` records pads them to.
 
-    Args:
-        size: The planned, public number of records.
-
-    Returns:
-        The next larger multiple of 64, so that one record more always fits.
+    The next larger multiple of 64, so that one record more always fits.
     """
     return (size // BLOCK + 1) * BLOCK
 
 
 def padded(records: PyTree, rows: int) -> Padded:
-    """Records followed by rows that count for nothing.
-
-    Args:
-        records: A pytree of arrays with a common leading axis of at most `rows`.
-        rows: The number of rows of the result.
-    """
+    """At most `rows` records, followed by rows that count for nothing up to `rows`."""
     n = jax.tree.leaves(records)[0].shape[0]
 
     def pad(v):
@@ -56,22 +47,14 @@ def padded(records: PyTree, rows: int) -> Padded:
 
 
 def filler(dtype: jnp.dtype) -> float | int | bool:
-    """What a row that is no record holds.
-
-    Args:
-        dtype: NaN where it is inexact, else zero.
-    """
+    """What a row that is no record holds: NaN, or zero where the dtype has none."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return math.nan
     return False if jnp.issubdtype(dtype, jnp.bool_) else 0
 
 
 def unpacked(records: PyTree) -> tuple[PyTree, Bool[Array, " n"] | None]:
-    """The rows of records, and which of them are records: all, where it is `None`.
-
-    Args:
-        records: Records, or `Padded`.
-    """
+    """The rows of records or `Padded`, and which are records: `None` means all."""
     if isinstance(records, Padded):
         return records.records, records.present
     return records, None

@@ -21,7 +21,6 @@ from .rows import BLOCK, filler, padded_rows, unpacked
 # a subset of fixed size has too few different members.
 _OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
 
-
 Index = int | Int[Array, ""] | None
 
 
@@ -99,7 +98,6 @@ class AbstractSampling(eqx.Module):
             count: The releases, each of a batch of its own.
             size: The planned number of records.
         """
-        del size
         return count
 
     @abc.abstractmethod
@@ -112,7 +110,6 @@ class FullBatch(AbstractSampling):
 
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Returns all records; the key is not used."""
-        del key, index
         records, present = unpacked(records)
         return Batch(records, present, self.denominator(size))
 
@@ -126,12 +123,10 @@ class FullBatch(AbstractSampling):
 
     def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event, the same under both relations."""
-        del neighbours, size
         return dp_accounting.GaussianDpEvent(noise_multiplier)
 
     @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        del neighbours, size
         return 0.0
 
 
@@ -182,12 +177,20 @@ class Poisson(AbstractSampling):
 
         Rows that are chosen keep their places whether or not they are records, so
         that a record less moves no other.
+
+        Raises:
+            ValueError: There are more records than planned for a given `capacity`.
         """
-        del index
         records, present = unpacked(records)
         n = jax.tree.leaves(records)[0].shape[0]
+        if self.capacity is not None and n > size:
+            raise ValueError(
+                f"Poisson: the overflow of a capacity of {self.capacity} is accounted "
+                f"for with {size} records, but the batch is to be drawn from {n} rows; "
+                "calibrate for their number, or leave capacity out."
+            )
         bits = jax.random.bits(key, (n,), jnp.uint32)
-        chosen = bits < jnp.uint32(self._threshold)
+        chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
         # Slots beyond those of the chosen rows are filled with nothing.
         rows = self._capacity(max(n, padded_rows(size)))
         members = jnp.flatnonzero(chosen, size=rows, fill_value=n)
@@ -206,7 +209,6 @@ class Poisson(AbstractSampling):
         Raises:
             ValueError: A `capacity` is given under add-or-remove-one.
         """
-        del size
         if self.capacity is not None and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
             raise ValueError(
                 "Poisson: under add-or-remove-one the number of records is private, so "
@@ -220,7 +222,6 @@ class Poisson(AbstractSampling):
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
         """The probability that more than `capacity` records are chosen."""
-        del neighbours
         if self.capacity is None:
             return _OVERFLOW
         return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
@@ -251,13 +252,31 @@ class AbstractFixedBatch(AbstractSampling):
 
     @override
     def rows(self, size: int) -> int:
-        del size
         return self.size
 
     @override
     def denominator(self, size: int) -> float:
-        del size
         return float(self.size)
+
+    def _batch(self, records: PyTree, members: Int[Array, " rows"]) -> Batch:
+        taken = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
+        return Batch(taken, None, float(self.size))
+
+    def _check_fits(self, size: int) -> None:
+        if self.size > size:
+            raise ValueError(
+                f"{type(self).__name__}: cannot draw a batch of {self.size} from "
+                f"{size} records."
+            )
+
+    def _check_accounted(self, neighbours: Neighbours, size: int, why: str) -> None:
+        """Refuses a batch larger than the data, and any relation but replace-one."""
+        self._check_fits(size)
+        if neighbours is not Neighbours.REPLACE_ONE:
+            raise ValueError(
+                f"{type(self).__name__} batches are accounted under "
+                f"Neighbours.REPLACE_ONE only: {why}. Use Poisson(rate) or replace-one."
+            )
 
 
 class FixedSize(AbstractFixedBatch):
@@ -273,14 +292,12 @@ class FixedSize(AbstractFixedBatch):
 
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Draws the subset: at a cost that grows with it alone where it is small."""
-        del index
         self._check_fits(size)
         if self._is_small(size):
             members = _first_distinct(self.size, size, self._tries(size), key=key)
         else:
             members = jax.random.permutation(key, size)[: self.size]
-        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
-        return Batch(batch, None, self.denominator(size))
+        return self._batch(records, members)
 
     def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event sampled without replacement, replace-one only.
@@ -289,20 +306,17 @@ class FixedSize(AbstractFixedBatch):
             ValueError: The relation is add-or-remove-one, or the batch is larger than
                 the data.
         """
-        self._check_fits(size)
-        if neighbours is not Neighbours.REPLACE_ONE:
-            raise ValueError(
-                "FixedSize batches are accounted under Neighbours.REPLACE_ONE only: "
-                "with a record more or less, a subset of fixed size contains other "
-                "records too. Use Poisson(rate) or replace-one."
-            )
+        why = (
+            "with a record more or less, a subset of fixed size contains other records "
+            "too"
+        )
+        self._check_accounted(neighbours, size, why)
         return dp_accounting.SampledWithoutReplacementDpEvent(
             size, self.size, dp_accounting.GaussianDpEvent(noise_multiplier)
         )
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
         """The probability that a small subset has too few different members."""
-        del neighbours
         return _EXHAUSTED if self._is_small(size) else 0.0
 
     def _is_small(self, size: int) -> bool:
@@ -319,19 +333,13 @@ class FixedSize(AbstractFixedBatch):
             spare += 1 + spare // 8
         return self.size + spare
 
-    def _check_fits(self, size: int) -> None:
-        if self.size > size:
-            raise ValueError(
-                f"FixedSize: cannot draw a batch of {self.size} from {size} records."
-            )
-
 
 def _first_distinct(
     count: int, size: int, tries: int, *, key: PRNGKey
 ) -> Int[Array, " count"]:
     """The first `count` different ones of `tries` numbers below `size`: uniform."""
     drawn = jax.random.randint(key, (tries,), 0, size, jnp.int32)
-    order = jnp.argsort(drawn, stable=True)
+    order = jnp.argsort(drawn, stable=True)  # of equal numbers the first drawn leads
     ordered = drawn[order]
     new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
     first = jnp.zeros(tries, bool).at[order].set(new)
@@ -339,11 +347,7 @@ def _first_distinct(
 
 
 def unnumbered(owner: str, sampling: AbstractSampling) -> None:
-    """Raises unless `sampling` is a scheme that any solver can draw from.
-
-    Args:
-        owner: The solver to name in an error.
-        sampling: What was given as sampling.
+    """Raises unless `sampling` is a scheme that any solver, `owner`, can draw from.
 
     Raises:
         TypeError: It is no sampling scheme.

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
@@ -43,18 +42,12 @@ class SinglePass(AbstractFixedBatch):
     )
 
     def batches(self, size: int) -> int:
-        """The number of batches of a pass over `size` records.
-
-        Args:
-            size: The planned number of records.
+        """The number of batches of a pass over `size` planned records.
 
         Raises:
             ValueError: There are fewer records than a batch holds.
         """
-        if self.size > size:
-            raise ValueError(
-                f"SinglePass: cannot form a batch of {self.size} from {size} records."
-            )
+        self._check_fits(size)
         return size // self.size
 
     def draw(self, records, size, *, key, index=None) -> Batch:
@@ -63,15 +56,14 @@ class SinglePass(AbstractFixedBatch):
         Raises:
             ValueError: No `index`: the solver does not number its batches.
         """
-        del key
         if index is None:
             raise ValueError(
                 "SinglePass.draw: needs index=, the number of the batch in the run."
             )
         count = self.batches(size)
+        # The records t, t + k, t + 2 k, ...
         members = index % count + count * jnp.arange(self.size, dtype=jnp.int32)
-        batch = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
-        return Batch(batch, None, self.denominator(size))
+        return self._batch(records, members)
 
     def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
         """A Gaussian event, for the records of the batch; replace-one only.
@@ -80,13 +72,8 @@ class SinglePass(AbstractFixedBatch):
             ValueError: The relation is add-or-remove-one, or the batch is larger than
                 the data.
         """
-        self.batches(size)
-        if neighbours is not Neighbours.REPLACE_ONE:
-            raise ValueError(
-                "SinglePass batches are accounted under Neighbours.REPLACE_ONE only: "
-                "a record less moves others to other batches. Use Poisson(rate) or "
-                "replace-one."
-            )
+        why = "a record less moves others to other batches"
+        self._check_accounted(neighbours, size, why)
         return dp_accounting.GaussianDpEvent(noise_multiplier)
 
     def charged(self, count: int, size: int) -> int:
@@ -95,5 +82,4 @@ class SinglePass(AbstractFixedBatch):
 
     @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        del neighbours, size
         return 0.0

@@ -59,21 +59,16 @@ class AbstractSum(abc.ABC):
     @property
     def contribution(self) -> Float[Array, ""]:
         """$C / m$ in the widest dtype of the values, or 0 where it is out of range."""
-        wide = jnp.dtype("float64" if self._wide else "float32")
+        double = any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.value))
+        wide = jnp.dtype("float64" if double else "float32")
         clip_norm, denominator = (
             jax.lax.stop_gradient(v).astype(wide)
             for v in (self.clip_norm, self.denominator)
         )
         contribution = clip_norm / denominator
-        largest = jnp.finfo(wide).max
-        in_range = (contribution >= _LEAST_CONTRIBUTION[wide]) & (
-            contribution <= largest
-        )
+        in_range = contribution >= _LEAST_CONTRIBUTION[wide]
+        in_range &= contribution <= jnp.finfo(wide).max
         return jnp.where(in_range, contribution, 0)
-
-    @property
-    def _wide(self) -> bool:
-        return any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.value))
 
 
 class FloatSum(AbstractSum):
@@ -99,9 +94,8 @@ class FloatSum(AbstractSum):
         contribution = super().contribution
         infos = [jnp.finfo(v.dtype) for v in jax.tree.leaves(self.value)]
         least = max((float(info.tiny) for info in infos), default=0.0) * 2.0**_ROOM
-        most = min((float(info.max) for info in infos), default=math.inf) / (
-            4 * max(self.n, 1)
-        )
+        most = min((float(info.max) for info in infos), default=math.inf)
+        most /= 4 * max(self.n, 1)
         in_range = (contribution >= least) & (contribution <= most)
         return jnp.where(in_range, contribution, 0)
 
@@ -111,7 +105,7 @@ class FloatSum(AbstractSum):
         zeros = jax.tree.map(
             lambda v: jnp.zeros((groups, *v.shape), v.dtype), self.value
         )
-        return zeros, zeros
+        return zeros, zeros  # the totals and what they round away
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """One batched product, one compensated addition."""
@@ -123,9 +117,7 @@ class FloatSum(AbstractSum):
         zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
         correction = jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
         (total, correction), _ = jax.lax.scan(
-            lambda sums, value: (_two_sum(sums, value), None),
-            (zero, correction),
-            totals,
+            lambda sums, v: (_two_sum(sums, v), None), (zero, correction), totals
         )
         return jax.tree.map(
             lambda a, b: (a + b) * self.contribution.astype(a.dtype), total, correction

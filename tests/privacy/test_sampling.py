@@ -108,6 +108,13 @@ def test_the_chance_of_overflow_is_the_binomial_tail():
     assert sampling.failure(REPLACE, 100) == pytest.approx(tail, rel=1e-9)
 
 
+def test_a_fixed_capacity_is_refused_for_more_records_than_it_is_accounted_for(getkey):
+    query = dpb.privacy.Query("records", 100, 1.0, dpb.Poisson(0.1, capacity=40))
+    with pytest.raises(ValueError, match=r"with 100 records, .* from 1000 rows"):
+        query.read(lambda z: z, jnp.ones(1000), precision="float", key=getkey())
+    query.read(lambda z: z, jnp.ones(90), precision="float", key=getkey())
+
+
 def test_a_fixed_capacity_is_refused_where_the_number_of_records_is_private():
     with pytest.raises(ValueError, match="leave capacity out"):
         dpb.Poisson(0.1, capacity=20).event(1.0, ADD_OR_REMOVE, 100)
