@@ -53,15 +53,15 @@ class F2SA(AbstractJointSolver):
 
     Args:
         num_steps: The number of steps. Static.
-        penalty: The penalty $\lambda$. The bias of the hypergradient falls like $1/\lambda$,
-            the effect of the noise of y and z on it grows like $\lambda$.
+        penalty: The penalty $\lambda$. The bias of the hypergradient falls like
+            $1/\lambda$, the effect of the noise of y and z on it grows like $\lambda$.
         step_size: The step size $\eta$ of $x$, or an optax optimizer fed with $q_x$.
         lower_step_size: The step size $\rho$ of $y$ and $z$, or an optax optimizer fed
             with $q_y$ and $q_z$.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
         cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
-            lower record; it includes the factor $\lambda$. Where no lower record meets x,
-            the unit of $\nabla_x f$.
+            lower record; it includes the factor $\lambda$. Where no lower record meets
+            x, the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.

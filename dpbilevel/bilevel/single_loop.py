@@ -56,14 +56,15 @@ class SingleLoopBilevel(AbstractJointSolver):
         step_size: The step size $\eta$ of $x$, or an optax optimizer fed with $q_x$.
         lower_step_size: The step size $\rho_y$ of $y$, or an optax optimizer fed with
             $q_y$.
-        linear_step_size: The step size $\rho_v$ of $v$, below two over the largest eigenvalue of
-            $\nabla_{yy}^2 g$; or an optax optimizer fed with $q_v$.
+        linear_step_size: The step size $\rho_v$ of $v$, below two over the largest
+            eigenvalue of $\nabla_{yy}^2 g$; or an optax optimizer fed with $q_v$.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
-        hessian_clip_norm: The bound $C_v$ on $\nabla_{yy}^2 g \, v$ of one lower record.
-        cross_clip_norm: The bound $C_x$ on $\nabla_{xy}^2 g \, v$ of one lower record; where no
-            lower record meets x, the unit of $\nabla_x f$.
-        upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one upper
+        hessian_clip_norm: The bound $C_v$ on $\nabla_{yy}^2 g \, v$ of one lower
             record.
+        cross_clip_norm: The bound $C_x$ on $\nabla_{xy}^2 g \, v$ of one lower record;
+            where no lower record meets x, the unit of $\nabla_x f$.
+        upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
+            upper record.
         sampling: How each step's batches are drawn, one per level.
         noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise

@@ -44,8 +44,8 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     Args:
         num_steps: The number of steps. Static.
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
-        step_size: The longest step size $\eta$; or an optax optimizer fed with the released
-            gradient, whose steps are taken as they are.
+        step_size: The longest step size $\eta$; or an optax optimizer fed with the
+            released gradient, whose steps are taken as they are.
         sampling: How each step's batch is drawn.
         noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which iterate is the answer: `Last()`, or `Mean()` of all.
