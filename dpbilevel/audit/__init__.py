@@ -5,7 +5,7 @@ them public or synthetic records only.
 """
 
 from . import debug
-from .canaries import Canary, canaries
+from .canaries import Canary, canaries, worst_case
 from .claims import Claim, event_claim, gaussian_claim, ledger_claims, pure_claim
 from .one_run import OneRun, epsilon_from_guesses, one_run
 from .reuse import NoiseReuse, noise_reuse
@@ -34,4 +34,5 @@ __all__ = [
     "pure_claim",
     "sensitivity_search",
     "trade_off",
+    "worst_case",
 ]

@@ -108,7 +108,8 @@ def canaries(
             f"canaries: {type(solver).__name__} is not bound to sizes; take it from "
             "dpbilevel.calibrate(...).solver or call solver.with_sizes(sizes)."
         )
-    problem, w0 = _problem(solver, x_in_records, coordinates)
+    zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
+    problem, w0 = worst_case(solver, x_in_records, zeros)
     claims = ledger_claims(solver.ledger(problem, solver.sizes))
     schemes = _sampling(solver)
     fixed = any(isinstance(scheme, FixedSize) for scheme in schemes)
@@ -146,37 +147,72 @@ def check_solver(solver: Any, owner: str) -> None:
     _checks.instance(owner, AbstractSolver, solver=solver)
 
 
-def _problem(solver, x_in_records, coordinates) -> tuple[AbstractProblem, PyTree]:
-    """The canary problem of the solver's kind, and its starting point."""
-    zeros = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, coordinates))
-    if isinstance(solver, ExponentialMechanism) and solver.clip_range is None:
-        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
-    if isinstance(solver, RegularizedExponentialMechanism):
-        return _LIPSCHITZ, zeros
-    if isinstance(solver, GradientInformativeBO):
-        return _LINEAR, jnp.ravel(zeros)
-    if isinstance(solver, AbstractAskTellSolver):
-        start = jnp.zeros(optax.tree.size(zeros))
-        return _TILTED if isinstance(solver, RandomSearch) else _SHIFTED, start
+@functools.singledispatch
+def worst_case(
+    solver: AbstractSolver, x_in_records: Any, zeros: PyTree
+) -> tuple[AbstractProblem, PyTree]:
+    """The canary problem of a solver and its starting point, by the solver's class.
+
+    By default they follow from the class of its problems. `worst_case.register` adds
+    those of a class of one's own.
+
+    Args:
+        solver: A calibrated solver, bound to its sizes.
+        x_in_records: Which levels' records meet x.
+        zeros: A start of zeros in one variable.
+
+    Raises:
+        ValueError: No worst case is known.
+    """
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
-    if isinstance(solver, InexactProximalPoint):
-        return _pulled(solver, optax.tree.size(zeros)), zeros
     if issubclass(VariationalInequality, solver.problem_type):
         return _PULL, zeros
-    if solver.basis is Basis.CONSTANTS:
-        return _certified(optax.tree.size(zeros)), (zeros, zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
             f"canaries: no worst case is known for {solver.problem_type.__name__}; "
             "audit on neighbouring data of your own with audit.trade_off."
         )
+    if solver.basis is Basis.CONSTANTS:
+        return _certified(optax.tree.size(zeros)), (zeros, zeros)
     declared = BilevelProblem(_plain, _plain, x_in_records=x_in_records)
     reads = tuple(role for role in LEVELS if declared.reads_x(role))
     problem = _bilevel(reads)
     if "lower" in reads:
         return problem, (zeros, (zeros, jnp.zeros(())))
     return problem, (zeros, zeros)
+
+
+@worst_case.register
+def _(solver: ExponentialMechanism, _, zeros):
+    if solver.clip_range is None:
+        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
+    return _LINEAR, zeros
+
+
+@worst_case.register
+def _(solver: RegularizedExponentialMechanism, _, zeros):
+    return _LIPSCHITZ, zeros
+
+
+@worst_case.register
+def _(solver: InexactProximalPoint, _, zeros):
+    return _pulled(solver, optax.tree.size(zeros)), zeros
+
+
+@worst_case.register
+def _(solver: AbstractAskTellSolver, _, zeros):
+    return _SHIFTED, jnp.zeros(optax.tree.size(zeros))
+
+
+@worst_case.register
+def _(solver: RandomSearch, _, zeros):
+    return _TILTED, jnp.zeros(optax.tree.size(zeros))
+
+
+@worst_case.register
+def _(solver: GradientInformativeBO, _, zeros):
+    return _LINEAR, jnp.ravel(zeros)
 
 
 _LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
