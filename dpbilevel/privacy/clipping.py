@@ -1,5 +1,6 @@
 """The door to the records: clipped means, sealed with their sensitivity."""
 
+import dataclasses
 import enum
 import math
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
-from .floats import is_below, is_finite
+from .factored import Factored, is_factored
+from .floats import floor_log2, is_below, is_finite, power_of_two
 from .grid import Grid
 from .sampling import Batch
 from .summation import GROUP, AbstractSum, FloatSum, GridSum
@@ -264,10 +266,14 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
         keep = fresh & valid if keep is None else fresh & valid & keep
         values = jax.vmap(fun)(chunk)
-        values = jax.tree.map(lambda v: _scaled(v, clip_norm), values)
-        norms = jax.vmap(_norm)(values)
+        values = jax.tree.map(
+            lambda v: _scaled(v, clip_norm), values, is_leaf=is_factored
+        )
+        norms, lengths = jax.vmap(_norms)(values)
         # Read from the bits, so that no option of the compiler skips it.
         keep &= is_below(norms, _LONGEST**1.5)
+        # The places of a record that cancel count for rounding, not for its norm.
+        norms = jnp.maximum(norms, lengths / rule.stretch)
         weights = jnp.where(keep, rule.share / jnp.maximum(norms, rule.share), 0)
         return rule.add(sums, weights, values), None
 
@@ -285,13 +291,15 @@ def _chunks(n: int, rows: int) -> tuple[int, int]:
     return chunks, min(n, even + -even % GROUP)
 
 
-def _scaled(value: Array, clip_norm: Float[Array, ""]) -> Array:
+def _scaled(value: Array | Factored, clip_norm: Float[Array, ""]) -> Array | Factored:
     """The value in units of the clip norm, or a huge number where it is not finite.
 
     Its norm is then too long, and its weight of zero makes zero of all of it, which it
     would not of NaN. Cutting long entries and then the norm is nonexpansive, as is
     cutting the norm alone.
     """
+    if is_factored(value):
+        return _scaled_factors(value, clip_norm)
     dtype = _wide(value.dtype)
     # What is tested and what is counted are read from one place: a compiler that takes
     # NaN for impossible may compute such a value differently for either.
@@ -300,15 +308,64 @@ def _scaled(value: Array, clip_norm: Float[Array, ""]) -> Array:
     return jnp.where(is_finite(value), units, jnp.finfo(dtype).max)
 
 
-def _norm(value: PyTree) -> Float[Array, ""]:
-    """A bound on the norm of one record's value, above all rounding."""
-    leaves = jax.tree.leaves(value)
+def _scaled_factors(value: Factored, clip_norm: Float[Array, ""]) -> Factored:
+    """The same by factors, the left ones with entries of at most 2.
+
+    A power of two goes from the left factors of a record to its right ones, so that no
+    product of theirs overflows.
+    """
+    dtype = _wide(value.dtype)
+    left, right = jax.lax.optimization_barrier(
+        (value.left.astype(dtype), value.right.astype(dtype))
+    )
+    finite = is_finite(left).all((1, 2)) & is_finite(right).all((1, 2))
+    finite = finite[:, None, None]
+    left = jnp.where(finite, left, 0)
+    largest = jnp.max(jnp.abs(left), axis=(1, 2), keepdims=True)
+    normal = largest >= jnp.finfo(dtype).tiny
+    scale = jnp.where(normal, power_of_two(floor_log2(largest), dtype), 1)
+    units = right * (1 / clip_norm).astype(dtype) * scale
+    units = jnp.clip(units, -_LONGEST, _LONGEST)
+    right = jnp.where(finite, units, jnp.finfo(dtype).max)
+    return dataclasses.replace(value, left=left / scale, right=right)
+
+
+def _norms(value: PyTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Bounds on the norm of one record's value, above all rounding.
+
+    The second one is of the factored leaves, without what their places cancel.
+    """
+    leaves = jax.tree.leaves(value, is_leaf=is_factored)
     dtype = max((v.dtype for v in leaves), key=lambda kind: jnp.finfo(kind).bits)
-    size = sum(v.size for v in leaves)
-    squares = jnp.stack([jnp.sum(v * v).astype(dtype) for v in leaves])
-    # Worst-case relative rounding of a sum of `size` squares, halved by the root.
     epsilon = max(float(jnp.finfo(v.dtype).eps) for v in leaves)
-    return jnp.sqrt(jnp.sum(squares)) * (1 + (size + 32) * epsilon / 4)
+    parts = [
+        _squares(v) if is_factored(v) else (jnp.sum(v * v), jnp.zeros((), v.dtype))
+        for v in leaves
+    ]
+    squares, lengths = (
+        jnp.sqrt(jnp.sum(jnp.stack([v.astype(dtype) for v in column])))
+        for column in zip(*parts, strict=True)
+    )
+    size = sum(v.left.size + v.right.size if is_factored(v) else v.size for v in leaves)
+    # Worst-case relative rounding of a sum of `size` squares, halved by the root.
+    margin = 1 + (size + 32) * epsilon / 4
+    return squares * margin, lengths * margin
+
+
+def _squares(value: Factored) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    r"""$\|\sum_t l_t r_t^\top\|^2$, at least, and $(\sum_t |l_t| |r_t|)^2$."""
+    left, right = value.left, value.right
+    lefts, rights = (jnp.sum(v * v, axis=1) for v in (left, right))
+    if len(left) == 1:
+        square = (lefts * rights)[0]
+        return square, square
+    products = (jnp.matmul(v, v.T, precision="highest") for v in (left, right))
+    square = jnp.sum(jnp.multiply(*products))
+    length = jnp.sum(jnp.sqrt(lefts) * jnp.sqrt(rights)) ** 2
+    # Each of the products is off by at most its number of terms.
+    terms = left.shape[1] + right.shape[1] + len(left) ** 2 + 32
+    error = terms * float(jnp.finfo(left.dtype).eps)
+    return jnp.maximum(square, 0) + error * length, length
 
 
 def _value_of(fun, records) -> PyTree:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import math
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
+from .factored import Factored, is_factored, unfactored
 from .floats import floor_log2, power_of_two
 from .grid import Grid, wide_integers
 
@@ -18,7 +20,9 @@ from .grid import Grid, wide_integers
 GROUP = 64
 # C / m in steps of the grid.
 _BITS = 23
+_STRETCH = 16.0
 _ROOM = 30  # bits between a contribution and what of it is flushed to zero
+_HIGHEST = jax.lax.Precision.HIGHEST
 # Below these a contribution, or the step of a grid for it, may not be a normal number.
 _LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.0**-900}
 
@@ -40,6 +44,44 @@ class AbstractSum(abc.ABC):
     n: int
 
     @property
+    def shapes(self) -> PyTree:
+        """`value` with arrays instead of their factors."""
+        return unfactored(self.value)
+
+    @property
+    def places(self) -> int:
+        """The most places of a factored leaf; 0 where there is none."""
+        leaves = jax.tree.leaves(self.value, is_leaf=is_factored)
+        return max((v.left.shape[0] for v in leaves if is_factored(v)), default=0)
+
+    @property
+    def group(self) -> int:
+        """Rows that are summed in floating point, so that their places are few."""
+        return (
+            GROUP
+            if self.places <= 1
+            else 2 ** max(0, int(math.log2(GROUP // 2 // self.places or 1)))
+        )
+
+    @property
+    def stretch(self) -> float:
+        r"""$\Lambda$: how far the places of a record may cancel before it counts less."""
+        return 1.0 if self.places <= 1 else _STRETCH
+
+    @property
+    def rounding(self) -> float:
+        r"""How far one record moves the rounding of its group, in clip norms.
+
+        Products of factors are summed over the $m$ places of a group of $k$ rows. Such
+        a sum is off by at most $\gamma_{m + 2} \sum_i w_i \sum_t |l_t| |r_t|$, of
+        which every record has at most $\Lambda$ clip norms, on both of two neighbours.
+        """
+        if not self.places:
+            return 0.0
+        terms = self.group * self.places + 2
+        return 2 * 1.01 * terms * 2.0**-24 * self.group * self.stretch
+
+    @property
     @abc.abstractmethod
     def share(self) -> float:
         """The share of the clip norm that a value may fill before it is added."""
@@ -59,7 +101,7 @@ class AbstractSum(abc.ABC):
     @property
     def contribution(self) -> Float[Array, ""]:
         """$C / m$ in the widest dtype of the values, or 0 where it is out of range."""
-        double = any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.value))
+        double = any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.shapes))
         wide = jnp.dtype("float64" if double else "float32")
         clip_norm, denominator = (
             jax.lax.stop_gradient(v).astype(wide)
@@ -82,7 +124,7 @@ class FloatSum(AbstractSum):
     @property
     @override
     def share(self) -> float:
-        return 1.0
+        return 1.0 - self.rounding
 
     @property
     def contribution(self) -> Float[Array, ""]:
@@ -92,7 +134,7 @@ class FloatSum(AbstractSum):
         finite.
         """
         contribution = super().contribution
-        infos = [jnp.finfo(v.dtype) for v in jax.tree.leaves(self.value)]
+        infos = [jnp.finfo(v.dtype) for v in jax.tree.leaves(self.shapes)]
         least = max((float(info.tiny) for info in infos), default=0.0) * 2.0**_ROOM
         most = min((float(info.max) for info in infos), default=math.inf)
         most /= 4 * max(self.n, 1)
@@ -101,15 +143,16 @@ class FloatSum(AbstractSum):
 
     @override
     def empty(self, rows: int) -> PyTree:
-        groups = -(-rows // GROUP)
+        groups = -(-rows // self.group)
         zeros = jax.tree.map(
-            lambda v: jnp.zeros((groups, *v.shape), v.dtype), self.value
+            lambda v: jnp.zeros((groups, *v.shape), v.dtype), self.shapes
         )
         return zeros, zeros  # the totals and what they round away
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """One batched product, one compensated addition."""
-        return _two_sum(sums, jax.tree.map(lambda v: _group_sums(weights, v), values))
+        add = functools.partial(_group_sums, weights, self.group)
+        return _two_sum(sums, jax.tree.map(add, values, is_leaf=is_factored))
 
     @override
     def mean(self, sums: PyTree) -> PyTree:
@@ -135,13 +178,16 @@ class GridSum(AbstractSum):
     @property
     def share(self) -> float:
         """One less the norm of half a step in every coordinate, and a rounding."""
-        size = sum(v.size for v in jax.tree.leaves(self.value))
-        return 1 - math.sqrt(size) * 2.0 ** -(_BITS + 1) - 2.0**-20
+        size = sum(v.size for v in jax.tree.leaves(self.shapes))
+        # Sums of groups are rounded on both of two neighbours.
+        halves = 2 if self.places else 1
+        rounded = halves * math.sqrt(size) * 2.0 ** -(_BITS + 1)
+        return 1 - rounded - self.rounding - 2.0**-20
 
     @override
     def empty(self, rows: int) -> PyTree:
         with wide_integers():
-            return jax.tree.map(lambda v: jnp.zeros(v.shape, jnp.int64), self.value)
+            return jax.tree.map(lambda v: jnp.zeros(v.shape, jnp.int64), self.shapes)
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """Rounds to whole steps and adds."""
@@ -154,6 +200,8 @@ class GridSum(AbstractSum):
         weights = weights * steps.astype(weights.dtype)
 
         def count(total, v):
+            if is_factored(v):
+                return count_groups(total, v)
             weight = jnp.expand_dims(weights.astype(v.dtype), range(1, v.ndim))
             v = jax.lax.stop_gradient(v * weight)
             with wide_integers():
@@ -163,11 +211,19 @@ class GridSum(AbstractSum):
                 sums = jnp.sum(groups, axis=1, dtype=jnp.int32)
                 return total + jnp.sum(sums.astype(jnp.int64), axis=0)
 
+        def count_groups(total, v):
+            groups = jax.lax.stop_gradient(_group_sums(weights, self.group, v))
+            with wide_integers():
+                counts = jnp.round(groups).astype(jnp.int32)
+                most = self.group * largest
+                counts = jnp.clip(counts, -most, most)
+                return total + jnp.sum(counts.astype(jnp.int64), axis=0)
+
         return jax.tree.map(count, sums, values)
 
     @override
     def mean(self, sums: PyTree) -> Grid:
-        dtypes = tuple(v.dtype for v in jax.tree.leaves(self.value))
+        dtypes = tuple(v.dtype for v in jax.tree.leaves(self.shapes))
         exponent = floor_log2(self.contribution) - _BITS
         return Grid(sums, exponent, self.contribution, dtypes)
 
@@ -178,14 +234,22 @@ def split(values: Array, size: int) -> Array:
     return jnp.pad(values, padding).reshape(-1, size, *values.shape[1:])
 
 
-def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
-    group = min(GROUP, len(weights))
+def _group_sums(
+    weights: Float[Array, " n"], size: int, values: Array | Factored
+) -> Array:
+    """The weighted sums of groups of rows, in floating point."""
+    size = min(size, len(weights))
+    if is_factored(values):
+        weights = weights.astype(values.dtype)[:, None, None]
+        left, right = (split(v, size) for v in (values.left, weights * values.right))
+        product = jnp.einsum("gktp,gktq->gpq", left, right, precision=_HIGHEST)
+        return jax.vmap(values.folded)(product)
     # Products run in reduced precision on accelerators unless told otherwise.
     return jnp.einsum(
         "gr,gr...->g...",
-        split(weights.astype(values.dtype), group),
-        split(values, group),
-        precision=jax.lax.Precision.HIGHEST,
+        split(weights.astype(values.dtype), size),
+        split(values, size),
+        precision=_HIGHEST,
     )
 
 
