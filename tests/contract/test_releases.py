@@ -74,7 +74,12 @@ def matches(notes, ledger, adaptive):
 
 @solvers
 def test_releases_made_equal_the_ledger_in_number_and_scale(name):
-    assert matches(*unrolled(name))
+    made, ledger, adaptive = unrolled(name)
+    scales = sorted(note[:2] for note in made)
+    text = (
+        f"{len(made)} releases (strength, scale) {scales}, but the ledger is {ledger}"
+    )
+    assert matches(made, ledger, adaptive), text
 
 
 @solvers
