@@ -1,7 +1,7 @@
-"""What solvers release is what their ledgers claim: number, noise and sensitivity.
+"""Releases are what their ledger claims: in number, noise and sensitivity.
 
-That nothing but releases reads records is in test_contract, that batches are drawn as is
-accounted for in tests/attacks/test_keys.py and the audits.
+That nothing but releases reads records is tested in test_contract, that batches are
+drawn as is accounted for in tests/attacks/test_keys.py and by the audits.
 """
 
 import dataclasses
