@@ -63,8 +63,8 @@ def _section(kind: type, title: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text for a cell of a table."""
-    return " ".join(text.split()).replace("|", r"\|")
+    """Text for a cell of a table, in which no bar may stand for itself."""
+    return " ".join(text.split()).replace(r"\|", r"\Vert ").replace("|", r"\|")
 
 
 def _source(kind: type) -> str:

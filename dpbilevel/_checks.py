@@ -1,6 +1,7 @@
 """Checks of arguments and of annotated fields: one wording for every refusal."""
 
 import dataclasses
+import enum
 import functools
 import math
 import os
@@ -73,10 +74,24 @@ def proper_fraction(owner: str, **values: object) -> None:
     _require(owner, values, lambda v: 0 <= v < 1, "at least 0 and below 1")
 
 
-def _kind(value: object) -> str:
-    """What was given, without what is in it: it may be the records themselves."""
-    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"a {type(value).__name__}{length}"
+def shown(value: Any) -> str:
+    """A wrong value in a message; of what may hold records its kind and size alone."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else f"{value[:40]}...")
+    if value is None or isinstance(value, bool | int | float | enum.Enum):
+        return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if concrete(value) and np.ndim(value) == 0:
+        return str(value)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {value.shape}"
+    if isinstance(value, tuple) and len(value) <= 8:
+        return f"({', '.join(map(shown, value))})"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    name = getattr(value, "__name__", None)
+    return f"the function {name}" if name else f"a {type(value).__name__}"
 
 
 def floats(value: Any) -> Any:
@@ -96,7 +111,7 @@ def budget_split(owner: str, value: object, *parts: str) -> None:
         *first, last = parts
         raise ValueError(
             f"{owner}: budget_split must be {len(parts)} positive numbers, for "
-            f"{', '.join(first)} and {last}, got {_kind(value)}."
+            f"{', '.join(first)} and {last}, got {shown(value)}."
         )
     for number in value:
         dtype = getattr(number, "dtype", float)
@@ -112,19 +127,28 @@ def count(owner: str, **values: object) -> None:
     for name, value in values.items():
         whole = isinstance(value, int | np.integer)
         if not whole or isinstance(value, bool) or value < 1:
-            # An array may be the records themselves, given in the wrong place.
-            shape = getattr(value, "shape", ())
-            got = f"an array of shape {shape}" if shape else repr(value)
             raise ValueError(
-                f"{owner}: {name} must be an integer of at least 1, got {got}."
+                f"{owner}: {name} must be an integer of at least 1, got {shown(value)}."
             )
 
 
 def one_of(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
     """Raises `ValueError` unless `value` is among `allowed`."""
     options = list(allowed)
-    if value not in options:
-        raise ValueError(f"{owner}: {name} must be one of {options}, got {value!r}.")
+    if hasattr(value, "shape") or value not in options:
+        got = shown(value)
+        raise ValueError(f"{owner}: {name} must be one of {options}, got {got}.")
+
+
+# What to write where an instance of a class is expected.
+_SUCH_AS = {
+    "AbstractSampling": "dpb.Poisson(rate=0.1) or dpb.FullBatch()",
+    "AbstractOutput": "dpb.outputs.Mean() or dpb.outputs.Last()",
+    "PrivacyBudget": "dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)",
+    "Sizes": 'dpb.Sizes(upper=1000, lower=5000, people="disjoint")',
+    "AbstractSet": "dpb.sets.Ball(1.0)",
+    "Gaussian": "dpb.privacy.Gaussian()",
+}
 
 
 def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> None:
@@ -135,9 +159,11 @@ def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> Non
         if not isinstance(value, kinds):
             got = value if isinstance(value, type) else type(value)
             what = "the class" if isinstance(value, type) else "an instance of"
+            such = [_SUCH_AS[k.__name__] for k in kinds if k.__name__ in _SUCH_AS]
+            remedy = f" Give {' or '.join(such)}." if such else ""
             raise TypeError(
                 f"{owner}: {name} must be an instance of {names}, got {what} "
-                f"{got.__name__}."
+                f"{got.__name__}.{remedy}"
             )
 
 
@@ -145,7 +171,7 @@ def function(owner: str, **values: object) -> None:
     """Raises `TypeError` unless every value can be called."""
     for name, value in values.items():
         if not callable(value):
-            raise TypeError(f"{owner}: {name} must be a function, got {_kind(value)}.")
+            raise TypeError(f"{owner}: {name} must be a function, got {shown(value)}.")
 
 
 def leading_axis(name: str, records: PyTree) -> int:
@@ -205,7 +231,7 @@ def _require(owner, values, holds, words) -> None:
         known = concrete(value) and not isinstance(value, bool)
         # On the host: comparing a device array inside a trace would not give a truth.
         if not known or not (math.isfinite(float(value)) and holds(float(value))):
-            raise ValueError(f"{owner}: {name} must be {words}, got {value!r}.")
+            raise ValueError(f"{owner}: {name} must be {words}, got {shown(value)}.")
 
 
 # Known on the host, or inside a program.

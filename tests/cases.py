@@ -1,8 +1,8 @@
 """Cases of solvers; they stand beside the tests of each algorithm and are found here.
 
-A test module of an algorithm has `CONTRACT`, small runs for the contract suite with the
-first of each class in its short form, and `AUDITS`, calibrated solvers for the audits on
-canary records.
+A test module of an algorithm has `CONTRACT`, small runs for the contract suite (the
+first of each class is in its short form), and `AUDITS`, calibrated solvers for the
+audits on canary records.
 """
 
 import dataclasses

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
+from .. import _checks
 from ..privacy.noise import PRNGKey
 
 _FEWEST = 1000
@@ -29,7 +30,8 @@ def check_arguments(run: Any, claim: Any, runs: Any) -> None:
             "audit.pure_claim(epsilon)."
         )
     if not isinstance(runs, int | np.integer) or isinstance(runs, bool):
-        raise TypeError(f"trade_off: runs must be an integer, got {runs!r}.")
+        got = _checks.shown(runs)
+        raise TypeError(f"trade_off: runs must be an integer, got {got}.")
     if runs < _FEWEST:
         raise ValueError(
             f"trade_off: runs must be at least {_FEWEST} to show anything, got {runs}."

@@ -82,7 +82,12 @@ def source_weighting(
                 f"source_weighting: x must have shape ({num_sources},), one entry per "
                 f"source, got {jnp.shape(x)}."
             )
-        index = source(record)
+        index = jnp.asarray(source(record))
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(
+                "source_weighting: the source of a record must be an integer in "
+                f"[0, {num_sources}), got {index.dtype}."
+            )
         known = (index >= 0) & (index < num_sources)
         weight = source_weights(x, parametrization)[jnp.where(known, index, 0)]
         # A record of no known source has no influence, whoever solves the problem.

@@ -128,7 +128,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         ):
             raise TypeError(
                 f"{owner}: inner must be a solver of a one-level problem, such as "
-                f"NoisyGD, got {type(self.inner).__name__}."
+                f"NoisyGD, got {_checks.shown(self.inner)}."
             )
         check_fields(self)
         parts = "lower solves", "penalized solves", "outer gradients"

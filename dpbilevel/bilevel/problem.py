@@ -82,8 +82,8 @@ class BilevelProblem(AbstractProblem):
         owner = "BilevelProblem"
         for name in ("upper", "lower", "upper_public", "lower_public"):
             term = getattr(self, name)
-            if not callable(term) and not (term is None and "public" in name):
-                raise TypeError(f"{owner}: {name} must be a function, got {term!r}.")
+            if term is not None or "public" not in name:
+                _checks.function(owner, **{name: term})
         _checks.instance(owner, AbstractSet, x_set=self.x_set, y_set=self.y_set)
         kinds = (Constants, AbstractCertificate, type(None))
         _checks.instance(owner, kinds, constants=self.constants)

@@ -151,7 +151,11 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
         {
             AbstractSolver: one_level,
             AbstractSampling: public_classes(AbstractSampling),
-            AbstractOutput: public_classes(AbstractOutput),
+            AbstractOutput: {
+                name: rule
+                for name, rule in public_classes(AbstractOutput).items()
+                if not rule.needs_key  # which no solver of a config gives it
+            },
         },
         _mechanisms(neighbours),
         frozenset({"sizes", "dtype"}),

@@ -52,6 +52,11 @@ class AbstractTask(abc.ABC):
     places: ClassVar[str] = ""
     declared: ClassVar[str] = "{}"
 
+    @property
+    def count(self) -> int:
+        """The number of places that `[model]` declares; 0 where records have none."""
+        return 0
+
     def check(self, data: Any, place: Place) -> None:
         """Raises `ValueError` where data lack what the task reads, or have more.
 
@@ -59,7 +64,7 @@ class AbstractTask(abc.ABC):
             data: What `[data]` describes.
             place: That table.
         """
-        wanted = len(self.names(data.blocks))
+        wanted = self.count
         for name, kind in {"sources": Sources, "groups": Groups}.items():
             found, where = getattr(data, name), place.child(name)
             if found is None and name == self.places:
@@ -120,6 +125,11 @@ class SourceWeightingTask(AbstractTask):
     two_levels = True
     places = "sources"
     declared = "num_sources = {}"
+
+    @property
+    @override
+    def count(self) -> int:
+        return self.num_sources
 
     def __post_init__(self):
         _checks.count("source_weighting", num_sources=self.num_sources)
@@ -230,6 +240,11 @@ class GroupTask(AbstractTask):
     two_levels = False
     places = "groups"
     declared = "{} shares"
+
+    @property
+    @override
+    def count(self) -> int:
+        return len(self.shares)
 
     def __post_init__(self):
         self.problem(())

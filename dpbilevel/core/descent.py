@@ -34,8 +34,9 @@ def check_step_sizes(owner: str, **values: Any) -> None:
             continue
         if callable(value):
             raise ValueError(
-                f"{owner}: {name} must be a positive number or an optax optimizer, got "
-                f"{value!r}. Pass a schedule as {name}=optax.sgd(schedule)."
+                f"{owner}: {name} must be a positive number or an optax optimizer such "
+                f"as optax.adam(0.1), got {_checks.shown(value)}. Pass a schedule as "
+                f"{name}=optax.sgd(schedule)."
             )
         if value is None:
             raise ValueError(

@@ -64,7 +64,8 @@ class Sizes:
         _checks.count("Sizes", upper=upper, lower=lower)
         if not isinstance(people, People):
             _checks.one_of("Sizes", "people", people, [known.value for known in People])
-        fields = {"upper": upper, "lower": lower, "people": People(people)}
+        counts = {"upper": int(upper), "lower": int(lower)}
+        fields = counts | {"people": People(people)}
         for name, value in fields.items():
             object.__setattr__(self, name, value)  # frozen
         if self.people is People.SHARED and upper != lower:

@@ -138,6 +138,7 @@ def fit(
         under add-or-remove-one they are private, so use `calibrate` with public sizes
         and `solve` instead.
     """
+    solver_for(problem, solver, "fit")
     if solver.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
         raise ValueError(
             "fit: takes the sizes from the data, but under add-or-remove-one the "
@@ -145,7 +146,6 @@ def fit(
             "solve."
         )
     check_key(key)
-    solver_for(problem, solver, "fit")
     problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)

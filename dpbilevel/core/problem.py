@@ -69,7 +69,8 @@ class AbstractOneLevel(AbstractProblem):
         """
         if people is not None:
             raise TypeError(
-                f"people={people!r} is for two levels; {type(self).__name__} has one."
+                f"people={_checks.shown(people)} is for two levels; "
+                f"{type(self).__name__} has one."
             )
         return one_level(data)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import PyTree
 from typing_extensions import override
 
@@ -106,7 +107,8 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         Args:
             sizes: `Sizes` for two levels, an integer for one.
         """
-        changes: dict[str, Any] = {"sizes": sizes}
+        whole = isinstance(sizes, np.integer)  # a NumPy integer would not be static
+        changes: dict[str, Any] = {"sizes": int(sizes) if whole else sizes}
         return dataclasses.replace(self, **changes)
 
     def with_counts(self, problem: Problem, sizes: Any = None) -> Self:

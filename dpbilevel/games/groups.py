@@ -238,7 +238,7 @@ def _game(
     if not callable(group):
         raise TypeError(
             f"{owner}: group must be a function that reads the group of a record, got "
-            f"{group!r}."
+            f"{_checks.shown(group)}."
         )
     constants: dict[str, Any] = {}
     if isinstance(loss, AbstractLinearModel):
@@ -247,7 +247,7 @@ def _game(
     elif not callable(loss) or isinstance(loss, type):
         raise TypeError(
             f"{owner}: loss must be a function of (x, record) or a linear model such "
-            f"as Logistic(), got {loss!r}."
+            f"as Logistic(), got {_checks.shown(loss)}."
         )
     scale, public = 1.0 if scale is None else float(scale), None
     if ridge or strength:
@@ -351,8 +351,8 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
     if not good or not np.sum(values) <= 1 + 1e-6:  # shares may be rounded
         raise ValueError(
             f"{owner}: shares must be positive numbers of sum at most 1, one per "
-            f"group, got {shares!r}. Declare them from public knowledge; a group "
-            "without records needs no share."
+            f"group, got {_checks.shown(shares)}. Declare them from public knowledge; "
+            "a group without records needs no share."
         )
     return values
 

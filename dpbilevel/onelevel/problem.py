@@ -74,8 +74,7 @@ class FiniteSum(AbstractFiniteSum):
             _checks.positive("FiniteSum", lipschitz=self.lipschitz)
         if self.smoothness is not None:
             _checks.non_negative("FiniteSum", smoothness=self.smoothness)
-        if not callable(self.loss):
-            raise TypeError(f"FiniteSum: loss must be a function, got {self.loss!r}.")
+        _checks.function("FiniteSum", loss=self.loss)
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
         r"""$\nabla_w \ell(w, z)$ of one record."""
@@ -105,7 +104,8 @@ def check_start(w0: PyTree) -> None:
     """Refuses a start, public or private already, that is not floats that are finite.
 
     Raises:
-        ValueError: A leaf is not a floating-point array, or holds NaN or infinity.
+        ValueError: A leaf is not a floating-point array of float32 or float64, or holds
+            NaN or infinity.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(w0):
         dtype = getattr(leaf, "dtype", None)
@@ -116,6 +116,12 @@ def check_start(w0: PyTree) -> None:
                 f"{type(leaf).__name__ if dtype is None else dtype}. Convert numbers "
                 "with jnp.asarray(..., float); split other leaves off, as "
                 "equinox.partition(model, equinox.is_inexact_array) does."
+            )
+        if jnp.finfo(dtype).bits < 32:
+            raise ValueError(
+                f"w0{jax.tree_util.keystr(path)} is {dtype}: released values are of "
+                "float32 or float64. Start there, as w0.astype(jnp.float32); records "
+                "may be of half precision."
             )
         if _checks.concrete(leaf) and not np.isfinite(np.asarray(leaf, float)).all():
             raise ValueError(
@@ -130,6 +136,7 @@ def check_set(name: str, feasible: AbstractSet, start: PyTree) -> None:
     Raises:
         ValueError: Projecting the point fails or changes its shape.
     """
+    start = jax.eval_shape(lambda w: w, start)  # as JAX will hold it
     shapes = jax.tree.map(lambda v: f"{v.dtype}{list(v.shape)}", start)
     try:
         point = jax.eval_shape(feasible.project, start)  # no value is computed

@@ -54,6 +54,7 @@ class PrivacyBudget:
     def __post_init__(self):
         _checks.positive("PrivacyBudget", epsilon=self.epsilon)
         _checks.non_negative("PrivacyBudget", delta=self.delta)
+        _ = float(self.epsilon)  # raises inside a program: plans are made on the host
         if self.delta >= 1:
             raise ValueError(
                 f"PrivacyBudget: delta must be below 1, got {self.delta}; a delta of 1 "

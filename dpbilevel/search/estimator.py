@@ -293,12 +293,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
             raise TypeError(
                 "PrivateSearch: estimator must be a scikit-learn estimator such as "
-                f"Ridge(), an instance, got {estimator!r}."
+                f"Ridge(), an instance, got {_checks.shown(estimator)}."
             )
         if self.losses is not None and not callable(self.losses):
             raise TypeError(
                 "PrivateSearch: losses must be a function of (estimator, X, y) that "
-                f"returns every row's loss, got {self.losses!r}."
+                f"returns every row's loss, got {_checks.shown(self.losses)}."
             )
         if self.training_mu is not None and None in (self.solver, self.losses):
             raise ValueError(

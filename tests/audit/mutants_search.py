@@ -108,7 +108,7 @@ class RepeatsUntilTheRawLossIsGood(dpb.search.RepeatAndSelect):
 
 def tilted(kind):
     """A selection where a record moves two points against each other."""
-    solver = planned_selection(kind, 40, mean=5.0, scale=4.0)
+    solver = planned_selection(kind, num_steps=40, mean=5.0, scale=4.0)
     canary = audit.canaries(solver)["records"]
     problem = audit.canaries(planned_random_search())["records"].problem
     return audit.trade_off(

@@ -1,6 +1,6 @@
-"""Prints what was measured on every solver: python -m tests.audit.table [RUNS]."""
+"""Prints what was measured on every solver: python -m tests.audit.table [NAME]."""
 
-import sys
+import argparse
 
 import jax
 
@@ -35,21 +35,27 @@ def labels():
     yield from MECHANISMS
 
 
-def rows(runs):
+def rows(runs, start):
     for name in found("AUDITS"):
-        for outcome in outcomes(name, runs):
-            person = outcome.name.split(", ")[1]
-            yield label(name, person), outcome, rejected(name)
+        if name.startswith(start):
+            for outcome in outcomes(name, runs):
+                person = outcome.name.split(", ")[1]
+                yield label(name, person), outcome, rejected(name)
     for name in MECHANISMS:
-        sound = next(mutant.sound for mutant in MUTANTS.values() if mutant.of == name)
-        yield name, sound(), rejected(name)
+        if name.startswith(start):
+            mutants = MUTANTS.values()
+            sound = next(mutant.sound for mutant in mutants if mutant.of == name)
+            yield name, sound(), rejected(name)
 
 
 def main():
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else LONG
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", nargs="?", default="", help="how the rows begin")
+    parser.add_argument("--runs", type=int, default=LONG, help="runs a side")
+    given = parser.parse_args()
     print("| mechanism | claimed mu | measured mu, at least | runs a side | mutants |")
     print("|---|---|---|---|---|")
-    for label, outcome, mutants in rows(runs):
+    for label, outcome, mutants in rows(given.runs, given.name):
         print(
             f"| {label} | {outcome.claimed_mu:.3f} | {outcome.measured_mu:.3f} "
             f"| {outcome.runs} | {mutants} |",

@@ -38,12 +38,12 @@ CONTRACT = {
 }
 
 
-def planned_random_search(kind=dpb.search.RandomSearch, **fields):
-    return planned(kind(16, 1.0, **fields))
+def planned_random_search(kind=dpb.search.RandomSearch, scale=1.0, **fields):
+    return planned(kind(16, 1.0, **fields), scale=scale)
 
 
-def planned_ucb(kind=dpb.search.NoisyUCB, **fields):
-    return planned(kind(3, 1.0, num_candidates=4, **fields))
+def planned_ucb(kind=dpb.search.NoisyUCB, scale=1.0, **fields):
+    return planned(kind(3, 1.0, num_candidates=4, **fields), scale=scale)
 
 
 AUDITS = {

@@ -36,8 +36,9 @@ CONTRACT = {
 }
 
 
-def planned_selection(kind=dpb.search.RepeatAndSelect, num_steps=16, **fields):
-    return planned(kind(num_steps, 1.0, **({"mean": 2.0} | fields)))
+def planned_selection(kind=dpb.search.RepeatAndSelect, scale=1.0, **fields):
+    solver = kind(**({"num_steps": 16, "clip_range": 1.0, "mean": 2.0} | fields))
+    return planned(solver, scale=scale)
 
 
 AUDITS = {
