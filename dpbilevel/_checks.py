@@ -86,8 +86,6 @@ def shown(value: Any) -> str:
         return str(value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {value.shape}"
-    if isinstance(value, tuple) and len(value) <= 8:
-        return f"({', '.join(map(shown, value))})"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     name = getattr(value, "__name__", None)
