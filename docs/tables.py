@@ -92,7 +92,7 @@ def algorithms() -> str:
     rows = (
         (
             path(name, kind),
-            _plain(inspect.getdoc(kind).split("\n")[0]).rstrip("."),
+            _plain((inspect.getdoc(kind) or "").split("\n")[0]).rstrip("."),
             _source(kind),
             _rests_on(kind),
         )
