@@ -46,8 +46,8 @@ KINDS = {
 
 def solvers() -> dict[str, type]:
     """The public solvers by name, package by package."""
-    found = public_classes(dpb.AbstractSolver)
-    return dict(sorted(found.items(), key=lambda pair: (pair[1].__module__, pair[0])))
+    kinds = public_classes(dpb.AbstractSolver)
+    return dict(sorted(kinds.items(), key=lambda pair: (pair[1].__module__, pair[0])))
 
 
 def _table(*rows: tuple[str, ...]) -> str:
@@ -58,8 +58,8 @@ def _table(*rows: tuple[str, ...]) -> str:
 def _section(kind: type, title: str) -> str:
     """A section of a class docstring, without its indentation."""
     doc = inspect.getdoc(kind) or ""
-    found = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
-    return inspect.cleandoc(found[1]) if found else ""
+    section = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
+    return inspect.cleandoc(section[1]) if section else ""
 
 
 def _plain(text: str) -> str:
@@ -92,7 +92,7 @@ def algorithms() -> str:
     rows = (
         (
             path(name, kind),
-            _plain(inspect.getdoc(kind).split("\n")[0]).rstrip("."),
+            _plain((inspect.getdoc(kind) or "").split("\n")[0]).rstrip("."),
             _source(kind),
             _rests_on(kind),
         )
@@ -136,25 +136,30 @@ def _default(field: dataclasses.Field) -> str:
 
 def _meanings(kind: type) -> dict[str, str]:
     """What the docstring says of each argument, without what concerns programs."""
-    found = re.findall(
-        r"^(\w+): ((?:.*\n?)(?:    .*\n?)*)", _section(kind, "Args"), re.M
-    )
+    entry = re.compile(r"^(\w+): ((?:.*\n?)(?:    .*\n?)*)", re.MULTILINE)
     return {
         name: re.sub(r" Static\.|[,;] or an optax optimizer[^.]*", "", _plain(text))
-        for name, text in found
+        for name, text in entry.findall(_section(kind, "Args"))
     }
 
 
 def keys() -> str:
-    """The config page's table of the keys of every solver."""
+    """The config page's table of the keys of every solver.
+
+    Raises:
+        ValueError: A docstring does not describe a field.
+    """
     rows = []
     for name, kind in solvers().items():
+        fields = dataclasses.fields(kind) if kind.in_config else ()
         meanings = _meanings(kind)
-        rows += [
-            (f"`{name}`", f"`{f.name}`", _type(f.type), _default(f), meanings[f.name])
-            for f in dataclasses.fields(kind)
-            if kind.in_config and f.name not in NOT_KEYS
-        ]
+        for field in fields:
+            if field.name in NOT_KEYS:
+                continue
+            if field.name not in meanings:
+                raise ValueError(f"{name}: its docstring must describe {field.name}.")
+            key = f"`{name}`", f"`{field.name}`", _type(field.type), _default(field)
+            rows.append((*key, meanings[field.name]))
     return _table(("solver", "key", "type", "default", "meaning"), *rows)
 
 

@@ -75,7 +75,10 @@ def proper_fraction(owner: str, **values: object) -> None:
 
 
 def shown(value: Any) -> str:
-    """A wrong value in a message; of what may hold records its kind and size alone."""
+    """Describes a wrong value for a message.
+
+    Arrays, dicts and lists may hold records: their kind and size are shown alone.
+    """
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else f"{value[:40]}...")
     if value is None or isinstance(value, bool | int | float | enum.Enum):

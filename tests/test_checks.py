@@ -1,11 +1,15 @@
-"""Checks of fields by their annotations."""
+"""Checks of fields by their annotations, and what refusals show."""
 
 import math
 from typing import Literal
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import dpbilevel as dpb
 from dpbilevel._checks import Checked, Count, Positive
 
 
@@ -58,3 +62,63 @@ def test_annotations_that_are_texts_are_checked_too():
     assert Texts(1.0).clip == 1.0
     with pytest.raises(ValueError, match="Texts: clip must be positive"):
         Texts(-1.0)
+
+
+SECRET = 0.123456
+RECORDS = {
+    "dict": {"features": np.full((3, 2), SECRET)},
+    "list": [SECRET, SECRET],
+    "tuple": (SECRET, SECRET),
+    "array": np.full((3, 2), SECRET),
+    "JAX array": jnp.full((3, 2), SECRET),
+}
+MISPLACED = {
+    "sizes": lambda value: dpb.calibrate(SUM, DESCENT, BUDGET, sizes=value),
+    "loss": dpb.FiniteSum,
+    "upper": lambda value: dpb.BilevelProblem(value, dpb.logistic_loss),
+    "people": lambda value: dpb.Sizes(3, 3, value),
+    "budget": lambda value: dpb.calibrate(SUM, DESCENT, value, sizes=3),
+    "step_size": lambda value: dpb.NoisyGD(3, 1.0, step_size=value),
+    "clip_norm": lambda value: dpb.NoisyGD(3, value, step_size=0.1),
+}
+SUM = dpb.FiniteSum(dpb.logistic_loss)
+DESCENT = dpb.NoisyGD(3, 1.0, step_size=0.1)
+BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+@pytest.mark.parametrize("place", MISPLACED)
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_in_a_wrong_place_are_refused_without_their_values(place, kind):
+    with pytest.raises((TypeError, ValueError)) as error:
+        MISPLACED[place](RECORDS[kind])
+    assert "0.12" not in str(error.value)
+
+
+def test_numpy_integers_are_sizes_and_numpy_floats_a_start():
+    records = {"features": np.eye(4), "label": np.ones(4)}
+    plan = dpb.calibrate(SUM, DESCENT, BUDGET, sizes=np.int64(4))
+    assert type(plan.solver.sizes) is int
+    found = dpb.solve(SUM, plan.solver, records, np.zeros(4), key=jax.random.key(0))
+    assert found.value.dtype == jnp.float32
+    assert type(dpb.Sizes(np.int64(3), 4).upper) is int
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_start_of_half_precision_is_refused_with_the_remedy(dtype):
+    records = {"features": np.eye(4), "label": np.ones(4)}
+    solver, start = DESCENT.with_noise(1.0).with_sizes(4), jnp.zeros(4, dtype)
+    with pytest.raises(ValueError, match=r"Start there, as w0\.astype\(jnp\.float32\)"):
+        dpb.solve(SUM, solver, records, start, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("sampling", "Poisson", r"Give dpb\.Poisson"),
+        ("output", "Mean", r"Give dpb\.outputs\.Mean"),
+    ],
+)
+def test_a_part_of_a_wrong_class_is_refused_with_the_remedy(field, value, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        dpb.NoisyGD(3, 1.0, step_size=0.1, **{field: value})

@@ -20,7 +20,7 @@ JSON, PICTURE = "audit.json", "audit.png"
 
 
 def audit_config(config: Config, runs: int) -> tuple[TradeOff, ...]:
-    """Audits the solver that a config plans, as calibrated, by so many runs per side.
+    """Audits the calibrated solver of a config with `runs` runs per side.
 
     Returns:
         One outcome per kind of person.

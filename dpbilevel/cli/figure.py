@@ -71,7 +71,9 @@ def _draw_bars(axes, result: Result, colors) -> None:
     if count <= _MOST_NAMED:  # more would overlap
         labels = [_labelled(result, i) for i in range(count)]
         axes.set_yticks(range(count), labels, fontsize=8)
-        axes.bar_label(bars, [f"{v:.3f}" for v in result.shown], padding=4, fontsize=8)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line
+        texts = [f"{v:.3f}" for v in result.shown]
+        axes.bar_label(bars, texts, padding=4, fontsize=8, bbox=box)
     else:
         axes.set_yticks([])
         axes.set_ylabel(f"{count} groups of coefficients")

@@ -169,3 +169,18 @@ def title_of(outcome, monkeypatch):
     )
     page.draw((outcome,))
     return titles[0]
+
+
+def test_the_worst_case_of_a_class_of_ones_own_can_be_registered():
+    class Own(dpb.NoisyGD):
+        """Solves problems of which another canary leaks most."""
+
+    problem = dpb.FiniteSum(lambda w, z: 2 * z * w)
+    audit.worst_case.register(Own, lambda solver, reads, zeros: (problem, zeros))
+    solvers = (
+        kind(2, 1.0, step_size=0.1).with_noise(1.0).with_sizes(10)
+        for kind in (Own, dpb.NoisyGD)
+    )
+    own, usual = (audit.canaries(solver)["records"].problem for solver in solvers)
+    assert own is problem
+    assert usual is not problem

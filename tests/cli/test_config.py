@@ -148,6 +148,7 @@ def test_wrong_type_says_what_was_wanted():
         ("privacy.people", "shared", "training and validation must be equal"),
         ("data.training", 0, "[data]: training must be at least 1"),
         ("data.sources.flip", [0.5], "1 sources, but [model] has num_sources = 2"),
+        ("model.num_sources", 10**12, "[model] has num_sources = 1000000000000"),
         ("data.sources.flip", [0.5, 2.0], "must hold probabilities"),
         ("data.block", [], "at least one block"),
         ("data.source", "cvs", "did you mean 'csv'"),
