@@ -16,7 +16,6 @@ from .. import _checks
 from ..core.levels import one_level
 from ..core.problem import AbstractOneLevel
 from ..privacy.clipping import one_record
-from ..privacy.factored import per_record_gradient
 from ..privacy.queries import RECORDS, Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet, Euclidean
@@ -78,7 +77,7 @@ class FiniteSum(AbstractFiniteSum):
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
         r"""$\nabla_w \ell(w, z)$ of one record."""
-        return {RECORDS: lambda record: per_record_gradient(self.loss)(w, record)}
+        return {RECORDS: lambda record: jax.grad(self.loss)(w, record)}
 
     def public_gradient(self, w: PyTree) -> PyTree:
         r"""$\nabla r(w)$."""

@@ -1,10 +1,9 @@
 """The door to the records: clipped means, sealed with their sensitivity."""
 
-import dataclasses
 import enum
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -14,19 +13,18 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
-from .factored import Factored, is_factored
-from .floats import floor_log2, is_below, is_finite, power_of_two
+from .factored import Factored, is_structured, structured
+from .floats import is_below
 from .grid import Grid
+from .norms import TOO_LONG, measured, wide
 from .sampling import Batch
-from .summation import GROUP, AbstractSum, FloatSum, GridSum
+from .summation import GROUP, AbstractSum, FloatSum, GridSum, group_size
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
 _MICROBATCH_BYTES = {"cpu": 16 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
-# What an entry counts for at most, in clip norms: norms of finite values are below the
-# 1.5th power, that of a value with an entry of the largest number is not.
-_LONGEST = 2.0**40
+_SCALARS = 24  # bytes of a record's norm, weight and mask
 Precision = Literal["float", "grid"]
 SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
@@ -224,10 +222,10 @@ def clipped_mean(
             f"clipped_mean: mask must be of booleans and have shape ({n},) like the "
             f"records, got {mask.dtype} of shape {mask.shape}."
         )
-    value = _value_of(fun, records)
+    fun, value = _cheapest(fun, one_record(records))
     rows = _rows(microbatch, value, records)
-    wide = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, _wide(v.dtype)), value)
-    rule = SUMS[precision](wide, jnp.asarray(clip_norm), jnp.asarray(denominator), n)
+    numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
+    rule = SUMS[precision](_widened(value), *numbers, n)
     mean = _clipped_mean(fun, records, mask, rows, rule)
     return Bounded(mean, clip_norm / denominator, public_denominator=public)
 
@@ -238,11 +236,25 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
     A power of two of at least 1, so that both fit the budget of the backend.
     """
     budget = _MICROBATCH_BYTES.get(backend, _MICROBATCH_BYTES_ACCELERATOR)
-    size = sum(
-        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-        for leaf in jax.tree.leaves((value, record))
-    )
+    size = _memory(value) + _bytes(jax.tree.leaves(record))
     return 2 ** max(0, int(math.log2(budget / max(size, 1))))
+
+
+def _memory(value: PyTree) -> int:
+    """What one record's value takes, with its part of the sum over its group."""
+    arrays: list[Any] = []
+    for leaf in jax.tree.leaves(value, is_leaf=is_structured):
+        arrays += jax.tree.leaves(leaf)
+        if isinstance(leaf, Factored):
+            if leaf.given:
+                arrays.remove(leaf.left)
+            size = -(-math.prod(leaf.shape) // group_size(leaf)) + leaf.places**2
+            arrays.append(jax.ShapeDtypeStruct((size,), leaf.dtype))
+    return _bytes(arrays)
+
+
+def _bytes(arrays: list[Any]) -> int:
+    return sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in arrays)
 
 
 def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
@@ -265,14 +277,10 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
         # The last chunk reaches back to rows that were added already.
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
         keep = fresh & valid if keep is None else fresh & valid & keep
-        values = jax.vmap(fun)(chunk)
-        values = jax.tree.map(
-            lambda v: _scaled(v, clip_norm), values, is_leaf=is_factored
-        )
-        norms, lengths = jax.vmap(_norms)(values)
+        values, norms, lengths = jax.vmap(lambda z: measured(fun(z), clip_norm))(chunk)
         # Read from the bits, so that no option of the compiler skips it.
-        keep &= is_below(norms, _LONGEST**1.5)
-        # The places of a record that cancel count for rounding, not for its norm.
+        keep &= is_below(norms, TOO_LONG)
+        # Places that cancel count for the rounding of their sum, if not for its norm.
         norms = jnp.maximum(norms, lengths / rule.stretch)
         weights = jnp.where(keep, rule.share / jnp.maximum(norms, rule.share), 0)
         return rule.add(sums, weights, values), None
@@ -291,85 +299,8 @@ def _chunks(n: int, rows: int) -> tuple[int, int]:
     return chunks, min(n, even + -even % GROUP)
 
 
-def _scaled(value: Array | Factored, clip_norm: Float[Array, ""]) -> Array | Factored:
-    """The value in units of the clip norm, or a huge number where it is not finite.
-
-    Its norm is then too long, and its weight of zero makes zero of all of it, which it
-    would not of NaN. Cutting long entries and then the norm is nonexpansive, as is
-    cutting the norm alone.
-    """
-    if is_factored(value):
-        return _scaled_factors(value, clip_norm)
-    dtype = _wide(value.dtype)
-    # What is tested and what is counted are read from one place: a compiler that takes
-    # NaN for impossible may compute such a value differently for either.
-    value = jax.lax.optimization_barrier(value.astype(dtype))
-    units = jnp.clip(value * (1 / clip_norm).astype(dtype), -_LONGEST, _LONGEST)
-    return jnp.where(is_finite(value), units, jnp.finfo(dtype).max)
-
-
-def _scaled_factors(value: Factored, clip_norm: Float[Array, ""]) -> Factored:
-    """The same by factors, the left ones with entries of at most 2.
-
-    A power of two goes from the left factors of a record to its right ones, so that no
-    product of theirs overflows.
-    """
-    dtype = _wide(value.dtype)
-    left, right = jax.lax.optimization_barrier(
-        (value.left.astype(dtype), value.right.astype(dtype))
-    )
-    finite = is_finite(left).all((1, 2)) & is_finite(right).all((1, 2))
-    finite = finite[:, None, None]
-    left = jnp.where(finite, left, 0)
-    largest = jnp.max(jnp.abs(left), axis=(1, 2), keepdims=True)
-    normal = largest >= jnp.finfo(dtype).tiny
-    scale = jnp.where(normal, power_of_two(floor_log2(largest), dtype), 1)
-    units = right * (1 / clip_norm).astype(dtype) * scale
-    units = jnp.clip(units, -_LONGEST, _LONGEST)
-    right = jnp.where(finite, units, jnp.finfo(dtype).max)
-    return dataclasses.replace(value, left=left / scale, right=right)
-
-
-def _norms(value: PyTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Bounds on the norm of one record's value, above all rounding.
-
-    The second one is of the factored leaves, without what their places cancel.
-    """
-    leaves = jax.tree.leaves(value, is_leaf=is_factored)
-    dtype = max((v.dtype for v in leaves), key=lambda kind: jnp.finfo(kind).bits)
-    epsilon = max(float(jnp.finfo(v.dtype).eps) for v in leaves)
-    parts = [
-        _squares(v) if is_factored(v) else (jnp.sum(v * v), jnp.zeros((), v.dtype))
-        for v in leaves
-    ]
-    squares, lengths = (
-        jnp.sqrt(jnp.sum(jnp.stack([v.astype(dtype) for v in column])))
-        for column in zip(*parts, strict=True)
-    )
-    size = sum(v.left.size + v.right.size if is_factored(v) else v.size for v in leaves)
-    # Worst-case relative rounding of a sum of `size` squares, halved by the root.
-    margin = 1 + (size + 32) * epsilon / 4
-    return squares * margin, lengths * margin
-
-
-def _squares(value: Factored) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    r"""$\|\sum_t l_t r_t^\top\|^2$, at least, and $(\sum_t |l_t| |r_t|)^2$."""
-    left, right = value.left, value.right
-    lefts, rights = (jnp.sum(v * v, axis=1) for v in (left, right))
-    if len(left) == 1:
-        square = (lefts * rights)[0]
-        return square, square
-    products = (jnp.matmul(v, v.T, precision="highest") for v in (left, right))
-    square = jnp.sum(jnp.multiply(*products))
-    length = jnp.sum(jnp.sqrt(lefts) * jnp.sqrt(rights)) ** 2
-    # Each of the products is off by at most its number of terms.
-    terms = left.shape[1] + right.shape[1] + len(left) ** 2 + 32
-    error = terms * float(jnp.finfo(left.dtype).eps)
-    return jnp.maximum(square, 0) + error * length, length
-
-
-def _value_of(fun, records) -> PyTree:
-    record = one_record(records)
+def _cheapest(fun, record: PyTree) -> tuple[Callable[[PyTree], PyTree], PyTree]:
+    """The function in a form that is cheap to clip, and the shapes of its value."""
     value = jax.eval_shape(fun, record)
     kinds = [leaf.dtype for leaf in jax.tree.leaves(value)]
     others = [kind for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]
@@ -378,7 +309,10 @@ def _value_of(fun, records) -> PyTree:
             "clipped_mean: fun must return floating-point arrays, got "
             f"{others[0] if others else 'none'}."
         )
-    return value
+    if any(jnp.finfo(kind).bits > 32 for kind in kinds):
+        return fun, value  # sums of products would resolve less than the values
+    fun = structured(fun, record)
+    return fun, jax.eval_shape(fun, record)
 
 
 def one_record(records: PyTree) -> PyTree:
@@ -388,14 +322,22 @@ def one_record(records: PyTree) -> PyTree:
     )
 
 
-def _rows(microbatch, value, records) -> int:
-    if microbatch == "auto":
-        record = one_record(records)
-        return microbatch_rows(value, record, jax.default_backend())
-    _checks.count("clipped_mean", microbatch=microbatch)
-    return 2 ** (int(microbatch).bit_length() - 1)
+def _rows(microbatch, value: PyTree, records: PyTree) -> int:
+    if microbatch != "auto":
+        _checks.count("clipped_mean", microbatch=microbatch)
+        return 2 ** (int(microbatch).bit_length() - 1)
+    record = one_record(records)
+    if 2 * (_memory(value) + _SCALARS) <= _bytes(jax.tree.leaves(record)):
+        # All at once, which copies no records, where that takes less memory than they.
+        return max(1, *(len(leaf) for leaf in jax.tree.leaves(records)))
+    return microbatch_rows(value, record, jax.default_backend())
 
 
-def _wide(dtype) -> jnp.dtype:
-    """The dtype for norms and sums: never half precision."""
-    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
+def _widened(value: PyTree) -> PyTree:
+    """The shapes in the dtypes of norms and sums."""
+
+    def widened(v):
+        floating = jnp.issubdtype(v.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(v.shape, wide(v.dtype) if floating else v.dtype)
+
+    return jax.tree.map(widened, value)

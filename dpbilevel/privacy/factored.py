@@ -1,12 +1,14 @@
-r"""Per-record gradients of matrices as products of thin factors, which are not formed.
+r"""Values of one record that need not be formed: products and sparse rows.
 
 The gradient of one record's loss with respect to a matrix that the loss multiplies with
 inputs at $T$ places is $\sum_t l_t r_t^\top$, with the inputs $l_t$ and the derivatives
-$r_t$ with respect to the outputs. Its norm and weighted sums over records follow from the
-factors at the cost of a plain gradient.
+$r_t$ with respect to the outputs. Its norm and weighted sums over records follow from
+these factors at the cost of a plain gradient. Likewise for the rows of a table that a
+record looks up.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,46 +16,63 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-_HIGHEST = jax.lax.Precision.HIGHEST
-# Calls that only name what they contain.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
+# More places than this are summed into an array: if they do not cancel, they are longer
+# together than their sum by the root of their number.
+_MOST_PLACES = 256
+_MOST_WINDOW = 256  # positions of a convolution's output that become slices
+# Calls that only name what they contain, with the name of that parameter.
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr"}
 
 
 class Factored(eqx.Module):
-    r"""The array $\sum_t l_t r_t^\top$ by its factors, of one record.
+    r"""The array $\sum_t l_t r_t^\top$ of one record, by its factors.
 
     Attributes:
-        left: $l$, one place a row.
+        left: $l$, one place a row; not shorter than those of `right`.
         right: $r$, likewise.
         shape: Of the array. Static.
         left_axes: Its axes that a row of `left` runs over. Static.
         right_axes: Those of `right`: all others. Static.
+        given: Whether `left` is an array of the record, which takes no memory. Static.
     """
 
-    left: Float[Array, "places p"]
-    right: Float[Array, "places q"]
+    left: Float[Array, "*n places p"]
+    right: Float[Array, "*n places q"]
     shape: tuple[int, ...] = eqx.field(static=True)
     left_axes: tuple[int, ...] = eqx.field(static=True)
     right_axes: tuple[int, ...] = eqx.field(static=True)
+    given: bool = eqx.field(static=True, default=False)
 
     @property
     def dtype(self) -> Any:
         """That of the array."""
         return self.left.dtype
 
-    def folded(self, product: Float[Array, "p q"]) -> Array:
-        """A sum of products of rows of the factors, as an array of this shape."""
+    @property
+    def places(self) -> int:
+        """$T$."""
+        return self.left.shape[-2]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The lengths of a row of `left` and of `right`."""
+        return self.left.shape[-1], self.right.shape[-1]
+
+    def folded(self, product: Float[Array, "*n p q"]) -> Array:
+        """Sums of products of rows of the factors, as arrays of this shape."""
         order = self.left_axes + self.right_axes
-        array = product.reshape([self.shape[axis] for axis in order])
-        return jnp.transpose(array, [order.index(axis) for axis in range(len(order))])
+        lead = product.shape[:-2]
+        array = product.reshape([*lead, *(self.shape[axis] for axis in order)])
+        axes = [len(lead) + order.index(axis) for axis in range(len(order))]
+        return jnp.transpose(array, [*range(len(lead)), *axes])
 
     def dense(self) -> Array:
-        """The array."""
-        product = jnp.einsum("tp,tq->pq", self.left, self.right, precision=_HIGHEST)
-        return self.folded(product)
+        """The array of one record."""
+        return self.folded(jnp.einsum("tp,tq->pq", self.left, self.right))
 
     def turned(self) -> "Factored":
         """The same array with its factors exchanged."""
@@ -61,72 +80,155 @@ class Factored(eqx.Module):
             self.right, self.left, self.shape, self.right_axes, self.left_axes
         )
 
-    def __add__(self, other: "Factored") -> "Factored":
-        """The sum: all places of both."""
+    def times(self, change: Callable[[Array], Array]) -> "Factored":
+        """The array times a number, by a function that multiplies with it."""
+        return dataclasses.replace(self, right=change(self.right))
+
+    def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
+        """The array with its axes moved: axis `i` becomes `place(i)`."""
+        sides = (tuple(map(place, s)) for s in (self.left_axes, self.right_axes))
+        left_axes, right_axes = sides
+        return dataclasses.replace(
+            self, shape=tuple(shape), left_axes=left_axes, right_axes=right_axes
+        )
+
+    def plus(self, other: "Factored | SparseRows") -> "Factored | None":
+        """The sum: all places of both; `None` where the axes are split differently."""
+        if not isinstance(other, Factored):
+            return None
         if other.left_axes != self.left_axes:
             other = other.turned()
+        if (other.left_axes, other.right_axes) != (self.left_axes, self.right_axes):
+            return None
         pairs = (self.left, other.left), (self.right, other.right)
         left, right = (jnp.concatenate(pair) for pair in pairs)
-        return dataclasses.replace(self, left=left, right=right)
+        return dataclasses.replace(self, left=left, right=right, given=False)
+
+    def cheapest(self) -> "Factored | Array":
+        """The factors, the longer ones left, where they are smaller than the array."""
+        (p, q), places = self.widths, self.places
+        smaller = places * (p + q) < p * q or (places == 1 and p * q > 1)
+        if not smaller or places > _MOST_PLACES:
+            return self.dense()
+        return self if p >= q else self.turned()
 
 
-def is_factored(leaf: Any) -> bool:
-    """Whether a leaf of a value is given by its factors."""
-    return isinstance(leaf, Factored)
+class SparseRows(eqx.Module):
+    """An array of one record that is zero but in some rows, as for a table's gradient.
+
+    Attributes:
+        indices: Of the rows. Those out of range are no rows.
+        rows: The rows; those of equal indices add up.
+        count: The number of rows of the array. Static.
+    """
+
+    indices: Int[Array, "*n places"]
+    rows: Float[Array, "..."]
+    count: int = eqx.field(static=True)
+
+    @property
+    def dtype(self) -> Any:
+        """That of the array."""
+        return self.rows.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array of one record."""
+        return self.count, *self.rows.shape[self.indices.ndim :]
+
+    def times(self, change: Callable[[Array], Array]) -> "SparseRows":
+        """The array times a number, by a function that multiplies with it."""
+        return dataclasses.replace(self, rows=change(self.rows))
+
+    def plus(self, other: "Factored | SparseRows") -> "SparseRows | None":
+        """The sum, where the other one is sparse too."""
+        if not isinstance(other, SparseRows):
+            return None
+        pairs = (self.indices, other.indices), (self.rows, other.rows)
+        return SparseRows(*(jnp.concatenate(pair) for pair in pairs), self.count)
+
+    def dense(self) -> Array:
+        """The array of one record."""
+        inside = jnp.where(self.indices < 0, self.count, self.indices)
+        zeros = jnp.zeros(self.shape, self.dtype)
+        return zeros.at[inside].add(self.rows, mode="drop")
+
+    def cheapest(self) -> "SparseRows | Array":
+        """The rows, each index once, where they are fewer than those of the array."""
+        if len(self.indices) >= self.count:
+            return self.dense()
+        same = self.indices[:, None] == self.indices
+        first = ~jnp.any(jnp.tril(same, -1), axis=1)
+        merge = (same & first[:, None]).astype(self.dtype)
+        rows = jnp.tensordot(merge, self.rows, 1, precision="highest")
+        return dataclasses.replace(self, rows=rows)
 
 
-def unfactored(value: PyTree) -> PyTree:
-    """The shapes of a record's value, with arrays instead of their factors."""
+Structured = Factored | SparseRows
 
-    def shape(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-    return jax.tree.map(shape, value, is_leaf=is_factored)
+def is_structured(leaf: Any) -> bool:
+    """Whether a leaf of a value is not formed."""
+    return isinstance(leaf, Structured)
+
+
+def structured(
+    fun: Callable[[PyTree], PyTree], record: PyTree
+) -> Callable[[PyTree], PyTree]:
+    """The same function with `Factored` and `SparseRows` leaves where that is cheaper.
+
+    Finds them in the jaxpr of `fun`: values that are made by a matrix product, a
+    convolution or an addition into rows of zeros, and by sums, multiples and
+    transposes of such. So are gradients of layers, and derivatives of gradients.
+
+    Args:
+        fun: Maps a record to a pytree of arrays.
+        record: The shapes of one record.
+
+    Returns:
+        A function of a record. Where it maps many records by `jax.vmap`, no array of
+        the size of a matrix is formed for each of them.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(record)
+    tree = jax.tree.structure(shapes)
+
+    def run(record: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(record)
+        results = _Run(leaves)(closed.jaxpr, closed.consts, leaves)
+        return tree.unflatten([_output(v) for v in results])
+
+    return run
+
+
+class _Made:
+    """An array that is computed when it is needed, and another form of it."""
+
+    def __init__(self, array: Callable[[], Array], form: Callable[[], Any]):
+        self.array, self.form = functools.cache(array), functools.cache(form)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parameter:
-    """A parameter as a loss sees it: which, its value, and its axes, maybe reordered."""
+class _Filled:
+    """An array of equal numbers."""
 
-    index: int
-    value: Any
-    axes: tuple[int, ...]
-
-    def transposed(self, permutation: Sequence[int]) -> "_Parameter":
-        value = jax.lax.transpose(self.value, permutation)
-        return _Parameter(self.index, value, tuple(self.axes[i] for i in permutation))
+    number: Any
+    array: Callable[[], Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Use:
-    """A product of a parameter with inputs, and how to read its factors."""
+def _array(value: Any) -> Any:
+    return value.array() if isinstance(value, _Made | _Filled) else value
 
-    index: int
-    left_axes: tuple[int, ...]
-    right_axes: tuple[int, ...]
-    first: bool  # whether the parameter is the first operand
-    places: int
 
-    def right(self, of_output: Array) -> Float[Array, "places q"]:
-        """The derivative with respect to the output, one place a row."""
-        if self.first:
-            return of_output.reshape(-1, self.places).T
-        return of_output.reshape(self.places, -1)
+def _output(value: Any) -> Any:
+    form = value.form() if isinstance(value, _Made) else None
+    return jnp.asarray(_array(value)) if form is None else form.cheapest()
 
 
 class _Run:
-    """Evaluates a jaxpr and finds the products of parameters with inputs.
+    """Evaluates a jaxpr, and forms no product before it is used."""
 
-    `added` are summands of the outputs of these products; without them every product is
-    noted and every parameter that is used in another way is in `others`.
-    """
-
-    def __init__(self, added: Sequence[Array] | None = None):
-        self.added = None if added is None else iter(added)
-        self.uses: list[_Use] = []
-        self.outputs: list[jax.ShapeDtypeStruct] = []
-        self.lefts: list[Array] = []
-        self.others: set[int] = set()
+    def __init__(self, record: list[Any]):
+        self.record = record
 
     def __call__(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -136,147 +238,263 @@ class _Run:
             return v.val if isinstance(v, core.Literal) else values[v]
 
         for eqn in jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
-            results = self._equation(eqn, operands)
+            results = self._equation(eqn, [read(v) for v in eqn.invars])
             values |= dict(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if any(isinstance(v, _Parameter) for v in operands):
-            if name in _CALLS:
-                inner = eqn.params["jaxpr"]
-                closed = isinstance(inner, core.ClosedJaxpr)
-                consts = inner.consts if closed else ()
-                return self(inner.jaxpr if closed else inner, consts, operands)
-            if name == "transpose":
-                return [operands[0].transposed(eqn.params["permutation"])]
-            if name == "dot_general":
-                made = self._product(eqn, operands)
-                if made is not None:
-                    return [made]
-            operands = [self.used_otherwise(v) for v in operands]
-        params = eqn.primitive.get_bind_params(eqn.params)
-        results = eqn.primitive.bind(*operands, **params)
-        return results if eqn.primitive.multiple_results else [results]
+        if name in _CALLS:
+            inner = eqn.params[_CALLS[name]]
+            if eqn.params.get("prevent_cse"):  # else what is recomputed is kept
+                operands = [_apart(_array(v)) for v in operands]
+            if isinstance(inner, core.ClosedJaxpr):
+                return self(inner.jaxpr, inner.consts, operands)
+            return self(inner, (), operands)
 
-    def used_otherwise(self, operand: Any) -> Any:
-        """The value of an operand that is no factor of a product."""
-        if not isinstance(operand, _Parameter):
-            return operand
-        self.others.add(operand.index)
-        return operand.value
+        def array():
+            return _bound(eqn, operands)[0]
 
-    def _product(self, eqn, operands: list[Any]) -> Array | None:
-        first = isinstance(operands[0], _Parameter)
-        parameter, inputs = operands if first else operands[::-1]
-        (contracted, batched) = eqn.params["dimension_numbers"]
-        if isinstance(inputs, _Parameter) or batched[0]:
-            return None
-        of_parameter, of_inputs = contracted if first else contracted[::-1]
-        free = [i for i in range(inputs.ndim) if i not in of_inputs]
-        left = jnp.transpose(inputs, [*free, *of_inputs])
-        places = math.prod(inputs.shape[i] for i in free)
-        others = [i for i in range(parameter.value.ndim) if i not in of_parameter]
-        use = _Use(
-            parameter.index,
-            tuple(parameter.axes[i] for i in of_parameter),
-            tuple(parameter.axes[i] for i in others),
-            first,
-            places,
-        )
-        pair = (parameter.value, inputs) if first else (inputs, parameter.value)
-        output = eqn.primitive.bind(*pair, **eqn.params)
-        self.uses.append(use)
-        self.outputs.append(jax.ShapeDtypeStruct(output.shape, output.dtype))
-        self.lefts.append(left.reshape(places, -1))
-        return output if self.added is None else output + next(self.added)
+        if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
+            return [_Filled(_array(operands[0]), functools.cache(array))]
+        rule = _RULES.get(name)
+        form = rule and rule(self, eqn, operands)
+        return _bound(eqn, operands) if form is None else [_Made(array, form)]
+
+    def given(self, operand: Any) -> bool:
+        """Whether this is an array of the record."""
+        return any(operand is leaf for leaf in self.record)
 
 
-def per_record_gradient(loss: Callable[..., Array]) -> Callable[..., PyTree]:
-    """`jax.grad(loss)` for one record, with `Factored` leaves where that is cheaper.
+def _bound(eqn, operands: list[Any]) -> list[Any]:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*map(_array, operands), **params)
+    return results if eqn.primitive.multiple_results else [results]
 
-    Args:
-        loss: A function of parameters and further arguments.
 
-    Returns:
-        A function of the same arguments. Where it maps many records by `jax.vmap`, no
-        array of the size of a matrix is formed for each of them.
+def _apart(operand: Any) -> Any:
+    floating = jnp.issubdtype(jnp.result_type(operand), jnp.floating)
+    return jax.lax.optimization_barrier(operand) if floating else operand
+
+
+def _form_of(operand: Any) -> Structured | None:
+    return operand.form() if isinstance(operand, _Made) else None
+
+
+def _number(operand: Any) -> Any:
+    """The number that all entries of an operand are, where it was made of one."""
+    if isinstance(operand, _Filled):
+        return operand.number
+    return None if isinstance(operand, _Made) or np.ndim(operand) else operand
+
+
+def _is_zero(operand: Any) -> bool:
+    number = _number(operand)
+    known = number is not None and not isinstance(number, jax.core.Tracer)
+    return known and bool(number == 0)
+
+
+def _product(run: _Run, eqn, operands: list[Any]):
+    """A matrix product: the contracted axes are the places."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    if batched[0] or not _same_kind(eqn):
+        return None
+
+    def form():
+        sides, widths = [], []
+        for operand, axes in zip(operands, contracted, strict=True):
+            array = _array(operand)
+            free = [i for i in range(array.ndim) if i not in axes]
+            places = math.prod(array.shape[i] for i in axes)
+            side = jnp.transpose(array, [*axes, *free]).reshape(places, -1)
+            sides.append(side.astype(eqn.outvars[0].aval.dtype))
+            widths.append(len(free))
+        axes = tuple(range(sum(widths)))
+        split = axes[: widths[0]], axes[widths[0] :]
+        made = Factored(*sides, eqn.outvars[0].aval.shape, *split)
+        return _oriented(made, *map(run.given, operands))
+
+    return form
+
+
+def _oriented(made: Factored, left_given: bool, right_given: bool) -> Factored:
+    """The longer factors left, and whether they are an array of the record."""
+    p, q = made.widths
+    made, given = (made, left_given) if p >= q else (made.turned(), right_given)
+    return dataclasses.replace(made, given=given)
+
+
+def _convolution(run: _Run, eqn, operands: list[Any]):
+    """A convolution: windows of the first operand times the second one.
+
+    That of a kernel's gradient has the places where the kernel was applied.
     """
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    shape = eqn.outvars[0].aval.shape
+    window = [shape[axis] for axis in numbers.out_spec[2:]]
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    if groups > 1 or math.prod(window) > _MOST_WINDOW or not _same_kind(eqn):
+        return None
 
-    def gradient(params: PyTree, *args: Any) -> PyTree:
-        leaves, tree = jax.tree.flatten(params)
-        leaves = [jnp.asarray(v) for v in leaves]
-        closed = jax.make_jaxpr(lambda v: loss(tree.unflatten(v), *args))(leaves)
-        matrices = _matrices(closed, leaves)
+    def form():
+        lhs = jnp.transpose(_array(operands[0]), numbers.lhs_spec)
+        rhs = jnp.transpose(_array(operands[1]), numbers.rhs_spec)
+        zipped = zip(params["padding"], params["lhs_dilation"], strict=True)
+        padding = [(0, 0, 0)] * 2 + [(*pads, gap - 1) for pads, gap in zipped]
+        lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
 
-        def value(dense, added):
-            rest = iter(dense)
-            run = _Run(added)
-            full = [
-                _parameter(i, v) if i in matrices else next(rest)
-                for i, v in enumerate(leaves)
-            ]
-            (out,) = run(closed.jaxpr, closed.consts, full)
-            return out, run
+        def seen(place):
+            """What the second operand meets for one place of the output."""
+            starts = np.multiply(place, params["window_strides"])
+            gaps = params["rhs_dilation"]
+            stops = starts + (np.asarray(rhs.shape[2:]) - 1) * gaps + 1
+            limits, strides = (*lhs.shape[:2], *stops), (1, 1, *gaps)
+            return jax.lax.slice(lhs, (0, 0, *starts), limits, strides)
 
-        plan = _Run()
-        full = [_parameter(i, v) if i in matrices else v for i, v in enumerate(leaves)]
-        jax.eval_shape(lambda: plan(closed.jaxpr, closed.consts, full) and None)
-        added = [jnp.zeros(like.shape, like.dtype) for like in plan.outputs]
-        dense = [v for i, v in enumerate(leaves) if i not in matrices]
-
-        def lossy(dense, added):
-            out, run = value(dense, added)
-            return out, run.lefts
-
-        (grads, rights), lefts = jax.grad(lossy, (0, 1), has_aux=True)(dense, added)
-        found: dict[int, Factored] = {}
-        for use, left, right in zip(plan.uses, lefts, rights, strict=True):
-            shape = leaves[use.index].shape
-            axes = use.left_axes, use.right_axes
-            made = Factored(left, use.right(right), shape, *axes)
-            index = use.index
-            found[index] = found[index] + made if index in found else made
-        rest = iter(grads)
-        return tree.unflatten(
-            [
-                _cheapest(found[i]) if i in found else next(rest)
-                for i in range(len(leaves))
-            ]
+        stacked = jnp.stack([seen(place) for place in np.ndindex(*window)], axis=1)
+        # From (batch, window, feature, *kernel) to places by the rest.
+        left = jnp.moveaxis(stacked, (0, 1), (-2, -1))
+        left = left.reshape(rhs[0].size, -1)
+        out = numbers.out_spec
+        made = Factored(
+            left, rhs.reshape(len(rhs), -1).T, shape, (out[0], *out[2:]), (out[1],)
         )
+        return _oriented(made, False, False)
 
-    return gradient
-
-
-def _parameter(index: int, value: Array) -> _Parameter:
-    return _Parameter(index, value, tuple(range(value.ndim)))
+    return form
 
 
-def _matrices(closed, leaves: list[Array]) -> set[int]:
-    """The parameters that are used in products alone, with axes that fit each other."""
-    run = _Run()
+def _rows(run: _Run, eqn, operands: list[Any]):
+    """An addition into rows of zeros."""
+    del run
+    table, indices, updates = operands
+    numbers = eqn.params["dimension_numbers"]
+    count, *window = eqn.outvars[0].aval.shape
+    last = eqn.invars[2].aval.ndim - len(window)
+    plain = (
+        _is_zero(table)
+        and numbers.inserted_window_dims == (0,)
+        and numbers.scatter_dims_to_operand_dims == (0,)
+        and not numbers.operand_batching_dims
+        and numbers.update_window_dims == tuple(range(last, last + len(window)))
+        and list(eqn.invars[2].aval.shape[last:]) == window
+        and eqn.params["mode"] != jax.lax.GatherScatterMode.CLIP
+    )
+    if not plain:
+        return None
+    return lambda: SparseRows(
+        _array(indices).reshape(-1), _array(updates).reshape(-1, *window), count
+    )
 
-    def note():
-        outs = run(
-            closed.jaxpr,
-            closed.consts,
-            [_parameter(i, v) for i, v in enumerate(leaves)],
-        )
-        for out in outs:
-            run.used_otherwise(out)
 
-    jax.eval_shape(note)
-    axes: dict[int, set[frozenset]] = {}
-    for use in run.uses:
-        axes.setdefault(use.index, set()).add(
-            frozenset((use.left_axes, use.right_axes))
-        )
-    return {i for i, sides in axes.items() if len(sides) == 1 and i not in run.others}
+def _transposed(run: _Run, eqn, operands: list[Any]):
+    del run
+    form = _form_of(operands[0])
+    order = list(eqn.params["permutation"])
+    if not isinstance(form, Factored):
+        return None
+    return lambda: form.moved(eqn.outvars[0].aval.shape, order.index)
 
 
-def _cheapest(leaf: Factored) -> Factored | Array:
-    """The factors where they are smaller than the array, or of one place."""
-    places, p = leaf.left.shape
-    q = leaf.right.shape[1]
-    return leaf if places == 1 or places * (p + q) < p * q else leaf.dense()
+def _reshaped(run: _Run, eqn, operands: list[Any]):
+    """A reshape that splits or joins axes of one of the factors alone."""
+    del run
+    form = _form_of(operands[0])
+    if not isinstance(form, Factored) or eqn.params.get("dimensions") is not None:
+        return None
+    shape = eqn.outvars[0].aval.shape
+    first, second = sorted((form.left_axes, form.right_axes))
+    if (*first, *second) != tuple(range(len(form.shape))):
+        return None
+    size = math.prod(form.shape[axis] for axis in first)
+    cuts = [i for i in range(len(shape) + 1) if math.prod(shape[:i]) == size]
+    if not cuts:
+        return None
+    sides = tuple(range(cuts[0])), tuple(range(cuts[0], len(shape)))
+    left, right = sides if first == form.left_axes else sides[::-1]
+    return lambda: dataclasses.replace(
+        form, shape=shape, left_axes=left, right_axes=right
+    )
+
+
+def _multiplied(run: _Run, eqn, operands: list[Any]):
+    """A multiple of a structured value, or of an array of the record."""
+    for value, other in (operands, operands[::-1]):
+        number = _number(other)
+        if number is None:
+            continue
+        form = _form_of(value)
+        if form is not None:
+            return functools.partial(_times, form, number)
+        if run.given(value) and isinstance(number, jax.core.Tracer):
+            axes = tuple(range(value.ndim))
+            numbers = jnp.reshape(number, (1, 1)).astype(value.dtype)
+            row = value.reshape(1, -1)
+            return lambda: Factored(row, numbers, value.shape, axes, (), given=True)
+    return None
+
+
+def _times(form: Structured, number: Any) -> Structured:
+    return form.times(lambda v: (v * number).astype(v.dtype))
+
+
+def _divided(run: _Run, eqn, operands: list[Any]):
+    del run, eqn
+    number = _number(operands[1])
+    form = None if number is None else _form_of(operands[0])
+    return form and (lambda: form.times(lambda v: (v / number).astype(v.dtype)))
+
+
+def _negated(run: _Run, eqn, operands: list[Any]):
+    del run, eqn
+    form = _form_of(operands[0])
+    return form and (lambda: form.times(jnp.negative))
+
+
+def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
+    """The sum or difference of two structured values, or of one and zero."""
+    del run, eqn
+    # None is computed in vain where a bias is added to a layer.
+    parts = [v for v in operands if not _is_zero(v)]
+    forms = [_form_of(v) for v in parts if all(isinstance(p, _Made) for p in parts)]
+    if not forms or None in forms:
+        return None
+    if sign < 0 and not _is_zero(operands[1]):
+        forms[-1] = forms[-1].times(jnp.negative)
+    total = forms[0] if len(forms) == 1 else forms[0].plus(forms[1])
+    return total and (lambda: total)
+
+
+def _converted(run: _Run, eqn, operands: list[Any]):
+    del run
+    form, dtype = _form_of(operands[0]), eqn.outvars[0].aval.dtype
+    if form is None or not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    return lambda: jax.tree.map(
+        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v, form
+    )
+
+
+def _same_kind(eqn) -> bool:
+    """Whether operands and result are all floating-point arrays."""
+    variables = (*eqn.invars, *eqn.outvars)
+    return all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables)
+
+
+_RULES: dict[str, Callable] = {
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    "scatter-add": _rows,
+    "transpose": _transposed,
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
+    "mul": _multiplied,
+    "div": _divided,
+    "neg": _negated,
+    "add": _added,
+    "add_any": _added,
+    "sub": functools.partial(_added, sign=-1),
+    "convert_element_type": _converted,
+}

@@ -4,13 +4,15 @@ import abc
 import dataclasses
 import functools
 import math
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from .factored import Factored, is_factored, unfactored
+from .factored import Factored, SparseRows, is_structured
 from .floats import floor_log2, power_of_two
 from .grid import Grid, wide_integers
 
@@ -18,11 +20,16 @@ from .grid import Grid, wide_integers
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
 # mechanisms covers; on the grid, that many counts of 25 bits fit in 32.
 GROUP = 64
+# Products with rows of one number are added one by one, where more rows would meet in
+# the same lines of a cache.
+_NARROW_GROUP = 32
+# How much longer the places of a record may be together than its value, before they
+# count for less.
+_STRETCH = 16.0
 # C / m in steps of the grid.
 _BITS = 23
-_STRETCH = 16.0
-_ROOM = 30  # bits between a contribution and what of it is flushed to zero
 _HIGHEST = jax.lax.Precision.HIGHEST
+_ROOM = 30  # bits between a contribution and what of it is flushed to zero
 # Below these a contribution, or the step of a grid for it, may not be a normal number.
 _LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.0**-900}
 
@@ -32,7 +39,8 @@ class AbstractSum(abc.ABC):
     """Adds up rows of values in units of the clip norm, each at most `share` long.
 
     Attributes:
-        value: One record's value, as shapes in the dtypes of norms and sums.
+        value: One record's value, as shapes in the dtypes of norms and sums; leaves may
+            be `Factored` or `SparseRows`.
         clip_norm: The clip norm $C$.
         denominator: $m$, what the sum is divided by.
         n: The number of rows.
@@ -44,42 +52,35 @@ class AbstractSum(abc.ABC):
     n: int
 
     @property
-    def shapes(self) -> PyTree:
-        """`value` with arrays instead of their factors."""
-        return unfactored(self.value)
-
-    @property
-    def places(self) -> int:
-        """The most places of a factored leaf; 0 where there is none."""
-        leaves = jax.tree.leaves(self.value, is_leaf=is_factored)
-        return max((v.left.shape[0] for v in leaves if is_factored(v)), default=0)
-
-    @property
-    def group(self) -> int:
-        """Rows that are summed in floating point, so that their places are few."""
-        return (
-            GROUP
-            if self.places <= 1
-            else 2 ** max(0, int(math.log2(GROUP // 2 // self.places or 1)))
-        )
+    def leaves(self) -> list[Any]:
+        """Those of `value`."""
+        return jax.tree.leaves(self.value, is_leaf=is_structured)
 
     @property
     def stretch(self) -> float:
-        r"""$\Lambda$: how far the places of a record may cancel before it counts less."""
-        return 1.0 if self.places <= 1 else _STRETCH
+        r"""$\Lambda \ge 1$: the most that places may be longer than their sum."""
+        return _STRETCH if any(v.places > 1 for v in self._factored) else 1.0
 
     @property
     def rounding(self) -> float:
-        r"""How far one record moves the rounding of its group, in clip norms.
+        r"""How far one record moves the rounding of the groups it is in, in clip norms.
 
-        Products of factors are summed over the $m$ places of a group of $k$ rows. Such
-        a sum is off by at most $\gamma_{m + 2} \sum_i w_i \sum_t |l_t| |r_t|$, of
-        which every record has at most $\Lambda$ clip norms, on both of two neighbours.
+        $2 \Lambda \sqrt{K} \max_l \gamma_l \sqrt{k_l}$ with $\gamma_l = m_l u / (1 -
+        m_l u)$ and $m_l = k_l T_l + 4$, for leaves of $T_l$ places in groups of $k_l$
+        records, $K = \max_l k_l$ and $u = 2^{-24}$. The derivation is in
+        docs/privacy.md.
         """
-        if not self.places:
-            return 0.0
-        terms = self.group * self.places + 2
-        return 2 * 1.01 * terms * 2.0**-24 * self.group * self.stretch
+        sizes = [group_size(v) for v in self._factored]
+        errors = [
+            (k * v.places + 4) * 2.0**-24 * math.sqrt(k)
+            for k, v in zip(sizes, self._factored, strict=True)
+        ]
+        largest = max(errors, default=0.0) * math.sqrt(max(sizes, default=0))
+        return 2.01 * self.stretch * largest
+
+    @property
+    def _factored(self) -> list[Factored]:
+        return [v for v in self.leaves if isinstance(v, Factored)]
 
     @property
     @abc.abstractmethod
@@ -101,7 +102,7 @@ class AbstractSum(abc.ABC):
     @property
     def contribution(self) -> Float[Array, ""]:
         """$C / m$ in the widest dtype of the values, or 0 where it is out of range."""
-        double = any(v.dtype == jnp.float64 for v in jax.tree.leaves(self.shapes))
+        double = any(v.dtype == jnp.float64 for v in self.leaves)
         wide = jnp.dtype("float64" if double else "float32")
         clip_norm, denominator = (
             jax.lax.stop_gradient(v).astype(wide)
@@ -113,81 +114,36 @@ class AbstractSum(abc.ABC):
         return jnp.where(in_range, contribution, 0)
 
 
-class FloatSum(AbstractSum):
-    """A compensated floating-point sum.
-
-    Plain sums of groups of rows are added to one running sum each, and what an
-    addition rounds away is kept. Without that correction one record could decide how
-    many later additions round away, and move the sum by many times its clipped norm.
-    """
-
-    @property
-    @override
-    def share(self) -> float:
-        return 1.0 - self.rounding
-
-    @property
-    def contribution(self) -> Float[Array, ""]:
-        """$C / m$, or 0 where a mean of values this long is out of some leaf's range.
-
-        Coordinates down to $2^{-30} C / m$ must be normal numbers, and $4 n C / m$
-        finite.
-        """
-        contribution = super().contribution
-        infos = [jnp.finfo(v.dtype) for v in jax.tree.leaves(self.shapes)]
-        least = max((float(info.tiny) for info in infos), default=0.0) * 2.0**_ROOM
-        most = min((float(info.max) for info in infos), default=math.inf)
-        most /= 4 * max(self.n, 1)
-        in_range = (contribution >= least) & (contribution <= most)
-        return jnp.where(in_range, contribution, 0)
-
-    @override
-    def empty(self, rows: int) -> PyTree:
-        groups = -(-rows // self.group)
-        zeros = jax.tree.map(
-            lambda v: jnp.zeros((groups, *v.shape), v.dtype), self.shapes
-        )
-        return zeros, zeros  # the totals and what they round away
-
-    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
-        """One batched product, one compensated addition."""
-        add = functools.partial(_group_sums, weights, self.group)
-        return _two_sum(sums, jax.tree.map(add, values, is_leaf=is_factored))
-
-    @override
-    def mean(self, sums: PyTree) -> PyTree:
-        totals, corrections = sums
-        zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
-        correction = jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
-        (total, correction), _ = jax.lax.scan(
-            lambda sums, v: (_two_sum(sums, v), None), (zero, correction), totals
-        )
-        return jax.tree.map(
-            lambda a, b: (a + b) * self.contribution.astype(a.dtype), total, correction
-        )
-
-
 class GridSum(AbstractSum):
     r"""An exact sum of integers, whatever the order of the records.
 
     The step is the power of two $2^e \in (2^{-24}, 2^{-23}] \, C / m$; every record's
     scaled value is rounded to whole steps. The clip norm is tightened by the largest
     rounding, $\sqrt d / 2$ steps, so that the rounded value keeps within $C / m$.
+    Factored values are added in floating point first, in groups of few records, and
+    every group's sum is rounded; the clip norm is tightened by what that may move.
     """
 
     @property
+    @override
     def share(self) -> float:
-        """One less the norm of half a step in every coordinate, and a rounding."""
-        size = sum(v.size for v in jax.tree.leaves(self.shapes))
-        # Sums of groups are rounded on both of two neighbours.
-        halves = 2 if self.places else 1
-        rounded = halves * math.sqrt(size) * 2.0 ** -(_BITS + 1)
+        """One less all roundings."""
+        # The sum of a group is rounded on both of two neighbours.
+        halves = sum(
+            4 * math.prod(v.shape) if isinstance(v, Factored) else _formed(v).size
+            for v in self.leaves
+        )
+        rounded = math.sqrt(halves) * 2.0 ** -(_BITS + 1)
         return 1 - rounded - self.rounding - 2.0**-20
 
     @override
     def empty(self, rows: int) -> PyTree:
         with wide_integers():
-            return jax.tree.map(lambda v: jnp.zeros(v.shape, jnp.int64), self.shapes)
+            return jax.tree.map(
+                lambda v: jnp.zeros(v.shape, jnp.int64),
+                self.value,
+                is_leaf=is_structured,
+            )
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """Rounds to whole steps and adds."""
@@ -199,33 +155,101 @@ class GridSum(AbstractSum):
         largest = jnp.floor(steps).astype(jnp.int32)
         weights = weights * steps.astype(weights.dtype)
 
-        def count(total, v):
-            if is_factored(v):
-                return count_groups(total, v)
-            weight = jnp.expand_dims(weights.astype(v.dtype), range(1, v.ndim))
-            v = jax.lax.stop_gradient(v * weight)
+        def rounded(v, records=1):
+            v = jax.lax.stop_gradient(v)
             with wide_integers():
                 counts = jnp.round(v).astype(jnp.int32)
-                counts = jnp.clip(counts, -largest, largest)
-                groups = split(counts, min(GROUP, len(v)))
-                sums = jnp.sum(groups, axis=1, dtype=jnp.int32)
-                return total + jnp.sum(sums.astype(jnp.int64), axis=0)
+                return jnp.clip(counts, -records * largest, records * largest)
 
-        def count_groups(total, v):
-            groups = jax.lax.stop_gradient(_group_sums(weights, self.group, v))
+        def add(total, v):
+            if isinstance(v, Factored):
+                counts = rounded(group_sums(weights, v), group_size(v))
+                return _plus(total, counts)
+            rows = _formed(v)
+            weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
+            counts = rounded(rows * weight)
+            if isinstance(v, SparseRows):
+                return _plus_rows(total, v.indices, counts)
             with wide_integers():
-                counts = jnp.round(groups).astype(jnp.int32)
-                most = self.group * largest
-                counts = jnp.clip(counts, -most, most)
-                return total + jnp.sum(counts.astype(jnp.int64), axis=0)
+                groups = split(counts, min(GROUP, len(counts)))
+                return _plus(total, jnp.sum(groups, axis=1, dtype=jnp.int32))
 
-        return jax.tree.map(count, sums, values)
+        return jax.tree.map(add, sums, values)
 
     @override
     def mean(self, sums: PyTree) -> Grid:
-        dtypes = tuple(v.dtype for v in jax.tree.leaves(self.shapes))
+        dtypes = tuple(v.dtype for v in self.leaves)
         exponent = floor_log2(self.contribution) - _BITS
         return Grid(sums, exponent, self.contribution, dtypes)
+
+
+class FloatSum(AbstractSum):
+    """A compensated floating-point sum.
+
+    Plain sums of groups of rows are added to one running sum each, and what an
+    addition rounds away is kept. Without that correction one record could decide how
+    many later additions round away, and move the sum by many times its clipped norm.
+    Values that are not formed are summed as in a `GridSum`.
+    """
+
+    @property
+    @override
+    def share(self) -> float:
+        counted = self._counted
+        return counted.share if counted.leaves else 1.0
+
+    @property
+    def contribution(self) -> Float[Array, ""]:
+        """$C / m$, or 0 where a mean of values this long is out of some leaf's range.
+
+        Coordinates down to $2^{-30} C / m$ must be normal numbers, and $4 n C / m$
+        finite.
+        """
+        contribution = super().contribution
+        infos = [jnp.finfo(v.dtype) for v in self.leaves]
+        least = max((float(info.tiny) for info in infos), default=0.0) * 2.0**_ROOM
+        most = min((float(info.max) for info in infos), default=math.inf)
+        most /= 4 * max(self.n, 1)
+        in_range = (contribution >= least) & (contribution <= most)
+        return jnp.where(in_range, contribution, 0)
+
+    @property
+    def _counted(self) -> GridSum:
+        """The sum of what is not formed."""
+        _, counted = _parted(self.value)
+        return GridSum(counted, self.clip_norm, self.denominator, self.n)
+
+    @override
+    def empty(self, rows: int) -> PyTree:
+        groups = -(-rows // GROUP)
+        arrays, _ = _parted(self.value)
+        zeros = jax.tree.map(lambda v: jnp.zeros((groups, *v.shape), v.dtype), arrays)
+        # The totals, what they round away, and the counts.
+        return zeros, zeros, self._counted.empty(rows)
+
+    def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
+        """One batched product, one compensated addition."""
+        arrays, counted = _parted(values)
+        *totals, counts = sums
+        added = jax.tree.map(lambda v: _group_sums(weights, v), arrays)
+        return *_two_sum(totals, added), self._counted.add(counts, weights, counted)
+
+    @override
+    def mean(self, sums: PyTree) -> PyTree:
+        totals, corrections, counts = sums
+        zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
+        total = zero, jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
+        if jax.tree.leaves(totals):
+            total, _ = jax.lax.scan(
+                lambda sums, v: (_two_sum(sums, v), None), total, totals
+            )
+        means = jax.tree.map(
+            lambda a, b: (a + b) * self.contribution.astype(a.dtype), *total
+        )
+        counted = self._counted.mean(counts).values()
+        in_range = self.contribution > 0
+        counted = jax.tree.map(lambda v: jnp.where(in_range, v, 0), counted)
+        return eqx.combine(means, counted)
 
 
 def split(values: Array, size: int) -> Array:
@@ -234,21 +258,87 @@ def split(values: Array, size: int) -> Array:
     return jnp.pad(values, padding).reshape(-1, size, *values.shape[1:])
 
 
-def _group_sums(
-    weights: Float[Array, " n"], size: int, values: Array | Factored
-) -> Array:
-    """The weighted sums of groups of rows, in floating point."""
-    size = min(size, len(weights))
-    if is_factored(values):
-        weights = weights.astype(values.dtype)[:, None, None]
-        left, right = (split(v, size) for v in (values.left, weights * values.right))
-        product = jnp.einsum("gktp,gktq->gpq", left, right, precision=_HIGHEST)
-        return jax.vmap(values.folded)(product)
+def group_size(value: Factored) -> int:
+    """How many records' products are added before the sum is rounded."""
+    if value.places > 1:
+        return 2 ** int(math.log2(2**11 / value.places) / 2)
+    return GROUP if value.widths[1] > 1 else _NARROW_GROUP
+
+
+def group_sums(
+    weights: Float[Array, " n"], value: Factored
+) -> Float[Array, "groups ..."]:
+    """The weighted sums of factored values over groups of records.
+
+    Where a weight is zero, factors may hold anything.
+    """
+    size = min(group_size(value), len(weights))
+    used = (weights > 0)[:, None, None]
+    right = jnp.where(used, weights[:, None, None] * value.right, 0)
+    if value.places == 1 and value.widths[1] == 1:
+        left = value.left[:, 0]
+        product = _narrow_sums(left, right[:, 0], used[:, 0], size)[..., None]
+    else:
+        left = jnp.where(used, value.left, 0)
+        product = jnp.einsum(
+            "gktp,gktq->gpq", split(left, size), split(right, size), precision=_HIGHEST
+        )
+    # Rounded once for all who read it.
+    return value.folded(jax.lax.optimization_barrier(product))
+
+
+def _narrow_sums(
+    left: Float[Array, "n p"],
+    right: Float[Array, "n 1"],
+    used: Bool[Array, "n 1"],
+    size: int,
+) -> Float[Array, "groups p"]:
+    """Sums of rows times numbers over groups, which copy no row."""
+    groups = -(-len(left) // size)
+
+    def nth(k):
+        """That record of every group."""
+        row, number, use = (v[k::size] for v in (left, right, used))
+        part = jnp.where(use, number * row, 0)
+        return jnp.pad(part, [(0, groups - len(part)), (0, 0)])
+
+    return functools.reduce(jnp.add, map(nth, range(size)))
+
+
+def _formed(value: Any) -> Any:
+    """The array that is rounded: the rows of a sparse one."""
+    return value.rows if isinstance(value, SparseRows) else value
+
+
+def _parted(values: PyTree) -> tuple[PyTree, PyTree]:
+    """The arrays, and what is not formed."""
+    return eqx.partition(values, lambda v: not is_structured(v), is_leaf=is_structured)
+
+
+def _plus(total: Int[Array, "..."], counts: Int[Array, "n ..."]) -> Int[Array, "..."]:
+    with wide_integers():
+        return total + jnp.sum(counts.astype(jnp.int64), axis=0)
+
+
+def _plus_rows(
+    total: Int[Array, "count ..."],
+    indices: Int[Array, "n places"],
+    counts: Int[Array, "n places ..."],
+) -> Int[Array, "count ..."]:
+    """Adds rows to those of the indices; what is out of range is no row."""
+    with wide_integers():
+        indices = jnp.where(indices < 0, len(total), indices).reshape(-1)
+        counts = counts.astype(jnp.int64).reshape(-1, *total.shape[1:])
+        return total.at[indices].add(counts, mode="drop")
+
+
+def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
+    group = min(GROUP, len(weights))
     # Products run in reduced precision on accelerators unless told otherwise.
     return jnp.einsum(
         "gr,gr...->g...",
-        split(weights.astype(values.dtype), size),
-        split(values, size),
+        split(weights.astype(values.dtype), group),
+        split(values, group),
         precision=_HIGHEST,
     )
 
