@@ -215,7 +215,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     def _operator(self, problem, data, w, index, *, key: PRNGKey) -> PyTree:
         """The released operator at `w` on a batch of its own, plus the public one."""
         assert self.sizes is not None
-        funs = {RECORDS: problem.saturated_operator(w)}
+        funs = {RECORDS: lambda record: problem.record_operator(w, record)}
         release = self.release(problem, self.sizes)
         released = release.of(funs, data, key=key, index=index)
         return optax.tree.add(released, problem.public_operator(w))

@@ -55,12 +55,15 @@ class Bounded(eqx.Module):
         basis: What $c$ rests on.
         public_denominator: Whether the mean was divided by a given public number
             rather than by the number of its own rows.
+        neighbours: Under which relation it may be released: `REPLACE_ONE` where the
+            bound rests on every other record keeping its place, else `None`: any.
     """
 
     raw: PyTree
     contribution: Float[Array, ""] | float
     basis: Basis = eqx.field(static=True, default=Basis.CLIPPED)
     public_denominator: bool = eqx.field(static=True, default=True)
+    neighbours: Neighbours | None = eqx.field(static=True, default=None)
 
     @property
     def precision(self) -> Precision:
@@ -81,8 +84,13 @@ class Bounded(eqx.Module):
 
         Raises:
             ValueError: Under add-or-remove-one, where the number of records is private,
-                the value was divided by that number.
+                the value was divided by that number, or was summed for replace-one.
         """
+        if self.neighbours not in (None, neighbours):
+            raise ValueError(
+                f"Bounded: this mean was summed for {self.neighbours}, where all other "
+                f"records keep their rows; give clipped_mean neighbours={neighbours}."
+            )
         if neighbours is Neighbours.ADD_OR_REMOVE_ONE and not self.public_denominator:
             raise ValueError(
                 "Bounded: under add-or-remove-one the number of records is private, "
@@ -113,6 +121,7 @@ class Bounded(eqx.Module):
             self.contribution + other.contribution,
             self.basis.worse(other.basis),
             self.public_denominator and other.public_denominator,
+            self.neighbours or other.neighbours,
         )
 
 
@@ -135,6 +144,7 @@ def clipped_mean(
     denominator: float | Float[Array, ""] | None = None,
     microbatch: int | Literal["auto"] = "auto",
     precision: Precision = "float",
+    neighbours: Neighbours = Neighbours.REPLACE_ONE,
 ) -> Bounded:
     r"""The clipped mean of a per-record function, sealed with its sensitivity.
 
@@ -164,6 +174,8 @@ def clipped_mean(
             that a record's rounding does not depend on its place among the others.
         precision: `"float"` sums in floating point; `"grid"` rounds every record's
             scaled value to a public grid and sums integers, exactly.
+        neighbours: The relation that the mean is released under. Under replace-one all
+            other records keep their rows, which makes sums of products cheaper.
 
     Returns:
         A `Bounded` with the shape of `fun`'s value.
@@ -222,12 +234,14 @@ def clipped_mean(
             f"clipped_mean: mask must be of booleans and have shape ({n},) like the "
             f"records, got {mask.dtype} of shape {mask.shape}."
         )
-    fun, value = _cheapest(fun, one_record(records))
+    in_place = neighbours is Neighbours.REPLACE_ONE
+    fun, value = _cheapest(fun, one_record(records), products=in_place)
     rows = _rows(microbatch, value, records)
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
     rule = SUMS[precision](_widened(value), *numbers, n)
     mean = _clipped_mean(fun, records, mask, rows, rule)
-    return Bounded(mean, clip_norm / denominator, public_denominator=public)
+    grouped = Neighbours.REPLACE_ONE if rule.rounding else None
+    return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, grouped)
 
 
 def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
@@ -299,7 +313,7 @@ def _chunks(n: int, rows: int) -> tuple[int, int]:
     return chunks, min(n, even + -even % GROUP)
 
 
-def _cheapest(fun, record: PyTree) -> tuple[Callable[[PyTree], PyTree], PyTree]:
+def _cheapest(fun, record: PyTree, *, products: bool) -> tuple[Any, PyTree]:
     """The function in a form that is cheap to clip, and the shapes of its value."""
     value = jax.eval_shape(fun, record)
     kinds = [leaf.dtype for leaf in jax.tree.leaves(value)]
@@ -311,7 +325,7 @@ def _cheapest(fun, record: PyTree) -> tuple[Callable[[PyTree], PyTree], PyTree]:
         )
     if any(jnp.finfo(kind).bits > 32 for kind in kinds):
         return fun, value  # sums of products would resolve less than the values
-    fun = structured(fun, record)
+    fun = structured(fun, record, products=products)
     return fun, jax.eval_shape(fun, record)
 
 

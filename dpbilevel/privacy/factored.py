@@ -62,6 +62,11 @@ class Factored(eqx.Module):
         """The lengths of a row of `left` and of `right`."""
         return self.left.shape[-1], self.right.shape[-1]
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the array is one row times a number."""
+        return self.places == 1 and self.widths[1] == 1
+
     def folded(self, product: Float[Array, "*n p q"]) -> Array:
         """Sums of products of rows of the factors, as arrays of this shape."""
         order = self.left_axes + self.right_axes
@@ -104,13 +109,18 @@ class Factored(eqx.Module):
         left, right = (jnp.concatenate(pair) for pair in pairs)
         return dataclasses.replace(self, left=left, right=right, given=False)
 
-    def cheapest(self) -> "Factored | Array":
-        """The factors, the longer ones left, where they are smaller than the array."""
+    def cheapest(self, products: bool) -> "Factored | Array":
+        """The factors, the longer ones left, where they are smaller than the array.
+
+        Without `products`, of one row times a number alone.
+        """
         (p, q), places = self.widths, self.places
-        smaller = places * (p + q) < p * q or (places == 1 and p * q > 1)
-        if not smaller or places > _MOST_PLACES:
-            return self.dense()
-        return self if p >= q else self.turned()
+        turned = self if p >= q else self.turned()
+        if turned.narrow and p * q > 1:
+            return turned
+        smaller = places * (p + q) < p * q or (places == 1 and q * p > 1)
+        few = places <= _MOST_PLACES
+        return turned if products and smaller and few else self.dense()
 
 
 class SparseRows(eqx.Module):
@@ -153,8 +163,9 @@ class SparseRows(eqx.Module):
         zeros = jnp.zeros(self.shape, self.dtype)
         return zeros.at[inside].add(self.rows, mode="drop")
 
-    def cheapest(self) -> "SparseRows | Array":
+    def cheapest(self, products: bool) -> "SparseRows | Array":
         """The rows, each index once, where they are fewer than those of the array."""
+        del products
         if len(self.indices) >= self.count:
             return self.dense()
         same = self.indices[:, None] == self.indices
@@ -173,7 +184,7 @@ def is_structured(leaf: Any) -> bool:
 
 
 def structured(
-    fun: Callable[[PyTree], PyTree], record: PyTree
+    fun: Callable[[PyTree], PyTree], record: PyTree, *, products: bool
 ) -> Callable[[PyTree], PyTree]:
     """The same function with `Factored` and `SparseRows` leaves where that is cheaper.
 
@@ -184,6 +195,7 @@ def structured(
     Args:
         fun: Maps a record to a pytree of arrays.
         record: The shapes of one record.
+        products: Whether `Factored` leaves may be more than one row times a number.
 
     Returns:
         A function of a record. Where it maps many records by `jax.vmap`, no array of
@@ -195,7 +207,7 @@ def structured(
     def run(record: PyTree) -> PyTree:
         leaves = jax.tree.leaves(record)
         results = _Run(leaves)(closed.jaxpr, closed.consts, leaves)
-        return tree.unflatten([_output(v) for v in results])
+        return tree.unflatten([_output(v, products) for v in results])
 
     return run
 
@@ -219,9 +231,9 @@ def _array(value: Any) -> Any:
     return value.array() if isinstance(value, _Made | _Filled) else value
 
 
-def _output(value: Any) -> Any:
-    form = value.form() if isinstance(value, _Made) else None
-    return jnp.asarray(_array(value)) if form is None else form.cheapest()
+def _output(value: Any, products: bool) -> Any:
+    form = _form_of(value)
+    return jnp.asarray(_array(value)) if form is None else form.cheapest(products)
 
 
 class _Run:

@@ -7,6 +7,7 @@ from typing import Self
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from .budget import Neighbours
 from .clipping import Bounded, Precision, clipped_mean
 from .noise import PRNGKey
 from .sampling import AbstractSampling, FullBatch, Index
@@ -66,6 +67,7 @@ class Query:
         *,
         precision: Precision,
         key: PRNGKey,
+        neighbours: Neighbours = Neighbours.REPLACE_ONE,
         index: Index = None,
     ) -> Bounded:
         """The clipped mean of a per-record function on a fresh batch.
@@ -75,10 +77,17 @@ class Query:
             records: All records of the role.
             precision: How they are summed, as in `clipped_mean`.
             key: A typed key for the draw of the batch.
+            neighbours: The relation of the release, as in `clipped_mean`.
             index: The number of the batch in the run, for samplings that are numbered.
 
         Privacy:
             Sealed with this query's `contribution`.
         """
         batch = self.sampling.draw(records, self.size, key=key, index=index)
-        return clipped_mean(fun, batch, clip_norm=self.clip_norm, precision=precision)
+        return clipped_mean(
+            fun,
+            batch,
+            clip_norm=self.clip_norm,
+            precision=precision,
+            neighbours=neighbours,
+        )

@@ -221,6 +221,7 @@ class AbstractGaussianRelease(AbstractRelease):
                 fun,
                 data if query.role == RECORDS else getattr(data, query.role),
                 precision=self.mechanism.precision,
+                neighbours=self.mechanism.neighbours,
                 key=keys[query.role],
                 index=index,
             )

@@ -4,12 +4,13 @@ import abc
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .factored import Factored, SparseRows, is_structured
@@ -21,8 +22,9 @@ from .grid import Grid, wide_integers
 # mechanisms covers; on the grid, that many counts of 25 bits fit in 32.
 GROUP = 64
 # Products with rows of one number are added one by one, where more rows would meet in
-# the same lines of a cache.
-_NARROW_GROUP = 32
+# the same lines of a cache; large products are written to memory less often.
+_NARROW_GROUP, _LARGE_GROUP = 32, 256
+_LARGE = 2**18  # entries
 # How much longer the places of a record may be together than its value, before they
 # count for less.
 _STRETCH = 16.0
@@ -59,7 +61,7 @@ class AbstractSum(abc.ABC):
     @property
     def stretch(self) -> float:
         r"""$\Lambda \ge 1$: the most that places may be longer than their sum."""
-        return _STRETCH if any(v.places > 1 for v in self._factored) else 1.0
+        return _STRETCH if any(v.places > 1 for v in self._grouped) else 1.0
 
     @property
     def rounding(self) -> float:
@@ -70,17 +72,17 @@ class AbstractSum(abc.ABC):
         records, $K = \max_l k_l$ and $u = 2^{-24}$. The derivation is in
         docs/privacy.md.
         """
-        sizes = [group_size(v) for v in self._factored]
+        sizes = [group_size(v) for v in self._grouped]
         errors = [
             (k * v.places + 4) * 2.0**-24 * math.sqrt(k)
-            for k, v in zip(sizes, self._factored, strict=True)
+            for k, v in zip(sizes, self._grouped, strict=True)
         ]
         largest = max(errors, default=0.0) * math.sqrt(max(sizes, default=0))
         return 2.01 * self.stretch * largest
 
     @property
-    def _factored(self) -> list[Factored]:
-        return [v for v in self.leaves if isinstance(v, Factored)]
+    def _grouped(self) -> list[Factored]:
+        return [v for v in self.leaves if _is_grouped(v)]
 
     @property
     @abc.abstractmethod
@@ -120,8 +122,9 @@ class GridSum(AbstractSum):
     The step is the power of two $2^e \in (2^{-24}, 2^{-23}] \, C / m$; every record's
     scaled value is rounded to whole steps. The clip norm is tightened by the largest
     rounding, $\sqrt d / 2$ steps, so that the rounded value keeps within $C / m$.
-    Factored values are added in floating point first, in groups of few records, and
-    every group's sum is rounded; the clip norm is tightened by what that may move.
+    Products of factors are added in floating point first, in groups of few records,
+    and every group's sum is rounded; the clip norm is tightened by what one record may
+    move it by, where the other records keep their places.
     """
 
     @property
@@ -130,7 +133,7 @@ class GridSum(AbstractSum):
         """One less all roundings."""
         # The sum of a group is rounded on both of two neighbours.
         halves = sum(
-            4 * math.prod(v.shape) if isinstance(v, Factored) else _formed(v).size
+            math.prod(_rows_of(v).shape) * (4 if _is_grouped(v) else 1)
             for v in self.leaves
         )
         rounded = math.sqrt(halves) * 2.0 ** -(_BITS + 1)
@@ -155,24 +158,26 @@ class GridSum(AbstractSum):
         largest = jnp.floor(steps).astype(jnp.int32)
         weights = weights * steps.astype(weights.dtype)
 
-        def rounded(v, records=1):
+        def rounded(v):
             v = jax.lax.stop_gradient(v)
             with wide_integers():
-                counts = jnp.round(v).astype(jnp.int32)
-                return jnp.clip(counts, -records * largest, records * largest)
+                return jnp.clip(jnp.round(v).astype(jnp.int32), -largest, largest)
 
         def add(total, v):
+            if _is_grouped(v):
+                most = group_size(v) * steps
+                return total + _rounded_sum(_products(weights, v), most)
             if isinstance(v, Factored):
-                counts = rounded(group_sums(weights, v), group_size(v))
-                return _plus(total, counts)
-            rows = _formed(v)
+                return total + v.folded(_multiples(weights, v, rounded))
+            rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
             counts = rounded(rows * weight)
             if isinstance(v, SparseRows):
                 return _plus_rows(total, v.indices, counts)
             with wide_integers():
                 groups = split(counts, min(GROUP, len(counts)))
-                return _plus(total, jnp.sum(groups, axis=1, dtype=jnp.int32))
+                sums = jnp.sum(groups, axis=1, dtype=jnp.int32)
+                return total + jnp.sum(sums.astype(jnp.int64), axis=0)
 
         return jax.tree.map(add, sums, values)
 
@@ -259,54 +264,58 @@ def split(values: Array, size: int) -> Array:
 
 
 def group_size(value: Factored) -> int:
-    """How many records' products are added before the sum is rounded."""
+    """How many records' values are added before their sum is rounded or widened."""
     if value.places > 1:
         return 2 ** int(math.log2(2**11 / value.places) / 2)
-    return GROUP if value.widths[1] > 1 else _NARROW_GROUP
+    if value.narrow:
+        return _NARROW_GROUP
+    return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
 
 
-def group_sums(
+def _products(
     weights: Float[Array, " n"], value: Factored
 ) -> Float[Array, "groups ..."]:
-    """The weighted sums of factored values over groups of records.
+    """The weighted sums of products of factors over groups of records.
 
     Where a weight is zero, factors may hold anything.
     """
     size = min(group_size(value), len(weights))
-    used = (weights > 0)[:, None, None]
-    right = jnp.where(used, weights[:, None, None] * value.right, 0)
-    if value.places == 1 and value.widths[1] == 1:
-        left = value.left[:, 0]
-        product = _narrow_sums(left, right[:, 0], used[:, 0], size)[..., None]
-    else:
-        left = jnp.where(used, value.left, 0)
-        product = jnp.einsum(
-            "gktp,gktq->gpq", split(left, size), split(right, size), precision=_HIGHEST
-        )
+    used, weights = (v[:, None, None] for v in (weights > 0, weights))
+    left = split(jnp.where(used, value.left, 0), size)
+    right = split(jnp.where(used, weights * value.right, 0), size)
+    product = jnp.einsum("gktp,gktq->gpq", left, right, precision=_HIGHEST)
     # Rounded once for all who read it.
     return value.folded(jax.lax.optimization_barrier(product))
 
 
-def _narrow_sums(
-    left: Float[Array, "n p"],
-    right: Float[Array, "n 1"],
-    used: Bool[Array, "n 1"],
-    size: int,
-) -> Float[Array, "groups p"]:
-    """Sums of rows times numbers over groups, which copy no row."""
-    groups = -(-len(left) // size)
+def _multiples(
+    weights: Float[Array, " n"], value: Factored, rounded: Callable[[Array], Array]
+) -> Int[Array, "p 1"]:
+    """The sum of the rounded multiples of rows, of which no copy is made."""
+    size = min(_NARROW_GROUP, len(weights))
+    groups = -(-len(weights) // size)
+    # The same place of every group; what is not used may hold anything.
+    nth = [
+        (v[k::size] for v in (value.left[:, 0], value.right[:, 0], weights[:, None]))
+        for k in range(size)
+    ]
+    counts = [
+        rounded(jnp.where(weight > 0, weight * number * row, 0))
+        for row, number, weight in nth
+    ]
+    with wide_integers():
+        padded = (jnp.pad(v, [(0, groups - len(v)), (0, 0)]) for v in counts)
+        total = jax.lax.optimization_barrier(functools.reduce(jnp.add, padded))
+        return jnp.sum(total.astype(jnp.int64), axis=0)[:, None]
 
-    def nth(k):
-        """That record of every group."""
-        row, number, use = (v[k::size] for v in (left, right, used))
-        part = jnp.where(use, number * row, 0)
-        return jnp.pad(part, [(0, groups - len(part)), (0, 0)])
 
-    return functools.reduce(jnp.add, map(nth, range(size)))
+def _is_grouped(value: Any) -> bool:
+    """Whether values of several records are added before they are rounded."""
+    return isinstance(value, Factored) and not value.narrow
 
 
-def _formed(value: Any) -> Any:
-    """The array that is rounded: the rows of a sparse one."""
+def _rows_of(value: Any) -> Any:
+    """What is rounded: an array, or the rows of a sparse one."""
     return value.rows if isinstance(value, SparseRows) else value
 
 
@@ -315,9 +324,13 @@ def _parted(values: PyTree) -> tuple[PyTree, PyTree]:
     return eqx.partition(values, lambda v: not is_structured(v), is_leaf=is_structured)
 
 
-def _plus(total: Int[Array, "..."], counts: Int[Array, "n ..."]) -> Int[Array, "..."]:
+def _rounded_sum(
+    groups: Float[Array, "groups ..."], most: Float[Array, ""]
+) -> Int[Array, "..."]:
+    """The exact sum of the groups' rounded sums, of which none has an entry above."""
+    groups = jnp.clip(jax.lax.stop_gradient(groups), -most, most)
     with wide_integers():
-        return total + jnp.sum(counts.astype(jnp.int64), axis=0)
+        return jnp.sum(jnp.round(groups).astype(jnp.int64), axis=0)
 
 
 def _plus_rows(
