@@ -292,21 +292,28 @@ def _multiples(
     weights: Float[Array, " n"], value: Factored, rounded: Callable[[Array], Array]
 ) -> Int[Array, "p 1"]:
     """The sum of the rounded multiples of rows, of which no copy is made."""
-    size = min(_NARROW_GROUP, len(weights))
-    groups = -(-len(weights) // size)
-    # The same place of every group; what is not used may hold anything.
-    nth = [
-        (v[k::size] for v in (value.left[:, 0], value.right[:, 0], weights[:, None]))
-        for k in range(size)
-    ]
-    counts = [
-        rounded(jnp.where(weight > 0, weight * number * row, 0))
-        for row, number, weight in nth
-    ]
+    rows, numbers = value.left[:, 0], value.right[:, 0, 0]
+    whole = len(rows) // _NARROW_GROUP * _NARROW_GROUP
+
+    def sums(start: int, stop: int, size: int) -> Int[Array, "..."]:
+        """Over groups of rows: all rows of one place of a group at a time."""
+
+        def nth(k: int) -> Int[Array, "groups p"]:
+            place = slice(start + k, stop, size)
+            weight = weights[place, None]
+            part = weight * numbers[place, None] * rows[place]
+            return rounded(jnp.where(weight > 0, part, 0))  # unused rows hold anything
+
+        counts = functools.reduce(jnp.add, map(nth, range(size)))
+        with wide_integers():
+            counts = jax.lax.optimization_barrier(counts)
+            return jnp.sum(counts.astype(jnp.int64), axis=0)
+
+    parts = [(0, whole, _NARROW_GROUP)] if whole else []
+    if whole < len(rows):
+        parts.append((whole, len(rows), len(rows) - whole))
     with wide_integers():
-        padded = (jnp.pad(v, [(0, groups - len(v)), (0, 0)]) for v in counts)
-        total = jax.lax.optimization_barrier(functools.reduce(jnp.add, padded))
-        return jnp.sum(total.astype(jnp.int64), axis=0)[:, None]
+        return sum(sums(*part) for part in parts)[:, None]
 
 
 def _is_grouped(value: Any) -> bool:

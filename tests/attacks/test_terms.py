@@ -35,8 +35,8 @@ from dpbilevel.draws.scores.mean_loss import MeanLoss, public_part, spread_of
 from dpbilevel.games import certified as resolvent
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy import accounting, pure, renyi
-from dpbilevel.privacy.clipping import _norm
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
+from dpbilevel.privacy.norms import measured
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.repetitions import Repetitions
 from dpbilevel.privacy.rows import padded_rows
@@ -78,7 +78,7 @@ def test_the_norm_is_above_the_rounding_of_every_order_of_adding(size):
     assert np.cumsum(squares, dtype=np.float32)[-1] == 1.0
     lost = math.sqrt(1 + (size - 1) * units)
     # And a square, a root, a quotient and four products are rounded once each.
-    assert float(_norm(first)) >= lost * (1 + 7 * units)
+    assert float(measured(first, jnp.asarray(1.0))[1]) >= lost * (1 + 7 * units)
 
 
 def adversary(contribution, steps):
