@@ -168,7 +168,7 @@ class SparseRows(eqx.Module):
         del products
         if len(self.indices) >= self.count:
             return self.dense()
-        same = self.indices[:, None] == self.indices
+        same = self.indices[:, None] == self.indices[None]
         first = ~jnp.any(jnp.tril(same, -1), axis=1)
         merge = (same & first[:, None]).astype(self.dtype)
         rows = jnp.tensordot(merge, self.rows, 1, precision="highest")
@@ -440,7 +440,7 @@ def _multiplied(run: _Run, eqn, operands: list[Any]):
         form = _form_of(value)
         if form is not None:
             return functools.partial(_times, form, number)
-        if run.given(value) and isinstance(number, jax.core.Tracer):
+        if run.given(value) and isinstance(number, jax.Array):
             axes = tuple(range(value.ndim))
             numbers = jnp.reshape(number, (1, 1)).astype(value.dtype)
             row = value.reshape(1, -1)
