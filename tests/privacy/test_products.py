@@ -84,6 +84,11 @@ def halves(subscripts, *factors):
     return highest(subscripts, *factors).astype(jnp.float32)
 
 
+def without_small(subscripts, *factors):
+    result = highest(subscripts, *factors)
+    return jnp.where(jnp.abs(result) < 2.0**-100, 0, result)
+
+
 def in_float32(subscripts, *factors):
     factors = (v.astype(jnp.float32) for v in factors)
     return highest(subscripts, *factors).astype(jnp.float64)
@@ -96,6 +101,7 @@ COARSE = {
     "TF32, cut off": cut_off(10),
     "22 bits": rounded(21),
     "float16": halves,
+    "zero below 2^-100": without_small,
     "bfloat16, 3 passes": passes(7, THREE),
     "bfloat16, 4 passes": passes(7, ((1, 1), *THREE)),
     "TF32, 3 passes": passes(10, THREE),
