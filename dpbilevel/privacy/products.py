@@ -87,7 +87,7 @@ REMEDY = (
     "reduced precision; NVIDIA_TF32_OVERRIDE=0 forbids TF32. JAX's default matmul "
     "precision makes no difference."
 )
-_BEFORE_SUMS = PRODUCTS[:2]  # cheap, and of the shapes that units for matrices take
+_BEFORE_SUMS = PRODUCTS[:2]  # cheap, and of shapes that matrix units take
 
 
 @dataclasses.dataclass(frozen=True)
