@@ -7,6 +7,7 @@ them public or synthetic records only.
 from . import debug
 from .canaries import Canary, canaries, worst_case
 from .claims import Claim, event_claim, gaussian_claim, ledger_claims, pure_claim
+from .device import DeviceArithmetic, device_arithmetic
 from .one_run import OneRun, epsilon_from_guesses, one_run
 from .reuse import NoiseReuse, noise_reuse
 from .sensitivity import SensitivitySearch, sensitivity_search
@@ -16,6 +17,7 @@ __all__ = [
     "Canary",
     "Claim",
     "Cut",
+    "DeviceArithmetic",
     "NoiseReuse",
     "OneRun",
     "SensitivitySearch",
@@ -25,6 +27,7 @@ __all__ = [
     "audit_solver",
     "canaries",
     "debug",
+    "device_arithmetic",
     "epsilon_from_guesses",
     "event_claim",
     "gaussian_claim",

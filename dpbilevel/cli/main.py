@@ -1,4 +1,4 @@
-"""The command line: `dpbilevel calibrate | run | report | audit`."""
+"""The command line: `dpbilevel calibrate | run | report | audit | device`."""
 
 import argparse
 import importlib.util
@@ -12,6 +12,7 @@ import jax
 
 from .. import __version__
 from .._extras import missing
+from ..audit.device import device_arithmetic
 from ..core import checkpoint, interrupts, spending
 from ..core.progress import step_bar
 from ..core.solution import divergence
@@ -27,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, by default those of the process.
 
     Returns:
-        0, or 1 if an audit found a violation, 2 after a mistake of the user, 130
-        after a `KeyboardInterrupt`. In a process of its own an interrupt ends that
-        process (`dpbilevel.core.interrupts`).
+        0, or 1 if an audit found a violation or the device failed its test, 2 after a
+        mistake of the user, 130 after a `KeyboardInterrupt`. In a process of its own
+        an interrupt ends that process (`dpbilevel.core.interrupts`).
 
     Privacy:
         What is printed is public or released, whatever the records hold.
@@ -89,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     add("config", **config)
     add("--out", **folder, help="write audit.json and audit.png to this new folder")
     add("--runs", metavar="N", type=int, default=50_000, help="runs per side (50000)")
+    command(
+        "device",
+        _device,
+        "test whether the arithmetic of this device is what guarantees assume",
+        description="Computes matrix products on the default device, from numbers made "
+        "to show reduced precision, and compares them with exact ones. Reads no data.",
+    )
     return parser
 
 
@@ -136,6 +144,12 @@ def _audit(arguments: argparse.Namespace) -> int:
         audit.save(arguments.out, outcomes, config)
         print(f"audit: {arguments.out}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def _device(arguments: argparse.Namespace) -> int:
+    found = device_arithmetic()
+    print(found)
+    return 0 if found.passed else 1
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:

@@ -29,6 +29,7 @@ from ..core.resume import (
 from ..core.solver import AbstractSolver
 from ..games.problem import SaddleProblem
 from ..privacy.noise import root_key
+from ..privacy.products import check_products
 from ..privacy.report import PrivacyReport
 from . import figure, folder, results
 from .config import Config
@@ -158,9 +159,11 @@ def check(
 
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
-            is in use, or there is no file of records.
+            is in use, there is no file of records, or the device computes matrix
+            products too coarsely.
         OSError: The folder cannot be made or written to.
     """
+    check_products("run")
     with _opened(out, chunk, resume, restart), _data_errors(config):
         config.data.file(config.folder, data)
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Key, PyTree
 from .. import _checks
 from ..privacy.budget import Neighbours
 from ..privacy.noise import PRNGKey, check_key, step_keys
+from ..privacy.products import check_products
 from ..privacy.rows import padded, padded_rows
 from .descent import rejected_updates
 from .levels import Levels, people_of
@@ -49,8 +50,9 @@ def solve(
 
     Raises:
         TypeError: The key is not typed, or `data` is of the wrong kind.
-        ValueError: The solver is not calibrated, shapes do not fit, or the numbers of
-            records differ from the plan's.
+        ValueError: The solver is not calibrated, shapes do not fit, the numbers of
+            records differ from the plan's, or the device computes matrix products too
+            coarsely.
 
     Privacy:
         The releases counted by `solver.ledger(problem, sizes)`, whatever the data
@@ -64,6 +66,7 @@ def solve(
             'static_argnames="trajectory".'
         )
     problem.check(w0, data)
+    check_products("solve")
     # Before records are copied: two levels with one array would get two.
     solver = bound_to(problem, solver, data)
     data = planned_rows(solver, _checks.on_device(data))

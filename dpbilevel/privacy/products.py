@@ -1,0 +1,362 @@
+r"""Matrix products as a device computes them: what sums assume, and a test of it.
+
+A product of $m$ terms, added in any order by floating-point multiply-adds, fused or
+not, satisfies
+
+$$
+\Bigl|\mathrm{fl}\Bigl(\sum_i a_i b_i\Bigr) - \sum_i a_i b_i\Bigr| \le
+\gamma_m \sum_i |a_i b_i| + 3 m \tau, \qquad \gamma_m = \frac{m u}{1 - m u},
+$$
+
+with $u$ half the spacing of floats at 1 ($2^{-24}$ in float32). $\tau$ is the smallest
+normal number ($2^{-126}$): devices may take smaller ones for zero, factors, terms and
+sums alike. A factor below $\tau$ must therefore meet one of at most 1.
+
+Matrix units that round the factors first (to TF32, in passes of bfloat16) are off by
+more. The library asks for precision "highest". Whether a device then keeps the bound is
+tested here, on products made for it to fail. The test is finite: it can refute the
+bound and does not prove it.
+
+References:
+    Higham, "Accuracy and stability of numerical algorithms", 2002, section 3.1.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.backend import get_default_device
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+# The least number of terms other than zero: one or two are off by more than their bound
+# in six passes of bfloat16, as accurate as float32 in every longer sum.
+_FEW = 4
+Multiply = Callable[[str, Array, Array], Array]
+
+
+class Product(NamedTuple):
+    """A kind of matrix product.
+
+    Attributes:
+        subscripts: As for `jnp.einsum`, with the axes g of a batch, k of the terms, p
+            and q of the results.
+        k: How many terms there are.
+        p: Rows of the result.
+        q: Columns of the result.
+    """
+
+    subscripts: str
+    k: int
+    p: int
+    q: int
+
+    def __str__(self) -> str:
+        """The subscripts and the sizes."""
+        return f"{self.subscripts} k={self.k} p={self.p} q={self.q}"
+
+
+# Group sums of factors, also of few columns, group sums of dense rows, Gram matrices,
+# as the clipped mean computes them; sizes for which backends have different programs.
+PRODUCTS = (
+    Product("gkp,gkq->gpq", 64, 128, 128),
+    Product("gk,gkq->gq", 64, 1, 1024),
+    Product("gkp,gkq->gpq", 4, 128, 128),
+    Product("gkp,gkq->gpq", 8, 8, 8),
+    Product("gkp,gkq->gpq", 64, 784, 128),
+    Product("gkp,gkq->gpq", 256, 784, 10),
+    Product("gkp,gkq->gpq", 256, 1, 128),
+    Product("gkp,gkq->gpq", 4096, 64, 64),
+    Product("kp,kq->pq", 256, 784, 128),
+    Product("kp,kq->pq", 4096, 128, 128),
+    Product("gk,gkq->gq", 256, 1, 784),
+    Product("kp,k->p", 256, 784, 1),
+    Product("pk,qk->pq", 784, 16, 16),
+    Product("pk,qk->pq", 512, 128, 128),
+    Product("gpk,gqk->gpq", 128, 16, 16),
+)
+REMEDY = (
+    "Use another device, for example the CPU with JAX_PLATFORMS=cpu, or another "
+    "release of JAX or of the driver, and remove variables and flags that admit "
+    "reduced precision; NVIDIA_TF32_OVERRIDE=0 forbids TF32. JAX's default matmul "
+    "precision makes no difference."
+)
+_BEFORE_SUMS = PRODUCTS[:2]  # cheap, and of shapes that matrix units take
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductError:
+    """How far one kind of product is off on a device.
+
+    Attributes:
+        product: The kind.
+        dtype: Of the factors and the result.
+        ratio: The largest error over what floating-point multiply-adds allow; infinite
+            where a result is not finite.
+        case: The kind of factors for which it was largest.
+    """
+
+    product: Product
+    dtype: str
+    ratio: float
+    case: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every result was within the bound: not a proof."""
+        return self.ratio <= 1
+
+    def __str__(self) -> str:
+        """The outcome in one line."""
+        verdict = "passed" if self.passed else "FAILED"
+        return (
+            f"{verdict}  {self.dtype}  {self.product!s:32}  largest error "
+            f"{self.ratio:8.3g} of the bound ({self.case})"
+        )
+
+
+def highest(subscripts: str, left: Array, right: Array) -> Array:
+    """The product as the library asks for it, whatever the default precision is."""
+    return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST)
+
+
+def product_errors(
+    dtype: DTypeLike = jnp.float32,
+    products: tuple[Product, ...] = PRODUCTS,
+    multiply: Multiply = highest,
+) -> Iterator[ProductError]:
+    """The largest error of each kind of product on the default device, one by one.
+
+    The factors are fixed numbers whose last bits matter: patterns that reduced
+    precision rounds in one direction, random ones, exponents far apart, sums that
+    cancel or lose small terms, and values at the end of the range. What is exact is
+    computed on the host.
+
+    Args:
+        dtype: float32 or float64.
+        products: What to multiply.
+        multiply: How, as `jnp.einsum`; runs under `jax.jit`.
+
+    Yields:
+        One outcome for each product.
+
+    Privacy:
+        Touches no data.
+    """
+    dtype = np.dtype(dtype)
+    for product in products:
+        compute = jax.jit(functools.partial(multiply, product.subscripts))
+        found = []
+        for names, left, right in _factors(product, dtype):
+            with jax.enable_x64(dtype == np.float64):
+                factors = jax.device_put(_arranged(product, left, right))
+                result = jax.device_get(compute(*factors))
+            shape = len(left), product.p, product.q
+            ratios = _ratios(result.reshape(shape), left, right)
+            found += zip(ratios, names, strict=True)
+        ratio, case = max(found)
+        yield ProductError(product, dtype.name, ratio, case)
+
+
+def check_products(owner: str) -> None:
+    """Refuses a default device whose matrix products are coarser than sums assume.
+
+    A short form of `product_errors`, in float32 and, where it is enabled, in float64;
+    once for each device of a process. May be called where a program is traced.
+
+    Args:
+        owner: What an error names.
+
+    Raises:
+        ValueError: A product is off by more than floating-point multiply-adds allow.
+
+    Privacy:
+        Touches no data.
+    """
+    device = get_default_device()
+    worst = max((_worst(device, v) for v in dtypes()), key=lambda error: error.ratio)
+    if worst.passed:
+        return
+    raise ValueError(
+        f"{owner}: on {device.device_kind} ({device.platform}, JAX {jax.__version__}), "
+        f"a matrix product in {worst.dtype} with precision HIGHEST is off by "
+        f"{worst.ratio:.3g} times what {worst.dtype} arithmetic allows, and sums over "
+        "records by more than their noise covers, on the grid and in floating point. "
+        f"{REMEDY} `dpbilevel device` shows every kind of product."
+    )
+
+
+@functools.cache
+def _worst(device: Any, dtype: str) -> ProductError:
+    """The worst product of the short form.
+
+    A thread of its own has none of the caller's contexts: no program that is being
+    traced there, no mesh.
+    """
+
+    def worst() -> ProductError:
+        with jax.default_device(device):
+            found = product_errors(dtype, _BEFORE_SUMS)
+            return max(found, key=lambda error: error.ratio)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(worst).result()
+
+
+def dtypes() -> tuple[str, ...]:
+    """float32, and float64 where it is enabled."""
+    return ("float32", "float64") if jax.config.jax_enable_x64 else ("float32",)
+
+
+def _arranged(product: Product, left, right) -> tuple[np.ndarray, np.ndarray]:
+    """The factors (g, k, p) and (g, k, q) with the axes of the subscripts."""
+    first, second = product.subscripts.split("->")[0].split(",")
+    # What is left out has one entry.
+    return np.einsum(f"gkp->{first}", left), np.einsum(f"gkq->{second}", right)
+
+
+def _ratios(computed, left, right) -> list[float]:
+    """The largest error over the bound, for each matrix of the batch."""
+    info = np.finfo(left.dtype)
+    if left.dtype == np.float64:  # slow to add exactly: some entries stand for all
+        rows, columns = (_spread(v.shape[2], 8) for v in (left, right))
+        left, right = left[..., rows], right[..., columns]
+        computed = computed[:, rows][..., columns]
+    errors, magnitudes = _exact_errors(computed, left, right)
+    terms = np.count_nonzero(left.any(axis=2), axis=1)  # zeros are added exactly
+    rounding = terms[:, None, None] * float(info.eps) / 2
+    bounds = rounding / (1 - rounding) * magnitudes
+    bounds += 3 * left.shape[1] * float(info.tiny)
+    ratios = np.where(np.isfinite(computed), errors / bounds, math.inf)
+    return ratios.max(axis=(1, 2)).tolist()
+
+
+def _exact_errors(computed, left, right) -> tuple[np.ndarray, np.ndarray]:
+    """Errors, never too small, and the sums of absolute values, in float64."""
+    rows, columns = left.swapaxes(1, 2).astype(float), right.astype(float)
+    magnitudes = np.abs(rows) @ np.abs(columns)
+    if left.dtype == np.float32:
+        # In float64 the terms are exact, and their sum is off by 2**-29 of the bound.
+        slack = 1.01 * left.shape[1] * 2.0**-53 * magnitudes
+        return np.abs(computed - rows @ columns) + slack, magnitudes
+    # Halves of 26 and 27 bits: what their products lose is 2**-105 of a term.
+    pairs = _halves(rows[:, :, None]), _halves(columns.swapaxes(1, 2)[:, None])
+    terms = np.concatenate([a * b for a in pairs[0] for b in pairs[1]], axis=-1)
+    terms = np.concatenate([terms, -np.nan_to_num(computed)[..., None]], axis=-1)
+    errors = np.apply_along_axis(math.fsum, -1, terms)
+    return np.abs(errors), magnitudes
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """At most so many indices of a range, from its first to its last."""
+    return np.unique(np.linspace(0, count - 1, most).astype(int))
+
+
+def _halves(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two parts of a float64 that add up to it, the upper 26 bits and the others."""
+    upper = (value.view(np.int64) & ~np.int64(2**27 - 1)).view(np.float64)
+    return upper, value - upper
+
+
+def _factors(product: Product, dtype: np.dtype) -> Iterator[tuple]:
+    """Batches (names, left, right) of factors, (g, k, p) and (g, k, q)."""
+    random = np.random.default_rng(0)
+    cases = {
+        name: tuple(
+            np.asarray(v, dtype) for v in make(product, np.finfo(dtype), random)
+        )
+        for name, make in _CASES.items()
+    }
+    batches = [list(cases)] if "g" in product.subscripts else [[name] for name in cases]
+    for names in batches:
+        left, right = zip(*(cases[name] for name in names), strict=True)
+        yield names, np.stack(left), np.stack(right)
+
+
+def _equal(product: Product, info, random) -> tuple:
+    """Every term of a result is the same, so that roundings go in one direction."""
+    left, right = (_significands(n, info, random) for n in (product.p, product.q))
+    return np.tile(left, (product.k, 1)), np.tile(right, (product.k, 1))
+
+
+def _few(product: Product, info, random) -> tuple:
+    """The same with few terms: what a long sum may lose hides no error of a factor."""
+    left, right = _equal(product, info, random)
+    kept = np.isin(np.arange(product.k), _spread(product.k, _FEW))
+    return left * kept[:, None], right
+
+
+def _mixed(product: Product, info, random) -> tuple:
+    """Random bits, signs and exponents."""
+    left, right = _random(product, info, random)
+    return tuple(np.ldexp(v, random.integers(-3, 4, v.shape)) for v in (left, right))
+
+
+def _counterweights(product: Product, info, random) -> tuple:
+    """Huge numbers times tiny ones: no common exponent serves for a row."""
+    reach = info.maxexp // 2 - 4
+    exponents = random.integers(-reach, reach + 1, (product.k, 1))
+    left, right = _random(product, info, random)
+    return np.ldexp(left, exponents), np.ldexp(right, -exponents)
+
+
+def _cancelling(product: Product, info, random) -> tuple:
+    """Random terms and their negatives, in random order."""
+    half, order = product.k // 2, random.permutation(product.k)
+    left, right = _random(product, info, random)
+    left[half : 2 * half], right[half : 2 * half] = left[:half], -right[:half]
+    return left[order], right[order]
+
+
+def _swamped(product: Product, info, random) -> tuple:
+    """A one and terms just below half of its last bit, or below the whole bit."""
+    small = (1 - info.eps / 2) * info.eps * np.where(np.arange(product.p) % 2, 1, 0.5)
+    ones = np.arange(product.k)[:, None] == np.arange(product.p) * 7 % product.k
+    right = np.ldexp(1.0, np.arange(product.q) % 8)
+    return np.where(ones, 1, small), np.tile(right, (product.k, 1))
+
+
+def _tiny(product: Product, info, random) -> tuple:
+    """Factors and products from below the smallest normal number to well above."""
+    left, right = _random(product, info, random)
+    levels = (5 * np.arange(product.p) + 16) % 37 - 6  # the first is above
+    return np.ldexp(left, levels + info.minexp), right / 2
+
+
+_CASES: dict[str, Callable[..., tuple]] = {
+    "equal terms": _equal,
+    "few terms": _few,
+    "random numbers": _mixed,
+    "huge times tiny": _counterweights,
+    "cancelling terms": _cancelling,
+    "small after large": _swamped,
+    "tiny numbers": _tiny,
+}
+
+
+def _random(product: Product, info, random) -> tuple[np.ndarray, np.ndarray]:
+    """Two factors of numbers in (-2, -1] and [1, 2) with random bits."""
+
+    def numbers(columns):
+        bits = random.integers(0, 2**info.nmant, (product.k, columns))
+        return random.choice((-1.0, 1.0), bits.shape) * (1 + bits * float(info.eps))
+
+    return numbers(product.p), numbers(product.q)
+
+
+def _significands(count: int, info, random) -> np.ndarray:
+    """Numbers in [1, 2): next to where formats of 7 to 48 bits round, then random."""
+    eps = float(info.eps)
+    # The first serves alone where a product has one column: all reduce it.
+    places = (11, 8, 10, 7, 23, 24, 48)
+    cuts = [1 + 2.0**-place - odd * eps for place in places for odd in (3, 1)]
+    known = [c for c in cuts if 1 < c] + [1 + eps, 2 - eps]
+    found = 1 + random.integers(0, 2**info.nmant, count) * eps
+    found[: len(known)] = known[:count]
+    return found
