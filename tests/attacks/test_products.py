@@ -1,0 +1,298 @@
+"""No record moves a sum of products by more than its share, whatever the factors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.privacy import norms, summation
+from dpbilevel.privacy.clipping import clipped_mean
+from dpbilevel.privacy.factored import Factored
+from dpbilevel.privacy.norms import TOO_LONG, measured
+
+# Losses whose gradient with respect to W is sum_t left_t right_t^T, for any factors.
+P, Q = 24, 20
+
+
+def gradient(record):
+    left, right = record
+    return jax.grad(lambda W: jnp.sum((left @ W) * right))(jnp.zeros((P, Q)))
+
+
+def product(left, right):
+    return np.einsum("ntp,ntq->npq", np.asarray(left, float), np.asarray(right, float))
+
+
+@jax.jit
+def counts(left, right, mask):
+    return clipped_mean(
+        gradient,
+        (left, right),
+        mask=mask,
+        clip_norm=1.0,
+        denominator=1.0,
+        precision="grid",
+    ).raw.counts
+
+
+def moved(first, second, mask=None):
+    """How far the sums of two data sets are apart, in shares of one record."""
+    mask = jnp.ones(len(first[0]), bool) if mask is None else mask
+    return distance(counts(*first, mask), counts(*second, mask))
+
+
+def distance(first, second):
+    """Between two sums of counts, in shares; their unit is 2^-23 of one."""
+    difference = np.asarray(first) - np.asarray(second)
+    return float(np.linalg.norm(difference.astype(np.float64))) * 2.0**-23
+
+
+def factors(n, places, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda width: rng.normal(size=(n, places, width)).astype(np.float32)  # noqa: E731
+    return draw(P), draw(Q)
+
+
+def with_last(data, left, right):
+    """The same records with another last one."""
+    made = [np.array(v) for v in data]
+    made[0][-1], made[1][-1] = left, right
+    return tuple(made)
+
+
+HOSTILE = {
+    "huge": (3e20, 1e18),
+    "tiny and huge": (1e-30, 1e30),
+    "denormal": (1e-40, 1e38),
+    "denormal the other way": (1e38, 1e-40),
+    "overflowing": (1e38, 1e38),
+    "ordinary": (1.0, 1.0),
+    "nothing": (0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_record_moves_the_sum_by_its_share_at_most(name, places):
+    data = factors(100, places)
+    sides = (np.float32(size) for size in HOSTILE[name])
+    left, right = (
+        size * v[0] for size, v in zip(sides, factors(1, places, 1), strict=True)
+    )
+    assert moved(with_last(data, left, right), with_last(data, -left, right)) <= 2
+    # One place of several that is not a number takes the whole record away.
+    for bad in (np.nan, np.inf, -np.inf):
+        for side in range(2):
+            record = [left.copy(), right.copy()]
+            record[side][-1, 0] = bad
+            assert moved(with_last(data, *record), data) <= 2
+            gone = moved(with_last(data, *record), with_last(data, 0 * left, right))
+            assert gone < 1e-3
+
+
+def test_a_masked_row_may_hold_anything():
+    data = factors(70, 2)
+    mask = jnp.arange(70) != 69
+    expected = counts(*data, mask)
+    for value in (np.nan, np.inf, 3e38, 1.0):
+        hidden = with_last(data, np.float32(value), np.float32(value))
+        np.testing.assert_array_equal(counts(*hidden, mask), expected)
+
+
+def test_places_that_cancel_count_for_their_rounding():
+    data = factors(32, 2)
+    left, right = factors(1, 2, 1)
+    # Two places that are the same but for one part in a million.
+    left = np.repeat(left[0, :1], 2, axis=0) * np.float32(1e6)
+    right = np.stack([right[0, 0], -right[0, 0] * np.float32(1 + 1e-6)])
+    there, back = with_last(data, left, right), with_last(data, left, -right)
+    assert moved(there, back) <= 2
+
+
+@pytest.mark.parametrize("places", [1, 2, 7, 64])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_the_norm_of_a_product_is_bounded_closely_and_from_above(places, scale):
+    left, right = factors(20, places)
+    value = Factored(left, np.float32(scale) * right, (P, Q), (0,), (1,))
+    sums, bounds, lengths = jax.vmap(lambda v: measured(v, jnp.float32(scale)))(value)
+    exact = np.linalg.norm(product(sums.left, sums.right), axis=(1, 2))
+    assert (np.asarray(bounds, float) >= exact).all()
+    np.testing.assert_allclose(bounds, exact, rtol=2e-4 * places)
+    apart = np.linalg.norm(sums.left, axis=2) * np.linalg.norm(sums.right, axis=2)
+    assert (np.asarray(lengths, float) >= apart.sum(1)).all()
+    np.testing.assert_allclose(lengths, apart.sum(1), rtol=1e-4)
+    # In units of the clip norm the value is what it was.
+    np.testing.assert_allclose(
+        product(sums.left, sums.right), product(left, right), atol=1e-4 * places
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_factor_that_is_not_finite_makes_the_norm_too_long(bad, places, side):
+    pair = [v[0] for v in factors(1, places)]
+    pair[side][0, 1] = bad
+    value = Factored(jnp.asarray(pair[0]), jnp.asarray(pair[1]), (P, Q), (0,), (1,))
+    _, norm, _ = measured(value, jnp.float32(1.0))
+    assert not norm < TOO_LONG
+
+
+UNEVEN = 1.3  # a clip norm that is no multiple of the spacing of large sums
+
+
+def worst_rounding(size):
+    """Sums of `size` equal records, of which the last one turns around.
+
+    All entries of a sum are equal, so that they round alike.
+    """
+    left, right = np.ones((size, 1, 2), np.float32), np.ones((size, 1, 2), np.float32)
+    worst = 0.0
+    for part in np.linspace(0.1, 0.9, 9, dtype=np.float32):
+        right[[0, -2]] = part / 4  # not clipped: moves sums against their roundings
+        for sign in (1, -1):
+            others = left, sign * right
+            there = with_last(others, 1.0, 1.0)
+            worst = max(worst, moved2(there, with_last(others, 1.0, -1.0)))
+    return worst
+
+
+@jax.jit
+def counts2(left, right):
+    def gradient(record):
+        left, right = record
+        return jax.grad(lambda W: jnp.sum((left @ W) * right))(jnp.zeros((2, 2)))
+
+    return clipped_mean(
+        gradient,
+        (left, right),
+        clip_norm=UNEVEN,
+        denominator=1.0,
+        precision="grid",
+        microbatch=2**17,
+    ).raw.counts
+
+
+def moved2(first, second):
+    return distance(counts2(*first), counts2(*second)) / UNEVEN
+
+
+def test_the_rounding_of_a_full_group_stays_within_the_margin():
+    assert 1.99 < worst_rounding(summation.GROUP) <= 2
+    assert 1.99 < worst_rounding(4 * summation.GROUP) <= 2
+
+
+def cleared():
+    for fun in (counts, counts2):
+        fun.clear_cache()
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Patches a function of the library, in fresh programs."""
+
+    def patch(module, name, value):
+        cleared()
+        monkeypatch.setattr(module, name, value)
+
+    yield patch
+    monkeypatch.undo()
+    cleared()
+
+
+def test_groups_that_are_too_large_for_their_margin_are_seen(broken):
+    margin = summation.AbstractSum.rounding
+    honest = summation.group_size
+    broken(summation, "group_size", lambda value: 2**17)
+
+    def claimed(self):
+        summation.group_size = honest
+        try:
+            return margin.fget(self)
+        finally:
+            summation.group_size = lambda value: 2**17
+
+    broken(summation.AbstractSum, "rounding", property(claimed))
+    assert worst_rounding(2**17) > 2
+
+
+def test_a_norm_without_cross_terms_is_seen(broken):
+    honest = norms._factored
+
+    def without(leaf, clip_norm):
+        part = honest(leaf, clip_norm)
+        squares = jnp.sum(part.value.left**2, 1) * jnp.sum(part.value.right**2, 1)
+        return norms._Part(part.value, jnp.sum(squares), part.size, part.length)
+
+    data = factors(10, 3)
+    left, right = (np.repeat(v[0][:1], 3, axis=0) for v in factors(1, 3, 1))
+    there, back = with_last(data, left, right), with_last(data, -left, right)
+    assert moved(there, back) <= 2
+    broken(norms, "_factored", without)
+    assert moved(there, back) > 3
+
+
+def test_a_place_that_the_norm_forgets_is_seen(broken):
+    honest = norms._factored
+
+    def forgetful(leaf, clip_norm):
+        first = Factored(
+            leaf.left[:1], leaf.right[:1], leaf.shape, leaf.left_axes, leaf.right_axes
+        )
+        part, whole = honest(first, clip_norm), honest(leaf, clip_norm)
+        return norms._Part(whole.value, part.squares, part.size, part.length)
+
+    data = factors(10, 3)
+    left, right = (v[0] for v in factors(1, 3, 1))
+    right[0] *= np.float32(0.01)
+    there, back = with_last(data, left, right), with_last(data, -left, right)
+    assert moved(there, back) <= 2
+    broken(norms, "_factored", forgetful)
+    assert moved(there, back) > 3
+
+
+def test_masked_rows_that_are_added_are_seen(broken):
+    honest = summation._products
+    data = factors(10, 2)
+    mask = jnp.arange(10) != 9
+    hidden = with_last(data, np.float32(1), np.float32(1))
+    assert moved(data, hidden, mask) == 0
+    broken(
+        summation,
+        "_products",
+        lambda weights, v: honest(jnp.full_like(weights, weights[0]), v),
+    )
+    assert moved(data, hidden, mask) > 0.1
+
+
+def test_a_record_that_goes_moves_the_rounding_of_no_other():
+    # Its row is left out, so that all others are in other places, and in other groups.
+    layer, n = jnp.asarray(factors(1, P)[1][0]), 500
+    rows = np.random.default_rng(0).normal(size=(n, P)).astype(np.float32)
+    rows[0] = 0
+
+    def counted(rows, mask, neighbours):
+        fun = functools.partial(
+            jax.grad(lambda W, row: jnp.sum(jnp.sin(3 * row @ W))), layer
+        )
+        return clipped_mean(
+            fun,
+            rows,
+            mask=mask,
+            clip_norm=1.0,
+            denominator=1.0,
+            precision="grid",
+            neighbours=neighbours,
+        ).raw.counts
+
+    def apart(neighbours):
+        run = jax.jit(functools.partial(counted, neighbours=neighbours))
+        there, gone = jnp.arange(n) != 0, jnp.arange(n) != n - 1
+        sums = run(rows, there), run(np.roll(rows, -1, axis=0), gone)
+        return np.count_nonzero(np.asarray(sums[0]) != np.asarray(sums[1]))
+
+    assert apart(dpb.Neighbours.ADD_OR_REMOVE_ONE) == 0
+    assert apart(dpb.Neighbours.REPLACE_ONE) > 0  # the control: groups are rounded
