@@ -17,6 +17,7 @@ from .factored import Factored, is_structured, structured
 from .floats import is_below
 from .grid import Grid
 from .norms import TOO_LONG, measured, wide
+from .products import check_products
 from .sampling import Batch
 from .summation import GROUP, AbstractSum, FloatSum, GridSum, group_size
 
@@ -157,7 +158,12 @@ def clipped_mean(
     finite contributes zero; so does every record where $C$ is outside (1e-25, 1e30) or
     $m$ below 1e-25. Entries beyond $\pm 2^{40} C$ count as that, so that no norm
     overflows. Norm and sum are taken in float32 at least. Memory does not grow with
-    $n$: a `lax.scan` walks over micro-batches.
+    $n$: a `lax.scan` walks over micro-batches, or takes all records at once where that
+    needs less than half of the memory that they take.
+
+    Gradients of layers and of tables are not formed for every record: they are found as
+    products of factors and as sparse rows in the jaxpr of `fun`; see
+    docs/privacy.md#values-that-are-not-formed.
 
     Args:
         fun: Maps one record to a pytree of floating-point arrays. It must not see
@@ -182,8 +188,9 @@ def clipped_mean(
 
     Raises:
         ValueError: `clip_norm`, `denominator` or `microbatch` out of range, leading
-            axes that differ, a mask or denominator besides that of a `Batch`, or fast
-            floating-point math in `XLA_FLAGS`.
+            axes that differ, a mask or denominator besides that of a `Batch`, fast
+            floating-point math in `XLA_FLAGS`, or sums of products on a device that
+            computes them too coarsely.
         TypeError: `fun` returns values that are not floating point.
 
     Privacy:
@@ -194,7 +201,9 @@ def clipped_mean(
         are recognized by their bits: on the grid, options of the compiler that take
         NaN for impossible let no record count for more.
 
-        On the grid the sum of rounded values is exact, whatever their order. What one
+        On the grid the sum of rounded values is exact, whatever their order. Products
+        of factors are rounded group by group under replace-one, where the others keep
+        their rows, with a margin for what one record moves. What one
         record contributes is computed by a program that depends on the number of rows;
         it does not depend on the values of other rows, nor, in micro-batches of a power
         of two, on its place (tested on CPU and GPU, but a property of the compiler).
@@ -239,8 +248,10 @@ def clipped_mean(
     rows = _rows(microbatch, value, records)
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
     rule = SUMS[precision](_widened(value), *numbers, n)
-    mean = _clipped_mean(fun, records, mask, rows, rule)
     grouped = Neighbours.REPLACE_ONE if rule.rounding else None
+    if grouped:
+        check_products("clipped_mean")
+    mean = _clipped_mean(fun, records, mask, rows, rule)
     return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, grouped)
 
 

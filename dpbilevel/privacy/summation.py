@@ -65,9 +65,9 @@ class AbstractSum(abc.ABC):
 
     @property
     def rounding(self) -> float:
-        r"""How far one record moves the rounding of the groups it is in, in clip norms.
+        r"""How far the sums of one record's groups are off at most, in clip norms.
 
-        $2 \Lambda \sqrt{K} \max_l \gamma_l \sqrt{k_l}$ with $\gamma_l = m_l u / (1 -
+        $\Lambda \sqrt{K} \max_l \gamma_l \sqrt{k_l}$ with $\gamma_l = m_l u / (1 -
         m_l u)$ and $m_l = k_l T_l + 4$, for leaves of $T_l$ places in groups of $k_l$
         records, $K = \max_l k_l$ and $u = 2^{-24}$. The derivation is in
         docs/privacy.md.
@@ -78,7 +78,7 @@ class AbstractSum(abc.ABC):
             for k, v in zip(sizes, self._grouped, strict=True)
         ]
         largest = max(errors, default=0.0) * math.sqrt(max(sizes, default=0))
-        return 2.01 * self.stretch * largest
+        return 1.001 * self.stretch * largest
 
     @property
     def _grouped(self) -> list[Factored]:
@@ -131,12 +131,9 @@ class GridSum(AbstractSum):
     @override
     def share(self) -> float:
         """One less all roundings."""
-        # The sum of a group is rounded on both of two neighbours.
-        halves = sum(
-            math.prod(_rows_of(v).shape) * (4 if _is_grouped(v) else 1)
-            for v in self.leaves
-        )
-        rounded = math.sqrt(halves) * 2.0 ** -(_BITS + 1)
+        # Of both of two neighbours: their records' values or their groups' sums.
+        size = sum(math.prod(_rows_of(v).shape) for v in self.leaves)
+        rounded = math.sqrt(size) * 2.0 ** -(_BITS + 1)
         return 1 - rounded - self.rounding - 2.0**-20
 
     @override
