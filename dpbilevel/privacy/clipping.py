@@ -13,12 +13,13 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
-from .factored import Factored, is_structured, structured
+from .factored import Factored, is_structured
 from .floats import is_below
 from .grid import Grid
 from .norms import TOO_LONG, measured, wide
 from .products import check_products
 from .sampling import Batch
+from .structure import structured
 from .summation import GROUP, AbstractSum, FloatSum, GridSum, group_size
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in

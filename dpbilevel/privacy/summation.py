@@ -232,9 +232,10 @@ class FloatSum(AbstractSum):
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """One batched product, one compensated addition."""
         arrays, counted = _parted(values)
-        *totals, counts = sums
+        totals, corrections, counts = sums
         added = jax.tree.map(lambda v: _group_sums(weights, v), arrays)
-        return *_two_sum(totals, added), self._counted.add(counts, weights, counted)
+        counts = self._counted.add(counts, weights, counted)
+        return *_two_sum((totals, corrections), added), counts
 
     @override
     def mean(self, sums: PyTree) -> PyTree:
@@ -310,7 +311,7 @@ def _multiples(
     if whole < len(rows):
         parts.append((whole, len(rows), len(rows) - whole))
     with wide_integers():
-        return sum(sums(*part) for part in parts)[:, None]
+        return functools.reduce(jnp.add, [sums(*part) for part in parts])[:, None]
 
 
 def _is_grouped(value: Any) -> bool:

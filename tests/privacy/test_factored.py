@@ -13,8 +13,8 @@ from dpbilevel.privacy.factored import (
     Factored,
     SparseRows,
     is_structured,
-    structured,
 )
+from dpbilevel.privacy.structure import structured
 
 
 def normal(*shape, seed=0):

@@ -1,0 +1,357 @@
+"""Finds values that need not be formed, in the jaxpr of the function that makes them.
+
+A jaxpr is evaluated equation by equation. What a matrix product, a convolution or an
+addition into rows of zeros makes is kept with its `Factored` or `SparseRows` form until
+something else than a sum, a multiple or a transpose reads it, which forms it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+from jaxtyping import Array, PyTree
+
+from .factored import Factored, SparseRows, Structured
+
+_MOST_WINDOW = 256  # positions of a convolution's output that become slices
+# Calls that only name what they contain, with the name of that parameter.
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr"}
+
+
+def structured(
+    fun: Callable[[PyTree], PyTree], record: PyTree, *, products: bool
+) -> Callable[[PyTree], PyTree]:
+    """The same function with `Factored` and `SparseRows` leaves where that is cheaper.
+
+    Finds them in the jaxpr of `fun`: values that are made by a matrix product, a
+    convolution or an addition into rows of zeros, and by sums, multiples and
+    transposes of such. So are gradients of layers, and derivatives of gradients.
+
+    Args:
+        fun: Maps a record to a pytree of arrays.
+        record: The shapes of one record.
+        products: Whether `Factored` leaves may be more than one row times a number.
+
+    Returns:
+        A function of a record. Where it maps many records by `jax.vmap`, no array of
+        the size of a matrix is formed for each of them.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(record)
+    tree = jax.tree.structure(shapes)
+
+    def run(record: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(record)
+        results = _Run(leaves)(closed.jaxpr, closed.consts, leaves)
+        return tree.unflatten([_output(v, products) for v in results])
+
+    return run
+
+
+class _Made:
+    """An array that is computed when it is needed, and another form of it."""
+
+    def __init__(self, array: Callable[[], Array], form: Callable[[], Any]):
+        self.array, self.form = functools.cache(array), functools.cache(form)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filled:
+    """An array of equal numbers."""
+
+    number: Any
+    array: Callable[[], Array]
+
+
+def _array(value: Any) -> Any:
+    return value.array() if isinstance(value, _Made | _Filled) else value
+
+
+def _output(value: Any, products: bool) -> Any:
+    form = _form_of(value)
+    return jnp.asarray(_array(value)) if form is None else form.cheapest(products)
+
+
+class _Run:
+    """Evaluates a jaxpr, and forms no product before it is used."""
+
+    def __init__(self, record: list[Any]):
+        self.record = record
+
+    def __call__(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(v):
+            return v.val if isinstance(v, core.Literal) else values[v]
+
+        for eqn in jaxpr.eqns:
+            results = self._equation(eqn, [read(v) for v in eqn.invars])
+            values |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner = eqn.params[_CALLS[name]]
+            if eqn.params.get("prevent_cse"):  # else what is recomputed is kept
+                operands = [_apart(_array(v)) for v in operands]
+            if hasattr(inner, "jaxpr"):  # with the constants that it closes over
+                return self(inner.jaxpr, inner.consts, operands)
+            return self(inner, (), operands)
+
+        def array():
+            return _bound(eqn, operands)[0]
+
+        if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
+            return [_Filled(_array(operands[0]), functools.cache(array))]
+        rule = _RULES.get(name)
+        form = rule and rule(self, eqn, operands)
+        return _bound(eqn, operands) if form is None else [_Made(array, form)]
+
+    def given(self, operand: Any) -> bool:
+        """Whether this is an array of the record."""
+        return any(operand is leaf for leaf in self.record)
+
+
+def _bound(eqn, operands: list[Any]) -> list[Any]:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*map(_array, operands), **params)
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _apart(operand: Any) -> Any:
+    floating = jnp.issubdtype(jnp.result_type(operand), jnp.floating)
+    return jax.lax.optimization_barrier(operand) if floating else operand
+
+
+def _form_of(operand: Any) -> Structured | None:
+    return operand.form() if isinstance(operand, _Made) else None
+
+
+def _number(operand: Any) -> Any:
+    """The number that all entries of an operand are, where it was made of one."""
+    if isinstance(operand, _Filled):
+        return operand.number
+    return None if isinstance(operand, _Made) or np.ndim(operand) else operand
+
+
+def _is_zero(operand: Any) -> bool:
+    number = _number(operand)
+    known = number is not None and not isinstance(number, Tracer)
+    return known and bool(number == 0)
+
+
+def _product(run: _Run, eqn, operands: list[Any]):
+    """A matrix product: the contracted axes are the places."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    if batched[0] or not _same_kind(eqn):
+        return None
+
+    def form():
+        sides, widths = [], []
+        for operand, axes in zip(operands, contracted, strict=True):
+            array = _array(operand)
+            free = [i for i in range(array.ndim) if i not in axes]
+            places = math.prod(array.shape[i] for i in axes)
+            side = jnp.transpose(array, [*axes, *free]).reshape(places, -1)
+            sides.append(side.astype(eqn.outvars[0].aval.dtype))
+            widths.append(len(free))
+        axes = tuple(range(sum(widths)))
+        split = axes[: widths[0]], axes[widths[0] :]
+        left, right = sides
+        made = Factored(left, right, eqn.outvars[0].aval.shape, *split)
+        return _oriented(made, *map(run.given, operands))
+
+    return form
+
+
+def _oriented(made: Factored, left_given: bool, right_given: bool) -> Factored:
+    """The longer factors left, and whether they are an array of the record."""
+    p, q = made.widths
+    made, given = (made, left_given) if p >= q else (made.turned(), right_given)
+    return dataclasses.replace(made, given=given)
+
+
+def _convolution(run: _Run, eqn, operands: list[Any]):
+    """A convolution: windows of the first operand times the second one.
+
+    That of a kernel's gradient has the places where the kernel was applied.
+    """
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    shape = eqn.outvars[0].aval.shape
+    window = [shape[axis] for axis in numbers.out_spec[2:]]
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    if groups > 1 or math.prod(window) > _MOST_WINDOW or not _same_kind(eqn):
+        return None
+
+    def form():
+        lhs = jnp.transpose(_array(operands[0]), numbers.lhs_spec)
+        rhs = jnp.transpose(_array(operands[1]), numbers.rhs_spec)
+        zipped = zip(params["padding"], params["lhs_dilation"], strict=True)
+        padding = [(0, 0, 0)] * 2 + [(*pads, gap - 1) for pads, gap in zipped]
+        lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
+
+        def seen(place):
+            """What the second operand meets for one place of the output."""
+            starts = np.multiply(place, params["window_strides"])
+            gaps = params["rhs_dilation"]
+            stops = starts + (np.asarray(rhs.shape[2:]) - 1) * gaps + 1
+            limits, strides = (*lhs.shape[:2], *stops), (1, 1, *gaps)
+            return jax.lax.slice(lhs, (0, 0, *starts), limits, strides)
+
+        stacked = jnp.stack([seen(place) for place in np.ndindex(*window)], axis=1)
+        # From (batch, window, feature, *kernel) to places by the rest.
+        left = jnp.moveaxis(stacked, (0, 1), (-2, -1))
+        left = left.reshape(rhs[0].size, -1)
+        out = numbers.out_spec
+        made = Factored(
+            left, rhs.reshape(len(rhs), -1).T, shape, (out[0], *out[2:]), (out[1],)
+        )
+        return _oriented(made, False, False)
+
+    return form
+
+
+def _rows(run: _Run, eqn, operands: list[Any]):
+    """An addition into rows of zeros."""
+    del run
+    table, indices, updates = operands
+    numbers = eqn.params["dimension_numbers"]
+    count, *window = eqn.outvars[0].aval.shape
+    last = eqn.invars[2].aval.ndim - len(window)
+    plain = (
+        _is_zero(table)
+        and numbers.inserted_window_dims == (0,)
+        and numbers.scatter_dims_to_operand_dims == (0,)
+        and not numbers.operand_batching_dims
+        and numbers.update_window_dims == tuple(range(last, last + len(window)))
+        and list(eqn.invars[2].aval.shape[last:]) == window
+        and eqn.params["mode"] != jax.lax.GatherScatterMode.CLIP
+    )
+    if not plain:
+        return None
+    return lambda: SparseRows(
+        _array(indices).reshape(-1), _array(updates).reshape(-1, *window), count
+    )
+
+
+def _transposed(run: _Run, eqn, operands: list[Any]):
+    del run
+    form = _form_of(operands[0])
+    order = list(eqn.params["permutation"])
+    if not isinstance(form, Factored):
+        return None
+    return lambda: form.moved(eqn.outvars[0].aval.shape, order.index)
+
+
+def _reshaped(run: _Run, eqn, operands: list[Any]):
+    """A reshape that splits or joins axes of one of the factors alone."""
+    del run
+    form = _form_of(operands[0])
+    if not isinstance(form, Factored) or eqn.params.get("dimensions") is not None:
+        return None
+    shape = eqn.outvars[0].aval.shape
+    first, second = sorted((form.left_axes, form.right_axes))
+    if (*first, *second) != tuple(range(len(form.shape))):
+        return None
+    size = math.prod(form.shape[axis] for axis in first)
+    cuts = [i for i in range(len(shape) + 1) if math.prod(shape[:i]) == size]
+    if not cuts:
+        return None
+    sides = tuple(range(cuts[0])), tuple(range(cuts[0], len(shape)))
+    left, right = sides if first == form.left_axes else sides[::-1]
+    return lambda: dataclasses.replace(
+        form, shape=shape, left_axes=left, right_axes=right
+    )
+
+
+def _multiplied(run: _Run, eqn, operands: list[Any]):
+    """A multiple of a structured value, or of an array of the record."""
+    for value, other in (operands, operands[::-1]):
+        number = _number(other)
+        if number is None:
+            continue
+        form = _form_of(value)
+        if form is not None:
+            return functools.partial(_times, form, number)
+        if run.given(value) and isinstance(number, jax.Array):
+            axes = tuple(range(value.ndim))
+            numbers = jnp.reshape(number, (1, 1)).astype(value.dtype)
+            row = value.reshape(1, -1)
+            return lambda: Factored(row, numbers, value.shape, axes, (), given=True)
+    return None
+
+
+def _times(form: Structured, number: Any) -> Structured:
+    return form.times(lambda v: (v * number).astype(v.dtype))
+
+
+def _divided(run: _Run, eqn, operands: list[Any]):
+    del run, eqn
+    number = _number(operands[1])
+    form = _form_of(operands[0])
+    if form is None or number is None:
+        return None
+    return lambda: form.times(lambda v: (v / number).astype(v.dtype))
+
+
+def _negated(run: _Run, eqn, operands: list[Any]):
+    del run, eqn
+    form = _form_of(operands[0])
+    return None if form is None else lambda: form.times(jnp.negative)
+
+
+def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
+    """The sum or difference of two structured values, or of one and zero."""
+    del run, eqn
+    if not all(isinstance(v, _Made) or _is_zero(v) for v in operands):
+        return None  # as where a bias is added to a layer
+    forms = [form for v in operands if (form := _form_of(v)) is not None]
+    if not forms or len(forms) < sum(isinstance(v, _Made) for v in operands):
+        return None
+    if sign < 0 and not _is_zero(operands[1]):
+        forms[-1] = forms[-1].times(jnp.negative)
+    total = forms[0].plus(forms[1]) if forms[1:] else forms[0]
+    return None if total is None else lambda: total
+
+
+def _converted(run: _Run, eqn, operands: list[Any]):
+    del run
+    form, dtype = _form_of(operands[0]), eqn.outvars[0].aval.dtype
+    if form is None or not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    return lambda: jax.tree.map(
+        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v, form
+    )
+
+
+def _same_kind(eqn) -> bool:
+    """Whether operands and result are all floating-point arrays."""
+    variables = (*eqn.invars, *eqn.outvars)
+    return all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables)
+
+
+_RULES: dict[str, Callable] = {
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    "scatter-add": _rows,
+    "transpose": _transposed,
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
+    "mul": _multiplied,
+    "div": _divided,
+    "neg": _negated,
+    "add": _added,
+    "add_any": _added,
+    "sub": functools.partial(_added, sign=-1),
+    "convert_element_type": _converted,
+}
