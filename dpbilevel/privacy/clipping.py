@@ -327,17 +327,18 @@ def _chunks(n: int, rows: int) -> tuple[int, int]:
 
 def _cheapest(fun, record: PyTree, *, products: bool) -> tuple[Any, PyTree]:
     """The function in a form that is cheap to clip, and the shapes of its value."""
-    value = jax.eval_shape(fun, record)
-    kinds = [leaf.dtype for leaf in jax.tree.leaves(value)]
+    cheap = structured(fun, record, products=products)
+    value = jax.eval_shape(cheap, record)
+    kinds = [leaf.dtype for leaf in jax.tree.leaves(value, is_leaf=is_structured)]
     others = [kind for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]
     if others or not kinds:
         raise TypeError(
             "clipped_mean: fun must return floating-point arrays, got "
             f"{others[0] if others else 'none'}."
         )
-    if any(jnp.finfo(kind).bits > 32 for kind in kinds):
-        return fun, value  # sums of products would resolve less than the values
-    fun = structured(fun, record, products=products)
+    if all(jnp.finfo(kind).bits <= 32 for kind in kinds):
+        return cheap, value
+    # Counted sums would resolve less than the values.
     return fun, jax.eval_shape(fun, record)
 
 

@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -23,7 +22,7 @@ from .grid import Grid, wide_integers
 GROUP = 64
 # Products with rows of one number are added one by one, where more rows would meet in
 # the same lines of a cache; large products are written to memory less often.
-_NARROW_GROUP, _LARGE_GROUP = 32, 256
+_NARROW_GROUP, _LARGE_GROUP = 16, 256
 _LARGE = 2**18  # entries
 # How much longer the places of a record may be together than its value, before they
 # count for less.
@@ -165,7 +164,7 @@ class GridSum(AbstractSum):
                 most = group_size(v) * steps
                 return total + _rounded_sum(_products(weights, v), most)
             if isinstance(v, Factored):
-                return total + v.folded(_multiples(weights, v, rounded))
+                return total + v.folded(_multiples(weights, v, largest))
             rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
             counts = rounded(rows * weight)
@@ -287,10 +286,11 @@ def _products(
 
 
 def _multiples(
-    weights: Float[Array, " n"], value: Factored, rounded: Callable[[Array], Array]
+    weights: Float[Array, " n"], value: Factored, largest: Int[Array, ""]
 ) -> Int[Array, "p 1"]:
     """The sum of the rounded multiples of rows, of which no copy is made."""
-    rows, numbers = value.left[:, 0], value.right[:, 0, 0]
+    rows = jax.lax.stop_gradient(value.left[:, 0])
+    numbers = weights * jax.lax.stop_gradient(value.right[:, 0, 0])
     whole = len(rows) // _NARROW_GROUP * _NARROW_GROUP
 
     def sums(start: int, stop: int, size: int) -> Int[Array, "..."]:
@@ -298,15 +298,17 @@ def _multiples(
 
         def nth(k: int) -> Int[Array, "groups p"]:
             place = slice(start + k, stop, size)
-            weight = weights[place, None]
-            part = weight * numbers[place, None] * rows[place]
-            return rounded(jnp.where(weight > 0, part, 0))  # unused rows hold anything
+            part = jnp.where(used[place], numbers[place] * rows[place], 0)
+            counts = jax.lax.round(part, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+            return jax.lax.clamp(-largest, counts.astype(jnp.int32), largest)
 
         counts = functools.reduce(jnp.add, map(nth, range(size)))
         with wide_integers():
             counts = jax.lax.optimization_barrier(counts)
             return jnp.sum(counts.astype(jnp.int64), axis=0)
 
+    # What is not used may hold anything.
+    used, numbers = (weights > 0)[:, None], numbers[:, None]
     parts = [(0, whole, _NARROW_GROUP)] if whole else []
     if whole < len(rows):
         parts.append((whole, len(rows), len(rows) - whole))
