@@ -3,13 +3,16 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from .floats import power_of_two
 
-# The bits of the low limb, and of the parts that a product of limbs is made of.
-_BITS, _HALF = 30, 15
+# The denominator of fractions is two to this: half the bits of the low limb, so that
+# parts of this size have products of 32 bits.
+FRACTION_BITS = _HALF = 15
+_BITS = 30
 _MASK, _HALF_MASK = 2**_BITS - 1, 2**_HALF - 1
 # So many 16-bit halves of counts add up to less than 32 bits.
 _GROUP = 2**15
@@ -41,6 +44,11 @@ class Limbs(eqx.Module):
         """How many integers there are."""
         return self.high.size
 
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        """The integers on the host, by default in int64."""
+        high, low = (np.asarray(v, np.int64) for v in (self.high, self.low))
+        return np.asarray(high * 2**_BITS + low, dtype or np.int64)
+
     def __add__(self, other: "Limbs") -> "Limbs":
         """The sum."""
         return _carried(self.high + other.high, self.low + other.low)
@@ -52,6 +60,11 @@ class Limbs(eqx.Module):
         right = jnp.clip(-places, 0, 2 * _BITS)
         result = _shift_right(_shift_left(self, left) + _half(right), right)
         return where(jnp.abs(places) <= 2 * _BITS, result, zeros_like(result))
+
+    def doubled(self, times: Int32[Array, ""]) -> "Limbs":
+        r"""$2^p k$ for public $0 \le p \le 30$, where that is in range."""
+        high = (self.high << times) + (self.low >> (_BITS - times))
+        return Limbs(high, (self.low << times) & _MASK)
 
     def times_fraction(self, numerator: Int32[Array, ""]) -> "Limbs":
         r"""$\lfloor k m / 2^{15} + 1/2 \rfloor$ for public $0 \le m \le 2^{15}$."""
@@ -179,10 +192,7 @@ def _shift_left(value: Limbs, places: Int[Array, ""]) -> Limbs:
     """Cut to the range; at most 60 places."""
     first = jnp.minimum(places, _BITS)
     beyond = _shift_right(value, 2 * _BITS - places)  # 0 or -1 if the result fits
-    shifted = value
-    for step in (first, places - first):
-        high = (shifted.high << step) + (shifted.low >> (_BITS - step))
-        shifted = Limbs(high, (shifted.low << step) & _MASK)
+    shifted = value.doubled(first).doubled(places - first)
     sign = value.high >> 31
     extreme = Limbs(sign ^ _MASK, jnp.where(sign < 0, 0, _MASK))
     fits = (beyond.high == sign) & (beyond.low == sign & _MASK)

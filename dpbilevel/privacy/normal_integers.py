@@ -7,8 +7,8 @@ for:
 $$ N_0 = \mathrm{round}(t Z), \qquad N_b = 2 N_{b-1} + B_b, $$
 
 where $B_b$ counts the ones among $k_b$ random bits. docs/privacy.md proves that $N_h$
-has the law of $\lfloor 2^h t Z \rfloor$ plus noise that does not depend on it: relatively
-to $2^{-55}$, but for events of probability $2^{-81}$.
+has the law of $\lfloor 2^h t Z \rfloor$ plus noise that does not depend on it, up to a
+factor of $1 \pm 2^{-55}$ and events of probability $2^{-81}$.
 """
 
 import functools
@@ -30,7 +30,15 @@ _REACH = 2 ** (LOG2_STD + 4)
 PROBABILITY_BITS = 96
 # In which word and from which place on the bits are read of which the first k_b belong
 # to doubling b: k is 7, 6, 6, 5, 5, 5, then 4 up to b = 11, 3 up to 21, and 2.
-_FIELDS = ((3, 6, 26), (4, 6, 26), (5, 11, 21), (5, 0, 11), (3, 0, 6), (4, 0, 3), (4, 3, 1))
+_FIELDS = (
+    (3, 6, 26),
+    (4, 6, 26),
+    (5, 11, 21),
+    (5, 0, 11),
+    (3, 0, 6),
+    (4, 0, 3),
+    (4, 3, 1),
+)
 # The same for the doublings beyond the first 26.
 _LATE_FIELDS = ((6, 0, 16), (6, 16, 16))
 _DOUBLINGS, _LATE_DOUBLINGS = 26, 16
@@ -51,14 +59,15 @@ def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> 
         TypeError: The key is not typed.
     """
     check_key(key)
+    # Without the barriers each word and index is computed many times.
     words = jax.random.bits(_with_long_blocks(key), (_WORDS, size), jnp.uint32)
-    words = jax.lax.optimization_barrier(words)  # or they are computed many times
+    words = jax.lax.optimization_barrier(words)
     early = jnp.minimum(doublings, _DOUBLINGS)
-    value = from_int32(_cell(words)).shifted(early)
-    value += from_int32(_leading_bits(words, _FIELDS, early))
     late = doublings - early
-    added = from_int32(_leading_bits(words, _LATE_FIELDS, late))
-    return value.shifted(late) + added
+    cell = from_int32(jax.lax.optimization_barrier(_cell(words)))
+    value = cell.doubled(early) + _leading_bits(words, _FIELDS, early)
+    value = value.doubled(late) + _leading_bits(words, _LATE_FIELDS, late)
+    return jax.lax.optimization_barrier(value)
 
 
 def _with_long_blocks(key: PRNGKey) -> PRNGKey:
@@ -88,7 +97,7 @@ def _leading_bits(
     words: UInt32[Array, "7 n"],
     fields: tuple[tuple[int, int, int], ...],
     doublings: Int32[Array, ""],
-) -> Int32[Array, " n"]:
+) -> Limbs:
     """What so many doublings add in all, less its mean rounded up."""
     total, most = jnp.int32(0), jnp.int32(0)
     for word, start, length in fields:
@@ -97,7 +106,7 @@ def _leading_bits(
         place = doublings - read
         total += (bits >> (length - read)) << place
         most += ((1 << read) - 1) << place
-    return total - ((most + 1) >> 1)
+    return from_int32(total - ((most + 1) >> 1))
 
 
 @functools.cache
@@ -166,7 +175,11 @@ def _alias_table() -> UInt32[np.ndarray, "columns 3"]:
             small.append(large.pop())
     alias_places = 32 - _REACH.bit_length()
     words = [
-        (alias << alias_places | bound >> 64, bound >> 32 & 0xFFFFFFFF, bound & 0xFFFFFFFF)
+        (
+            alias << alias_places | bound >> 64,
+            bound >> 32 & 0xFFFFFFFF,
+            bound & 0xFFFFFFFF,
+        )
         for alias, bound in zip(aliases, bounds, strict=True)
     ]
     return np.asarray(words, np.uint32)

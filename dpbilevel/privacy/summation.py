@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
+from . import limbs
 from .floats import floor_log2, power_of_two
-from .grid import Grid, wide_integers
+from .grid import Grid
 
 # Rows that are summed plainly. In floating point, one record changes the rounding of
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
@@ -140,8 +141,7 @@ class GridSum(AbstractSum):
 
     @override
     def empty(self, rows: int) -> PyTree:
-        with wide_integers():
-            return jax.tree.map(lambda v: jnp.zeros(v.shape, jnp.int64), self.value)
+        return jax.tree.map(lambda v: limbs.zeros(v.shape), self.value)
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """Rounds to whole steps and adds."""
@@ -153,17 +153,13 @@ class GridSum(AbstractSum):
         largest = jnp.floor(steps).astype(jnp.int32)
         weights = weights * steps.astype(weights.dtype)
 
-        def count(total, v):
+        def count(v, total):
             weight = jnp.expand_dims(weights.astype(v.dtype), range(1, v.ndim))
             v = jax.lax.stop_gradient(v * weight)
-            with wide_integers():
-                counts = jnp.round(v).astype(jnp.int32)
-                counts = jnp.clip(counts, -largest, largest)
-                groups = split(counts, min(GROUP, len(v)))
-                sums = jnp.sum(groups, axis=1, dtype=jnp.int32)
-                return total + jnp.sum(sums.astype(jnp.int64), axis=0)
+            counts = jnp.round(v).astype(jnp.int32)
+            return total + limbs.sum_rows(jnp.clip(counts, -largest, largest))
 
-        return jax.tree.map(count, sums, values)
+        return jax.tree.map(count, values, sums)
 
     @override
     def mean(self, sums: PyTree) -> Grid:
