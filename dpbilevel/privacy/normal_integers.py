@@ -59,8 +59,13 @@ def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> 
         TypeError: The key is not typed.
     """
     check_key(key)
-    # Without the barriers each word and index is computed many times.
     words = jax.random.bits(_with_long_blocks(key), (_WORDS, size), jnp.uint32)
+    return from_words(words, doublings)
+
+
+def from_words(words: UInt32[Array, "7 n"], doublings: Int32[Array, ""]) -> Limbs:
+    """The normal integers of these random bits."""
+    # Without the barriers each word and cell is computed many times.
     words = jax.lax.optimization_barrier(words)
     early = jnp.minimum(doublings, _DOUBLINGS)
     late = doublings - early
@@ -116,7 +121,7 @@ def probabilities() -> list[int]:
     In units of $2^{-96}$, each rounded to an integer; they add up to one.
     """
     one = 1 << _FIXED_POINT
-    total, half = 0, []
+    half = []
     value, ratio, change = one, _exp(1 + 2 * LOG2_STD), _exp(2 * LOG2_STD)
     for a in range(_REACH):
         half.append(value * _cell_over_density(a) >> _FIXED_POINT)
@@ -137,17 +142,16 @@ def _exp(places: int) -> int:
 
 
 def _cell_over_density(a: int) -> int:
-    """The normal density's mean over the cell of a, in units of its value at a.
+    """The mean of the normal density over the cell of a, in units of its value there.
 
-    Its Taylor series in Hermite polynomials, over t^n, by their recursion.
+    The even terms of its Taylor series, in Hermite polynomials over powers of t.
     """
     before, hermite = 0, 1 << _FIXED_POINT
-    mean = 0
-    for n in range(12):
-        if n % 2 == 0:
-            mean += hermite // (math.factorial(n + 1) << n)
-        step = a * hermite - n * before
-        before, hermite = hermite, step >> 2 * LOG2_STD
+    mean = hermite
+    for n in range(0, 10, 2):
+        step = (a * a - ((2 * n + 1) << 2 * LOG2_STD)) * hermite - n * (n - 1) * before
+        before, hermite = hermite, step >> 4 * LOG2_STD
+        mean += hermite // (math.factorial(n + 3) << (n + 2))
     return mean
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from dpbilevel.privacy import noise
 from dpbilevel.privacy.grid import Grid
 from dpbilevel.privacy.limbs import Limbs
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.noise import standard_normal
+from dpbilevel.privacy.normal_integers import from_words, normal_integers
 
 MARGIN = 1 + ROUNDING_MARGIN
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -185,23 +186,60 @@ def released(bounded, multiplier=1.0, seed=0):
     return mechanism.release(bounded, key=jax.random.key(seed))
 
 
-def release_step(bounded, coordinates):
-    """The power of two at most 2**-12 of the smallest share over sqrt(d)."""
-    bound = float(bounded.raw.contribution) * 2.0**-12 / math.sqrt(coordinates)
-    return 2.0 ** math.floor(math.log2(bound))
+def steps_of(bounded):
+    """The value in steps of its release, the step, and how often noise is doubled."""
+    counts = np.asarray(bounded.raw.counts, object)
+    exponent = -14 - math.ceil(math.log2(counts.size) / 2)
+    exponent += math.frexp(bounded.raw.contribution)[1] - 1
+    std = float(np.float32(MARGIN) * np.float32(bounded.sensitivity()))
+    mantissa, largest = math.frexp(std)
+    numerator = 2**30 // math.ceil(mantissa * 2**16)
+    step = 2.0 ** (exponent + 15) / numerator
+    doublings = largest - 1 - 10 - exponent
+    assert 1 <= step * 2 ** (10 + doublings) / std <= 1 + 1e-4
+    shift = exponent - int(bounded.raw.exponent)
+    halves = (counts + (1 << shift >> 1)) >> shift if shift > 0 else counts << -shift
+    return (halves * numerator + 2**14) >> 15, step, doublings
 
 
 @pytest.mark.parametrize("d", [1, 100])
-def test_the_noise_is_the_rounded_normal_of_the_same_key(d):
+def test_the_noise_is_the_normal_integer_of_the_same_key(d):
     bounded = mean(rows(30, d))
-    step = release_step(bounded, d)
+    base, step, doublings = steps_of(bounded)
+    draw = jax.jit(functools.partial(normal_integers, d))
+    noise = np.asarray(draw(jnp.int32(doublings), key=jax.random.key(0)), object)
+    expected = ((base + noise) * step).astype(float)
+    np.testing.assert_allclose(released(bounded), expected, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("multiplier", [1e-6, 0.3, 1e7])
+def test_the_step_follows_from_the_noise_whatever_its_size(multiplier):
+    bounded = mean(rows(30, 10_000))
+    noise = np.asarray(released(bounded, multiplier), np.float64) - real(bounded.raw)
+    noise = noise / (bounded.sensitivity() * MARGIN * multiplier)
+    assert scipy.stats.kstest(noise, "norm").pvalue > 1e-4
+    assert scipy.stats.kstest(noise * 1.1, "norm").pvalue < 1e-4
+
+
+def wide_types(fun, *arguments):
+    """The element types of 64 bits in a lowered program."""
+    types = re.findall(r"[<x]([a-z]+64)>", jax.jit(fun).lower(*arguments).as_text())
+    return set(types)
+
+
+def test_a_release_of_single_precision_holds_no_type_of_64_bits():
+    def release(records, extra, key):
+        both = mean(records) + mean(extra, denominator=7.0)
+        gaussian = dpb.privacy.Gaussian(1.0, precision="grid")
+        return gaussian.release(both, key=key)
+
+    arguments = rows(200, 3), rows(10, 3, seed=1), jax.random.key(0)
+    # JAX's own generators count in them, on every device.
+    generator = wide_types(lambda key: jax.random.bits(key, (7, 3)), jax.random.key(0))
+    assert wide_types(release, *arguments) == generator == {"ui64"}
+    # The control: such types are found where they are.
     with jax.enable_x64(True):
-        draw = jax.jit(functools.partial(standard_normal, jnp.zeros(d)))
-        z = draw(key=jax.random.key(0))
-    std = MARGIN * bounded.sensitivity()
-    noise = np.round(std / step * np.asarray(z)) * step
-    base = np.floor(real(bounded.raw) / step + 0.5) * step
-    np.testing.assert_allclose(released(bounded), base + noise, rtol=1e-6, atol=0)
+        assert "f64" in wide_types(lambda v: v.astype(jnp.float64), jnp.ones(3, "f4"))
 
 
 @pytest.mark.parametrize("d", [1, 1000])
@@ -325,19 +363,20 @@ def possible_in_float(records):
 
 def possible_on_grid(records):
     """The same on the grid: for each output, random bits that lead to it."""
-    bounded = mean(records)
-    step = release_step(bounded, 1)
-    steps = outputs("grid").astype(np.float64) / step
-    base = math.floor(float(real(bounded.raw)) / step + 0.5)
-    scale = MARGIN * bounded.sensitivity() / step
-    drawn = steps - base
-    tails = scipy.stats.norm.sf(np.abs(drawn) / scale)
-    ranks = [int(tail * 2.0**96) for tail in tails]
-    words = [[rank >> start & 0xFFFFFFFF for rank in ranks] for start in (64, 32, 0)]
-    with jax.enable_x64(True):
-        z = normal_from_bits(jnp.asarray(words, jnp.uint32), jnp.float64)
-        reached = jnp.round(scale * jnp.sign(drawn) * z)
-    return np.mean((steps == np.round(steps)) & (np.asarray(reached) == drawn))
+    base, step, doublings = steps_of(mean(records))
+    drawn = np.round(outputs("grid").astype(np.float64) / step).astype(int) - int(base)
+    value_of = jax.jit(functools.partial(from_words, doublings=jnp.int32(doublings)))
+
+    def reached(cells, added):
+        """The value of a column of the table and the bits of its first number."""
+        words = np.zeros((7, len(drawn)), np.uint32)
+        words[0] = (cells + 2**14) << 17
+        words[3] = added << (32 - doublings)
+        return np.asarray(value_of(jnp.asarray(words)))
+
+    zero = np.zeros_like(drawn)
+    cells, added = np.divmod(drawn - reached(zero, zero), 2**doublings)
+    return np.mean(reached(cells, added) == drawn)
 
 
 def test_float_outputs_give_away_a_record():
