@@ -157,7 +157,9 @@ class GridSum(AbstractSum):
             weight = jnp.expand_dims(weights.astype(v.dtype), range(1, v.ndim))
             v = jax.lax.stop_gradient(v * weight)
             counts = jnp.round(v).astype(jnp.int32)
-            return total + limbs.sum_rows(jnp.clip(counts, -largest, largest))
+            counts = jnp.clip(counts, -largest, largest)
+            groups = split(counts, min(GROUP, len(v)))
+            return total + limbs.sum_rows(jnp.sum(groups, axis=1, dtype=jnp.int32))
 
         return jax.tree.map(count, values, sums)
 
