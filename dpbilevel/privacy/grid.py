@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from . import limbs
-from .floats import floor_log2, is_finite, power_of_two
+from .floats import floor_log2, is_below, is_finite, power_of_two
 from .limbs import FRACTION_BITS, Limbs
 from .noise import PRNGKey
 from .normal_integers import LOG2_STD, MOST_DOUBLINGS, normal_integers
@@ -97,15 +97,17 @@ class Grid(eqx.Module):
         )
         places = _RELEASE_BITS + 2 + math.ceil(math.log2(max(sum(sizes), 1)) / 2)
         coarsest = floor_log2(contribution) - places
-        # Without noise the step is the coarsest one.
-        first = jnp.where(std == 0, coarsest, floor_log2(std) - LOG2_STD)
+        # Zero by its bits: numbers below the normal ones may count as zero or not.
+        silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
+        first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
         doublings = jnp.clip(first - coarsest, 0, MOST_DOUBLINGS)
         exponent = first - doublings
-        passes &= (contribution > 0) & is_finite(std) & (exponent <= coarsest)
-        numerator = jnp.where(std == 0, 2**FRACTION_BITS, _inverse_mantissa(std))
+        passes &= (contribution >= jnp.finfo(contribution.dtype).tiny) & is_finite(std)
+        passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
+        numerator = jnp.where(silent, 2**FRACTION_BITS, _inverse_mantissa(std))
 
         noise = normal_integers(sum(sizes), doublings, key=key)
-        noise = limbs.where(std == 0, limbs.zeros_like(noise), noise)
+        noise = limbs.where(silent, limbs.zeros_like(noise), noise)
         parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (noise.high, noise.low))
 
         def release(counts, high, low):

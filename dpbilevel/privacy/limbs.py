@@ -56,9 +56,13 @@ class Limbs(eqx.Module):
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
         r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $p$; 0 where $|p| > 60$."""
         places = places.astype(jnp.int32)
-        left = jnp.clip(places, 0, 2 * _BITS)
-        right = jnp.clip(-places, 0, 2 * _BITS)
-        result = _shift_right(_shift_left(self, left) + _half(right), right)
+        finer = _shift_left(self, jnp.clip(places, 0, 2 * _BITS))
+        # Half a step is added once it is the last bit but one.
+        twice = _shift_right(self, jnp.clip(-places - 1, 0, 2 * _BITS))
+        low = twice.low + 1
+        high = twice.high + (low >> _BITS)
+        low = ((low & _MASK) >> 1) | ((high & 1) << (_BITS - 1))
+        result = where(places >= 0, finer, Limbs(high >> 1, low))
         return where(jnp.abs(places) <= 2 * _BITS, result, zeros_like(result))
 
     def doubled(self, times: Int32[Array, ""]) -> "Limbs":
@@ -170,13 +174,6 @@ def _cut(value: Limbs) -> Limbs:
 
 def _negated(value: Limbs) -> Limbs:
     return Limbs(-value.high - jnp.minimum(value.low, 1), -value.low & _MASK)
-
-
-def _half(places: Int[Array, ""]) -> Limbs:
-    """2**(places - 1), or 0 for no places."""
-    low = jnp.where(places <= _BITS, (1 << jnp.minimum(places, _BITS)) >> 1, 0)
-    high = (1 << jnp.clip(places - _BITS, 0, _BITS)) >> 1
-    return Limbs(high.astype(jnp.int32), low.astype(jnp.int32))
 
 
 def _shift_right(value: Limbs, places: Int[Array, ""]) -> Limbs:

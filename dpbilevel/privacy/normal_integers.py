@@ -70,9 +70,9 @@ def from_words(words: UInt32[Array, "7 n"], doublings: Int32[Array, ""]) -> Limb
     early = jnp.minimum(doublings, _DOUBLINGS)
     late = doublings - early
     cell = from_int32(jax.lax.optimization_barrier(_cell(words)))
-    value = cell.doubled(early) + _leading_bits(words, _FIELDS, early)
-    value = value.doubled(late) + _leading_bits(words, _LATE_FIELDS, late)
-    return jax.lax.optimization_barrier(value)
+    value = cell.doubled(early) + _leading_bits(words, _FIELDS, _DOUBLINGS - early)
+    added = _leading_bits(words, _LATE_FIELDS, _LATE_DOUBLINGS - late)
+    return jax.lax.optimization_barrier(value.doubled(late) + added)
 
 
 def _with_long_blocks(key: PRNGKey) -> PRNGKey:
@@ -89,28 +89,29 @@ def _with_long_blocks(key: PRNGKey) -> PRNGKey:
 def _cell(words: UInt32[Array, "7 n"]) -> Int32[Array, " n"]:
     """The rounded normal: the column of the table or its alias."""
     bits = 32 - _REACH.bit_length()
-    row = jnp.asarray(_alias_table())[words[0] >> bits]
+    column = words[0] >> bits
+    row = jnp.asarray(_alias_table()).at[column].get(mode="promise_in_bounds")
     mask = np.uint32(2**bits - 1)
     below = words[2] < row[:, 2]
     for word, bound in ((words[1], row[:, 1]), (words[0] & mask, row[:, 0] & mask)):
         below = (word < bound) | ((word == bound) & below)
-    index = jnp.where(below, words[0] >> bits, row[:, 0] >> bits)
+    index = jnp.where(below, column, row[:, 0] >> bits)
     return index.astype(jnp.int32) - _REACH
 
 
 def _leading_bits(
     words: UInt32[Array, "7 n"],
     fields: tuple[tuple[int, int, int], ...],
-    doublings: Int32[Array, ""],
+    unread: Int32[Array, ""],
 ) -> Limbs:
-    """What so many doublings add in all, less its mean rounded up."""
+    """What the first bits add, all but the last `unread`, less its mean rounded up."""
     total, most = jnp.int32(0), jnp.int32(0)
+    longest = max(length for _, _, length in fields)
     for word, start, length in fields:
-        bits = (words[word] >> start).astype(jnp.int32) & (2**length - 1)
-        read = jnp.minimum(doublings, length)
-        place = doublings - read
-        total += (bits >> (length - read)) << place
-        most += ((1 << read) - 1) << place
+        mask, place = 2**length - 1, longest - length
+        bits = (words[word] >> start).astype(jnp.int32) & mask
+        total += (bits << place) >> unread
+        most += jnp.int32(mask << place) >> unread
     return from_int32(total - ((most + 1) >> 1))
 
 

@@ -111,7 +111,7 @@ def test_a_cell_is_its_column_below_the_bound_and_the_alias_from_there():
 def test_doublings_add_numbers_of_ones(doublings):
     words = np.random.default_rng(1).integers(0, 2**32, (7, 500), dtype=np.uint32)
     found = jax.jit(module._leading_bits, static_argnums=1)(
-        jnp.asarray(words), module._FIELDS, jnp.int32(doublings)
+        jnp.asarray(words), module._FIELDS, jnp.int32(26 - doublings)
     )
     total, mean = np.zeros(500, np.int64), 0.0
     for b in range(1, doublings + 1):
