@@ -286,8 +286,8 @@ def logistic_records(n=40, d=3):
     return {"features": features, "label": jnp.sign(features[:, 0])}
 
 
-def run(step_size, precision, key):
-    solver = dpb.NoisyGD(4, 1.0, step_size=step_size).with_noise(1.0)
+def run(step_size, precision, key, scale=1.0):
+    solver = dpb.NoisyGD(4, 1.0, step_size=step_size).with_noise(scale)
     solver = solver.with_precision(precision).with_sizes(40)
     return dpb.solve(LOGISTIC, solver, logistic_records(), jnp.zeros(3), key=key).value
 
@@ -303,10 +303,10 @@ def test_grid_solvers_run_under_jit_vmap_and_grad():
         many = jax.jit(jax.vmap(lambda key: grid(0.5, key=key)))(keys)
     np.testing.assert_allclose(one, many, rtol=1e-6, atol=1e-5)
     slopes = [
-        float(jax.grad(lambda s, p=precision: jnp.sum(run(s, p, keys[0])))(0.5))
+        float(jax.grad(lambda s, p=precision: jnp.sum(run(s, p, keys[0], 1e-3)))(0.5))
         for precision in ("grid", "float")
     ]
-    assert slopes[0] == pytest.approx(slopes[1], rel=0.2)
+    assert slopes[0] == pytest.approx(slopes[1], rel=0.02)
     steps = jnp.asarray([0.4, 0.5])
     assert jax.vmap(lambda s: grid(s, key=keys[0]))(steps).shape == (2, 3)
 
