@@ -27,7 +27,7 @@ LOG2_STD = 10
 # The cells reach to sixteen standard deviations; their number is a power of two.
 _REACH = 2 ** (LOG2_STD + 4)
 # The bits of a probability.
-PROBABILITY_BITS = 96
+_PROBABILITY_BITS = 96
 # In which word and from which place on the bits are read of which the first k_b belong
 # to doubling b: k is 7, 6, 6, 5, 5, 5, then 4 up to b = 11, 3 up to 21, and 2.
 _FIELDS = (
@@ -57,6 +57,17 @@ def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> 
 
     Raises:
         TypeError: The key is not typed.
+        ValueError: The key is a batch, or of a generator that is not fit for noise.
+
+    Privacy:
+        Added to an integer of bounded sensitivity it is the Gaussian mechanism of
+        standard deviation $2^{10 + h}$, post-processed, up to at most $2^{-54}$ of
+        epsilon and $2^{-81} (1 + e^\varepsilon)$ of delta a value.
+
+    References:
+        Micciancio and Walter, "Gaussian sampling over the integers: efficient, generic,
+        constant-time", 2017, who widen a base sampler by sums as well; the doublings
+        and their proof are ours.
     """
     check_key(key)
     words = jax.random.bits(_with_long_blocks(key), (_WORDS, size), jnp.uint32)
@@ -129,7 +140,7 @@ def probabilities() -> list[int]:
         # exp(-(a + 1)**2 / 2 t**2) from exp(-a**2 / 2 t**2).
         value, ratio = (v >> _FIXED_POINT for v in (value * ratio, ratio * change))
     total = 2 * sum(half) - half[0]
-    unit = 1 << PROBABILITY_BITS
+    unit = 1 << _PROBABILITY_BITS
     half = [(2 * v * unit + total) // (2 * total) for v in half]
     half[0] += unit - (2 * sum(half) - half[0])
     return [0, *half[:0:-1], *half]
@@ -168,7 +179,7 @@ def _alias_table() -> UInt32[np.ndarray, "columns 3"]:
         general distributions", ACM Transactions on Mathematical Software, 1977.
     """
     left = probabilities().copy()
-    full = (1 << PROBABILITY_BITS) // len(left)
+    full = (1 << _PROBABILITY_BITS) // len(left)
     bounds, aliases = [full - 1] * len(left), [*range(len(left))]
     small = [i for i, v in enumerate(left) if v < full]
     large = [i for i, v in enumerate(left) if v >= full]
