@@ -268,6 +268,25 @@ def test_noise_that_leaves_the_grid_is_released_alone(multiplier):
     np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.parametrize("std", [1e-40, 2.0**-149])
+def test_noise_below_the_normal_numbers_is_released_alone(std):
+    release = jax.jit(lambda grid, std, key: grid.with_noise(std, True, key=key))
+    left, right = (
+        release(grid_of([count], -140), jnp.float32(std), jax.random.key(0))
+        for count in (0, 2**40)
+    )
+    np.testing.assert_array_equal(left, right)
+
+
+def test_a_mean_is_released_beside_one_whose_share_is_far_larger():
+    small, large = (mean(rows(20, 3), denominator=v) for v in (1e7, 20.0))
+    other = mean(rows(20, 3, seed=1), denominator=20.0)
+    moved = released(large + small, 30.0) - released(other + small, 30.0)
+    expected = real(large.raw) - real(other.raw)
+    assert 0.01 < np.abs(expected).max()
+    np.testing.assert_allclose(moved, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("clip_norm", [1e-27, 1e31, jnp.nan, jnp.inf, -1.0])
 def test_traced_clip_norms_out_of_range_release_noise_alone(clip_norm):
     @jax.jit
