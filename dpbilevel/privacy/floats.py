@@ -4,6 +4,7 @@ A compiler that may assume that no value is NaN or infinite removes `jnp.isfinit
 not a comparison of integers that were read from memory.
 """
 
+import contextlib
 import functools
 import math
 from typing import Any
@@ -15,6 +16,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
+
+
+def double_precision() -> contextlib.AbstractContextManager:
+    """Where 64-bit types exist, whatever `jax_enable_x64` says outside."""
+    return jax.enable_x64(True)
 
 
 def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:

@@ -1,6 +1,5 @@
 """Exact sums on a public grid: integer counts of a step that is a power of two."""
 
-import contextlib
 import math
 from typing import Any
 
@@ -8,35 +7,27 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
-from .floats import floor_log2, power_of_two
-from .noise import PRNGKey, standard_normal
+from . import limbs
+from .floats import floor_log2, is_below, is_finite, power_of_two
+from .limbs import FRACTION_BITS, Limbs
+from .noise import PRNGKey
+from .normal_integers import LOG2_STD, MOST_DOUBLINGS, normal_integers
 
-# A released value is rounded to steps of this share of a record's contribution over the
-# root of the number of coordinates, which moves neighbours apart by at most 2**-12 of
-# it; the margin of the mechanisms covers that.
+# A released value is rounded to steps of at most half this share of a record's
+# contribution over the root of the number of coordinates, twice, which moves neighbours
+# apart by at most 2**-12 of it; the margin of the mechanisms covers that.
 _RELEASE_BITS = 12
-# Beyond this many steps the values of a float64 normal no longer fill the grid.
-_LARGEST_SCALE = 2.0**36
-# Counts are cut here before they are shifted or added: a sum that wrapped around would
-# set neighbours apart by the whole range, a cut one never moves them apart.
-_LARGEST_COUNT = 2**61
 # The step in shares of the sensitivity of a value that is rounded as a whole.
 ROUNDED_BITS = 24
-
-
-def wide_integers() -> contextlib.AbstractContextManager:
-    """Where 64-bit types exist, whatever `jax_enable_x64` says outside."""
-    return jax.enable_x64(True)
 
 
 class Grid(eqx.Module):
     r"""A pytree of real values $k \cdot 2^e$ with integer $k$.
 
     Attributes:
-        counts: The integers $k$, 64 bits wide.
+        counts: The integers $k$, a pytree of `Limbs`.
         exponent: $e$, the same for all leaves; public.
         contribution: The largest share of one record; of the role with the smallest
             one, where several roles were added.
@@ -49,40 +40,46 @@ class Grid(eqx.Module):
     dtypes: tuple = eqx.field(static=True)
 
     def __add__(self, other: "Grid") -> "Grid":
-        """The sum on the finer of the two grids, exact below 2^61 counts."""
-        with wide_integers():
-            exponent = jnp.minimum(self.exponent, other.exponent)
-            contribution = jnp.minimum(
-                *(v.contribution.astype(jnp.float64) for v in (self, other))
-            )
-            ours, theirs = self.exponent - exponent, other.exponent - exponent
-            left = jax.tree.map(lambda v: _shift(v, ours), self.counts)
-            right = jax.tree.map(lambda v: _shift(v, theirs), other.counts)
-            counts = optax.tree.add(left, right)
+        """The sum on the finer of the two grids, exact below 2^60 counts."""
+        exponent = jnp.minimum(self.exponent, other.exponent)
+        shares = self.contribution, other.contribution
+        dtype = max((v.dtype for v in shares), key=lambda kind: jnp.finfo(kind).bits)
+        contribution = jnp.minimum(*(v.astype(dtype) for v in shares))
+        ours, theirs = self.exponent - exponent, other.exponent - exponent
+        counts = jax.tree.map(
+            lambda a, b: a.shifted(ours) + b.shifted(theirs),
+            self.counts,
+            other.counts,
+            is_leaf=_is_limbs,
+        )
         return Grid(counts, exponent, contribution, self.dtypes)
 
     def values(self) -> PyTree:
         """The values as floating-point leaves, each rounded once. NON-PRIVATE."""
-        with wide_integers():
-            step = power_of_two(self.exponent, jnp.float64)
-            values = jax.tree.map(lambda v: v.astype(jnp.float64) * step, self.counts)
-            return self._in_dtypes(values)
+        return self._in_steps(self.counts, self.exponent, jnp.int32(2**FRACTION_BITS))
 
-    def _in_dtypes(self, values: PyTree) -> PyTree:
-        """Each leaf as it is released."""
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(values)
-        pairs = zip(leaves, self.dtypes, strict=True)
-        return treedef.unflatten([leaf.astype(dtype) for leaf, dtype in pairs])
+    def _in_steps(
+        self, counts: PyTree, exponent: Int[Array, ""], numerator: Int32[Array, ""]
+    ) -> PyTree:
+        """Each leaf as it is released, in steps of 2**exponent * 2**15 / numerator."""
+        leaves, treedef = _flatten(counts)
+
+        def value(leaf, dtype):
+            inverse = 2.0**FRACTION_BITS / numerator.astype(dtype)
+            return _times_power(leaf.astype(dtype) * inverse, exponent)
+
+        return treedef.unflatten(map(value, leaves, self.dtypes))
 
     def with_noise(
         self, std: float | Float[Array, ""], passes: Bool[Array, ""], *, key: PRNGKey
     ) -> PyTree:
-        r"""The value plus Gaussian noise, both rounded to one grid.
+        r"""The value plus Gaussian noise, both integers of one step.
 
-        For an integer $k$, $\mathrm{round}(k + s z) = k + \mathrm{round}(s z)$: adding
-        rounded noise to integers is rounding the Gaussian mechanism's output, which
-        costs no privacy, and the addition is exact.
+        The step follows from the noise: it is the standard deviation, rounded up by at
+        most $10^{-4}$ of it, over $2^{10 + h}$ with a public $h$. The noise is then the
+        same integer for every standard deviation, with the law of a rounded Gaussian
+        (`normal_integers`): adding it to integers is rounding the Gaussian mechanism's
+        output, which costs no privacy, and the addition is exact.
 
         Args:
             std: The noise's standard deviation.
@@ -90,32 +87,36 @@ class Grid(eqx.Module):
             key: A typed key for this draw alone.
 
         Returns:
-            Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^36
+            Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^52
             steps.
         """
-        leaves = jax.tree.leaves(self.counts)
-        coordinates = max(sum(v.size for v in leaves), 1)
-        with wide_integers():
-            std, contribution = (
-                jax.lax.stop_gradient(jnp.asarray(v)).astype(jnp.float64)
-                for v in (std, self.contribution)
-            )
-            step = contribution * 2.0**-_RELEASE_BITS / math.sqrt(coordinates)
-            exponent = floor_log2(step)
-            step = power_of_two(exponent, jnp.float64)
-            scale = std / step
-            passes &= (contribution > 0) & (jnp.abs(scale) < _LARGEST_SCALE)
-            like = jax.tree.map(
-                lambda v: jax.ShapeDtypeStruct(v.shape, jnp.float64), self.counts
-            )
-            noise = standard_normal(like, key=key)
+        leaves, treedef = _flatten(self.counts)
+        sizes = [v.size for v in leaves]
+        std, contribution = map(
+            jax.lax.stop_gradient, (jnp.abs(jnp.asarray(std)), self.contribution)
+        )
+        places = _RELEASE_BITS + 2 + math.ceil(math.log2(max(sum(sizes), 1)) / 2)
+        coarsest = floor_log2(contribution) - places
+        # Zero by its bits: numbers below the normal ones may count as zero or not.
+        silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
+        first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
+        doublings = jnp.clip(first - coarsest, 0, MOST_DOUBLINGS)
+        exponent = first - doublings
+        passes &= (contribution >= jnp.finfo(contribution.dtype).tiny) & is_finite(std)
+        passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
+        numerator = jnp.where(silent, 2**FRACTION_BITS, _inverse_mantissa(std))
 
-            def release(counts, z):
-                kept = _shift(counts, self.exponent - exponent)
-                drawn = jnp.round(scale * z).astype(jnp.int64)
-                return (jnp.where(passes, kept, 0) + drawn).astype(jnp.float64) * step
+        noise = normal_integers(sum(sizes), doublings, key=key)
+        noise = limbs.where(silent, limbs.zeros_like(noise), noise)
+        parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (noise.high, noise.low))
 
-            return self._in_dtypes(jax.tree.map(release, self.counts, noise))
+        def release(counts, high, low):
+            kept = counts.shifted(self.exponent - exponent).times_fraction(numerator)
+            kept = limbs.where(passes, kept, limbs.zeros_like(kept))
+            return kept + Limbs(high.reshape(kept.shape), low.reshape(kept.shape))
+
+        counts = treedef.unflatten(map(release, leaves, *parts))
+        return self._in_steps(counts, exponent, numerator)
 
 
 def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
@@ -131,22 +132,30 @@ def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
     exponent = floor_log2(sensitivity) - ROUNDED_BITS
     dtypes = tuple(v.dtype for v in jax.tree.leaves(value))
     value = jax.lax.stop_gradient(value)
-    with wide_integers():
-
-        def count(v):
-            steps = v.astype(jnp.float64) * power_of_two(-exponent, jnp.float64)
-            limit = np.float64(_LARGEST_COUNT)
-            return jnp.round(jnp.clip(steps, -limit, limit)).astype(jnp.int64)
-
-        counts = jax.tree.map(count, value)
+    counts = jax.tree.map(lambda v: limbs.from_float(_times_power(v, -exponent)), value)
     return Grid(counts, exponent, sensitivity / 2, dtypes)
 
 
-def _shift(counts: Int[Array, "..."], places: Int[Array, ""]) -> Int[Array, "..."]:
-    """Counts of a step finer by `places` bits, or rounded to one coarser by -places."""
-    places = places.astype(jnp.int64)
-    left, right = jnp.clip(places, 0, 61), jnp.clip(-places, 0, 61)
-    largest = jnp.int64(_LARGEST_COUNT) >> left
-    half = (jnp.int64(1) << right) >> 1
-    shifted = ((jnp.clip(counts, -largest, largest) << left) + half) >> right
-    return jnp.where(jnp.abs(places) > 61, 0, shifted)
+def _flatten(counts: PyTree) -> tuple[list[Limbs], Any]:
+    return jax.tree.flatten(counts, is_leaf=_is_limbs)
+
+
+def _is_limbs(value: Any) -> bool:
+    return isinstance(value, Limbs)
+
+
+def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:
+    """The value times 2**exponent, in two products so that neither power overflows."""
+    half = exponent // 2
+    powers = [power_of_two(v, value.dtype) for v in (half, exponent - half)]
+    # Constants would be multiplied first.
+    first, second = jax.lax.optimization_barrier(powers)
+    return value * first * second
+
+
+def _inverse_mantissa(value: Float[Array, ""]) -> Int32[Array, ""]:
+    r"""Some $m \in [2^{14}, 2^{15}]$ with $m v \le 2^{15 + e}$, if $v < 2^{e + 1}$."""
+    places = FRACTION_BITS - floor_log2(value)
+    mantissa = jnp.ceil(_times_power(value, places)).astype(jnp.int32)
+    least = 2**FRACTION_BITS
+    return least**2 // jnp.clip(mantissa, least, 2 * least)

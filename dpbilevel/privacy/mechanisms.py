@@ -34,8 +34,8 @@ class Gaussian(eqx.Module):
         One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
         private and the ledger says so. In precision `"float"` noise and sum are
         idealised as reals: the floats that can be reached from one value and not from
-        its neighbour give it away. On the grid the claim rests on the sampler alone:
-        the rounding of a normal value of 96 random bits, computed in float64.
+        its neighbour give it away. On the grid the noise is an integer made of random
+        bits, whose law is proved (docs/privacy.md, "The law of the noise").
     """
 
     noise_multiplier: float | Float[Array, ""] | None = None

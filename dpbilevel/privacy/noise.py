@@ -123,12 +123,12 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
         raise ValueError(
             f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
         )
-    (base,) = _computed_once(jax.random.split(key, 1))
+    (base,) = computed_once(jax.random.split(key, 1))
     numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
-    return _computed_once(jax.vmap(jax.random.fold_in, (None, 0))(base, numbers))
+    return computed_once(jax.vmap(jax.random.fold_in, (None, 0))(base, numbers))
 
 
-def _computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
+def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:
     """The same keys behind an optimization barrier.
 
     Without it XLA computes a hash again in every operation that reads it, and takes

@@ -24,7 +24,7 @@ from .sampling import Index
 PERSON = "person"  # whoever may have a record in either level
 
 # The largest sum, in shares of the role with the smallest one, that the grid holds.
-_LARGEST_RATIO = 2.0**37
+_LARGEST_RATIO = 2.0**36
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Release(AbstractGaussianRelease):
             raise ValueError(
                 f"Release: {self.name!r} adds two means; one record moves one by up to "
                 f"{max(shares):.3g}, the other by up to {min(shares):.3g}, and no grid "
-                "of 64-bit integers holds both. Bring the clip norms or the penalty "
+                "of 61-bit integers holds both. Bring the clip norms or the penalty "
                 'closer together, or use precision="float" for research.'
             )
 

@@ -26,8 +26,7 @@ class Status(enum.Enum):
 
 GENERATOR = "JAX's generator of random bits is not a cryptographic one"
 IDEALISED = {
-    "grid": "the normal values behind the rounded noise are as good as 96 random bits "
-    "and float64 make them",
+    "grid": "the noise is a rounded Gaussian, up to 2^-54 of epsilon a released number",
     "draw": "draws are made in floating point and stand for draws from the exact "
     "density",
     "float": "precision float, for research: floating-point noise and sums stand for "

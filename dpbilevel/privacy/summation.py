@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
+from . import limbs
 from .factored import Factored, SparseRows, is_structured
 from .floats import floor_log2, power_of_two
-from .grid import Grid, wide_integers
+from .grid import Grid
 
 # Rows that are summed plainly. In floating point, one record changes the rounding of
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
@@ -137,12 +138,9 @@ class GridSum(AbstractSum):
 
     @override
     def empty(self, rows: int) -> PyTree:
-        with wide_integers():
-            return jax.tree.map(
-                lambda v: jnp.zeros(v.shape, jnp.int64),
-                self.value,
-                is_leaf=is_structured,
-            )
+        return jax.tree.map(
+            lambda v: limbs.zeros(v.shape), self.value, is_leaf=is_structured
+        )
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """Rounds to whole steps and adds."""
@@ -155,27 +153,25 @@ class GridSum(AbstractSum):
         weights = weights * steps.astype(weights.dtype)
 
         def rounded(v):
-            v = jax.lax.stop_gradient(v)
-            with wide_integers():
-                return jnp.clip(jnp.round(v).astype(jnp.int32), -largest, largest)
+            counts = jnp.round(jax.lax.stop_gradient(v)).astype(jnp.int32)
+            return jnp.clip(counts, -largest, largest)
 
-        def add(total, v):
+        def add(v, total):
             if _is_grouped(v):
                 most = group_size(v) * steps
-                return total + _rounded_sum(_products(weights, v), most)
+                return total + limbs.sum_floats(_products(weights, v, most))
             if isinstance(v, Factored):
-                return total + v.folded(_multiples(weights, v, largest))
+                counts = limbs.sum_rows(_multiples(weights, v, largest))
+                return total + jax.tree.map(v.folded, counts)
             rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
             counts = rounded(rows * weight)
             if isinstance(v, SparseRows):
-                return _plus_rows(total, v.indices, counts)
-            with wide_integers():
-                groups = split(counts, min(GROUP, len(counts)))
-                sums = jnp.sum(groups, axis=1, dtype=jnp.int32)
-                return total + jnp.sum(sums.astype(jnp.int64), axis=0)
+                return total + limbs.sum_at(total.shape, v.indices, counts)
+            groups = split(counts, min(GROUP, len(counts)))
+            return total + limbs.sum_rows(jnp.sum(groups, axis=1, dtype=jnp.int32))
 
-        return jax.tree.map(add, sums, values)
+        return jax.tree.map(add, values, sums, is_leaf=is_structured)
 
     @override
     def mean(self, sums: PyTree) -> Grid:
@@ -270,27 +266,29 @@ def group_size(value: Factored) -> int:
 
 
 def _products(
-    weights: Float[Array, " n"], value: Factored
+    weights: Float[Array, " n"], value: Factored, most: Float[Array, ""]
 ) -> Float[Array, "groups ..."]:
     """The weighted sums of products of factors over groups of records.
 
-    Where a weight is zero, factors may hold anything.
+    Where a weight is zero, factors may hold anything; no entry is above `most`.
     """
     size = min(group_size(value), len(weights))
     used, weights = (v[:, None, None] for v in (weights > 0, weights))
     left = split(jnp.where(used, value.left, 0), size)
     right = split(jnp.where(used, weights * value.right, 0), size)
     product = jnp.einsum("gktp,gktq->gpq", left, right, precision=_HIGHEST)
-    # Rounded once for all who read it.
-    return value.folded(jax.lax.optimization_barrier(product))
+    # Computed once for all who read it.
+    product = jax.lax.optimization_barrier(jax.lax.stop_gradient(product))
+    return value.folded(jnp.clip(product, -most, most))
 
 
 def _multiples(
     weights: Float[Array, " n"], value: Factored, largest: Int[Array, ""]
-) -> Int[Array, "p 1"]:
-    """The sum of the rounded multiples of rows, of which no copy is made."""
+) -> Int[Array, "groups p 1"]:
+    """Sums of the rounded multiples of rows, of which no copy is made."""
     rows = jax.lax.stop_gradient(value.left[:, 0])
     numbers = weights * jax.lax.stop_gradient(value.right[:, 0, 0])
+    used, numbers = (weights > 0)[:, None], numbers[:, None]
     whole = len(rows) // _NARROW_GROUP * _NARROW_GROUP
 
     def sums(start: int, stop: int, size: int) -> Int[Array, "..."]:
@@ -298,22 +296,18 @@ def _multiples(
 
         def nth(k: int) -> Int[Array, "groups p"]:
             place = slice(start + k, stop, size)
+            # What is not used may hold anything.
             part = jnp.where(used[place], numbers[place] * rows[place], 0)
             counts = jax.lax.round(part, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
             return jax.lax.clamp(-largest, counts.astype(jnp.int32), largest)
 
-        counts = functools.reduce(jnp.add, map(nth, range(size)))
-        with wide_integers():
-            counts = jax.lax.optimization_barrier(counts)
-            return jnp.sum(counts.astype(jnp.int64), axis=0)
+        return functools.reduce(jnp.add, map(nth, range(size)))
 
-    # What is not used may hold anything.
-    used, numbers = (weights > 0)[:, None], numbers[:, None]
     parts = [(0, whole, _NARROW_GROUP)] if whole else []
     if whole < len(rows):
         parts.append((whole, len(rows), len(rows) - whole))
-    with wide_integers():
-        return functools.reduce(jnp.add, [sums(*part) for part in parts])[:, None]
+    counts = jnp.concatenate([sums(*part) for part in parts])
+    return jax.lax.optimization_barrier(counts)[..., None]
 
 
 def _is_grouped(value: Any) -> bool:
@@ -329,27 +323,6 @@ def _rows_of(value: Any) -> Any:
 def _parted(values: PyTree) -> tuple[PyTree, PyTree]:
     """The arrays, and what is not formed."""
     return eqx.partition(values, lambda v: not is_structured(v), is_leaf=is_structured)
-
-
-def _rounded_sum(
-    groups: Float[Array, "groups ..."], most: Float[Array, ""]
-) -> Int[Array, "..."]:
-    """The exact sum of the groups' rounded sums, of which none has an entry above."""
-    groups = jnp.clip(jax.lax.stop_gradient(groups), -most, most)
-    with wide_integers():
-        return jnp.sum(jnp.round(groups).astype(jnp.int64), axis=0)
-
-
-def _plus_rows(
-    total: Int[Array, "count ..."],
-    indices: Int[Array, "n places"],
-    counts: Int[Array, "n places ..."],
-) -> Int[Array, "count ..."]:
-    """Adds rows to those of the indices; what is out of range is no row."""
-    with wide_integers():
-        indices = jnp.where(indices < 0, len(total), indices).reshape(-1)
-        counts = counts.astype(jnp.int64).reshape(-1, *total.shape[1:])
-        return total.at[indices].add(counts, mode="drop")
 
 
 def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:

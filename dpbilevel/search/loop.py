@@ -28,7 +28,7 @@ from ..core.solution import Solution, divergence
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
-from ..privacy.grid import wide_integers
+from ..privacy.floats import double_precision
 from ..privacy.noise import PRNGKey, check_key, derive
 from ..privacy.report import PrivacyReport
 from .base import AbstractAskTellSolver
@@ -120,7 +120,7 @@ class _Run:
 def _plan(problem: BlackBox, solver, w0, key, budget, precision) -> _Run:
     """Calibrates the solver if there is a budget, and binds it to the black box."""
     report, n = None, problem.num_records
-    with wide_integers():
+    with double_precision():
         if budget is not None:
             options = {"sizes": n, "w0": w0, "precision": precision}
             plan = calibrate(problem, solver, budget, **options)
@@ -188,7 +188,7 @@ def _run(
 
         part = functools.partial(_step, public, solver, losses)
         saved = run_in_parts(part, saved, solver.num_steps, keep)
-    with wide_integers():
+    with double_precision():
         solution = solution_of(public, solver, saved)
     remarks = solver.remark(saved.state), divergence(int(solution.rejected_updates))
     return solution, [remark for remark in remarks if remark is not None]
@@ -202,14 +202,14 @@ def _step(
     keys: Key[Array, " 1"],
 ) -> tuple[PyTree, PyTree]:
     """One step: asks, evaluates on the host, tells."""
-    with wide_integers():
+    with double_precision():
         key_ask, key_tell = _keys(keys)
         asked = _ask(problem, solver, saved.state, key=key_ask)
         points = np.asarray(asked.points, np.float64)
     table = np.zeros((len(points), problem.num_records))
     for number in range(int(asked.count)):  # public: by released values alone
         table[number] = losses(saved.done, number, points[number])
-    with wide_integers():
+    with double_precision():
         state = _tell(problem, solver, saved.state, asked, table.T, key=key_tell)
         return state, solver.released(state)[None]
 
@@ -308,7 +308,7 @@ def _start(problem: BlackBox, w0: Any) -> Any:
             "and unpack them in losses."
         )
     check_start(w0)
-    with wide_integers():
+    with double_precision():
         start = jnp.asarray(np.asarray(w0, np.float64))
         check_set("w_set", problem.w_set, start)
         return start

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
 from ..privacy.budget import Neighbours
-from ..privacy.grid import wide_integers
+from ..privacy.floats import double_precision
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive, standard_exponential
@@ -168,7 +168,7 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
     def _repeats(self, key: PRNGKey) -> Int[Array, ""]:
         """Draws K, at most the number of steps."""
         beyond = self.repetitions.beyond(self.num_steps - 1)
-        with wide_integers():
+        with double_precision():
             drawn = standard_exponential((), jnp.float64, key=key)
             # K > k exactly where a uniform number is below P(K > k).
             limits = jnp.asarray(-np.log(np.maximum(beyond, 1e-300)), jnp.float64)

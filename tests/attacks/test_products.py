@@ -263,7 +263,7 @@ def test_masked_rows_that_are_added_are_seen(broken):
     broken(
         summation,
         "_products",
-        lambda weights, v: honest(jnp.full_like(weights, weights[0]), v),
+        lambda weights, *rest: honest(jnp.full_like(weights, weights[0]), *rest),
     )
     assert moved(data, hidden, mask) > 0.1
 

@@ -49,8 +49,10 @@ def test_no_solver_leaks_more_than_its_ledger_claims(name, runs):
 @pytest.mark.parametrize(
     ("name", "runs"), [case for case in CASES if SOLVERS[case.values[0]].exact]
 )
-def test_gaussian_solvers_leak_nine_tenths_of_what_their_ledger_claims(name, runs):
+def test_gaussian_solvers_leak_most_of_what_their_ledger_claims(name, runs):
     case = SOLVERS[name]
+    # A lower bound at 1e-4: from few runs it is lower by a tenth, give or take.
+    least = {SHORT: 0.85, LONG: 0.9}[runs]
     canaries = audit.canaries(case.solver, x_in_records=case.x_in_records)
     for outcome, canary in zip(outcomes(name, runs), canaries.values(), strict=True):
         events = canary.solver.ledger(canary.problem, canary.solver.sizes).events()
@@ -58,7 +60,7 @@ def test_gaussian_solvers_leak_nine_tenths_of_what_their_ledger_claims(name, run
         assert outcome.claimed_mu == pytest.approx(
             accounting.gaussian_mu(events[person]), rel=case.tolerance
         )
-        assert outcome.measured_mu >= 0.9 * outcome.claimed_mu
+        assert outcome.measured_mu >= least * outcome.claimed_mu
 
 
 def test_every_solver_of_the_package_is_audited():

@@ -13,7 +13,7 @@ from typing_extensions import override
 from ... import _checks
 from ...onelevel.problem import check_set
 from ...privacy.clipping import one_record
-from ...privacy.grid import wide_integers
+from ...privacy.floats import double_precision
 from ...privacy.noise import derive, standard_gumbel
 from ...sets import AbstractSet, Box
 from .base import AbstractSampler, Regularity, SamplerGuarantee
@@ -144,7 +144,7 @@ class Grid(AbstractSampler):
         )
         points = jax.vmap(feasible.project)(points)
         values = potential.many(points)
-        with wide_integers():  # the noise and its comparison in double precision
+        with double_precision():  # the noise and its comparison in double precision
             noise = standard_gumbel(values.shape, jnp.float64, key=key)
             wide = values.astype(jnp.float64)
             wide = jnp.where(jnp.isfinite(wide), wide, jnp.finfo(jnp.float64).max)

@@ -1,0 +1,240 @@
+"""Exact integers of 61 bits in two of 32, for devices without 64-bit integers."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from .floats import power_of_two
+
+# The denominator of fractions is two to this: half the bits of the low limb, so that
+# parts of this size have products of 32 bits.
+FRACTION_BITS = _HALF = 15
+_BITS = 30
+_MASK, _HALF_MASK = 2**_BITS - 1, 2**_HALF - 1
+# So many 16-bit halves of counts add up to less than 32 bits.
+_GROUP = 2**15
+# So many parts of 18 bits add up to less than 32 bits.
+_FEW = 2**13
+# Sums of so many counts of 32 bits are in range.
+_MOST_ROWS = 2**29
+
+
+class Limbs(eqx.Module):
+    r"""Integers $h \cdot 2^{30} + l \in [-2^{60}, 2^{60})$ with $0 \le l < 2^{30}$.
+
+    What leaves the range is cut there: a sum that wrapped around would set neighbours
+    apart by the whole range, a cut one never moves them apart.
+
+    Attributes:
+        high: $h$, from $-2^{30}$ to $2^{30} - 1$.
+        low: $l$.
+    """
+
+    high: Int32[Array, "..."]
+    low: Int32[Array, "..."]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the integers."""
+        return self.high.shape
+
+    @property
+    def size(self) -> int:
+        """How many integers there are."""
+        return self.high.size
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        """The integers on the host, by default in int64."""
+        high, low = (np.asarray(v, np.int64) for v in (self.high, self.low))
+        return np.asarray(high * 2**_BITS + low, dtype or np.int64)
+
+    def __add__(self, other: "Limbs") -> "Limbs":
+        """The sum."""
+        return _carried(self.high + other.high, self.low + other.low)
+
+    def shifted(self, places: Int[Array, ""]) -> "Limbs":
+        r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $p$; 0 where $|p| > 60$."""
+        places = places.astype(jnp.int32)
+        finer = _shift_left(self, jnp.clip(places, 0, 2 * _BITS))
+        # Half a step is added once it is the last bit but one.
+        twice = _shift_right(self, jnp.clip(-places - 1, 0, 2 * _BITS))
+        low = twice.low + 1
+        high = twice.high + (low >> _BITS)
+        low = ((low & _MASK) >> 1) | ((high & 1) << (_BITS - 1))
+        result = where(places >= 0, finer, Limbs(high >> 1, low))
+        return where(jnp.abs(places) <= 2 * _BITS, result, zeros_like(result))
+
+    def doubled(self, times: Int32[Array, ""]) -> "Limbs":
+        r"""$2^p k$ for public $0 \le p \le 30$, where that is in range."""
+        high = (self.high << times) + (self.low >> (_BITS - times))
+        return Limbs(high, (self.low << times) & _MASK)
+
+    def times_fraction(self, numerator: Int32[Array, ""]) -> "Limbs":
+        r"""$\lfloor k m / 2^{15} + 1/2 \rfloor$ for public $0 \le m \le 2^{15}$."""
+        # Every part has 15 bits, the last one 16 and a sign: products fit in 32.
+        first = (self.low & _HALF_MASK) * numerator + 2 ** (_HALF - 1)
+        second = (self.low >> _HALF) * numerator + (first >> _HALF)
+        third = (self.high & _HALF_MASK) * numerator + (second >> _HALF)
+        high = (self.high >> _HALF) * numerator + (third >> _HALF)
+        return Limbs(high, (second & _HALF_MASK) + ((third & _HALF_MASK) << _HALF))
+
+    def astype(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """The nearest number of float32 or float64, ties to even."""
+        if jnp.dtype(dtype) == jnp.float64:
+            return self.high.astype(dtype) * 2.0**_BITS + self.low.astype(dtype)
+        negative = self.high < 0
+        magnitude = where(negative, _negated(self), self)
+        high, low = magnitude.high, magnitude.low
+        # The 31 leading bits, the last of them set where anything follows: rounding
+        # them is rounding the whole.
+        behind = jnp.maximum(31 - jax.lax.clz(high), 0)
+        leading = (high << (_BITS - behind)) | (low >> behind)
+        leading |= ((low & ((1 << behind) - 1)) != 0).astype(jnp.int32)
+        value = leading.astype(dtype) * power_of_two(behind, dtype)
+        return jnp.where(negative, -value, value)
+
+
+def zeros(shape: tuple[int, ...]) -> Limbs:
+    """Zeros of this shape."""
+    return Limbs(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
+
+
+def zeros_like(value: Limbs) -> Limbs:
+    """Zeros of the same shape."""
+    return jax.tree.map(jnp.zeros_like, value)
+
+
+def where(condition: Bool[Array, "..."], yes: Limbs, no: Limbs) -> Limbs:
+    """Integers of the one or of the other."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def from_int32(value: Int32[Array, "..."]) -> Limbs:
+    """The same integers."""
+    return Limbs(value >> _BITS, value & _MASK)
+
+
+def from_float(value: Float[Array, "..."]) -> Limbs:
+    """The nearest integers, ties to even; those out of range are cut."""
+    magnitude = jnp.minimum(jnp.abs(jnp.round(value)), 2.0 ** (2 * _BITS))
+    # Both parts are exact: they are made of the bits of one number.
+    high = jnp.floor(magnitude * 2.0**-_BITS)
+    low = magnitude - high * 2.0**_BITS
+    result = Limbs(high.astype(jnp.int32), low.astype(jnp.int32))
+    return _cut(where(value < 0, _negated(result), result))
+
+
+def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
+    """The sum over the leading axis, exact for any counts of 32 bits.
+
+    Raises:
+        ValueError: There are more than 2^29 rows.
+    """
+    if len(counts) > _MOST_ROWS:
+        raise ValueError(
+            f"sum_rows: at most {_MOST_ROWS} rows at once, got {len(counts)}; sum "
+            "parts of them and add."
+        )
+    groups = -(-len(counts) // _GROUP)
+    if groups > 1:
+        padding = [(0, -len(counts) % _GROUP)] + [(0, 0)] * (counts.ndim - 1)
+        counts = jnp.pad(counts, padding).reshape(groups, _GROUP, *counts.shape[1:])
+        return _sum(_sum_halves(counts, axis=1))
+    return _sum_halves(counts, axis=0)
+
+
+def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
+    """The sum of the nearest integers over the leading axis; of at most 2^32."""
+    rounded = jnp.round(_in_groups(values, _FEW))
+    high = jnp.floor(rounded * 2.0**-_HALF)
+    low = rounded - high * 2.0**_HALF  # exact: both are made of bits of one number
+    high, low = (sum_rows(jnp.sum(v.astype(jnp.int32), axis=1)) for v in (high, low))
+    return high.doubled(_HALF) + low
+
+
+def sum_at(
+    shape: tuple[int, ...],
+    indices: Int[Array, "n places"],
+    counts: Int32[Array, "n places ..."],
+) -> Limbs:
+    """The sums of counts over equal indices of a leading axis; others are dropped.
+
+    Counts are of at most 2^31 in absolute value, indices from 0 on.
+    """
+    indices = jnp.where(indices < 0, shape[0], indices).reshape(-1)
+    counts = counts.reshape(-1, *shape[1:])
+    parts = _in_groups(indices, _FEW, fill=shape[0]), _in_groups(counts, _FEW)
+
+    def add(total, part):
+        index, count = part
+        empty = jnp.zeros(shape, jnp.int32)
+        high, low = (
+            from_int32(empty.at[index].add(v, mode="drop"))
+            for v in (count >> _HALF, count & _HALF_MASK)
+        )
+        return total + high.doubled(_HALF) + low, None
+
+    return jax.lax.scan(add, zeros(shape), parts)[0]
+
+
+def _in_groups(values: Array, size: int, fill: int = 0) -> Array:
+    """The rows in groups of at most `size`, the last one filled up."""
+    size = min(size, max(len(values), 1))
+    padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
+    padded = jnp.pad(values, padding, constant_values=fill)
+    return padded.reshape(-1, size, *values.shape[1:])
+
+
+def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:
+    low = jnp.sum(counts & 0xFFFF, axis=axis, dtype=jnp.int32)
+    high = jnp.sum(counts >> 16, axis=axis, dtype=jnp.int32)
+    ahead = (high & (2 ** (_BITS - 16) - 1)) << 16
+    return _carried((high >> (_BITS - 16)) + (low >> _BITS), ahead + (low & _MASK))
+
+
+def _sum(value: Limbs) -> Limbs:
+    """The sum over a leading axis of at most 2^15 sums of groups."""
+    first = jnp.sum(value.low & _HALF_MASK, axis=0, dtype=jnp.int32)
+    second = jnp.sum(value.low >> _HALF, axis=0, dtype=jnp.int32)
+    high = jnp.sum(value.high, axis=0, dtype=jnp.int32) + (second >> _HALF)
+    ahead = (second & _HALF_MASK) << _HALF
+    return _carried(high, ahead + first)
+
+
+def _carried(high: Int32[Array, "..."], low: Int32[Array, "..."]) -> Limbs:
+    """Limbs of which the low one is below 2^31, and the high one fits its carry."""
+    return _cut(Limbs(high + (low >> _BITS), low & _MASK))
+
+
+def _cut(value: Limbs) -> Limbs:
+    limit = 2**_BITS
+    too_low, too_high = value.high < -limit, value.high >= limit
+    low = jnp.where(too_low, 0, jnp.where(too_high, _MASK, value.low))
+    return Limbs(jnp.clip(value.high, -limit, limit - 1), low)
+
+
+def _negated(value: Limbs) -> Limbs:
+    return Limbs(-value.high - jnp.minimum(value.low, 1), -value.low & _MASK)
+
+
+def _shift_right(value: Limbs, places: Int[Array, ""]) -> Limbs:
+    """Rounded down; at most 60 places."""
+    first = jnp.minimum(places, _BITS)
+    for step in (first, places - first):
+        low = (value.low >> step) | ((value.high << (_BITS - step)) & _MASK)
+        value = Limbs(value.high >> step, low)
+    return value
+
+
+def _shift_left(value: Limbs, places: Int[Array, ""]) -> Limbs:
+    """Cut to the range; at most 60 places."""
+    first = jnp.minimum(places, _BITS)
+    beyond = _shift_right(value, 2 * _BITS - places)  # 0 or -1 if the result fits
+    shifted = value.doubled(first).doubled(places - first)
+    sign = value.high >> 31
+    extreme = Limbs(sign ^ _MASK, jnp.where(sign < 0, 0, _MASK))
+    fits = (beyond.high == sign) & (beyond.low == sign & _MASK)
+    return where(fits, shifted, extreme)

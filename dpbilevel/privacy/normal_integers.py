@@ -1,0 +1,201 @@
+r"""Normal noise in integers, from random bits alone and without floating point.
+
+A value starts as a cell of width $1/t$ of a normal number, $t = 2^{10}$, which a table
+draws with probabilities exact to $2^{-97}$. Then the scale is doubled as often as asked
+for:
+
+$$ N_0 = \mathrm{round}(t Z), \qquad N_b = 2 N_{b-1} + B_b, $$
+
+where $B_b$ counts the ones among $k_b$ random bits. docs/privacy.md proves that $N_h$
+has the law of $\lfloor 2^h t Z \rfloor$ plus noise that does not depend on it, up to a
+factor of $1 \pm 2^{-55}$ and events of probability $2^{-81}$.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, UInt32
+
+from .limbs import Limbs, from_int32
+from .noise import PRNGKey, check_key, computed_once
+
+# The standard deviation before doubling.
+LOG2_STD = 10
+# The cells reach to sixteen standard deviations; their number is a power of two.
+_REACH = 2 ** (LOG2_STD + 4)
+# The bits of a probability.
+_PROBABILITY_BITS = 96
+# In which word and from which place on the bits are read of which the first k_b belong
+# to doubling b: k is 7, 6, 6, 5, 5, 5, then 4 up to b = 11, 3 up to 21, and 2.
+_FIELDS = (
+    (3, 6, 26),
+    (4, 6, 26),
+    (5, 11, 21),
+    (5, 0, 11),
+    (3, 0, 6),
+    (4, 0, 3),
+    (4, 3, 1),
+)
+# The same for the doublings beyond the first 26.
+_LATE_FIELDS = ((6, 0, 16), (6, 16, 16))
+_DOUBLINGS, _LATE_DOUBLINGS = 26, 16
+MOST_DOUBLINGS = _DOUBLINGS + _LATE_DOUBLINGS
+_WORDS = 7
+_FIXED_POINT = 192  # bits of the arithmetic that makes the table
+
+
+def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> Limbs:
+    r"""Independent integers of standard deviation $2^{10 + h}$ and mean 0 or -1/2.
+
+    Args:
+        size: How many.
+        doublings: $h$ from 0 to 42; public.
+        key: A typed key for this draw alone.
+
+    Raises:
+        TypeError: The key is not typed.
+        ValueError: The key is a batch, or of a generator that is not fit for noise.
+
+    Privacy:
+        Added to an integer of bounded sensitivity it is the Gaussian mechanism of
+        standard deviation $2^{10 + h}$, post-processed, up to at most $2^{-54}$ of
+        epsilon and $2^{-81} (1 + e^\varepsilon)$ of delta a value.
+
+    References:
+        Micciancio and Walter, "Gaussian sampling over the integers: efficient, generic,
+        constant-time", 2017, who widen a base sampler by sums as well; the doublings
+        and their proof are ours.
+    """
+    check_key(key)
+    words = jax.random.bits(_with_long_blocks(key), (_WORDS, size), jnp.uint32)
+    return from_words(words, doublings)
+
+
+def from_words(words: UInt32[Array, "7 n"], doublings: Int32[Array, ""]) -> Limbs:
+    """The normal integers of these random bits."""
+    # Without the barriers each word and cell is computed many times.
+    words = jax.lax.optimization_barrier(words)
+    early = jnp.minimum(doublings, _DOUBLINGS)
+    late = doublings - early
+    cell = from_int32(jax.lax.optimization_barrier(_cell(words)))
+    value = cell.doubled(early) + _leading_bits(words, _FIELDS, _DOUBLINGS - early)
+    added = _leading_bits(words, _LATE_FIELDS, _LATE_DOUBLINGS - late)
+    return jax.lax.optimization_barrier(value.doubled(late) + added)
+
+
+def _with_long_blocks(key: PRNGKey) -> PRNGKey:
+    """A key whose generator makes four words at once.
+
+    That of threefry2x32, which makes two, takes five times as long for the noise.
+    """
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        return key
+    words = jax.random.bits(key, (4,), jnp.uint32)
+    return computed_once(jax.random.wrap_key_data(words, impl="threefry4x32"))
+
+
+def _cell(words: UInt32[Array, "7 n"]) -> Int32[Array, " n"]:
+    """The rounded normal: the column of the table or its alias."""
+    bits = 32 - _REACH.bit_length()
+    column = words[0] >> bits
+    row = jnp.asarray(_alias_table()).at[column].get(mode="promise_in_bounds")
+    mask = np.uint32(2**bits - 1)
+    below = words[2] < row[:, 2]
+    for word, bound in ((words[1], row[:, 1]), (words[0] & mask, row[:, 0] & mask)):
+        below = (word < bound) | ((word == bound) & below)
+    index = jnp.where(below, column, row[:, 0] >> bits)
+    return index.astype(jnp.int32) - _REACH
+
+
+def _leading_bits(
+    words: UInt32[Array, "7 n"],
+    fields: tuple[tuple[int, int, int], ...],
+    unread: Int32[Array, ""],
+) -> Limbs:
+    """What the first bits add, all but the last `unread`, less its mean rounded up."""
+    total, most = jnp.int32(0), jnp.int32(0)
+    longest = max(length for _, _, length in fields)
+    for word, start, length in fields:
+        mask, place = 2**length - 1, longest - length
+        bits = (words[word] >> start).astype(jnp.int32) & mask
+        total += (bits << place) >> unread
+        most += jnp.int32(mask << place) >> unread
+    return from_int32(total - ((most + 1) >> 1))
+
+
+@functools.cache
+def probabilities() -> list[int]:
+    r"""$P(\mathrm{round}(t Z) = a)$ for $a = -2^{14}, \ldots, 2^{14} - 1$.
+
+    In units of $2^{-96}$, each rounded to an integer; they add up to one.
+    """
+    one = 1 << _FIXED_POINT
+    half = []
+    value, ratio, change = one, _exp(1 + 2 * LOG2_STD), _exp(2 * LOG2_STD)
+    for a in range(_REACH):
+        half.append(value * _cell_over_density(a) >> _FIXED_POINT)
+        # exp(-(a + 1)**2 / 2 t**2) from exp(-a**2 / 2 t**2).
+        value, ratio = (v >> _FIXED_POINT for v in (value * ratio, ratio * change))
+    total = 2 * sum(half) - half[0]
+    unit = 1 << _PROBABILITY_BITS
+    half = [(2 * v * unit + total) // (2 * total) for v in half]
+    half[0] += unit - (2 * sum(half) - half[0])
+    return [0, *half[:0:-1], *half]
+
+
+def _exp(places: int) -> int:
+    """exp(-2**-places) in fixed point."""
+    terms = range(_FIXED_POINT // places + 1)
+    one = 1 << _FIXED_POINT
+    return sum((-1) ** n * (one >> n * places) // math.factorial(n) for n in terms)
+
+
+def _cell_over_density(a: int) -> int:
+    """The mean of the normal density over the cell of a, in units of its value there.
+
+    The even terms of its Taylor series, in Hermite polynomials over powers of t.
+    """
+    before, hermite = 0, 1 << _FIXED_POINT
+    mean = hermite
+    for n in range(0, 10, 2):
+        step = (a * a - ((2 * n + 1) << 2 * LOG2_STD)) * hermite - n * (n - 1) * before
+        before, hermite = hermite, step >> 4 * LOG2_STD
+        mean += hermite // (math.factorial(n + 3) << (n + 2))
+    return mean
+
+
+@functools.cache
+def _alias_table() -> UInt32[np.ndarray, "columns 3"]:
+    """The alias and the 81 bits of the bound of every column.
+
+    Every column stands for one value with at most its probability, and for one other,
+    its alias, with the rest.
+
+    References:
+        Walker, "An efficient method for generating discrete random variables with
+        general distributions", ACM Transactions on Mathematical Software, 1977.
+    """
+    left = probabilities().copy()
+    full = (1 << _PROBABILITY_BITS) // len(left)
+    bounds, aliases = [full - 1] * len(left), [*range(len(left))]
+    small = [i for i, v in enumerate(left) if v < full]
+    large = [i for i, v in enumerate(left) if v >= full]
+    while small:
+        i, j = small.pop(), large[-1]
+        bounds[i], aliases[i] = left[i], j
+        left[j] -= full - left[i]
+        if left[j] < full:
+            small.append(large.pop())
+    alias_places = 32 - _REACH.bit_length()
+    words = [
+        (
+            alias << alias_places | bound >> 64,
+            bound >> 32 & 0xFFFFFFFF,
+            bound & 0xFFFFFFFF,
+        )
+        for alias, bound in zip(aliases, bounds, strict=True)
+    ]
+    return np.asarray(words, np.uint32)
