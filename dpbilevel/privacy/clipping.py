@@ -20,12 +20,14 @@ from .norms import TOO_LONG, measured, wide
 from .products import check_products
 from .sampling import Batch
 from .structure import structured
-from .summation import GROUP, AbstractSum, FloatSum, GridSum, group_size
+from .summation import GROUP, AbstractSum, FloatSum, GridSum
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
 _MICROBATCH_BYTES = {"cpu": 16 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
+# The most of the clip norm that is given up for the rounding of sums of products.
+_MOST_ROUNDING = 2.0**-4
 _SCALARS = 24  # bytes of a record's norm, weight and mask
 Precision = Literal["float", "grid"]
 SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
@@ -182,7 +184,8 @@ def clipped_mean(
         precision: `"float"` sums in floating point; `"grid"` rounds every record's
             scaled value to a public grid and sums integers, exactly.
         neighbours: The relation that the mean is released under. Under replace-one all
-            other records keep their rows, which makes sums of products cheaper.
+            other records keep their rows, which makes sums of products cheaper and
+            their margin for rounding smaller.
 
     Returns:
         A `Bounded` with the shape of `fun`'s value.
@@ -203,9 +206,9 @@ def clipped_mean(
         NaN for impossible let no record count for more.
 
         On the grid the sum of rounded values is exact, whatever their order. Products
-        of factors are rounded group by group under replace-one, where the others keep
-        their rows, with a margin for what one record moves. What one
-        record contributes is computed by a program that depends on the number of rows;
+        of factors are added in groups and rounded group by group, with a margin for
+        what one record moves: its group where the others keep their rows, else all
+        groups. What one record contributes is computed by a program that depends on the number of rows;
         it does not depend on the values of other rows, nor, in micro-batches of a power
         of two, on its place (tested on CPU and GPU, but a property of the compiler).
         Under add-or-remove-one the number of rows must therefore be public: pad the
@@ -226,12 +229,14 @@ def clipped_mean(
     _checks.strict_floats("clipped_mean")
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
+    in_place = neighbours is Neighbours.REPLACE_ONE
     if isinstance(records, Batch):
         if mask is not None or denominator is not None:
             raise ValueError(
                 "clipped_mean: a Batch brings its own mask and denominator; leave "
                 "mask= and denominator= out."
             )
+        in_place = records.in_place and in_place
         records, mask, denominator = records.records, records.mask, records.denominator
     n = _checks.leading_axis("records", records)
     records = _checks.on_device(records)
@@ -244,16 +249,18 @@ def clipped_mean(
             f"clipped_mean: mask must be of booleans and have shape ({n},) like the "
             f"records, got {mask.dtype} of shape {mask.shape}."
         )
-    in_place = neighbours is Neighbours.REPLACE_ONE
-    fun, value = _cheapest(fun, one_record(records), products=in_place)
-    rows = _rows(microbatch, value, records)
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
-    rule = SUMS[precision](_widened(value), *numbers, n)
-    grouped = Neighbours.REPLACE_ONE if rule.rounding else None
-    if grouped:
+    for products in (True, False):
+        cheap, value = _cheapest(fun, one_record(records), products=products)
+        rows = _chunk_rows(n, _rows(microbatch, value, records))
+        rule = SUMS[precision](_widened(value), *numbers, n, rows, in_place)
+        if in_place or rule.rounding <= _MOST_ROUNDING:
+            break
+    if rule.rounding:
         check_products("clipped_mean")
-    mean = _clipped_mean(fun, records, mask, rows, rule)
-    return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, grouped)
+    mean = _clipped_mean(cheap, records, mask, rule)
+    relation = Neighbours.REPLACE_ONE if rule.rounding and in_place else None
+    return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, relation)
 
 
 def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
@@ -274,7 +281,8 @@ def _memory(value: PyTree) -> int:
         if isinstance(leaf, Factored):
             if leaf.given:
                 arrays.remove(leaf.left)
-            size = -(-math.prod(leaf.shape) // group_size(leaf)) + leaf.places**2
+            grouped = max(1, GROUP // leaf.places)
+            size = -(-math.prod(leaf.shape) // grouped) + leaf.places**2
             arrays.append(jax.ShapeDtypeStruct((size,), leaf.dtype))
     return _bytes(arrays)
 
@@ -283,11 +291,11 @@ def _bytes(arrays: list[Any]) -> int:
     return sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in arrays)
 
 
-def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
+def _clipped_mean(fun, records, mask, rule: AbstractSum) -> PyTree:
     """Adds clipped values chunk by chunk."""
     if rule.n == 0:
-        return rule.mean(rule.empty(1))
-    chunks, rows = _chunks(rule.n, rows)
+        return rule.mean(rule.empty())
+    rows = rule.rows
     # Nothing passes a clip norm so large that sums overflow, or so small that the noise
     # made for it underflows; nor a denominator that may count as zero.
     valid = (rule.clip_norm > 1e-25) & (rule.clip_norm < 1e30)
@@ -311,18 +319,17 @@ def _clipped_mean(fun, records, mask, rows: int, rule: AbstractSum) -> PyTree:
         weights = jnp.where(keep, rule.share / jnp.maximum(norms, rule.share), 0)
         return rule.add(sums, weights, values), None
 
-    indices = jnp.arange(chunks, dtype=jnp.int32)
-    sums, _ = jax.lax.scan(add, rule.empty(rows), indices)
+    indices = jnp.arange(rule.chunks, dtype=jnp.int32)
+    sums, _ = jax.lax.scan(add, rule.empty(), indices)
     return rule.mean(sums)
 
 
-def _chunks(n: int, rows: int) -> tuple[int, int]:
-    """How many chunks of how many rows, at most `rows`: equal ones of whole groups."""
-    chunks = -(-n // rows)
+def _chunk_rows(n: int, rows: int) -> int:
+    """The rows of a chunk, at most `rows`: of equal ones, in whole groups."""
     if rows < GROUP:
-        return chunks, min(n, rows)
-    even = -(-n // chunks)
-    return chunks, min(n, even + -even % GROUP)
+        return max(1, min(n, rows))
+    even = -(-n // max(1, -(-n // rows)))
+    return max(1, min(n, even + -even % GROUP))
 
 
 def _cheapest(fun, record: PyTree, *, products: bool) -> tuple[Any, PyTree]:

@@ -161,10 +161,13 @@ class SparseRows(eqx.Module):
         del products
         if len(self.indices) >= self.count:
             return self.dense()
-        same = self.indices[:, None] == self.indices[None]
+        kept = (self.indices >= 0) & (self.indices < self.count)
+        same = (self.indices[:, None] == self.indices[None]) & kept[None]
         first = ~jnp.any(jnp.tril(same, -1), axis=1)
         merge = (same & first[:, None]).astype(self.dtype)
-        rows = jnp.tensordot(merge, self.rows, 1, precision="highest")
+        spread = jnp.expand_dims(kept, range(1, self.rows.ndim))
+        rows = jnp.where(spread, self.rows, 0)  # what is dropped may hold anything
+        rows = jnp.tensordot(merge, rows, 1, precision="highest")
         return dataclasses.replace(self, rows=rows)
 
 

@@ -152,7 +152,7 @@ def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
     high = jnp.floor(rounded * 2.0**-_HALF)
     low = rounded - high * 2.0**_HALF  # exact: both are made of bits of one number
     high, low = (sum_rows(jnp.sum(v.astype(jnp.int32), axis=1)) for v in (high, low))
-    return high.doubled(_HALF) + low
+    return high.doubled(jnp.int32(_HALF)) + low
 
 
 def sum_at(
@@ -175,7 +175,7 @@ def sum_at(
             from_int32(empty.at[index].add(v, mode="drop"))
             for v in (count >> _HALF, count & _HALF_MASK)
         )
-        return total + high.doubled(_HALF) + low, None
+        return total + high.doubled(jnp.int32(_HALF)) + low, None
 
     return jax.lax.scan(add, zeros(shape), parts)[0]
 

@@ -32,11 +32,14 @@ class Batch(eqx.Module):
             hold NaN, and zero where they are not floating point.
         mask: Which rows are records; `None` when all are.
         denominator: The fixed public number that sums are divided by.
+        in_place: Whether a record that is in the batch or not leaves all others in
+            their rows. Static.
     """
 
     records: PyTree
     mask: Bool[Array, " n"] | None
     denominator: float
+    in_place: bool = eqx.field(static=True, default=True)
 
 
 class AbstractSampling(eqx.Module):
@@ -197,7 +200,9 @@ class Poisson(AbstractSampling):
         mask = members < n
         if present is not None:
             mask &= present.at[members].get(mode="fill", fill_value=False)
-        return Batch(_taken(records, members), mask, self.denominator(size))
+        # A record that is drawn moves all that come after it by a row.
+        batch = _taken(records, members), mask, self.denominator(size)
+        return Batch(*batch, in_place=False)
 
     def denominator(self, size: int) -> float:
         """The expected number of records in a batch."""

@@ -111,7 +111,7 @@ class _Run:
 
         if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
             return [_Filled(_array(operands[0]), functools.cache(array))]
-        rule = _RULES.get(name)
+        rule = _RULES.get(name) if _is_floating(eqn.outvars[0]) else None
         form = rule and rule(self, eqn, operands)
         return _bound(eqn, operands) if form is None else [_Made(array, form)]
 
@@ -152,7 +152,7 @@ def _is_zero(operand: Any) -> bool:
 def _product(run: _Run, eqn, operands: list[Any]):
     """A matrix product: the contracted axes are the places."""
     contracted, batched = eqn.params["dimension_numbers"]
-    if batched[0] or not _same_kind(eqn):
+    if batched[0] or not _is_floating(*eqn.invars):
         return None
 
     def form():
@@ -190,7 +190,7 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
     shape = eqn.outvars[0].aval.shape
     window = [shape[axis] for axis in numbers.out_spec[2:]]
     groups = params["feature_group_count"] * params["batch_group_count"]
-    if groups > 1 or math.prod(window) > _MOST_WINDOW or not _same_kind(eqn):
+    if groups > 1 or math.prod(window) > _MOST_WINDOW or not _is_floating(*eqn.invars):
         return None
 
     def form():
@@ -239,9 +239,12 @@ def _rows(run: _Run, eqn, operands: list[Any]):
     )
     if not plain:
         return None
-    return lambda: SparseRows(
-        _array(indices).reshape(-1), _array(updates).reshape(-1, *window), count
-    )
+
+    def form():
+        rows = _array(updates).reshape(-1, *window)
+        return SparseRows(_array(indices).reshape(-1).astype(jnp.int32), rows, count)
+
+    return form
 
 
 def _transposed(run: _Run, eqn, operands: list[Any]):
@@ -257,7 +260,8 @@ def _reshaped(run: _Run, eqn, operands: list[Any]):
     """A reshape that splits or joins axes of one of the factors alone."""
     del run
     form = _form_of(operands[0])
-    if not isinstance(form, Factored) or eqn.params.get("dimensions") is not None:
+    reordered = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
+    if not isinstance(form, Factored) or reordered:
         return None
     shape = eqn.outvars[0].aval.shape
     first, second = sorted((form.left_axes, form.right_axes))
@@ -327,16 +331,15 @@ def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
 def _converted(run: _Run, eqn, operands: list[Any]):
     del run
     form, dtype = _form_of(operands[0]), eqn.outvars[0].aval.dtype
-    if form is None or not jnp.issubdtype(dtype, jnp.floating):
+    if form is None:
         return None
     return lambda: jax.tree.map(
         lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v, form
     )
 
 
-def _same_kind(eqn) -> bool:
-    """Whether operands and result are all floating-point arrays."""
-    variables = (*eqn.invars, *eqn.outvars)
+def _is_floating(*variables) -> bool:
+    """Whether all are floating-point arrays."""
     return all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables)
 
 

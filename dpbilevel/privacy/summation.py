@@ -46,12 +46,21 @@ class AbstractSum(abc.ABC):
         clip_norm: The clip norm $C$.
         denominator: $m$, what the sum is divided by.
         n: The number of rows.
+        rows: How many of them are added at once: a chunk.
+        in_place: Whether neighbouring data have all other records in the same rows.
     """
 
     value: PyTree
     clip_norm: Float[Array, ""]
     denominator: Float[Array, ""]
     n: int
+    rows: int
+    in_place: bool = True
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks; the last one may add fewer rows."""
+        return -(-self.n // self.rows)
 
     @property
     def leaves(self) -> list[Any]:
@@ -65,20 +74,37 @@ class AbstractSum(abc.ABC):
 
     @property
     def rounding(self) -> float:
-        r"""How far the sums of one record's groups are off at most, in clip norms.
+        r"""The part of the clip norm that is kept for the rounding of groups' sums.
 
-        $\Lambda \sqrt{K} \max_l \gamma_l \sqrt{k_l}$ with $\gamma_l = m_l u / (1 -
-        m_l u)$ and $m_l = k_l T_l + 4$, for leaves of $T_l$ places in groups of $k_l$
-        records, $K = \max_l k_l$ and $u = 2^{-24}$. The derivation is in
-        docs/privacy.md.
+        Let leaf $l$ have $T_l$ places and groups of $k_l$ records, $m_l = k_l T_l + 4$,
+        $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. Where all others keep their
+        rows it is $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$,
+        else $2 \Lambda n \max_l \gamma_l + \sqrt{\sum_l g_l^2 d_l} 2^{-23}$ with $g_l$
+        groups in all. The derivation is in docs/privacy.md.
         """
-        sizes = [group_size(v) for v in self._grouped]
-        errors = [
-            (k * v.places + 4) * 2.0**-24 * math.sqrt(k)
-            for k, v in zip(sizes, self._grouped, strict=True)
-        ]
-        largest = max(errors, default=0.0) * math.sqrt(max(sizes, default=0))
-        return 1.001 * self.stretch * largest
+        leaves = self._grouped
+        sizes = [self.group_size(v) for v in leaves]
+        pairs = list(zip(sizes, leaves, strict=True))
+        gammas = [1.001 * (k * v.places + 4) * 2.0**-24 for k, v in pairs]
+        if self.in_place:
+            roots = [g * math.sqrt(k) for g, k in zip(gammas, sizes, strict=True)]
+            largest = max(sizes, default=0)
+            return self.stretch * math.sqrt(largest) * max(roots, default=0.0)
+        groups = [self.chunks * math.ceil(self.rows / k) for k in sizes]
+        shapes = [math.prod(v.shape) for v in leaves]
+        steps = sum(g**2 * d for g, d in zip(groups, shapes, strict=True))
+        worst = self.stretch * self.n * max(gammas, default=0.0)
+        return 2 * worst + math.sqrt(steps) * 2.0**-_BITS
+
+    def group_size(self, value: Factored) -> int:
+        """How many records' products are added before their sum is rounded."""
+        if not self.in_place:
+            size = max(1, GROUP // value.places)
+        elif value.places > 1:
+            size = 2 ** int(math.log2(2**11 / value.places) / 2)
+        else:
+            size = GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
+        return min(size, self.rows)
 
     @property
     def _grouped(self) -> list[Factored]:
@@ -90,8 +116,8 @@ class AbstractSum(abc.ABC):
         """The share of the clip norm that a value may fill before it is added."""
 
     @abc.abstractmethod
-    def empty(self, rows: int) -> PyTree:
-        """The running sum of nothing, for chunks of `rows` rows."""
+    def empty(self) -> PyTree:
+        """The running sum of nothing."""
 
     @abc.abstractmethod
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
@@ -137,7 +163,7 @@ class GridSum(AbstractSum):
         return 1 - rounded - self.rounding - 2.0**-20
 
     @override
-    def empty(self, rows: int) -> PyTree:
+    def empty(self) -> PyTree:
         return jax.tree.map(
             lambda v: limbs.zeros(v.shape), self.value, is_leaf=is_structured
         )
@@ -158,8 +184,11 @@ class GridSum(AbstractSum):
 
         def add(v, total):
             if _is_grouped(v):
-                most = group_size(v) * steps
-                return total + limbs.sum_floats(_products(weights, v, most))
+                size = self.group_size(v)
+                products = _products(weights, v, size)
+                # Nor has a sum of them, times their number.
+                products = jnp.clip(products, -size * steps, size * steps)
+                return total + limbs.sum_floats(products)
             if isinstance(v, Factored):
                 counts = limbs.sum_rows(_multiples(weights, v, largest))
                 return total + jax.tree.map(v.folded, counts)
@@ -214,15 +243,15 @@ class FloatSum(AbstractSum):
     def _counted(self) -> GridSum:
         """The sum of what is not formed."""
         _, counted = _parted(self.value)
-        return GridSum(counted, self.clip_norm, self.denominator, self.n)
+        return dataclasses.replace(GridSum(**vars(self)), value=counted)
 
     @override
-    def empty(self, rows: int) -> PyTree:
-        groups = -(-rows // GROUP)
+    def empty(self) -> PyTree:
+        groups = -(-self.rows // GROUP)
         arrays, _ = _parted(self.value)
         zeros = jax.tree.map(lambda v: jnp.zeros((groups, *v.shape), v.dtype), arrays)
         # The totals, what they round away, and the counts.
-        return zeros, zeros, self._counted.empty(rows)
+        return zeros, zeros, self._counted.empty()
 
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """One batched product, one compensated addition."""
@@ -256,30 +285,20 @@ def split(values: Array, size: int) -> Array:
     return jnp.pad(values, padding).reshape(-1, size, *values.shape[1:])
 
 
-def group_size(value: Factored) -> int:
-    """How many records' values are added before their sum is rounded or widened."""
-    if value.places > 1:
-        return 2 ** int(math.log2(2**11 / value.places) / 2)
-    if value.narrow:
-        return _NARROW_GROUP
-    return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
-
-
 def _products(
-    weights: Float[Array, " n"], value: Factored, most: Float[Array, ""]
+    weights: Float[Array, " n"], value: Factored, size: int
 ) -> Float[Array, "groups ..."]:
-    """The weighted sums of products of factors over groups of records.
+    """The weighted sums of products of factors over groups of `size` records.
 
-    Where a weight is zero, factors may hold anything; no entry is above `most`.
+    Where a weight is zero, factors may hold anything.
     """
-    size = min(group_size(value), len(weights))
     used, weights = (v[:, None, None] for v in (weights > 0, weights))
     left = split(jnp.where(used, value.left, 0), size)
     right = split(jnp.where(used, weights * value.right, 0), size)
     product = jnp.einsum("gktp,gktq->gpq", left, right, precision=_HIGHEST)
     # Computed once for all who read it.
     product = jax.lax.optimization_barrier(jax.lax.stop_gradient(product))
-    return value.folded(jnp.clip(product, -most, most))
+    return value.folded(product)
 
 
 def _multiples(
