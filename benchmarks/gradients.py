@@ -120,9 +120,7 @@ def arguments(work):
 
 def gradient_row(work, seconds):
     """One clipped and released gradient over the plain one, by library."""
-    found = ratios(
-        candidates(work), *arguments(work), reference=PLAIN, seconds=seconds
-    )
+    found = ratios(candidates(work), *arguments(work), reference=PLAIN, seconds=seconds)
     ratio = {name: measured[1] for name, measured in found.items()}
     theirs = {
         "vmap, then clip": ratio.get("vmap, then clip"),

@@ -182,8 +182,8 @@ def gradient_tables(sizes):
         f"Left out (-): a library that is not installed, or more than "
         f"{gradients.memory_limit() / 1e9:.0f} GB of per-record gradients. `% of "
         f"hardware` compares with reading the records once at {bandwidth / 1e9:.1f} "
-        f"GB/s or the plain gradient's operations at {rate / 1e9:.0f} GFLOP/s, measured "
-        "as a long sum and a matrix product, whichever takes longer.",
+        f"GB/s or the plain gradient's operations at {rate / 1e9:.0f} GFLOP/s, what "
+        "takes longer; a long sum and a matrix product are that fast here.",
         gradients.losses_first(rows),
     )
     peers = gradients.torch_table(works, rows, sizes.seconds)

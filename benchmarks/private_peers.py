@@ -1,12 +1,13 @@
 """Clipped gradients of other libraries, as candidates of the benchmarks.
 
 None of them is needed: `pip install jax-privacy` adds the column of jax_privacy, and
-`pip install opacus torch` the table of PyTorch. Run as a module this file is the process
-that times PyTorch, so that its threads do not wait beside those of JAX: it is given
-`[[layers, n], ...]` and seconds in JSON, and prints what `timing.interleaved` measured
-of each, in JSON.
+`pip install opacus torch` the table of PyTorch. Run as a module this file is the
+process that times PyTorch, so that its threads do not wait beside those of JAX: it
+takes `[[layers, n], ...]` and seconds in JSON, and prints what `timing.interleaved`
+measured of each, in JSON.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def gradients(loss, p, records):
 def vmap_then_clip(loss):
     def run(p, records, key):
         values = gradients(loss, p, records)
-        norms = jax.vmap(optax.global_norm)(values)
+        norms = jax.vmap(optax.tree.norm)(values)
         weights = jnp.minimum(1, 1 / norms) / len(norms)
         return jax.tree.map(lambda v: jnp.tensordot(weights, v, 1), values)
 
@@ -93,7 +94,7 @@ def torch_network(torch, layers, n, device):
         model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(7 * 7 * 32, 10))
         inputs = torch.randn(n, 1, 28, 28)
     else:
-        dense = [nn.Linear(*pair) for pair in zip(layers, layers[1:], strict=False)]
+        dense = [nn.Linear(*pair) for pair in itertools.pairwise(layers)]
         parts = [part for layer in dense for part in (layer, nn.ReLU())]
         model, inputs = nn.Sequential(*parts[:-1]), torch.randn(n, layers[0])
     target = torch.randint(0, 10, (n,))

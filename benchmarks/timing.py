@@ -50,9 +50,7 @@ def ratios(
     }
 
 
-def interleaved(
-    runs, reference, repeats=50, seconds=math.inf, clock=time.perf_counter
-):
+def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_counter):
     """Median time and ratio by name, of functions without arguments.
 
     The reference runs in every round: a ratio is to the same round.

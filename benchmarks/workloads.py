@@ -1,6 +1,7 @@
 """Losses of one record, with parameters and records, that gradients are timed on."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,7 @@ def mlp_loss(layers, record):
 def mlp(n, *widths):
     layers = [
         (normal(number, into, out) / into**0.5, jnp.zeros(out))
-        for number, (into, out) in enumerate(zip(widths, widths[1:], strict=False))
+        for number, (into, out) in enumerate(itertools.pairwise(widths))
     ]
     name = f"MLP {'-'.join(map(str, widths))}, batch {n}"
     records = normal(5, n, widths[0]), classes(n)
