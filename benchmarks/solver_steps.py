@@ -179,14 +179,17 @@ def hypergradient_rows(name, made, seconds):
         reference=first,
         seconds=seconds,
     )
-    return [
-        {
-            "problem": name,
-            "by": key,
-            "ms": 1e3 * time,
-            "over dpbilevel": ratio,
-            "compile s": build,
-            "relative error": f"{errors[key]:.0e}",
-        }
-        for key, (time, ratio, build) in found.items()
-    ]
+    rows = []
+    for key in candidates:
+        time, ratio, build = found.get(key, (None, None, None))
+        rows.append(
+            {
+                "problem": name,
+                "by": key,
+                "ms": time and 1e3 * time,
+                "over dpbilevel": ratio,
+                "compile s": build,
+                "relative error": f"{errors[key]:.0e}" if key in errors else "raises",
+            }
+        )
+    return rows
