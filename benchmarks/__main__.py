@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 NAMES = (
-    "clipping",
+    "performance",
     "precision",
     "calibration",
     "census",
@@ -23,25 +23,24 @@ NAMES = (
 )
 
 
-def run(name, cores):
+def run(name, cores, options):
     """Runs one benchmark on these cores, where the system can pin a process."""
     pin = getattr(os, "sched_setaffinity", lambda pid, cores: None)
     command = [sys.executable, "-c", f"import benchmarks.{name} as b; b.main()"]
+    command += options
     subprocess.run(command, preexec_fn=lambda: pin(0, cores), check=True)
 
 
 def main():
-    for name in sys.argv[1:] or NAMES:
+    options = [text for text in sys.argv[1:] if text.startswith("--")]
+    for name in [text for text in sys.argv[1:] if text not in options] or NAMES:
         if name not in NAMES:
             sys.exit(f"benchmarks: unknown name {name!r}; choose from {NAMES}.")
         cores = set(range(os.cpu_count() or 1))
         if name == "hypergradient":
             cores = {max(cores)}
-        if name == "clipping":
-            print(f"\n== {name}, one core", flush=True)
-            run(name, {0})
         print(f"\n== {name}, {len(cores)} cores", flush=True)
-        run(name, cores)
+        run(name, cores, options)
 
 
 main()

@@ -30,7 +30,7 @@ def weighting(n, d):
 
 def gradient(problem, precision, state, data):
     return dpb.privacy.clipped_mean(
-        lambda record: jax.grad(problem.lower, 1)(state.x, state.y, record),
+        lambda record: jax.grad(problem.lower, 1)(state.w.x, state.w.y, record),
         data.lower,
         clip_norm=1.0,
         precision=precision,

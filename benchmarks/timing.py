@@ -1,5 +1,6 @@
 """Interleaved timing: the machine's noise hits every candidate alike."""
 
+import math
 import time
 
 import jax
@@ -7,7 +8,13 @@ import numpy as np
 
 
 def ratios(
-    candidates, *arguments, reference, repeats=50, builds=1, clock=time.perf_counter
+    candidates,
+    *arguments,
+    reference,
+    repeats=50,
+    seconds=math.inf,
+    builds=1,
+    clock=time.perf_counter,
 ):
     """Median time of each candidate and its median ratio to the reference.
 
@@ -16,6 +23,7 @@ def ratios(
         *arguments: What each is called with.
         reference: The name that ratios refer to.
         repeats: Rounds; every round times every candidate once.
+        seconds: A candidate that ran this long, and three times, runs no more.
         builds: How often each is compiled, with nothing traced before; the median
             counts.
         clock: Tells the time in seconds; `time.process_time` leaves out what other
@@ -31,19 +39,38 @@ def ratios(
             start = clock()
             compiled[name] = jax.jit(fun).lower(*arguments).compile()
             built[name].append(clock() - start)
-    for run in compiled.values():
-        jax.block_until_ready(run(*arguments))
-    times = {name: [] for name in candidates}
+
+    def timed(run):
+        return lambda: jax.block_until_ready(run(*arguments))
+
+    runs = {name: timed(run) for name, run in compiled.items()}
+    times = interleaved(runs, reference, repeats, seconds, clock)
+    return {
+        name: (*measured, np.median(built[name])) for name, measured in times.items()
+    }
+
+
+def interleaved(runs, reference, repeats=50, seconds=math.inf, clock=time.perf_counter):
+    """Median time and ratio by name, of functions without arguments.
+
+    The reference runs in every round: a ratio is to the same round.
+    """
+    for run in runs.values():
+        run()
+    times = {name: [] for name in runs}
     order = np.random.default_rng(0)
     for _ in range(repeats):
+        fresh = [n for n, t in times.items() if len(t) < 3 or sum(t) < seconds]
+        if not fresh:
+            break
         # Each finds in the caches what its predecessor left there.
-        for name in order.permutation(list(compiled)):
+        for name in order.permutation(sorted({*fresh, reference})):
             start = clock()
-            jax.block_until_ready(compiled[name](*arguments))
+            runs[name]()
             times[name].append(clock() - start)
     base = np.asarray(times[reference])
     return {
-        name: (np.median(t), np.median(np.asarray(t) / base), np.median(built[name]))
+        name: (np.median(t), np.median(np.asarray(t) / base[: len(t)]))
         for name, t in times.items()
     }
 

@@ -23,7 +23,7 @@ from .structure import structured
 from .summation import GROUP, AbstractSum, FloatSum, GridSum
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
-# the caches of its cores, an accelerator wants it large; see benchmarks/clipping.py.
+# the caches of its cores, an accelerator wants it large; see docs/performance.md.
 _MICROBATCH_BYTES = {"cpu": 16 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 # The most of the clip norm that is given up for the rounding of sums of products.

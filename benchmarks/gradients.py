@@ -1,0 +1,266 @@
+"""Clipped gradients: their time and memory over those of a plain gradient.
+
+Rows are dictionaries from the head of a column to a text, number or None.
+"""
+
+import functools
+import time
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import dpbilevel as dpb
+from dpbilevel.privacy import clipping
+
+from . import private_peers
+from .timing import ratios
+
+PLAIN, GRID = "plain", "grid"
+MIB = 2**20
+
+
+def plain(loss):
+    """The gradient of the mean loss."""
+
+    def run(p, records, key):
+        def mean(p):
+            return jnp.mean(jax.vmap(lambda record: loss(p, record))(records))
+
+        return jax.grad(mean)(p)
+
+    return run
+
+
+def released(
+    loss,
+    precision,
+    neighbours=dpb.privacy.Neighbours.REPLACE_ONE,
+    *,
+    noise=True,
+):
+    """The clipped mean of the gradients; NON-PRIVATE without noise."""
+
+    def run(p, records, key):
+        bounded = dpb.privacy.clipped_mean(
+            lambda record: jax.grad(loss)(p, record),
+            records,
+            clip_norm=1.0,
+            denominator=len(jax.tree.leaves(records)[0]),
+            precision=precision,
+            neighbours=neighbours,
+        )
+        if not noise:
+            return clipping.unsealed(bounded)
+        mechanism = dpb.privacy.Gaussian(1.0, neighbours, precision)
+        return mechanism.release(bounded, key=key)
+
+    return run
+
+
+def memory_limit():
+    """How many bytes the gradients of all records may take where they are formed."""
+    return 2e9 if jax.default_backend() == "cpu" else 2e10
+
+
+def candidates(work):
+    """Functions of parameters, records and key; peers' only where memory holds them."""
+    loss, n = work.loss, work.size
+    one_more = dpb.privacy.Neighbours.ADD_OR_REMOVE_ONE
+    found = {
+        PLAIN: plain(loss),
+        GRID: released(loss, "grid"),
+        "grid, no noise": released(loss, "grid", noise=False),
+        "float": released(loss, "float"),
+        "add or remove": released(loss, "grid", one_more),
+    }
+    fits = work.formed < memory_limit()
+    if fits:
+        found["vmap, then clip"] = private_peers.vmap_then_clip(loss)
+        found["optax"] = private_peers.by_optax(loss)
+    if private_peers.has_jax_privacy():
+        rows = next(rows for rows in range(256, 0, -1) if n % rows == 0)
+        found[f"jax_privacy {rows}"] = private_peers.by_jax_privacy(loss, rows)
+        if fits:
+            found["jax_privacy"] = private_peers.by_jax_privacy(loss, None)
+    return found
+
+
+@functools.cache
+def hardware():
+    """Bytes read and floating-point operations done in a second, as measured here."""
+    size, side = (2**26, 1024) if jax.default_backend() == "cpu" else (2**29, 8192)
+    vector, matrix = jnp.ones(size), jnp.ones((side, side))
+    read, product = jax.jit(jnp.sum), jax.jit(jnp.matmul)
+    return vector.nbytes / best(read, vector), 2 * side**3 / best(product, matrix)
+
+
+def best(fun, value):
+    """The shortest time of many calls, with `value` for every argument."""
+    arguments = [value] * (2 if value.ndim == 2 else 1)
+    jax.block_until_ready(fun(*arguments))
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        jax.block_until_ready(fun(*arguments))
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def least_time(work):
+    """What reading the records once, or the plain gradient's operations, must take."""
+    bandwidth, rate = hardware()
+    lowered = jax.jit(plain(work.loss)).lower(*arguments(work))
+    return max(work.read / bandwidth, lowered.cost_analysis()["flops"] / rate)
+
+
+def arguments(work):
+    return work.parameters, work.records, jax.random.key(0)
+
+
+def gradient_row(work, seconds):
+    """One clipped and released gradient over the plain one, by library."""
+    found = ratios(candidates(work), *arguments(work), reference=PLAIN, seconds=seconds)
+    ratio = {name: measured[1] for name, measured in found.items()}
+    theirs = {
+        "vmap, then clip": ratio.get("vmap, then clip"),
+        "optax": ratio.get("optax"),
+        "jax_privacy": min(
+            (r for name, r in ratio.items() if name.startswith("jax_privacy")),
+            default=None,
+        ),
+    }
+    least = least_time(work)
+    return {
+        "slower than": ahead(theirs, ratio[GRID]),
+        "task": work.name,
+        "plain, ms": 1e3 * found[PLAIN][0],
+        "grid": ratio[GRID],
+        "grid, no noise": ratio["grid, no noise"],
+        "float": ratio["float"],
+        "add or remove": ratio["add or remove"],
+        **theirs,
+        "plain, M records/s": work.size / found[PLAIN][0] / 1e6,
+        "grid, M records/s": work.size / found[GRID][0] / 1e6,
+        "plain, compile s": found[PLAIN][2],
+        "grid, compile s": found[GRID][2],
+        "plain, % of hardware": 100 * least / found[PLAIN][0],
+        "grid, % of hardware": 100 * least / found[GRID][0],
+    }
+
+
+def ahead(theirs, ours):
+    """The names of those that are faster, the fastest first."""
+    faster = {name: t for name, t in theirs.items() if t is not None and t < ours}
+    return ", ".join(sorted(faster, key=faster.get))
+
+
+def losses_first(rows):
+    """Rows in which somebody else is faster stand above the others."""
+    return sorted(rows, key=lambda row: not row["slower than"])
+
+
+def torch_table(works, rows, seconds):
+    """Private steps of Opacus over PyTorch's plain gradient, beside ours.
+
+    Args:
+        works: The workloads of `rows`, in the same order.
+        rows: What `gradient_row` measured.
+        seconds: See `ratios`.
+    """
+    pairs = [(w, row) for w, row in zip(works, rows, strict=True) if w.layers]
+    shapes = [(work.layers, work.size) for work, _ in pairs]
+    measured = private_peers.torch_times(shapes, seconds)
+    if measured is None:
+        return []
+    table = []
+    for (work, row), times in zip(pairs, measured, strict=True):
+        rate = {name: work.size / t / 1e6 for name, (t, _) in times.items()}
+        slower = ahead(
+            {f"Opacus, {name}": 1 / r for name, r in rate.items() if name != "plain"},
+            1 / row["grid, M records/s"],
+        )
+        table.append(
+            {
+                "slower than": slower,
+                "task": work.name,
+                "JAX, plain, M records/s": row["plain, M records/s"],
+                "grid, M records/s": row["grid, M records/s"],
+                "grid, ratio": row["grid"],
+                "PyTorch, plain, M records/s": rate["plain"],
+                "Opacus per-sample, M records/s": rate.get("per-sample"),
+                "ratio": times.get("per-sample", (None, None))[1],
+                "Opacus ghost, M records/s": rate["ghost"],
+                "ghost ratio": times["ghost"][1],
+            }
+        )
+    return table
+
+
+def memory_row(work):
+    """Temporary memory and results of compiled steps, by the compiler's own account."""
+    functions = {
+        PLAIN: plain(work.loss),
+        GRID: released(work.loss, "grid"),
+        "float": released(work.loss, "float"),
+    }
+    taken = {}
+    for name, run in functions.items():
+        compiled = jax.jit(run).lower(*arguments(work)).compile()
+        memory = compiled.memory_analysis()
+        taken[name] = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return {
+        "task": work.name,
+        "parameters": work.dimension,
+        "records, MiB": work.read / MIB,
+        "all gradients formed, MiB": work.formed / MIB,
+        "plain, MiB": taken[PLAIN] / MIB,
+        "grid, MiB": taken[GRID] / MIB,
+        "grid": taken[GRID] / taken[PLAIN],
+        "float": taken["float"] / taken[PLAIN],
+    }
+
+
+def budgeted(loss, budget, chosen):
+    """As `released`, with another constant for what one micro-batch may occupy.
+
+    Appends the number of rows to `chosen` when it is traced.
+    """
+    backend, rows = jax.default_backend(), clipping.microbatch_rows
+
+    def noted(*shapes):
+        chosen.append(rows(*shapes))
+        return chosen[-1]
+
+    def run(p, records, key):
+        with (
+            mock.patch.dict(clipping._MICROBATCH_BYTES, {backend: budget}),
+            mock.patch.object(clipping, "microbatch_rows", noted),
+        ):
+            return released(loss, "grid")(p, records, key)
+
+    return run
+
+
+def microbatch_row(work, budgets, seconds):
+    """The clipped gradient by the size of a micro-batch in MiB, over the plain one.
+
+    Cells show the ratio and how many records a micro-batch held.
+    """
+    found, rows = {PLAIN: plain(work.loss)}, {}
+    for budget in budgets:
+        rows[budget] = []
+        found[budget] = budgeted(work.loss, budget * MIB, rows[budget])
+    # The permutation of candidates sorts their names.
+    named = {str(name): run for name, run in found.items()}
+    times = ratios(named, *arguments(work), reference=PLAIN, seconds=seconds)
+
+    def cell(budget):
+        held = min(rows[budget][-1], work.size) if rows[budget] else "all"
+        return f"{times[str(budget)][1]:.2f} ({held})"
+
+    return {
+        "task": work.name,
+        "plain, ms": 1e3 * times[PLAIN][0],
+        **{f"{budget} MiB": cell(budget) for budget in budgets},
+    }

@@ -1,0 +1,171 @@
+"""Losses of one record, with parameters and records, that gradients are timed on."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CLASSES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A loss of one record at some parameters, and its records.
+
+    Attributes:
+        name: For the tables.
+        loss: `(parameters, record) -> scalar`.
+        parameters: A pytree of float32 arrays.
+        records: Pairs of inputs and targets, leading axis n.
+        layers: The same network for PyTorch: the widths of its dense layers, `"cnn"`,
+            or None where there is none.
+    """
+
+    name: str
+    loss: Callable[[Any, Any], Any]
+    parameters: Any
+    records: Any
+    layers: tuple[int, ...] | str | None = None
+
+    @property
+    def size(self):
+        """The number of records."""
+        return len(self.records[1])
+
+    @property
+    def dimension(self):
+        """The number of parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.parameters))
+
+    @property
+    def formed(self):
+        """What the gradients of all records take when they are formed, in bytes."""
+        return 4 * self.size * self.dimension
+
+    @property
+    def read(self):
+        """What one look at all records and parameters reads, in bytes."""
+        leaves = jax.tree.leaves((self.parameters, self.records))
+        return sum(leaf.nbytes for leaf in leaves)
+
+
+def normal(key, *shape):
+    return jax.random.normal(jax.random.key(key), shape)
+
+
+def classes(n):
+    return jax.random.randint(jax.random.key(1), (n,), 0, CLASSES)
+
+
+def logistic_loss(w, record):
+    features, label = record
+    return jnp.logaddexp(0, -label * (features @ w))
+
+
+def logistic(n, d):
+    records = normal(6, n, d) / d**0.5, jnp.sign(normal(7, n))
+    name = f"logistic, n = {n}, d = {d}"
+    return Workload(name, logistic_loss, 0.1 * normal(8, d), records)
+
+
+def with_intercept(n, d):
+    """A logistic model whose loss appends a one to the features of a record."""
+
+    def loss(w, record):
+        return logistic_loss(w, (jnp.append(record[0], 1.0), record[1]))
+
+    base = logistic(n, d)
+    name = f"logistic with an intercept, n = {n}, d = {d}"
+    return Workload(name, loss, jnp.append(base.parameters, 0.0), base.records)
+
+
+def cross_entropy(logits, label):
+    return -jax.nn.log_softmax(logits)[label]
+
+
+def mlp_loss(layers, record):
+    hidden, label = record
+    *layers, (weights, bias) = layers
+    for inner, shift in layers:
+        hidden = jax.nn.relu(hidden @ inner + shift)
+    return cross_entropy(hidden @ weights + bias, label)
+
+
+def mlp(n, *widths):
+    layers = [
+        (normal(number, into, out) / into**0.5, jnp.zeros(out))
+        for number, (into, out) in enumerate(itertools.pairwise(widths))
+    ]
+    name = f"MLP {'-'.join(map(str, widths))}, batch {n}"
+    records = normal(5, n, widths[0]), classes(n)
+    return Workload(name, mlp_loss, layers, records, widths)
+
+
+def cnn_loss(layers, record):
+    """Two convolutions of 3 x 3 with stride 2, and a dense layer."""
+    images, label = record[0][None], record[1]
+    *layers, (weights, bias) = layers
+    for kernel, shift in layers:
+        images = jax.lax.conv_general_dilated(
+            images, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        images = jax.nn.relu(images + shift)
+    return cross_entropy(images.reshape(-1) @ weights + bias, label)
+
+
+def cnn(n):
+    shapes = (3, 3, 1, 16), (3, 3, 16, 32), (7 * 7 * 32, CLASSES)
+    layers = [
+        (normal(k, *shape) / np.prod(shape[:-1]) ** 0.5, jnp.zeros(shape[-1]))
+        for k, shape in enumerate(shapes)
+    ]
+    records = normal(5, n, 28, 28, 1), classes(n)
+    name = f"CNN 3x3x16, 3x3x32, dense, batch {n}"
+    return Workload(name, cnn_loss, layers, records, "cnn")
+
+
+def attention_loss(p, record):
+    """One block: embedding, attention, dense layers, each with a residual."""
+    tokens, label = record
+    length, width, heads = len(tokens), p["out"].shape[0], 4
+    x = p["embedding"][tokens]
+    y = p["scale"] * standardized(x)
+    queries, keys, values = (
+        (y @ p[name]).reshape(length, heads, width // heads)
+        for name in ("queries", "keys", "values")
+    )
+    scores = jnp.einsum("thd,shd->hts", queries, keys) / (width // heads) ** 0.5
+    found = jnp.einsum("hts,shd->thd", jax.nn.softmax(scores), values)
+    x = x + found.reshape(length, width) @ p["out"]
+    x = x + jax.nn.gelu(standardized(x) @ p["up"]) @ p["down"]
+    return cross_entropy(x.mean(0) @ p["head"], label)
+
+
+def standardized(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def attention(n, vocabulary=1000, width=128, length=32):
+    shapes = {
+        "embedding": (vocabulary, width),
+        "queries": (width, width),
+        "keys": (width, width),
+        "values": (width, width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+        "head": (width, CLASSES),
+    }
+    parameters = {
+        name: normal(number, *shape) / width**0.5
+        for number, (name, shape) in enumerate(shapes.items())
+    }
+    parameters["scale"] = jnp.ones(width)
+    tokens = jax.random.randint(jax.random.key(2), (n, length), 0, vocabulary)
+    name = f"attention block, width {width}, {length} tokens, batch {n}"
+    return Workload(name, attention_loss, parameters, (tokens, classes(n)))

@@ -1,0 +1,88 @@
+"""The tables of docs/performance.md, on a few records."""
+
+import functools
+
+import jax
+import pytest
+
+from benchmarks import performance, private_peers, workloads
+
+TINY = performance.Sizes(
+    seconds=0.0,
+    gradients=(functools.partial(workloads.mlp, 8, 4, 3),),
+    memory=(functools.partial(workloads.logistic, 64, 4),),
+    microbatches=(functools.partial(workloads.mlp, 8, 4, 3),),
+    budgets=(1,),
+    bilevel=(64, 4),
+    saddle=(64, 4),
+    epoch=(64, 2, (4, 3)),
+    hypergradients={},
+)
+COLUMNS = {
+    "Clipped gradients": {
+        "slower than",
+        "task",
+        "plain, ms",
+        "grid",
+        "float",
+        "add or remove",
+        "vmap, then clip",
+        "optax",
+        "jax_privacy",
+        "grid, M records/s",
+        "grid, compile s",
+        "plain, % of hardware",
+        "grid, % of hardware",
+    },
+    "Beside PyTorch": {"slower than", "ratio", "ghost ratio"},
+    "Memory": {"task", "parameters", "plain, MiB", "grid", "float"},
+    "Micro-batches": {"task", "plain, ms", "1 MiB"},
+    "Hypergradients": set(),
+    "Solvers": {"solver", "measured in", "ratio", "compile s"},
+}
+
+
+def traced(candidates, *arguments, reference, **settings):
+    """Times of 1 for all, of functions that return what the reference does."""
+    shapes = {name: jax.eval_shape(run, *arguments) for name, run in candidates.items()}
+    if reference == performance.gradients.PLAIN:
+        for name in candidates:
+            assert shapes[name] == shapes[reference]
+    return dict.fromkeys(candidates, (1.0, 1.0, 1.0))
+
+
+# What optax itself calls.
+@pytest.mark.filterwarnings("ignore:optax.*deprecated:DeprecationWarning")
+@pytest.mark.reuses_keys
+def test_every_table_has_its_columns_and_rows(monkeypatch):
+    monkeypatch.setattr(performance.gradients, "ratios", traced)
+    monkeypatch.setattr(performance.solver_steps, "ratios", traced)
+    times = {"plain": (1.0, 1.0), "per-sample": (2.0, 2.0), "ghost": (3.0, 3.0)}
+    monkeypatch.setattr(private_peers, "torch_times", lambda *_: [times])
+    monkeypatch.setattr(performance.gradients, "hardware", lambda: (1e9, 1e9))
+    tables = list(performance.tables(TINY))
+    assert [table.title for table in tables] == list(COLUMNS)
+    for table in tables:
+        assert bool(table.rows) == bool(COLUMNS[table.title])
+        for row in table.rows:
+            assert COLUMNS[table.title] <= set(row)
+            cells = " | ".join(map(performance.cell, row.values()))
+            assert f"| {cells} |" in str(table)
+
+
+def test_rows_that_somebody_else_wins_stand_first():
+    ours, theirs = 2.0, {"optax": 3.0, "jax_privacy": 1.5, "vmap, then clip": None}
+    assert performance.gradients.ahead(theirs, ours) == "jax_privacy"
+    rows = [{"slower than": ""}, {"slower than": "optax"}]
+    assert performance.gradients.losses_first(rows) == rows[::-1]
+
+
+def test_the_page_keeps_what_stands_outside_its_markers():
+    page = performance.PAGE.read_text()
+    found = performance.written(page, "new")
+    before, _, rest = page.partition(performance.BEGIN)
+    assert found.startswith(before)
+    assert found.endswith(rest.partition(performance.END)[2])
+    assert f"{performance.BEGIN}\n\nnew\n\n{performance.END}" in found
+    with pytest.raises(ValueError, match="needs the lines"):
+        performance.written(before, "new")
