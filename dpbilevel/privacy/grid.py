@@ -102,7 +102,8 @@ class Grid(eqx.Module):
         first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
         doublings = jnp.clip(first - coarsest, 0, MOST_DOUBLINGS)
         exponent = first - doublings
-        passes &= (contribution >= jnp.finfo(contribution.dtype).tiny) & is_finite(std)
+        passes &= is_finite(contribution) & is_finite(std)
+        passes &= contribution >= jnp.finfo(contribution.dtype).tiny
         passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
         numerator = jnp.where(silent, 2**FRACTION_BITS, _inverse_mantissa(std))
 

@@ -26,7 +26,8 @@ class Status(enum.Enum):
 
 GENERATOR = "JAX's generator of random bits is not a cryptographic one"
 IDEALISED = {
-    "grid": "the noise is a rounded Gaussian, up to 2^-54 of epsilon a released number",
+    "grid": "the noise is a rounded Gaussian, for each released number up to 2^-54 of "
+    "epsilon and (1 + exp(epsilon)) 2^-81 of delta",
     "draw": "draws are made in floating point and stand for draws from the exact "
     "density",
     "float": "precision float, for research: floating-point noise and sums stand for "

@@ -227,6 +227,23 @@ def wide_types(fun, *arguments):
     return set(types)
 
 
+def test_every_leaf_has_noise_of_its_own():
+    sizes = {"a": 3000, "b": 3000, "c": 1}
+    bounded = dpb.privacy.clipped_mean(
+        lambda _: {name: jnp.zeros(size) for name, size in sizes.items()},
+        jnp.zeros(2),
+        clip_norm=1.0,
+        precision="grid",
+    )
+    mechanism = dpb.privacy.Gaussian(1.0, precision="grid")
+    noise = mechanism.release(bounded, key=jax.random.key(0))
+    assert {name: v.size for name, v in noise.items()} == sizes
+    assert abs(np.corrcoef(noise["a"], noise["b"])[0, 1]) < 5 / math.sqrt(3000)
+    # The control: noise that is the same in both.
+    assert np.corrcoef(noise["a"], noise["a"])[0, 1] > 0.99
+    assert np.unique(np.concatenate([*noise.values()])).size > 5900
+
+
 def test_a_release_of_single_precision_holds_no_type_of_64_bits():
     def release(records, extra, key):
         both = mean(records) + mean(extra, denominator=7.0)

@@ -81,7 +81,7 @@ def test_the_table_draws_with_these_probabilities_exactly():
         bound = (first & (2**17 - 1)) << 64 | second << 32 | third
         law[column] += bound
         law[first >> 17] += full - bound
-    assert law == probabilities()
+    assert law == list(probabilities())
 
 
 def test_a_cell_is_its_column_below_the_bound_and_the_alias_from_there():
@@ -257,3 +257,68 @@ def test_ten_million_draws_have_the_law_cell_by_cell(doublings):
     narrow = np.round(sample * 0.999)
     observed = np.bincount(np.digitize(narrow, edges), minlength=400)
     assert scipy.stats.chisquare(observed, expected).pvalue < ALPHA
+
+
+# Written again from docs/privacy.md: the number of bits of every doubling.
+COUNTS = [7, 6, 6, 5, 5, 5] + [4] * 5 + [3] * 10 + [2] * 21
+# And where they are read: word and place of the first bit of a field, and its length.
+# The j-th bit of a field belongs to doubling `length - j`, of the late ones to 26 more.
+PLACES = [(3, 6, 26), (4, 6, 26), (5, 11, 21), (5, 0, 11), (3, 0, 6), (4, 0, 3)]
+PLACES += [(4, 3, 1)]
+LATE_PLACES = [(6, 0, 16), (6, 16, 16)]
+
+
+def places_of(doubling):
+    """The word and the place of every bit of one doubling."""
+    late = doubling > 26
+    number = doubling - 26 * late
+    fields = LATE_PLACES if late else PLACES
+    return [(w, s + length - number) for w, s, length in fields if length >= number]
+
+
+def test_every_doubling_has_its_number_of_bits_and_no_bit_is_read_twice():
+    read = [place for b in range(1, MOST_DOUBLINGS + 1) for place in places_of(b)]
+    assert [len(places_of(b)) for b in range(1, MOST_DOUBLINGS + 1)] == COUNTS
+    assert len(set(read)) == len(read) == 126
+    assert {word for word, _ in read} == {3, 4, 5, 6}  # the table has the first three
+
+
+def test_what_is_drawn_from_given_words_is_the_definition_for_every_scale():
+    words = np.random.default_rng(3).integers(0, 2**32, (7, 60), dtype=np.uint32)
+    words[3:, :3], words[3:, 3:6] = 0, 2**32 - 1
+    cells = np.asarray(jax.jit(module._cell)(jnp.asarray(words))).tolist()
+    scales = jnp.arange(MOST_DOUBLINGS + 1, dtype=jnp.int32)
+    drawn = jax.jit(jax.vmap(module.from_words, (None, 0)))(jnp.asarray(words), scales)
+    drawn = np.asarray(drawn).tolist()
+    values, mean = cells, 0  # twice the mean
+    for h, row in enumerate(drawn):
+        if h:
+            bits = [
+                sum(int(words[w, i]) >> p & 1 for w, p in places_of(h))
+                for i in range(len(values))
+            ]
+            values = [2 * v + b for v, b in zip(values, bits, strict=True)]
+            mean = 2 * mean + COUNTS[h - 1]
+        assert row == [v - -(-mean // 2) for v in values]
+
+
+def test_every_bit_of_the_words_moves_what_it_should():
+    words = np.random.default_rng(4).integers(0, 2**32, 7, dtype=np.uint32)
+    flips = np.repeat(words[:, None], 7 * 32 + 1, axis=1)
+    for w in range(7):
+        for p in range(32):
+            flips[w, 32 * w + p] ^= np.uint32(1 << p)
+    drawn = module.from_words(jnp.asarray(flips), jnp.int32(MOST_DOUBLINGS))
+    *moved, base = np.asarray(drawn).tolist()
+    moved = [v - base for v in moved]
+    places = {
+        place: 2 ** (MOST_DOUBLINGS - b)
+        for b in range(1, MOST_DOUBLINGS + 1)
+        for place in places_of(b)
+    }
+    for w in range(3, 7):
+        for p in range(32):
+            assert abs(moved[32 * w + p]) == places.get((w, p), 0)
+    # The bits of the table move a whole cell, so many doublings up.
+    assert all(v % 2**MOST_DOUBLINGS == 0 for v in moved[: 3 * 32])
+    assert any(moved[: 3 * 32])
