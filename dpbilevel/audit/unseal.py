@@ -1,14 +1,12 @@
 """NON-PRIVATE. The one place where audits open a sealed value."""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jaxtyping import Float
 
 from ..privacy.clipping import Bounded
 from ..privacy.grid import Grid
-from ..privacy.limbs import Limbs
+from ..privacy.limbs import is_limbs
 
 
 def opened(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
@@ -23,9 +21,5 @@ def opened(bounded: Bounded) -> list[Float[np.ndarray, " d"]]:
     # A batch of values has a batch of exponents: leading axes that the counts share.
     return [
         np.ravel(np.asarray(v, np.float64).T * 2.0**exponent.T, order="F")
-        for v in jax.tree.leaves(bounded.raw.counts, is_leaf=_is_limbs)
+        for v in jax.tree.leaves(bounded.raw.counts, is_leaf=is_limbs)
     ]
-
-
-def _is_limbs(value: Any) -> bool:
-    return isinstance(value, Limbs)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from . import limbs
 from .floats import floor_log2, is_below, is_finite, power_of_two
-from .limbs import FRACTION_BITS, Limbs
+from .limbs import FRACTION_BITS, Limbs, is_limbs
 from .noise import PRNGKey
 from .normal_integers import LOG2_STD, MOST_DOUBLINGS, normal_integers
 
@@ -50,7 +50,7 @@ class Grid(eqx.Module):
             lambda a, b: a.shifted(ours) + b.shifted(theirs),
             self.counts,
             other.counts,
-            is_leaf=_is_limbs,
+            is_leaf=is_limbs,
         )
         return Grid(counts, exponent, contribution, self.dtypes)
 
@@ -138,11 +138,7 @@ def on_grid(value: PyTree, sensitivity: Float[Array, ""]) -> Grid:
 
 
 def _flatten(counts: PyTree) -> tuple[list[Limbs], Any]:
-    return jax.tree.flatten(counts, is_leaf=_is_limbs)
-
-
-def _is_limbs(value: Any) -> bool:
-    return isinstance(value, Limbs)
+    return jax.tree.flatten(counts, is_leaf=is_limbs)
 
 
 def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:

@@ -1,5 +1,7 @@
 """Exact integers of 61 bits in two of 32, for devices without 64-bit integers."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -97,6 +99,19 @@ class Limbs(eqx.Module):
         return jnp.where(negative, -value, value)
 
 
+def is_limbs(leaf: Any) -> bool:
+    """Whether a leaf of a pytree is `Limbs`."""
+    return isinstance(leaf, Limbs)
+
+
+def split(values: Array, size: int, fill: int = 0) -> Array:
+    """The rows in groups of at most `size`, the last one filled up."""
+    size = min(size, max(len(values), 1))
+    padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
+    padded = jnp.pad(values, padding, constant_values=fill)
+    return padded.reshape(-1, size, *values.shape[1:])
+
+
 def zeros(shape: tuple[int, ...]) -> Limbs:
     """Zeros of this shape."""
     return Limbs(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
@@ -138,17 +153,14 @@ def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
             f"sum_rows: at most {_MOST_ROWS} rows at once, got {len(counts)}; sum "
             "parts of them and add."
         )
-    groups = -(-len(counts) // _GROUP)
-    if groups > 1:
-        padding = [(0, -len(counts) % _GROUP)] + [(0, 0)] * (counts.ndim - 1)
-        counts = jnp.pad(counts, padding).reshape(groups, _GROUP, *counts.shape[1:])
-        return _sum(_sum_halves(counts, axis=1))
+    if len(counts) > _GROUP:
+        return _sum(_sum_halves(split(counts, _GROUP), axis=1))
     return _sum_halves(counts, axis=0)
 
 
 def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
     """The sum of the nearest integers over the leading axis; of at most 2^32."""
-    rounded = jnp.round(_in_groups(values, _FEW))
+    rounded = jnp.round(split(values, _FEW))
     high = jnp.floor(rounded * 2.0**-_HALF)
     low = rounded - high * 2.0**_HALF  # exact: both are made of bits of one number
     high, low = (sum_rows(jnp.sum(v.astype(jnp.int32), axis=1)) for v in (high, low))
@@ -166,7 +178,7 @@ def sum_at(
     """
     indices = jnp.where(indices < 0, shape[0], indices).reshape(-1)
     counts = counts.reshape(-1, *shape[1:])
-    parts = _in_groups(indices, _FEW, fill=shape[0]), _in_groups(counts, _FEW)
+    parts = split(indices, _FEW, fill=shape[0]), split(counts, _FEW)
 
     def add(total, part):
         index, count = part
@@ -178,14 +190,6 @@ def sum_at(
         return total + high.doubled(jnp.int32(_HALF)) + low, None
 
     return jax.lax.scan(add, zeros(shape), parts)[0]
-
-
-def _in_groups(values: Array, size: int, fill: int = 0) -> Array:
-    """The rows in groups of at most `size`, the last one filled up."""
-    size = min(size, max(len(values), 1))
-    padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
-    padded = jnp.pad(values, padding, constant_values=fill)
-    return padded.reshape(-1, size, *values.shape[1:])
 
 
 def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:

@@ -16,6 +16,7 @@ from . import limbs
 from .factored import Factored, SparseRows, is_structured
 from .floats import floor_log2, power_of_two
 from .grid import Grid
+from .limbs import split
 
 # Rows that are summed plainly. In floating point, one record changes the rounding of
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
@@ -197,7 +198,7 @@ class GridSum(AbstractSum):
             counts = rounded(rows * weight)
             if isinstance(v, SparseRows):
                 return total + limbs.sum_at(total.shape, v.indices, counts)
-            groups = split(counts, min(GROUP, len(counts)))
+            groups = split(counts, GROUP)
             return total + limbs.sum_rows(jnp.sum(groups, axis=1, dtype=jnp.int32))
 
         return jax.tree.map(add, values, sums, is_leaf=is_structured)
@@ -279,12 +280,6 @@ class FloatSum(AbstractSum):
         return eqx.combine(means, counted)
 
 
-def split(values: Array, size: int) -> Array:
-    """The rows in groups of `size`, the last one filled with zeros."""
-    padding = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
-    return jnp.pad(values, padding).reshape(-1, size, *values.shape[1:])
-
-
 def _products(
     weights: Float[Array, " n"], value: Factored, size: int
 ) -> Float[Array, "groups ..."]:
@@ -345,12 +340,11 @@ def _parted(values: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
-    group = min(GROUP, len(weights))
     # Products run in reduced precision on accelerators unless told otherwise.
     return jnp.einsum(
         "gr,gr...->g...",
-        split(weights.astype(values.dtype), group),
-        split(values, group),
+        split(weights.astype(values.dtype), GROUP),
+        split(values, GROUP),
         precision=_HIGHEST,
     )
 
