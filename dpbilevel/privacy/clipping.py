@@ -20,7 +20,7 @@ from .norms import TOO_LONG, measured, wide
 from .products import check_products
 from .sampling import Batch
 from .structure import structured
-from .summation import GROUP, AbstractSum, FloatSum, GridSum
+from .summation import GROUP, AbstractSum, FloatSum, GridSum, largest_group
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see docs/performance.md.
@@ -282,8 +282,7 @@ def _memory(value: PyTree) -> int:
         if isinstance(leaf, Factored):
             if leaf.given:
                 arrays.remove(leaf.left)
-            grouped = max(1, GROUP // leaf.places)
-            size = -(-math.prod(leaf.shape) // grouped) + leaf.places**2
+            size = -(-math.prod(leaf.shape) // largest_group(leaf)) + leaf.places**2
             arrays.append(jax.ShapeDtypeStruct((size,), leaf.dtype))
     return _bytes(arrays)
 

@@ -99,13 +99,8 @@ class AbstractSum(abc.ABC):
 
     def group_size(self, value: Factored) -> int:
         """How many records' products are added before their sum is rounded."""
-        if not self.in_place:
-            size = max(1, GROUP // value.places)
-        elif value.places > 1:
-            size = 2 ** int(math.log2(2**11 / value.places) / 2)
-        else:
-            size = GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
-        return min(size, self.rows)
+        few = max(1, GROUP // value.places)
+        return min(largest_group(value) if self.in_place else few, self.rows)
 
     @property
     def _grouped(self) -> list[Factored]:
@@ -278,6 +273,13 @@ class FloatSum(AbstractSum):
         in_range = self.contribution > 0
         counted = jax.tree.map(lambda v: jnp.where(in_range, v, 0), counted)
         return eqx.combine(means, counted)
+
+
+def largest_group(value: Factored) -> int:
+    """The group size where all other records keep their rows."""
+    if value.places > 1:
+        return 2 ** int(math.log2(2**11 / value.places) / 2)
+    return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
 
 
 def _products(
