@@ -40,7 +40,7 @@ def measured(value: PyTree, clip_norm: Scalar) -> tuple[PyTree, Scalar, Scalar]:
         total = jnp.sum(jnp.stack([v.astype(dtype) for v in squares]))
         return jnp.sqrt(total) * margin
 
-    lengths = [p.length**2 for p in parts if p.length is not None]
+    lengths = [p.squared_length for p in parts if p.squared_length is not None]
     length = root(lengths) if lengths else jnp.zeros((), dtype)
     value = tree.unflatten([p.value for p in parts])
     return value, root([p.squares for p in parts]), length
@@ -53,7 +53,7 @@ class _Part:
     value: Any
     squares: Scalar  # at least their sum, but for the rounding of `size` additions
     size: int
-    length: Scalar | None = None  # of the places together
+    squared_length: Scalar | None = None  # of the places together
 
 
 def _part(leaf: Any, clip_norm: Scalar) -> _Part:
@@ -86,15 +86,15 @@ def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
     if places == 1:
         # No pass over the left factor: its length is taken from the right one.
         value = dataclasses.replace(leaf, left=left, right=units / lengths)
-        total = _squares(units)
-        return _Part(value, total, q, jnp.sqrt(total))
+        squares = _squares(units)
+        return _Part(value, squares, q, squares)
     value = dataclasses.replace(leaf, left=left / lengths, right=units)
-    length = jnp.sum(jnp.sqrt(_squares(units, axis=1)))
+    squared_length = jnp.sum(jnp.sqrt(_squares(units, axis=1))) ** 2
     products = [jnp.matmul(v, v.T, precision="highest") for v in (value.left, units)]
     rows = jax.lax.optimization_barrier(jnp.sum(jnp.multiply(*products), axis=1))
     # Each product is off by as many roundings as it has terms.
     error = (p + q + 2 * places + 32) * epsilon
-    return _Part(value, jnp.sum(rows) + error * length**2, q, length)
+    return _Part(value, jnp.sum(rows) + error * squared_length, q, squared_length)
 
 
 def _squares(value: Array, axis: int | None = None) -> Array:

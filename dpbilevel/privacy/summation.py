@@ -25,7 +25,7 @@ GROUP = 64
 # Products with rows of one number are added one by one, where more rows would meet in
 # the same lines of a cache; large products are written to memory less often.
 _NARROW_GROUP, _LARGE_GROUP = 16, 256
-_LARGE = 2**18  # entries
+_LARGE = 2**16  # entries
 # How much longer the places of a record may be together than its value, before they
 # count for less.
 _STRETCH = 16.0
@@ -323,7 +323,8 @@ def _multiples(
     if whole < len(rows):
         parts.append((whole, len(rows), len(rows) - whole))
     counts = jnp.concatenate([sums(*part) for part in parts])
-    return jax.lax.optimization_barrier(counts)[..., None]
+    groups = split(jax.lax.optimization_barrier(counts), GROUP // _NARROW_GROUP)
+    return jnp.sum(groups, axis=1, dtype=jnp.int32)[..., None]
 
 
 def _is_grouped(value: Any) -> bool:

@@ -226,7 +226,7 @@ def test_groups_that_are_too_large_for_their_margin_are_seen(broken):
 def without_cross_terms(honest, leaf, clip_norm):
     part = honest(leaf, clip_norm)
     squares = jnp.sum(part.value.left**2, 1) * jnp.sum(part.value.right**2, 1)
-    return norms._Part(part.value, jnp.sum(squares), part.size, part.length)
+    return norms._Part(part.value, jnp.sum(squares), part.size, part.squared_length)
 
 
 def of_the_first_place(honest, leaf, clip_norm):
@@ -234,7 +234,7 @@ def of_the_first_place(honest, leaf, clip_norm):
         leaf.left[:1], leaf.right[:1], leaf.shape, leaf.left_axes, leaf.right_axes
     )
     part, whole = honest(first, clip_norm), honest(leaf, clip_norm)
-    return norms._Part(whole.value, part.squares, part.size, part.length)
+    return norms._Part(whole.value, part.squares, part.size, part.squared_length)
 
 
 @pytest.mark.parametrize("norm", [without_cross_terms, of_the_first_place])
