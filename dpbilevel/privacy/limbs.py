@@ -22,6 +22,8 @@ _GROUP = 2**15
 _FEW = 2**13
 # Sums of so many counts of 32 bits are in range.
 _MOST_ROWS = 2**29
+# Fewer parts of 20 bits, or of 20 and a sign, add up to less than 32 bits.
+_PART, _MANY = 20, 2**11
 
 
 class Limbs(eqx.Module):
@@ -190,6 +192,35 @@ def sum_at(
         return total + high.doubled(jnp.int32(_HALF)) + low, None
 
     return jax.lax.scan(add, zeros(shape), parts)[0]
+
+
+def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
+    """The sum along axes of a mesh or of a `jax.vmap`, exact before it is cut.
+
+    One all-reduce of three integers of 32 bits for each number.
+
+    Raises:
+        ValueError: There are 2^11 summands or more.
+    """
+    if jax.lax.axis_size(axes) >= _MANY:
+        raise ValueError(
+            f"sum_over: fewer than {_MANY} devices at once, got "
+            f"{jax.lax.axis_size(axes)}; spread the records over fewer."
+        )
+    mask, rest = 2**_PART - 1, _BITS - _PART
+    low, middle, high = jax.lax.psum(
+        (
+            value.low & mask,
+            (value.low >> _PART) | ((value.high << rest) & mask),
+            value.high >> rest,
+        ),
+        axes,
+    )
+    middle += low >> _PART
+    high = jnp.clip(high + (middle >> _PART), -(2**_PART) - 1, 2**_PART)
+    middle &= mask
+    low = (low & mask) | ((middle << _PART) & _MASK)
+    return _cut(Limbs((high << rest) | (middle >> rest), low))
 
 
 def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:

@@ -191,3 +191,37 @@ def test_sums_at_indices_are_exact_and_drop_what_is_out_of_range(places):
         for j in range(2)
     ]
     assert whole(found) == expected
+
+
+def along(values, devices):
+    """The sums over devices of as many values each, as a program of all finds them."""
+    rows = wide(values)
+    rows = jax.tree.map(lambda v: v.reshape(devices, -1), rows)
+    total = jax.vmap(lambda v: limbs.sum_over(v, "i"), axis_name="i", out_axes=None)
+    return whole(jax.jit(total)(rows))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8, 2047])
+def test_sums_over_devices_are_exact_and_cut_at_the_ends(devices):
+    columns = [VALUES[i:] + VALUES[:i] for i in range(min(devices, 8))]
+    columns = [columns[i % len(columns)] for i in range(devices)]
+    found = along([v for column in columns for v in column], devices)
+    assert found == [cut(sum(row)) for row in zip(*columns, strict=True)]
+
+
+def test_sums_over_devices_of_the_largest_that_cancel_are_exact():
+    columns = [[LARGEST, LEAST, MASK, -MASK]] * 1000 + [[LEAST, LARGEST, 1, -1]] * 1000
+    found = along([v for column in columns for v in column], 2000)
+    assert found == [sum(row) for row in zip(*columns, strict=True)] != [0] * 4
+
+
+def test_a_plain_sum_of_limbs_over_devices_is_not_exact():
+    values = [LARGEST, LARGEST, 1 - LARGEST, 1 - LARGEST]
+    rows = jax.tree.map(lambda v: v.reshape(4, 1), wide(values))
+    high, low = (int(jnp.sum(v, dtype=jnp.int32)) for v in (rows.high, rows.low))
+    assert along(values, 4) == [2] != [high * 2**30 + low]
+
+
+def test_sums_over_more_devices_than_fit_are_refused():
+    with pytest.raises(ValueError, match="fewer than 2048 devices"):
+        along([1] * 2048, 2048)
