@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from .interrupts import at_end, whole
 
 try:
@@ -25,9 +27,16 @@ def held(folder: Path) -> Iterator[None]:
     that was created here and is empty at the end is removed.
 
     Raises:
-        ValueError: Another run is in progress there.
+        ValueError: Another run is in progress there, or the program has several
+            processes, which would each write to the folder.
         OSError: The folder cannot be made or written to.
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{folder}: result folders are for programs of one process, this is one of "
+            f"{jax.process_count()}. Use solve or fit without a folder, and save the "
+            "solution in process 0; or start without jax.distributed."
+        )
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     taken: list[int] = []
 

@@ -10,9 +10,10 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
 from ..privacy.budget import Neighbours
-from ..privacy.noise import PRNGKey, check_key, step_keys
+from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.products import check_products
 from ..privacy.rows import padded, padded_rows
+from ..privacy.shards import shards_of
 from .descent import rejected_updates
 from .levels import Levels, people_of
 from .problem import AbstractProblem
@@ -51,8 +52,8 @@ def solve(
     Raises:
         TypeError: The key is not typed, or `data` is of the wrong kind.
         ValueError: The solver is not calibrated, shapes do not fit, the numbers of
-            records differ from the plan's, or the device computes matrix products too
-            coarsely.
+            records differ from the plan's, the device computes matrix products too
+            coarsely, or processes that share the records have different keys.
 
     Privacy:
         The releases counted by `solver.ledger(problem, sizes)`, whatever the data
@@ -69,7 +70,9 @@ def solve(
     check_products("solve")
     # Before records are copied: two levels with one array would get two.
     solver = bound_to(problem, solver, data)
-    data = planned_rows(solver, _checks.on_device(data))
+    data = _checks.on_device(data)
+    check_shared(key, data)
+    data = planned_rows(solver, data)
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
     state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
@@ -169,7 +172,8 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
                 f"for {size} pads them to. Under add-or-remove-one the planned size is "
                 "a public bound; calibrate with a larger sizes=."
             )
-        return padded(records, rows)
+        # As many rows on every device.
+        return padded(records, rows + -rows % shards_of(records).count)
 
     if not isinstance(data, Levels):
         return pad(data, solver.sizes, "data")

@@ -88,7 +88,7 @@ def approximate_resolvent(
     records = wide(batch.records, dtype)
     mask = _readable(records)  # others contribute zero
     mask = mask if batch.mask is None else mask & batch.mask
-    batch = Batch(records, mask, batch.denominator)
+    batch = dataclasses.replace(batch, records=records, mask=mask)
 
     def operator(u):
         fun, clip_norm = problem.saturated_operator(u), resolvent.largest_clip

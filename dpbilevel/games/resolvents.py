@@ -231,6 +231,7 @@ class Resolvent:
                 more coordinates.
         """
         rows = _checks.leading_axis("records", batch.records)
+        rows = rows if batch.size is None else batch.size
         if batch.denominator != self.denominator or rows > self.rows:
             raise ValueError(
                 f"{OWNER}: the sensitivity is planned for at most {self.rows} rows "

@@ -1,6 +1,8 @@
 """The door to the records: clipped means, sealed with their sensitivity."""
 
+import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,7 +21,8 @@ from .grid import Grid
 from .norms import TOO_LONG, measured, wide
 from .products import check_products
 from .sampling import Batch
-from .structure import structured
+from .shards import shards_of
+from .structure import opened
 from .summation import GROUP, AbstractSum, FloatSum, GridSum, largest_group
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
@@ -173,14 +176,15 @@ def clipped_mean(
             other records: no closure over private data.
         records: A pytree whose leaves share the leading axis of length $n \ge 0$, or a
             `Batch` as a sampling scheme draws it, whose mask and denominator are used.
+            Rows may be spread over devices; see docs/devices.md.
         clip_norm: $C > 0$.
         mask: Which rows are records; `False` rows contribute zero. All when omitted.
         denominator: $m > 0$, fixed and public. Defaults to $n$, the length of the
             leading axis, never to the number of unmasked rows; that is public under
             replace-one only.
-        microbatch: The most records of a micro-batch, or `"auto"`: chosen from the size
-            of one record's value and the backend. Rounded down to a power of two, so
-            that a record's rounding does not depend on its place among the others.
+        microbatch: The most records of a micro-batch on a device, or `"auto"`: chosen
+            from the size of one record's value and the backend. Rounded down to a power
+            of two, so that a record's rounding does not depend on its place.
         precision: `"float"` sums in floating point; `"grid"` rounds every record's
             scaled value to a public grid and sums integers, exactly.
         neighbours: The relation that the mean is released under. Under replace-one all
@@ -231,6 +235,7 @@ def clipped_mean(
     _checks.positive("clipped_mean", clip_norm=clip_norm)
     _checks.one_of("clipped_mean", "precision", precision, tuple(SUMS))
     in_place = neighbours is Neighbours.REPLACE_ONE
+    size = shards = None
     if isinstance(records, Batch):
         if mask is not None or denominator is not None:
             raise ValueError(
@@ -238,6 +243,7 @@ def clipped_mean(
                 "mask= and denominator= out."
             )
         in_place = records.in_place and in_place
+        size, shards = records.size, records.shards
         records, mask, denominator = records.records, records.mask, records.denominator
     n = _checks.leading_axis("records", records)
     records = _checks.on_device(records)
@@ -251,15 +257,27 @@ def clipped_mean(
             f"records, got {mask.dtype} of shape {mask.shape}."
         )
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
+    shards = shards or shards_of((records, mask))
+    size, own = n if size is None else size, n // shards.count
+    record = one_record(records)
+    plain, constants = opened(fun, record, shards)
     for products in (True, False):
-        cheap, value = _cheapest(fun, one_record(records), products=products)
-        rows = _chunk_rows(n, _rows(microbatch, value, records))
-        rule = SUMS[precision](_widened(value), *numbers, n, rows, in_place)
+        cheap, value = _cheapest(plain, constants, record, products=products)
+        rows = _chunk_rows(own, _rows(microbatch, value, record, own))
+        rule = SUMS[precision](_widened(value), *numbers, size, rows, in_place, own)
         if in_place or rule.rounding <= _MOST_ROUNDING:
             break
     if rule.rounding:
         check_products("clipped_mean")
-    mean = _clipped_mean(cheap, records, mask, rule)
+
+    def part(given, rows, axes):
+        """The sum over the rows of one part, and by `axes` over all."""
+        constants, clip_norm, denominator = given
+        here = dataclasses.replace(rule, clip_norm=clip_norm, denominator=denominator)
+        sums = _clipped_sum(functools.partial(cheap, constants), rows, here)
+        return sums if axes is None else here.joined(sums, axes)
+
+    mean = rule.mean(shards.summed(part, (constants, *numbers), (records, mask)))
     relation = Neighbours.REPLACE_ONE if rule.rounding and in_place else None
     return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, relation)
 
@@ -291,10 +309,10 @@ def _bytes(arrays: list[Any]) -> int:
     return sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in arrays)
 
 
-def _clipped_mean(fun, records, mask, rule: AbstractSum) -> PyTree:
-    """Adds clipped values chunk by chunk."""
-    if rule.n == 0:
-        return rule.mean(rule.empty())
+def _clipped_sum(fun, masked: PyTree, rule: AbstractSum) -> PyTree:
+    """Adds clipped values of records, which come with their mask, chunk by chunk."""
+    if rule.part == 0:
+        return rule.empty()
     rows = rule.rows
     # Nothing passes a clip norm so large that sums overflow, or so small that the noise
     # made for it underflows; nor a denominator that may count as zero.
@@ -303,10 +321,10 @@ def _clipped_mean(fun, records, mask, rule: AbstractSum) -> PyTree:
     clip_norm = jnp.where(valid, rule.clip_norm, 1)
 
     def add(sums, index):
-        start = jnp.minimum(index * rows, rule.n - rows)
+        start = jnp.minimum(index * rows, rule.part - rows)
         # Slicing inside the loop reads the records in place; reshaping copies them.
         chunk, keep = jax.tree.map(
-            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
+            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), masked
         )
         # The last chunk reaches back to rows that were added already.
         fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
@@ -320,8 +338,7 @@ def _clipped_mean(fun, records, mask, rule: AbstractSum) -> PyTree:
         return rule.add(sums, weights, values), None
 
     indices = jnp.arange(rule.chunks, dtype=jnp.int32)
-    sums, _ = jax.lax.scan(add, rule.empty(), indices)
-    return rule.mean(sums)
+    return jax.lax.scan(add, rule.empty(), indices)[0]
 
 
 def _chunk_rows(n: int, rows: int) -> int:
@@ -332,10 +349,11 @@ def _chunk_rows(n: int, rows: int) -> int:
     return max(1, min(n, even + -even % GROUP))
 
 
-def _cheapest(fun, record: PyTree, *, products: bool) -> tuple[Any, PyTree]:
+def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any, Any]:
     """The function in a form that is cheap to clip, and the shapes of its value."""
-    cheap = structured(fun, record, products=products)
-    value = jax.eval_shape(cheap, record)
+    arguments = _shapes(constants), record
+    cheap = functools.partial(plain, products=products)
+    value = jax.eval_shape(cheap, *arguments)
     kinds = [leaf.dtype for leaf in jax.tree.leaves(value, is_leaf=is_structured)]
     others = [kind for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]
     if others or not kinds:
@@ -346,24 +364,29 @@ def _cheapest(fun, record: PyTree, *, products: bool) -> tuple[Any, PyTree]:
     if all(jnp.finfo(kind).bits <= 32 for kind in kinds):
         return cheap, value
     # Counted sums would resolve less than the values.
-    return fun, jax.eval_shape(fun, record)
+    return plain, jax.eval_shape(plain, *arguments)
 
 
 def one_record(records: PyTree) -> PyTree:
     """The shapes and dtypes of one record of `records`."""
     return jax.tree.map(
-        lambda v: jax.ShapeDtypeStruct(jnp.shape(v)[1:], jnp.result_type(v)), records
+        lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), _shapes(records)
     )
 
 
-def _rows(microbatch, value: PyTree, records: PyTree) -> int:
+def _shapes(tree: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)), tree
+    )
+
+
+def _rows(microbatch, value: PyTree, record: PyTree, most: int) -> int:
     if microbatch != "auto":
         _checks.count("clipped_mean", microbatch=microbatch)
         return 2 ** (int(microbatch).bit_length() - 1)
-    record = one_record(records)
     if 2 * (_memory(value) + _SCALARS) <= _bytes(jax.tree.leaves(record)):
         # All at once, which copies no records, where that takes less memory than they.
-        return max(1, *(len(leaf) for leaf in jax.tree.leaves(records)))
+        return max(1, most)
     return microbatch_rows(value, record, jax.default_backend())
 
 

@@ -104,3 +104,29 @@ def _magnitude_bits(value: Float[Array, "..."]) -> Int[Array, "..."]:
     kind = jnp.dtype(f"int{jnp.finfo(value.dtype).bits}")
     bits = jax.lax.bitcast_convert_type(value, kind)
     return bits & jnp.asarray(jnp.iinfo(kind).max, kind)
+
+
+def two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
+    """Adds `value` to a total and what that rounds away to its correction.
+
+    References:
+        Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
+    """
+    total, correction = sums
+    # The barriers keep the compiler from simplifying (a + b) - a to b.
+    barrier = jax.lax.optimization_barrier
+    added = barrier(jax.tree.map(jnp.add, total, value))
+    part = barrier(jax.tree.map(jnp.subtract, added, total))
+    lost = jax.tree.map(
+        lambda a, b, new, p: (a - (new - p)) + (b - p), total, value, added, part
+    )
+    return added, jax.tree.map(jnp.add, correction, lost)
+
+
+def folded(totals: PyTree, corrections: PyTree) -> tuple[PyTree, PyTree]:
+    """The sum of all rows of totals, with what it and they round away."""
+    zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
+    total = zero, jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
+    if jax.tree.leaves(totals):
+        total, _ = jax.lax.scan(lambda sums, v: (two_sum(sums, v), None), total, totals)
+    return total

@@ -12,7 +12,7 @@ from ._lazy import dp_accounting
 from .budget import Neighbours
 from .clipping import SUMS, Bounded, Precision
 from .grid import Grid
-from .noise import PRNGKey, standard_normal
+from .noise import PRNGKey, check_shared, standard_normal
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
 # floating point or to the grid of the noise (at most 2**-12 of a contribution), of
@@ -65,8 +65,8 @@ class Gaussian(eqx.Module):
             released values only and are post-processing.
 
         Raises:
-            ValueError: The mechanism is not calibrated, or the value is of another
-                precision.
+            ValueError: The mechanism is not calibrated, the value is of another
+                precision, or processes that share it have different keys.
             TypeError: `bounded` is not a `Bounded`, the key is not typed, or the
                 multiplier is of half precision.
         """
@@ -82,6 +82,7 @@ class Gaussian(eqx.Module):
                 f"precision {bounded.precision!r}; give clipped_mean and Gaussian the "
                 "same precision=."
             )
+        check_shared(key, bounded.raw)
         _checks.single_precision("Gaussian", self)
         multiplier = _checks.at_least_single(self.multiplier)
         _checks.non_negative("Gaussian", noise_multiplier=multiplier)

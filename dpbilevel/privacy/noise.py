@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key, PyTree, UInt32
 
@@ -81,12 +83,39 @@ def check_key(key: PRNGKey) -> None:
         )
 
 
+def check_shared(key: PRNGKey, value: PyTree) -> None:
+    """Refuses keys that differ between the processes that hold parts of a value.
+
+    Each would add a noise of its own to one value, and the mean of what they publish
+    has less noise than any. Inside `jax.jit` nothing is known, and nothing is refused.
+
+    Raises:
+        ValueError: The keys differ; in all of these processes.
+    """
+    arrays = [v for v in jax.tree.leaves(value) if isinstance(v, jax.Array)]
+    known = not isinstance(key, Tracer)
+    arrays = [v for v in arrays if known and not isinstance(v, Tracer)]
+    if all(v.is_fully_addressable for v in arrays):
+        return
+    every = multihost_utils.process_allgather(np.asarray(jax.random.key_data(key)))
+    if (every != every[0]).any():
+        raise ValueError(
+            "the processes have different keys, so that they would publish one value "
+            "under several noises; give all of them one key, as dpbilevel.root_key() "
+            "does where all processes call it."
+        )
+
+
 def root_key(impl: str = "threefry4x32") -> PRNGKey:
     """A fresh typed key from the operating system's entropy source.
 
     `jax.random.key(seed)` keeps 32 bits of the seed unless 64-bit mode is on, few
     enough to try them all. This key is drawn whole: 128 bits for `threefry4x32`, 64
     for the others.
+
+    In a program of several processes (`jax.distributed`) all of them call this together
+    and get the key of process 0: with keys of their own they would publish one value
+    under several noises, which cancel out.
 
     Args:
         impl: The generator: `threefry4x32`, `threefry2x32` or `philox4x32`.
@@ -102,6 +131,8 @@ def root_key(impl: str = "threefry4x32") -> PRNGKey:
             f"root_key: impl must be one of {[*_GENERATORS]}, got {impl!r}."
         )
     words = np.frombuffer(os.urandom(4 * _GENERATORS[impl]), np.uint32)
+    if jax.process_count() > 1:
+        words = multihost_utils.broadcast_one_to_all(words)
     return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
 
 

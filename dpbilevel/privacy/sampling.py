@@ -15,7 +15,8 @@ from .. import _checks
 from ._lazy import dp_accounting
 from .budget import Neighbours
 from .noise import PRNGKey
-from .rows import BLOCK, filler, padded_rows, unpacked
+from .rows import BLOCK, padded_rows, unpacked
+from .shards import Shards, taken
 
 # The chance, per draw, that a Poisson batch outgrows a capacity chosen by us, and that
 # a subset of fixed size has too few different members.
@@ -34,12 +35,17 @@ class Batch(eqx.Module):
         denominator: The fixed public number that sums are divided by.
         in_place: Whether a record that is in the batch or not leaves all others in
             their rows. Static.
+        size: How many rows may be records, where those after them only make parts on
+            several devices equal. Static.
+        shards: How the rows are spread over devices, where that is known. Static.
     """
 
     records: PyTree
     mask: Bool[Array, " n"] | None
     denominator: float
     in_place: bool = eqx.field(static=True, default=True)
+    size: int | None = eqx.field(static=True, default=None)
+    shards: Shards | None = eqx.field(static=True, default=None)
 
 
 class AbstractSampling(eqx.Module):
@@ -197,12 +203,12 @@ class Poisson(AbstractSampling):
         # Slots beyond those of the chosen rows are filled with nothing.
         rows = self._capacity(max(n, padded_rows(size)))
         members = jnp.flatnonzero(chosen, size=rows, fill_value=n)
+        batch, members, shards = taken(records, members)
         mask = members < n
         if present is not None:
             mask &= present.at[members].get(mode="fill", fill_value=False)
         # A record that is drawn moves all that come after it by a row.
-        batch = _taken(records, members), mask, self.denominator(size)
-        return Batch(*batch, in_place=False)
+        return Batch(batch, mask, self.denominator(size), False, rows, shards)
 
     def denominator(self, size: int) -> float:
         """The expected number of records in a batch."""
@@ -232,17 +238,6 @@ class Poisson(AbstractSampling):
         return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
 
 
-def _taken(records: PyTree, members: Int[Array, " rows"]) -> PyTree:
-    """The rows with these numbers, nothing for numbers beyond the last row."""
-
-    def take(v):
-        if len(v) == 0:  # an empty axis cannot be indexed
-            return jnp.full((len(members), *v.shape[1:]), filler(v.dtype), v.dtype)
-        return v.at[members].get(mode="fill", fill_value=filler(v.dtype))
-
-    return jax.tree.map(take, records)
-
-
 class AbstractFixedBatch(AbstractSampling):
     """A scheme whose batches all hold `size` records.
 
@@ -264,8 +259,11 @@ class AbstractFixedBatch(AbstractSampling):
         return float(self.size)
 
     def _batch(self, records: PyTree, members: Int[Array, " rows"]) -> Batch:
-        taken = jax.tree.map(lambda v: jnp.take(v, members, axis=0), records)
-        return Batch(taken, None, float(self.size))
+        batch, padded, shards = taken(records, members)
+        mask = None
+        if len(padded) > self.size:
+            mask = jnp.arange(len(padded)) < self.size
+        return Batch(batch, mask, float(self.size), True, self.size, shards)
 
     def _check_fits(self, size: int) -> None:
         if self.size > size:

@@ -19,6 +19,7 @@ from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from .factored import Factored, SparseRows, Structured
+from .shards import Shards
 
 _MOST_WINDOW = 256  # positions of a convolution's output that become slices
 # Calls that only name what they contain, with the name of that parameter.
@@ -43,15 +44,27 @@ def structured(
         A function of a record. Where it maps many records by `jax.vmap`, no array of
         the size of a matrix is formed for each of them.
     """
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(record)
+    run, constants = opened(fun, record, Shards())
+    return lambda record: run(constants, record, products=products)
+
+
+def opened(
+    fun: Callable[[PyTree], PyTree], record: PyTree, shards: Shards
+) -> tuple[Callable[..., PyTree], list[Any]]:
+    """A function of what `fun` closes over and of a record, and what that is.
+
+    It runs on every device that records are spread over. With `products`, as in
+    `structured`, its leaves may be forms; without, they are the arrays of `fun`.
+    """
+    jaxpr, constants, shapes = shards.traced(fun, record)
     tree = jax.tree.structure(shapes)
 
-    def run(record: PyTree) -> PyTree:
+    def run(constants, record: PyTree, *, products: bool | None = None) -> PyTree:
         leaves = jax.tree.leaves(record)
-        results = _Run(leaves)(closed.jaxpr, closed.consts, leaves)
+        results = _Run(leaves)(jaxpr, constants, leaves)
         return tree.unflatten([_output(v, products) for v in results])
 
-    return run
+    return run, constants
 
 
 class _Made:
@@ -73,9 +86,10 @@ def _array(value: Any) -> Any:
     return value.array() if isinstance(value, _Made | _Filled) else value
 
 
-def _output(value: Any, products: bool) -> Any:
-    form = _form_of(value)
-    return jnp.asarray(_array(value)) if form is None else form.cheapest(products)
+def _output(value: Any, products: bool | None) -> Any:
+    if products is None or (form := _form_of(value)) is None:
+        return jnp.asarray(_array(value))
+    return form.cheapest(products)
 
 
 class _Run:
@@ -85,8 +99,8 @@ class _Run:
         self.record = record
 
     def __call__(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        values = dict(zip(jaxpr.constvars, consts, strict=True))
-        values |= dict(zip(jaxpr.invars, args, strict=True))
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        values = dict(zip(variables, [*consts, *args], strict=True))
 
         def read(v):
             return v.val if isinstance(v, core.Literal) else values[v]
@@ -122,7 +136,9 @@ class _Run:
 
 def _bound(eqn, operands: list[Any]) -> list[Any]:
     params = eqn.primitive.get_bind_params(eqn.params)
-    with eqn.ctx.manager:
+    # On each device of a mesh, not on the mesh where it was traced.
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with eqn.ctx.manager, mesh:
         results = eqn.primitive.bind(*map(_array, operands), **params)
     return results if eqn.primitive.multiple_results else [results]
 

@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from . import limbs
 from .factored import Factored, SparseRows, is_structured
-from .floats import floor_log2, power_of_two
+from .floats import floor_log2, folded, power_of_two, two_sum
 from .grid import Grid
 from .limbs import split
+from .shards import Axes
 
 # Rows that are summed plainly. In floating point, one record changes the rounding of
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
@@ -46,9 +47,10 @@ class AbstractSum(abc.ABC):
             be `Factored` or `SparseRows`.
         clip_norm: The clip norm $C$.
         denominator: $m$, what the sum is divided by.
-        n: The number of rows.
+        n: The number of rows that may be records: the first ones of all parts.
         rows: How many of them are added at once: a chunk.
         in_place: Whether neighbouring data have all other records in the same rows.
+        own: The number of rows of each part, where they are added in several parts.
     """
 
     value: PyTree
@@ -57,11 +59,17 @@ class AbstractSum(abc.ABC):
     n: int
     rows: int
     in_place: bool = True
+    own: int | None = None
+
+    @property
+    def part(self) -> int:
+        """The number of rows of each part."""
+        return self.n if self.own is None else self.own
 
     @property
     def chunks(self) -> int:
-        """The number of chunks; the last one may add fewer rows."""
-        return -(-self.n // self.rows)
+        """The number of chunks of each part; the last one may add fewer rows."""
+        return -(-self.part // self.rows)
 
     @property
     def leaves(self) -> list[Any]:
@@ -91,7 +99,7 @@ class AbstractSum(abc.ABC):
             roots = [g * math.sqrt(k) for g, k in zip(gammas, sizes, strict=True)]
             largest = max(sizes, default=0)
             return self.stretch * math.sqrt(largest) * max(roots, default=0.0)
-        groups = [self.chunks * math.ceil(self.rows / k) for k in sizes]
+        groups = [self.groups(k) for k in sizes]
         shapes = [math.prod(v.shape) for v in leaves]
         steps = sum(g**2 * d for g, d in zip(groups, shapes, strict=True))
         worst = self.stretch * self.n * max(gammas, default=0.0)
@@ -101,6 +109,16 @@ class AbstractSum(abc.ABC):
         """How many records' products are added before their sum is rounded."""
         few = max(1, GROUP // value.places)
         return min(largest_group(value) if self.in_place else few, self.rows)
+
+    def groups(self, size: int) -> int:
+        """How many groups of all parts may hold a record."""
+        if math.gcd(self.part, self.rows) % size == 0:  # groups follow each other
+            return math.ceil(self.n / size)
+        whole = math.ceil(self.rows / size)
+        if self.part % self.rows:  # the last chunk of a part reaches back
+            return math.ceil(self.n / self.part) * self.chunks * whole
+        chunks, rest = divmod(self.n, self.rows)
+        return chunks * whole + math.ceil(rest / size)
 
     @property
     def _grouped(self) -> list[Factored]:
@@ -118,6 +136,10 @@ class AbstractSum(abc.ABC):
     @abc.abstractmethod
     def add(self, sums: PyTree, weights: Float[Array, " n"], values: PyTree) -> PyTree:
         """Adds the rows of `values`, each times its weight."""
+
+    @abc.abstractmethod
+    def joined(self, sums: PyTree, axes: Axes) -> PyTree:
+        """The sum of the sums of all parts, along axes of a mesh or of a `jax.vmap`."""
 
     @abc.abstractmethod
     def mean(self, sums: PyTree) -> PyTree:
@@ -199,6 +221,12 @@ class GridSum(AbstractSum):
         return jax.tree.map(add, values, sums, is_leaf=is_structured)
 
     @override
+    def joined(self, sums: PyTree, axes: Axes) -> PyTree:
+        return jax.tree.map(
+            lambda v: limbs.sum_over(v, axes), sums, is_leaf=limbs.is_limbs
+        )
+
+    @override
     def mean(self, sums: PyTree) -> Grid:
         dtypes = tuple(v.dtype for v in self.leaves)
         exponent = floor_log2(self.contribution) - _BITS
@@ -255,17 +283,19 @@ class FloatSum(AbstractSum):
         totals, corrections, counts = sums
         added = jax.tree.map(lambda v: _group_sums(weights, v), arrays)
         counts = self._counted.add(counts, weights, counted)
-        return *_two_sum((totals, corrections), added), counts
+        return *two_sum((totals, corrections), added), counts
+
+    @override
+    def joined(self, sums: PyTree, axes: Axes) -> PyTree:
+        totals, corrections, counts = sums
+        one = jax.tree.map(lambda v: v[None], folded(totals, corrections))
+        every = jax.lax.all_gather(one, axes, tiled=True)
+        return *every, self._counted.joined(counts, axes)
 
     @override
     def mean(self, sums: PyTree) -> PyTree:
         totals, corrections, counts = sums
-        zero = jax.tree.map(lambda v: jnp.zeros_like(v[0]), totals)
-        total = zero, jax.tree.map(lambda v: jnp.sum(v, axis=0), corrections)
-        if jax.tree.leaves(totals):
-            total, _ = jax.lax.scan(
-                lambda sums, v: (_two_sum(sums, v), None), total, totals
-            )
+        total = folded(totals, corrections)
         means = jax.tree.map(
             lambda a, b: (a + b) * self.contribution.astype(a.dtype), *total
         )
@@ -350,20 +380,3 @@ def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
         split(values, GROUP),
         precision=_HIGHEST,
     )
-
-
-def _two_sum(sums: tuple[PyTree, PyTree], value: PyTree) -> tuple[PyTree, PyTree]:
-    """Adds `value` to a total and what that rounds away to its correction.
-
-    References:
-        Knuth, "The art of computer programming", volume 2, section 4.2.2, theorem B.
-    """
-    total, correction = sums
-    # The barriers keep the compiler from simplifying (a + b) - a to b.
-    barrier = jax.lax.optimization_barrier
-    added = barrier(jax.tree.map(jnp.add, total, value))
-    part = barrier(jax.tree.map(jnp.subtract, added, total))
-    lost = jax.tree.map(
-        lambda a, b, new, p: (a - (new - p)) + (b - p), total, value, added, part
-    )
-    return added, jax.tree.map(jnp.add, correction, lost)

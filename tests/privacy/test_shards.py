@@ -1,0 +1,190 @@
+"""Records that are spread over devices: same bits, no record moves, no margin shrinks.
+
+Devices are virtual ones of a CPU. Their number is fixed when JAX starts, so that every
+number of them is a process of its own.
+"""
+
+import json
+import math
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from dpbilevel.core import lock
+from dpbilevel.privacy.summation import GridSum
+
+from .spread import collectives
+
+ROOT = Path(__file__).parents[2]
+COUNTS = (1, 2, 4, 8)
+READS = ["gradient", "loop", "network", "network, any place"]
+READS += ["network, Poisson", "network, fixed"]
+RUNS = ["full", "poisson", "padded", "fixed", "penalty", "single", "f2sa"]
+
+
+def started(count, *arguments):
+    flags = f"--xla_force_host_platform_device_count={count}"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    settings = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.privacy.spread", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(process):
+    out, error = process.communicate(timeout=1800)
+    assert process.returncode == 0, error[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """What the program finds on eight devices, in a few cases."""
+    return answer(started(8, *READS, "poisson", "inside jit"))
+
+
+@pytest.mark.parametrize("mesh", ["Explicit", "Auto"])
+@pytest.mark.parametrize("case", [*READS, "poisson"])
+def test_bits_are_those_of_records_on_one_device(eight, case, mesh):
+    assert eight["bits"][mesh][case] == eight["bits"]["none"][case]
+
+
+@pytest.mark.parametrize("mesh", ["Explicit", "Auto"])
+def test_bits_are_the_same_where_records_are_arguments_of_a_program(eight, mesh):
+    assert eight["bits"][mesh]["inside jit"] == eight["bits"]["none"]["gradient"]
+
+
+def test_the_bits_of_different_cases_differ(eight):
+    bits = [eight["bits"]["none"][case] for case in (*READS, "poisson")]
+    assert len(set(bits)) == len(bits)
+
+
+@pytest.mark.parametrize("case", ["gradient", "network", "inside jit"])
+def test_a_clipped_mean_moves_sums_alone(eight, case):
+    largest, sums = eight["moved"][case]
+    assert 0 < largest <= sums
+
+
+@pytest.mark.parametrize("case", ["batch", "batch inside jit"])
+def test_a_batch_moves_no_more_than_its_rows(eight, case):
+    largest, _ = eight["moved"][case]
+    assert 0 < largest <= 1024 * 16 < eight["moved"]["control"][0]
+
+
+def test_a_slice_along_the_spread_axis_is_noticed(eight):
+    largest, _ = eight["moved"]["control"]
+    assert largest == 4096 * 16  # every record
+
+
+def test_every_device_holds_its_share_of_the_records(eight):
+    assert eight["held"] == [4096 // 8] * 8
+
+
+def test_batches_have_the_same_rows_in_the_same_order_and_masked_padding(eight):
+    assert eight["batches"] == [True, True]
+
+
+def test_floating_point_sums_differ_by_their_rounding_alone(eight):
+    assert max(eight["floats"]) < 1e-4  # of the clip norm
+
+
+def test_one_record_moves_a_spread_sum_by_the_sensitivity_at_most(eight):
+    gaps = eight["gaps"]
+    assert 0.99 < gaps["library"] <= 1
+    # Copies where the padding counts, and where parts are clipped, not records.
+    assert gaps["padding"] > 1.01
+    assert gaps["parts"] > 1.01
+
+
+def test_noise_is_added_once_and_not_averaged_over_devices(eight):
+    stds = eight["stds"]  # of 4096 numbers: off by 1.1 % in one of three cases
+    assert abs(stds["library"] - 1) < 0.06
+    assert abs(stds["averaged"] - 1) > 0.06
+
+
+def held_groups(n, own, rows, size):
+    """How many groups hold a row that may be a record, one by one."""
+    groups = set()
+    for part in range(math.ceil(n / own)):
+        for chunk in range(math.ceil(own / rows)):
+            start = min(chunk * rows, own - rows)
+            for row in range(chunk * rows, min((chunk + 1) * rows, own)):
+                if part * own + row < n:
+                    groups.add((part, chunk, (row - start) // size))
+    return len(groups)
+
+
+def test_the_margin_counts_the_groups_of_all_devices():
+    draw, fewer = random.Random(0), 0
+    for _ in range(300):
+        own, size = draw.randint(1, 60), draw.randint(1, 9)
+        rows = draw.randint(1, own)
+        n = draw.randint(1, 5 * own)
+        rule = GridSum(None, jnp.float32(1), jnp.float32(1), n, rows, False, own)
+        assert rule.groups(size) >= held_groups(n, own, rows, size)
+        # A copy that counts those of one device.
+        first = min(n, own)
+        one = GridSum(None, jnp.float32(1), jnp.float32(1), first, rows, False, own)
+        fewer += one.groups(size) < held_groups(n, own, rows, size)
+    assert fewer > 100
+
+
+def test_the_margin_does_not_depend_on_devices_where_micro_batches_fit():
+    for size in (1, 16, 64):
+        counts = {
+            GridSum(None, jnp.float32(1), jnp.float32(1), 896, 128, False, own).groups(
+                size
+            )
+            for own in (896, 448, 256, 128)
+        }
+        assert len(counts) == 1
+
+
+def test_result_folders_are_refused_in_programs_of_several_processes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match="programs of one process"):
+        with lock.held(tmp_path / "run"):
+            pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_collectives_are_found_in_compiled_text():
+    text = "%a = (s64[16,2]{1,0}, f32[3]{0}) all-reduce(%b), channel_id=1"
+    assert collectives(text) == [32, 3]
+    assert not collectives(re.sub("all-reduce", "add", text))
+
+
+@pytest.mark.slow
+def test_released_bits_depend_on_no_number_of_devices_or_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    cases = [*READS, *RUNS, "inside jit"]
+    pair = [started(2, port, number, *cases) for number in range(2)]
+    two, other = map(answer, pair)
+    assert two["bits"] == other["bits"]
+    assert two["keys"] == 1  # root_key gives both the same
+    for found in (two, other):
+        assert "different keys" in found["error"]
+    alone = [answer(started(count, *cases, "parameters")) for count in COUNTS]
+    one = alone[0]["bits"]["none"]
+    assert one["inside jit"] == one["gradient"]
+    for found in (*alone, two):
+        for mesh in ("Explicit", "Auto"):
+            assert found["bits"][mesh] == one
+    for found in alone:
+        assert found["parameters"] == one["full"]  # spread parameters too
