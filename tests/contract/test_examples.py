@@ -1,5 +1,6 @@
 """The examples, and the code of the README."""
 
+import os
 import pathlib
 import re
 import runpy
@@ -47,6 +48,7 @@ def as_by_users():
 @short_scripts
 def test_example_runs_and_holds_its_own_assertions(script, as_by_users, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script), "--smoke"])
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # for sharded.py
     runpy.run_path(str(script), run_name="__main__")
 
 
