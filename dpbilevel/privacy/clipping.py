@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
+from .disk import OnDisk, reader, shapes_of
 from .factored import Factored, is_structured
 from .floats import is_below
 from .grid import Grid
@@ -172,7 +173,8 @@ def clipped_mean(
         fun: Maps one record to a pytree of floating-point arrays. It must not see
             other records: no closure over private data.
         records: A pytree whose leaves share the leading axis of length $n \ge 0$, or a
-            `Batch` as a sampling scheme draws it, whose mask and denominator are used.
+            `Batch` as a sampling scheme draws it, whose mask and denominator are used;
+            or `OnDisk`.
         clip_norm: $C > 0$.
         mask: Which rows are records; `False` rows contribute zero. All when omitted.
         denominator: $m > 0$, fixed and public. Defaults to $n$, the length of the
@@ -239,7 +241,7 @@ def clipped_mean(
             )
         in_place = records.in_place and in_place
         records, mask, denominator = records.records, records.mask, records.denominator
-    n = _checks.leading_axis("records", records)
+    n = _checks.leading_axis("records", shapes_of(records))
     records = _checks.on_device(records)
     public = denominator is not None
     denominator = max(n, 1) if denominator is None else denominator
@@ -251,9 +253,14 @@ def clipped_mean(
             f"records, got {mask.dtype} of shape {mask.shape}."
         )
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
+    if mask is not None and isinstance(records, OnDisk):
+        raise ValueError(
+            "clipped_mean: mask= is for records in memory, got OnDisk records. Write "
+            "NaN into the records that are to count for nothing."
+        )
     for products in (True, False):
         cheap, value = _cheapest(fun, one_record(records), products=products)
-        rows = _chunk_rows(n, _rows(microbatch, value, records))
+        n, rows = _passed_rows(microbatch, value, records)
         rule = SUMS[precision](_widened(value), *numbers, n, rows, in_place)
         if in_place or rule.rounding <= _MOST_ROUNDING:
             break
@@ -295,22 +302,16 @@ def _clipped_mean(fun, records, mask, rule: AbstractSum) -> PyTree:
     """Adds clipped values chunk by chunk."""
     if rule.n == 0:
         return rule.mean(rule.empty())
-    rows = rule.rows
     # Nothing passes a clip norm so large that sums overflow, or so small that the noise
     # made for it underflows; nor a denominator that may count as zero.
     valid = (rule.clip_norm > 1e-25) & (rule.clip_norm < 1e30)
     valid &= rule.denominator > 1e-25
     clip_norm = jnp.where(valid, rule.clip_norm, 1)
+    read = reader(records, mask, rule.n, rule.rows)
 
     def add(sums, index):
-        start = jnp.minimum(index * rows, rule.n - rows)
-        # Slicing inside the loop reads the records in place; reshaping copies them.
-        chunk, keep = jax.tree.map(
-            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
-        )
-        # The last chunk reaches back to rows that were added already.
-        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        keep = fresh & valid if keep is None else fresh & valid & keep
+        chunk, keep = read(index)
+        keep &= valid
         values, norms, lengths = jax.vmap(lambda z: measured(fun(z), clip_norm))(chunk)
         # Read from the bits, so that no option of the compiler skips it.
         keep &= is_below(norms, TOO_LONG)
@@ -322,6 +323,21 @@ def _clipped_mean(fun, records, mask, rule: AbstractSum) -> PyTree:
     indices = jnp.arange(rule.chunks, dtype=jnp.int32)
     sums, _ = jax.lax.scan(add, rule.empty(), indices)
     return rule.mean(sums)
+
+
+def _passed_rows(microbatch, value: PyTree, records: PyTree) -> tuple[int, int]:
+    """The rows of a pass over records with such values, and those of a chunk."""
+    shapes = shapes_of(records)
+    n = jax.tree.leaves(shapes)[0].shape[0]
+    rows = _chunk_rows(n, _rows(microbatch, value, shapes))
+    if not isinstance(records, OnDisk) or microbatch != "auto" or rows < n:
+        return n, rows
+    # What memory takes all at once: chunks of whole groups, the last one padded.
+    leaves = jax.tree.leaves(value, is_leaf=is_structured)
+    groups = [largest_group(v) for v in leaves if isinstance(v, Factored)]
+    fit = microbatch_rows(value, one_record(records), jax.default_backend())
+    most = max(fit, GROUP, *groups)
+    return (n, rows) if n <= most else (-(-n // most) * most, most)
 
 
 def _chunk_rows(n: int, rows: int) -> int:
@@ -352,7 +368,8 @@ def _cheapest(fun, record: PyTree, *, products: bool) -> tuple[Any, PyTree]:
 def one_record(records: PyTree) -> PyTree:
     """The shapes and dtypes of one record of `records`."""
     return jax.tree.map(
-        lambda v: jax.ShapeDtypeStruct(jnp.shape(v)[1:], jnp.result_type(v)), records
+        lambda v: jax.ShapeDtypeStruct(jnp.shape(v)[1:], jnp.result_type(v)),
+        shapes_of(records),
     )
 
 
@@ -363,7 +380,7 @@ def _rows(microbatch, value: PyTree, records: PyTree) -> int:
     record = one_record(records)
     if 2 * (_memory(value) + _SCALARS) <= _bytes(jax.tree.leaves(record)):
         # All at once, which copies no records, where that takes less memory than they.
-        return max(1, *(len(leaf) for leaf in jax.tree.leaves(records)))
+        return max(1, *(leaf.shape[0] for leaf in jax.tree.leaves(records)))
     return microbatch_rows(value, record, jax.default_backend())
 
 
