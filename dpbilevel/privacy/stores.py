@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
+from typing_extensions import TypeIs, override
 
 from .._extras import missing
 
@@ -96,14 +96,8 @@ def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
     Pages of a mapping stay in the memory of the process, and one of a file that was cut
     short ends it.
     """
-    stop = first + len(rows)
-    if (
-        not isinstance(array, np.memmap)
-        or not isinstance(array.base, mmap.mmap)
-        or not array.flags.c_contiguous
-        or array.filename is None
-    ):
-        return _converted(array[first:stop], rows)
+    if not _is_file(array):
+        return _converted(array[first : first + len(rows)], rows)
     size = math.prod(array.shape[1:]) * array.itemsize
     with _opening(array.filename), open(array.filename, "rb", buffering=0) as file:
         file.seek(array.offset + first * size)
@@ -114,6 +108,17 @@ def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
             part = np.empty(some.shape, array.dtype)
             _filled(file, part)
             _converted(part, some)
+
+
+def _is_file(array: np.ndarray) -> TypeIs[np.memmap]:
+    """Whether a file has all entries of an array, in their order and as they are."""
+    return (
+        isinstance(array, np.memmap)
+        and isinstance(array.base, mmap.mmap)
+        and array.flags.c_contiguous
+        and array.filename is not None
+        and array.mode != "c"  # changes of such a mapping are not written
+    )
 
 
 def _filled(file: Any, rows: np.ndarray) -> None:
@@ -180,7 +185,9 @@ class ParquetStore(AbstractStore):
             nonlocal rest
             place, stop = 0, len(leaves[0])
             while place < stop:
-                batch = next(batches) if rest is None else rest
+                batch = next(batches, None) if rest is None else rest
+                if batch is None:
+                    raise OSError(f"OnDisk: {self.files[-1]} ends before its records.")
                 used = batch.slice(0, stop - place)
                 rest = None if len(used) == len(batch) else batch.slice(len(used))
                 self._copy(used, leaves, slice(place, place + len(used)))

@@ -1,6 +1,5 @@
 import functools
 import logging
-import sys
 import threading
 
 import jax
@@ -13,7 +12,8 @@ from dpbilevel.core.loop import advance, planned_rows
 from dpbilevel.core.resume import first_checkpoint, run_in_parts
 from dpbilevel.privacy import clipped_mean, clipping, stores
 from dpbilevel.privacy.clipping import unsealed
-from dpbilevel.privacy.disk import OnDisk
+from dpbilevel.privacy.disk import OnDisk, reader
+from tests.privacy.test_stores import write
 
 COLUMNS = {"features": [f"x{j}" for j in range(20)], "label": "y"}
 BUDGET = dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)
@@ -52,13 +52,6 @@ def parquet(folder, data, **options):
         table = dict(zip(COLUMNS["features"], numbers, strict=True))
         paths.append(write(folder / f"{i}.parquet", table | {"y": rows["label"]}))
     return OnDisk.parquet(paths, COLUMNS, **options)
-
-
-def write(path, columns, groups=171, **options):
-    arrow = pytest.importorskip("pyarrow")
-    tables = pytest.importorskip("pyarrow.parquet")
-    tables.write_table(arrow.table(columns), path, row_group_size=groups, **options)
-    return path
 
 
 def logistic(w, record):
@@ -102,15 +95,10 @@ def assert_same_bits(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def fitted(data, steps=3, **options):
-    solver = dpb.NoisyGD(steps, clip_norm=1.0, step_size=0.5)
+def fitted(data):
+    solver = dpb.NoisyGD(3, clip_norm=1.0, step_size=0.5)
     key = jax.random.key(0)
-    return dpb.fit(problem, solver, data, W0, budget=BUDGET, key=key, **options).value
-
-
-@functools.cache
-def fitted_in_memory():
-    return fitted(records())
+    return dpb.fit(problem, solver, data, W0, budget=BUDGET, key=key).value
 
 
 @pytest.mark.parametrize("place", [mapped, parquet])
@@ -138,48 +126,33 @@ def test_a_chunk_that_is_left_out_is_seen(tmp_path):
         assert_same_bits(got, mean(loss, w, records()))
 
 
-@pytest.mark.parametrize("place", [mapped, parquet])
-def test_a_run_releases_the_bits_of_records_in_memory(tmp_path, place):
-    assert_same_bits(fitted(place(tmp_path, records())), fitted_in_memory())
+def test_a_run_releases_the_bits_of_records_in_memory(tmp_path):
+    assert_same_bits(fitted(mapped(tmp_path, records())), fitted(records()))
 
 
 @pytest.mark.reuses_keys
 def test_compiled_and_vectorized_runs_do_too(tmp_path):
-    disk = mapped(tmp_path, records())
-    solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5)
-    plan = dpb.calibrate(problem, solver, BUDGET, sizes=N)
-
-    def run(data, key):
-        return jax.jit(dpb.solve)(problem, plan.solver, data, W0, key=key).value
-
+    solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5, sizes=N).with_noise(5.0)
     keys = jax.random.split(jax.random.key(1), 2)
-    many = jax.vmap(run, in_axes=(None, 0))
-    assert_same_bits(many(disk, keys), many(records(), keys))
+
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def runs(data, key):
+        return jax.jit(dpb.solve)(problem, solver, data, W0, key=key).value
+
+    assert_same_bits(runs(mapped(tmp_path, records()), keys), runs(records(), keys))
 
 
-@pytest.mark.reuses_keys
-def test_two_levels_read_from_disk(tmp_path):
-    (tmp_path / "upper").mkdir()
-    upper = mapped(tmp_path / "upper", records(640, seed=1))
-    lower = mapped(tmp_path, records())
-
+def test_one_file_in_both_levels_is_refused_as_disjoint(tmp_path):
     def loss(x, w, record):
-        return logistic(w, record) + 0.5 * jnp.exp(x) * jnp.sum(w["a"] ** 2)
+        return logistic(w, record)
 
     two = dpb.BilevelProblem(loss, loss)
-    solver = dpb.bilevel.F2SA(2, penalty=2.0, step_size=0.1, lower_step_size=0.1)
-    w0, key = (jnp.zeros(()), W0), jax.random.key(0)
-    disk, memory = (
-        dpb.fit(two, solver, data, w0, budget=BUDGET, people="disjoint", key=key).value
-        for data in (
-            dpb.Levels(upper, lower),
-            dpb.Levels(records(640, seed=1), records()),
-        )
-    )
-    assert_same_bits(disk, memory)
-    data = dpb.Levels(lower, mapped(tmp_path, records()))
+    data = dpb.Levels(mapped(tmp_path, records()), mapped(tmp_path, records()))
+    w0 = jnp.zeros(()), W0
+    assert two.sizes_of(data) == dpb.Sizes(N, N, "overlapping")
+    two.check(w0, data)
     with pytest.raises(ValueError, match="contradicts the data: both levels read one"):
-        dpb.fit(two, solver, data, w0, budget=BUDGET, people="disjoint", key=key)
+        two.sizes_of(data, "disjoint")
 
 
 def test_a_private_number_of_records_is_padded(tmp_path):
@@ -312,6 +285,29 @@ def test_parts_of_mapped_arrays_are_read_too(tmp_path):
         )
 
 
+@pytest.mark.parametrize("place", [mapped, parquet])
+@pytest.mark.parametrize(("n", "rows"), [(1984, 64), (1984, 300), (1984, 1984), (7, 3)])
+def test_chunks_hold_every_record_once_in_its_place(tmp_path, place, n, rows):
+    data = {k: np.nan_to_num(v) for k, v in records(n).items()}
+    for padding in (0, 500):
+        disk, total = place(tmp_path, data), n + padding
+        read = reader(disk, None, total, rows)
+        held = {
+            k: np.pad(v, [(0, padding)] + [(0, 0)] * (v.ndim - 1))
+            for k, v in data.items()
+        }
+        seen = np.zeros(total, int)
+        order = np.random.default_rng(0).permutation(-(-total // rows))
+        for number in [*range(len(order)), *order]:  # as a pass reads them, and not
+            chunk, keep = jax.tree.map(np.asarray, read(jnp.asarray(number)))
+            first = min(number * rows, total - rows)
+            seen[first : first + rows] += keep
+            for name, values in chunk.items():
+                want = held[name][first : first + rows]
+                np.testing.assert_array_equal(values[keep], want[keep])
+        np.testing.assert_array_equal(seen, np.repeat([2, 0], [n, padding]))
+
+
 def test_no_record_is_a_mean_of_zero():
     disk = OnDisk.arrays(records(0))
     assert_same_bits(mean(logistic, W0, disk), W0)
@@ -332,46 +328,3 @@ def test_arrays_take_the_dtypes_that_they_have_in_memory():
 
     w = {"a": jnp.ones(5)}
     assert_same_bits(mean(loss, w, OnDisk.arrays(data)), mean(loss, w, data))
-
-
-def test_parquet_nulls_are_refused_before_anything_is_released(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    columns = {
-        "number": arrow.array([1.0, None, 3.0, 4.0, 5.0]),
-        "whole": arrow.array([1, 2, 3, 4, None]),
-        "good": arrow.array([True, False, True, False, True]),
-    }
-    for options in ({}, {"write_statistics": False}):
-        path = write(tmp_path / "nulls.parquet", columns, groups=2, **options)
-        for bad in ("number", "whole"):
-            with pytest.raises(ValueError, match=f"column '{bad}' of .* has nulls"):
-                OnDisk.parquet(path, {"v": ["good", bad]})
-        assert OnDisk.parquet(path, {"v": "good"}).rows == 5
-
-
-def test_bad_parquet_files_are_refused(tmp_path):
-    numbers = np.arange(4.0)
-    good = write(tmp_path / "good.parquet", {"a": numbers, "b": numbers})
-    other = write(tmp_path / "other.parquet", {"a": numbers.astype(int), "b": numbers})
-    text = write(tmp_path / "text.parquet", {"a": ["red", "blue"], "b": [1.0, 2.0]})
-    broken = tmp_path / "broken.parquet"
-    broken.write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(OSError, match=r"cannot read .*none\.parquet: No such file"):
-        OnDisk.parquet(tmp_path / "none.parquet", {"v": "a"})
-    with pytest.raises(OSError, match=r"broken\.parquet cannot be read as Parquet"):
-        OnDisk.parquet(broken, {"v": "a"})
-    with pytest.raises(ValueError, match="exactly one column 'c'; it has 'a', 'b'"):
-        OnDisk.parquet(good, {"v": ["a", "c"]})
-    with pytest.raises(ValueError, match=r"column 'a' .* numbers or truth values"):
-        OnDisk.parquet(text, {"v": "a"})
-    with pytest.raises(ValueError, match=r"other\.parquet have other types"):
-        OnDisk.parquet([good, other], {"v": "a"})
-    with pytest.raises(ValueError, match="at least one file"):
-        OnDisk.parquet([], {"v": "a"})
-
-
-def test_a_missing_pyarrow_is_named(monkeypatch):
-    for module in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"'\.\[parquet\]'.*pip install pyarrow"):
-        OnDisk.parquet("records.parquet", {"v": "a"})
