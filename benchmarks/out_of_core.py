@@ -1,15 +1,16 @@
-"""Passes over records on disk: their time over that of reading the file, and memory.
+"""Passes over records on disk: their time beside reading the files, and memory.
 
-Run by `python -m benchmarks out_of_core [records] [features]`. The files, NumPy's own
-and, where pyarrow is installed, Parquet, are written to a temporary folder.
+Run by `python -m benchmarks out_of_core [--records=N] [--features=D]`. The files, those
+of NumPy and, where pyarrow is installed, Parquet, are written to a temporary folder.
+Every time is the least of several, reading and passes in turns.
 """
 
+import argparse
 import concurrent.futures
 import importlib.util
 import multiprocessing
 import os
 import pathlib
-import sys
 import tempfile
 import time
 
@@ -20,7 +21,8 @@ import numpy as np
 import dpbilevel as dpb
 
 FILES, PIECE, BLOCK = 4, 2**16, 2**15  # files; rows written and read at once
-MEMORY = 2**18  # records of a pass in memory, to compare with
+MEMORY = 2**20  # records of a pass in memory, to compare with
+REPEATS, STEPS = 4, 2
 
 
 def pieces(count, width, seed):
@@ -45,17 +47,16 @@ def write_arrays(folder, count, width):
     return paths
 
 
-def read_arrays(paths):
+def read_arrays(paths, width):
+    """Reads the files into one buffer."""
+    buffer = memoryview(bytearray(4 * width * BLOCK))
     for path in paths:
-        array = np.load(path, mmap_mode="r")
-        size = array[0].size
-        with open(path, "rb") as file:
-            file.seek(array.offset)
-            while len(np.fromfile(file, np.float32, BLOCK * size)):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
                 pass
 
 
-def arrays(paths):
+def arrays(paths, width):
     features, label = (np.load(path, mmap_mode="r") for path in paths)
     return dpb.OnDisk.arrays({"features": features, "label": label})
 
@@ -81,29 +82,35 @@ def write_parquet(folder, count, width):
     return paths
 
 
-def read_parquet(paths):
-    from pyarrow import dataset
-
-    for batch in dataset.dataset(paths).scanner(batch_size=BLOCK).to_batches():
-        for column in batch.columns:
-            column.to_numpy(zero_copy_only=False)
-
-
-def parquet(paths):
+def read_parquet(paths, width):
+    """Reads the files into one array of columns."""
     from pyarrow import parquet
 
-    width = len(parquet.read_schema(paths[0])) - 1
+    table = np.empty((BLOCK, width + 1), np.float32, order="F")
+    for path in paths:
+        with parquet.ParquetFile(path, buffer_size=2**18) as file:
+            for batch in file.iter_batches(BLOCK):
+                for j, column in enumerate(batch.columns):
+                    table[: len(batch), j] = column.to_numpy()
+
+
+def parquet(paths, width):
     return dpb.OnDisk.parquet(paths, {"features": names(width), "label": "label"})
 
 
-def seconds(fun, *arguments, repeats=5):
-    """The least time of a call: by the clock, and of all cores together."""
-    times = []
-    for _ in range(repeats):
-        begin = np.asarray([time.perf_counter(), time.process_time()])
-        fun(*arguments)
-        times.append([time.perf_counter(), time.process_time()] - begin)
-    return np.min(times, axis=0)
+def forget(paths):
+    """Drops files from the system's cache, where it can be asked to."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds(fun):
+    """The time of a call: by the clock, and of all cores together."""
+    begin = np.asarray([time.perf_counter(), time.process_time()])
+    fun()
+    return [time.perf_counter(), time.process_time()] - begin
 
 
 def elsewhere(fun, *arguments):
@@ -121,28 +128,8 @@ def peak():
     return sizes[0] / 2**20 if sizes else float("nan")
 
 
-def measure(kind, folder, count, width):
-    """Prints the times of reading the files and of a pass over them."""
-    write, read, opened = KINDS[kind]
-    paths = elsewhere(write, folder, count, width)
-    size = sum(os.path.getsize(path) for path in paths) / 2**30
-    reading = elsewhere(seconds, read, paths)
-    a_pass = timed(opened(paths), width)
-    most = peak()
-    part = [np.concatenate(v) for v in zip(*pieces(MEMORY, width, 0), strict=True)]
-    memory = dict(zip(("features", "label"), map(jnp.asarray, part), strict=True))
-    in_memory = timed(memory, width) * count / MEMORY
-    print(f"{kind}: {size:.2f} GiB; peak memory of the process {most:.2f} GiB")
-    for i, clock in enumerate(("by the clock", "of all cores together")):
-        print(
-            f"  seconds {clock}: read {reading[i]:.2f}, pass {a_pass[i]:.2f}, that is "
-            f"{a_pass[i] / reading[i]:.2f} times reading and "
-            f"{a_pass[i] / in_memory[i]:.2f} times a pass in memory"
-        )
-
-
-def timed(records, width):
-    """The seconds that a clipped mean of gradients takes, compiled."""
+def gradients(records, width):
+    """A call of a compiled pass: the clipped mean of gradients."""
 
     @jax.jit
     def mean(w, records):
@@ -155,7 +142,64 @@ def timed(records, width):
 
     w = jnp.zeros(width)
     mean(w, records)
-    return seconds(lambda: jax.block_until_ready(mean(w, records)))
+    return lambda: jax.block_until_ready(mean(w, records))
+
+
+def descent(records, width):
+    """A call of a compiled run of `STEPS` steps."""
+    solver = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.5, sizes=records.rows)
+    problem, key = dpb.FiniteSum(dpb.logistic_loss), dpb.root_key()
+    run = jax.jit(dpb.solve)
+    args = problem, solver.with_noise(1e3), records, jnp.zeros(width)
+    run(*args, key=key)
+    return lambda: jax.block_until_ready(run(*args, key=key).value)
+
+
+def timed_on_disk(kind, paths, width):
+    """The times of reading, of a pass and of a run over files; the memory of both."""
+    _, read, opened = KINDS[kind]
+    records = opened(paths, width)
+    calls = {
+        "a pass": gradients(records, width),
+        f"a run of {STEPS} steps": descent(records, width),
+    }
+    times = {name: [] for name in calls}
+    for _ in range(REPEATS):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    most = peak()
+    calls = {"reading": lambda: read(paths, width), "a pass": calls["a pass"]}
+    times["reading"] = []
+    for _ in range(REPEATS):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    if hasattr(os, "posix_fadvise"):
+        for name, call in calls.items():
+            times[f"{name}, cold"] = []
+            for _ in range(REPEATS // 2):
+                forget(paths)
+                times[f"{name}, cold"].append(seconds(call))
+    return {name: np.min(both, axis=0) for name, both in times.items()}, most
+
+
+def timed_in_memory(width):
+    """The time of a pass over `MEMORY` records in memory."""
+    part = [np.concatenate(v) for v in zip(*pieces(MEMORY, width, 0), strict=True)]
+    memory = dict(zip(("features", "label"), map(jnp.asarray, part), strict=True))
+    call = gradients(memory, width)
+    return np.min([seconds(call) for _ in range(REPEATS)], axis=0)
+
+
+def measure(kind, folder, count, width):
+    """Prints the times of reading the files and of a pass over them."""
+    paths = elsewhere(KINDS[kind][0], folder, count, width)
+    size = sum(os.path.getsize(path) for path in paths) / 2**30
+    times, most = elsewhere(timed_on_disk, kind, paths, width)
+    in_memory = elsewhere(timed_in_memory, width)
+    times["a pass in memory, extrapolated"] = in_memory * count / MEMORY
+    print(f"{kind}: {size:.2f} GiB; peak memory of the process {most:.2f} GiB")
+    for name, (clock, cores) in times.items():
+        print(f"  {name}: {clock:.2f} s by the clock, {cores:.2f} s of all cores")
 
 
 KINDS = {
@@ -165,12 +209,16 @@ KINDS = {
 
 
 def main():
-    given = [int(number) for number in sys.argv[1:]]
-    count, width = given + [200_000, 100][len(given) :]
-    print(f"{count} records of {width} features and a label, float32, files cached")
+    parser = argparse.ArgumentParser("benchmarks out_of_core")
+    parser.add_argument("--records", type=int, default=200_000)
+    parser.add_argument("--features", type=int, default=100)
+    parser.add_argument("--folder", help="where a temporary folder is made")
+    options = parser.parse_args()
+    count, width = options.records, options.features
+    print(f"{count} records of {width} features and a label, float32")
     for kind in KINDS:
         if kind == "Parquet" and importlib.util.find_spec("pyarrow") is None:
             print("Parquet: pyarrow is not installed")
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             measure(kind, pathlib.Path(folder), count, width)

@@ -30,7 +30,7 @@ class OnDisk(_checks.AbstractStored):
     `FullBatch` draws from it. A pass reads chunks of a public number of rows in their
     order, the next one while one is worked on; no more than a few chunks are in memory,
     of about 16 MiB on a CPU. Made by `OnDisk.arrays` and `OnDisk.parquet`, which read
-    shapes and no record.
+    shapes, and whether there are nulls.
 
     Attributes:
         guard: An array without axes, so that what takes rows of arrays fails.
@@ -42,8 +42,8 @@ class OnDisk(_checks.AbstractStored):
     Privacy:
         What is released is what the same records in memory release, on the grid bit for
         bit (docs/out_of_core.md). Errors, and what `progress` is called with, depend on
-        files and sizes, not on the values of records. How long a pass takes is covered
-        by no guarantee.
+        files and sizes, not on the values of records; not protected is that a column
+        with nulls is refused. How long a pass takes is covered by no guarantee.
     """
 
     guard: Bool[Array | np.ndarray, ""]
