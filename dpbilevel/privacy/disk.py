@@ -19,6 +19,7 @@ from .stores import AbstractStore, ArrayStore, Columns, Fill, ParquetStore, Path
 Progress = Callable[[int, int], None]
 # Maps the number of a chunk to its rows, and to which of them are to be added.
 Reader = Callable[[Int[Array, ""]], tuple[PyTree, Bool[Array, " rows"]]]
+Chunk = tuple[list[np.ndarray], np.ndarray]  # the same on the host
 _MOST_PASSES = 4  # at a time, by one compiled program
 
 
@@ -171,9 +172,6 @@ def _from_disk(records: OnDisk, n: int, rows: int) -> Reader:
         return jax.tree.unflatten(records.structure, values), fresh
 
     return read
-
-
-Chunk = tuple[list[np.ndarray], np.ndarray]
 
 
 class _Chunks:

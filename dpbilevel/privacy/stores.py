@@ -8,10 +8,10 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from typing_extensions import TypeIs, override
+from typing_extensions import override
 
 from .._extras import missing
 
@@ -37,7 +37,7 @@ class AbstractStore(abc.ABC):
     count: int
     kinds: list[tuple[tuple[int, ...], np.dtype]]
     files: list[Path]
-    order: Any
+    order: Literal["C", "F"]
 
     def __init__(self, files: list[Path]):
         self.files = [path.resolve() for path in files]
@@ -96,11 +96,12 @@ def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
     Pages of a mapping stay in the memory of the process, and one of a file that was cut
     short ends it.
     """
-    if not _is_file(array):
+    found = _file_of(array)
+    if found is None:
         return _converted(array[first : first + len(rows)], rows)
-    size = math.prod(array.shape[1:]) * array.itemsize
-    with _opening(array.filename), open(array.filename, "rb", buffering=0) as file:
-        file.seek(array.offset + first * size)
+    path, offset = found
+    with _opening(path), open(path, "rb", buffering=0) as file:
+        file.seek(offset + first * math.prod(array.shape[1:]) * array.itemsize)
         if array.dtype == rows.dtype:
             return _filled(file, rows)
         for begin in range(0, len(rows), _PART):
@@ -110,15 +111,14 @@ def _read(array: np.ndarray, first: int, rows: np.ndarray) -> None:
             _converted(part, some)
 
 
-def _is_file(array: np.ndarray) -> TypeIs[np.memmap]:
-    """Whether a file has all entries of an array, in their order and as they are."""
-    return (
-        isinstance(array, np.memmap)
-        and isinstance(array.base, mmap.mmap)
-        and array.flags.c_contiguous
-        and array.filename is not None
-        and array.mode != "c"  # changes of such a mapping are not written
-    )
+def _file_of(array: np.ndarray) -> tuple[str, int] | None:
+    """The file that has all entries of an array as they are, and where they begin."""
+    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap):
+        return None  # an array in memory, or a part of a mapped one
+    written = array.mode != "c"  # which keeps changes to itself
+    if array.filename is None or not array.flags.c_contiguous or not written:
+        return None
+    return array.filename, array.offset
 
 
 def _filled(file: Any, rows: np.ndarray) -> None:
