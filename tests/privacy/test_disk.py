@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.core import plan
 from dpbilevel.core.loop import advance, planned_rows
 from dpbilevel.core.resume import first_checkpoint, run_in_parts
 from dpbilevel.privacy import clipped_mean, clipping, stores
@@ -253,6 +254,20 @@ def test_other_samplings_are_refused(tmp_path, sampling):
         sampling.draw(disk, N, key=jax.random.key(0), index=0)
 
 
+def test_sampled_records_on_disk_are_refused_before_noise_is_sought(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plan, "calibrate", None)  # which may take minutes
+    disk, key = mapped(tmp_path, records()), jax.random.key(0)
+    sampling = dpb.Poisson(0.1)
+    solver = dpb.NoisyGD(3, clip_norm=1.0, step_size=0.5, sampling=sampling)
+    message = "fit: Poisson draws from data, which must be in memory here, got OnDisk"
+    with pytest.raises(ValueError, match=message):
+        dpb.fit(problem, solver, disk, W0, budget=BUDGET, key=key)
+    with pytest.raises(TypeError, match="not callable"):  # the control
+        dpb.fit(problem, solver, records(), W0, budget=BUDGET, key=key)
+
+
 def test_what_needs_records_in_memory_says_so(tmp_path):
     disk = mapped(tmp_path, records())
     with pytest.raises(ValueError, match="must be in memory here"):
@@ -270,7 +285,7 @@ def test_bad_arrays_are_refused(tmp_path):
         OnDisk.arrays({"features": np.asarray(["red", "blue"])})
     with pytest.raises(ValueError, match="share their leading axis"):
         OnDisk.arrays({"features": np.ones((3, 2)), "label": np.ones(4)})
-    with pytest.raises(ValueError, match="sizes must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
         fitted(OnDisk.arrays(records(0)))
 
 
