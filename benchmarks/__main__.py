@@ -20,6 +20,7 @@ NAMES = (
     "breast_cancer",
     "black_box",
     "dimensions",
+    "out_of_core",
 )
 
 

@@ -175,12 +175,22 @@ def function(owner: str, **values: object) -> None:
             raise TypeError(f"{owner}: {name} must be a function, got {shown(value)}.")
 
 
+class AbstractStored(eqx.Module):
+    """Stands for records that are not in memory, so that no rows can be taken."""
+
+
 def leading_axis(name: str, records: PyTree) -> int:
     """The common length of the leading axes of records.
 
     Raises `ValueError` where they are no numeric arrays or their axes differ; the
     message has types and shapes, never a value.
     """
+    if isinstance(records, AbstractStored):
+        raise ValueError(
+            f"{name} must be in memory here, got {type(records).__name__}: records on "
+            "disk are read by clipped means of all records alone. Use FullBatch() and "
+            "a solver of clipped means, or give a part that fits in memory."
+        )
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(records):
         where = jax.tree_util.keystr(path)

@@ -5,11 +5,14 @@ from typing import Any
 _PACKAGES = {"sklearn": "scikit-learn"}  # where module and package have two names
 
 
-def missing(what: str, *modules: str) -> str:
-    """The message of a part of the library whose optional modules are missing."""
+def missing(what: str, *modules: str, extra: str = "cli") -> str:
+    """The message of a part of the library whose optional modules are missing.
+
+    `extra` is the group of pyproject.toml that has them.
+    """
     packages = [_PACKAGES.get(module, module) for module in modules]
     return (
-        f"{what} needs {' and '.join(packages)}: run pip install -e '.[cli]' in a "
+        f"{what} needs {' and '.join(packages)}: run pip install -e '.[{extra}]' in a "
         f"clone of dpbilevel, or pip install {' '.join(packages)}"
     )
 

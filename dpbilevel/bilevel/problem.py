@@ -16,6 +16,7 @@ from ..core.problem import AbstractProblem
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
 from ..privacy.clipping import one_record
+from ..privacy.disk import shapes_of
 from ..privacy.queries import LEVELS
 from ..sets import AbstractSet, Euclidean
 from .constants import AbstractCertificate, Constants
@@ -120,7 +121,7 @@ class BilevelProblem(AbstractProblem):
     def _check_shapes(self, w0: PyTree, data: Levels) -> None:
         self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
         for role in LEVELS:  # an empty level is fine: its number may be private
-            _checks.leading_axis(f"data.{role}", getattr(data, role))
+            _checks.leading_axis(f"data.{role}", shapes_of(getattr(data, role)))
         if not isinstance(w0, tuple | list) or len(w0) != 2:
             raise ValueError(
                 "w0 must be a pair (x, y) of the upper and the lower starting point, "
@@ -148,8 +149,8 @@ class BilevelProblem(AbstractProblem):
         natural = People.SHARED if _shared(data) else People.OVERLAPPING
         self.check_people(data, natural)
         sizes = Sizes(
-            _checks.leading_axis("data.upper", data.upper),
-            _checks.leading_axis("data.lower", data.lower),
+            _checks.leading_axis("data.upper", shapes_of(data.upper)),
+            _checks.leading_axis("data.lower", shapes_of(data.lower)),
             natural if people is None else people,
         )
         self.check_people(data, sizes.people)

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.budget import People
+from ..privacy.disk import OnDisk, shapes_of
 
 
 class Levels(eqx.Module):
@@ -83,9 +84,9 @@ def people_of(sizes: object) -> People | None:
 def check_apart(data: Levels) -> None:
     """Refuses levels that hold the same records, as far as arrays can tell.
 
-    By identity and memory, never by values: one array in both levels, or two views of
-    one NumPy array that have an entry in common. Arguments of a compiled function are
-    different arrays in it, even where one array was given twice.
+    By identity and memory, never by values: one array in both levels, two views of one
+    NumPy array that have an entry in common, or one file. Arguments of a compiled
+    function are different arrays in it, even where one array was given twice.
 
     Raises:
         ValueError: They do.
@@ -98,6 +99,13 @@ def check_apart(data: Levels) -> None:
         ]
         for level in (data.upper, data.lower)
     )
+    stores = [v.store for v in (data.upper, data.lower) if isinstance(v, OnDisk)]
+    if len(stores) == 2 and set(stores[0].files) & set(stores[1].files):
+        raise ValueError(
+            'people="disjoint" contradicts the data: both levels read one file. Use '
+            'Levels.shared(records) and people="shared", or people="overlapping"; or '
+            "write the records of each level to files of its own."
+        )
     for (here, first), (there, second) in itertools.product(upper, lower):
         if first is second or _share_memory(first, second):
             one, other = (jax.tree_util.keystr(path) for path in (here, there))
@@ -138,4 +146,4 @@ def one_level(data: PyTree) -> int:
             "data is Levels, the records of two levels, but the problem has one: give "
             "the records of one level, such as data.upper."
         )
-    return _checks.leading_axis("data", data)
+    return _checks.leading_axis("data", shapes_of(data))

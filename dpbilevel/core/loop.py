@@ -10,6 +10,7 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from .. import _checks
 from ..privacy.budget import Neighbours
+from ..privacy.disk import OnDisk, shapes_of
 from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.products import check_products
 from ..privacy.rows import padded, padded_rows
@@ -156,7 +157,8 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
     Under add-or-remove-one how many there are is private, and the program that reads
     them, down to the rounding of every record's gradient, depends on the shapes that it
     is compiled for. They are padded to the rows of the plan, and the padding is masked:
-    `Padded` records, in each level. Under replace-one they stay as they are.
+    `Padded` records, in each level, or `OnDisk` ones of so many rows. Under replace-one
+    they stay as they are.
 
     Raises:
         ValueError: There are more records than rows.
@@ -166,12 +168,14 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
 
     def pad(records, size, name):
         rows = padded_rows(size)
-        if _checks.leading_axis(name, records) > rows:
+        if _checks.leading_axis(name, shapes_of(records)) > rows:
             raise ValueError(
                 f"{owner}: {name} has more records than the {rows} rows that the plan "
                 f"for {size} pads them to. Under add-or-remove-one the planned size is "
                 "a public bound; calibrate with a larger sizes=."
             )
+        if isinstance(records, OnDisk):
+            return records.padded(rows)
         # As many rows on every device.
         return padded(records, rows + -rows % shards_of(records).count)
 

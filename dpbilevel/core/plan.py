@@ -11,6 +11,7 @@ from .. import _checks
 from ..privacy import accounting
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import SUMS, Precision
+from ..privacy.disk import OnDisk
 from ..privacy.floats import check_rounding
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
@@ -18,8 +19,8 @@ from ..privacy.noise import PRNGKey, check_key
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.report import PrivacyReport, describe
-from ..privacy.sampling import AbstractSampling
-from .levels import Sizes, people_of
+from ..privacy.sampling import AbstractSampling, FullBatch
+from .levels import Levels, Sizes, people_of
 from .loop import solve, solver_for
 from .problem import AbstractProblem
 from .solution import Plan, Solution, Solver, divergence
@@ -148,6 +149,9 @@ def fit(
     check_key(key)
     problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)
+    if _on_disk(data):
+        any_noise = solver.with_sizes(sizes).with_noise(1.0)
+        _check_drawn(any_noise.ledger(problem, sizes), data)
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
     solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
     rejected = solution.rejected_updates
@@ -155,6 +159,21 @@ def fit(
     if remark is not None:
         warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
     return Solution(solution.value, solution.trajectory, rejected, plan.report)
+
+
+def _on_disk(data: PyTree) -> bool:
+    levels = (data.upper, data.lower) if isinstance(data, Levels) else (data,)
+    return any(isinstance(level, OnDisk) for level in levels)
+
+
+def _check_drawn(ledger: Ledger, data: PyTree) -> None:
+    """Refuses records on disk that batches are drawn from, before noise is sought."""
+    for query in (query for release in ledger.releases for query in release.queries):
+        if not isinstance(query.sampling, FullBatch):
+            name = "data" if query.role == RECORDS else f"data.{query.role}"
+            records = data if query.role == RECORDS else getattr(data, query.role)
+            owner = type(query.sampling).__name__
+            _checks.leading_axis(f"fit: {owner} draws from {name}, which", records)
 
 
 def least_multiplier(

@@ -2,6 +2,7 @@
 
 from .budget import Neighbours, People, PrivacyBudget
 from .clipping import Basis, Bounded, clipped_mean
+from .disk import OnDisk
 from .ledger import Ledger
 from .mechanisms import Gaussian
 from .noise import root_key
@@ -19,6 +20,7 @@ __all__ = [
     "Gaussian",
     "Ledger",
     "Neighbours",
+    "OnDisk",
     "People",
     "Poisson",
     "PrivacyBudget",

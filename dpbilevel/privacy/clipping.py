@@ -15,13 +15,14 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
+from .disk import OnDisk, reader, shapes_of
 from .factored import Factored, is_structured
 from .floats import is_below
 from .grid import Grid
 from .norms import TOO_LONG, measured, wide
 from .products import check_products
 from .sampling import Batch
-from .shards import shards_of
+from .shards import Shards, shards_of
 from .structure import opened
 from .summation import GROUP, AbstractSum, FloatSum, GridSum, largest_group
 
@@ -175,8 +176,8 @@ def clipped_mean(
         fun: Maps one record to a pytree of floating-point arrays. It must not see
             other records: no closure over private data.
         records: A pytree whose leaves share the leading axis of length $n \ge 0$, or a
-            `Batch` as a sampling scheme draws it, whose mask and denominator are used.
-            Rows may be spread over devices; see docs/devices.md.
+            `Batch` as a sampling scheme draws it, whose mask and denominator are used;
+            or `OnDisk`. Rows may be spread over devices; see docs/devices.md.
         clip_norm: $C > 0$.
         mask: Which rows are records; `False` rows contribute zero. All when omitted.
         denominator: $m > 0$, fixed and public. Defaults to $n$, the length of the
@@ -245,7 +246,7 @@ def clipped_mean(
         in_place = records.in_place and in_place
         size, shards = records.size, records.shards
         records, mask, denominator = records.records, records.mask, records.denominator
-    n = _checks.leading_axis("records", records)
+    n = _checks.leading_axis("records", shapes_of(records))
     records = _checks.on_device(records)
     public = denominator is not None
     denominator = max(n, 1) if denominator is None else denominator
@@ -257,13 +258,21 @@ def clipped_mean(
             f"records, got {mask.dtype} of shape {mask.shape}."
         )
     numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
-    shards = shards or shards_of((records, mask))
-    size, own = n if size is None else size, n // shards.count
+    on_disk = isinstance(records, OnDisk)
+    if on_disk and mask is not None:
+        raise ValueError(
+            "clipped_mean: mask= is for records in memory, got OnDisk records. Write "
+            "NaN into the records that are to count for nothing."
+        )
+    shards = Shards() if on_disk else shards or shards_of((records, mask))
+    size, part = n if size is None else size, n // shards.count
     record = one_record(records)
     plain, constants = opened(fun, record, shards)
     for products in (True, False):
         cheap, value = _cheapest(plain, constants, record, products=products)
-        rows = _chunk_rows(own, _rows(microbatch, value, record, own))
+        own, rows = part, _chunk_rows(part, _rows(microbatch, value, record, part))
+        if on_disk and microbatch == "auto" and rows == part:
+            own, rows = _rows_from_disk(part, value, record)
         rule = SUMS[precision](_widened(value), *numbers, size, rows, in_place, own)
         if in_place or rule.rounding <= _MOST_ROUNDING:
             break
@@ -274,7 +283,7 @@ def clipped_mean(
         """The sum over the rows of one part, and by `axes` over all."""
         constants, clip_norm, denominator = given
         here = dataclasses.replace(rule, clip_norm=clip_norm, denominator=denominator)
-        sums = _clipped_sum(functools.partial(cheap, constants), rows, here)
+        sums = _clipped_sum(functools.partial(cheap, constants), *rows, here)
         return sums if axes is None else here.joined(sums, axes)
 
     mean = rule.mean(shards.summed(part, (constants, *numbers), (records, mask)))
@@ -309,26 +318,20 @@ def _bytes(arrays: list[Any]) -> int:
     return sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in arrays)
 
 
-def _clipped_sum(fun, masked: PyTree, rule: AbstractSum) -> PyTree:
-    """Adds clipped values of records, which come with their mask, chunk by chunk."""
+def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
+    """Adds clipped values chunk by chunk."""
     if rule.part == 0:
         return rule.empty()
-    rows = rule.rows
     # Nothing passes a clip norm so large that sums overflow, or so small that the noise
     # made for it underflows; nor a denominator that may count as zero.
     valid = (rule.clip_norm > 1e-25) & (rule.clip_norm < 1e30)
     valid &= rule.denominator > 1e-25
     clip_norm = jnp.where(valid, rule.clip_norm, 1)
+    read = reader(records, mask, rule.part, rule.rows)
 
     def add(sums, index):
-        start = jnp.minimum(index * rows, rule.part - rows)
-        # Slicing inside the loop reads the records in place; reshaping copies them.
-        chunk, keep = jax.tree.map(
-            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), masked
-        )
-        # The last chunk reaches back to rows that were added already.
-        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        keep = fresh & valid if keep is None else fresh & valid & keep
+        chunk, keep = read(index)
+        keep &= valid
         values, norms, lengths = jax.vmap(lambda z: measured(fun(z), clip_norm))(chunk)
         # Read from the bits, so that no option of the compiler skips it.
         keep &= is_below(norms, TOO_LONG)
@@ -339,6 +342,18 @@ def _clipped_sum(fun, masked: PyTree, rule: AbstractSum) -> PyTree:
 
     indices = jnp.arange(rule.chunks, dtype=jnp.int32)
     return jax.lax.scan(add, rule.empty(), indices)[0]
+
+
+def _rows_from_disk(n: int, value: PyTree, record: PyTree) -> tuple[int, int]:
+    """The rows of a pass and of a chunk, where memory would take all rows at once.
+
+    Chunks of whole groups; the last one is padded.
+    """
+    leaves = jax.tree.leaves(value, is_leaf=is_structured)
+    groups = [largest_group(v) for v in leaves if isinstance(v, Factored)]
+    fit = microbatch_rows(value, record, jax.default_backend())
+    most = max(fit, GROUP, *groups)
+    return (n, n) if n <= most else (-(-n // most) * most, most)
 
 
 def _chunk_rows(n: int, rows: int) -> int:
@@ -370,7 +385,8 @@ def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any,
 def one_record(records: PyTree) -> PyTree:
     """The shapes and dtypes of one record of `records`."""
     return jax.tree.map(
-        lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), _shapes(records)
+        lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype),
+        _shapes(shapes_of(records)),
     )
 
 

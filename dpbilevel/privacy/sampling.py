@@ -67,7 +67,8 @@ class AbstractSampling(eqx.Module):
         """Draws one batch.
 
         Args:
-            records: All records, with a common leading axis, or `Padded`.
+            records: All records, with a common leading axis, or `Padded`; `FullBatch`
+                takes `OnDisk` too.
             size: The planned, public number of records.
             key: A typed key for this draw alone; as secret as the noise's.
             index: The number of the batch in the run, from 0; read by schemes that are
@@ -191,7 +192,7 @@ class Poisson(AbstractSampling):
             ValueError: There are more records than planned for a given `capacity`.
         """
         records, present = unpacked(records)
-        n = jax.tree.leaves(records)[0].shape[0]
+        n = _checks.leading_axis("Poisson: records", records)
         if self.capacity is not None and n > size:
             raise ValueError(
                 f"Poisson: the overflow of a capacity of {self.capacity} is accounted "
@@ -259,6 +260,7 @@ class AbstractFixedBatch(AbstractSampling):
         return float(self.size)
 
     def _batch(self, records: PyTree, members: Int[Array, " rows"]) -> Batch:
+        _checks.leading_axis(f"{type(self).__name__}: records", records)
         batch, padded, shards = taken(records, members)
         mask = None
         if len(padded) > self.size:

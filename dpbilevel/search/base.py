@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
+from .. import _checks
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, derive
@@ -116,6 +117,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
 def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
     """Every record's loss at every point proposed, zero elsewhere; `Padded` as data."""
     records, present = unpacked(data)
+    _checks.leading_axis("data", records)
 
     def at_one(row):
         point, index = row

@@ -143,6 +143,30 @@ def test_float32_in_float32_out(name):
     assert dtypes(*calibrated(name)) == {jnp.dtype("f4")}
 
 
+@pytest.mark.slow
+@solvers
+def test_records_on_disk_release_the_same_bits_or_are_refused(name):
+    problem, solver, data, w0 = calibrated(name)
+
+    def stored(level):
+        return dpb.OnDisk.arrays(jax.tree.map(np.asarray, level))
+
+    if not isinstance(data, dpb.Levels):
+        disk = stored(data)
+    elif data.is_shared:
+        disk = dpb.Levels.shared(stored(data.upper))
+    else:
+        disk = dpb.Levels(stored(data.upper), stored(data.lower))
+    try:
+        got = dpb.solve(problem, solver, disk, w0, key=jax.random.key(KEY)).value
+    except ValueError as error:
+        if "must be in memory here, got OnDisk" not in str(error):
+            raise
+    else:
+        want = dpb.solve(problem, solver, data, w0, key=jax.random.key(KEY)).value
+        chex.assert_trees_all_equal(got, want)
+
+
 @distinct_solvers
 def test_no_key_is_used_twice(name):
     problem, solver, data, w0 = calibrated(name)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
+from ... import _checks
 from ..._checks import Number
 from ...bilevel import sensitivities
 from ...onelevel.problem import FiniteSum
@@ -114,6 +115,7 @@ class MeanLoss(AbstractScore):
         check_loss_dtype(self.problem.loss, (start,), batch.records)
         reach = self._reach()
         if self.measure == "slope":
+            _checks.leading_axis("data", batch.records)
             assert batch.mask is None  # draws on continuous sets are of replace-one
             return _Terms(self.problem, batch.records, start, reach, self.sizes)
         half = reach / 2 if self._clipped else reach

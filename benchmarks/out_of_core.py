@@ -1,0 +1,224 @@
+"""Passes over records on disk: their time beside reading the files, and memory.
+
+Run by `python -m benchmarks out_of_core [--records=N] [--features=D]`. The files, those
+of NumPy and, where pyarrow is installed, Parquet, are written to a temporary folder.
+Every time is the least of several, reading and passes in turns.
+"""
+
+import argparse
+import concurrent.futures
+import importlib.util
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpbilevel as dpb
+
+FILES, PIECE, BLOCK = 4, 2**16, 2**15  # files; rows written and read at once
+MEMORY = 2**20  # records of a pass in memory, to compare with
+REPEATS, STEPS = 4, 2
+
+
+def pieces(count, width, seed):
+    """The records of one file, some at a time."""
+    rng = np.random.default_rng(seed)
+    for first in range(0, count, PIECE):
+        rows = min(PIECE, count - first)
+        features = rng.standard_normal((rows, width), np.float32)
+        yield features, np.sign(features[:, 0] + rng.standard_normal(rows, np.float32))
+
+
+def write_arrays(folder, count, width):
+    """Two arrays in NumPy's format, written without holding one of them."""
+    paths = [folder / "features.npy", folder / "label.npy"]
+    with open(paths[0], "wb") as features, open(paths[1], "wb") as label:
+        for file, shape in ((features, (count, width)), (label, (count,))):
+            about = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, about)
+        for parts in pieces(count, width, 0):
+            for part, file in zip(parts, (features, label), strict=True):
+                part.tofile(file)
+    return paths
+
+
+def read_arrays(paths, width):
+    """Reads the files into one buffer."""
+    buffer = memoryview(bytearray(4 * width * BLOCK))
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def arrays(paths, width):
+    features, label = (np.load(path, mmap_mode="r") for path in paths)
+    return dpb.OnDisk.arrays({"features": features, "label": label})
+
+
+def names(width):
+    return [f"x{j}" for j in range(width)]
+
+
+def write_parquet(folder, count, width):
+    import pyarrow
+    from pyarrow import parquet
+
+    paths = []
+    for i in range(FILES):
+        paths.append(folder / f"{i}.parquet")
+        rows = count // FILES + (i < count % FILES)
+        columns = [(name, pyarrow.float32()) for name in [*names(width), "label"]]
+        schema = pyarrow.schema(columns)
+        with parquet.ParquetWriter(paths[-1], schema, use_dictionary=False) as out:
+            for features, label in pieces(rows, width, i):
+                values = [np.ascontiguousarray(v) for v in (*features.T, label)]
+                out.write_table(pyarrow.table(values, schema=schema))
+    return paths
+
+
+def read_parquet(paths, width):
+    """Reads the files into one array of columns."""
+    from pyarrow import parquet
+
+    table = np.empty((BLOCK, width + 1), np.float32, order="F")
+    for path in paths:
+        with parquet.ParquetFile(path, buffer_size=2**18) as file:
+            for batch in file.iter_batches(BLOCK):
+                for j, column in enumerate(batch.columns):
+                    table[: len(batch), j] = column.to_numpy()
+
+
+def parquet(paths, width):
+    return dpb.OnDisk.parquet(paths, {"features": names(width), "label": "label"})
+
+
+def forget(paths):
+    """Drops files from the system's cache, where it can be asked to."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds(fun):
+    """The time of a call: by the clock, and of all cores together."""
+    begin = np.asarray([time.perf_counter(), time.process_time()])
+    fun()
+    return [time.perf_counter(), time.process_time()] - begin
+
+
+def elsewhere(fun, *arguments):
+    """Calls a function in another process, whose memory is not counted here."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(fun, *arguments).result()
+
+
+def peak():
+    """The most memory that this process had, in GiB; unknown but on Linux."""
+    status = pathlib.Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+    return sizes[0] / 2**20 if sizes else float("nan")
+
+
+def gradients(records, width):
+    """A call of a compiled pass: the clipped mean of gradients."""
+
+    @jax.jit
+    def mean(w, records):
+        return dpb.privacy.clipped_mean(
+            lambda record: jax.grad(dpb.logistic_loss)(w, record),
+            records,
+            clip_norm=1.0,
+            precision="grid",
+        )
+
+    w = jnp.zeros(width)
+    mean(w, records)
+    return lambda: jax.block_until_ready(mean(w, records))
+
+
+def descent(records, width):
+    """A call of a compiled run of `STEPS` steps."""
+    solver = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.5, sizes=records.rows)
+    problem, key = dpb.FiniteSum(dpb.logistic_loss), dpb.root_key()
+    run = jax.jit(dpb.solve)
+    args = problem, solver.with_noise(1e3), records, jnp.zeros(width)
+    run(*args, key=key)
+    return lambda: jax.block_until_ready(run(*args, key=key).value)
+
+
+def timed_on_disk(kind, paths, width):
+    """The times of reading, of a pass and of a run over files; the memory of both."""
+    _, read, opened = KINDS[kind]
+    records = opened(paths, width)
+    calls = {
+        "a pass": gradients(records, width),
+        f"a run of {STEPS} steps": descent(records, width),
+    }
+    times = {name: [] for name in calls}
+    for _ in range(REPEATS):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    most = peak()
+    calls = {"reading": lambda: read(paths, width), "a pass": calls["a pass"]}
+    times["reading"] = []
+    for _ in range(REPEATS):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    if hasattr(os, "posix_fadvise"):
+        for name, call in calls.items():
+            times[f"{name}, cold"] = []
+            for _ in range(REPEATS // 2):
+                forget(paths)
+                times[f"{name}, cold"].append(seconds(call))
+    return {name: np.min(both, axis=0) for name, both in times.items()}, most
+
+
+def timed_in_memory(width):
+    """The time of a pass over `MEMORY` records in memory."""
+    part = [np.concatenate(v) for v in zip(*pieces(MEMORY, width, 0), strict=True)]
+    memory = dict(zip(("features", "label"), map(jnp.asarray, part), strict=True))
+    call = gradients(memory, width)
+    return np.min([seconds(call) for _ in range(REPEATS)], axis=0)
+
+
+def measure(kind, folder, count, width):
+    """Prints the times of reading the files and of a pass over them."""
+    paths = elsewhere(KINDS[kind][0], folder, count, width)
+    size = sum(os.path.getsize(path) for path in paths) / 2**30
+    times, most = elsewhere(timed_on_disk, kind, paths, width)
+    in_memory = elsewhere(timed_in_memory, width)
+    times["a pass in memory, extrapolated"] = in_memory * count / MEMORY
+    print(f"{kind}: {size:.2f} GiB; peak memory of the process {most:.2f} GiB")
+    for name, (clock, cores) in times.items():
+        print(f"  {name}: {clock:.2f} s by the clock, {cores:.2f} s of all cores")
+
+
+KINDS = {
+    "NumPy": (write_arrays, read_arrays, arrays),
+    "Parquet": (write_parquet, read_parquet, parquet),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser("benchmarks out_of_core")
+    parser.add_argument("--records", type=int, default=200_000)
+    parser.add_argument("--features", type=int, default=100)
+    parser.add_argument("--folder", help="where a temporary folder is made")
+    options = parser.parse_args()
+    count, width = options.records, options.features
+    print(f"{count} records of {width} features and a label, float32")
+    for kind in KINDS:
+        if kind == "Parquet" and importlib.util.find_spec("pyarrow") is None:
+            print("Parquet: pyarrow is not installed")
+            continue
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            measure(kind, pathlib.Path(folder), count, width)

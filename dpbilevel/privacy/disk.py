@@ -1,0 +1,245 @@
+"""Records on disk, which clipped means read in chunks of a public size."""
+
+import concurrent.futures
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
+
+from .. import _checks
+from .rows import filler
+from .stores import AbstractStore, ArrayStore, Columns, Fill, ParquetStore, Paths
+
+Progress = Callable[[int, int], None]
+# Maps the number of a chunk to its rows, and to which of them are to be added.
+Reader = Callable[[Int[Array, ""]], tuple[PyTree, Bool[Array, " rows"]]]
+Chunk = tuple[list[np.ndarray], np.ndarray]  # the same on the host
+_MOST_PASSES = 4  # at a time, by one compiled program
+
+
+class OnDisk(_checks.AbstractStored):
+    """Records that every pass reads from disk, for data that no memory holds.
+
+    It stands where records stand: `fit(problem, solver, OnDisk.parquet(...), w0, ...)`,
+    `Levels(upper=..., lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only
+    `FullBatch` draws from it. A pass reads chunks of a public number of rows in their
+    order, the next one while one is worked on; no more than a few chunks are in memory,
+    of about 16 MiB on a CPU. Made by `OnDisk.arrays` and `OnDisk.parquet`, which read
+    shapes, and whether there are nulls.
+
+    Attributes:
+        guard: An array without axes, so that what takes rows of arrays fails.
+        rows: The number of rows that a pass runs over. Public. Static.
+        store: Where the records lie. Static.
+        structure: That of the records as a pytree. Static.
+        progress: What is called in every pass. Static.
+
+    Privacy:
+        What is released is what the same records in memory release, on the grid bit for
+        bit (docs/out_of_core.md). Errors, and what `progress` is called with, depend on
+        files and sizes, not on the values of records; not protected is that a column
+        with nulls is refused. How long a pass takes is covered by no guarantee.
+    """
+
+    guard: Bool[Array | np.ndarray, ""]
+    rows: int = eqx.field(static=True)
+    store: AbstractStore = eqx.field(static=True)
+    structure: Any = eqx.field(static=True)
+    progress: Progress | None = eqx.field(static=True, default=None)
+
+    @classmethod
+    def arrays(cls, records: PyTree, *, progress: Progress | None = None) -> Self:
+        """Records in NumPy arrays that are mapped from files.
+
+        Args:
+            records: A pytree of NumPy arrays that share their leading axis, such as
+                those of `numpy.load(path, mmap_mode="r")`. They must not change.
+            progress: Called with the rows read so far and all rows, in every pass.
+
+        Raises:
+            OSError: A file is missing.
+            TypeError: A leaf is no NumPy array.
+            ValueError: Leading axes differ, or an array is not numeric.
+        """
+        found, structure = jax.tree_util.tree_flatten_with_path(records)
+        for path, leaf in found:
+            name = f"records{jax.tree_util.keystr(path)}"
+            _checks.instance("OnDisk.arrays", np.ndarray, **{name: leaf})
+        _checks.leading_axis("OnDisk.arrays: records", records)
+        return cls._of(ArrayStore([leaf for _, leaf in found]), structure, progress)
+
+    @classmethod
+    def parquet(
+        cls, paths: Paths, columns: Columns, *, progress: Progress | None = None
+    ) -> Self:
+        """Records in the rows of Parquet files; needs pyarrow.
+
+        Args:
+            paths: A file, or several whose rows follow each other.
+            columns: What a record is made of: a column for a number, a list of columns
+                for a vector, as in `{"features": ["age", "income"], "label": "paid"}`.
+                They hold numbers or truth values; a vector has their common dtype.
+            progress: Called with the rows read so far and all rows, in every pass.
+
+        Returns:
+            Records that are dictionaries with the keys of `columns`.
+
+        Raises:
+            ImportError: pyarrow is missing.
+            OSError: A file is missing, or no Parquet file.
+            ValueError: A column is missing, is not numeric, has nulls, or has another
+                type in another file.
+        """
+        store = ParquetStore(paths, dict(sorted(columns.items())))
+        structure = jax.tree.structure(dict.fromkeys(columns, 0))
+        return cls._of(store, structure, progress)
+
+    @classmethod
+    def _of(cls, store: AbstractStore, structure: Any, progress) -> Self:
+        return cls(np.asarray(True), store.count, store, structure, progress)
+
+    @property
+    def shapes(self) -> PyTree:
+        """The records as shapes, in the dtypes that JAX gives arrays in memory."""
+        return self._shapes(self.rows)
+
+    def padded(self, rows: int) -> Self:
+        """The same records, followed by rows that count for nothing up to `rows`."""
+        return dataclasses.replace(self, rows=rows)
+
+    def _shapes(self, rows: int) -> PyTree:
+        shapes = [
+            jax.ShapeDtypeStruct((rows, *shape), jax.dtypes.canonicalize_dtype(dtype))
+            for shape, dtype in self.store.kinds
+        ]
+        return jax.tree.unflatten(self.structure, shapes)
+
+
+def shapes_of(records: PyTree) -> PyTree:
+    """What stands for records where their shapes alone are read."""
+    return records.shapes if isinstance(records, OnDisk) else records
+
+
+def reader(
+    records: PyTree, mask: Bool[Array, " n"] | None, n: int, rows: int
+) -> Reader:
+    """A function that reads chunks of `rows` rows of `n` inside a compiled program.
+
+    Args:
+        records: Arrays, or `OnDisk`, which is padded to `n` rows.
+        mask: Which rows of arrays are records. All when omitted.
+        n: The number of rows of a pass.
+        rows: The number of rows of a chunk; the last one reaches back to rows that were
+            added already, which are marked as such and not read again from disk.
+
+    Raises:
+        OSError: A file is missing or has changed.
+    """
+    if isinstance(records, OnDisk):
+        return _from_disk(records, n, rows)
+
+    def read(number):
+        start = jnp.minimum(number * rows, n - rows)
+        # Slicing inside the loop reads the records in place; reshaping copies them.
+        chunk, keep = jax.tree.map(
+            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), (records, mask)
+        )
+        fresh = start + jnp.arange(rows, dtype=number.dtype) >= number * rows
+        return chunk, fresh if keep is None else fresh & keep
+
+    return read
+
+
+def _from_disk(records: OnDisk, n: int, rows: int) -> Reader:
+    records.store.check()
+    leaves = jax.tree.leaves(records._shapes(rows))
+    chunks = _Chunks(records.store, leaves, n, records.progress)
+    keep = jax.ShapeDtypeStruct((rows,), bool)
+
+    def read(number):
+        # The rows are a function of the number alone: the compiler may read a chunk
+        # again or not at all, and nothing needs an order, which `vmap` would refuse of
+        # an `io_callback`.
+        values, fresh = jax.pure_callback(
+            chunks, (leaves, keep), number, vmap_method="sequential"
+        )
+        return jax.tree.unflatten(records.structure, values), fresh
+
+    return read
+
+
+class _Chunks:
+    """Reads chunks by their numbers, and after each the next one in the background.
+
+    Any order gives the same rows; a pass in order reads every row once.
+    """
+
+    def __init__(
+        self,
+        store: AbstractStore,
+        shapes: list[jax.ShapeDtypeStruct],
+        total: int,
+        progress: Progress | None,
+    ):
+        self._store, self._shapes, self._progress = store, shapes, progress
+        self._total, self._rows = total, shapes[0].shape[0]
+        self._count = -(-total // self._rows)
+        self._lock = threading.Lock()
+        # The number of the next chunk of each pass, the chunk, and what reads on.
+        self._ahead: list[tuple[int, concurrent.futures.Future, Fill]] = []
+
+    def __call__(self, number: Any) -> Chunk:
+        number = int(number)
+        if number == 0:
+            self._store.check()
+        chunk, fill = self._begun(number)
+        try:
+            result = chunk.result()
+        except Exception as error:  # JAX shows the traceback: where it began is enough
+            raise error.with_traceback(None) from None
+        if number + 1 < self._count:
+            with self._lock:
+                later = _soon(self._read, number + 1, fill)
+                self._ahead.append((number + 1, later, fill))
+                del self._ahead[:-_MOST_PASSES]  # left by passes that were stopped
+        if self._progress is not None:
+            self._progress(min((number + 1) * self._rows, self._total), self._total)
+        return result
+
+    def _begun(self, number: int) -> tuple[concurrent.futures.Future, Fill]:
+        with self._lock:
+            for i, (ahead, chunk, fill) in enumerate(self._ahead):
+                if ahead == number:
+                    del self._ahead[i]
+                    return chunk, fill
+        fill = self._store.reader(number * self._rows)
+        return _soon(self._read, number, fill), fill
+
+    def _read(self, number: int, fill: Fill) -> Chunk:
+        begin = number * self._rows
+        # Where in the chunk its new rows begin, and where its records end.
+        place = begin - min(begin, self._total - self._rows)
+        records = min(self._rows - place, max(0, self._store.count - begin))
+        stop = place + records
+        leaves = [np.empty(v.shape, v.dtype, self._store.order) for v in self._shapes]
+        for leaf in leaves:
+            leaf[:place] = leaf[stop:] = filler(leaf.dtype)
+        if records:
+            fill([leaf[place:stop] for leaf in leaves])
+        numbers = np.arange(self._rows)
+        return leaves, (numbers >= place) & (numbers < stop)
+
+
+def _soon(fun: Callable[..., Chunk], *arguments: Any) -> concurrent.futures.Future:
+    """The result of a function that a thread runs, which ends with it."""
+    pool = concurrent.futures.ThreadPoolExecutor(1, "dpbilevel-disk")
+    try:
+        return pool.submit(fun, *arguments)
+    finally:
+        pool.shutdown(wait=False)

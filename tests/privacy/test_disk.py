@@ -1,0 +1,345 @@
+import functools
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.core import plan
+from dpbilevel.core.loop import advance, planned_rows
+from dpbilevel.core.resume import first_checkpoint, run_in_parts
+from dpbilevel.privacy import clipped_mean, clipping, stores
+from dpbilevel.privacy.clipping import unsealed
+from dpbilevel.privacy.disk import OnDisk, reader
+from tests.privacy.test_stores import write
+
+COLUMNS = {"features": [f"x{j}" for j in range(20)], "label": "y"}
+BUDGET = dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)
+N = 1984  # rows that a program treats alike: a multiple of 64
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks of few records, of parts and batches that do not divide them."""
+    monkeypatch.setattr(clipping, "_MICROBATCH_BYTES", {"cpu": 40_000})
+    monkeypatch.setattr(stores, "_PART", 50)
+    monkeypatch.setattr(stores, "_BATCH", 130)
+
+
+def records(n=N, seed=0):
+    rng = np.random.default_rng(seed)
+    features = rng.standard_normal((n, 20)).astype(np.float32)
+    features[n // 3 :: 97] = np.nan
+    label = np.sign(rng.standard_normal(n)).astype(np.float32)
+    return {"features": features, "label": label}
+
+
+def mapped(folder, data, **options):
+    for name, values in data.items():
+        np.save(folder / f"{name}.npy", values)
+    maps = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in data}
+    return OnDisk.arrays(maps, **options)
+
+
+def parquet(folder, data, **options):
+    pytest.importorskip("pyarrow")
+    paths, cuts = [], [0, 3, len(data["label"]) // 2, len(data["label"])]
+    for i in range(3):
+        rows = {k: v[cuts[i] : cuts[i + 1]] for k, v in data.items()}
+        numbers = map(np.ascontiguousarray, rows["features"].T)
+        table = dict(zip(COLUMNS["features"], numbers, strict=True))
+        paths.append(write(folder / f"{i}.parquet", table | {"y": rows["label"]}))
+    return OnDisk.parquet(paths, COLUMNS, **options)
+
+
+def logistic(w, record):
+    return jnp.log1p(jnp.exp(-record["label"] * jnp.vdot(record["features"], w["a"])))
+
+
+def softmax(w, record):
+    logits = record["features"] @ w["a"] + w["b"]
+    return -record["label"] * jax.nn.log_softmax(logits)[0]
+
+
+def network(w, record):
+    return jnp.sum(jnp.tanh(record["features"] @ w["a"]) @ w["b"]) * record["label"]
+
+
+def start(*shapes):
+    rng = np.random.default_rng(5)
+    names = "ab"[: len(shapes)]
+    return {
+        k: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for k, shape in zip(names, shapes, strict=True)
+    }
+
+
+LOSSES = {
+    "taken whole in memory": (logistic, start((20,))),
+    "whole, with groups": (softmax, start((20, 2), (2,))),
+    "micro-batches": (network, start((20, 16), (16, 3))),
+}
+problem = dpb.FiniteSum(logistic)
+W0, W1 = {"a": jnp.zeros(20)}, {"a": jnp.ones(20)}
+
+
+def mean(loss, w, data, **options):
+    fun = lambda record: jax.grad(loss)(w, record)  # noqa: E731
+    return unsealed(clipped_mean(fun, data, clip_norm=0.5, precision="grid", **options))
+
+
+def assert_same_bits(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def fitted(data):
+    solver = dpb.NoisyGD(3, clip_norm=1.0, step_size=0.5)
+    key = jax.random.key(0)
+    return dpb.fit(problem, solver, data, W0, budget=BUDGET, key=key).value
+
+
+@pytest.mark.parametrize("place", [mapped, parquet])
+@pytest.mark.parametrize("case", LOSSES)
+def test_clipped_means_have_the_bits_of_records_in_memory(tmp_path, place, case):
+    got, want = (
+        mean(*LOSSES[case], v) for v in (place(tmp_path, records()), records())
+    )
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("microbatch", [48, 512, 2**20])
+def test_they_have_them_for_any_micro_batch(tmp_path, microbatch):
+    loss, w = LOSSES["micro-batches"]
+    disk = mapped(tmp_path, records(1501))
+    got, want = (mean(loss, w, v, microbatch=microbatch) for v in (disk, records(1501)))
+    assert_same_bits(got, want)
+
+
+def test_a_chunk_that_is_left_out_is_seen(tmp_path):
+    loss, w = LOSSES["micro-batches"]
+    fewer = mapped(tmp_path, {k: v[: N - 64] for k, v in records().items()})
+    got = mean(loss, w, fewer, denominator=N)
+    with pytest.raises(AssertionError):
+        assert_same_bits(got, mean(loss, w, records()))
+
+
+def test_a_run_releases_the_bits_of_records_in_memory(tmp_path):
+    assert_same_bits(fitted(mapped(tmp_path, records())), fitted(records()))
+
+
+@pytest.mark.reuses_keys
+def test_compiled_and_vectorized_runs_do_too(tmp_path):
+    solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5, sizes=N).with_noise(5.0)
+    keys = jax.random.split(jax.random.key(1), 2)
+
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def runs(data, key):
+        return jax.jit(dpb.solve)(problem, solver, data, W0, key=key).value
+
+    assert_same_bits(runs(mapped(tmp_path, records()), keys), runs(records(), keys))
+
+
+def test_one_file_in_both_levels_is_refused_as_disjoint(tmp_path):
+    def loss(x, w, record):
+        return logistic(w, record)
+
+    two = dpb.BilevelProblem(loss, loss)
+    data = dpb.Levels(mapped(tmp_path, records()), mapped(tmp_path, records()))
+    w0 = jnp.zeros(()), W0
+    assert two.sizes_of(data) == dpb.Sizes(N, N, "overlapping")
+    two.check(w0, data)
+    with pytest.raises(ValueError, match="contradicts the data: both levels read one"):
+        two.sizes_of(data, "disjoint")
+
+
+def test_a_private_number_of_records_is_padded(tmp_path):
+    noise = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5, noise=noise, sizes=N)
+
+    def read(data):
+        return jax.jit(lambda w, data: mean_of_batch(w, data))(W1, data)
+
+    def mean_of_batch(w, data):
+        batch = dpb.FullBatch().draw(data, N, key=None)
+        fun = lambda record: jax.grad(logistic)(w, record)  # noqa: E731
+        return unsealed(clipped_mean(fun, batch, clip_norm=0.5, precision="grid"))
+
+    seen = set()
+    for n in (0, 1, N - 1, N + 1):
+        disk = mapped(tmp_path, records(n), progress=lambda *rows: seen.add(rows))
+        got, want = (read(planned_rows(solver, data)) for data in (disk, records(n)))
+        assert_same_bits(got, want)
+    assert len({total for _, total in seen}) == 1  # which does not depend on n
+    with pytest.raises(ValueError, match="more records than"):
+        planned_rows(solver, mapped(tmp_path, records(N + 65)))
+
+
+@pytest.mark.reuses_keys
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
+    solver = dpb.NoisyGD(4, clip_norm=1.0, step_size=0.5, sizes=N).with_noise(5.0)
+    begin = first_checkpoint(
+        problem, solver, W0, key=jax.random.key(3), fingerprint={}, with_start=False
+    )
+
+    def run(data, saved, keep):
+        @jax.jit
+        def part(state, keys):
+            return advance(problem, solver, data, state, keys, trajectory=True)
+
+        return run_in_parts(lambda s, k: part(s.state, k), saved, 4, keep, chunk=2).path
+
+    kept = []
+    whole = run(mapped(tmp_path, records()), begin, kept.append)
+    resumed = run(mapped(tmp_path, records()), kept[0], lambda saved: None)
+    assert kept[0].done == 2
+    assert_same_bits(resumed, whole)
+    assert_same_bits(resumed, run(records(), begin, lambda saved: None))
+
+
+def test_nothing_is_read_before_a_program_runs_and_no_record_is_in_it(tmp_path):
+    reads = []
+    disk = mapped(tmp_path, records(), progress=lambda *rows: reads.append(rows))
+    traced = jax.make_jaxpr(lambda w: mean(logistic, w, disk))(W1)
+    assert reads == []
+    assert all(np.size(v) <= 20 for v in traced.consts)
+    mean(logistic, W1, disk)["a"].block_until_ready()
+    done, totals = zip(*reads, strict=True)
+    assert sorted(done) == list(done)
+    assert done[-1] == totals[0] >= N
+
+
+def test_no_thread_is_left(tmp_path):
+    before = set(threading.enumerate())
+    mean(logistic, W0, mapped(tmp_path, records()))["a"].block_until_ready()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_files_that_change_or_vanish_are_refused_with_their_name(tmp_path):
+    disk = mapped(tmp_path, records())
+    mapped(tmp_path, records(64))
+    with pytest.raises(OSError, match=r"features\.npy has changed"):
+        mean(logistic, W0, disk)
+    disk = mapped(tmp_path, records())
+    (tmp_path / "label.npy").unlink()
+    with pytest.raises(OSError, match=r"cannot read .*label\.npy: No such file"):
+        mean(logistic, W0, disk)
+
+
+def test_an_error_in_a_pass_is_raised_once(tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL)  # JAX logs what it raises
+    label = tmp_path / "label.npy"
+
+    def spoil(done, total):
+        label.unlink(missing_ok=True)
+
+    disk = mapped(tmp_path, records(), progress=spoil)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"OSError: .*label\.npy"):
+        jax.block_until_ready(mean(logistic, W0, disk))
+    assert threading.active_count() < 50
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [dpb.Poisson(0.1), dpb.FixedSize(64), dpb.FixedSize(N), dpb.privacy.SinglePass(64)],
+)
+def test_other_samplings_are_refused(tmp_path, sampling):
+    disk = mapped(tmp_path, records())
+    with pytest.raises(ValueError, match=r"must be in memory here.*Use FullBatch\(\)"):
+        sampling.draw(disk, N, key=jax.random.key(0), index=0)
+
+
+def test_sampled_records_on_disk_are_refused_before_noise_is_sought(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plan, "calibrate", None)  # which may take minutes
+    disk, key = mapped(tmp_path, records()), jax.random.key(0)
+    sampling = dpb.Poisson(0.1)
+    solver = dpb.NoisyGD(3, clip_norm=1.0, step_size=0.5, sampling=sampling)
+    message = "fit: Poisson draws from data, which must be in memory here, got OnDisk"
+    with pytest.raises(ValueError, match=message):
+        dpb.fit(problem, solver, disk, W0, budget=BUDGET, key=key)
+    with pytest.raises(TypeError, match="not callable"):  # the control
+        dpb.fit(problem, solver, records(), W0, budget=BUDGET, key=key)
+
+
+def test_what_needs_records_in_memory_says_so(tmp_path):
+    disk = mapped(tmp_path, records())
+    with pytest.raises(ValueError, match="must be in memory here"):
+        dpb.bilevel.certified._mean(lambda total: total, disk, N)
+    with pytest.raises(ValueError, match="share their leading axis"):
+        fitted({"both": disk})
+    with pytest.raises(ValueError, match="mask= is for records in memory"):
+        mean(logistic, W0, disk, mask=jnp.ones(N, bool))
+
+
+def test_bad_arrays_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="instance of ndarray"):
+        OnDisk.arrays({"features": [1.0, 2.0]})
+    with pytest.raises(ValueError, match="must be a numeric array"):
+        OnDisk.arrays({"features": np.asarray(["red", "blue"])})
+    with pytest.raises(ValueError, match="share their leading axis"):
+        OnDisk.arrays({"features": np.ones((3, 2)), "label": np.ones(4)})
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
+        fitted(OnDisk.arrays(records(0)))
+
+
+def test_parts_of_mapped_arrays_are_read_too(tmp_path):
+    np.save(tmp_path / "both.npy", records()["features"])
+    both = np.load(tmp_path / "both.npy", mmap_mode="r")
+    label = np.ones(N - 10, np.float32)
+    for features in (both[10:], np.asfortranarray(both[:-10][::-1])):
+        data = {"features": features, "label": label}
+        assert_same_bits(
+            mean(logistic, W0, OnDisk.arrays(data)), mean(logistic, W0, data)
+        )
+
+
+@pytest.mark.parametrize("place", [mapped, parquet])
+@pytest.mark.parametrize(("n", "rows"), [(1984, 64), (1984, 300), (1984, 1984), (7, 3)])
+def test_chunks_hold_every_record_once_in_its_place(tmp_path, place, n, rows):
+    data = {k: np.nan_to_num(v) for k, v in records(n).items()}
+    for padding in (0, 500):
+        disk, total = place(tmp_path, data), n + padding
+        read = reader(disk, None, total, rows)
+        held = {
+            k: np.pad(v, [(0, padding)] + [(0, 0)] * (v.ndim - 1))
+            for k, v in data.items()
+        }
+        seen = np.zeros(total, int)
+        order = np.random.default_rng(0).permutation(-(-total // rows))
+        for number in [*range(len(order)), *order]:  # as a pass reads them, and not
+            chunk, keep = jax.tree.map(np.asarray, read(jnp.asarray(number)))
+            first = min(number * rows, total - rows)
+            seen[first : first + rows] += keep
+            for name, values in chunk.items():
+                want = held[name][first : first + rows]
+                np.testing.assert_array_equal(values[keep], want[keep])
+        np.testing.assert_array_equal(seen, np.repeat([2, 0], [n, padding]))
+
+
+def test_no_record_is_a_mean_of_zero():
+    disk = OnDisk.arrays(records(0))
+    assert_same_bits(mean(logistic, W0, disk), W0)
+
+
+def test_arrays_take_the_dtypes_that_they_have_in_memory():
+    rng = np.random.default_rng(0)
+    data = {
+        "features": rng.standard_normal((300, 20)),
+        "label": rng.integers(0, 2, 300).astype(bool),
+        "table": rng.integers(0, 5, 300),
+    }
+    data["features"][7] = 1e300
+
+    def loss(w, record):
+        weight = jnp.where(record["label"], 1.0, 2.0)
+        return weight * w["a"][record["table"]] * jnp.sum(record["features"])
+
+    w = {"a": jnp.ones(5)}
+    assert_same_bits(mean(loss, w, OnDisk.arrays(data)), mean(loss, w, data))

@@ -1,0 +1,100 @@
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpbilevel.privacy import stores
+from dpbilevel.privacy.disk import OnDisk, reader
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(stores, "_BATCH", 130)
+
+
+def write(path, columns, groups=171, **options):
+    arrow = pytest.importorskip("pyarrow")
+    tables = pytest.importorskip("pyarrow.parquet")
+    tables.write_table(arrow.table(columns), path, row_group_size=groups, **options)
+    return path
+
+
+def test_changes_of_a_mapping_that_are_not_written_count(tmp_path):
+    np.save(tmp_path / "records.npy", np.zeros(5))
+    changed = np.load(tmp_path / "records.npy", mmap_mode="c")
+    changed[:] = 3.0
+    rows = np.empty(5)
+    OnDisk.arrays(changed).store.reader(0)([rows])
+    np.testing.assert_array_equal(rows, 3.0)
+
+
+@pytest.mark.parametrize("groups", [1, 7, 130, 5000])
+def test_row_groups_of_any_size_are_read_from_any_record_on(tmp_path, groups):
+    columns = {"a": np.arange(400.0), "b": np.arange(400) % 3 == 0}
+    paths = [write(tmp_path / f"{i}.parquet", columns, groups) for i in range(2)]
+    disk = OnDisk.parquet(paths, {"both": ["b", "a"], "one": "b"})
+    for start in (0, 1, 399, 400, 555):
+        rows = [np.empty((240, 2)), np.empty(240, bool)]
+        disk.store.reader(start)(rows)
+        numbers = np.arange(start, start + 240) % 400
+        np.testing.assert_array_equal(rows[0][:, 1], numbers)
+        for found_there in (rows[0][:, 0], rows[1]):
+            np.testing.assert_array_equal(found_there, numbers % 3 == 0)
+
+
+def test_columns_of_several_types_make_a_vector_of_their_common_type(tmp_path):
+    kinds = np.int16, np.float32, np.bool_, np.float64, np.uint8
+    columns = {k.__name__: np.arange(5).astype(k) for k in kinds}
+    path = write(tmp_path / "mixed.parquet", columns)
+    disk = OnDisk.parquet(path, {"v": list(columns), "w": ["int16", "uint8"]})
+    assert disk.store.kinds == [((5,), np.dtype("float64")), ((2,), np.dtype("int16"))]
+    shapes = {"v": ((5, 5), jnp.float32), "w": ((5, 2), jnp.int16)}
+    assert {k: (v.shape, v.dtype) for k, v in disk.shapes.items()} == shapes
+    chunk, _ = reader(disk, None, 5, 5)(jnp.asarray(0))
+    np.testing.assert_array_equal(chunk["v"], np.stack([*columns.values()], axis=1))
+
+
+def test_parquet_nulls_are_refused_before_anything_is_released(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    columns = {
+        "number": arrow.array([1.0, None, 3.0, 4.0, 5.0]),
+        "whole": arrow.array([1, 2, 3, 4, None]),
+        "good": arrow.array([True, False, True, False, True]),
+    }
+    for options in ({}, {"write_statistics": False}):
+        path = write(tmp_path / "nulls.parquet", columns, groups=2, **options)
+        for bad in ("number", "whole"):
+            with pytest.raises(ValueError, match=f"column '{bad}' of .* has nulls"):
+                OnDisk.parquet(path, {"v": ["good", bad]})
+        assert OnDisk.parquet(path, {"v": "good"}).rows == 5
+
+
+def test_bad_parquet_files_are_refused(tmp_path):
+    numbers = np.arange(4.0)
+    good = write(tmp_path / "good.parquet", {"a": numbers, "b": numbers})
+    other = write(tmp_path / "other.parquet", {"a": numbers.astype(int), "b": numbers})
+    text = write(tmp_path / "text.parquet", {"a": ["red", "blue"], "b": [[1.0], [2.0]]})
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(OSError, match=r"cannot read .*none\.parquet: No such file"):
+        OnDisk.parquet(tmp_path / "none.parquet", {"v": "a"})
+    with pytest.raises(OSError, match=r"broken\.parquet cannot be read as Parquet"):
+        OnDisk.parquet(broken, {"v": "a"})
+    with pytest.raises(ValueError, match="exactly one column 'c'; it has 'a', 'b'"):
+        OnDisk.parquet(good, {"v": ["a", "c"]})
+    for name, kind in {"a": "string", "b": "list"}.items():
+        match = rf"column '{name}' .* numbers or truth values, got {kind}"
+        with pytest.raises(ValueError, match=match):
+            OnDisk.parquet(text, {"v": name})
+    with pytest.raises(ValueError, match=r"other\.parquet have other types"):
+        OnDisk.parquet([good, other], {"v": "a"})
+    with pytest.raises(ValueError, match="at least one file"):
+        OnDisk.parquet([], {"v": "a"})
+
+
+def test_a_missing_pyarrow_is_named(monkeypatch):
+    for module in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=r"'\.\[parquet\]'.*pip install pyarrow"):
+        OnDisk.parquet("records.parquet", {"v": "a"})
