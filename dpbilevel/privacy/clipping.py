@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,23 +15,19 @@ from jaxtyping import Array, Bool, Float, PyTree
 from .. import _checks
 from .budget import Neighbours
 from .disk import OnDisk, reader, shapes_of
-from .factored import Factored, is_structured
+from .factored import is_structured
 from .floats import is_below
 from .grid import Grid
+from .microbatches import pass_rows
 from .norms import TOO_LONG, measured, wide
 from .products import check_products
 from .sampling import Batch
 from .shards import Shards, shards_of
 from .structure import opened
-from .summation import GROUP, AbstractSum, FloatSum, GridSum, largest_group
+from .summation import AbstractSum, FloatSum, GridSum
 
-# What one micro-batch of per-record values may occupy. On a CPU it should stay in
-# the caches of its cores, an accelerator wants it large; see docs/performance.md.
-_MICROBATCH_BYTES = {"cpu": 16 * 2**20}
-_MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 # The most of the clip norm that is given up for the rounding of sums of products.
 _MOST_ROUNDING = 2.0**-4
-_SCALARS = 24  # bytes of a record's norm, weight and mask
 Precision = Literal["float", "grid"]
 SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
@@ -270,52 +265,24 @@ def clipped_mean(
     plain, constants = opened(fun, record, shards)
     for products in (True, False):
         cheap, value = _cheapest(plain, constants, record, products=products)
-        own, rows = part, _chunk_rows(part, _rows(microbatch, value, record, part))
-        if on_disk and microbatch == "auto" and rows == part:
-            own, rows = _rows_from_disk(part, value, record)
+        own, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
         rule = SUMS[precision](_widened(value), *numbers, size, rows, in_place, own)
         if in_place or rule.rounding <= _MOST_ROUNDING:
             break
     if rule.rounding:
         check_products("clipped_mean")
 
-    def part(given, rows, axes):
+    def summed(given, masked, axes):
         """The sum over the rows of one part, and by `axes` over all."""
         constants, clip_norm, denominator = given
         here = dataclasses.replace(rule, clip_norm=clip_norm, denominator=denominator)
-        sums = _clipped_sum(functools.partial(cheap, constants), *rows, here)
+        rows, mask = masked
+        sums = _clipped_sum(functools.partial(cheap, constants), rows, mask, here)
         return sums if axes is None else here.joined(sums, axes)
 
-    mean = rule.mean(shards.summed(part, (constants, *numbers), (records, mask)))
+    mean = rule.mean(shards.summed(summed, (constants, *numbers), (records, mask)))
     relation = Neighbours.REPLACE_ONE if rule.rounding and in_place else None
     return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, relation)
-
-
-def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
-    """How many records like this one, with such values, one micro-batch holds.
-
-    A power of two of at least 1, so that both fit the budget of the backend.
-    """
-    budget = _MICROBATCH_BYTES.get(backend, _MICROBATCH_BYTES_ACCELERATOR)
-    size = _memory(value) + _bytes(jax.tree.leaves(record))
-    return 2 ** max(0, int(math.log2(budget / max(size, 1))))
-
-
-def _memory(value: PyTree) -> int:
-    """What one record's value takes, with its part of the sum over its group."""
-    arrays: list[Any] = []
-    for leaf in jax.tree.leaves(value, is_leaf=is_structured):
-        arrays += jax.tree.leaves(leaf)
-        if isinstance(leaf, Factored):
-            if leaf.given:
-                arrays.remove(leaf.left)
-            size = -(-math.prod(leaf.shape) // largest_group(leaf)) + leaf.places**2
-            arrays.append(jax.ShapeDtypeStruct((size,), leaf.dtype))
-    return _bytes(arrays)
-
-
-def _bytes(arrays: list[Any]) -> int:
-    return sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in arrays)
 
 
 def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
@@ -342,26 +309,6 @@ def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
 
     indices = jnp.arange(rule.chunks, dtype=jnp.int32)
     return jax.lax.scan(add, rule.empty(), indices)[0]
-
-
-def _rows_from_disk(n: int, value: PyTree, record: PyTree) -> tuple[int, int]:
-    """The rows of a pass and of a chunk, where memory would take all rows at once.
-
-    Chunks of whole groups; the last one is padded.
-    """
-    leaves = jax.tree.leaves(value, is_leaf=is_structured)
-    groups = [largest_group(v) for v in leaves if isinstance(v, Factored)]
-    fit = microbatch_rows(value, record, jax.default_backend())
-    most = max(fit, GROUP, *groups)
-    return (n, n) if n <= most else (-(-n // most) * most, most)
-
-
-def _chunk_rows(n: int, rows: int) -> int:
-    """The rows of a chunk, at most `rows`: of equal ones, in whole groups."""
-    if rows < GROUP:
-        return max(1, min(n, rows))
-    even = -(-n // max(1, -(-n // rows)))
-    return max(1, min(n, even + -even % GROUP))
 
 
 def _cheapest(plain, constants, record: PyTree, *, products: bool) -> tuple[Any, Any]:
@@ -394,16 +341,6 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda v: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)), tree
     )
-
-
-def _rows(microbatch, value: PyTree, record: PyTree, most: int) -> int:
-    if microbatch != "auto":
-        _checks.count("clipped_mean", microbatch=microbatch)
-        return 2 ** (int(microbatch).bit_length() - 1)
-    if 2 * (_memory(value) + _SCALARS) <= _bytes(jax.tree.leaves(record)):
-        # All at once, which copies no records, where that takes less memory than they.
-        return max(1, most)
-    return microbatch_rows(value, record, jax.default_backend())
 
 
 def _widened(value: PyTree) -> PyTree:

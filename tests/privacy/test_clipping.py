@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel.privacy import clipping
-from dpbilevel.privacy.clipping import _chunk_rows, microbatch_rows
+from dpbilevel.privacy import microbatches
+from dpbilevel.privacy.microbatches import _chunk_rows, microbatch_rows
 
 
 def identity(record):
@@ -161,8 +161,8 @@ def peak_bytes(query, n, d=64):
 
 def test_memory_does_not_grow_with_the_number_of_records(monkeypatch):
     # One of an accelerator's size would hold most of the records.
-    monkeypatch.setattr(clipping, "_MICROBATCH_BYTES", {})
-    monkeypatch.setattr(clipping, "_MICROBATCH_BYTES_ACCELERATOR", 2**24)
+    monkeypatch.setattr(microbatches, "_MICROBATCH_BYTES", {})
+    monkeypatch.setattr(microbatches, "_MICROBATCH_BYTES_ACCELERATOR", 2**24)
 
     def outer(record):
         return record[:, None] * record[None, :]

@@ -11,7 +11,7 @@ import dpbilevel as dpb
 from dpbilevel.core import plan
 from dpbilevel.core.loop import advance, planned_rows
 from dpbilevel.core.resume import first_checkpoint, run_in_parts
-from dpbilevel.privacy import clipped_mean, clipping, stores
+from dpbilevel.privacy import clipped_mean, microbatches, stores
 from dpbilevel.privacy.clipping import unsealed
 from dpbilevel.privacy.disk import OnDisk, reader
 from tests.privacy.test_stores import write
@@ -24,7 +24,7 @@ N = 1984  # rows that a program treats alike: a multiple of 64
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks of few records, of parts and batches that do not divide them."""
-    monkeypatch.setattr(clipping, "_MICROBATCH_BYTES", {"cpu": 40_000})
+    monkeypatch.setattr(microbatches, "_MICROBATCH_BYTES", {"cpu": 40_000})
     monkeypatch.setattr(stores, "_PART", 50)
     monkeypatch.setattr(stores, "_BATCH", 130)
 

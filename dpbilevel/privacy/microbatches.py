@@ -1,0 +1,87 @@
+"""How many records are clipped at once."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .. import _checks
+from .factored import Factored, is_structured
+from .summation import GROUP, largest_group
+
+# What one micro-batch of per-record values may occupy. On a CPU it should stay in
+# the caches of its cores, an accelerator wants it large; see docs/performance.md.
+_MICROBATCH_BYTES = {"cpu": 16 * 2**20}
+_MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
+_SCALARS = 24  # bytes of a record's norm, weight and mask
+
+
+def pass_rows(
+    n: int,
+    microbatch: int | Literal["auto"],
+    value: PyTree,
+    record: PyTree,
+    *,
+    on_disk: bool,
+) -> tuple[int, int]:
+    """The rows of a pass over `n` records, and those of each of its chunks.
+
+    Args:
+        n: The number of records.
+        microbatch: The most records of a chunk, or `"auto"`.
+        value: What is computed for one record, as shapes.
+        record: One record, as shapes.
+        on_disk: Whether records are read from disk. All rows at once, which copies no
+            records in memory, are then chunks of whole groups, the last one padded.
+
+    Raises:
+        ValueError: `microbatch` is no positive integer.
+    """
+    if microbatch != "auto":
+        _checks.count("clipped_mean", microbatch=microbatch)
+        return n, _chunk_rows(n, 2 ** (int(microbatch).bit_length() - 1))
+    fit = microbatch_rows(value, record, jax.default_backend())
+    if 2 * (_memory(value) + _SCALARS) > _bytes(jax.tree.leaves(record)):
+        return n, _chunk_rows(n, fit)
+    # All at once takes less memory than the records do.
+    leaves = jax.tree.leaves(value, is_leaf=is_structured)
+    groups = [largest_group(v) for v in leaves if isinstance(v, Factored)]
+    most = max(fit, GROUP, *groups) if on_disk else n
+    return (n, _chunk_rows(n, n)) if n <= most else (-(-n // most) * most, most)
+
+
+def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
+    """How many records like this one, with such values, one micro-batch holds.
+
+    A power of two of at least 1, so that both fit the budget of the backend.
+    """
+    budget = _MICROBATCH_BYTES.get(backend, _MICROBATCH_BYTES_ACCELERATOR)
+    size = _memory(value) + _bytes(jax.tree.leaves(record))
+    return 2 ** max(0, int(math.log2(budget / max(size, 1))))
+
+
+def _chunk_rows(n: int, rows: int) -> int:
+    """The rows of a chunk, at most `rows`: of equal ones, in whole groups."""
+    if rows < GROUP:
+        return max(1, min(n, rows))
+    even = -(-n // max(1, -(-n // rows)))
+    return max(1, min(n, even + -even % GROUP))
+
+
+def _memory(value: PyTree) -> int:
+    """What one record's value takes, with its part of the sum over its group."""
+    arrays: list[Any] = []
+    for leaf in jax.tree.leaves(value, is_leaf=is_structured):
+        arrays += jax.tree.leaves(leaf)
+        if isinstance(leaf, Factored):
+            if leaf.given:
+                arrays.remove(leaf.left)
+            size = -(-math.prod(leaf.shape) // largest_group(leaf)) + leaf.places**2
+            arrays.append(jax.ShapeDtypeStruct((size,), leaf.dtype))
+    return _bytes(arrays)
+
+
+def _bytes(arrays: list[Any]) -> int:
+    return sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in arrays)
