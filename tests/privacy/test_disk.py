@@ -1,3 +1,4 @@
+import concurrent.futures
 import functools
 import logging
 import threading
@@ -210,6 +211,16 @@ def test_nothing_is_read_before_a_program_runs_and_no_record_is_in_it(tmp_path):
     done, totals = zip(*reads, strict=True)
     assert sorted(done) == list(done)
     assert done[-1] == totals[0] >= N
+
+
+def test_passes_at_the_same_time_read_the_same_records(tmp_path):
+    disk = mapped(tmp_path, records())
+    run = jax.jit(lambda w, data: mean(logistic, w, data, microbatch=64))
+    starts = [{"a": jnp.full(20, k / 8)} for k in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda w: run(w, disk), starts))
+    for one, w in zip(got, starts, strict=True):
+        assert_same_bits(one, run(w, records()))
 
 
 def test_no_thread_is_left(tmp_path):
