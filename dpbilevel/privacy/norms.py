@@ -74,18 +74,23 @@ def _factored(leaf: Factored, clip_norm: Scalar) -> _Part:
     """
     dtype = wide(leaf.dtype)
     epsilon = float(jnp.finfo(dtype).eps)
-    left, right = jax.lax.optimization_barrier(
-        (leaf.left.astype(dtype), leaf.right.astype(dtype))
-    )
     (p, q), places = leaf.widths, leaf.places
+    left, right = leaf.left.astype(dtype), leaf.right.astype(dtype)
+    if places == 1:  # loops over axes of length one are slow
+        left, right = left[0], right[0, 0] if leaf.narrow else right[0]
+    left, right = jax.lax.optimization_barrier((left, right))
     # Squares below the normal numbers may count as zero.
-    squares = _squares(left, axis=1) + p * jnp.finfo(dtype).tiny
-    lengths = (jnp.sqrt(squares) * (1 + (p + 32) * epsilon / 4))[:, None]
+    squares = _squares(left, axis=-1) + p * jnp.finfo(dtype).tiny
+    lengths = jnp.sqrt(squares) * (1 + (p + 32) * epsilon / 4)
+    if places > 1:
+        lengths = lengths[:, None]
     finite = is_finite(lengths) & is_finite(right)
     units = _in_units(lengths * right, finite, clip_norm)
     if places == 1:
         # No pass over the left factor: its length is taken from the right one.
-        value = dataclasses.replace(leaf, left=left, right=units / lengths)
+        right = jax.lax.optimization_barrier(units / lengths)
+        right = right.reshape(leaf.right.shape)
+        value = dataclasses.replace(leaf, left=left[None], right=right)
         squares = _squares(units)
         return _Part(value, squares, q, squares)
     value = dataclasses.replace(leaf, left=left / lengths, right=units)
