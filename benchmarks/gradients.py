@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import dpbilevel as dpb
-from dpbilevel.privacy import clipping
+from dpbilevel.privacy import clipping, microbatches
 
 from . import private_peers
 from .timing import ratios
@@ -226,7 +226,7 @@ def budgeted(loss, budget, chosen):
 
     Appends the number of rows to `chosen` when it is traced.
     """
-    backend, rows = jax.default_backend(), clipping.microbatch_rows
+    backend, rows = jax.default_backend(), microbatches.microbatch_rows
 
     def noted(*shapes):
         chosen.append(rows(*shapes))
@@ -234,8 +234,8 @@ def budgeted(loss, budget, chosen):
 
     def run(p, records, key):
         with (
-            mock.patch.dict(clipping._MICROBATCH_BYTES, {backend: budget}),
-            mock.patch.object(clipping, "microbatch_rows", noted),
+            mock.patch.dict(microbatches._MICROBATCH_BYTES, {backend: budget}),
+            mock.patch.object(microbatches, "microbatch_rows", noted),
         ):
             return released(loss, "grid")(p, records, key)
 

@@ -72,6 +72,7 @@ def kill_after(count, command, out):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_killed_run_ends_in_the_bits_of_one_that_was_left_alone(tmp_path, monkeypatch):
     file, killed, unharmed = tmp_path / "a.toml", tmp_path / "out", tmp_path / "free"
     file.write_text(LONG)
@@ -102,7 +103,9 @@ def limited(size):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of POSIX")
-@pytest.mark.parametrize("name", [checkpoint.NAME, spending.NAME])
+@pytest.mark.parametrize(
+    "name", [pytest.param(checkpoint.NAME, marks=pytest.mark.slow), spending.NAME]
+)
 def test_write_cut_short_by_the_kernel_loses_nothing(prepared, tmp_path, name):
     out = tmp_path / "out"
     with pytest.raises(Stop):

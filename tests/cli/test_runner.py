@@ -425,7 +425,7 @@ def test_removed_record_moves_no_other_under_add_or_remove(tmp_path):
     assert lost == 1
 
 
-@pytest.mark.parametrize("count", [50, 70])
+@pytest.mark.parametrize("count", [pytest.param(50, marks=pytest.mark.slow), 70])
 def test_private_number_of_records_neither_raises_nor_shows(tmp_path, count, capsys):
     write_csv(tmp_path, rows_of(count))
     prepared = prepare(

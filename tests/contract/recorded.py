@@ -17,6 +17,17 @@ KEY = 0
 NOTES = []  # of releases: the mechanism's strength and scale, the key, value and answer
 
 
+def at_once(is_short, names=CASES):
+    """All of these cases, those of the short suite at once."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if is_short(name) else pytest.mark.slow)
+            for name in names
+        ],
+    )
+
+
 def calibrated(name, scale=1.0):
     """Problem, solver with this noise, data and start of a case."""
     case = CASES[name]

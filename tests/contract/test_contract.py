@@ -14,19 +14,15 @@ import dpbilevel as dpb
 from dpbilevel.core.descent import rejected_updates
 from dpbilevel.core.loop import advance, bound_to
 from dpbilevel.privacy.mechanisms import Gaussian
-from tests.contract.recorded import CASES, KEY, SHORT, calibrated, run, solve
-
-
-def at_once(is_short):
-    """All cases, those of the short suite at once."""
-    return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=() if is_short(name) else pytest.mark.slow)
-            for name in CASES
-        ],
-    )
-
+from tests.contract.recorded import (
+    CASES,
+    KEY,
+    SHORT,
+    at_once,
+    calibrated,
+    run,
+    solve,
+)
 
 solvers = pytest.mark.parametrize("name", CASES)
 # One of each class; the slow suite has the others, which differ in problem or sampling.

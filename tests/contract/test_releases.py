@@ -22,13 +22,15 @@ from tests.contract.recorded import (
     CASES,
     KEY,
     SHORT,
+    at_once,
     ledger_of,
     notes_of,
     recorder,
     strength,
 )
 
-solvers = pytest.mark.parametrize("name", CASES)
+# The slow suite has the others, which differ in problem or sampling.
+solvers = at_once(lambda name: name in SHORT)
 
 
 @functools.cache
@@ -128,6 +130,7 @@ NOISY = [
     for name, case in CASES.items()
     if case.package != "draws" and not isinstance(case.solver, dpb.search.RandomSearch)
 ]
+noisy_solvers = at_once(lambda name: name in SHORT, NOISY)
 SEEDS = range(KEY, KEY + 20)
 SLIPS = {
     "no noise": lambda noises: [0 * z for z in noises],
@@ -136,7 +139,7 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("name", NOISY)
+@noisy_solvers
 def test_noise_is_fresh_and_as_large_as_the_ledger_claims(name):
     noises = noises_of(notes_of(name, *SEEDS))
     assert sound(noises)
@@ -217,7 +220,7 @@ def excess(name, **options):
     return max(found)
 
 
-@pytest.mark.parametrize("name", NOISY)
+@noisy_solvers
 def test_no_person_moves_the_releases_by_more_than_the_ledger_charges(name):
     # Over a half, so that a record clipped at twice the length is noticed.
     low = 0.5 if clips_gradients(name) else 0.0

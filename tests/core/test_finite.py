@@ -53,6 +53,7 @@ def breast_cancer():
     return [jax.tree.map(lambda v, part=part: v[part], records) for part in parts]
 
 
+@pytest.mark.slow
 def test_penalties_of_breast_cancer_are_tuned_without_nan():
     training, validation, test = breast_cancer()
     problem = dpb.penalty_tuning(dpb.logistic_loss, jnp.arange(30))
@@ -195,6 +196,7 @@ def test_healthy_run_leaves_nothing_out(name):
     assert int(run(SOLVERS[name]).rejected_updates) == 0
 
 
+@pytest.mark.slow
 def test_search_that_diverges_stays_finite_and_warns():
     def losses(w):
         return np.abs(w[0] - np.linspace(0, 1, 30))
@@ -259,6 +261,7 @@ def test_fit_warns_of_a_run_that_diverged_and_of_no_other():
         assert fitted(optax.sgd(0.1)).rejected_updates == 0
 
 
+@pytest.mark.slow
 def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.toml").write_text(GENERATED)
     out = tmp_path / "out"

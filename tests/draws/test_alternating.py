@@ -244,6 +244,7 @@ def test_needed_queries_are_those_that_the_guarantee_expects():
     assert 0.9 * claimed < np.mean(needed) < 1.05 * claimed
 
 
+@pytest.mark.slow
 def test_draws_of_a_gaussian_in_a_box_are_truncated_normal_values():
     middle, precision = np.asarray([0.4, -0.9]), np.asarray([2.0, 5.0])
     potential = Quadratic(*jnp.asarray([precision, middle], jnp.float32))

@@ -50,7 +50,9 @@ def pvalue_in_plane(points, potential, gauge, low, high, bins=12, fine=40):
     return scipy.stats.chi2.sf(chi, often.sum())
 
 
-@pytest.mark.parametrize("tabulate", [False, True])
+@pytest.mark.parametrize(
+    "tabulate", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_drawn_values_have_the_law_on_an_interval_and_no_other_temperature(tabulate):
     feasible, potential = CASES["interval"][0], Peak(np.array([[4.0]]))
     # 128 steps are many mixing times of 6 cells; tabulated, the plan is the certified.
@@ -122,7 +124,10 @@ def test_drawn_points_have_the_law_on_a_simplex():
     [
         (Ball(1.0), jnp.float32, {"num_steps": 300, "cells": (8, 8, 8)}),
         (Box(-1.0, 1.0), jnp.float64, {"tabulate": True, "cells": (8, 8, 8)}),
-        (Simplex(2.0), jnp.float64, {"num_steps": 300, "cells": (8, 8)}),
+        pytest.param(
+            *(Simplex(2.0), jnp.float64, {"num_steps": 300, "cells": (8, 8)}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_pytrees_keep_their_shape_and_dtype_and_stay_in_the_set(

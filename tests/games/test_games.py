@@ -210,6 +210,7 @@ def test_worst_group_gains_nothing_where_groups_agree():
     assert worst(x, data) == pytest.approx(worst(on_average(data), data), abs=0.03)
 
 
+@pytest.mark.slow
 def test_strong_robustness_penalty_gives_the_mean_loss():
     data = two_groups()
     loss, shares = dpb.Logistic(), (0.8, 0.2)

@@ -42,7 +42,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("precision", ["float", "grid"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("float", marks=pytest.mark.slow), "grid"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_no_read_is_sealed_with_more_than_its_release_lists(name, precision):
     release, data, start = CASES[name](precision)

@@ -132,6 +132,7 @@ def test_a_run_releases_the_bits_of_records_in_memory(tmp_path):
     assert_same_bits(fitted(mapped(tmp_path, records())), fitted(records()))
 
 
+@pytest.mark.slow
 @pytest.mark.reuses_keys
 def test_compiled_and_vectorized_runs_do_too(tmp_path):
     solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5, sizes=N).with_noise(5.0)

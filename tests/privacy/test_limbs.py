@@ -201,7 +201,9 @@ def along(values, devices):
     return whole(jax.jit(total)(rows))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 8, 2047])
+@pytest.mark.parametrize(
+    "devices", [1, 2, 3, 8, pytest.param(2047, marks=pytest.mark.slow)]
+)
 def test_sums_over_devices_are_exact_and_cut_at_the_ends(devices):
     columns = [VALUES[i:] + VALUES[:i] for i in range(min(devices, 8))]
     columns = [columns[i % len(columns)] for i in range(devices)]

@@ -133,6 +133,7 @@ def known_of(seed, d=3):
     return 0.5 * np.random.default_rng(seed).normal(size=(16, d))
 
 
+@pytest.mark.slow
 def test_polish_never_harms_and_mostly_helps():
     theta, mask = np.zeros(3), np.arange(16) < 4
     options = {"capacity": 4, "batch": 4}

@@ -265,6 +265,7 @@ def test_nothing_is_compiled_again_as_points_grow_in_number():
     assert found == [8, 12, 12]
 
 
+@pytest.mark.slow
 def test_asked_by_hand_it_releases_what_solve_does():
     solver = gibo(0.1, 3, clip_norm=2.0)
     whole = solve(SQUARES, solver, RECORDS, START, key=jax.random.key(8)).trajectory
