@@ -94,7 +94,7 @@ def check_apart(data: Levels) -> None:
     upper, lower = (
         [
             leaf
-            for leaf in jax.tree_util.tree_leaves_with_path(level)
+            for leaf in jax.tree_util.tree_leaves_with_path(_arrays(level))
             if _filled(leaf[1])
         ]
         for level in (data.upper, data.lower)
@@ -117,6 +117,11 @@ def check_apart(data: Levels) -> None:
                 "one in each; otherwise split the records, and give each level its own "
                 "copy of a public column."
             )
+
+
+def _arrays(level: PyTree) -> PyTree:
+    """The records, or the arrays that those on disk are read from."""
+    return level.store.arrays if isinstance(level, OnDisk) else level
 
 
 def _filled(leaf: object) -> bool:

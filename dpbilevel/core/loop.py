@@ -13,7 +13,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.disk import OnDisk, shapes_of
 from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.products import check_products
-from ..privacy.rows import padded, padded_rows
+from ..privacy.rows import BLOCK, padded, padded_rows
 from ..privacy.shards import shards_of
 from .descent import rejected_updates
 from .levels import Levels, people_of
@@ -176,8 +176,10 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
             )
         if isinstance(records, OnDisk):
             return records.padded(rows)
-        # As many rows on every device.
-        return padded(records, rows + -rows % shards_of(records).count)
+        # Whole blocks on every device: in others a row's rounding depends on its place.
+        # Where devices are not known, no shape may depend on them and the records.
+        shards = shards_of(records)
+        return padded(records, rows + -rows % (BLOCK * shards.known))
 
     if not isinstance(data, Levels):
         return pad(data, solver.sizes, "data")

@@ -49,6 +49,11 @@ class Shards:
     axes: tuple[str, ...] = ()
 
     @property
+    def known(self) -> int:
+        """The number of parts, or one where it is a guess."""
+        return self.count if self.mesh is not None else 1
+
+    @property
     def is_typed(self) -> bool:
         """Whether types tell how arrays are spread: the mesh has explicit axes."""
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
@@ -128,14 +133,17 @@ def shards_of(records: PyTree) -> Shards:
     `jax.jit` by the arrays themselves. Elsewhere there are as many parts as there may
     be devices: the number of devices that rows are spread over divides both that of the
     rows and, in a mesh of all devices, that of the devices, so that every part of
-    consecutive rows is on one device.
+    consecutive rows is on one device. Parts of rows in blocks are whole blocks, in
+    which the rounding of a row does not depend on its place.
     """
     leaves = jax.tree.leaves(records)
     found = [_shards(leaf) for leaf in leaves]
     spread = max((v for v in found if v and v.mesh), key=_count, default=None)
     if spread or None not in found or jax.sharding.get_abstract_mesh().manual_axes:
         return spread or Shards()
-    return Shards(math.gcd(len(leaves[0]), jax.device_count()))
+    rows = len(leaves[0])
+    parts = rows if rows % BLOCK else rows // BLOCK
+    return Shards(math.gcd(parts, jax.device_count()))
 
 
 def _count(shards: Shards) -> int:

@@ -31,12 +31,14 @@ class AbstractStore(abc.ABC):
         count: How many there are.
         kinds: For each leaf of the records, the shape of one record and the dtype.
         files: The files that they lie in.
+        arrays: The arrays that they are read from, if any.
         order: The order of the entries of arrays that are fast to fill, `"C"` or `"F"`.
     """
 
     count: int
     kinds: list[tuple[tuple[int, ...], np.dtype]]
     files: list[Path]
+    arrays: Sequence[np.ndarray] = ()
     order: Literal["C", "F"]
 
     def __init__(self, files: list[Path]):
@@ -75,7 +77,7 @@ class ArrayStore(AbstractStore):
         super().__init__([Path(v.filename) for v in maps if v.filename is not None])
         self.count = len(leaves[0])
         self.kinds = [(v.shape[1:], v.dtype.newbyteorder("=")) for v in leaves]
-        self._leaves = leaves
+        self.arrays = leaves
 
     @override
     def reader(self, start: int) -> Fill:
@@ -83,7 +85,7 @@ class ArrayStore(AbstractStore):
 
         def fill(leaves: list[np.ndarray]) -> None:
             nonlocal place
-            for array, rows in zip(self._leaves, leaves, strict=True):
+            for array, rows in zip(self.arrays, leaves, strict=True):
                 _read(array, place, rows)
             place += len(leaves[0])
 

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dpbilevel as dpb
+from dpbilevel.core.loop import planned_rows
 from dpbilevel.privacy.clipping import Bounded, clipped_mean, unsealed
 
 N, D = 4096, 16
@@ -313,6 +314,51 @@ def parameters(place):
     return digest(np.asarray(value))
 
 
+def steep(record):
+    return 1e6 * jnp.sin(1e7 * jnp.vdot(record, jnp.linspace(0.3, 1.7, D)))[None]
+
+
+def shifts(rows):
+    """How far a record of a steep function moves its sum by a move to another row.
+
+    Of so many rows on three devices, a record in each in turn and nothing in others.
+    """
+    mesh = jax.make_mesh(
+        (3,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:3]
+    )
+    read = jax.jit(
+        lambda v: unsealed(clipped_mean(steep, v, clip_norm=1.0, denominator=1.0))
+    )
+    records = np.random.default_rng(3).normal(size=(3, D)).astype(np.float32)
+
+    def found(record, row):
+        data = np.full((rows, D), np.nan, np.float32)
+        data[row] = record
+        return float(read(jax.device_put(data, NamedSharding(mesh, P("data"))))[0])
+
+    moved = (np.ptp([found(v, row) for row in range(rows)]) for v in records)
+    return float(max(moved))
+
+
+def plans():
+    """Rows that records are padded to: spread over three devices, and in a program."""
+    solver = dpb.NoisyGD(1, 1.0, 0.5, noise=dpb.privacy.Gaussian(neighbours=ADDED))
+    solver = solver.with_sizes(120)
+    mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3])
+
+    def rows(records):
+        return len(planned_rows(solver, records).present)
+
+    data = jax.device_put(np.zeros((99, D)), NamedSharding(mesh, P("data")))
+    programs = {
+        jax.eval_shape(
+            lambda v: planned_rows(solver, v), jnp.zeros((n, D))
+        ).present.shape[0]
+        for n in range(90, 101)
+    }
+    return [rows(data), sorted(programs)]
+
+
 def alone(page, cases, meshes, places):
     """What one process finds besides the bits of spread records."""
     explicit, auto = (places(meshes[name]) for name in ("Explicit", "Auto"))
@@ -325,6 +371,8 @@ def alone(page, cases, meshes, places):
         page["gaps"] = gaps(auto)
         page["stds"] = stds(meshes["Auto"], auto)
         shards = auto(data()[0][0]).addressable_shards
+        page["plans"] = plans()
+        page["shifts"] = {rows: shifts(rows) for rows in (129, 192)}
         page["held"] = [len(shard.data) for shard in shards]
     if "parameters" in cases:
         page["parameters"] = parameters(auto)

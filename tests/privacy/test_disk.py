@@ -10,6 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core import plan
+from dpbilevel.core.levels import check_apart
 from dpbilevel.core.loop import advance, planned_rows
 from dpbilevel.core.resume import first_checkpoint, run_in_parts
 from dpbilevel.privacy import clipped_mean, microbatches, stores
@@ -143,6 +144,15 @@ def test_compiled_and_vectorized_runs_do_too(tmp_path):
         return jax.jit(dpb.solve)(problem, solver, data, W0, key=key).value
 
     assert_same_bits(runs(mapped(tmp_path, records()), keys), runs(records(), keys))
+
+
+def test_one_array_in_both_levels_is_refused_as_disjoint():
+    array = np.zeros((8, 2), np.float32)
+    stored = dpb.OnDisk.arrays(array)
+    for other in (array, dpb.OnDisk.arrays(array[2:])):
+        with pytest.raises(ValueError, match="are the same array or parts of it"):
+            check_apart(dpb.Levels(other, stored))
+    check_apart(dpb.Levels(array.copy(), stored))
 
 
 def test_one_file_in_both_levels_is_refused_as_disjoint(tmp_path):

@@ -93,6 +93,18 @@ def test_every_device_holds_its_share_of_the_records(eight):
     assert eight["held"] == [4096 // 8] * 8
 
 
+def test_under_add_or_remove_one_every_device_has_whole_blocks_of_rows(eight):
+    spread, programs = eight["plans"]
+    assert spread == 3 * 64
+    assert programs == [128]  # whatever the number of records
+
+
+def test_a_record_in_another_row_of_whole_blocks_moves_no_sum(eight):
+    assert eight["shifts"]["192"] == 0
+    # The control: the last rows of 43 on each device are rounded otherwise.
+    assert eight["shifts"]["129"] > 0
+
+
 def test_batches_have_the_same_rows_in_the_same_order_and_masked_padding(eight):
     assert eight["batches"] == [True, True]
 
