@@ -133,6 +133,7 @@ def hyper(problem, data, start):
     return jax.jit(lambda xs: raw.many(xs))(points), score.contributions(jnp.float64)
 
 
+@pytest.mark.slow
 def test_hostile_targets_of_validation_records_stay_within_their_share():
     groups = jnp.asarray([0, 0, 1, 1])
     problem = dpb.linear_tuning(dpb.onelevel.PseudoHuber(), groups, bounds=(0.0, 1.0))

@@ -26,8 +26,8 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# In short one of each class, and the samplings; those that take longest are only slow.
-AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson", "NoisyGD, fixed size"}
+# In short one of each class; those that take longest are only slow.
+AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson"}
 AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO", "Refitted"}
 CASES = [
     pytest.param(

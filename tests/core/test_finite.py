@@ -273,6 +273,7 @@ def test_command_line_tells_of_a_run_that_diverged(tmp_path, capsys, monkeypatch
     assert "WARNING: the run diverged: 5 updates" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_mean_of_the_pairs_is_that_of_the_trajectory():
     case = SOLVERS["penalty"]
     solver = dataclasses.replace(case.solver, output=dpb.outputs.Mean())

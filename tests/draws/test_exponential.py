@@ -362,6 +362,7 @@ def test_disjoint_people_are_charged_their_own_level():
     assert by_person["upper"] / by_person["lower"] == pytest.approx(ratio, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_draw_that_starts_a_descent_is_composed_with_it():
     first = dpb.draws.ExponentialMechanism(
         dpb.draws.Grid(0.1 * jnp.eye(4, dtype=jnp.float32)), score="gradient_norm"

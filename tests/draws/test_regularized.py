@@ -219,6 +219,7 @@ def test_the_population_of_a_bilevel_problem_has_the_regularizer_of_the_theorem(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wide")
 def test_stochastic_rejection_serves_losses_with_a_kink():
     data = jnp.asarray([-1.0, 1.0])

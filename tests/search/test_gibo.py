@@ -342,6 +342,7 @@ def test_points_are_kept_by_age_or_distance_and_near_ones_merged(rule, kept):
     assert bool(found.mask.all())
 
 
+@pytest.mark.slow
 def test_an_optimizer_takes_the_released_gradient():
     solver = gibo(0.1, 5, step_size=optax.adagrad(0.3))
     found = solve(SQUARES, solver, RECORDS, START, key=jax.random.key(9))
