@@ -247,18 +247,9 @@ def clipped_mean(
     denominator = max(n, 1) if denominator is None else denominator
     _checks.positive("clipped_mean", denominator=denominator)
     clip_norm, denominator = map(_checks.at_least_single, (clip_norm, denominator))
-    if mask is not None and (mask.shape != (n,) or mask.dtype != bool):
-        raise ValueError(
-            f"clipped_mean: mask must be of booleans and have shape ({n},) like the "
-            f"records, got {mask.dtype} of shape {mask.shape}."
-        )
-    numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
     on_disk = isinstance(records, OnDisk)
-    if on_disk and mask is not None:
-        raise ValueError(
-            "clipped_mean: mask= is for records in memory, got OnDisk records. Write "
-            "NaN into the records that are to count for nothing."
-        )
+    _check_mask(mask, n, on_disk=on_disk)
+    numbers = jnp.asarray(clip_norm), jnp.asarray(denominator)
     shards = Shards() if on_disk else shards or shards_of((records, mask))
     size, part = n if size is None else size, n // shards.count
     record = one_record(records)
@@ -276,13 +267,28 @@ def clipped_mean(
         """The sum over the rows of one part, and by `axes` over all."""
         constants, clip_norm, denominator = given
         here = dataclasses.replace(rule, clip_norm=clip_norm, denominator=denominator)
-        rows, mask = masked
-        sums = _clipped_sum(functools.partial(cheap, constants), rows, mask, here)
+        records, mask = masked
+        sums = _clipped_sum(functools.partial(cheap, constants), records, mask, here)
         return sums if axes is None else here.joined(sums, axes)
 
     mean = rule.mean(shards.summed(summed, (constants, *numbers), (records, mask)))
     relation = Neighbours.REPLACE_ONE if rule.rounding and in_place else None
     return Bounded(mean, clip_norm / denominator, Basis.CLIPPED, public, relation)
+
+
+def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
+    if mask is None:
+        return
+    if on_disk:
+        raise ValueError(
+            "clipped_mean: mask= is for records in memory, got OnDisk records. Write "
+            "NaN into the records that are to count for nothing."
+        )
+    if mask.shape != (n,) or mask.dtype != bool:
+        raise ValueError(
+            f"clipped_mean: mask must be of booleans and have shape ({n},) like the "
+            f"records, got {mask.dtype} of shape {mask.shape}."
+        )
 
 
 def _clipped_sum(fun, records: PyTree, mask, rule: AbstractSum) -> PyTree:
