@@ -13,7 +13,7 @@ from . import limbs
 from .floats import floor_log2, is_below, is_finite, power_of_two
 from .limbs import FRACTION_BITS, Limbs, is_limbs
 from .noise import PRNGKey
-from .normal_integers import LOG2_STD, MOST_DOUBLINGS, normal_integers
+from .normal import LOG2_STD, MOST_DOUBLINGS, normal_integers
 
 # A released value is rounded to steps of at most half this share of a record's
 # contribution over the root of the number of coordinates, twice, which moves neighbours

@@ -12,7 +12,8 @@ from ._lazy import dp_accounting
 from .budget import Neighbours
 from .clipping import SUMS, Bounded, Precision
 from .grid import Grid
-from .noise import PRNGKey, check_shared, standard_normal
+from .noise import PRNGKey, check_shared
+from .normal import standard_normal
 
 # Noise is this much larger than claimed, to cover the rounding of clipped sums in
 # floating point or to the grid of the noise (at most 2**-12 of a contribution), of

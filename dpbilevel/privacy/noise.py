@@ -2,7 +2,6 @@
 
 import math
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -187,44 +186,6 @@ def _next_and_step(key: PRNGKey, _: None) -> tuple[PRNGKey, PRNGKey]:
     return following, step
 
 
-def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
-    r"""Independent standard normal noise shaped like `tree`, from one flat draw.
-
-    Every value inverts the normal distribution function at a uniform number of $b$
-    random bits, $z = \Phi^{-1}((k + 1/2) / 2^b)$, with $b = 64$ in float32, whose tails
-    reach 9.1 standard deviations, and $b = 96$ in float64, where 11.3 are reached and
-    neighbouring values are at most $2^{-36}$ apart up to 9. `jax.random.normal` stops
-    at 5.4 in float32. One draw for the whole pytree compiles one generator instead of
-    one per leaf.
-
-    Args:
-        tree: Floating-point leaves; only shapes and dtypes are read.
-        key: A typed key for this draw alone.
-
-    Returns:
-        A pytree of the same structure, in float32, or float64 if a leaf has it.
-
-    Raises:
-        TypeError: The key is not typed or a leaf is not floating point.
-    """
-    check_key(key)
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
-    shapes = [jnp.shape(v) for v in leaves]
-    dtype: DTypeLike = jnp.float32
-    for kind in map(jnp.result_type, leaves):
-        if not jnp.issubdtype(kind, jnp.floating):
-            raise TypeError(f"noise needs floating-point values, got {kind}.")
-        if kind == jnp.float64:
-            dtype = jnp.float64
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = normal_from_bits(_words(key, sum(sizes), dtype), dtype)
-    parts = jnp.split(flat, np.cumsum(sizes)[:-1])
-    return treedef.unflatten([p.reshape(s) for p, s in zip(parts, shapes, strict=True)])
-
-
 def standard_exponential(
     shape: tuple[int, ...], dtype: DTypeLike, *, key: PRNGKey
 ) -> Float[Array, "..."]:
@@ -249,20 +210,6 @@ def standard_gumbel(
     `jax.random.gumbel` in float32 stops at $2^{-23}$ by default.
     """
     return -jnp.log(standard_exponential(shape, dtype, key=key))
-
-
-def normal_from_bits(
-    words: UInt32[Array, "words n"], dtype: DTypeLike
-) -> Float[Array, " n"]:
-    r"""Maps uniform bits, the leading words first, to normal values $\pm \Phi^{-1}(p)$.
-
-    The top bit is the sign; the others choose the tail probability $p = (k + 1/2) /
-    2^b \in (0, 1/2)$, $b$ bits in all, whose floating-point form keeps its relative
-    precision however small it is.
-    """
-    negative, p = _tail(words, dtype)
-    magnitude = -jax.scipy.special.ndtri(p)
-    return jnp.where(negative, -magnitude, magnitude)
 
 
 def _words(key: PRNGKey, size: int, dtype: DTypeLike) -> UInt32[Array, "words n"]:

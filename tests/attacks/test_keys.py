@@ -16,7 +16,8 @@ from dpbilevel.onelevel import noisy_gd
 from dpbilevel.privacy import noise, releases
 from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
-from dpbilevel.privacy.noise import derive, standard_normal, step_keys
+from dpbilevel.privacy.noise import derive, step_keys
+from dpbilevel.privacy.normal import standard_normal
 from tests.cases import first_of_each_class, found
 from tests.problems import DECLARED
 

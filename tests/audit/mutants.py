@@ -18,7 +18,8 @@ from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
-from dpbilevel.privacy.noise import standard_normal, step_keys
+from dpbilevel.privacy.noise import step_keys
+from dpbilevel.privacy.normal import standard_normal
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
 from tests.audit import mutants_gibo

@@ -13,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel.privacy import noise
 from dpbilevel.privacy.grid import Grid
 from dpbilevel.privacy.limbs import Limbs
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
-from dpbilevel.privacy.normal_integers import from_words, normal_integers
+from dpbilevel.privacy.normal import from_words, normal_integers
 
 MARGIN = 1 + ROUNDING_MARGIN
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 # One program instead of fifty.
-normal_from_bits = jax.jit(noise.normal_from_bits, static_argnums=1)
 
 
 def rows(n, d, seed=0, scale=1.0):
@@ -384,15 +382,10 @@ def possible_in_float(records):
     std = MARGIN * bounded.sensitivity()
     values = outputs("float")
     values = values[np.abs(values - bounded.raw) < std]
-    # The random bits of a value this far out, and many on both sides of them: 24 bits
-    # of a tail probability, which is from 1/8 up to 1/2.
-    tails = scipy.stats.norm.sf(np.abs(np.float64(values) - bounded.raw) / std)
-    shift = np.where(tails < 0.25, 6, 7)
-    middle = np.floor(tails * 2.0 ** (32 - shift))
-    near = np.clip(middle + np.arange(-64, 65)[:, None], 2**23, 2**24 - 1)
-    words = jnp.asarray(near.astype(np.uint32) << shift.astype(np.uint32))
-    z = normal_from_bits(jnp.stack([words, jnp.zeros_like(words)]), jnp.float32)
-    z = z * jnp.sign(values - bounded.raw)[None]
+    # Every float32 this far out is the nearest one of some draws.
+    near = ((values - np.float64(bounded.raw)) / std).astype(np.float32)
+    places = near.view(np.int32) + np.arange(-64, 65, dtype=np.int32)[:, None]
+    z = jnp.asarray(places.view(np.float32))
     reached = jax.jit(lambda z, raw=bounded.raw, std=std: raw + std * z)(z)
     return np.mean((np.asarray(reached) == values).any(axis=0))
 
@@ -405,7 +398,7 @@ def possible_on_grid(records):
 
     def reached(cells, added):
         """The value of a column of the table and the bits of its first number."""
-        words = np.zeros((7, len(drawn)), np.uint32)
+        words = np.zeros((8, len(drawn)), np.uint32)
         words[0] = (cells + 2**14) << 17
         words[3] = added << (32 - doublings)
         return np.asarray(value_of(jnp.asarray(words)))
@@ -418,7 +411,7 @@ def possible_on_grid(records):
 def test_float_outputs_give_away_a_record():
     # Compilation moves a few quantiles by a bit, so sanity is not quite 1.
     assert possible_in_float(NEIGHBOURS[0]) > 0.95
-    assert possible_in_float(NEIGHBOURS[1]) < 0.7
+    assert possible_in_float(NEIGHBOURS[1]) < 0.9
 
 
 def test_grid_outputs_are_possible_from_both_neighbours():
