@@ -153,7 +153,8 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
         raise ValueError(
             f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
         )
-    (base,) = computed_once(jax.random.split(key, 1))
+    jax.random.split(key, 1)  # the use that is seen; compilers leave it out
+    base = jax.random.clone(key)
     numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
     return computed_once(jax.vmap(jax.random.fold_in, (None, 0))(base, numbers))
 
