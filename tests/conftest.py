@@ -1,5 +1,6 @@
 """Strict promotion for the whole suite, fixed keys, derandomized searches."""
 
+import gc
 import itertools
 import os
 import pathlib
@@ -15,6 +16,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("few")
+
+
+def pytest_collection_finish():
+    """Looking at all that imports and traces left takes a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -82,7 +82,14 @@ HOSTILE = {
 
 
 # Each through the short ways in; through fit those that its own steps might notice.
-CASES = [(entry, name) for entry in ("clipped_mean", "solve") for name in HOSTILE]
+CASES = [
+    pytest.param(
+        *(entry, name),
+        marks=() if entry == "clipped_mean" or "nan" in name else pytest.mark.slow,
+    )
+    for entry in ("clipped_mean", "solve")
+    for name in HOSTILE
+]
 CASES += [
     ("fit", "1e300"),
     ("source_weighting", "one nan"),

@@ -44,7 +44,10 @@ def distance(a, b):
     return math.sqrt(sum(float(jnp.sum((u - v) ** 2)) for u, v in pairs))
 
 
-@pytest.mark.parametrize("sampling", [dpb.FullBatch(), dpb.Poisson(0.5)])
+@pytest.mark.parametrize(
+    "sampling",
+    [dpb.FullBatch(), pytest.param(dpb.Poisson(0.5), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("d", [200, pytest.param(784, marks=pytest.mark.slow)])
 def test_a_record_less_changes_the_rounding_of_no_other(sampling, d):
     w, loss = steep(d)

@@ -28,7 +28,8 @@ def slow(*values):
 
 # In short one of each class; those that take longest are only slow.
 AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson"}
-AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO", "Refitted"}
+AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO"}
+AT_ONCE -= {"Refitted", "WarmStarted"}  # made of others
 CASES = [
     pytest.param(
         name,
@@ -226,7 +227,7 @@ def test_misuse_is_refused_with_the_remedy(broken, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["NoisyGD", slow("PenaltyBilevel, x in lower"), "Refitted"]
+    "name", ["NoisyGD", slow("PenaltyBilevel, x in lower"), slow("Refitted")]
 )
 def test_solvers_draw_every_noise_afresh(name):
     case = SOLVERS[name]

@@ -244,7 +244,9 @@ def worst_neighbours(problem, x, role, rounds=12, count=300):
 
 
 @models
-@pytest.mark.parametrize("role", ["upper", "lower"])
+@pytest.mark.parametrize(
+    "role", ["upper", pytest.param("lower", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "x", [pytest.param((-1.0, 1.0), marks=pytest.mark.slow), (0.5, 0.3)]
 )

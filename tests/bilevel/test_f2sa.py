@@ -117,7 +117,9 @@ def test_without_noise_the_bias_falls_like_one_over_the_penalty(x64):
     np.testing.assert_allclose(slopes, -1, atol=0.1)
 
 
-@pytest.mark.parametrize("role", ["upper", "lower"])
+@pytest.mark.parametrize(
+    "role", [pytest.param("upper", marks=pytest.mark.slow), "lower"]
+)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_huge_record_moves_the_release_by_what_the_ledger_says(name, role):
     problem, data, w0 = CLIPPED[name]

@@ -252,7 +252,9 @@ CLIPPED = {
 }
 
 
-@pytest.mark.parametrize("role", ["upper", "lower"])
+@pytest.mark.parametrize(
+    "role", [pytest.param("upper", marks=pytest.mark.slow), "lower"]
+)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_huge_record_moves_the_release_by_what_the_ledger_says(name, role):
     problem, data, w0 = CLIPPED[name]

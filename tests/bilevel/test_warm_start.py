@@ -75,7 +75,12 @@ def long_penalty():
 
 @pytest.mark.parametrize(
     "first",
-    [implicit(num_steps=3, output=dpb.outputs.Last()), long_penalty()],
+    [
+        pytest.param(
+            implicit(num_steps=3, output=dpb.outputs.Last()), marks=pytest.mark.slow
+        ),
+        long_penalty(),
+    ],
     ids=["no y", "with y"],
 )
 def test_the_second_goes_on_where_the_first_ended(first):

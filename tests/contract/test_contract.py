@@ -53,7 +53,7 @@ def test_another_count_of_steps_does_retrace():
         counted.trace(problem, longer, data, w0, key=jax.random.key(KEY))
 
 
-@distinct_solvers
+@fitted_solvers
 def test_same_key_same_bits_new_key_new_bits(name):
     first, again = run(name, jax.random.key(KEY)), run(name, jax.random.key(KEY))
     chex.assert_trees_all_equal(first.value, again.value)
@@ -64,7 +64,7 @@ def test_same_key_same_bits_new_key_new_bits(name):
     assert all(any(bool(jnp.any(a != b)) for b in rest) for a, *rest in leaves)
 
 
-@fitted_solvers
+@at_once(lambda name: name in ("noisy_gd", "penalty_both_levels"))
 def test_vmap_over_solvers_and_keys_equals_a_loop(name):
     problem, solver, data, w0 = calibrated(name, 0.5)
     keys = jax.random.split(jax.random.key(KEY), 2)

@@ -123,7 +123,10 @@ def test_drawn_points_have_the_law_on_a_simplex():
     ("feasible", "dtype", "options"),
     [
         (Ball(1.0), jnp.float32, {"num_steps": 300, "cells": (8, 8, 8)}),
-        (Box(-1.0, 1.0), jnp.float64, {"tabulate": True, "cells": (8, 8, 8)}),
+        pytest.param(
+            *(Box(-1.0, 1.0), jnp.float64, {"tabulate": True, "cells": (8, 8, 8)}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(Simplex(2.0), jnp.float64, {"num_steps": 300, "cells": (8, 8)}),
             marks=pytest.mark.slow,
@@ -155,6 +158,7 @@ class Broken(AbstractPotential):
 
 
 @pytest.mark.parametrize(("above", "tabulate"), [(-2.0, False), (0.0, True)])
+@pytest.mark.slow
 def test_where_the_potential_is_not_a_number_it_counts_as_zero(above, tabulate):
     feasible, regularity = CASES["interval"][0], Regularity(1, 4.0, 0.0)
     options = {"tabulate": True} if tabulate else {"num_steps": 100, "cells": (6,)}

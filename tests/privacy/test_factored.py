@@ -287,7 +287,13 @@ def batch_of(record, n):
 
 
 @pytest.mark.parametrize("precision", ["float", "grid"])
-@pytest.mark.parametrize("name", ["linear", "attention", "a layer called twice", "mlp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("linear", "a layer called twice"),
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("attention", "mlp")),
+    ],
+)
 def test_the_clipped_mean_is_that_of_formed_gradients(name, precision):
     loss, w, record, *_ = LOSSES[name]
     records = batch_of(record, 70)

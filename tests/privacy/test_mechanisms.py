@@ -24,7 +24,9 @@ def zeros(dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("neighbours", dpb.Neighbours)
-@pytest.mark.parametrize("multiplier", [0.5, 20.0])
+@pytest.mark.parametrize(
+    "multiplier", [0.5, pytest.param(20.0, marks=pytest.mark.slow)]
+)
 def test_noise_has_the_standard_deviation_that_the_event_claims(
     neighbours, multiplier, getkey
 ):

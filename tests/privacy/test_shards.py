@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 COUNTS = (1, 2, 4, 8)
 READS = ["gradient", "loop", "network", "network, any place"]
 READS += ["network, Poisson", "network, fixed"]
-SHORT = ["gradient", "network", "network, Poisson"]
+SHORT = ["gradient", "network"]
 RUNS = ["full", "poisson", "padded", "fixed", "penalty", "single", "f2sa"]
 
 

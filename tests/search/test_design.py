@@ -202,6 +202,7 @@ def test_designs_are_turned_at_random_by_the_key():
     assert np.abs(designs[0] - designs[2]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_many_runs_at_once_choose_as_each_alone():
     thetas = 0.1 * known_of(3)[:3]
     mask = np.arange(16) < 6
@@ -227,7 +228,11 @@ def test_choosing_points_takes_no_losses():
 
 @pytest.mark.parametrize(
     ("taken_for", "error", "share"),
-    [(0.01, 0.08, 0.987), (1e-4, 0.84, 1.0), (1.0, 0.00395, 0.244)],
+    [
+        pytest.param(0.01, 0.08, 0.987, marks=pytest.mark.slow),
+        (1e-4, 0.84, 1.0),
+        pytest.param(1.0, 0.00395, 0.244, marks=pytest.mark.slow),
+    ],
 )
 def test_noise_of_a_hundredth_is_amplified_where_it_is_taken_for_too_little(
     taken_for, error, share

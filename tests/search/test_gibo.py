@@ -113,7 +113,8 @@ def robust(w, record):
     return huber * jnp.minimum(1, 2 / jnp.sum(record["x"] ** 2))
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [40, 100])
 def test_with_two_points_a_step_it_follows_clipped_gradient_descent(steps):
     random = np.random.default_rng(1)
     x = random.normal(size=(100, 4))

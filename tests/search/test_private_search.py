@@ -310,9 +310,10 @@ def log_losses(estimator, X, y):
     return -np.log(np.maximum(estimator.predict_proba(X)[np.arange(len(y)), y], 1e-7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("losses", "better"),
-    [pytest.param(None, True, marks=pytest.mark.slow), (log_losses, False)],
+    [(None, True), (log_losses, False)],
 )
 def test_a_heavy_tail_does_not_lead_the_default_the_wrong_way(losses, better):
     # 15 neighbours are best. That few are too few is told by few rows of a log loss.
