@@ -92,7 +92,9 @@ def shown(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     name = getattr(value, "__name__", None)
-    return f"the function {name}" if name else f"a {type(value).__name__}"
+    kind = type(value).__name__
+    article = "an" if kind[0] in "AEIOU" else "a"
+    return f"the function {name}" if name else f"{article} {kind}"
 
 
 def floats(value: Any) -> Any:

@@ -100,7 +100,7 @@ def check_apart(data: Levels) -> None:
         for level in (data.upper, data.lower)
     )
     stores = [v.store for v in (data.upper, data.lower) if isinstance(v, OnDisk)]
-    if len(stores) == 2 and set(stores[0].files) & set(stores[1].files):
+    if len(stores) == 2 and set(stores[0].identities) & set(stores[1].identities):
         raise ValueError(
             'people="disjoint" contradicts the data: both levels read one file. Use '
             'Levels.shared(records) and people="shared", or people="overlapping"; or '

@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import equinox as eqx
@@ -64,13 +64,18 @@ class OnDisk(_checks.AbstractStored):
 
         Raises:
             OSError: A file is missing.
-            TypeError: A leaf is no NumPy array.
+            TypeError: A leaf is no NumPy array, or progress is no function.
             ValueError: Leading axes differ, or an array is not numeric.
         """
         found, structure = jax.tree_util.tree_flatten_with_path(records)
         for path, leaf in found:
-            name = f"records{jax.tree_util.keystr(path)}"
-            _checks.instance("OnDisk.arrays", np.ndarray, **{name: leaf})
+            if not isinstance(leaf, np.ndarray):
+                raise TypeError(
+                    f"OnDisk.arrays: records{jax.tree_util.keystr(path)} must be a "
+                    f"NumPy array, got {_checks.shown(type(leaf))}. Give what "
+                    'numpy.load(path, mmap_mode="r") returns; arrays of JAX are in '
+                    "memory already and are given to solvers as they are."
+                )
         _checks.leading_axis("OnDisk.arrays: records", records)
         return cls._of(ArrayStore([leaf for _, leaf in found]), structure, progress)
 
@@ -93,16 +98,30 @@ class OnDisk(_checks.AbstractStored):
         Raises:
             ImportError: pyarrow is missing.
             OSError: A file is missing, or no Parquet file.
+            TypeError: Columns are not given by names, or progress is no function.
             ValueError: A column is missing, is not numeric, has nulls, or has another
-                type in another file.
+                type in another file; a file is given twice.
         """
+        if not isinstance(columns, Mapping):
+            raise TypeError(
+                "OnDisk.parquet: columns must map the entries of a record to names of "
+                'columns, as {"features": ["age", "income"], "label": "paid"}, got '
+                f"{columns!r}."
+            )
         store = ParquetStore(paths, dict(sorted(columns.items())))
         structure = jax.tree.structure(dict.fromkeys(columns, 0))
         return cls._of(store, structure, progress)
 
     @classmethod
     def _of(cls, store: AbstractStore, structure: Any, progress) -> Self:
+        if progress is not None:
+            _checks.function("OnDisk", progress=progress)
         return cls(np.asarray(True), store.count, store, structure, progress)
+
+    def __repr__(self) -> str:
+        shapes = eqx.tree_pformat(self._shapes(self.store.count))
+        files = ", ".join(map(str, self.store.files)) or "arrays in memory"
+        return f"OnDisk({shapes}, in {files})"
 
     @property
     def shapes(self) -> PyTree:

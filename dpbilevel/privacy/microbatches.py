@@ -40,6 +40,11 @@ def pass_rows(
         ValueError: `microbatch` is no positive integer.
     """
     if microbatch != "auto":
+        if isinstance(microbatch, str):
+            raise ValueError(
+                'clipped_mean: microbatch must be "auto" or an integer of at least 1, '
+                f"got {microbatch!r}."
+            )
         _checks.count("clipped_mean", microbatch=microbatch)
         return n, _chunk_rows(n, 2 ** (int(microbatch).bit_length() - 1))
     fit = microbatch_rows(value, record, jax.default_backend())

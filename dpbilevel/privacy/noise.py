@@ -1,4 +1,4 @@
-"""Keyed noise: typed keys only, one flat draw per release, honest tails."""
+"""Keys of noise: typed ones alone, derived once for each use; exponential values."""
 
 import math
 import os
@@ -18,8 +18,8 @@ PRNGKey = Key[Array, ""]
 # word.
 _GENERATORS = {"threefry2x32": 2, "threefry4x32": 4, "philox4x32": 2}
 
-# What a key may be derived for. Public numbers, append only; far above the counters of
-# `jax.random.split` and of a draw, so that a derived key is no other child of its key.
+# What a key may be derived for. Public numbers, append only; far above those of the
+# children that `jax.random.split` gives, so that a derived key is no other child.
 _DOMAINS = {
     "next": 0xD9B00001,  # the keys of all later steps
     "step": 0xD9B00002,
@@ -153,10 +153,12 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
         raise ValueError(
             f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
         )
-    jax.random.split(key, 1)  # the use that is seen; compilers leave it out
-    base = jax.random.clone(key)
+    # The use that is seen: no keys, in front of those that a clone of it gives.
+    none = jax.random.key_data(jax.random.split(key, 0))
     numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
-    return computed_once(jax.vmap(jax.random.fold_in, (None, 0))(base, numbers))
+    found = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.clone(key), numbers)
+    words = jnp.concatenate([none, jax.random.key_data(found)])
+    return computed_once(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)))
 
 
 def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:

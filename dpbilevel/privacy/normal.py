@@ -142,9 +142,11 @@ def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
     if str(jax.random.key_impl(key)) != "threefry4x32":
         words = jax.random.bits(key, (4,), jnp.uint32)
         key = computed_once(jax.random.wrap_key_data(words, impl="threefry4x32"))
-    blocks = jax.random.key_data(jax.random.split(key, (3, size)))
+    # Slices along the axis of the blocks would be computed by themselves.
+    keys = computed_once(jax.random.split(key, 3))
+    blocks = [jax.random.key_data(jax.random.split(k, size)) for k in keys]
     places = [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2)]
-    return [blocks[block, :, word] for block, word in places]
+    return [blocks[block][:, word] for block, word in places]
 
 
 def _cell(words: Sequence[UInt32[Array, " n"]]) -> Int32[Array, " n"]:

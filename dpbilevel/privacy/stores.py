@@ -45,6 +45,11 @@ class AbstractStore(abc.ABC):
         self.files = [path.resolve() for path in files]
         self._states = {path: _state(path) for path in self.files}
 
+    @property
+    def identities(self) -> list[tuple[int, ...]]:
+        """Of each file, the same for all its names."""
+        return [state[:2] for state in self._states.values()]
+
     @abc.abstractmethod
     def reader(self, start: int) -> Fill:
         """A function whose calls read the records from number `start` on."""
@@ -148,8 +153,9 @@ class ParquetStore(AbstractStore):
     Raises:
         ImportError: pyarrow is missing.
         OSError: A file is missing, or no Parquet file.
+        TypeError: Columns are not given by names.
         ValueError: A column is missing or not numeric, has nulls, or differs between
-            files.
+            files; a file is given twice.
     """
 
     order = "F"  # as columns are stored
@@ -158,9 +164,16 @@ class ParquetStore(AbstractStore):
         parquet = _arrow("parquet")
         one = isinstance(paths, str | os.PathLike)
         files = [Path(path) for path in ([paths] if one else paths)]
-        if not files or not columns or not all(columns.values()):
+        if not files or not columns:
             raise ValueError("OnDisk.parquet: give at least one file and one column.")
+        for key, names in columns.items():
+            _check_names(key, names)
         super().__init__(files)
+        if len(set(self.identities)) < len(files):
+            raise ValueError(
+                "OnDisk.parquet: a file is given twice, so that each of its records "
+                f"would count twice: {', '.join(map(str, files))}. Give each file once."
+            )
         self._columns = [_listed(names) for names in columns.values()]
         self._groups: list[list[int]] = []  # rows of each row group of each file
         for path in files:
@@ -224,6 +237,18 @@ class ParquetStore(AbstractStore):
                 _converted(values, table[rows, j])
 
 
+def _check_names(key: str, names: Any) -> None:
+    some = isinstance(names, list | tuple) and names
+    if not isinstance(names, str) and not (
+        some and all(isinstance(name, str) for name in names)
+    ):
+        raise TypeError(
+            f"OnDisk.parquet: columns[{key!r}] must be the name of a column, or a list "
+            f"of at least one name, got {names!r}. Records are dictionaries without "
+            "further levels."
+        )
+
+
 def _listed(names: str | Sequence[str]) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
@@ -234,8 +259,9 @@ def _kind(path: Path, schema: Any, names: str | Sequence[str]):
     for name in _listed(names):
         place = schema.get_field_index(name)
         if place < 0:
+            found = "has several columns" if name in schema.names else "has no column"
             raise ValueError(
-                f"OnDisk.parquet: {path} has not exactly one column {name!r}; it has "
+                f"OnDisk.parquet: {path} {found} {name!r}; its columns are "
                 f"{', '.join(map(repr, schema.names[:20]))}."
             )
         kind = schema.field(place).type
@@ -317,8 +343,8 @@ def _opening(path: str | os.PathLike) -> Iterator[None]:
         raise OSError(f"OnDisk: cannot read {path}: {error.strerror}.") from None
 
 
-def _state(path: Path) -> tuple[int, int]:
-    """What changes where a file does."""
+def _state(path: Path) -> tuple[int, ...]:
+    """Which file it is, and what changes where the file does."""
     with _opening(path):
         about = path.stat()
-    return about.st_size, about.st_mtime_ns
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

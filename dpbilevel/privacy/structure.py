@@ -162,7 +162,7 @@ def _number(operand: Any) -> Any:
 def _is_zero(operand: Any) -> bool:
     number = _number(operand)
     known = number is not None and not isinstance(number, Tracer)
-    return known and bool(number == 0)
+    return known and bool(np.asarray(number) == 0)  # in NumPy: JAX would trace it
 
 
 def _product(run: _Run, eqn, operands: list[Any]):

@@ -303,7 +303,7 @@ def test_what_needs_records_in_memory_says_so(tmp_path):
 
 
 def test_bad_arrays_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="instance of ndarray"):
+    with pytest.raises(TypeError, match="must be a NumPy array"):
         OnDisk.arrays({"features": [1.0, 2.0]})
     with pytest.raises(ValueError, match="must be a numeric array"):
         OnDisk.arrays({"features": np.asarray(["red", "blue"])})

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -395,3 +396,24 @@ def test_rows_out_of_range_take_no_part_in_the_norm(kind):
     bounded = clipped_mean(gradient, indices, clip_norm=2.0, precision="grid")
     found = np.asarray(unsealed(bounded))
     np.testing.assert_allclose(found, np.eye(30)[1][:, None] * np.ones(4), atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_numbers_that_a_loss_closes_over_are_read_inside_loops(bias):
+    params = {"w": jnp.ones(3), "b": jnp.asarray(bias)}
+    rng = np.random.default_rng(0)
+    records = rng.normal(size=(200, 3)).astype(np.float32), np.ones(200, np.float32)
+
+    def loss(params, record):
+        return jnp.logaddexp(0.0, -record[1] * (record[0] @ params["w"] + params["b"]))
+
+    def mean(params, microbatch):
+        gradient = lambda record: jax.grad(loss)(params, record)  # noqa: E731
+        bounded = clipped_mean(
+            gradient, records, clip_norm=1.0, microbatch=microbatch, precision="grid"
+        )
+        return unsealed(bounded)
+
+    chex.assert_trees_all_close(
+        mean(params, 64), jax.jit(lambda v: mean(v, 200))(params), atol=1e-6
+    )

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dpbilevel import Levels
+from dpbilevel.core.levels import check_apart
 from dpbilevel.privacy import stores
 from dpbilevel.privacy.disk import OnDisk, reader
 
@@ -81,7 +83,7 @@ def test_bad_parquet_files_are_refused(tmp_path):
         OnDisk.parquet(tmp_path / "none.parquet", {"v": "a"})
     with pytest.raises(OSError, match=r"broken\.parquet cannot be read as Parquet"):
         OnDisk.parquet(broken, {"v": "a"})
-    with pytest.raises(ValueError, match="exactly one column 'c'; it has 'a', 'b'"):
+    with pytest.raises(ValueError, match="has no column 'c'; its columns are 'a', 'b'"):
         OnDisk.parquet(good, {"v": ["a", "c"]})
     for name, kind in {"a": "string", "b": "list"}.items():
         match = rf"column '{name}' .* numbers or truth values, got {kind}"
@@ -98,3 +100,52 @@ def test_a_missing_pyarrow_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"'\.\[parquet\]'.*pip install pyarrow"):
         OnDisk.parquet("records.parquet", {"v": "a"})
+
+
+def test_a_file_under_two_names_is_one_file(tmp_path):
+    numbers = {"a": np.arange(4.0)}
+    path, other = (write(tmp_path / f"{k}.parquet", numbers) for k in ("one", "two"))
+    linked, pointing = tmp_path / "linked.parquet", tmp_path / "pointing.parquet"
+    linked.hardlink_to(path)
+    pointing.symlink_to(path)
+    for second in (path, linked, pointing):
+        with pytest.raises(ValueError, match="a file is given twice"):
+            OnDisk.parquet([path, second], {"x": "a"})
+        levels = [OnDisk.parquet(v, {"x": "a"}) for v in (path, second)]
+        with pytest.raises(ValueError, match="both levels read one file"):
+            check_apart(Levels(*levels))
+    # Another file with the same bytes is none of them.
+    assert OnDisk.parquet([path, other], {"x": "a"}).rows == 8
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (["a"], "columns must map the entries"),
+        ({"x": {"a": "a"}}, r"columns\['x'\] must be the name of a column, or a list"),
+        ({"x": []}, r"columns\['x'\] must be"),
+        ({"x": ["a", 3]}, r"columns\['x'\] must be"),
+    ],
+)
+def test_columns_that_are_not_names_are_refused(tmp_path, columns, words):
+    path = write(tmp_path / "good.parquet", {"a": np.arange(4.0)})
+    with pytest.raises(TypeError, match=words):
+        OnDisk.parquet(path, columns)
+
+
+def test_what_cannot_be_called_shows_no_progress():
+    with pytest.raises(TypeError, match="progress must be a function, got True"):
+        OnDisk.arrays(np.zeros(3), progress=True)
+
+
+@pytest.mark.parametrize("records", ["records.npy", [[1.0]], jnp.zeros(3)])
+def test_what_is_no_numpy_array_is_refused_with_the_remedy(records):
+    with pytest.raises(TypeError, match=r"must be a NumPy array, .*numpy\.load"):
+        OnDisk.arrays(records)
+
+
+def test_records_are_shown_by_shapes_and_files(tmp_path):
+    path = write(tmp_path / "good.parquet", {"a": np.arange(4.0)})
+    shown = repr(OnDisk.parquet(path, {"x": "a"}))
+    assert "'x': ShapeDtypeStruct(shape=(4,)" in shown
+    assert shown.endswith(f"in {path})")
