@@ -347,8 +347,12 @@ def test_a_model_that_fails_counts_as_the_worst_there_is(name, bad):
         # The least loss is away from where models fail: a slope that tells the sides.
         return np.full(30, bad if point[0] < 0 else 0.5 - 0.4 * point[0])
 
-    found = search(name, losses, budget=dpb.PrivacyBudget(200.0, 1e-3)).value
-    assert found[0] > 0
+    # One that repeats a random number of times may see nothing but failures: a third of
+    # its runs are on that side, and two thirds were if failures counted as the best.
+    keys = range(8) if name == "repeat_and_select" else [0]
+    budget = dpb.PrivacyBudget(200.0, 1e-3)
+    found = [search(name, losses, key, budget=budget).value[0] > 0 for key in keys]
+    assert np.mean(found) > 0.5
 
 
 def test_losses_of_single_records_may_be_nan():
