@@ -106,7 +106,7 @@ class OnDisk(_checks.AbstractStored):
             raise TypeError(
                 "OnDisk.parquet: columns must map the entries of a record to names of "
                 'columns, as {"features": ["age", "income"], "label": "paid"}, got '
-                f"{columns!r}."
+                f"{_checks.shown(columns)}."
             )
         store = ParquetStore(paths, dict(sorted(columns.items())))
         structure = jax.tree.structure(dict.fromkeys(columns, 0))

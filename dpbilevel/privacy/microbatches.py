@@ -40,12 +40,7 @@ def pass_rows(
         ValueError: `microbatch` is no positive integer.
     """
     if microbatch != "auto":
-        if isinstance(microbatch, str):
-            raise ValueError(
-                'clipped_mean: microbatch must be "auto" or an integer of at least 1, '
-                f"got {microbatch!r}."
-            )
-        _checks.count("clipped_mean", microbatch=microbatch)
+        _checks.count("clipped_mean", **{'microbatch, unless "auto",': microbatch})
         return n, _chunk_rows(n, 2 ** (int(microbatch).bit_length() - 1))
     fit = microbatch_rows(value, record, jax.default_backend())
     if 2 * (_memory(value) + _SCALARS) > _bytes(jax.tree.leaves(record)):

@@ -153,12 +153,11 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
         raise ValueError(
             f"derive: needs different names among {[*_DOMAINS]}, got {[*domains]}."
         )
-    # The use that is seen: no keys, in front of those that a clone of it gives.
-    none = jax.random.key_data(jax.random.split(key, 0))
     numbers = np.asarray([_DOMAINS[name] for name in domains], np.uint32)
-    found = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.clone(key), numbers)
-    words = jnp.concatenate([none, jax.random.key_data(found)])
-    return computed_once(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)))
+    derived = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.clone(key), numbers)
+    # A split uses the key up, also one into no keys. They are joined to the others so
+    # that JAX does not remove the split where it removes what nothing reads.
+    return computed_once(jnp.concatenate([jax.random.split(key, 0), derived]))
 
 
 def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:

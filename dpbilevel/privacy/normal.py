@@ -121,9 +121,10 @@ def from_words(
     late = doublings - early
     ones, mean = _leading_bits(words, _FIELDS, _DOUBLINGS - early)
     rest, late_mean = _leading_bits(words, _LATE_FIELDS, _LATE_DOUBLINGS - late)
-    # Half a one too many is subtracted first where the mean is not an integer.
+    # Where the mean of the first sum is not an integer, 1/2 too much is subtracted from
+    # it; the second sum makes up for that.
     late_mean -= (mean & 1) << late
-    # Either sum is one loop over its words, which are never stored.
+    # With these barriers each sum is one loop that stores no random words.
     value, added = jax.lax.optimization_barrier(
         (
             (_cell(words) << early) + ones - ((mean + 1) >> 1),
@@ -142,7 +143,8 @@ def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
     if str(jax.random.key_impl(key)) != "threefry4x32":
         words = jax.random.bits(key, (4,), jnp.uint32)
         key = computed_once(jax.random.wrap_key_data(words, impl="threefry4x32"))
-    # Slices along the axis of the blocks would be computed by themselves.
+    # A key for each block: XLA of JAX 0.10 computes one split of shape (3, size) again
+    # for every value that reads it.
     keys = computed_once(jax.random.split(key, 3))
     blocks = [jax.random.key_data(jax.random.split(k, size)) for k in keys]
     places = [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2)]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import override
 
+from .. import _checks
 from .._extras import missing
 
 _PART = 2048  # rows that are converted at once, so that they stay in a cache
@@ -238,14 +239,13 @@ class ParquetStore(AbstractStore):
 
 
 def _check_names(key: str, names: Any) -> None:
-    some = isinstance(names, list | tuple) and names
-    if not isinstance(names, str) and not (
-        some and all(isinstance(name, str) for name in names)
-    ):
+    listed = _listed(names)
+    known = isinstance(listed, list | tuple) and len(listed) > 0
+    if not known or not all(isinstance(name, str) for name in listed):
         raise TypeError(
-            f"OnDisk.parquet: columns[{key!r}] must be the name of a column, or a list "
-            f"of at least one name, got {names!r}. Records are dictionaries without "
-            "further levels."
+            f"OnDisk.parquet: columns[{key!r}] must be the name of a column or a list "
+            f"of at least one name, got {_checks.shown(names)}. Records are "
+            "dictionaries without further levels."
         )
 
 

@@ -202,6 +202,11 @@ def test_key_reuse_checks_see_a_key_derived_from_twice(name, monkeypatch):
         draws(*wide(name))
 
 
+def total(keys):
+    words = (jax.random.key_data(v) for v in jax.tree.leaves(keys))
+    return sum(jnp.sum(v.astype(jnp.float32)) for v in words)
+
+
 def test_a_key_is_neither_drawn_from_nor_derived_from_twice():
     def derived_then_drawn(key):
         return derive(key, "noise"), jax.random.bits(key)
@@ -216,6 +221,10 @@ def test_a_key_is_neither_drawn_from_nor_derived_from_twice():
         for misuse in (derived_then_drawn, derived_twice, stepped_twice):
             with pytest.raises(KeyReuseError):
                 jax.jit(misuse)(jax.random.key(0))
+        # Where nothing reads a key, JAX may remove its use before it is checked.
+        rematerialized = jax.checkpoint(lambda x, key: x**2 * total(derived_twice(key)))
+        with pytest.raises(KeyReuseError):
+            jax.jit(jax.grad(rematerialized))(1.0, jax.random.key(0))
         derive(jax.random.key(0), "noise", "sampling")
 
 

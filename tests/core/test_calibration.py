@@ -48,7 +48,7 @@ def with_less_noise(solver, factor):
 @pytest.mark.parametrize(
     ("name", "slack"),
     [
-        pytest.param(k, 2e-3, marks=pytest.mark.slow if "poisson" in k else ())
+        pytest.param(k, 2e-3, marks=pytest.mark.slow if k.startswith("tight") else ())
         for k in SAMPLINGS
     ],
 )

@@ -228,8 +228,14 @@ def test_mixed_precisions_are_clipped_to_the_norm_of_the_coarser():
         ({"clip_norm": math.inf}, "clip_norm must be positive and finite, got inf"),
         ({"clip_norm": None}, "clip_norm must be positive and finite, got None"),
         ({"denominator": 0.0}, "denominator must be positive"),
-        ({"microbatch": 0}, "microbatch must be an integer of at least 1"),
-        ({"microbatch": 2.5}, "microbatch must be an integer of at least 1"),
+        (
+            {"microbatch": 0},
+            "microbatch, unless .auto., must be an integer",
+        ),
+        (
+            {"microbatch": 2.5},
+            "microbatch, unless .auto., must be an integer",
+        ),
         ({"mask": jnp.ones(4, bool)}, r"mask must be .* shape \(5,\)"),
         ({"mask": jnp.ones(5)}, "mask must be of booleans"),
         ({"records": {"a": jnp.ones(3), "b": jnp.ones(4)}}, "share their leading axis"),

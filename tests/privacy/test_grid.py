@@ -22,9 +22,6 @@ MARGIN = 1 + ROUNDING_MARGIN
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
-# One program instead of fifty.
-
-
 def rows(n, d, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     return jnp.asarray(scale * rng.normal(size=(n, d)), jnp.float32)
@@ -409,7 +406,7 @@ def possible_on_grid(records):
 
 
 def test_float_outputs_give_away_a_record():
-    # Compilation moves a few quantiles by a bit, so sanity is not quite 1.
+    # Compiled, a few products are rounded otherwise, so that it is not quite 1.
     assert possible_in_float(NEIGHBOURS[0]) > 0.95
     assert possible_in_float(NEIGHBOURS[1]) < 0.9
 

@@ -122,7 +122,7 @@ def test_a_file_under_two_names_is_one_file(tmp_path):
     ("columns", "words"),
     [
         (["a"], "columns must map the entries"),
-        ({"x": {"a": "a"}}, r"columns\['x'\] must be the name of a column, or a list"),
+        ({"x": {"a": "a"}}, r"columns\['x'\] must be the name of a column or a list"),
         ({"x": []}, r"columns\['x'\] must be"),
         ({"x": ["a", 3]}, r"columns\['x'\] must be"),
     ],
