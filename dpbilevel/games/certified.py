@@ -5,7 +5,6 @@ The values computed inside are not private and stay there; what leaves is sealed
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,6 @@ class ResolventQuery(AbstractCertifiedQuery):
     resolvent: Resolvent  # what is computed, and its constants
     size: int  # the planned number of records
     sampling: AbstractSampling
-    draws_batch: ClassVar[bool] = True
 
     @override
     def costs(self, precision: Precision) -> Costs:

@@ -2,8 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 from typing_extensions import override
@@ -29,12 +28,7 @@ class AbstractCertifiedQuery(abc.ABC):
 
     Its value is no sum over records, and one proof bounds what a record of each role
     does to it, so that one object has the costs of all roles.
-
-    Attributes:
-        draws_batch: Whether a batch is drawn for every read.
     """
-
-    draws_batch: ClassVar[bool] = False
 
     @abc.abstractmethod
     def costs(self, precision: Precision) -> Costs:
@@ -55,7 +49,7 @@ class AbstractCertifiedQuery(abc.ABC):
         data: PyTree,
         *,
         precision: Precision,
-        key: PRNGKey,
+        key: PRNGKey | None,
         index: Index = None,
     ) -> Bounded:
         """The value, sealed with its contribution at the point.
@@ -68,7 +62,7 @@ class AbstractCertifiedQuery(abc.ABC):
             point: Where it is computed: released or public.
             data: The records.
             precision: `"float"`, or `"grid"`: rounded to a public grid.
-            key: A typed key for the batch, if `draws_batch`.
+            key: A typed key for the batch, if that is random.
             index: The number of the batch in the run.
         """
 
@@ -98,10 +92,6 @@ class CertifiedRelease(Release):
         for name, value in costs._asdict().items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
         super().__post_init__()
-
-    def _keys(self, key: PRNGKey) -> Iterable[PRNGKey]:
-        # Without a batch the noise is all that the key is for.
-        return super()._keys(key) if self.query.draws_batch else (key, key)
 
     @override
     def read(self, what, data, *, key, index=None) -> Bounded:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from .. import _checks
 
@@ -51,6 +51,17 @@ def floor_log2(value: Float[Array, "..."]) -> Int[Array, "..."]:
     info = jnp.finfo(value.dtype)
     biased = _magnitude_bits(value) >> info.nmant  # the exponent alone
     return biased.astype(jnp.int32) - (info.maxexp - 1)
+
+
+def upper_mantissa(value: Float[Array, "..."], bits: int) -> Int32[Array, "..."]:
+    r"""$\lceil 2^{b - e} v \rceil$ of a normal $v > 0$, with $e = $ `floor_log2(v)`.
+
+    From $2^b$ to $2^{b + 1}$, whatever `value` is.
+    """
+    info = jnp.finfo(value.dtype)
+    behind = info.nmant - bits
+    stored = _magnitude_bits(value) & (2**info.nmant - 1)
+    return (((stored + 2**behind - 1) >> behind) + 2**bits).astype(jnp.int32)
 
 
 def power_of_two(exponent: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from . import limbs
-from .floats import floor_log2, is_below, is_finite, power_of_two
-from .limbs import FRACTION_BITS, Limbs, is_limbs
+from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantissa
+from .limbs import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs
 from .noise import PRNGKey
 from .normal import LOG2_STD, MOST_DOUBLINGS, normal_integers
 
@@ -41,17 +41,20 @@ class Grid(eqx.Module):
 
     def __add__(self, other: "Grid") -> "Grid":
         """The sum on the finer of the two grids, exact below 2^60 counts."""
-        exponent = jnp.minimum(self.exponent, other.exponent)
-        shares = self.contribution, other.contribution
-        dtype = max((v.dtype for v in shares), key=lambda kind: jnp.finfo(kind).bits)
-        contribution = jnp.minimum(*(v.astype(dtype) for v in shares))
-        ours, theirs = self.exponent - exponent, other.exponent - exponent
+        places = self.exponent - other.exponent
+        ours, theirs = (jnp.clip(v, 0, MOST_PLACES) for v in (places, -places))
         counts = jax.tree.map(
-            lambda a, b: a.shifted(ours) + b.shifted(theirs),
+            lambda a, b: a.finer(ours) + b.finer(theirs),
             self.counts,
             other.counts,
             is_leaf=is_limbs,
         )
+        shares = self.contribution, other.contribution
+        dtype = max((v.dtype for v in shares), key=lambda kind: jnp.finfo(kind).bits)
+        contribution = jnp.minimum(*(v.astype(dtype) for v in shares))
+        # Where no grid holds both, noise is released alone.
+        contribution = jnp.where(jnp.abs(places) <= MOST_PLACES, contribution, 0)
+        exponent = jnp.minimum(self.exponent, other.exponent)
         return Grid(counts, exponent, contribution, self.dtypes)
 
     def values(self) -> PyTree:
@@ -88,7 +91,7 @@ class Grid(eqx.Module):
 
         Returns:
             Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^52
-            steps.
+            steps. Noise of less than $2^{-43}$ of the contribution is drawn as that.
         """
         leaves, treedef = _flatten(self.counts)
         sizes = [v.size for v in leaves]
@@ -100,19 +103,23 @@ class Grid(eqx.Module):
         # Zero by its bits: numbers below the normal ones may count as zero or not.
         silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
         first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
+        finest = self.exponent - MOST_PLACES
+        coarser = silent | (first < finest)
+        first = jnp.maximum(first, finest)
         doublings = jnp.clip(first - coarsest, 0, MOST_DOUBLINGS)
         exponent = first - doublings
         passes &= is_finite(contribution) & is_finite(std)
         passes &= contribution >= jnp.finfo(contribution.dtype).tiny
         passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
-        numerator = jnp.where(silent, 2**FRACTION_BITS, _inverse_mantissa(std))
+        numerator = jnp.where(coarser, 2**FRACTION_BITS, _inverse_mantissa(std))
+        places = jnp.maximum(self.exponent - exponent, -MOST_PLACES)
 
         noise = normal_integers(sum(sizes), doublings, key=key)
         noise = limbs.where(silent, limbs.zeros_like(noise), noise)
         parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (noise.high, noise.low))
 
         def release(counts, high, low):
-            kept = counts.shifted(self.exponent - exponent).times_fraction(numerator)
+            kept = counts.shifted(places).times_fraction(numerator)
             kept = limbs.where(passes, kept, limbs.zeros_like(kept))
             return kept + Limbs(high.reshape(kept.shape), low.reshape(kept.shape))
 
@@ -143,7 +150,7 @@ def _flatten(counts: PyTree) -> tuple[list[Limbs], Any]:
 
 def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:
     """The value times 2**exponent, in two products so that neither power overflows."""
-    half = exponent // 2
+    half = exponent >> 1
     powers = [power_of_two(v, value.dtype) for v in (half, exponent - half)]
     # Constants would be multiplied first.
     first, second = jax.lax.optimization_barrier(powers)
@@ -152,7 +159,4 @@ def _times_power(value: Float[Array, "..."], exponent: Int[Array, ""]) -> Array:
 
 def _inverse_mantissa(value: Float[Array, ""]) -> Int32[Array, ""]:
     r"""Some $m \in [2^{14}, 2^{15}]$ with $m v \le 2^{15 + e}$, if $v < 2^{e + 1}$."""
-    places = FRACTION_BITS - floor_log2(value)
-    mantissa = jnp.ceil(_times_power(value, places)).astype(jnp.int32)
-    least = 2**FRACTION_BITS
-    return least**2 // jnp.clip(mantissa, least, 2 * least)
+    return 2 ** (2 * FRACTION_BITS) // upper_mantissa(value, FRACTION_BITS)

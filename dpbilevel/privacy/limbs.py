@@ -1,5 +1,6 @@
 """Exact integers of 61 bits in two of 32, for devices without 64-bit integers."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +15,8 @@ from .floats import power_of_two
 # The denominator of fractions is two to this: half the bits of the low limb, so that
 # parts of this size have products of 32 bits.
 FRACTION_BITS = _HALF = 15
-_BITS = 30
+# The bits of the low limb, and the most places of a shift.
+_BITS = MOST_PLACES = 30
 _MASK, _HALF_MASK = 2**_BITS - 1, 2**_HALF - 1
 # So many 16-bit halves of counts add up to less than 32 bits.
 _GROUP = 2**15
@@ -22,6 +24,9 @@ _GROUP = 2**15
 _FEW = 2**13
 # Sums of so many counts of 32 bits are in range.
 _MOST_ROWS = 2**29
+# XLA computes longer sums in two steps each and takes long to compile both. It does not
+# split a reduction of a pair, which is slower where there are few rows.
+_SHORT = 32
 # Fewer parts of 20 bits, or of 20 and a sign, add up to less than 32 bits.
 _PART, _MANY = 20, 2**11
 
@@ -60,16 +65,21 @@ class Limbs(eqx.Module):
         return _carried(self.high + other.high, self.low + other.low)
 
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
-        r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $p$; 0 where $|p| > 60$."""
+        r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $-30 \le p \le 30$."""
         places = places.astype(jnp.int32)
-        finer = _shift_left(self, jnp.clip(places, 0, 2 * _BITS))
-        # Half a step is added once it is the last bit but one.
-        twice = _shift_right(self, jnp.clip(-places - 1, 0, 2 * _BITS))
-        low = twice.low + 1
-        high = twice.high + (low >> _BITS)
-        low = ((low & _MASK) >> 1) | ((high & 1) << (_BITS - 1))
-        result = where(places >= 0, finer, Limbs(high >> 1, low))
-        return where(jnp.abs(places) <= 2 * _BITS, result, zeros_like(result))
+        behind = jnp.maximum(-places, 0)
+        low = self.low + ((1 << behind) >> 1)  # half a step
+        high = self.high + (low >> _BITS)
+        low = ((low & _MASK) >> behind) | ((high << (_BITS - behind)) & _MASK)
+        return Limbs(high >> behind, low).finer(jnp.maximum(places, 0))
+
+    def finer(self, places: Int[Array, ""]) -> "Limbs":
+        r"""$2^p k$ for public $0 \le p \le 30$."""
+        places = places.astype(jnp.int32)
+        sign = self.high >> 31
+        extreme = Limbs(sign ^ _MASK, ~sign & _MASK)
+        fits = self.high >> (_BITS - places) == sign
+        return where(fits, self.doubled(places), extreme)
 
     def doubled(self, times: Int32[Array, ""]) -> "Limbs":
         r"""$2^p k$ for public $0 \le p \le 30$, where that is in range."""
@@ -224,8 +234,13 @@ def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
 
 
 def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:
-    low = jnp.sum(counts & 0xFFFF, axis=axis, dtype=jnp.int32)
-    high = jnp.sum(counts >> 16, axis=axis, dtype=jnp.int32)
+    halves = counts & 0xFFFF, counts >> 16
+    if counts.shape[axis] <= _SHORT:
+        low, high = (jnp.sum(v, axis=axis, dtype=jnp.int32) for v in halves)
+    else:
+        zeros = np.int32(0), np.int32(0)
+        add = functools.partial(jax.tree.map, jax.lax.add)
+        low, high = jax.lax.reduce(halves, zeros, add, (axis,))
     ahead = (high & (2 ** (_BITS - 16) - 1)) << 16
     return _carried((high >> (_BITS - 16)) + (low >> _BITS), ahead + (low & _MASK))
 
@@ -253,23 +268,3 @@ def _cut(value: Limbs) -> Limbs:
 
 def _negated(value: Limbs) -> Limbs:
     return Limbs(-value.high - jnp.minimum(value.low, 1), -value.low & _MASK)
-
-
-def _shift_right(value: Limbs, places: Int[Array, ""]) -> Limbs:
-    """Rounded down; at most 60 places."""
-    first = jnp.minimum(places, _BITS)
-    for step in (first, places - first):
-        low = (value.low >> step) | ((value.high << (_BITS - step)) & _MASK)
-        value = Limbs(value.high >> step, low)
-    return value
-
-
-def _shift_left(value: Limbs, places: Int[Array, ""]) -> Limbs:
-    """Cut to the range; at most 60 places."""
-    first = jnp.minimum(places, _BITS)
-    beyond = _shift_right(value, 2 * _BITS - places)  # 0 or -1 if the result fits
-    shifted = value.doubled(first).doubled(places - first)
-    sign = value.high >> 31
-    extreme = Limbs(sign ^ _MASK, jnp.where(sign < 0, 0, _MASK))
-    fits = (beyond.high == sign) & (beyond.low == sign & _MASK)
-    return where(fits, shifted, extreme)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,8 @@ _DOMAINS = {
 }
 
 
-def check_key(key: PRNGKey) -> None:
-    """Refuses anything but one typed key of a generator fit for noise.
+def check_key(key: Any) -> PRNGKey:
+    """The key; refuses anything but one typed key of a generator fit for noise.
 
     Raises:
         TypeError: `key` is no typed key (a raw `uint32` array, an integer, None).
@@ -80,6 +81,7 @@ def check_key(key: PRNGKey) -> None:
             f"the generator {name!r} is not fit for privacy noise; make the key with "
             f"dpbilevel.root_key() or with impl in {[*_GENERATORS]}."
         )
+    return key
 
 
 def check_shared(key: PRNGKey, value: PyTree) -> None:

@@ -66,7 +66,7 @@ class Query:
         records: PyTree,
         *,
         precision: Precision,
-        key: PRNGKey,
+        key: PRNGKey | None,
         neighbours: Neighbours = Neighbours.REPLACE_ONE,
         index: Index = None,
     ) -> Bounded:
@@ -76,7 +76,7 @@ class Query:
             fun: Maps one record to a pytree.
             records: All records of the role.
             precision: How they are summed, as in `clipped_mean`.
-            key: A typed key for the draw of the batch.
+            key: A typed key for the draw of the batch, if that is random.
             neighbours: The relation of the release, as in `clipped_mean`.
             index: The number of the batch in the run, for samplings that are numbered.
 

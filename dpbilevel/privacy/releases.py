@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
@@ -23,7 +23,8 @@ from .sampling import Index
 
 PERSON = "person"  # whoever may have a record in either level
 
-# The largest sum, in shares of the role with the smallest one, that the grid holds.
+# The largest sum, in shares of the role with the smallest one, that the grid holds; as
+# if there were 128 records at least, so that shares keep within `MOST_PLACES`.
 _LARGEST_RATIO = 2.0**36
 
 
@@ -179,7 +180,9 @@ class AbstractGaussianRelease(AbstractRelease):
         Privacy:
             What `charges` counts for one of `count`.
         """
-        key_batch, key_noise = self._keys(key)
+        key_batch, key_noise = None, key
+        if any(query.sampling.random for query in self.queries):
+            key_batch, key_noise = derive(key, "sampling", "noise")
         bounded = self.read(what, data, key=key_batch, index=index)
         if bounded.basis.worse(self.basis) is not self.basis:
             raise ValueError(
@@ -188,12 +191,8 @@ class AbstractGaussianRelease(AbstractRelease):
             )
         return self.mechanism.release(bounded, key=key_noise)
 
-    def _keys(self, key: PRNGKey) -> Iterable[PRNGKey]:
-        """The keys of the batches and of the noise."""
-        return derive(key, "sampling", "noise")
-
     def read(
-        self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
+        self, what: Any, data: PyTree, *, key: PRNGKey | None, index: Index = None
     ) -> Bounded:
         """The sum of one clipped mean per query, sealed; arguments are those of `of`.
 
@@ -210,8 +209,8 @@ class AbstractGaussianRelease(AbstractRelease):
                 f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
                 f"but functions of {[*funs]} are to be read."
             )
-        keys: dict[str, PRNGKey] = {RECORDS: key}
-        if RECORDS not in roles:
+        keys: dict[str, PRNGKey | None] = dict.fromkeys(roles, key)
+        if key is not None and RECORDS not in roles:
             keys = dict(zip(LEVELS, derive(key, *LEVELS), strict=True))
         parts = [(query, funs[query.role]) for query in self.queries]
         if self.joint:
@@ -313,7 +312,7 @@ class Release(AbstractGaussianRelease):
 
     def _check_range(self) -> None:
         shares = [query.contribution for query in self.queries]
-        largest = max(q.contribution * q.size for q in self.queries)
+        largest = max(q.contribution * max(q.size, 128) for q in self.queries)
         if largest > _LARGEST_RATIO * min(shares):
             raise ValueError(
                 f"Release: {self.name!r} adds two means; one record moves one by up to "

@@ -14,7 +14,7 @@ from typing_extensions import override
 from .. import _checks
 from ._lazy import dp_accounting
 from .budget import Neighbours
-from .noise import PRNGKey
+from .noise import PRNGKey, check_key
 from .rows import BLOCK, padded_rows, unpacked
 from .shards import Shards, taken
 
@@ -52,17 +52,19 @@ class AbstractSampling(eqx.Module):
     """A sampling scheme: how a batch is drawn, and the event that accounts for it.
 
     Attributes:
+        random: Whether batches are drawn at random, with a key.
         numbered: Whether a batch depends on its number in the run, so that only solvers
             that number their batches can use it.
         assumptions: What its accounting takes for granted.
     """
 
+    random: ClassVar[bool] = True
     numbered: ClassVar[bool] = False
     assumptions: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def draw(
-        self, records: PyTree, size: int, *, key: PRNGKey, index: Index = None
+        self, records: PyTree, size: int, *, key: PRNGKey | None, index: Index = None
     ) -> Batch:
         """Draws one batch.
 
@@ -70,7 +72,8 @@ class AbstractSampling(eqx.Module):
             records: All records, with a common leading axis, or `Padded`; `FullBatch`
                 takes `OnDisk` too.
             size: The planned, public number of records.
-            key: A typed key for this draw alone; as secret as the noise's.
+            key: A typed key for this draw alone; as secret as the noise's. None for
+                schemes that are not `random`.
             index: The number of the batch in the run, from 0; read by schemes that are
                 `numbered`.
         """
@@ -117,6 +120,8 @@ class AbstractSampling(eqx.Module):
 
 class FullBatch(AbstractSampling):
     """Every record, every time: no amplification, any relation."""
+
+    random: ClassVar[bool] = False
 
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Returns all records; the key is not used."""
@@ -199,7 +204,7 @@ class Poisson(AbstractSampling):
                 f"for with {size} records, but the batch is to be drawn from {n} rows; "
                 "calibrate for their number, or leave capacity out."
             )
-        bits = jax.random.bits(key, (n,), jnp.uint32)
+        bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
         # Slots beyond those of the chosen rows are filled with nothing.
         rows = self._capacity(max(n, padded_rows(size)))
@@ -298,6 +303,7 @@ class FixedSize(AbstractFixedBatch):
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Draws the subset: at a cost that grows with it alone where it is small."""
         self._check_fits(size)
+        key = check_key(key)
         if self._is_small(size):
             members = _first_distinct(self.size, size, self._tries(size), key=key)
         else:

@@ -25,7 +25,7 @@ from .shards import Axes
 GROUP = 64
 # Products with rows of one number are added one by one, where more rows would meet in
 # the same lines of a cache; large products are written to memory less often.
-_NARROW_GROUP, _LARGE_GROUP = 16, 256
+_NARROW_GROUP, _LARGE_GROUP = 8, 256
 _LARGE = 2**16  # entries
 # How much longer the places of a record may be together than its value, before they
 # count for less.

@@ -117,6 +117,18 @@ def test_adding_grids_is_exact(exponents):
     np.testing.assert_array_equal(real(total), expected)
 
 
+@pytest.mark.parametrize("places", [31, 60, 200])
+def test_grids_too_far_apart_are_released_as_noise_alone(places):
+    def run(count, places):
+        total = grid_of([count], places - 100) + grid_of([5], -100)
+        return total.with_noise(jnp.float32(2.0**-70), True, key=jax.random.key(0))
+
+    left, right = (run(count, places) for count in (3, 4))
+    np.testing.assert_array_equal(left, right)
+    # The control: closer together, the sum is released.
+    assert (run(3, 30) != run(4, 30)).all()
+
+
 def test_the_noise_grid_resolves_the_role_with_the_smallest_share():
     large, small = mean(rows(20, 3)), mean(rows(20, 3, seed=1), denominator=1e7)
     total = large + small
@@ -288,6 +300,16 @@ def test_noise_below_the_normal_numbers_is_released_alone(std):
         for count in (0, 2**40)
     )
     np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("multiplier", [1e-14, 1e-20, 1e-30])
+def test_noise_too_small_for_the_finest_grid_is_as_large_as_that_allows(multiplier):
+    zeros = mean(jnp.zeros((32, 10_000)))
+    noise = np.asarray(released(zeros, multiplier), np.float64)
+    assert scipy.stats.kstest(noise * 32 * 2.0**43, "norm").pvalue > 1e-4
+    # The control: what was asked for.
+    asked = zeros.sensitivity() * MARGIN * multiplier
+    assert scipy.stats.kstest(noise / asked, "norm").pvalue < 1e-4
 
 
 def test_a_mean_is_released_beside_one_whose_share_is_far_larger():

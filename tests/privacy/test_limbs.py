@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpbilevel.privacy import limbs
-from dpbilevel.privacy.limbs import Limbs
+from dpbilevel.privacy.limbs import MOST_PLACES, Limbs
 
 LEAST, LARGEST = -(2**60), 2**60 - 1
 MASK = 2**30 - 1
@@ -49,14 +49,12 @@ def test_sums_of_two_are_exact_and_cut_at_the_ends():
 
 def test_shifts_round_half_up_and_are_cut_at_the_ends():
     shift = jax.jit(jax.vmap(Limbs.shifted, (None, 0)))
-    places = [*range(-62, 63), 100, -100, 2**31 - 1, -(2**31) + 1]
+    places = range(-MOST_PLACES, MOST_PLACES + 1)
     shifted = shift(wide(VALUES), jnp.asarray(places, jnp.int32))
     for row, p in zip(
         zip(*[iter(whole(shifted))] * len(VALUES), strict=True), places, strict=True
     ):
-        if p > 60 or p < -60:
-            expected = [0] * len(VALUES)
-        elif p >= 0:
+        if p >= 0:
             expected = [cut(v << p) for v in VALUES]
         else:
             expected = [(v + (1 << (-p - 1))) >> -p for v in VALUES]
@@ -64,7 +62,7 @@ def test_shifts_round_half_up_and_are_cut_at_the_ends():
 
 
 def test_a_sum_that_is_cut_sets_neighbours_no_further_apart():
-    for p in (1, 20, 31, 59):
+    for p in (1, 20, 29, 30):
         near = jax.jit(Limbs.shifted)(
             wide([v + 1 for v in VALUES if v < LARGEST]), jnp.int32(p)
         )

@@ -327,10 +327,11 @@ def test_every_bit_of_the_words_moves_what_it_should():
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "philox4x32"])
-def test_no_word_of_any_number_is_another_word(impl):
+@pytest.mark.parametrize("size", [4000, 20_000])  # drawn one by one, and in blocks
+def test_no_word_of_any_number_is_another_word(impl, size):
     key = jax.random.key(5, impl=impl)
-    words = np.stack(jax.jit(module._words, static_argnums=0)(20_000, key))
-    assert words.shape == (8, 20_000)
+    words = np.stack(jax.jit(module._words, static_argnums=0)(size, key))
+    assert words.shape == (8, size)
     # Of 160 000 words of 32 bits some three pairs are equal by chance.
     assert words.size - len(np.unique(words)) < 20
     bits = np.unpackbits(words.view(np.uint8), axis=1).astype(float) - 0.5
@@ -338,4 +339,4 @@ def test_no_word_of_any_number_is_another_word(impl):
     assert np.abs(found).max() < 5 / math.sqrt(bits.shape[1])
     # The control: one word read in place of another is seen by both.
     words[7] = words[5]
-    assert words.size - len(np.unique(words)) > 10_000
+    assert words.size - len(np.unique(words)) > size / 2
