@@ -1,4 +1,5 @@
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
@@ -15,7 +16,7 @@ from dpbilevel.core.loop import advance, planned_rows
 from dpbilevel.core.resume import first_checkpoint, run_in_parts
 from dpbilevel.privacy import clipped_mean, microbatches, stores
 from dpbilevel.privacy.clipping import unsealed
-from dpbilevel.privacy.disk import OnDisk, reader
+from dpbilevel.privacy.disk import OnDisk, _Chunks, reader
 from tests.privacy.test_stores import write
 
 COLUMNS = {"features": [f"x{j}" for j in range(20)], "label": "y"}
@@ -129,6 +130,63 @@ def test_a_chunk_that_is_left_out_is_seen(tmp_path):
     got = mean(loss, w, fewer, denominator=N)
     with pytest.raises(AssertionError):
         assert_same_bits(got, mean(loss, w, records()))
+
+
+def one_record_twice(read, number):
+    leaves, fresh = read(number)
+    new = np.flatnonzero(fresh)
+    for leaf in leaves:
+        leaf[new[1]] = leaf[new[0]]
+    return leaves, fresh
+
+
+def one_chunk_twice(read, number, before=[]):  # noqa: B006
+    before.append(read(number))
+    return before[-2 if number == 7 else -1]
+
+
+def one_record_masked(read, number):
+    leaves, fresh = read(number)
+    fresh[np.flatnonzero(fresh)[-1]] &= number != 3
+    return leaves, fresh
+
+
+def rows_of_the_chunk_before_unmasked(read, number):
+    leaves, fresh = read(number)
+    for leaf in leaves:
+        leaf[~fresh] = leaf[fresh][0]
+    return leaves, np.ones_like(fresh)
+
+
+def the_same(read, number):
+    return read(number)
+
+
+BROKEN = [
+    one_record_twice,
+    one_chunk_twice,
+    one_record_masked,
+    rows_of_the_chunk_before_unmasked,
+]
+
+
+@pytest.mark.parametrize("broken", [the_same, *BROKEN])
+def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
+    data, options = records(1501), {"microbatch": 64}
+    data = {k: np.nan_to_num(v) for k, v in data.items()}
+    want = mean(*LOSSES["micro-batches"], data, **options)
+    read = _Chunks._read
+    monkeypatch.setattr(
+        _Chunks, "_read", lambda self, n, fill: broken(lambda n: read(self, n, fill), n)
+    )
+    got = mean(*LOSSES["micro-batches"], mapped(tmp_path, data), **options)
+    same = (
+        contextlib.nullcontext()
+        if broken is the_same
+        else pytest.raises(AssertionError)
+    )
+    with same:
+        assert_same_bits(got, want)
 
 
 def test_a_run_releases_the_bits_of_records_in_memory(tmp_path):
