@@ -30,7 +30,7 @@ class Grid(eqx.Module):
         counts: The integers $k$, a pytree of `Limbs`.
         exponent: $e$, the same for all leaves; public.
         contribution: The largest share of one record; of the role with the smallest
-            one, where several roles were added.
+            one, where several roles were added. 0 if the value is never released.
         dtypes: What each leaf becomes when it is released.
     """
 
@@ -40,7 +40,11 @@ class Grid(eqx.Module):
     dtypes: tuple = eqx.field(static=True)
 
     def __add__(self, other: "Grid") -> "Grid":
-        """The sum on the finer of the two grids, exact below 2^60 counts."""
+        """The sum on the finer of the two grids, exact below 2^60 counts.
+
+        Of steps more than 2^30 apart no grid holds both: the contribution of the sum is
+        then 0, and noise is released alone.
+        """
         places = self.exponent - other.exponent
         ours, theirs = (jnp.clip(v, 0, MOST_PLACES) for v in (places, -places))
         counts = jax.tree.map(
@@ -52,7 +56,6 @@ class Grid(eqx.Module):
         shares = self.contribution, other.contribution
         dtype = max((v.dtype for v in shares), key=lambda kind: jnp.finfo(kind).bits)
         contribution = jnp.minimum(*(v.astype(dtype) for v in shares))
-        # Where no grid holds both, noise is released alone.
         contribution = jnp.where(jnp.abs(places) <= MOST_PLACES, contribution, 0)
         exponent = jnp.minimum(self.exponent, other.exponent)
         return Grid(counts, exponent, contribution, self.dtypes)
@@ -91,7 +94,8 @@ class Grid(eqx.Module):
 
         Returns:
             Floating-point leaves. Noise alone where `std` is not finite or exceeds 2^52
-            steps. Noise of less than $2^{-43}$ of the contribution is drawn as that.
+            steps. Noise too small for a step of 2^-30 of the sum's is drawn as large as
+            that step allows, at most $2^{-43}$ of the contribution.
         """
         leaves, treedef = _flatten(self.counts)
         sizes = [v.size for v in leaves]

@@ -24,8 +24,8 @@ _GROUP = 2**15
 _FEW = 2**13
 # Sums of so many counts of 32 bits are in range.
 _MOST_ROWS = 2**29
-# XLA computes longer sums in two steps each and takes long to compile both. It does not
-# split a reduction of a pair, which is slower where there are few rows.
+# XLA computes longer sums in two steps and takes long to compile them. A reduction of a
+# pair it leaves whole; of few rows that is slower than two sums.
 _SHORT = 32
 # Fewer parts of 20 bits, or of 20 and a sign, add up to less than 32 bits.
 _PART, _MANY = 20, 2**11
@@ -65,7 +65,7 @@ class Limbs(eqx.Module):
         return _carried(self.high + other.high, self.low + other.low)
 
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
-        r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $-30 \le p \le 30$."""
+        r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $|p| \le 30$, cut likewise."""
         places = places.astype(jnp.int32)
         behind = jnp.maximum(-places, 0)
         low = self.low + ((1 << behind) >> 1)  # half a step
@@ -74,7 +74,7 @@ class Limbs(eqx.Module):
         return Limbs(high >> behind, low).finer(jnp.maximum(places, 0))
 
     def finer(self, places: Int[Array, ""]) -> "Limbs":
-        r"""$2^p k$ for public $0 \le p \le 30$."""
+        r"""$2^p k$ for public $0 \le p \le 30$, cut at the ends of the range."""
         places = places.astype(jnp.int32)
         sign = self.high >> 31
         extreme = Limbs(sign ^ _MASK, ~sign & _MASK)

@@ -54,8 +54,14 @@ class AbstractRelease(abc.ABC):
         _checks.instance(owner, tuple, queries=self.queries)
         for query in self.queries:
             _checks.instance(owner, Query, queries=query)
-        if len({query.role for query in self.queries}) != len(self.queries):
+        roles = [query.role for query in self.queries]
+        if len(set(roles)) != len(roles):
             raise ValueError(f"{owner}: one query per role; add up the clip norms.")
+        if RECORDS in roles and len(roles) > 1:
+            raise ValueError(
+                f"{owner}: the records of one level have no others beside them, got "
+                f"queries of {roles}; use the roles {LEVELS} of two levels."
+            )
 
     @property
     def contribution(self) -> float:
@@ -209,8 +215,10 @@ class AbstractGaussianRelease(AbstractRelease):
                 f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
                 f"but functions of {[*funs]} are to be read."
             )
-        keys: dict[str, PRNGKey | None] = dict.fromkeys(roles, key)
-        if key is not None and RECORDS not in roles:
+        keys: dict[str, PRNGKey] = {}
+        if RECORDS in roles and key is not None:
+            keys = {RECORDS: key}
+        elif key is not None:  # the batch of some level is random
             keys = dict(zip(LEVELS, derive(key, *LEVELS), strict=True))
         parts = [(query, funs[query.role]) for query in self.queries]
         if self.joint:
@@ -221,7 +229,7 @@ class AbstractGaussianRelease(AbstractRelease):
                 data if query.role == RECORDS else getattr(data, query.role),
                 precision=self.mechanism.precision,
                 neighbours=self.mechanism.neighbours,
-                key=keys[query.role],
+                key=keys[query.role] if query.sampling.random else None,
                 index=index,
             )
             for query, fun in parts

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from dpbilevel.privacy.clipping import Bounded
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.noise import derive, step_keys
 from dpbilevel.privacy.normal import standard_normal
+from dpbilevel.privacy.queries import Query
 from tests.cases import first_of_each_class, found
 from tests.problems import DECLARED
 
@@ -253,6 +255,27 @@ def test_derived_keys_do_not_change_between_versions(partitionable):
         key, _ = step_keys(jax.random.key(3), 1)
     assert words(derived) == GOLDEN
     assert words(key) == GOLDEN[0]
+
+
+class Keyed(dpb.FullBatch):
+    """Shows the key that it is given."""
+
+    keys: list = eqx.field(static=True)
+
+    def draw(self, records, size, *, key, index=None):
+        self.keys.append(key)
+        return super().draw(records, size, key=key, index=index)
+
+
+@pytest.mark.parametrize("other", [dpb.FullBatch(), dpb.Poisson(0.5)])
+def test_batches_that_are_not_random_get_no_key(other):
+    keyed = Keyed([])
+    queries = Query("upper", 8, 1.0, keyed), Query("lower", 8, 1.0, other)
+    release = releases.Release("sum", 1, queries, dpb.privacy.Gaussian(1.0))
+    value = {"upper": lambda z: z, "lower": lambda z: z}
+    data = dpb.Levels(jnp.ones((8, 2)), jnp.ones((8, 2)))
+    assert release.of(value, data, key=jax.random.key(0)).shape == (2,)
+    assert keyed.keys == [None]
 
 
 @pytest.mark.parametrize("domains", [("nosie",), ("noise", "noise"), ("noise", "")])

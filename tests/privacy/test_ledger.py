@@ -291,7 +291,6 @@ def test_epsilon_at_a_delta_outside_its_range_is_refused():
     [
         Query("lower", 100, 1.0, dpb.FullBatch()),
         Query("lower", 50, 1.0, dpb.Poisson(0.01)),
-        Query("records", 100, 1.0, dpb.Poisson(0.01)),
     ],
 )
 def test_joint_queries_of_different_batches_are_refused(last):
@@ -300,3 +299,11 @@ def test_joint_queries_of_different_batches_are_refused(last):
     Release("sum", 1, (first, same), dpb.privacy.Gaussian(1.0), joint=True)
     with pytest.raises(ValueError, match="one batch of the same records"):
         Release("sum", 1, (first, last), dpb.privacy.Gaussian(1.0), joint=True)
+
+
+def test_records_of_one_level_beside_those_of_another_are_refused():
+    queries = [
+        Query(role, 100, 1.0, dpb.Poisson(0.01)) for role in ("upper", "records")
+    ]
+    with pytest.raises(ValueError, match="no others beside them"):
+        Release("sum", 1, tuple(queries), dpb.privacy.Gaussian(1.0))
