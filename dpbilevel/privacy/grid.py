@@ -108,22 +108,23 @@ class Grid(eqx.Module):
         silent = is_below(std, float(jnp.finfo(std.dtype).smallest_subnormal))
         first = jnp.where(silent, coarsest, floor_log2(std) - LOG2_STD)
         finest = self.exponent - MOST_PLACES
-        coarser = silent | (first < finest)
+        # Noise below that of the finest step is drawn as large as that step makes it.
+        whole = silent | (first < finest)
         first = jnp.maximum(first, finest)
         doublings = jnp.clip(first - coarsest, 0, MOST_DOUBLINGS)
         exponent = first - doublings
         passes &= is_finite(contribution) & is_finite(std)
         passes &= contribution >= jnp.finfo(contribution.dtype).tiny
         passes &= (silent | (std >= jnp.finfo(std.dtype).tiny)) & (exponent <= coarsest)
-        numerator = jnp.where(coarser, 2**FRACTION_BITS, _inverse_mantissa(std))
-        places = jnp.maximum(self.exponent - exponent, -MOST_PLACES)
+        numerator = jnp.where(whole, 2**FRACTION_BITS, _inverse_mantissa(std))
+        shift = jnp.maximum(self.exponent - exponent, -MOST_PLACES)
 
         noise = normal_integers(sum(sizes), doublings, key=key)
         noise = limbs.where(silent, limbs.zeros_like(noise), noise)
         parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (noise.high, noise.low))
 
         def release(counts, high, low):
-            kept = counts.shifted(places).times_fraction(numerator)
+            kept = counts.shifted(shift).times_fraction(numerator)
             kept = limbs.where(passes, kept, limbs.zeros_like(kept))
             return kept + Limbs(high.reshape(kept.shape), low.reshape(kept.shape))
 

@@ -74,7 +74,7 @@ class Limbs(eqx.Module):
         return Limbs(high >> behind, low).finer(jnp.maximum(places, 0))
 
     def finer(self, places: Int[Array, ""]) -> "Limbs":
-        r"""$2^p k$ for public $0 \le p \le 30$, cut at the ends of the range."""
+        r"""$2^p k$ for public $0 \le p \le 30$, cut to the range."""
         places = places.astype(jnp.int32)
         sign = self.high >> 31
         extreme = Limbs(sign ^ _MASK, ~sign & _MASK)
