@@ -62,7 +62,7 @@ class AbstractCertifiedQuery(abc.ABC):
             point: Where it is computed: released or public.
             data: The records.
             precision: `"float"`, or `"grid"`: rounded to a public grid.
-            key: A typed key for the batch, if that is random.
+            key: A typed key for the batch, where its sampling needs one.
             index: The number of the batch in the run.
         """
 

@@ -46,7 +46,7 @@ _FIELDS = (
 _LATE_FIELDS = ((5, 0, 28), (6, 0, 28), (7, 0, 7))
 _DOUBLINGS, _LATE_DOUBLINGS = 14, 28
 MOST_DOUBLINGS = _DOUBLINGS + _LATE_DOUBLINGS
-# So many numbers at most are made from words that were drawn one by one.
+# Up to this many numbers, the words are drawn one by one.
 _FEW = 2**12
 _FIXED_POINT = 192  # bits of the arithmetic that makes the table
 
@@ -139,10 +139,10 @@ def from_words(
 def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:
     """Eight words for each number.
 
-    Of many numbers they are three blocks of a generator with long ones: a split of a
+    For many numbers they are three blocks of a generator with long ones: a split of a
     key shows all four words of every block, and `jax.random.bits` one only. The first
-    word has a block of its own because it is read before the others. Few numbers are
-    drawn as fast by `jax.random.bits`, which takes half the time to compile.
+    word has a block of its own because it is read before the others. For few numbers
+    `jax.random.bits` is as fast, and compiles faster.
     """
     if size <= _FEW:
         words = jax.random.bits(key, (8, size), jnp.uint32)

@@ -76,7 +76,7 @@ class Query:
             fun: Maps one record to a pytree.
             records: All records of the role.
             precision: How they are summed, as in `clipped_mean`.
-            key: A typed key for the draw of the batch, if that is random.
+            key: A typed key for the draw of the batch, where `sampling` needs one.
             neighbours: The relation of the release, as in `clipped_mean`.
             index: The number of the batch in the run, for samplings that are numbered.
 

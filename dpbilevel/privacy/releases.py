@@ -16,16 +16,17 @@ from .. import _checks
 from ._lazy import dp_accounting
 from .budget import Neighbours, People, PrivacyBudget
 from .clipping import Basis, Bounded
+from .limbs import MOST_PLACES
 from .mechanisms import Gaussian
-from .noise import PRNGKey, derive
+from .noise import PRNGKey, check_key, derive
 from .queries import LEVELS, RECORDS, Query
 from .sampling import Index
 
 PERSON = "person"  # whoever may have a record in either level
 
-# The largest sum, in shares of the role with the smallest one, that the grid holds; as
-# if there were 128 records at least, so that shares keep within `MOST_PLACES`.
-_LARGEST_RATIO = 2.0**36
+# The largest sum and the largest share that the grid holds, in shares of the role with
+# the smallest one.
+_LARGEST_SUM, _LARGEST_SHARE = 2.0**36, 2.0 ** (MOST_PLACES - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,7 @@ class AbstractGaussianRelease(AbstractRelease):
             What `charges` counts for one of `count`.
         """
         key_batch, key_noise = None, key
-        if any(query.sampling.random for query in self.queries):
+        if any(query.sampling.needs_key for query in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
         bounded = self.read(what, data, key=key_batch, index=index)
         if bounded.basis.worse(self.basis) is not self.basis:
@@ -215,11 +216,10 @@ class AbstractGaussianRelease(AbstractRelease):
                 f"{type(self).__name__}: {self.name!r} charges for queries of {roles}, "
                 f"but functions of {[*funs]} are to be read."
             )
-        keys: dict[str, PRNGKey] = {}
-        if RECORDS in roles and key is not None:
-            keys = {RECORDS: key}
-        elif key is not None:  # the batch of some level is random
-            keys = dict(zip(LEVELS, derive(key, *LEVELS), strict=True))
+        drawn = [query.role for query in self.queries if query.sampling.needs_key]
+        key_of = {RECORDS: key}
+        if drawn and drawn != [RECORDS]:
+            key_of = dict(zip(drawn, derive(check_key(key), *drawn), strict=True))
         parts = [(query, funs[query.role]) for query in self.queries]
         if self.joint:
             parts = [_in_one(*parts)]  # one batch, clipped once
@@ -229,7 +229,7 @@ class AbstractGaussianRelease(AbstractRelease):
                 data if query.role == RECORDS else getattr(data, query.role),
                 precision=self.mechanism.precision,
                 neighbours=self.mechanism.neighbours,
-                key=keys[query.role] if query.sampling.random else None,
+                key=key_of.get(query.role),
                 index=index,
             )
             for query, fun in parts
@@ -320,11 +320,12 @@ class Release(AbstractGaussianRelease):
 
     def _check_range(self) -> None:
         shares = [query.contribution for query in self.queries]
-        largest = max(q.contribution * max(q.size, 128) for q in self.queries)
-        if largest > _LARGEST_RATIO * min(shares):
+        least, most = min(shares), max(shares)
+        largest = max(q.contribution * q.size for q in self.queries)
+        if largest > _LARGEST_SUM * least or most > _LARGEST_SHARE * least:
             raise ValueError(
                 f"Release: {self.name!r} adds two means; one record moves one by up to "
-                f"{max(shares):.3g}, the other by up to {min(shares):.3g}, and no grid "
+                f"{most:.3g}, the other by up to {least:.3g}, and no grid "
                 "of 61-bit integers holds both. Bring the clip norms or the penalty "
                 'closer together, or use precision="float" for research.'
             )

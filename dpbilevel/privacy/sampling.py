@@ -52,13 +52,13 @@ class AbstractSampling(eqx.Module):
     """A sampling scheme: how a batch is drawn, and the event that accounts for it.
 
     Attributes:
-        random: Whether batches are drawn at random, with a key.
+        needs_key: Whether `draw` draws at random.
         numbered: Whether a batch depends on its number in the run, so that only solvers
             that number their batches can use it.
         assumptions: What its accounting takes for granted.
     """
 
-    random: ClassVar[bool] = True
+    needs_key: ClassVar[bool] = True
     numbered: ClassVar[bool] = False
     assumptions: ClassVar[tuple[str, ...]] = ()
 
@@ -72,8 +72,8 @@ class AbstractSampling(eqx.Module):
             records: All records, with a common leading axis, or `Padded`; `FullBatch`
                 takes `OnDisk` too.
             size: The planned, public number of records.
-            key: A typed key for this draw alone; as secret as the noise's. None for
-                schemes that are not `random`.
+            key: A typed key for this draw alone, as secret as the noise's; None where
+                none is needed.
             index: The number of the batch in the run, from 0; read by schemes that are
                 `numbered`.
         """
@@ -121,7 +121,7 @@ class AbstractSampling(eqx.Module):
 class FullBatch(AbstractSampling):
     """Every record, every time: no amplification, any relation."""
 
-    random: ClassVar[bool] = False
+    needs_key: ClassVar[bool] = False
 
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Returns all records; the key is not used."""

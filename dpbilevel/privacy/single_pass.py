@@ -35,7 +35,7 @@ class SinglePass(AbstractFixedBatch):
         McSherry, "Privacy integrated queries", 2009, Theorem 4.
     """
 
-    random: ClassVar[bool] = False
+    needs_key: ClassVar[bool] = False
     numbered: ClassVar[bool] = True
     assumptions: ClassVar[tuple[str, ...]] = (
         "single pass: the place of a record does not depend on the values of any; "

@@ -268,7 +268,7 @@ class Keyed(dpb.FullBatch):
 
 
 @pytest.mark.parametrize("other", [dpb.FullBatch(), dpb.Poisson(0.5)])
-def test_batches_that_are_not_random_get_no_key(other):
+def test_batches_that_need_no_key_get_none(other):
     keyed = Keyed([])
     queries = Query("upper", 8, 1.0, keyed), Query("lower", 8, 1.0, other)
     release = releases.Release("sum", 1, queries, dpb.privacy.Gaussian(1.0))

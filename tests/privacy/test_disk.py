@@ -1,5 +1,4 @@
 import concurrent.futures
-import contextlib
 import functools
 import logging
 import threading
@@ -132,61 +131,62 @@ def test_a_chunk_that_is_left_out_is_seen(tmp_path):
         assert_same_bits(got, mean(loss, w, records()))
 
 
-def one_record_twice(read, number):
-    leaves, fresh = read(number)
+def one_record_twice(chunks):
+    leaves, fresh = chunks[-1]
     new = np.flatnonzero(fresh)
     for leaf in leaves:
         leaf[new[1]] = leaf[new[0]]
     return leaves, fresh
 
 
-def one_chunk_twice(read, number, before=[]):  # noqa: B006
-    before.append(read(number))
-    return before[-2 if number == 7 else -1]
+def one_chunk_twice(chunks):
+    return chunks[-2 if len(chunks) == 7 else -1]
 
 
-def one_record_masked(read, number):
-    leaves, fresh = read(number)
-    fresh[np.flatnonzero(fresh)[-1]] &= number != 3
+def one_record_masked(chunks):
+    leaves, fresh = chunks[-1]
+    fresh[np.flatnonzero(fresh)[-1]] &= len(chunks) != 3
     return leaves, fresh
 
 
-def rows_of_the_chunk_before_unmasked(read, number):
-    leaves, fresh = read(number)
+def filled_up_with_a_record(chunks):
+    leaves, fresh = chunks[-1]
     for leaf in leaves:
         leaf[~fresh] = leaf[fresh][0]
     return leaves, np.ones_like(fresh)
 
 
-def the_same(read, number):
-    return read(number)
+def the_same(chunks):
+    return chunks[-1]
 
 
-BROKEN = [
-    one_record_twice,
-    one_chunk_twice,
-    one_record_masked,
-    rows_of_the_chunk_before_unmasked,
-]
-
-
-@pytest.mark.parametrize("broken", [the_same, *BROKEN])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        the_same,
+        one_record_twice,
+        one_chunk_twice,
+        one_record_masked,
+        filled_up_with_a_record,
+    ],
+)
 def test_a_reader_that_errs_in_one_row_is_seen(tmp_path, monkeypatch, broken):
     data, options = records(1501), {"microbatch": 64}
     data = {k: np.nan_to_num(v) for k, v in data.items()}
     want = mean(*LOSSES["micro-batches"], data, **options)
-    read = _Chunks._read
-    monkeypatch.setattr(
-        _Chunks, "_read", lambda self, n, fill: broken(lambda n: read(self, n, fill), n)
-    )
+    right, chunks = _Chunks._read, []
+
+    def read(*arguments):
+        chunks.append(right(*arguments))
+        return broken(chunks)
+
+    monkeypatch.setattr(_Chunks, "_read", read)
     got = mean(*LOSSES["micro-batches"], mapped(tmp_path, data), **options)
-    same = (
-        contextlib.nullcontext()
-        if broken is the_same
-        else pytest.raises(AssertionError)
-    )
-    with same:
+    if broken is the_same:
         assert_same_bits(got, want)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same_bits(got, want)
 
 
 def test_a_run_releases_the_bits_of_records_in_memory(tmp_path):

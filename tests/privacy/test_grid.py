@@ -167,6 +167,20 @@ def test_shares_too_far_apart_for_the_grid_are_refused_when_planned():
         ledger(1e9, "grid")
 
 
+def test_shares_too_far_apart_are_refused_for_few_records_too():
+    def release(ratio):
+        queries = (
+            dpb.privacy.Query(role, 4, clip_norm)
+            for role, clip_norm in (("upper", 1.0), ("lower", ratio))
+        )
+        gaussian = dpb.privacy.Gaussian(1.0, precision="grid")
+        return dpb.privacy.Release("sum", 1, tuple(queries), gaussian)
+
+    release(2.0**29)
+    with pytest.raises(ValueError, match="61-bit integers holds both"):
+        release(2.0**30)
+
+
 def test_values_of_different_precision_do_not_mix():
     records = rows(4, 2)
     both = [mean(records, precision) for precision in ("grid", "float")]
