@@ -177,6 +177,12 @@ def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
         raise ValueError(f"--chunk must be at least 1, got {chunk}.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a new folder.")
+    if jax.process_count() > 1:
+        raise ValueError(
+            "the command line is for programs of one process, this is one of "
+            f"{jax.process_count()}. Start it without jax.distributed, or use "
+            "dpbilevel.fit, which takes records spread over processes."
+        )
     with lock.held(out):
         folder.check(out, resume, restart)
         yield

@@ -90,7 +90,15 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
             f"nothing to resume: {folder} holds no checkpoint. Start the run without "
             "--resume."
         )
-    content = file.read_bytes()
+    return parsed(file, file.read_bytes(), notice=notice)
+
+
+def parsed(file: Path, content: bytes, *, notice: bytes = _NOTICE) -> Checkpoint:
+    """The checkpoint that a file holds.
+
+    Raises:
+        ValueError: The content is damaged or of another program.
+    """
     digest, _, body = content.removeprefix(notice).partition(b"\n")
     intact = hashlib.sha256(body).hexdigest().encode() == digest
     if not content.startswith(notice) or not intact:

@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
+from .first import by_first
 from .interrupts import at_end, whole
 
 try:
@@ -26,19 +25,19 @@ def held(folder: Path) -> Iterator[None]:
     Where there are no file locks a warning says so, and nothing is locked. A folder
     that was created here and is empty at the end is removed.
 
+    In a program of several processes (`jax.distributed`) all call this together, and
+    process 0 holds the lock.
+
     Raises:
-        ValueError: Another run is in progress there, or the program has several
-            processes, which would each write to the folder.
+        ValueError: Another run is in progress there.
         OSError: The folder cannot be made or written to.
     """
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"{folder}: result folders are for programs of one process, this is one of "
-            f"{jax.process_count()}. Use solve or fit without a folder, and save the "
-            "solution in process 0; or start without jax.distributed."
-        )
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made: list[Path] = []
     taken: list[int] = []
+
+    def take() -> None:
+        made.extend(path for path in (folder, *folder.parents) if not path.exists())
+        taken.extend(_take(folder))
 
     def leave() -> None:
         for descriptor in taken:
@@ -52,7 +51,7 @@ def held(folder: Path) -> Iterator[None]:
 
     with at_end(leave):
         with whole():
-            taken += _take(folder)
+            by_first(take)
         yield
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from ..core import checkpoint, spending
 from ..core.checkpoint import Checkpoint
+from ..core.first import by_first
 from ..core.interrupts import whole
 from ..core.resume import check_empty, check_same_run, finish_run, resume_run
 from ..core.solution import Solution
@@ -50,19 +52,20 @@ class Folder:
             ValueError: Another run finished here, or its result is damaged.
         """
         file = self.path / checkpoint.SEARCH
-        if not file.is_file():
+        content = by_first(lambda: _content(file))
+        if content is None:
             return None
         try:
-            page = json.loads(file.read_text(encoding="utf-8"))
+            page = json.loads(content)
             value, path = np.asarray(page["value"]), np.asarray(page["trajectory"])
             rejected = int(page.get("rejected_updates", 0))
             check_same_run(self.path, page, {"run": self._public})
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{file} is damaged or of another version of dpbilevel: {error}. Give "
                 "a new folder: a second release, on top of what this one cost."
             ) from error
-        self._close()
+        by_first(self._close)
         return Solution(value, path, rejected)
 
     def begin(self) -> Checkpoint:
@@ -72,14 +75,8 @@ class Folder:
             ValueError: The folder holds another run or something else.
             OSError: The disk refuses.
         """
-        if (self.path / checkpoint.NAME).is_file():
-            saved = self._resume()
-        else:
-            check_empty("minimize: folder", self.path)
-            saved = self.first
-            checkpoint.write(self.path, saved, notice=_NOTICE)
-        spending.begin(self.path, _NUMBER, self.report, self._public)
-        return saved
+        file, content = self.path / checkpoint.NAME, by_first(self._begun)
+        return self._resumed(checkpoint.parsed(file, content or b"", notice=_NOTICE))
 
     def losses(self, step: int, number: int, point: np.ndarray, evaluate: Evaluate):
         """What was kept of this evaluation, or the evaluation, kept.
@@ -89,13 +86,13 @@ class Folder:
             OSError: The disk refuses.
         """
         file = self.path / f"evaluation-{step}-{number}.SECRET"
-        if not file.is_file():
+        content = by_first(lambda: _content(file))
+        if content is None:
             losses = evaluate(point)
-            content = checkpoint.npz({"point": point, "losses": losses})
-            checkpoint.replace(file, content, mode=0o600)  # before the next evaluation
-            return losses
+            made = checkpoint.npz({"point": point, "losses": losses})
+            content = by_first(lambda: _kept(file, made))  # before the next evaluation
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with np.load(io.BytesIO(content or b""), allow_pickle=False) as arrays:
                 kept, losses = arrays["point"], arrays["losses"]
         except Exception:
             raise ValueError(
@@ -114,8 +111,12 @@ class Folder:
         Raises:
             OSError: The disk refuses; the previous checkpoint is intact.
         """
-        checkpoint.write(self.path, saved, notice=_NOTICE)
-        self._forget(saved.done)
+
+        def write() -> None:
+            checkpoint.write(self.path, saved, notice=_NOTICE)
+            self._forget(saved.done)
+
+        by_first(write)
 
     def finish(self, solution: Solution) -> None:
         """Writes the result; released values and public ones only.
@@ -130,27 +131,42 @@ class Folder:
             "rejected_updates": solution.rejected_updates,
             "run": self._public,
         }
-        with whole():
+
+        def write() -> None:
             checkpoint.replace_json(self.path / checkpoint.SEARCH, page)
             self._close()
 
-    def _resume(self) -> Checkpoint:
+        with whole():
+            by_first(write)
+
+    def _begun(self) -> bytes:
+        """The checkpoint to go on from, as on the disk; its run is on record."""
+        file = self.path / checkpoint.NAME
+        if file.is_file():
+            self._forget(self._resumed(self._read()).done)
+        else:
+            check_empty("minimize: folder", self.path)
+            checkpoint.write(self.path, self.first, notice=_NOTICE)
+        spending.begin(self.path, _NUMBER, self.report, self._public)
+        return file.read_bytes()
+
+    def _read(self) -> Checkpoint:
         try:
-            saved = checkpoint.read(self.path, notice=_NOTICE)
+            return checkpoint.read(self.path, notice=_NOTICE)
         except ValueError:
             raise ValueError(
                 f"{self.path / checkpoint.NAME} is damaged or not of a search by this "
                 "version of dpbilevel. Give a new folder: a second release, on top of "
                 "what this one cost. An older copy would use noise again."
             ) from None
+
+    def _resumed(self, saved: Checkpoint) -> Checkpoint:
         records = (
             "the records, their order, or what is evaluated on them (in a "
             "PrivateSearch also the estimator, its losses, the space and the training "
             "records)"
         )
-        saved = resume_run(self.path, saved, self.first, records)
-        self._forget(saved.done)
-        return saved
+        return resume_run(self.path, saved, self.first, records)
 
     def _forget(self, done: int) -> None:
         """Deletes the evaluations of steps before `done`."""
@@ -163,6 +179,16 @@ class Folder:
         finish_run(self.path, _NUMBER)
         for file in self.path.glob(f"{_PATTERN}*"):
             file.unlink()
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _kept(file: Path, losses: bytes) -> bytes:
+    """Writes losses and returns them; those of process 0 are those of the run."""
+    checkpoint.replace(file, losses, mode=0o600)
+    return losses
 
 
 def fingerprint(

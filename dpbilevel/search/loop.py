@@ -59,7 +59,8 @@ def minimize(
         solver: A solver that asks for losses: calibrated, or with `budget` any.
         w0: The starting point, one vector, public or already private; projected onto
             the set. What searches the whole box takes its shape only.
-        key: One typed key; consumed by this run, or not used if it resumes another.
+        key: One typed key; consumed by this run, or not used if it resumes another. In
+            a program of several processes the same one in all of them.
         budget: The guarantee to reach: the solver is calibrated first, on the
             problem's number of records, and its own noise is replaced.
         precision: As in `calibrate`; read with `budget` only.

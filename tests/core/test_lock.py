@@ -135,3 +135,12 @@ def test_missing_locks_are_told_and_the_run_goes_on(
     with pytest.warns(RuntimeWarning, match="start no other run in"):
         runner.run(prepared, tmp_path)
     assert lock.NAME not in names_in(tmp_path)
+
+
+def test_the_command_line_is_refused_in_programs_of_several_processes(
+    prepared, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match="for programs of one process"):
+        run(prepared, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

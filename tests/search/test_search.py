@@ -1,7 +1,11 @@
 """The host loop: what `solve` does, with losses from Python, and safe to interrupt."""
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -119,6 +123,36 @@ def test_the_black_box_sees_its_own_point_in_float64_under_the_callers_setting()
         (np.dtype("f8"), (2,), False)
     }
     assert any(np.array_equal(answer.value, point) for point, _ in seen)
+
+
+def test_in_a_program_of_two_processes_the_first_one_keeps_the_folder(tmp_path, whole):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    root, folders = Path(__file__).parents[2], [tmp_path / "kept", tmp_path / "other"]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    pair = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.search.pair", port, str(number), folder],
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, folder in enumerate(folders)
+    ]
+    found = []
+    for process in pair:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error[-3000:]
+        found.append(json.loads(out.splitlines()[-1]))
+    for page in found:
+        assert "went away" in page["interrupted"]
+        assert page["evaluations"] == EVALUATIONS[NAME] - 2
+        assert page["value"] == whole[NAME].value.tolist()
+        assert "run.solver.class was" in page["refused"]
+    assert [page["files"] for page in found] == [FINISHED, []]
 
 
 @pytest.mark.parametrize(
