@@ -1,11 +1,19 @@
 """Problems of two levels, their applications and their solvers."""
 
 from . import zoo
-from .applications import penalty_tuning, source_weighting, source_weights
+from .applications import (
+    mixed_model,
+    mixing_start,
+    penalty_tuning,
+    source_mixing,
+    source_weighting,
+    source_weights,
+)
 from .constants import AbstractCertificate, Constants, SecondOrderConstants
 from .f2sa import F2SA
 from .implicit import ImplicitBilevel
 from .linear_tuning import linear_tuning
+from .lower_first import LowerFirst
 from .penalty import PenaltyBilevel
 from .problem import BilevelProblem, Levels, Sizes
 from .refitted import Refitted
@@ -19,6 +27,7 @@ __all__ = [
     "Constants",
     "ImplicitBilevel",
     "Levels",
+    "LowerFirst",
     "PenaltyBilevel",
     "Refitted",
     "SecondOrderConstants",
@@ -26,7 +35,10 @@ __all__ = [
     "Sizes",
     "WarmStarted",
     "linear_tuning",
+    "mixed_model",
+    "mixing_start",
     "penalty_tuning",
+    "source_mixing",
     "source_weighting",
     "source_weights",
     "zoo",

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import _checks
 from ..sets import AbstractSet, Box, Euclidean, Simplex
@@ -82,14 +82,8 @@ def source_weighting(
                 f"source_weighting: x must have shape ({num_sources},), one entry per "
                 f"source, got {jnp.shape(x)}."
             )
-        index = jnp.asarray(source(record))
-        if not jnp.issubdtype(index.dtype, jnp.integer):
-            raise TypeError(
-                "source_weighting: the source of a record must be an integer in "
-                f"[0, {num_sources}), got {index.dtype}."
-            )
-        known = (index >= 0) & (index < num_sources)
-        weight = source_weights(x, parametrization)[jnp.where(known, index, 0)]
+        index, known = _known_source(owner, source(record), num_sources)
+        weight = source_weights(x, parametrization)[index]
         # A record of no known source has no influence, whoever solves the problem.
         return jnp.where(known, num_sources * weight, 0.0) * loss(y, record)
 
@@ -100,6 +94,127 @@ def source_weighting(
     return BilevelProblem(
         upper, lower, lower_public=lower_public, x_set=x_set, x_in_records=("lower",)
     )
+
+
+def source_mixing(
+    loss: ModelLoss,
+    num_sources: int,
+    *,
+    shared: float = 0.5,
+    source: Callable[[PyTree], Int[Array, ""]] = read_source,
+) -> BilevelProblem:
+    r"""One model per source and one of all records, mixed on validation records.
+
+    $$
+    \min_{x \in \mathbb R^{k+1}} \frac{1}{n_f} \sum_i \ell\Bigl(\sum_{s=0}^{k} x_s
+    y_s, z_i\Bigr), \qquad (y_0, \dots, y_k) = \arg\min \frac{1}{n_g} \sum_i
+    \ell(y_{s_i}, z'_i) + a\, \ell(y_k, z'_i).
+    $$
+
+    The lower level does not read $x$, so `LowerFirst` solves it once. The validation
+    records meet the $k + 1$ coefficients of the mixture alone, and not the
+    parameters of a model, so that few of them are enough under noise. Start at
+    `mixing_start`; the released model is `mixed_model(x, y)`.
+
+    For models that are linear in their parameters, such as `logistic_loss`: a mixture
+    of parameters is a mixture of predictions there. In networks it is not. Where some
+    sources are useless, as with random labels, `source_weighting` or a fit on the
+    good ones does better; see the documentation.
+
+    Args:
+        loss: $\ell(y, z)$: the model's loss on one record.
+        num_sources: $k$.
+        shared: $a > 0$, the weight of the common model. A record's gradients with
+            respect to both of its models are clipped together, to $\sqrt{1 + a^2}$ of
+            the clip norm for one of them if none is to be shortened.
+        source: Reads a training record's source, as in `source_weighting`.
+
+    Returns:
+        A problem over `Levels(upper=validation, lower=training)`; every leaf of $y$
+        has a leading axis of $k + 1$.
+
+    Raises:
+        ValueError: A number is out of range, or `x` or `y` has another shape.
+        TypeError: A source is not an integer.
+
+    Privacy:
+        The source of a record is part of the record. $k$ and $a$ are public.
+
+    References:
+        Wolpert, "Stacked generalization", 1992; Breiman, "Stacked regressions", 1996,
+        here of models that are fitted on one source each.
+    """
+    owner = "source_mixing"
+    _checks.count(owner, num_sources=num_sources)
+    _checks.positive(owner, shared=shared)
+
+    def upper(x, y, record):
+        if jnp.shape(x) != (num_sources + 1,):
+            raise ValueError(
+                f"source_mixing: x must have shape ({num_sources + 1},), one "
+                f"coefficient per source and one of the common model, got "
+                f"{jnp.shape(x)}. Start at mixing_start(model, num_sources)."
+            )
+        _check_models(y, num_sources)
+        return loss(mixed_model(x, y), record)
+
+    def lower(_, y, record):
+        _check_models(y, num_sources)
+        index, known = _known_source(owner, source(record), num_sources)
+        own, common = (jax.tree.map(lambda v, i=i: v[i], y) for i in (index, -1))
+        both = loss(own, record) + shared * loss(common, record)
+        return jnp.where(known, both, 0.0)
+
+    return BilevelProblem(upper, lower, x_in_records=("upper",))
+
+
+def mixing_start(model: PyTree, num_sources: int) -> tuple[Float[Array, " k"], PyTree]:
+    """The start of `source_mixing`: all models equal, and the common one alone.
+
+    Args:
+        model: The parameters that every model starts from, public.
+        num_sources: $k$.
+
+    Returns:
+        The pair $(x, y)$.
+    """
+    _checks.count("mixing_start", num_sources=num_sources)
+    x = jnp.zeros(num_sources + 1).at[-1].set(1.0)
+    return x, jax.tree.map(lambda v: jnp.stack([jnp.asarray(v)] * len(x)), model)
+
+
+def mixed_model(x: Float[Array, " k"], y: PyTree) -> PyTree:
+    r"""The model $\sum_s x_s y_s$ of `source_mixing`.
+
+    Args:
+        x: The coefficients.
+        y: The models, along the leading axes of the leaves.
+    """
+    return jax.tree.map(lambda v: jnp.tensordot(x, v, 1), y)
+
+
+def _check_models(y: PyTree, num_sources: int) -> None:
+    for leaf in jax.tree.leaves(y):
+        if jnp.shape(leaf)[:1] != (num_sources + 1,):
+            raise ValueError(
+                f"source_mixing: every leaf of y must have a leading axis of "
+                f"{num_sources + 1}, one model per source and the common one, got the "
+                f"shape {jnp.shape(leaf)}. Start at mixing_start(model, num_sources)."
+            )
+
+
+def _known_source(
+    owner: str, source: object, num_sources: int
+) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+    """The index of a source, 0 for one that is not known, and whether it is known."""
+    index = jnp.asarray(source)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(
+            f"{owner}: the source of a record must be an integer in [0, "
+            f"{num_sources}), got {index.dtype}."
+        )
+    known = (index >= 0) & (index < num_sources)
+    return jnp.where(known, index, 0), known
 
 
 def source_weights(

@@ -189,7 +189,7 @@ class BilevelProblem(AbstractProblem):
         return tuple(
             role
             for role in LEVELS
-            if _reads_first(getattr(self, role), *w0, one_record(getattr(data, role)))
+            if reads_first(getattr(self, role), *w0, one_record(getattr(data, role)))
         )
 
 
@@ -197,7 +197,7 @@ def _shared(data: object) -> bool:
     return isinstance(data, Levels) and data.is_shared
 
 
-def _reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:
+def reads_first(fun: Callable, first: PyTree, *rest: PyTree) -> bool:
     """Whether the value of `fun` may depend on its first argument, by its jaxpr."""
     jaxpr = jax.make_jaxpr(fun)(first, *rest).jaxpr  # on shapes alone
     reached = set(jaxpr.invars[: len(jax.tree.leaves(first))])
