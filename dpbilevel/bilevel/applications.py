@@ -117,16 +117,17 @@ def source_mixing(
     `mixing_start`; the released model is `mixed_model(x, y)`.
 
     For models that are linear in their parameters, such as `logistic_loss`: a mixture
-    of parameters is a mixture of predictions there. In networks it is not. Where some
-    sources are useless, as with random labels, `source_weighting` or a fit on the
-    good ones does better; see the documentation.
+    of parameters is a mixture of predictions there. In networks it is not. A model of
+    one source is noisier than one of several sources together. Where sources are simply
+    good or bad, as with flipped labels, the common model is of no use, and one private
+    model of the good sources alone is better than a mixture.
 
     Args:
         loss: $\ell(y, z)$: the model's loss on one record.
         num_sources: $k$.
         shared: $a > 0$, the weight of the common model. A record's gradients with
-            respect to both of its models are clipped together, to $\sqrt{1 + a^2}$ of
-            the clip norm for one of them if none is to be shortened.
+            respect to its two models are clipped together: losses with gradients of
+            at most $G$ need a clip norm of $G \sqrt{1 + a^2}$ to be left as they are.
         source: Reads a training record's source, as in `source_weighting`.
 
     Returns:
@@ -177,6 +178,9 @@ def mixing_start(model: PyTree, num_sources: int) -> tuple[Float[Array, " k"], P
 
     Returns:
         The pair $(x, y)$.
+
+    Raises:
+        ValueError: `num_sources` is below 1.
     """
     _checks.count("mixing_start", num_sources=num_sources)
     x = jnp.zeros(num_sources + 1).at[-1].set(1.0)
@@ -189,6 +193,9 @@ def mixed_model(x: Float[Array, " k"], y: PyTree) -> PyTree:
     Args:
         x: The coefficients.
         y: The models, along the leading axes of the leaves.
+
+    Privacy:
+        Post-processing of released values: free.
     """
     return jax.tree.map(lambda v: jnp.tensordot(x, v, 1), y)
 

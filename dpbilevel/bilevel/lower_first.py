@@ -1,12 +1,10 @@
 """The lower level once, then the upper one: for lower levels that do not read x."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
@@ -15,69 +13,13 @@ from ..core.descent import Rejections
 from ..core.loop import inner_solve
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
-from ..privacy.budget import People
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
-from ..privacy.queries import Query
-from ..privacy.sampling import AbstractSampling
-from ..sets import AbstractSet
-from .penalized import PenalizedLevel, levels_queries
-from .problem import BilevelProblem, Levels, Sizes, reads_first
+from .penalized import PenalizedLevel, UpperLevel
+from .problem import BilevelProblem, Sizes, reads_first
 from .stages import AbstractTwoStages
 
 LOWER, UPPER = "lower", "upper"
-
-
-class UpperLevel(AbstractFiniteSum):
-    r"""The one-level problem $\min_x f(x, y)$ at a fixed $y$.
-
-    Args:
-        problem: The bilevel problem.
-        y: The lower variable, already private.
-    """
-
-    problem: BilevelProblem
-    y: PyTree
-
-    @property
-    def w_set(self) -> AbstractSet:
-        """The feasible set of x."""
-        return self.problem.x_set
-
-    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        r"""$\nabla_x f(x, y; z)$ of an upper record."""
-
-        def upper(record):
-            return jax.grad(self.problem.upper)(w, self.y, record)
-
-        return {UPPER: upper}
-
-    def public_gradient(self, w: PyTree) -> PyTree:
-        r"""$\nabla_x r_f(x, y)$."""
-        if self.problem.upper_public is None:
-            return optax.tree.zeros_like(w)
-        return jax.grad(self.problem.upper_public)(w, self.y)
-
-    def queries(
-        self, clip_norm, sampling: AbstractSampling, sizes: Sizes
-    ) -> tuple[tuple[Query, ...], bool]:
-        """One query on the upper records."""
-        return levels_queries(Levels(clip_norm, None), sampling, sizes)
-
-    @override
-    def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
-        return self.problem.sizes_of(data, people)
-
-    @override
-    def check_sizes(self, owner: str, sizes: object) -> None:
-        self.problem.check_sizes(owner, sizes)
-
-    @override
-    def check_people(self, data: Levels, people: People) -> None:
-        self.problem.check_people(data, people)
-
-    def check(self, w0: PyTree, data: Levels) -> None:
-        """Nothing to check: the bilevel problem was checked as a whole."""
 
 
 class _State(eqx.Module):
@@ -98,7 +40,7 @@ class LowerFirst(AbstractTwoStages[_State]):
     \hat x \approx \arg\min_x f(x, \hat y),
     $$
 
-    each by a solver of one level. Other solvers pay for the lower level at every step.
+    each by a solver of one level. Other solvers read the lower level at every step.
     With disjoint people each level's records are read in one of the two runs only, so
     that at equal shares both spend the whole budget.
 
@@ -116,8 +58,9 @@ class LowerFirst(AbstractTwoStages[_State]):
         the released $y$ passes from one to the other.
 
     References:
-        Kornowski, "Differentially private bilevel optimization", Remark 6 (no lower
-        solve is charged twice where $g$ does not depend on $x$).
+        Kornowski, "Differentially private bilevel optimization", Remark 6: where $g$
+        does not depend on $x$, one lower solve is enough, and the penalty method is
+        noisy gradient descent on $f$ in $x$.
     """
 
     lower: AbstractSolver

@@ -1,6 +1,7 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import optax
@@ -13,6 +14,11 @@ from ..privacy.queries import LEVELS, Query
 from ..privacy.sampling import AbstractSampling
 from ..sets import AbstractSet
 from .problem import BilevelProblem, Levels, Sizes
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
 
@@ -32,7 +38,32 @@ def levels_queries(
     return queries, sizes.people is People.SHARED and len(queries) > 1
 
 
-class PenalizedLevel(AbstractFiniteSum):
+class AbstractLevel(AbstractFiniteSum):
+    """A one-level problem inside a bilevel one, whose records it reads.
+
+    Attributes:
+        problem: The bilevel problem.
+    """
+
+    problem: AbstractVar[BilevelProblem]
+
+    @override
+    def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
+        return self.problem.sizes_of(data, people)
+
+    @override
+    def check_sizes(self, owner: str, sizes: object) -> None:
+        self.problem.check_sizes(owner, sizes)
+
+    @override
+    def check_people(self, data: Levels, people: People) -> None:
+        self.problem.check_people(data, people)
+
+    def check(self, w0: PyTree, data: Levels) -> None:
+        """Nothing to check: the bilevel problem was checked as a whole."""
+
+
+class PenalizedLevel(AbstractLevel):
     r"""The one-level problems inside a bilevel one, at a fixed $x$.
 
     $\min_y g(x, y)$ when `penalty` is `None`, else $\min_y g(x, y) + f(x, y) /
@@ -84,20 +115,42 @@ class PenalizedLevel(AbstractFiniteSum):
             above = self.upper_clip_norm / self.penalty
         return levels_queries(Levels(above, clip_norm), sampling, sizes)
 
-    @override
-    def sizes_of(self, data: Levels, people: People | str | None = None) -> Sizes:
-        return self.problem.sizes_of(data, people)
 
-    @override
-    def check_sizes(self, owner: str, sizes: object) -> None:
-        self.problem.check_sizes(owner, sizes)
+class UpperLevel(AbstractLevel):
+    r"""The one-level problem $\min_x f(x, y)$ at a fixed $y$.
 
-    @override
-    def check_people(self, data: Levels, people: People) -> None:
-        self.problem.check_people(data, people)
+    Args:
+        problem: The bilevel problem.
+        y: The lower variable, already private.
+    """
 
-    def check(self, w0: PyTree, data: Levels) -> None:
-        """Nothing to check: the bilevel problem was checked as a whole."""
+    problem: BilevelProblem
+    y: PyTree
+
+    @property
+    def w_set(self) -> AbstractSet:
+        """The feasible set of x."""
+        return self.problem.x_set
+
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        r"""$\nabla_x f(x, y; z)$ of an upper record."""
+
+        def upper(record):
+            return jax.grad(self.problem.upper)(w, self.y, record)
+
+        return {"upper": upper}
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        r"""$\nabla_x r_f(x, y)$."""
+        if self.problem.upper_public is None:
+            return optax.tree.zeros_like(w)
+        return jax.grad(self.problem.upper_public)(w, self.y)
+
+    def queries(
+        self, clip_norm, sampling: AbstractSampling, sizes: Sizes
+    ) -> tuple[tuple[Query, ...], bool]:
+        """One query on the upper records."""
+        return levels_queries(Levels(clip_norm, None), sampling, sizes)
 
 
 def penalty_gradients(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_ERRORS = {kind.__name__: kind for kind in (OSError, ValueError)}
+_KINDS = {"OSError": OSError, "ValueError": ValueError}
 
 
 def by_first(action: Callable[[], bytes | None]) -> bytes | None:
@@ -16,26 +16,24 @@ def by_first(action: Callable[[], bytes | None]) -> bytes | None:
     program of one process it is a plain call.
 
     Raises:
-        OSError, ValueError: The action raised it; in all of the processes, so that none
-            waits for the others for ever.
+        OSError, ValueError: The action raised it; in all processes, so that none waits
+            for the others without end.
     """
     if jax.process_count() == 1:
         return action()
-    found, raised = (b"", b""), None
+    outcome, content, raised = "nothing", b"", None
     if jax.process_index() == 0:
         try:
-            content = action()
-            found = (b"none", b"") if content is None else (b"", content)
-        except tuple(_ERRORS.values()) as error:
-            raised = error
-            kind = next(k for k, v in _ERRORS.items() if isinstance(error, v))
-            found = kind.encode(), str(error).encode()
-    kind, content = map(_from_first, found)
-    if kind == b"none":
-        return None
-    if kind:
-        raise raised or _ERRORS[kind.decode()](content.decode())
-    return content
+            found = action()
+            if found is not None:
+                outcome, content = "bytes", found
+        except (OSError, ValueError) as error:
+            raised, content = error, str(error).encode()
+            outcome = "OSError" if isinstance(error, OSError) else "ValueError"
+    outcome, content = _from_first(outcome.encode()).decode(), _from_first(content)
+    if outcome in _KINDS:
+        raise raised or _KINDS[outcome](content.decode())
+    return content if outcome == "bytes" else None
 
 
 def _from_first(content: bytes) -> bytes:

@@ -75,8 +75,14 @@ class Folder:
             ValueError: The folder holds another run or something else.
             OSError: The disk refuses.
         """
-        file, content = self.path / checkpoint.NAME, by_first(self._begun)
-        return self._resumed(checkpoint.parsed(file, content or b"", notice=_NOTICE))
+        saved = self._resumed(by_first(self._begun))
+
+        def record() -> None:
+            self._forget(saved.done)
+            spending.begin(self.path, _NUMBER, self.report, self._public)
+
+        by_first(record)
+        return saved
 
     def losses(self, step: int, number: int, point: np.ndarray, evaluate: Evaluate):
         """What was kept of this evaluation, or the evaluation, kept.
@@ -140,27 +146,24 @@ class Folder:
             by_first(write)
 
     def _begun(self) -> bytes:
-        """The checkpoint to go on from, as on the disk; its run is on record."""
+        """The checkpoint to go on from, as on the disk."""
         file = self.path / checkpoint.NAME
-        if file.is_file():
-            self._forget(self._resumed(self._read()).done)
-        else:
+        if not file.is_file():
             check_empty("minimize: folder", self.path)
             checkpoint.write(self.path, self.first, notice=_NOTICE)
-        spending.begin(self.path, _NUMBER, self.report, self._public)
         return file.read_bytes()
 
-    def _read(self) -> Checkpoint:
+    def _resumed(self, content: bytes | None) -> Checkpoint:
+        """The run that a checkpoint holds."""
+        file = self.path / checkpoint.NAME
         try:
-            return checkpoint.read(self.path, notice=_NOTICE)
+            saved = checkpoint.parsed(file, content or b"", notice=_NOTICE)
         except ValueError:
             raise ValueError(
-                f"{self.path / checkpoint.NAME} is damaged or not of a search by this "
-                "version of dpbilevel. Give a new folder: a second release, on top of "
-                "what this one cost. An older copy would use noise again."
+                f"{file} is damaged or not of a search by this version of dpbilevel. "
+                "Give a new folder: a second release, on top of what this one cost. An "
+                "older copy would use noise again."
             ) from None
-
-    def _resumed(self, saved: Checkpoint) -> Checkpoint:
         records = (
             "the records, their order, or what is evaluated on them (in a "
             "PrivateSearch also the estimator, its losses, the space and the training "
