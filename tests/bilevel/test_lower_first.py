@@ -144,6 +144,16 @@ def test_shares_split_the_squared_budget_of_people_in_both_levels():
     assert shares[0] / sum(shares) == pytest.approx(0.3)
 
 
+def test_each_level_is_clipped_to_the_norm_of_its_own_solver():
+    upper = dataclasses.replace(GD, clip_norm=3.0)
+    ledger = LowerFirst(GD, upper).with_noise(1.0).ledger(MIXING, dpb.Sizes(40, 80))
+    queries = [query for release in ledger.releases for query in release.queries]
+    assert [(q.role, float(q.clip_norm)) for q in queries] == [
+        ("lower", 1.0),
+        ("upper", 3.0),
+    ]
+
+
 def test_lower_levels_that_read_x_are_refused():
     weighted = dpb.source_weighting(dpb.logistic_loss, SOURCES, ridge=0.1)
     start = jnp.zeros(SOURCES), jnp.zeros(D)
