@@ -46,6 +46,11 @@ TWO_LEVELS = dpb.BilevelProblem(
     ),
 )
 
+# The same without x in the lower level.
+APART = dataclasses.replace(
+    TWO_LEVELS, lower=lambda x, y, z: TWO_LEVELS.lower(ZERO, y, z), x_in_records="upper"
+)
+
 # So small a set that a released point is its noise.
 INEQUALITY = dpb.games.VariationalInequality(
     lambda w, z: 0.0 * (w + z), w_set=dpb.sets.Ball(1e-3), lipschitz=0.0, bound=1.0
@@ -99,7 +104,8 @@ def wide(name):
     shared = people == "shared"
     data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS + 0)
     sizes = dpb.Sizes(SIZE, SIZE, people)
-    return TWO_LEVELS, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, ZERO)
+    problem = APART if isinstance(solver, dpb.bilevel.LowerFirst) else TWO_LEVELS
+    return problem, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, ZERO)
 
 
 def draws(problem, solver, data, w0):
