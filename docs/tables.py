@@ -13,7 +13,7 @@ from pathlib import Path
 import dpbilevel as dpb
 from dpbilevel._checks import Count, Fraction, NonNegative, Positive
 from dpbilevel.bilevel.problem import BilevelProblem
-from dpbilevel.bilevel.stages import AbstractTwoStages
+from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes
 from dpbilevel.core.descent import StepSize
 from dpbilevel.core.outputs import AbstractOutput
@@ -74,7 +74,7 @@ def _source(kind: type) -> str:
 
 
 def _rests_on(kind: type) -> str:
-    if issubclass(kind, AbstractTwoStages):
+    if issubclass(kind, AbstractStages):
         return "its two parts"
     runs = (case.solver for case in found("CONTRACT").values())
     bases = {run.basis for run in runs if type(run) is kind}

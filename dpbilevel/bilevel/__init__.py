@@ -2,6 +2,7 @@
 
 from . import zoo
 from .applications import (
+    SourceWeighting,
     mixed_model,
     mixing_start,
     penalty_tuning,
@@ -14,10 +15,12 @@ from .f2sa import F2SA
 from .implicit import ImplicitBilevel
 from .linear_tuning import linear_tuning
 from .lower_first import LowerFirst
+from .one_level import OneLevel
 from .penalty import PenaltyBilevel
 from .problem import BilevelProblem, Levels, Sizes
 from .refitted import Refitted
 from .single_loop import SingleLoopBilevel
+from .source_runs import MixedSources, SelectedSources
 from .warm_start import WarmStarted
 
 __all__ = [
@@ -28,11 +31,15 @@ __all__ = [
     "ImplicitBilevel",
     "Levels",
     "LowerFirst",
+    "MixedSources",
+    "OneLevel",
     "PenaltyBilevel",
     "Refitted",
     "SecondOrderConstants",
+    "SelectedSources",
     "SingleLoopBilevel",
     "Sizes",
+    "SourceWeighting",
     "WarmStarted",
     "linear_tuning",
     "mixed_model",

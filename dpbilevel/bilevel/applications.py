@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -35,6 +36,26 @@ def read_source(record: PyTree) -> Int[Array, ""]:
     return record["source"]
 
 
+class SourceWeighting(BilevelProblem):
+    """The problem of `source_weighting`, with its parts.
+
+    Attributes:
+        loss: The model's loss on one record.
+        num_sources: The number of sources.
+        parametrization: `"logits"` or `"simplex"`.
+        source: Reads a training record's source.
+    """
+
+    loss: ModelLoss = eqx.field(static=True, kw_only=True)
+    num_sources: int = eqx.field(static=True, kw_only=True)
+    parametrization: Literal["logits", "simplex"] = eqx.field(static=True, kw_only=True)
+    source: Callable[[PyTree], Int[Array, ""]] = eqx.field(static=True, kw_only=True)
+
+    def index(self, record: PyTree) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+        """The source of a record, 0 where it is not known, and whether it is."""
+        return _known_source("source_weighting", self.source(record), self.num_sources)
+
+
 def source_weighting(
     loss: ModelLoss,
     num_sources: int,
@@ -42,7 +63,7 @@ def source_weighting(
     ridge: float = 0.0,
     parametrization: Literal["logits", "simplex"] = "logits",
     source: Callable[[PyTree], Int[Array, ""]] = read_source,
-) -> BilevelProblem:
+) -> SourceWeighting:
     r"""Weights the sources of the training records by clean validation records.
 
     $$
@@ -91,8 +112,16 @@ def source_weighting(
         return ridge * optax.tree.norm(y, squared=True)
 
     x_set: AbstractSet = Simplex() if parametrization == "simplex" else Euclidean()
-    return BilevelProblem(
-        upper, lower, lower_public=lower_public, x_set=x_set, x_in_records=("lower",)
+    return SourceWeighting(
+        upper,
+        lower,
+        lower_public=lower_public,
+        x_set=x_set,
+        x_in_records=("lower",),
+        loss=loss,
+        num_sources=num_sources,
+        parametrization=parametrization,
+        source=source,
     )
 
 

@@ -3,33 +3,21 @@
 from typing import ClassVar
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.descent import Rejections
-from ..core.loop import inner_solve
+from ..core.outputs import where
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
-from ..privacy.ledger import Ledger
-from ..privacy.noise import derive
 from .penalized import PenalizedLevel, UpperLevel
 from .problem import BilevelProblem, Sizes, reads_first
-from .stages import AbstractTwoStages
+from .runs import AbstractRuns, RunState
 
 LOWER, UPPER = "lower", "upper"
 
 
-class _State(eqx.Module):
-    x: PyTree  # the state of the upper solver
-    y: PyTree
-    lower: Rejections
-    t: Int[Array, ""]
-
-
-class LowerFirst(AbstractTwoStages[_State]):
+class LowerFirst(AbstractRuns):
     r"""Solves the lower level, then the upper one at its solution.
 
     For problems whose lower level does not read $x$, such as `source_mixing`: there
@@ -71,67 +59,27 @@ class LowerFirst(AbstractTwoStages[_State]):
     sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {LOWER: AbstractFiniteSum, UPPER: AbstractFiniteSum}
 
-    @property
-    def num_steps(self) -> int:
-        """One for the lower level, and the steps of the upper solver."""
-        return 1 + self.upper.num_steps
-
     @override
-    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        _check_apart(problem, w0)
-        x, y = jax.tree.map(jnp.asarray, tuple(w0))
-        x = self.parts[1].init(UpperLevel(problem, y), x)
-        start = problem.y_set.project(y)
-        return _State(x, start, Rejections.none(), jnp.zeros((), jnp.int32))
-
-    def step(self, problem, data, state, *, key) -> _State:
-        """The whole run on the lower level, or one step of the upper one."""
-        key_lower, key_upper = derive(key, LOWER, UPPER)
-        lower, upper = self.parts
-
-        def solve_lower():
-            level = PenalizedLevel(problem, upper.released(state.x))
-            y, count = inner_solve(level, lower, data, state.y, key=key_lower)
-            return state.x, y, count
-
-        def step_upper():
-            level = UpperLevel(problem, state.y)
-            x = upper.step(level, data, state.x, key=key_upper)
-            return x, state.y, state.lower.count
-
-        # The step count is public: both runs always happen.
-        x, y, count = jax.lax.cond(state.t == 0, solve_lower, step_upper)
-        return _State(x, y, Rejections(count), state.t + 1)
-
-    def released(self, state: _State) -> PyTree:
-        """The current pair."""
-        return self.upper.released(state.x), state.y
-
-    def adversary_view(self, state: _State) -> PyTree:
-        """What the upper solver shows, and the lower level's solution."""
-        return self.upper.adversary_view(state.x), state.y
-
-    @override
-    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        return self.upper.answer(UpperLevel(problem, state.y), state.x), state.y
-
-    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """The releases of the lower level, then those of the upper one."""
+    def level(self, name, problem, w0, found):
         _check_records(problem)
-        lower = self.lower.ledger(PenalizedLevel(problem, None), sizes).named(LOWER)
-        upper = self.upper.ledger(UpperLevel(problem, None), sizes)
-        return lower + upper.named(UPPER)
+        if name == UPPER:
+            return UpperLevel(problem, found and found[LOWER])
+        return PenalizedLevel(problem, w0 and w0[0])
 
     @override
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        return {
-            f"{name}: {key}": value
-            for name, part, w in (
-                (LOWER, self.lower, w0[1]),
-                (UPPER, self.upper, w0[0]),
-            )
-            for key, value in part.dimensions(w).items()
-        }
+    def start(self, name, w0, found):
+        return w0[0] if name == UPPER else w0[1]
+
+    @override
+    def init(self, problem: BilevelProblem, w0: PyTree) -> RunState:
+        _check_apart(problem, w0)
+        return super().init(problem, w0)
+
+    def released(self, state: RunState) -> PyTree:
+        """The pair, with starting points where a run is still to come."""
+        x0, y0 = state.w0
+        x = where(state.t > 1, state.found[UPPER], x0)
+        return x, where(state.t > 0, state.found[LOWER], y0)
 
 
 def _check_apart(problem: BilevelProblem, w0: PyTree) -> None:

@@ -153,6 +153,43 @@ class UpperLevel(AbstractLevel):
         return levels_queries(Levels(clip_norm, None), sampling, sizes)
 
 
+class ValidationLevel(AbstractLevel):
+    r"""The one-level problem $\min_y f(x, y)$ at a fixed $x$.
+
+    Args:
+        problem: The bilevel problem.
+        x: The upper variable, already private.
+    """
+
+    problem: BilevelProblem
+    x: PyTree
+
+    @property
+    def w_set(self) -> AbstractSet:
+        """The feasible set of y."""
+        return self.problem.y_set
+
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        r"""$\nabla_y f(x, y; z)$ of an upper record."""
+
+        def upper(record):
+            return jax.grad(self.problem.upper, 1)(self.x, w, record)
+
+        return {"upper": upper}
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        r"""$\nabla_y r_f(x, y)$."""
+        if self.problem.upper_public is None:
+            return optax.tree.zeros_like(w)
+        return jax.grad(self.problem.upper_public, 1)(self.x, w)
+
+    def queries(
+        self, clip_norm, sampling: AbstractSampling, sizes: Sizes
+    ) -> tuple[tuple[Query, ...], bool]:
+        """One query on the upper records."""
+        return levels_queries(Levels(clip_norm, None), sampling, sizes)
+
+
 def penalty_gradients(
     problem: BilevelProblem, penalty: float | Scalar, x: PyTree, y: PyTree, z: PyTree
 ) -> dict[str, Callable[[PyTree], PyTree]]:

@@ -17,7 +17,7 @@ from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
 from .penalized import PenalizedLevel
 from .problem import BilevelProblem, Sizes
-from .stages import AbstractTwoStages
+from .stages import AbstractStages
 
 REFIT = "refit"
 
@@ -29,7 +29,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class Refitted(AbstractTwoStages[_State]):
+class Refitted(AbstractStages[_State]):
     r"""Runs a bilevel solver, then solves the lower level again at the chosen $x$.
 
     The search spends most of its budget on finding $x$ and its $y$ is rough. The refit

@@ -1,6 +1,7 @@
-"""What solvers of two stages have in common: each stage has a part of the budget."""
+"""What solvers of several stages have in common: each has a part of the budget."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -19,16 +20,16 @@ else:
     from equinox import AbstractVar
 
 
-class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
-    """Two solvers in turn, in fields that `stages` names.
+class AbstractStages(AbstractSolver[BilevelProblem, State]):
+    """Solvers in turn, in fields that `stages` names.
 
     Attributes:
-        stages: The fields of both solvers, and the problems that these must solve.
+        stages: The fields of the solvers, and the problems that these must solve.
         budget_split: How the squared budget is split over the stages.
     """
 
     stages: ClassVar[Mapping[str, type]]
-    budget_split: AbstractVar[tuple[float, float]]
+    budget_split: AbstractVar[tuple[float, ...]]
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
 
@@ -45,17 +46,17 @@ class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
         _checks.budget_split(owner, self.budget_split, *self.stages)
         relations = {name: getattr(self, name).neighbours for name in self.stages}
         if len(set(relations.values())) > 1:
-            (first, one), (then, other) = relations.items()
+            named = [f"{name} to {value}" for name, value in relations.items()]
             raise ValueError(
-                f"{owner}: {first} refers to {one} but {then} to {other}; give both "
-                "the same relation."
+                f"{owner}: the stages refer to different relations ("
+                f"{', '.join(named)}); give all the same."
             )
 
     @property
-    def parts(self) -> tuple[AbstractSolver, AbstractSolver]:
-        """Both solvers, bound to the sizes."""
-        first, then = (getattr(self, name) for name in self.stages)
-        return first.with_sizes(self.sizes), then.with_sizes(self.sizes)
+    def parts(self) -> tuple[AbstractSolver, ...]:
+        """The solvers, bound to the sizes."""
+        parts = (getattr(self, name) for name in self.stages)
+        return tuple(part.with_sizes(self.sizes) for part in parts)
 
     @property
     @override
@@ -64,9 +65,8 @@ class AbstractTwoStages(AbstractSolver[BilevelProblem, State]):
 
     @property
     def basis(self) -> Basis:
-        """The weaker one of both runs."""
-        first, then = self.parts
-        return first.basis.worse(then.basis)
+        """The weakest one of all runs."""
+        return functools.reduce(Basis.worse, (part.basis for part in self.parts))
 
     def with_noise(self, scale: Number) -> Self:
         """Splits the squared budget by `budget_split`."""

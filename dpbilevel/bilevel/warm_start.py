@@ -13,7 +13,7 @@ from ..core.solver import AbstractSolver
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
 from .problem import BilevelProblem, Sizes
-from .stages import AbstractTwoStages
+from .stages import AbstractStages
 
 FIRST, THEN = "first", "then"
 
@@ -25,7 +25,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class WarmStarted(AbstractTwoStages[_State]):
+class WarmStarted(AbstractStages[_State]):
     r"""Runs one bilevel solver and starts another one from its released answer.
 
     Args:

@@ -51,6 +51,12 @@ _DOMAINS = {
     "ask": 0xD9B00027,
     "tell": 0xD9B00028,
     "repeats": 0xD9B00029,
+    "model": 0xD9B0002A,
+    "models": 0xD9B0002B,
+    "mixture": 0xD9B0002C,
+    "score": 0xD9B0002D,
+    "fit": 0xD9B0002E,
+    "remixture": 0xD9B0002F,
 }
 
 

@@ -1,0 +1,65 @@
+"""One level alone: what a method of two levels has to be better than."""
+
+from typing import ClassVar, Literal
+
+import equinox as eqx
+from jaxtyping import PyTree
+from typing_extensions import override
+
+from ..core.outputs import where
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import AbstractFiniteSum
+from .penalized import PenalizedLevel, ValidationLevel
+from .problem import Sizes
+from .runs import AbstractRuns, RunState
+
+MODEL = "model"
+
+
+class OneLevel(AbstractRuns):
+    r"""Fits $y$ on the records of one level, or of both, and leaves $x$ as it is.
+
+    The baseline of every method of two levels: $\min_y f(x_0, y)$ on the upper
+    records, $\min_y g(x_0, y)$ on the lower ones, or the mean over all of them
+
+    $$\min_y g(x_0, y) + \frac{n_f}{n_g} f(x_0, y).$$
+
+    Args:
+        model: The one-level solver.
+        reads: `"upper"`, `"lower"` or `"both"`. Static.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        The releases of `model`. Disjoint people of a level that is not read spend
+        nothing.
+    """
+
+    model: NoisyGD
+    reads: Literal["upper", "lower", "both"] = eqx.field(static=True, default="upper")
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    stages: ClassVar = {MODEL: AbstractFiniteSum}
+    budget_split: ClassVar = (1.0,)
+
+    @override
+    def level(self, name, problem, w0, found):
+        x = w0 and w0[0]
+        if self.reads == "upper":
+            return ValidationLevel(problem, x)
+        if self.reads == "lower":
+            return PenalizedLevel(problem, x)
+        if self.sizes is None:
+            raise ValueError(
+                "OneLevel: reads='both' weights the levels by their sizes; call "
+                "solver.with_sizes(sizes), as calibrate does."
+            )
+        penalty = self.sizes.lower / self.sizes.upper
+        return PenalizedLevel(problem, x, penalty, self.model.clip_norm)
+
+    @override
+    def start(self, name, w0, found):
+        return w0[1]
+
+    def released(self, state: RunState) -> PyTree:
+        """The given x, and y once it is fitted."""
+        x, y = state.w0
+        return x, where(state.t > 0, state.found[MODEL], y)

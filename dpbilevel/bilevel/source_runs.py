@@ -1,0 +1,301 @@
+"""Sources chosen by a first model, and one private model of those that are kept."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
+
+from .. import _checks
+from .._checks import Positive
+from ..core.descent import Rule
+from ..core.outputs import where
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import AbstractFiniteSum
+from ..sets import AbstractSet, Euclidean
+from .applications import SourceWeighting, mixed_model, mixing_start, source_mixing
+from .penalized import (
+    AbstractLevel,
+    PenalizedLevel,
+    UpperLevel,
+    ValidationLevel,
+    levels_queries,
+)
+from .problem import BilevelProblem, Levels, Sizes
+from .runs import AbstractRuns, RunState
+
+MODEL, MODELS, MIXTURE, SCORE, FIT, REMIXTURE = (
+    "model",
+    "models",
+    "mixture",
+    "score",
+    "fit",
+    "remixture",
+)
+# The logit of a source that is dropped: a weight of about 1e-13.
+_DROPPED = -30.0
+# A noisy mean of vectors of norm 1 as one step of descent on a linear function.
+_ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
+
+
+class _Scores(AbstractLevel):
+    r"""The linear problem whose solution after one step of 1 is the mean of scores.
+
+    The score of a record is $\pm e_s$: plus where the model has a smaller loss on it
+    than the starting point has.
+    """
+
+    problem: BilevelProblem
+    model: PyTree
+    start: PyTree
+
+    @property
+    def w_set(self) -> AbstractSet:
+        """All of space."""
+        return Euclidean()
+
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        """The negative score of a training record."""
+        problem: Any = self.problem
+
+        def lower(record):
+            index, known = problem.index(record)
+            before, after = (problem.loss(y, record) for y in (self.start, self.model))
+            sign = jnp.where(known, jnp.where(after < before, 1.0, -1.0), 0.0)
+            return -jax.nn.one_hot(index, problem.num_sources) * sign
+
+        return {"lower": lower}
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        """None."""
+        return optax.tree.zeros_like(w)
+
+    def queries(self, clip_norm, sampling, sizes):
+        """One query on the lower records."""
+        return levels_queries(Levels(None, clip_norm), sampling, sizes)
+
+
+class _Kept(PenalizedLevel):
+    r"""The mean of $w_{s_i} \ell(y, z'_i)$ plus the public terms, $w \in \{0, 1\}^k$.
+
+    The weights do not exceed 1, so that the clip norm is that of the model's loss.
+    """
+
+    kept: Float[Array, " k"] | None = None
+
+    @override
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        problem: Any = self.problem
+
+        def lower(record):
+            index, known = problem.index(record)
+            assert self.kept is not None
+            weight = jnp.where(known, self.kept[index], 0.0)
+            return jax.grad(lambda y: weight * problem.loss(y, record))(w)
+
+        return {"lower": lower}
+
+
+class _AbstractSourceRuns(AbstractRuns):
+    """A first model, a score for each source, a model of the sources that are kept."""
+
+    score: eqx.AbstractVar[NoisyGD]
+    fit: eqx.AbstractVar[NoisyGD]
+    keep_above: eqx.AbstractVar[float]
+    problem_type: ClassVar[type] = SourceWeighting
+
+    def kept(self, found: dict) -> Float[Array, " k"]:
+        """1 for the sources that are kept, all of them where none passes, else 0."""
+        score = len(found[SCORE]) * found[SCORE]  # of a source of the mean size
+        kept = score > self.keep_above
+        return jnp.where(jnp.any(kept), kept, True).astype(score.dtype)
+
+    @override
+    def run(self, name, found):
+        solver = super().run(name, found)
+        step_size: Any = self.fit.step_size
+        if name != FIT or isinstance(step_size, Rule):
+            return solver
+        # The gradient is a mean over all records: as long a step as on the kept alone.
+        kept = self.kept(found)
+        step_size = step_size * len(kept) / jnp.sum(kept)
+        return dataclasses.replace(solver, step_size=step_size)
+
+    def scored(self, problem, w0, model) -> AbstractFiniteSum:
+        """The one-level problem whose answer is the sources' mean scores."""
+        return _Scores(problem, model, w0 and w0[1])
+
+    def of_kept(self, problem, w0, found) -> AbstractFiniteSum:
+        """The lower level on the sources that are kept."""
+        kept = None if found is None else self.kept(found)
+        return _Kept(problem, w0 and w0[0], kept=kept)
+
+    @override
+    def start(self, name, w0, found):
+        return jnp.zeros(jnp.shape(w0[0])) if name == SCORE else w0[1]
+
+    @override
+    def answer(self, problem: Any, state: RunState) -> PyTree:
+        """The weights of the kept sources, in the problem's parametrization, and y."""
+        kept = self.kept(state.found)
+        x = kept / jnp.sum(kept)
+        if problem.parametrization == "logits":
+            x = jnp.where(kept > 0, 0.0, _DROPPED)
+        return x.astype(state.w0[0].dtype), self.released(state)[1]
+
+
+class SelectedSources(_AbstractSourceRuns):
+    r"""Keeps the sources that a model of the validation records fits.
+
+    1. `model` fits $y_1$ on the validation records.
+    2. `score` releases the mean of $\pm e_{s_i}$ over the training records, plus where
+       $\ell(y_1, z'_i) < \ell(y_0, z'_i)$: where the model is better than the start.
+    3. `fit` fits $y$ on the records of the sources with a score above `keep_above`.
+
+    A heuristic of two stages and no method of bilevel optimization. Where sources are
+    simply good or bad, it is hard to improve on.
+
+    Args:
+        model: The one-level solver of the validation records.
+        fit: That of the training records. A step size that is a number refers to the
+            mean over the records that are kept.
+        keep_above: The least score of a source of mean size, in [-1, 1]: the share of
+            records on which the model is better, less the share of others.
+        budget_split: How the squared budget is split over model, score and fit. With
+            disjoint people the first is paid by upper records alone, the others by
+            lower ones.
+        score: The one step that releases the scores.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        The releases of three runs. What passes from one to the next is released.
+    """
+
+    model: NoisyGD
+    fit: NoisyGD
+    keep_above: float = 0.2
+    budget_split: tuple[float, float, float] = eqx.field(
+        default=(1.0, 0.05, 0.95), converter=_checks.floats
+    )
+    score: NoisyGD = _ONE_MEAN
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    stages: ClassVar = dict.fromkeys((MODEL, SCORE, FIT), AbstractFiniteSum)
+
+    @override
+    def level(self, name, problem, w0, found):
+        if name == MODEL:
+            return ValidationLevel(problem, w0 and w0[0])
+        if name == SCORE:
+            return self.scored(problem, w0, found and found[MODEL])
+        return self.of_kept(problem, w0, found)
+
+    def released(self, state: RunState) -> PyTree:
+        """The given x, and the last y that was fitted."""
+        x, y = state.w0
+        y = where(state.t > 0, state.found[MODEL], y)
+        return x, where(state.t > 2, state.found[FIT], y)
+
+
+class MixedSources(_AbstractSourceRuns):
+    r"""Mixes models of the sources, drops sources that the mixture does not fit.
+
+    1. `models` fits one model for each source and a common one, `source_mixing`.
+    2. `mixture` fits the coefficients of their mixture on the validation records.
+    3. `score` releases the sources' scores under the mixture, as `SelectedSources`.
+    4. `fit` fits one model of the sources with a score above `keep_above`.
+    5. `remixture` mixes that model with those of the kept sources, on the validation
+       records; the common model takes part where no source is dropped.
+
+    The validation records meet coefficients of mixtures alone, $k + 2$ numbers, so that
+    a few hundred of them are enough under noise. For models that are linear in their
+    parameters.
+
+    Args:
+        models: The one-level solver of line 1.
+        mixture: That of line 2, in the coefficients.
+        fit: That of line 4. A step size that is a number refers to the mean over the
+            records that are kept.
+        remixture: That of line 5.
+        shared: $a > 0$, the weight of the common model, as in `source_mixing`.
+        keep_above: As in `SelectedSources`.
+        budget_split: How the squared budget is split over the five lines. With
+            disjoint people 1, 3 and 4 are paid by lower records, 2 and 5 by upper
+            ones; the default spends all of both.
+        score: The one step that releases the scores.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        The releases of five runs. What passes from one to the next is released.
+
+    References:
+        Breiman, "Stacked regressions", 1996, of models that are fitted on one source
+        each.
+    """
+
+    models: NoisyGD
+    mixture: NoisyGD
+    fit: NoisyGD
+    remixture: NoisyGD
+    shared: Positive = 0.5
+    keep_above: float = 0.2
+    budget_split: tuple[float, float, float, float, float] = eqx.field(
+        default=(0.25, 0.3, 0.03, 0.72, 0.7), converter=_checks.floats
+    )
+    score: NoisyGD = _ONE_MEAN
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    stages: ClassVar = dict.fromkeys(
+        (MODELS, MIXTURE, SCORE, FIT, REMIXTURE), AbstractFiniteSum
+    )
+
+    @override
+    def level(self, name, problem, w0, found):
+        mixing = source_mixing(
+            problem.loss, problem.num_sources, shared=self.shared, source=problem.source
+        )
+        if name == MODELS:
+            return PenalizedLevel(mixing, None)
+        if name == MIXTURE:
+            return UpperLevel(mixing, found and found[MODELS])
+        if name == SCORE:
+            return self.scored(problem, w0, found and _mixture(found))
+        if name == FIT:
+            return self.of_kept(problem, w0, found)
+        mixing = source_mixing(problem.loss, problem.num_sources + 1)
+        return UpperLevel(mixing, found and self._candidates(found))
+
+    @override
+    def start(self, name, w0, found):
+        k = len(w0[0])
+        if name == MODELS:
+            return mixing_start(w0[1], k)[1]
+        if name in (MIXTURE, REMIXTURE):  # the last model alone
+            return mixing_start(w0[1], k + (name == REMIXTURE))[0]
+        return super().start(name, w0, found)
+
+    def _candidates(self, found: dict) -> PyTree:
+        """Models of the kept sources, the common one if all are, and that of line 4."""
+        kept = self.kept(found)
+        kept = jnp.append(kept, jnp.all(kept > 0).astype(kept.dtype))
+
+        def stacked(models, last):
+            shape = (-1,) + (1,) * last.ndim
+            return jnp.concatenate([models * kept.reshape(shape), last[None]])
+
+        return jax.tree.map(stacked, found[MODELS], found[FIT])
+
+    def released(self, state: RunState) -> PyTree:
+        """The given x, and the last y that follows from what is released."""
+        x, y = state.w0
+        y = where(state.t > 1, _mixture(state.found), y)
+        y = where(state.t > 3, state.found[FIT], y)
+        last = mixed_model(state.found[REMIXTURE], self._candidates(state.found))
+        return x, where(state.t > 4, last, y)
+
+
+def _mixture(found: dict) -> PyTree:
+    return mixed_model(found[MIXTURE], found[MODELS])
