@@ -8,6 +8,7 @@ NAMES = (
     "performance",
     "precision",
     "calibration",
+    "utility",
     "census",
     "single_loop",
     "hypergradient",

@@ -1,0 +1,627 @@
+"""What released models are worth: every method beside baselines and an oracle.
+
+Run by `python -m benchmarks utility`, with names of tasks for some of them, such as
+`--task=T1b` (all that begin so). Prints tables and writes the page docs/utility.md if
+all tasks ran.
+
+A method is judged by the mean loss of the model that it releases on test records that
+nobody trained on, at one budget for all. Every method runs with six settings for 4 keys
+each; the setting with the best median loss ON THE TEST RECORDS then runs for 10 keys,
+so that baselines and oracles are tuned as well as methods of two levels are. Rows
+marked "one setting" ran with the same setting on all tasks. NON-PRIVATE evaluation.
+
+The Adult CSV is read from $ADULT or ../shared/data/adult.csv, MNIST (28 x 28 images and
+labels as arrays `images` and `labels` of an npz file) from $MNIST or
+../shared/data/mnist_10k.npz. Tasks whose data are missing are left out; those on
+generated records always run.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpbilevel as dpb
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.files import read_csv
+
+from .census import ADULT, ROOT
+
+PAGE = ROOT / "docs/utility.md"
+FOLDER = pathlib.Path("runs/utility")
+BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+MNIST = pathlib.Path(os.environ.get("MNIST", ROOT / "../shared/data/mnist_10k.npz"))
+DELTA = 1e-5
+KEYS, TRIALS = 10, 4
+FLIPS = np.array([0, 0, 0, 0.5, 0.5, 0.9, 0.9, 0.9])
+WORK = ("workclass", "education", "occupation", "race")
+TARGETS = {
+    "a": {"Div-Male": 2000},
+    "b": {"Never-Male": 2500, "Married-Female": 800},
+    "c": {"Married-Female": 1200},
+}
+TAIL = dpb.outputs.TailMean()
+
+
+@dataclasses.dataclass
+class Task:
+    """A problem of sources, its records, and what only an oracle knows.
+
+    Attributes:
+        name: As in the tables.
+        loss: The model's loss on one record.
+        num_sources: The number of sources.
+        data: Validation and training records.
+        test: Test records.
+        model: Where the model starts.
+        clean: Which sources are clean, or `None`: then the oracle's weights are those
+            found without privacy.
+        correct: Whether a model labels a record correctly.
+        linear: Whether models are linear in their parameters.
+        step: The unit of step sizes.
+        clip: The clip norm of a record's gradient.
+    """
+
+    name: str
+    loss: object
+    num_sources: int
+    data: dpb.Levels
+    test: dict
+    model: object
+    clean: np.ndarray | None
+    correct: object
+    linear: bool = True
+    step: float = 1.0
+    clip: float = 1.0
+
+    @functools.cached_property
+    def problem(self):
+        """The problem of two levels."""
+        return dpb.bilevel.source_weighting(self.loss, self.num_sources, ridge=1e-4)
+
+    @property
+    def sizes(self):
+        """Nobody has records in both levels."""
+        return self.problem.sizes_of(self.data, "disjoint")
+
+    @property
+    def w0(self):
+        """Equal weights and the model's start."""
+        return jnp.zeros(self.num_sources), self.model
+
+
+# ---------------------------------------------------------------------- the records
+
+
+def encoded(table, kept=None):
+    """Unit rows of census features and labels of -1 and 1."""
+    data = read_config(ROOT / "configs/census.toml").data
+    if kept is not None:
+        numeric = []
+        for block in data.numeric:  # without fnlwgt, a weight of the survey
+            places = [i for i, c in enumerate(block.columns) if c != "fnlwgt"]
+            picked = {
+                field: tuple(getattr(block, field)[i] for i in places)
+                for field in ("columns", "mean", "scale")
+            }
+            numeric.append(dataclasses.replace(block, **picked))
+        categorical = tuple(c for c in data.categorical if c.column in kept)
+        data = dataclasses.replace(
+            data, numeric=tuple(numeric), categorical=categorical
+        )
+    records = data.encode(table)
+    return np.asarray(records.features), np.asarray(records.label)
+
+
+def levels(upper, lower):
+    return dpb.Levels(*jax.tree.map(jnp.asarray, (upper, lower)))
+
+
+def classified(y, record):
+    return jnp.sign(record["features"] @ y) == record["label"]
+
+
+def census(clean_records):
+    """T1: eight sources, five of them with labels that are flipped at random."""
+    features, label = encoded(read_csv(ADULT))
+    rng = np.random.default_rng(0)
+    order = rng.permutation(len(label))
+    lower, upper = order[:20_000], order[20_000 : 20_000 + clean_records]
+    test = order[26_000:]
+    source = rng.integers(0, 8, len(lower)).astype(np.int32)
+    flipped = np.where(rng.random(len(lower)) < FLIPS[source], -1, 1)
+    flipped = (label[lower] * flipped).astype(label.dtype)
+    training = {"features": features[lower], "label": flipped, "source": source}
+    held, tested = (
+        {"features": features[rows], "label": label[rows]} for rows in (upper, test)
+    )
+    return Task(
+        f"T1, {clean_records} clean records",
+        dpb.logistic_loss,
+        8,
+        levels(held, training),
+        jax.tree.map(jnp.asarray, tested),
+        jnp.zeros(features.shape[1]),
+        FLIPS == 0,
+        classified,
+    )
+
+
+def shifted(target):
+    """T1b: the population is a group that is not among the sources."""
+    table = read_csv(ADULT)
+    features, label = encoded(table, WORK)
+    married = np.array([str(v).strip() for v in table.column("marital-status")])
+    status = np.full(len(married), "Div", dtype="<U8")
+    status[np.char.startswith(married, "Married")] = "Married"
+    status[married == "Never-married"] = "Never"
+    status[married == "Widowed"] = "Wid"
+    sex = np.array([str(v).strip() for v in table.column("sex")])
+    group = np.char.add(np.char.add(status, "-"), sex)
+    rng = np.random.default_rng(0)
+    wanted = TARGETS[target]
+    people = [
+        rng.permutation(np.flatnonzero(group == name))[:count]
+        for name, count in wanted.items()
+    ]
+    people = rng.permutation(np.concatenate(people))
+    names = [name for name in np.unique(group) if name not in wanted]
+    source = np.full(len(group), -1, np.int32)
+    for index, name in enumerate(names):
+        source[group == name] = index
+    rows = np.flatnonzero(source >= 0)
+    training = {
+        "features": features[rows],
+        "label": label[rows],
+        "source": source[rows],
+    }
+    held, tested = (
+        {"features": features[rows], "label": label[rows]}
+        for rows in (people[:300], people[300:])
+    )
+    return Task(
+        f"T1b ({target})",
+        dpb.logistic_loss,
+        len(names),
+        levels(held, training),
+        jax.tree.map(jnp.asarray, tested),
+        jnp.zeros(features.shape[1]),
+        None,
+        classified,
+    )
+
+
+def softmax_loss(y, record):
+    margins = record["features"] @ y
+    return optax.softmax_cross_entropy_with_integer_labels(margins, record["label"])
+
+
+def network_loss(y, record):
+    return optax.softmax_cross_entropy_with_integer_labels(
+        network(y, record["features"]), record["label"]
+    )
+
+
+def network(y, features):
+    hidden = jax.nn.tanh(features @ y["w1"] + y["b1"])
+    return hidden @ y["w2"] + y["b2"]
+
+
+def digits(kind):
+    """T2: ten groups of images, five of them with random labels."""
+    with np.load(MNIST) as file:
+        images, label = file["images"], file["labels"].astype(np.int32)
+    images = images.reshape(-1, 14, 2, 14, 2).mean((2, 4)).reshape(-1, 196) / 255.0
+    features = np.concatenate([images, np.ones((len(images), 1))], 1)
+    features = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype("f4")
+    rng = np.random.default_rng(0)
+    order = rng.permutation(len(label))
+    upper, test, lower = order[:1000], order[1000:2500], order[2500:]
+    source = rng.integers(0, 10, len(lower)).astype(np.int32)
+    random = rng.integers(0, 10, len(lower)).astype(np.int32)
+    training = {
+        "features": features[lower],
+        "label": np.where(source < 5, random, label[lower]),
+        "source": source,
+    }
+    held, tested = (
+        {"features": features[rows], "label": label[rows]} for rows in (upper, test)
+    )
+    data, tested = levels(held, training), jax.tree.map(jnp.asarray, tested)
+    clean = np.arange(10) >= 5
+    if kind == "softmax":
+
+        def correct(y, record):
+            return jnp.argmax(record["features"] @ y) == record["label"]
+
+        start = jnp.zeros((197, 10))
+        return Task(
+            "T2, softmax", softmax_loss, 10, data, tested, start, clean, correct, step=2
+        )
+
+    def correct(y, record):
+        return jnp.argmax(network(y, record["features"])) == record["label"]
+
+    first, second = jax.random.split(jax.random.key(0))
+    start = {
+        "w1": 2.0 * jax.random.normal(first, (197, 64)),  # of features of norm 1
+        "b1": jnp.zeros(64),
+        "w2": jax.random.normal(second, (64, 10)) / 8,
+        "b2": jnp.zeros(10),
+    }
+    return Task(
+        "T2, network of 64 units",
+        network_loss,
+        10,
+        data,
+        tested,
+        start,
+        clean,
+        correct,
+        linear=False,
+        clip=2.0,
+    )
+
+
+def generated():
+    """Five sources of generated records, two of them of other models."""
+    rng = np.random.default_rng(0)
+    models = rng.normal(size=(5, 20))
+    models[1:3] = models[0] + 0.3 * rng.normal(size=(2, 20))
+    models[3:] = -models[0] + rng.normal(size=(2, 20))
+
+    def records(n, source):
+        x = rng.normal(size=(n, 20))
+        x /= np.linalg.norm(x, axis=1, keepdims=True)
+        margin = 3 * np.sum(x * models[source], 1) + rng.logistic(size=n)
+        return {"features": x.astype("f4"), "label": np.sign(margin).astype("f4")}
+
+    source = rng.integers(0, 5, 20_000).astype(np.int32)
+    training = records(20_000, source) | {"source": source}
+    zero = np.zeros(20_300, int)
+    clean = records(20_300, zero)
+    held = jax.tree.map(lambda v: v[:300], clean)
+    tested = jax.tree.map(lambda v: jnp.asarray(v[300:]), clean)
+    return Task(
+        "generated",
+        dpb.logistic_loss,
+        5,
+        levels(held, training),
+        tested,
+        jnp.zeros(20),
+        None,
+        classified,
+    )
+
+
+TASKS = {
+    "T1-200": functools.partial(census, 200),
+    "T1-1000": functools.partial(census, 1000),
+    "T1-6000": functools.partial(census, 6000),
+    "T1b-a": functools.partial(shifted, "a"),
+    "T1b-b": functools.partial(shifted, "b"),
+    "T1b-c": functools.partial(shifted, "c"),
+    "T2-softmax": functools.partial(digits, "softmax"),
+    "T2-network": functools.partial(digits, "network"),
+    "generated": generated,
+}
+NEEDS = {"T1": ADULT, "T2": MNIST}
+
+
+# ---------------------------------------------------------------------- the methods
+
+
+def descent(task, steps, size, clip=1.0):
+    """Noisy descent, averaged over its second half; sizes in units of the task."""
+    return dpb.NoisyGD(steps, clip * task.clip, size * task.step, output=TAIL)
+
+
+def one_level(reads):
+    settings = {
+        "upper": ((10, 0.5), (10, 1), (30, 0.5), (30, 1), (30, 2), (100, 4)),
+        "lower": ((30, 2), (30, 8), (100, 1), (100, 4), (100, 8), (200, 8)),
+    }
+    pairs = settings["upper" if reads == "upper" else "lower"]
+
+    def solvers(task):
+        return [
+            dpb.bilevel.OneLevel(descent(task, *pair), reads=reads) for pair in pairs
+        ]
+
+    return solvers
+
+
+def selected(task):
+    grid = [(first, fit) for first in (0.5, 1.0, 2.0) for fit in (4.0, 8.0)]
+    return [
+        dpb.bilevel.SelectedSources(descent(task, 30, a), descent(task, 100, b))
+        for a, b in grid
+    ]
+
+
+def mixed(task, models=22.0, size=0.031, fit=8.0):
+    steps = descent(task, 10, size, clip=4)
+    both = descent(task, 100, models, clip=1.118)
+    return dpb.bilevel.MixedSources(both, steps, descent(task, 100, fit), steps)
+
+
+def mixtures(task):
+    grid = [(m, s) for m in (12.0, 22.0) for s in (0.015, 0.031, 0.06)]
+    return [mixed(task, models, size) for models, size in grid]
+
+
+def refitted(search):
+    def solvers(task):
+        grid = [(a, b) for a in (5.0, 20.0, 50.0) for b in (4.0, 8.0)]
+        return [
+            dpb.bilevel.Refitted(
+                search(task, a), descent(task, 100, b), budget_split=(0.5, 0.5)
+            )
+            for a, b in grid
+        ]
+
+    return solvers
+
+
+def penalty(task, size):
+    return dpb.PenaltyBilevel(
+        20,
+        10.0,
+        dpb.NoisyGD(10, task.clip, task.step),
+        clip_norm=task.clip,
+        upper_clip_norm=0.5 * task.clip,
+        step_size=size,
+    )
+
+
+def single_loop(task, size):
+    return dpb.SingleLoopBilevel(
+        50,
+        step_size=size,
+        lower_step_size=task.step,
+        linear_step_size=task.step,
+        hessian_clip_norm=0.5,
+        cross_clip_norm=0.5,
+        upper_clip_norm=0.5 * task.clip,
+    )
+
+
+METHODS = {
+    "validation records only": one_level("upper"),
+    "training records only": one_level("lower"),
+    "all records": one_level("both"),
+    "two stages (`SelectedSources`)": selected,
+    "`PenaltyBilevel`, refitted": refitted(penalty),
+    "`SingleLoopBilevel`, refitted": refitted(single_loop),
+    "`MixedSources`": mixtures,
+    "`MixedSources`, one setting": lambda task: [mixed(task)],
+}
+BASELINES = tuple(METHODS)[:3]
+TWO_STAGES, OURS = tuple(METHODS)[3], tuple(METHODS)[6:]
+
+
+# ---------------------------------------------------------------------- the oracle
+
+
+def oracle_weights(task):
+    """Weights in [0, 1] that no private method knows."""
+    if task.clean is not None:
+        return task.clean.astype("f4")
+
+    optimizer = optax.adam(0.3)
+
+    @jax.jit
+    def step(x, y, v, state):
+        y, _ = dpb.oracles.lower_solve(task.problem, x, task.data, y0=y)
+        gradient, v = dpb.oracles.implicit_hypergradient(
+            task.problem, x, y, task.data, v0=v
+        )
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(x, updates), y, v.value, state
+
+    with jax.enable_x64(True):
+        task = dataclasses.replace(
+            task,
+            data=jax.tree.map(
+                lambda v: v.astype(float) if v.dtype == jnp.float32 else v, task.data
+            ),
+        )
+        x, y = jax.tree.map(lambda v: v.astype(float), task.w0)
+        v, state = jnp.zeros_like(y), optimizer.init(x)
+        for _ in range(60):
+            x, y, v, state = step(x, y, v, state)
+        weights = np.asarray(jax.nn.softmax(x))
+    return (weights / weights.max()).astype("f4")
+
+
+def oracle(task):
+    """Losses of the best private fit with the oracle's weights."""
+    weights = jnp.asarray(oracle_weights(task))
+    upper, lower = task.data.upper, task.data.lower
+    of_record = weights[lower["source"]]
+
+    def loss(y, record):
+        return record["weight"] * task.loss(y, record)
+
+    problem = dpb.FiniteSum(loss)
+    candidates = []
+    for with_validation in (0.0, 1.0):
+        ones = jnp.full(len(upper["label"]), with_validation)
+        records = {
+            name: jnp.concatenate([lower[name], upper[name]])
+            for name in ("features", "label")
+        } | {"weight": jnp.concatenate([of_record, ones])}
+        share = float(jnp.mean(records["weight"]))
+        for steps, size in ((100, 4.0), (100, 8.0), (100, 15.0)):
+            solver = descent(task, steps, size / share)
+            candidates.append((problem, solver, records))
+    return candidates, weights
+
+
+# ---------------------------------------------------------------------- evaluation
+
+RUN = jax.jit(lambda problem, solver, data, w0, key: (
+    dpb.solve(problem, solver, data, w0, key=key).value
+))  # fmt: skip
+
+
+def tested(task, y):
+    losses = jax.vmap(task.loss, (None, 0))(y, task.test)
+    correct = jax.vmap(task.correct, (None, 0))(y, task.test)
+    return float(jnp.mean(losses)), float(jnp.mean(correct))
+
+
+def best(task, budget, candidates):
+    """Losses and accuracies of the setting with the best median, for all keys."""
+    planned = []
+    for problem, solver, data in candidates:
+        two = isinstance(data, dpb.Levels)
+        w0 = task.w0 if two else task.model
+        sizes = task.sizes if two else len(data["label"])
+        plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
+        planned.append((problem, plan.solver, data, w0))
+
+    def run(index, key):
+        problem, solver, data, w0 = planned[index]
+        value = RUN(problem, solver, data, w0, jax.random.key(key))
+        return tested(task, value[1] if isinstance(data, dpb.Levels) else value)
+
+    found = {i: [run(i, key) for key in range(TRIALS)] for i in range(len(planned))}
+    medians = {i: np.median([loss for loss, _ in rows]) for i, rows in found.items()}
+    chosen = min(medians, key=lambda i: np.nan_to_num(medians[i], nan=np.inf))
+    rows = found[chosen] + [run(chosen, key) for key in range(TRIALS, KEYS)]
+    return np.asarray(rows)
+
+
+def row(values):
+    low, middle, high = np.quantile(values[:, 0], [0.25, 0.5, 0.75])
+    return {
+        "loss": middle,
+        "quartiles": (low, high),
+        "accuracy": float(np.median(values[:, 1])),
+        "finite": bool(np.isfinite(values).all()),
+    }
+
+
+def evaluate(name, epsilon):
+    """A row per method on one task."""
+    start = time.perf_counter()
+    task = TASKS[name]()
+    budget = dpb.PrivacyBudget(epsilon, DELTA)
+    candidates, weights = oracle(task)
+    rows = {"oracle": row(best(task, budget, candidates))}
+    print(f"{task.name}, epsilon {epsilon:g}: oracle {rows['oracle']}", flush=True)
+    print(f"  weights of the oracle: {np.round(np.asarray(weights), 2)}")
+    for method, solvers in METHODS.items():
+        if not task.linear and method in OURS:
+            continue  # mixtures of networks are no mixtures of predictions
+        offered = [(task.problem, s, task.data) for s in solvers(task)]
+        rows[method] = row(best(task, budget, offered))
+        print(f"  {method}: {rows[method]}", flush=True)
+    base = min(rows[method]["loss"] for method in BASELINES)
+    for values in rows.values():
+        values["gap"] = (base - values["loss"]) / (base - rows["oracle"]["loss"])
+    print(f"  {time.perf_counter() - start:.0f} s", flush=True)
+    return {"task": task.name, "epsilon": epsilon, "rows": rows}
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def table(result):
+    lines = [
+        f"#### {result['task']}, epsilon {result['epsilon']:g}",
+        "",
+        "| method | test loss [quartiles] | accuracy | gap closed |",
+        "|---|---|---|---|",
+    ]
+    rows = sorted(result["rows"].items(), key=lambda item: item[1]["loss"])
+    for method, values in rows:
+        low, high = values["quartiles"]
+        lines.append(
+            f"| {method} | {values['loss']:.4f} [{low:.4f}, {high:.4f}] "
+            f"| {values['accuracy']:.3f} | {values['gap']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def best_of(rows, names):
+    there = [(rows[name]["loss"], name) for name in names if name in rows]
+    return min(there)[1] if there else None
+
+
+def summary(results):
+    """One line per task, those first on which no method of two levels is best."""
+    lines = [
+        "| task | epsilon | best baseline | two stages | best of two levels | its gap "
+        "closed | one setting of `MixedSources` | oracle |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+    def margin(result):
+        rows = result["rows"]
+        others = [rows[name]["loss"] for name in (*BASELINES, TWO_STAGES)]
+        levels_of_two = [n for n in rows if n not in (*BASELINES, TWO_STAGES, "oracle")]
+        return rows[best_of(rows, levels_of_two)]["loss"] - min(others)
+
+    for result in sorted(results, key=margin, reverse=True):
+        rows = result["rows"]
+        plain = best_of(rows, BASELINES)
+        ours = best_of(
+            rows, [n for n in rows if n not in (*BASELINES, TWO_STAGES, "oracle")]
+        )
+        single = rows.get(OURS[1])
+        shown = f"{single['loss']:.4f} ({single['gap']:.2f})" if single else ""
+        lines.append(
+            f"| {result['task']} | {result['epsilon']:g} "
+            f"| {rows[plain]['loss']:.4f} ({plain}) "
+            f"| {rows[TWO_STAGES]['loss']:.4f} "
+            f"| {rows[ours]['loss']:.4f} ({ours}) | {rows[ours]['gap']:.2f} "
+            f"| {shown} "
+            f"| {rows['oracle']['loss']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def write(results):
+    today = datetime.date.today().isoformat()
+    text = "\n\n".join(
+        [f"Measured on {today}.", summary(results), *map(table, results)]
+    )
+    page = PAGE.read_text()
+    inside = f"{BEGIN}\n\n{text}\n\n{END}"
+    page = re.sub(f"{BEGIN}.*?{END}", lambda _: inside, page, flags=re.DOTALL)
+    PAGE.write_text(page)
+
+
+def main():
+    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+    prefix = options.get("task", "")
+    budgets = [float(v) for v in options.get("epsilon", "1").split(",")]
+    results = []
+    for epsilon in budgets:
+        for name in TASKS:
+            needed = NEEDS.get(name[:2])
+            if not name.startswith(prefix):
+                continue
+            if needed is not None and not needed.is_file():
+                print(f"{name}: left out, there is no {needed.name}.")
+                continue
+            results.append(evaluate(name, epsilon))
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            saved = FOLDER / f"results-{prefix or 'all'}.json"
+            saved.write_text(json.dumps(results))
+    print(summary(results))
+    print(*map(table, results), sep="\n\n")
+    if not prefix and len(results) == len(TASKS) * len(budgets):
+        write(results)
