@@ -8,7 +8,8 @@ A method is judged by the mean loss of the model that it releases on test record
 nobody trained on, at one budget for all. Every method runs with six settings for 4 keys
 each; the setting with the best median loss ON THE TEST RECORDS then runs for 10 keys,
 so that baselines and oracles are tuned as well as methods of two levels are. Rows
-marked "one setting" ran with the same setting on all tasks. NON-PRIVATE evaluation.
+marked "one setting" ran with the same setting on all tasks; those of `auto` with what
+`dpb.auto` chose. NON-PRIVATE evaluation.
 
 The Adult CSV is read from $ADULT or ../shared/data/adult.csv, MNIST (28 x 28 images and
 labels as arrays `images` and `labels` of an npz file) from $MNIST or
@@ -328,7 +329,7 @@ def descent(task, steps, size, clip=1.0):
 
 def one_level(reads):
     settings = {
-        "upper": ((10, 0.5), (10, 1), (30, 0.5), (30, 1), (30, 2), (100, 4)),
+        "upper": ((10, 2), (10, 4), (30, 1), (100, 0.5), (100, 2), (100, 8)),
         "lower": ((30, 2), (30, 8), (100, 1), (100, 4), (100, 8), (200, 8)),
     }
     pairs = settings["upper" if reads == "upper" else "lower"]
@@ -396,6 +397,20 @@ def single_loop(task, size):
     )
 
 
+def planned(task, epsilon=1.0):
+    """What `auto` chooses, by dry runs that see nothing of the task but its sizes."""
+    start = time.perf_counter()
+    budget = dpb.PrivacyBudget(epsilon, DELTA)
+    plan = dpb.auto(
+        task.problem, budget, sizes=task.sizes, w0=task.w0, clip_norm=task.clip
+    )
+    seconds = time.perf_counter() - start
+    print(
+        f"  auto: {plan.trials[0].method}, {seconds:.0f} s; {plan.reason}", flush=True
+    )
+    return [plan.trials[0].solver]
+
+
 METHODS = {
     "validation records only": one_level("upper"),
     "training records only": one_level("lower"),
@@ -405,9 +420,11 @@ METHODS = {
     "`SingleLoopBilevel`, refitted": refitted(single_loop),
     "`MixedSources`": mixtures,
     "`MixedSources`, one setting": lambda task: [mixed(task)],
+    "`auto`": planned,
 }
 BASELINES = tuple(METHODS)[:3]
-TWO_STAGES, OURS = tuple(METHODS)[3], tuple(METHODS)[6:]
+TWO_STAGES, LINEAR = tuple(METHODS)[3], tuple(METHODS)[6:]
+ONE_SETTING = tuple(METHODS)[7]
 
 
 # ---------------------------------------------------------------------- the oracle
@@ -523,9 +540,10 @@ def evaluate(name, epsilon):
     print(f"{task.name}, epsilon {epsilon:g}: oracle {rows['oracle']}", flush=True)
     print(f"  weights of the oracle: {np.round(np.asarray(weights), 2)}")
     for method, solvers in METHODS.items():
-        if not task.linear and method in OURS:
+        if not task.linear and method in LINEAR:
             continue  # mixtures of networks are no mixtures of predictions
-        offered = [(task.problem, s, task.data) for s in solvers(task)]
+        more = {"epsilon": epsilon} if solvers is planned else {}
+        offered = [(task.problem, s, task.data) for s in solvers(task, **more)]
         rows[method] = row(best(task, budget, offered))
         print(f"  {method}: {rows[method]}", flush=True)
     base = min(rows[method]["loss"] for method in BASELINES)
@@ -562,34 +580,37 @@ def best_of(rows, names):
 
 def summary(results):
     """One line per task, those first on which no method of two levels is best."""
-    lines = [
-        "| task | epsilon | best baseline | two stages | best of two levels | its gap "
-        "closed | one setting of `MixedSources` | oracle |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ("task", "epsilon", "best of one level", "two stages")
+    heads += ("best of two levels", "`MixedSources`, one setting", "`auto`", "oracle")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+
+    def two_levels(rows):
+        return [n for n in rows if n not in (*BASELINES, TWO_STAGES, "oracle")]
 
     def margin(result):
         rows = result["rows"]
         others = [rows[name]["loss"] for name in (*BASELINES, TWO_STAGES)]
-        levels_of_two = [n for n in rows if n not in (*BASELINES, TWO_STAGES, "oracle")]
-        return rows[best_of(rows, levels_of_two)]["loss"] - min(others)
+        return rows[best_of(rows, two_levels(rows))]["loss"] - min(others)
+
+    def cell(rows, name, words=""):
+        if name not in rows:
+            return ""
+        return f"{rows[name]['loss']:.4f} ({words}{rows[name]['gap']:.2f})"
 
     for result in sorted(results, key=margin, reverse=True):
         rows = result["rows"]
-        plain = best_of(rows, BASELINES)
-        ours = best_of(
-            rows, [n for n in rows if n not in (*BASELINES, TWO_STAGES, "oracle")]
+        plain, ours = best_of(rows, BASELINES), best_of(rows, two_levels(rows))
+        cells = (
+            result["task"],
+            f"{result['epsilon']:g}",
+            f"{rows[plain]['loss']:.4f} ({plain})",
+            cell(rows, TWO_STAGES),
+            cell(rows, ours, f"{ours}: "),
+            cell(rows, ONE_SETTING),
+            cell(rows, "`auto`"),
+            f"{rows['oracle']['loss']:.4f}",
         )
-        single = rows.get(OURS[1])
-        shown = f"{single['loss']:.4f} ({single['gap']:.2f})" if single else ""
-        lines.append(
-            f"| {result['task']} | {result['epsilon']:g} "
-            f"| {rows[plain]['loss']:.4f} ({plain}) "
-            f"| {rows[TWO_STAGES]['loss']:.4f} "
-            f"| {rows[ours]['loss']:.4f} ({ours}) | {rows[ours]['gap']:.2f} "
-            f"| {shown} "
-            f"| {rows['oracle']['loss']:.4f} |"
-        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import dpbilevel as dpb
 from dpbilevel._checks import Count, Fraction, NonNegative, Positive
+from dpbilevel.bilevel.applications import SourceWeighting
 from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 # Where a config names the solvers of these problems.
 PLACES = {
     BilevelProblem: "`[solver]`, for tasks of two levels",
+    SourceWeighting: '`[solver]`, for `task = "source_weighting"`',
     AbstractVariationalInequality: "`[solver]`, for games",
     AbstractFiniteSum: "`[solver.inner]` and `[refit]`",
 }
@@ -75,7 +77,7 @@ def _source(kind: type) -> str:
 
 def _rests_on(kind: type) -> str:
     if issubclass(kind, AbstractStages):
-        return "its two parts"
+        return "its parts"
     runs = (case.solver for case in found("CONTRACT").values())
     bases = {run.basis for run in runs if type(run) is kind}
     words = {Basis.CLIPPED: "clipping", Basis.CONSTANTS: "constants"}

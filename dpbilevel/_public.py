@@ -1,6 +1,17 @@
 """The public names of the library, but for `PrivateSearch`, which needs more."""
 
-from . import audit, bilevel, draws, games, onelevel, oracles, privacy, search, sets
+from . import (
+    audit,
+    bilevel,
+    draws,
+    games,
+    onelevel,
+    oracles,
+    planning,
+    privacy,
+    search,
+    sets,
+)
 from .audit import debug
 from .bilevel import (
     BilevelProblem,
@@ -30,6 +41,7 @@ from .onelevel import (
     logistic_loss,
     squared_loss,
 )
+from .planning import auto
 from .privacy import (
     FixedSize,
     FullBatch,
@@ -64,6 +76,7 @@ __all__ = [
     "Solution",
     "absolute_loss",
     "audit",
+    "auto",
     "bilevel",
     "calibrate",
     "debug",
@@ -77,6 +90,7 @@ __all__ = [
     "oracles",
     "outputs",
     "penalty_tuning",
+    "planning",
     "privacy",
     "recommend",
     "root_key",

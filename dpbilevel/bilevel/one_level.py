@@ -39,6 +39,7 @@ class OneLevel(AbstractRuns):
     sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {MODEL: AbstractFiniteSum}
     budget_split: ClassVar = (1.0,)
+    in_config: ClassVar[bool] = True
 
     @override
     def level(self, name, problem, w0, found):

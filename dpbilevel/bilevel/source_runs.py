@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -28,6 +28,11 @@ from .penalized import (
 )
 from .problem import BilevelProblem, Levels, Sizes
 from .runs import AbstractRuns, RunState
+
+if TYPE_CHECKING:
+    from typing import ClassVar as AbstractVar
+else:
+    from equinox import AbstractVar
 
 MODEL, MODELS, MIXTURE, SCORE, FIT, REMIXTURE = (
     "model",
@@ -104,10 +109,11 @@ class _Kept(PenalizedLevel):
 class _AbstractSourceRuns(AbstractRuns):
     """A first model, a score for each source, a model of the sources that are kept."""
 
-    score: eqx.AbstractVar[NoisyGD]
-    fit: eqx.AbstractVar[NoisyGD]
-    keep_above: eqx.AbstractVar[float]
+    score: AbstractVar[NoisyGD]
+    fit: AbstractVar[NoisyGD]
+    keep_above: AbstractVar[float]
     problem_type: ClassVar[type] = SourceWeighting
+    in_config: ClassVar[bool] = True
 
     def kept(self, found: dict) -> Float[Array, " k"]:
         """1 for the sources that are kept, all of them where none passes, else 0."""

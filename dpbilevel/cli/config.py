@@ -11,7 +11,7 @@ from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
 from ..core.outputs import AbstractOutput
 from ..core.solver import AbstractSolver
-from ..games.problem import AbstractVariationalInequality, SaddleProblem
+from ..games.problem import SaddleProblem
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
@@ -117,8 +117,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     task: AbstractTask = reader.build(TASKS[task_name], tables["model"], model)
     where = place.child("data")
     data = reader.build_named(task.data_types, tables["data"], where, "source")
-    kind = BilevelProblem if task.two_levels else AbstractVariationalInequality
-    solver = _solver(tables, place, privacy.neighbours, kind)
+    solver = _solver(tables, place, privacy.neighbours, task.problem_type)
     config = Config(place, task_name, task, privacy, data, solver, tables)
     _check_levels(config)
     task.check(data, where)
@@ -144,7 +143,11 @@ def public_classes(base: type) -> dict[str, type]:
 def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> AbstractSolver:
     solvers: dict[str, Any] = public_classes(AbstractSolver)
     fitting, one_level = (
-        {n: v for n, v in solvers.items() if v.in_config and v.problem_type is wanted}
+        {
+            name: solver
+            for name, solver in solvers.items()
+            if solver.in_config and issubclass(wanted, solver.problem_type)
+        }
         for wanted in (kind, AbstractFiniteSum)
     )
     reader = Reader(
@@ -172,7 +175,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     if "refit" not in tables:
         return solver
     where = place.child("refit")
-    if kind is not BilevelProblem:
+    if not issubclass(kind, BilevelProblem):
         raise where.error("is for tasks of two levels only; remove it.")
     check_table(tables["refit"], where)
     fields = dict(tables["refit"])  # of the solver, and the split of the budget

@@ -1,4 +1,4 @@
-"""The command line: `dpbilevel calibrate | run | report | audit | device`."""
+"""The command line: `dpbilevel auto | calibrate | run | report | audit | device`."""
 
 import argparse
 import importlib.util
@@ -16,7 +16,7 @@ from ..audit.device import device_arithmetic
 from ..core import checkpoint, interrupts, spending
 from ..core.progress import step_bar
 from ..core.solution import divergence
-from . import audit, folder, results
+from . import audit, auto, folder, results
 from .config import Config, read_config
 from .run import check, prepare, run
 
@@ -68,6 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     add = command("calibrate", _calibrate, tells)
     add("config", **config)
     add("--json", **flag, help="print it as JSON")
+    add = command(
+        "auto",
+        _auto,
+        "choose solver and settings of a config by dry runs; touches no data",
+        description="Runs every method with several settings on synthetic records of "
+        "the sizes in a config, which needs no [solver], and says which is best and "
+        "whether two levels are better than one.",
+    )
+    add("config", **config)
+    add("--out", metavar="FILE", type=Path, help="write the config with its settings")
+    efforts: Any = {"choices": ("fast", "thorough"), "default": "fast"}
+    add("--effort", **efforts, help="how many dry runs (fast)")
     add = command("run", _run, "run a config once: one release under its budget")
     add("config", **config)
     add("--out", **folder, required=True, help="a new folder")
@@ -103,6 +115,29 @@ def _parser() -> argparse.ArgumentParser:
 def _calibrate(arguments: argparse.Namespace) -> None:
     report = prepare(read_config(arguments.config)).report
     print(report.to_json() if arguments.json else report)
+
+
+def _auto(arguments: argparse.Namespace) -> None:
+    _check_modules(["tqdm"])
+    out = arguments.out
+    if out is not None and out.exists():
+        raise ValueError(f"{out} exists; give --out the name of a new file.")
+    if (
+        out is not None
+        and out.parent.resolve() != Path(arguments.config).parent.resolve()
+    ):
+        raise ValueError(
+            f"{out} is in another folder than {arguments.config}, whose relative paths "
+            "would not hold there; write it beside that file."
+        )
+    config, text = auto.read_unplanned(arguments.config)
+    found = auto.plan(config, arguments.effort)
+    print(found)
+    if out is None:
+        print("\n" + "\n".join(auto.tables(found.trials[0].solver)))
+        return
+    out.write_text(auto.written(text, found), encoding="utf-8")
+    print(f"\nconfig: {out} (run it with: dpbilevel run {out} --out DIR)")
 
 
 def _run(arguments: argparse.Namespace) -> None:

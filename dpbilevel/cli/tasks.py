@@ -11,11 +11,16 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..bilevel.applications import penalty_tuning, source_weighting, source_weights
+from ..bilevel.applications import (
+    SourceWeighting,
+    penalty_tuning,
+    source_weighting,
+    source_weights,
+)
 from ..bilevel.problem import BilevelProblem
 from ..games.groups import group_fair, group_robust, group_start, group_weights
 from ..games.matrix import matrix_game
-from ..games.problem import SaddleProblem
+from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.linear_models import Logistic
 from ..onelevel.losses import logistic_loss, squared_loss
 from .datasets import SOURCES
@@ -36,7 +41,7 @@ class AbstractTask(abc.ABC):
     Attributes:
         label: What an entry of the answer is called.
         of: What each entry belongs to.
-        two_levels: Whether the problem has two levels.
+        problem_type: The class of its problems.
         has_model: Whether the solution holds a model besides what is shown.
         data_types: The sources of its records, by name.
         places: The table of `[data]` that says where records belong, if it needs one:
@@ -46,11 +51,16 @@ class AbstractTask(abc.ABC):
 
     label: ClassVar[str]
     of: ClassVar[str]
-    two_levels: ClassVar[bool]
+    problem_type: ClassVar[type]
     has_model: ClassVar[bool] = True
     data_types: ClassVar[dict[str, type[AbstractData]]] = SOURCES
     places: ClassVar[str] = ""
     declared: ClassVar[str] = "{}"
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether the problem has two levels."""
+        return issubclass(self.problem_type, BilevelProblem)
 
     @property
     def count(self) -> int:
@@ -122,7 +132,7 @@ class SourceWeightingTask(AbstractTask):
 
     label = "weight"
     of = "source"
-    two_levels = True
+    problem_type = SourceWeighting
     places = "sources"
     declared = "num_sources = {}"
 
@@ -176,7 +186,7 @@ class PenaltyTuningTask(AbstractTask):
 
     label = "log-penalty"
     of = "group of coefficients"
-    two_levels = True
+    problem_type = BilevelProblem
 
     def __post_init__(self):
         low, high = self.bounds
@@ -237,7 +247,7 @@ class GroupTask(AbstractTask):
 
     label = "weight"
     of = "group"
-    two_levels = False
+    problem_type = AbstractVariationalInequality
     places = "groups"
     declared = "{} shares"
 
@@ -311,7 +321,7 @@ class MatrixGameTask(AbstractTask):
 
     label = "weight"
     of = "row and column"
-    two_levels = False
+    problem_type = AbstractVariationalInequality
     has_model = False
     data_types = MATRICES
 

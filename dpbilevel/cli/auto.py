@@ -1,0 +1,143 @@
+"""Settings for a config, chosen by dry runs: `dpbilevel auto`."""
+
+import dataclasses
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..bilevel.refitted import Refitted
+from ..core.descent import Rule
+from ..core.outputs import AbstractOutput
+from ..core.progress import step_bar
+from ..core.solver import AbstractSolver
+from ..planning.dry_runs import AutoPlan, Effort, auto
+from ..privacy.mechanisms import Gaussian
+from .config import Config, parse_config
+from .tables import Place
+
+# In the place of the settings that are sought, so that the rest of a config is checked.
+_SOUGHT = {
+    "type": "OneLevel",
+    "model": {"num_steps": 1, "clip_norm": 1.0, "step_size": 1.0},
+}
+
+
+def read_unplanned(path: str) -> tuple[Config, str]:
+    """Reads a config whose tables `[solver]` and `[refit]` may be missing.
+
+    Returns:
+        The config, with a stand-in for its solver, and the text of the file.
+
+    Raises:
+        ValueError: As `read_config`; or the task has one level.
+    """
+    place = Place(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise place.error(f"cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise place.error(f"is not a TOML file: {error}.") from error
+    games = ("group_fair", "group_robust", "matrix_game")
+    if tables.get("task") in games:
+        raise place.error(
+            f'auto plans tasks of two levels; task = "{tables["task"]}" is a game. Its '
+            "settings follow from theorems, see docs/games.md."
+        )
+    kept = {k: v for k, v in tables.items() if k not in ("solver", "refit")}
+    return parse_config(kept | {"solver": _SOUGHT}, place), text
+
+
+def plan(config: Config, effort: Effort) -> AutoPlan:
+    """Dry runs for a config, with a bar of their progress.
+
+    Privacy:
+        Touches no data.
+    """
+    w0 = config.task.start(config.data.blocks)
+    with step_bar(0) as bar:
+        try:
+            return auto(
+                config.problem,
+                config.privacy.budget,
+                sizes=config.sizes,
+                w0=w0,
+                effort=effort,
+                precision=config.privacy.precision,
+                progress=bar,
+            )
+        except ValueError as error:
+            raise config.place.error(str(error)) from error
+
+
+def written(text: str, found: AutoPlan) -> str:
+    """The text of a config with the planned settings instead of its own.
+
+    Args:
+        text: The config.
+        found: The plan.
+    """
+    lines, kept = [], True
+    for line in text.splitlines():
+        table = re.match(r"\s*\[+\s*([A-Za-z_-]+)", line)
+        if table:
+            kept = table[1] not in ("solver", "refit")
+        if kept:
+            lines.append(line)
+    while lines and not lines[-1].strip():
+        lines.pop()
+    reason = "\n".join(f"# {part}" for part in textwrap.wrap(found.reason, 84))
+    return "\n".join([*lines, "", reason, *tables(found.trials[0].solver), ""])
+
+
+def tables(solver: AbstractSolver) -> Iterator[str]:
+    """The lines of `[solver]`, and of `[refit]` where there is one."""
+    if not isinstance(solver, Refitted):
+        yield from _table("solver", solver, named=True)
+        return
+    yield from _table("solver", solver.search, named=True)
+    yield ""
+    head, *rest = _table("refit", solver.refit, named=True)
+    yield from (head, f"budget_split = {_value(solver.budget_split)}", *rest)
+
+
+def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
+    nested = []
+    yield f"[{place}]"
+    if named:
+        yield f'type = "{type(part).__name__}"'
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if _is_default(field, value) or isinstance(value, Gaussian):
+            continue
+        if isinstance(value, AbstractSolver):
+            nested.append((field, value))
+        else:
+            yield f"{field.name} = {_value(value)}"
+    for field, value in nested:
+        yield ""
+        generic = field.type is not type(value)
+        yield from _table(f"{place}.{field.name}", value, named=generic)
+
+
+def _is_default(field: dataclasses.Field, value: object) -> bool:
+    default = field.default
+    if isinstance(value, AbstractSolver | AbstractOutput):
+        return type(default) is type(value) and repr(default) == repr(value)
+    return default is not dataclasses.MISSING and bool(default == value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, AbstractOutput):
+        return f'"{type(value).__name__}"'
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Rule):
+        raise ValueError("auto: an optax rule cannot be written in a config.")
+    return str(value) if isinstance(value, int) else f"{float(value):.6g}"

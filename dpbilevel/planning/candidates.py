@@ -1,0 +1,160 @@
+"""What `auto` chooses from: solvers with their settings, baselines included."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+from jaxtyping import PyTree
+
+from ..bilevel.applications import SourceWeighting
+from ..bilevel.one_level import OneLevel
+from ..bilevel.penalty import PenaltyBilevel
+from ..bilevel.problem import BilevelProblem
+from ..bilevel.refitted import Refitted
+from ..bilevel.source_runs import MixedSources, SelectedSources
+from ..core.outputs import TailMean
+from ..core.problem import AbstractProblem
+from ..core.solver import AbstractSolver
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import FiniteSum
+
+# The norm of a record's gradients in the model of its source and, at the default weight
+# of one half, in the common one: the root of 1 + 1/4.
+_OF_BOTH = 1.118
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A method with settings that differ in numbers, so that it compiles once.
+
+    Attributes:
+        name: As in the table of a plan.
+        solvers: One for each setting, to be calibrated.
+        levels: How many levels it uses.
+    """
+
+    name: str
+    solvers: tuple[AbstractSolver, ...]
+    levels: int
+
+
+@functools.singledispatch
+def candidates(
+    problem: AbstractProblem, w0: PyTree, clip_norm: float
+) -> tuple[Candidate, ...]:
+    """The candidates for a problem, by its class.
+
+    `candidates.register` adds those of a class of one's own.
+
+    Args:
+        problem: The problem.
+        w0: Its starting point.
+        clip_norm: The clip norm of a record's gradient in the model. Step sizes are in
+            units of its inverse square: features of norm $C$ have gradients of norm
+            $C$ and curvatures of $C^2$.
+
+    Raises:
+        TypeError: None are known for this class.
+    """
+    raise TypeError(
+        f"auto: no candidates are known for {type(problem).__name__}; it plans "
+        "FiniteSum, BilevelProblem and the problems of source_weighting. Register "
+        "more by dpbilevel.planning.candidates.register."
+    )
+
+
+@candidates.register
+def _(problem: FiniteSum, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
+    fit = functools.partial(_descent, clip_norm)
+    sizes = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+    return (
+        Candidate("NoisyGD, 30 steps", tuple(fit(30, s) for s in sizes), 1),
+        Candidate("NoisyGD, 100 steps", tuple(fit(100, s) for s in sizes), 1),
+    )
+
+
+@candidates.register
+def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
+    fit = functools.partial(_descent, clip_norm)
+    search = _grid(
+        lambda outer, size: Refitted(
+            _penalty(clip_norm, outer), fit(100, size), budget_split=(0.5, 0.5)
+        ),
+        (1.0, 5.0, 20.0),
+        (4.0, 8.0),
+    )
+    return (
+        *_one_level(clip_norm),
+        Candidate("PenaltyBilevel, refitted", search, 2),
+    )
+
+
+@candidates.register
+def _(problem: SourceWeighting, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
+    fit = functools.partial(_descent, clip_norm)
+    selected = _grid(
+        lambda first, then: SelectedSources(fit(10, first), fit(100, then)),
+        (0.5, 1.0, 2.0),
+        (8.0, 16.0),
+    )
+    found = [*_one_level(clip_norm), Candidate("SelectedSources", selected, 2)]
+    if len(jax.tree.leaves(w0[1])) == 1:  # mixtures of networks are no mixtures
+        mixed = _grid(
+            lambda first, size, then: MixedSources(
+                _descent(_OF_BOTH * clip_norm, 100, _OF_BOTH**2 * first),
+                _descent(4.0 * clip_norm, 10, 16 * size),
+                fit(100, then),
+                _descent(4.0 * clip_norm, 10, 16 * size),
+            ),
+            (12.0, 24.0),
+            (0.015, 0.03),
+            (8.0, 16.0),
+        )
+        found.append(Candidate("MixedSources", mixed, 2))
+    search = _grid(
+        lambda outer, size: Refitted(
+            _penalty(clip_norm, outer), fit(100, size), budget_split=(0.5, 0.5)
+        ),
+        (5.0, 20.0),
+        (4.0, 8.0),
+    )
+    return (*found, Candidate("PenaltyBilevel, refitted", search, 2))
+
+
+def _descent(clip_norm: float, steps: int, size: float) -> NoisyGD:
+    step_size = size / clip_norm**2
+    return NoisyGD(steps, clip_norm, step_size, output=TailMean())
+
+
+def _one_level(clip_norm: float) -> tuple[Candidate, ...]:
+    fit = functools.partial(_descent, clip_norm)
+    few, many = (0.25, 0.5, 1.0, 2.0), (1.0, 2.0, 4.0, 8.0, 16.0)
+    return (
+        Candidate("upper level only", tuple(OneLevel(fit(10, s)) for s in few), 1),
+        Candidate(
+            "lower level only",
+            tuple(OneLevel(fit(100, s), reads="lower") for s in many),
+            1,
+        ),
+        Candidate(
+            "both levels' records",
+            tuple(OneLevel(fit(100, s), reads="both") for s in many),
+            1,
+        ),
+    )
+
+
+def _penalty(clip_norm: float, outer: float) -> PenaltyBilevel:
+    return PenaltyBilevel(
+        20,
+        10.0,
+        NoisyGD(10, clip_norm, 1 / clip_norm**2),
+        clip_norm=clip_norm,
+        upper_clip_norm=0.5 * clip_norm,
+        step_size=outer,
+    )
+
+
+def _grid(make, *values) -> tuple[AbstractSolver, ...]:
+    return tuple(make(*chosen) for chosen in itertools.product(*values))

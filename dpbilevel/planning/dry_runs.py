@@ -1,0 +1,306 @@
+"""Plans by dry runs: which solver, with which settings, and whether it pays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _checks
+from ..bilevel.problem import BilevelProblem, Sizes
+from ..core.loop import solve
+from ..core.plan import calibrate
+from ..core.problem import AbstractProblem
+from ..core.solution import Plan
+from ..core.solver import AbstractSolver
+from ..privacy.budget import PrivacyBudget
+from ..privacy.clipping import Precision
+from .candidates import Candidate, candidates
+from .twins import AbstractTwin, Twin
+from .twins import twins as default_twins
+
+Effort = Literal["fast", "thorough"]
+
+# How many keys each setting that is left runs with, round after round, and what share
+# of the settings goes on to the next round.
+_ROUNDS = {"fast": (1, 2), "thorough": (2, 4, 8)}
+_KEPT = 0.25
+# By how much of what there is to gain a method of two levels has to be better than one
+# level: less is the noise of so few dry runs.
+_WORTH = 0.03
+
+# At the top, so that settings that differ in numbers share one compiled program.
+_solve = jax.jit(lambda *run, key: solve(*run, key=key).value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What dry runs found for one setting.
+
+    Attributes:
+        method: The candidate's name.
+        solver: The solver, not calibrated.
+        levels: How many levels it uses.
+        losses: The mean test loss of the released model on each twin.
+        regret: The share of what there is to gain that it misses, over twins: 0 for
+            the best of all settings on every twin, 1 for the starting point.
+        runs: How many dry runs this rests on.
+    """
+
+    method: str
+    solver: AbstractSolver
+    levels: int
+    losses: tuple[float, ...]
+    regret: float
+    runs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoPlan(Plan[Any]):
+    """A plan, and why it was chosen.
+
+    Attributes:
+        reason: In a few sentences, with the best of one level beside it.
+        trials: The best setting of each method, best method first.
+        twins: The names of the twins that the losses refer to.
+        start_losses: The test losses of the starting point on the twins.
+    """
+
+    reason: str
+    trials: tuple[Trial, ...]
+    twins: tuple[str, ...]
+    start_losses: tuple[float, ...]
+
+    @property
+    def pays(self) -> bool:
+        """Whether two levels are better than one in the dry runs."""
+        return self.trials[0].levels == 2
+
+    def __str__(self) -> str:
+        """The reason, the table of methods, the settings and the guarantee."""
+        width = max(len(trial.method) for trial in self.trials)
+        width = max(width, len("starting point"))
+        lines = [self.reason, "", "test loss on synthetic twins:"]
+        lines.append(f"  {'':{width}}  " + "  ".join(f"{n:>10}" for n in self.twins))
+        for trial in self.trials:
+            losses = "  ".join(f"{v:10.4f}" for v in trial.losses)
+            lines.append(f"  {trial.method:{width}}  {losses}")
+        losses = "  ".join(f"{v:10.4f}" for v in self.start_losses)
+        lines.append(f"  {'starting point':{width}}  {losses}")
+        lines += ["", f"solver: {self.trials[0].solver}", "", str(self.report)]
+        return "\n".join(lines)
+
+
+def auto(
+    problem: AbstractProblem,
+    budget: PrivacyBudget,
+    *,
+    sizes: Sizes | int,
+    w0: PyTree,
+    clip_norm: float = 1.0,
+    twins: Sequence[AbstractTwin] | None = None,
+    effort: Effort = "fast",
+    precision: Precision = "grid",
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> AutoPlan:
+    """A plan without settings, by dry runs on synthetic records.
+
+    Every candidate, plain descent on one level among them, is calibrated to the budget
+    and runs on synthetic twins of the records, of the same sizes; the released model is
+    judged on further records of the twin. Settings are dropped by successive halving.
+    The setting that misses least of what there is to gain, averaged over the twins, is
+    planned. A method of two levels is planned only where it is better than one level.
+
+    Args:
+        problem: A `FiniteSum`, a `BilevelProblem`, or that of `source_weighting`.
+        budget: The guarantee to reach.
+        sizes: As for `calibrate`.
+        w0: The starting point.
+        clip_norm: The largest norm of a record's gradient in the model that is left as
+            it is, from public knowledge: 1 for logistic regression on features of
+            norm at most 1.
+        twins: The public laws that the records may follow; by default those of
+            `dpbilevel.planning.twins(problem)`, for linear models. Those that are more
+            like the records make a better choice. They must not be fitted to the
+            records.
+        effort: `"fast"` or `"thorough"`: how many dry runs.
+        precision: As for `calibrate`; that of the dry runs, too.
+        seed: Of the synthetic records and their noise, which protect nobody.
+        progress: Called after every dry run with the number of runs done and the
+            number planned.
+
+    Returns:
+        The plan. `plan.solver` is an ordinary calibrated solver; its settings are
+        written out in `plan.trials[0].solver`.
+
+    Raises:
+        TypeError: No candidates or twins are known for the problem.
+        ValueError: The model is no linear one and `twins` is missing, the twins do not
+            fit the problem, or no noise reaches the budget.
+
+    Privacy:
+        Touches no records of people; spends nothing. The guarantee is that of one run
+        of `plan.solver`. The choice rests on public values alone, so that it may be
+        repeated, and edited.
+
+    References:
+        Jamieson and Talwalkar, "Non-stochastic best arm identification and
+        hyperparameter optimization", AISTATS 2016 (successive halving).
+    """
+    owner = "auto"
+    _checks.instance(owner, AbstractProblem, problem=problem)
+    _checks.instance(owner, PrivacyBudget, budget=budget)
+    _checks.one_of(owner, "effort", effort, tuple(_ROUNDS))
+    _checks.positive(owner, clip_norm=clip_norm)
+    problem.check_sizes(owner, sizes)
+    w0 = jax.tree.map(jnp.asarray, w0)
+    offered = candidates(problem, w0, clip_norm)
+    laws = tuple(default_twins(problem) if twins is None else twins)
+    if not laws:
+        raise ValueError("auto: twins must hold at least one law of records.")
+    for law in laws:
+        _checks.instance(owner, AbstractTwin, twins=law)
+    keys = jax.random.split(jax.random.key(seed), len(laws))
+    drawn = [law.draw(problem, w0, sizes, k) for law, k in zip(laws, keys, strict=True)]
+    starts = [_loss(problem, w0, twin.test) for twin in drawn]
+
+    def planned(solver: AbstractSolver) -> Plan:
+        return calibrate(
+            problem, solver, budget, sizes=sizes, w0=w0, precision=precision
+        )
+
+    def dry_run(solver: AbstractSolver, twin: Twin, number: int) -> float:
+        key = jax.random.fold_in(jax.random.key(seed + 1), number)
+        value = _solve(problem, solver, twin.data, w0, key=key)
+        loss = _loss(problem, value, twin.test)
+        return loss if np.isfinite(loss) else np.inf
+
+    entries = _entries(offered)
+    counts = _ROUNDS[effort]
+    alive = list(range(len(entries)))
+    losses: dict[int, list[list[float]]] = {i: [[] for _ in drawn] for i in alive}
+    plans = {i: planned(entries[i][1]) for i in alive}
+    regrets: dict[int, float] = {}
+    done, total = 0, _planned_runs(entries, counts) * len(drawn)
+    first = 0
+    for stage, count in enumerate(counts):
+        for index in alive:
+            for number, twin in enumerate(drawn):
+                for key in range(first, first + count):
+                    loss = dry_run(plans[index].solver, twin, key)
+                    losses[index][number].append(loss)
+                    done += 1
+                    progress(done, total)
+        first += count
+        regrets = _regrets(losses, starts)
+        if stage + 1 < len(counts):
+            alive = _survivors(entries, alive, regrets)
+    trials = {
+        i: Trial(
+            entries[i][0].name,
+            entries[i][1],
+            entries[i][0].levels,
+            tuple(float(np.median(values)) for values in losses[i]),
+            regrets[i],
+            sum(map(len, losses[i])),
+        )
+        for i in alive
+    }
+    ranked = _ranked(trials)
+    plan = plans[ranked[0]]
+    best = tuple(trials[i] for i in ranked)
+    return AutoPlan(
+        plan.solver,
+        plan.report,
+        _reason(best, budget),
+        best,
+        tuple(law.name for law in laws),
+        tuple(starts),
+    )
+
+
+def _entries(offered: Sequence[Candidate]) -> list[tuple[Candidate, AbstractSolver]]:
+    return [(method, solver) for method in offered for solver in method.solvers]
+
+
+def _planned_runs(entries: list, counts: tuple[int, ...]) -> int:
+    total, alive = 0, [entry[0].name for entry in entries]
+    for count in counts:
+        total += count * len(alive)
+        alive = [
+            name
+            for name in dict.fromkeys(alive)
+            for _ in range(_kept(alive.count(name)))
+        ]
+    return total
+
+
+def _kept(count: int) -> int:
+    return max(1, round(_KEPT * count))
+
+
+def _survivors(entries: list, alive: list[int], regrets: dict[int, float]) -> list[int]:
+    """The best settings of each method: which method is best is decided at the end."""
+    survivors = []
+    for name in dict.fromkeys(entries[i][0].name for i in alive):
+        members = [i for i in alive if entries[i][0].name == name]
+        members.sort(key=regrets.__getitem__)
+        survivors += members[: _kept(len(members))]
+    return survivors
+
+
+def _regrets(
+    losses: dict[int, list[list[float]]], starts: list[float]
+) -> dict[int, float]:
+    """The missed share of what there is to gain, averaged over the twins."""
+    table = np.asarray([[np.median(v) for v in rows] for rows in losses.values()])
+    best = np.minimum(np.min(table, 0), np.asarray(starts))
+    room = np.maximum(np.asarray(starts) - best, 1e-9)
+    missed = np.mean(np.minimum((table - best) / room, 1e6), 1)
+    return {index: float(value) for index, value in zip(losses, missed, strict=True)}
+
+
+def _ranked(trials: dict[int, Trial]) -> list[int]:
+    """The best setting of each method, best first; one level first where it is near."""
+    best: dict[str, int] = {}
+    for index in sorted(trials, key=lambda i: trials[i].regret):
+        best.setdefault(trials[index].method, index)
+    least = trials[next(iter(best.values()))].regret
+
+    def order(index: int) -> tuple[bool, float]:
+        trial = trials[index]
+        return not (trial.levels == 1 and trial.regret < least + _WORTH), trial.regret
+
+    return sorted(best.values(), key=order)
+
+
+def _reason(ranked: Sequence[Trial], budget: PrivacyBudget) -> str:
+    first = ranked[0]
+    single = next((trial for trial in ranked if trial.levels == 1), None)
+    text = f"{first.method}: the released model misses {first.regret:.0%} of what "
+    text += "there is to gain in dry runs"
+    if first.regret >= 1:
+        return (
+            f"No method improves on the starting point at {budget}. More records or a "
+            f"larger epsilon are needed; the best of all is {first.method}."
+        )
+    if first.levels == 2 and single is not None:
+        return f"{text}, {single.method}, the best of one level, {single.regret:.0%}."
+    if any(trial.levels == 2 for trial in ranked):
+        return f"{text}. Two levels do not pay here: one level is as good or better."
+    return f"{text}."
+
+
+def _loss(problem: Any, value: PyTree, test: PyTree) -> float:
+    """The mean loss of a released model on test records."""
+    if isinstance(problem, BilevelProblem):
+        x, y = value
+        losses = jax.vmap(functools.partial(problem.upper, x), (None, 0))(y, test)
+    else:
+        losses = jax.vmap(problem.loss, (None, 0))(value, test)
+    return float(jnp.mean(losses))

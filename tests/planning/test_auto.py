@@ -1,0 +1,162 @@
+"""auto: which solver, by dry runs on synthetic records."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel import planning
+from dpbilevel.bilevel import MixedSources, OneLevel, SelectedSources
+from dpbilevel.planning import dry_runs as module
+
+SIZES = dpb.Sizes(100, 3000, "disjoint")
+SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
+W0 = (jnp.zeros(5), jnp.zeros(6))
+BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
+ONE = dpb.FiniteSum(dpb.logistic_loss)
+
+
+def few(problem, w0, clip_norm):
+    """One setting of a method of one level and one of two."""
+    fit = dpb.NoisyGD(20, clip_norm, 4.0)
+    return (
+        planning.Candidate("both", (OneLevel(fit, reads="both"),), 1),
+        planning.Candidate("selected", (SelectedSources(fit, fit),), 2),
+    )
+
+
+@functools.cache
+def plan_for(*laws):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "candidates", few)
+        return dpb.auto(SOURCES, BUDGET, sizes=SIZES, w0=W0, twins=laws)
+
+
+@functools.cache
+def plan_of_one_level():
+    return dpb.auto(ONE, BUDGET, sizes=2000, w0=jnp.zeros(6))
+
+
+def test_the_plan_stays_within_the_budget_and_is_that_of_calibrate():
+    plan = plan_of_one_level()
+    again = dpb.calibrate(
+        ONE, plan.trials[0].solver, BUDGET, sizes=2000, w0=jnp.zeros(6)
+    )
+    assert plan.report.epsilon <= BUDGET.epsilon
+    assert plan.report.to_json() == again.report.to_json()
+    assert str(plan.solver) == str(again.solver)
+
+
+def test_every_method_is_listed_best_first():
+    regrets = [trial.regret for trial in plan_of_one_level().trials]
+    assert regrets == sorted(regrets)
+    methods = {c.name for c in planning.candidates(ONE, jnp.zeros(6), 1.0)}
+    assert {trial.method for trial in plan_of_one_level().trials} == methods
+
+
+def test_the_chosen_setting_is_better_than_the_start_on_fresh_records():
+    plan = plan_of_one_level()
+    twin = planning.Alike().draw(ONE, jnp.zeros(6), 2000, jax.random.key(77))
+    w = dpb.solve(ONE, plan.solver, twin.data, jnp.zeros(6), key=jax.random.key(1))
+    loss = jnp.mean(jax.vmap(dpb.logistic_loss, (None, 0))(w.value, twin.test))
+    assert loss < 0.8 * np.log(2)
+
+
+def test_two_levels_are_planned_where_sources_are_good_or_bad():
+    plan = plan_for(planning.GoodOrBad())
+    assert plan.pays
+    assert isinstance(plan.solver, SelectedSources)
+    assert "the best of one level" in plan.reason
+
+
+def test_one_level_is_planned_where_all_records_are_alike():
+    plan = plan_for(planning.Alike())
+    assert not plan.pays
+    assert isinstance(plan.solver, OneLevel)
+    assert "Two levels do not pay here" in plan.reason
+
+
+def test_a_plan_shows_why_settings_and_guarantee():
+    text = str(plan_for(planning.GoodOrBad()))
+    for part in ("GoodOrBad", "starting point", "SelectedSources(", "epsilon = 2"):
+        assert part in text
+
+
+def test_candidates_for_networks_leave_out_mixtures():
+    network = (jnp.zeros(5), {"w1": jnp.zeros((6, 3)), "w2": jnp.zeros(3)})
+    kinds = [
+        {type(s) for c in planning.candidates(SOURCES, w0, 1.0) for s in c.solvers}
+        for w0 in (W0, network)
+    ]
+    assert kinds[0] - kinds[1] == {MixedSources}
+
+
+def test_step_sizes_are_in_units_of_the_clip_norm():
+    solvers = [
+        planning.candidates(ONE, jnp.zeros(6), c)[0].solvers[0] for c in (1.0, 2.0)
+    ]
+    assert solvers[0].step_size == 4 * solvers[1].step_size
+
+
+@pytest.mark.parametrize("law", [planning.GoodOrBad(), planning.Shifted()])
+def test_twins_have_the_planned_sizes_and_sources(law):
+    twin = law.draw(SOURCES, W0, SIZES, jax.random.key(0))
+    assert SOURCES.sizes_of(twin.data, "disjoint") == SIZES
+    source = np.asarray(twin.data.lower["source"])
+    assert np.bincount(source, minlength=5).min() > 500
+    norms = np.linalg.norm(twin.data.lower["features"], axis=1)
+    np.testing.assert_allclose(norms, 1, rtol=1e-5)
+
+
+def test_labels_of_a_twin_follow_the_law_of_its_models():
+    law = planning.GoodOrBad(test_size=1)
+    twin = law.draw(SOURCES, W0, dpb.Sizes(1, 50_000, "disjoint"), jax.random.key(3))
+    target, models = law.models(W0[1], 5, jax.random.split(jax.random.key(3), 6)[0])
+    lower = twin.data.lower
+    for source, sign in enumerate((1, 1, 0, 0, -1)):
+        rows = np.asarray(lower["source"]) == source
+        margin = np.asarray(lower["features"])[rows] @ np.asarray(target) * sign
+        np.testing.assert_allclose(models[source], sign * target)
+        excess = (np.asarray(lower["label"])[rows] > 0) - 1 / (1 + np.exp(-margin))
+        assert abs(np.mean(excess)) < 4 * 0.5 / np.sqrt(rows.sum())
+    wrong = (np.asarray(lower["label"])[rows] > 0) - 1 / (1 + np.exp(margin))
+    assert abs(np.mean(wrong * np.sign(margin))) > 0.1  # the control: another sign
+
+
+def test_twins_of_classes_have_labels_of_the_columns():
+    def loss(y, record):
+        return -jax.nn.log_softmax(record["features"] @ y)[record["label"]]
+
+    problem = dpb.FiniteSum(loss)
+    twin = planning.Alike(10).draw(problem, jnp.zeros((4, 3)), 500, jax.random.key(0))
+    assert set(np.asarray(twin.data["label"]).tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"effort": "more"}, "effort"),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"twins": []}, "at least one law"),
+        ({"w0": {"a": jnp.zeros(2), "b": jnp.zeros(2)}}, "Pass twins="),
+    ],
+)
+def test_wrong_arguments_are_refused_with_what_to_do(changes, message):
+    options = {"sizes": 100, "w0": jnp.zeros(6)} | changes
+    with pytest.raises(ValueError, match=message):
+        dpb.auto(ONE, BUDGET, **options)
+
+
+def test_losses_that_do_not_read_the_twins_are_refused_with_what_to_do():
+    problem = dpb.FiniteSum(lambda w, z: jnp.sum(w * z["rows"]))
+    with pytest.raises(ValueError, match="which the loss cannot read"):
+        dpb.auto(problem, BUDGET, sizes=100, w0=jnp.zeros(6))
+
+
+def test_problems_without_candidates_are_refused():
+    game = dpb.games.VariationalInequality(lambda w, z: w)
+    with pytest.raises(TypeError, match="no candidates are known"):
+        dpb.auto(game, BUDGET, sizes=100, w0=jnp.zeros(6))
