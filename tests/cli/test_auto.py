@@ -1,0 +1,99 @@
+"""dpbilevel auto: settings for a config, and the file with them."""
+
+import re
+
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel import planning
+from dpbilevel.bilevel import MixedSources, SelectedSources
+from dpbilevel.cli import auto
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.main import main
+from dpbilevel.planning import dry_runs
+from tests.cli.test_cli import failure
+from tests.cli.test_runner import GENERATED
+
+FIT = dpb.NoisyGD(5, 1.0, 4.0, output=dpb.outputs.TailMean())
+
+
+def shown(solver):
+    """All settings, without mechanisms, which `[privacy]` says."""
+    return re.sub(r"noise=Gaussian\(\)|[\s,]", "", str(solver))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A config without settings."""
+    text, end = GENERATED, len(GENERATED)
+    starts = [text.find(f"[{name}") for name in ("solver", "refit")]
+    end = min(place for place in starts if place >= 0)
+    path = tmp_path / "a.toml"
+    path.write_text("# why\n" + text[:end])
+    return path
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """One candidate with one setting."""
+
+    def candidates(problem, w0, clip_norm):
+        return (planning.Candidate("selected", (SelectedSources(FIT, FIT),), 2),)
+
+    monkeypatch.setattr(dry_runs, "candidates", candidates)
+
+
+def test_a_config_without_settings_gets_some_that_run(file, few, capsys, tmp_path):
+    out = tmp_path / "b.toml"
+    assert main(["auto", str(file), "--out", str(out)]) == 0
+    assert "test loss on synthetic twins" in capsys.readouterr().out
+    assert out.read_text().startswith("# why\n")
+    solver = read_config(out).solver
+    assert isinstance(solver, SelectedSources)
+    assert shown(solver) == shown(SelectedSources(FIT, FIT))
+    assert main(["run", str(out), "--out", str(tmp_path / "run")]) == 0
+    assert "ENFORCED" in capsys.readouterr().out
+
+
+def test_settings_of_a_config_are_replaced(few, tmp_path, capsys):
+    path = tmp_path / "a.toml"
+    path.write_text(GENERATED)
+    out = tmp_path / "b.toml"
+    assert main(["auto", str(path), "--out", str(out)]) == 0
+    assert out.read_text().count("[solver]") == 1
+    assert isinstance(read_config(out).solver, SelectedSources)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        MixedSources(FIT, FIT, FIT, FIT, shared=0.25),
+        dpb.bilevel.OneLevel(FIT, reads="both"),
+        dpb.Refitted(dpb.PenaltyBilevel(3, 10.0, FIT, step_size=2.0), FIT, (0.5, 0.5)),
+        dpb.bilevel.F2SA(4, penalty=5.0, step_size=1.0, lower_step_size=0.5),
+    ],
+    ids=lambda solver: type(solver).__name__,
+)
+def test_a_solver_comes_back_from_what_is_written(solver, file):
+    text = file.read_text() + "\n" + "\n".join(auto.tables(solver)) + "\n"
+    file.write_text(text)
+    assert shown(read_config(file).solver) == shown(solver)
+
+
+def test_a_file_that_exists_is_refused(file, capsys):
+    assert "exists" in failure(capsys, "auto", str(file), "--out", str(file))
+
+
+def test_another_folder_is_refused(file, tmp_path, capsys):
+    out = str(tmp_path / "other" / "b.toml")
+    assert "another folder" in failure(capsys, "auto", str(file), "--out", out)
+
+
+def test_a_game_is_refused_with_where_to_look(tmp_path, capsys):
+    path = tmp_path / "a.toml"
+    path.write_text('task = "group_fair"\n')
+    assert "docs/games.md" in failure(capsys, "auto", str(path))
+
+
+def test_a_file_that_is_missing_is_one_line(tmp_path, capsys):
+    assert "cannot be read" in failure(capsys, "auto", str(tmp_path / "no.toml"))
