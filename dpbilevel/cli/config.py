@@ -205,18 +205,18 @@ def _check_levels(config: Config) -> None:
     place, data, task = config.place, config.data, config.task
     people = config.privacy.people
     one = f'is for tasks of two levels; task = "{config.task_name}" has one. Remove it.'
-    if task.two_levels and people is None:
+    if task.two_levels() and people is None:
         raise place.child("privacy").error(
             "missing key 'people', which says where one person may have records: "
             '"disjoint", "overlapping" or "shared".'
         )
-    if not task.two_levels and people is not None:
+    if not task.two_levels() and people is not None:
         raise place.child("privacy").error(f"people {one}")
-    if not task.two_levels and data.validation:
+    if not task.two_levels() and data.validation:
         raise place.child("data").error(
             f"validation {one} Keep records for evaluation in another file."
         )
-    for name in ("training", "validation") if task.two_levels else ("training",):
+    for name in ("training", "validation") if task.two_levels() else ("training",):
         if getattr(data, name) < 1:
             raise place.child("data").error(f"{name} must be at least 1.")
     if people is People.SHARED and data.training != data.validation:

@@ -4,7 +4,6 @@ import io
 
 import numpy as np
 
-from ..bilevel.problem import BilevelProblem
 from .results import Result
 from .tasks import TASKS
 
@@ -44,8 +43,7 @@ def _draw_path(axes, result: Result, colors) -> None:
     if "refit" in result.config:
         steps_are = "step (the last one refits the model)"
     else:
-        kind = TASKS[result.task].problem_type
-        steps_are = "outer step" if issubclass(kind, BilevelProblem) else "step"
+        steps_are = "outer step" if TASKS[result.task].two_levels() else "step"
     axes.set_xlabel(steps_are)
     axes.set_ylabel(f"released {result.label}")
     axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis where nothing was done

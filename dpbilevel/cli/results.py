@@ -58,7 +58,7 @@ class Result:
             f"  {name:<{width}}  {value:.4f}"
             for name, value in zip(self.names, self.shown, strict=True)
         ]
-        model = self.y if task.two_levels else self.x
+        model = self.y if task.two_levels() else self.x
         if model is not None and task.has_model:
             lines += [f"released model: {model.size} coefficients in solution.npz"]
         remark = divergence(self.rejected_updates)

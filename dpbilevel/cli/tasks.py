@@ -57,10 +57,10 @@ class AbstractTask(abc.ABC):
     places: ClassVar[str] = ""
     declared: ClassVar[str] = "{}"
 
-    @property
-    def two_levels(self) -> bool:
-        """Whether the problem has two levels."""
-        return issubclass(self.problem_type, BilevelProblem)
+    @classmethod
+    def two_levels(cls) -> bool:
+        """Whether its problems have two levels."""
+        return issubclass(cls.problem_type, BilevelProblem)
 
     @property
     def count(self) -> int:
