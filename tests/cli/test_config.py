@@ -60,7 +60,7 @@ def test_shipped_config_parses_and_says_all_of_its_guarantee(path):
     config = read_config(path)
     assert config.privacy.budget == dpb.PrivacyBudget(1.0, 1e-5)
     two_levels = dpb.Sizes(6_000, 20_000, "disjoint")
-    assert config.sizes == (two_levels if config.task.two_levels else 20_000)
+    assert config.sizes == (two_levels if config.task.two_levels() else 20_000)
 
 
 def test_census_config_has_the_109_features_of_the_task():
