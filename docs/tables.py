@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 
 import dpbilevel as dpb
-from dpbilevel._checks import Count, Fraction, NonNegative, Positive
+from dpbilevel._checks import Count, Fraction, NonNegative, Positive, SignedShare
 from dpbilevel.bilevel.applications import SourceWeighting
 from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.bilevel.stages import AbstractStages
@@ -40,6 +40,7 @@ KINDS = {
     Positive: "number > 0",
     NonNegative: "number >= 0",
     Fraction: "number in (0, 1)",
+    SignedShare: "number in [-1, 1]",
     StepSize: "number > 0",
     AbstractSampling: "table",
     AbstractOutput: "text or table",

@@ -64,6 +64,11 @@ def non_negative(owner: str, **values: object) -> None:
     _require(owner, values, lambda v: v >= 0, "non-negative and finite")
 
 
+def signed_share(owner: str, **values: object) -> None:
+    """Raises `ValueError` unless every known value lies in [-1, 1]."""
+    _require(owner, values, lambda v: -1 <= v <= 1, "in [-1, 1]")
+
+
 def fraction(owner: str, **values: object) -> None:
     """Raises `ValueError` unless every known value lies strictly between 0 and 1."""
     _require(owner, values, lambda v: 0 < v < 1, "strictly between 0 and 1")
@@ -151,7 +156,14 @@ _SUCH_AS = {
     "Sizes": 'dpb.Sizes(upper=1000, lower=5000, people="disjoint")',
     "AbstractSet": "dpb.sets.Ball(1.0)",
     "Gaussian": "dpb.privacy.Gaussian()",
+    "SourceWeighting": "dpb.source_weighting(loss, num_sources)",
 }
+
+
+def such_as(*kinds: type) -> str:
+    """A sentence that names what to give, where one is known for these classes."""
+    such = [_SUCH_AS[k.__name__] for k in kinds if k.__name__ in _SUCH_AS]
+    return f" Give {' or '.join(such)}." if such else ""
 
 
 def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> None:
@@ -162,11 +174,9 @@ def instance(owner: str, kind: type | tuple[type, ...], **values: object) -> Non
         if not isinstance(value, kinds):
             got = value if isinstance(value, type) else type(value)
             what = "the class" if isinstance(value, type) else "an instance of"
-            such = [_SUCH_AS[k.__name__] for k in kinds if k.__name__ in _SUCH_AS]
-            remedy = f" Give {' or '.join(such)}." if such else ""
             raise TypeError(
                 f"{owner}: {name} must be an instance of {names}, got {what} "
-                f"{got.__name__}.{remedy}"
+                f"{got.__name__}.{such_as(*kinds)}"
             )
 
 
@@ -254,6 +264,7 @@ Count = Annotated[int, count]
 Positive = Annotated[float, positive]
 NonNegative = Annotated[float, non_negative]
 Fraction = Annotated[float, fraction]
+SignedShare = Annotated[float, signed_share]
 
 
 class Checked(eqx.Module):

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
+from ..bilevel.applications import SourceWeighting, source_weighting
 from ..bilevel.constants import SecondOrderConstants
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
@@ -41,6 +42,8 @@ from .claims import Claim, ledger_claims
 BEYOND = 1e6
 # Slopes of public terms that dwarf any noise and, over any penalty, each other.
 _PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
+# A start, and a jump of a loss, that dwarf what noise moves.
+_FAR, _JUMP = 1e6, 1e15
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,6 +171,8 @@ def worst_case(
         return _LINEAR, zeros
     if issubclass(VariationalInequality, solver.problem_type):
         return _PULL, zeros
+    if solver.problem_type is SourceWeighting:
+        return _SOURCES, (jnp.zeros(1), (zeros, jnp.asarray(_FAR)))
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
             f"canaries: no worst case is known for {solver.problem_type.__name__}; "
@@ -329,6 +334,23 @@ def _bounded(size: int) -> BilevelProblem:
         declared, upper_y=1.0, upper_y_spread=1.0, upper_x_spread=declared.upper_x
     )
     return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
+
+
+def _of_sources(y, z):
+    """Linear in the block y[0] and, which only mixtures notice, in the anchor y[1].
+
+    The anchor starts far from zero and hardly moves, so that a mixture's gradient in
+    its coefficients has a known sign. A jump away from the start, which derivatives do
+    not see, gives a known sign to every score.
+    """
+    block, anchor = y
+    moved = optax.tree.sum(jax.tree.map(jnp.abs, block)) > 0
+    jump = jax.lax.stop_gradient(jnp.where(moved, _JUMP, 0.0))
+    return z * (10 * optax.tree.sum(block) + anchor + jump)
+
+
+# One source, which is kept whatever its score; a record of zero is of no source.
+_SOURCES = source_weighting(_of_sources, 1, source=lambda z: -(z == 0).astype(int))
 
 
 def _first(y: PyTree) -> PyTree:

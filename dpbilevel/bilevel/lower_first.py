@@ -7,7 +7,6 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.outputs import where
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from .penalized import PenalizedLevel, UpperLevel
@@ -75,11 +74,9 @@ class LowerFirst(AbstractRuns):
         _check_apart(problem, w0)
         return super().init(problem, w0)
 
-    def released(self, state: RunState) -> PyTree:
-        """The pair, with starting points where a run is still to come."""
-        x0, y0 = state.w0
-        x = where(state.t > 1, state.found[UPPER], x0)
-        return x, where(state.t > 0, state.found[LOWER], y0)
+    @override
+    def pair(self, name, w0, found):
+        return found[UPPER] if name == UPPER else w0[0], found[LOWER]
 
 
 def _check_apart(problem: BilevelProblem, w0: PyTree) -> None:

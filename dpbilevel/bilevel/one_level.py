@@ -3,15 +3,13 @@
 from typing import ClassVar, Literal
 
 import equinox as eqx
-from jaxtyping import PyTree
 from typing_extensions import override
 
-from ..core.outputs import where
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from .penalized import PenalizedLevel, ValidationLevel
 from .problem import Sizes
-from .runs import AbstractRuns, RunState
+from .runs import AbstractRuns
 
 MODEL = "model"
 
@@ -60,7 +58,6 @@ class OneLevel(AbstractRuns):
     def start(self, name, w0, found):
         return w0[1]
 
-    def released(self, state: RunState) -> PyTree:
-        """The given x, and y once it is fitted."""
-        x, y = state.w0
-        return x, where(state.t > 0, state.found[MODEL], y)
+    @override
+    def pair(self, name, w0, found):
+        return w0[0], found[MODEL]

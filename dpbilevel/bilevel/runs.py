@@ -23,10 +23,19 @@ from .stages import AbstractStages
 
 
 class RunState(eqx.Module):
-    """What a chain of runs has released so far, zeros for runs still to come."""
+    """What a chain of runs has released so far.
+
+    Attributes:
+        w0: The starting point.
+        found: The answers of the runs, zeros for those still to come.
+        shown: The current pair (x, y).
+        rejections: The updates that were left out.
+        t: The number of finished runs.
+    """
 
     w0: PyTree
     found: dict[str, PyTree]
+    shown: PyTree
     rejections: Rejections
     t: Int[Array, ""]
 
@@ -57,6 +66,10 @@ class AbstractRuns(AbstractStages[RunState]):
     def start(self, name: str, w0: PyTree, found: dict) -> PyTree:
         """Where a run starts; arguments are those of `level`."""
 
+    @abc.abstractmethod
+    def pair(self, name: str, w0: PyTree, found: dict) -> PyTree:
+        """The pair (x, y) once a run is finished; arguments are those of `level`."""
+
     def run(self, name: str, found: dict) -> AbstractSolver:
         """The solver of a run; its step size may follow from what was found."""
         del found
@@ -66,7 +79,7 @@ class AbstractRuns(AbstractStages[RunState]):
     def init(self, problem: BilevelProblem, w0: PyTree) -> RunState:
         w0 = jax.tree.map(jnp.asarray, tuple(w0))
         found = self._zeros(w0)
-        return RunState(w0, found, Rejections.none(), jnp.zeros((), jnp.int32))
+        return RunState(w0, found, w0, Rejections.none(), jnp.zeros((), jnp.int32))
 
     def _zeros(self, w0: PyTree) -> dict[str, PyTree]:
         """Answers of zeros: those of a run have the shapes of its start."""
@@ -84,16 +97,22 @@ class AbstractRuns(AbstractStages[RunState]):
             start = self.start(name, state.w0, state.found)
             solver = self.run(name, state.found)
             w, count = inner_solve(level, solver, data, start, key=keys[name])
-            return state.found | {name: w}, count
+            found = state.found | {name: w}
+            return found, self.pair(name, state.w0, found), count
 
         # The step count is public: every run happens.
         runs = [functools.partial(whole, name) for name in self.stages]
-        found, count = jax.lax.switch(state.t, runs)
-        return RunState(state.w0, found, state.rejections.plus(count), state.t + 1)
+        found, shown, count = jax.lax.switch(state.t, runs)
+        rejections = state.rejections.plus(count)
+        return RunState(state.w0, found, shown, rejections, state.t + 1)
+
+    def released(self, state: RunState) -> PyTree:
+        """The current pair: the start where nothing is found yet."""
+        return state.shown
 
     def adversary_view(self, state: RunState) -> PyTree:
-        """The answers of all runs."""
-        return state.found
+        """The current pair, and the answers of all runs."""
+        return state.shown, state.found
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """The releases of every run."""

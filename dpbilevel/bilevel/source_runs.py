@@ -12,9 +12,8 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import Positive
+from .._checks import Positive, SignedShare
 from ..core.descent import Rule
-from ..core.outputs import where
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..sets import AbstractSet, Euclidean
@@ -71,8 +70,9 @@ class _Scores(AbstractLevel):
         def lower(record):
             index, known = problem.index(record)
             before, after = (problem.loss(y, record) for y in (self.start, self.model))
-            sign = jnp.where(known, jnp.where(after < before, 1.0, -1.0), 0.0)
-            return -jax.nn.one_hot(index, problem.num_sources) * sign
+            sign = jnp.where(after < before, 1, -1)
+            scores = jnp.zeros_like(w).at[index].set(sign.astype(w.dtype))
+            return jnp.where(known, -scores, 0)
 
         return {"lower": lower}
 
@@ -86,12 +86,22 @@ class _Scores(AbstractLevel):
 
 
 class _Kept(PenalizedLevel):
-    r"""The mean of $w_{s_i} \ell(y, z'_i)$ plus the public terms, $w \in \{0, 1\}^k$.
+    r"""The mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$, $w \in \{0, 1\}^k$.
 
-    The weights do not exceed 1, so that the clip norm is that of the model's loss.
+    The weights do not exceed 1, so that the clip norm is that of the model's loss. The
+    mean is over all records: $\bar w$, the share of the sources that are kept, gives
+    the public terms the weight that they have beside the mean over the kept ones.
     """
 
     kept: Float[Array, " k"] | None = None
+
+    @override
+    def public_gradient(self, w: PyTree) -> PyTree:
+        """Of the weight that the public terms have on the kept records alone."""
+        assert self.kept is not None
+        share = jnp.mean(self.kept)
+        gradient = super().public_gradient(w)
+        return jax.tree.map(lambda v: share.astype(v.dtype) * v, gradient)
 
     @override
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
@@ -100,8 +110,13 @@ class _Kept(PenalizedLevel):
         def lower(record):
             index, known = problem.index(record)
             assert self.kept is not None
-            weight = jnp.where(known, self.kept[index], 0.0)
-            return jax.grad(lambda y: weight * problem.loss(y, record))(w)
+            weight = jnp.where(known, self.kept[index], 0)
+
+            def weighted(y):
+                loss = problem.loss(y, record)
+                return weight.astype(loss.dtype) * loss
+
+            return jax.grad(weighted)(w)
 
         return {"lower": lower}
 
@@ -111,7 +126,7 @@ class _AbstractSourceRuns(AbstractRuns):
 
     score: AbstractVar[NoisyGD]
     fit: AbstractVar[NoisyGD]
-    keep_above: AbstractVar[float]
+    keep_above: AbstractVar[SignedShare]
     problem_type: ClassVar[type] = SourceWeighting
     in_config: ClassVar[bool] = True
 
@@ -143,7 +158,7 @@ class _AbstractSourceRuns(AbstractRuns):
 
     @override
     def start(self, name, w0, found):
-        return jnp.zeros(jnp.shape(w0[0])) if name == SCORE else w0[1]
+        return jnp.zeros_like(w0[0]) if name == SCORE else w0[1]
 
     @override
     def answer(self, problem: Any, state: RunState) -> PyTree:
@@ -152,7 +167,8 @@ class _AbstractSourceRuns(AbstractRuns):
         x = kept / jnp.sum(kept)
         if problem.parametrization == "logits":
             x = jnp.where(kept > 0, 0.0, _DROPPED)
-        return x.astype(state.w0[0].dtype), self.released(state)[1]
+        y = problem.y_set.project(state.shown[1])  # mixtures may lie outside
+        return x.astype(state.w0[0].dtype), y
 
 
 class SelectedSources(_AbstractSourceRuns):
@@ -184,7 +200,7 @@ class SelectedSources(_AbstractSourceRuns):
 
     model: NoisyGD
     fit: NoisyGD
-    keep_above: float = 0.2
+    keep_above: SignedShare = 0.2
     budget_split: tuple[float, float, float] = eqx.field(
         default=(1.0, 0.05, 0.95), converter=_checks.floats
     )
@@ -200,11 +216,9 @@ class SelectedSources(_AbstractSourceRuns):
             return self.scored(problem, w0, found and found[MODEL])
         return self.of_kept(problem, w0, found)
 
-    def released(self, state: RunState) -> PyTree:
-        """The given x, and the last y that was fitted."""
-        x, y = state.w0
-        y = where(state.t > 0, state.found[MODEL], y)
-        return x, where(state.t > 2, state.found[FIT], y)
+    @override
+    def pair(self, name, w0, found):
+        return w0[0], found[FIT if name == FIT else MODEL]
 
 
 class MixedSources(_AbstractSourceRuns):
@@ -248,7 +262,7 @@ class MixedSources(_AbstractSourceRuns):
     fit: NoisyGD
     remixture: NoisyGD
     shared: Positive = 0.5
-    keep_above: float = 0.2
+    keep_above: SignedShare = 0.2
     budget_split: tuple[float, float, float, float, float] = eqx.field(
         default=(0.25, 0.3, 0.03, 0.72, 0.7), converter=_checks.floats
     )
@@ -276,11 +290,12 @@ class MixedSources(_AbstractSourceRuns):
 
     @override
     def start(self, name, w0, found):
-        k = len(w0[0])
+        x, y = w0
         if name == MODELS:
-            return mixing_start(w0[1], k)[1]
+            return mixing_start(y, len(x))[1]
         if name in (MIXTURE, REMIXTURE):  # the last model alone
-            return mixing_start(w0[1], k + (name == REMIXTURE))[0]
+            start, _ = mixing_start(y, len(x) + (name == REMIXTURE))
+            return start.astype(x.dtype)
         return super().start(name, w0, found)
 
     def _candidates(self, found: dict) -> PyTree:
@@ -294,13 +309,16 @@ class MixedSources(_AbstractSourceRuns):
 
         return jax.tree.map(stacked, found[MODELS], found[FIT])
 
-    def released(self, state: RunState) -> PyTree:
-        """The given x, and the last y that follows from what is released."""
-        x, y = state.w0
-        y = where(state.t > 1, _mixture(state.found), y)
-        y = where(state.t > 3, state.found[FIT], y)
-        last = mixed_model(state.found[REMIXTURE], self._candidates(state.found))
-        return x, where(state.t > 4, last, y)
+    @override
+    def pair(self, name, w0, found):
+        x, y = w0
+        if name in (MIXTURE, SCORE):
+            y = _mixture(found)
+        elif name == FIT:
+            y = found[FIT]
+        elif name == REMIXTURE:
+            y = mixed_model(found[REMIXTURE], self._candidates(found))
+        return x, y
 
 
 def _mixture(found: dict) -> PyTree:

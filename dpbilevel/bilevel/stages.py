@@ -47,9 +47,14 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
         relations = {name: getattr(self, name).neighbours for name in self.stages}
         if len(set(relations.values())) > 1:
             named = [f"{name} to {value}" for name, value in relations.items()]
+            defaults = [
+                f", {field.name}= too"
+                for field in dataclasses.fields(self)
+                if field.name in relations and field.default is not dataclasses.MISSING
+            ]
             raise ValueError(
                 f"{owner}: the stages refer to different relations ("
-                f"{', '.join(named)}); give all the same."
+                f"{', '.join(named)}); give all the same{''.join(defaults)}."
             )
 
     @property

@@ -205,7 +205,7 @@ def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:
         names = " or a ".join(k.__name__.removeprefix("Abstract") for k in kinds)
         raise TypeError(
             f"{owner}: {type(solver).__name__} solves a {names}, got "
-            f"{type(problem).__name__} as problem."
+            f"{type(problem).__name__} as problem.{_checks.such_as(*kinds)}"
         )
     return solver
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
@@ -205,8 +205,3 @@ def check_output(owner: str, output: AbstractOutput) -> None:
 def running_mean(mean: PyTree, value: PyTree, t: Int[Array, ""]) -> PyTree:
     """The mean of `t + 1` values from the mean of the first `t`."""
     return jax.tree.map(lambda m, v: m + (v - m) / (t + 1).astype(m.dtype), mean, value)
-
-
-def where(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """`new` where the condition holds, else `old`, leaf by leaf."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

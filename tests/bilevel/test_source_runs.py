@@ -1,0 +1,469 @@
+"""OneLevel, SelectedSources, MixedSources: runs one after the other, at one budget."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.bilevel import (
+    MixedSources,
+    OneLevel,
+    SelectedSources,
+    source_weights,
+)
+from dpbilevel.privacy import accounting
+from dpbilevel.privacy.noise import derive, step_keys
+from tests.cases import Audited, Case, planned
+
+K, D = 3, 3
+RIDGE = 0.05
+GD = dpb.NoisyGD(4, clip_norm=1.0, step_size=0.5)
+BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
+W0 = jnp.zeros(K), jnp.zeros(D)
+WEIGHTING = dpb.source_weighting(dpb.logistic_loss, K, ridge=RIDGE)
+
+
+def records(n, seed, *, flipped=(), d=D, counts=None):
+    """Unit features, labels of one model, negated in the flipped sources."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d))
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    label = np.sign(x @ np.linspace(1.0, -2.0, d))
+    source = np.arange(n) % K if counts is None else np.repeat(np.arange(K), counts)
+    label = np.where(np.isin(source, flipped), -label, label)
+    found = {"features": x, "label": label}
+    tree = jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), found)
+    return tree | {"source": jnp.asarray(source, jnp.int32)}
+
+
+def levels(n_upper=30, n_lower=60, flipped=(2,), **options):
+    upper = records(n_upper, 0, d=options.get("d", D))
+    del upper["source"]
+    return dpb.Levels(upper, records(n_lower, 1, flipped=flipped, **options))
+
+
+def of_sources(data, kept):
+    """The training records of these sources."""
+    rows = np.isin(np.asarray(data.lower["source"]), kept)
+    return jax.tree.map(lambda v: v[rows], data.lower)
+
+
+DATA = levels()
+SELECTED = SelectedSources(GD, dataclasses.replace(GD, num_steps=3))
+MIXED = MixedSources(*(dataclasses.replace(GD, num_steps=n) for n in (2, 3, 4, 2)))
+CONTRACT = {
+    "one_level": Case(WEIGHTING, OneLevel(GD), DATA, W0, "disjoint"),
+    "one_level_both": Case(WEIGHTING, OneLevel(GD, "both"), DATA, W0, "overlapping"),
+    "selected_sources": Case(WEIGHTING, SELECTED, DATA, W0, "disjoint"),
+    "mixed_sources": Case(WEIGHTING, MIXED, DATA, W0, "disjoint"),
+}
+TWO = dataclasses.replace(GD, num_steps=2)
+AUDITS = {
+    "OneLevel, both levels": Audited(planned(OneLevel(TWO, "both"), "overlapping")),
+    "OneLevel, upper": Audited(planned(OneLevel(TWO), "disjoint")),
+    "SelectedSources": Audited(
+        planned(SelectedSources(TWO, TWO, budget_split=(0.3, 0.4, 0.3)), "overlapping")
+    ),
+    "MixedSources": Audited(
+        planned(
+            MixedSources(TWO, TWO, TWO, TWO, budget_split=(0.2, 0.2, 0.2, 0.2, 0.2)),
+            "overlapping",
+        )
+    ),
+}
+
+
+def exact(solver, people="disjoint", data=DATA, problem=WEIGHTING):
+    """The solver without noise, bound to the sizes of the data."""
+    solver = solver.with_noise(0.0).with_precision("float")
+    return solver.with_sizes(problem.sizes_of(data, people))
+
+
+def long(num_steps, step_size=0.5):
+    """Descent that clips nothing."""
+    return dpb.NoisyGD(num_steps, 100.0, step_size)
+
+
+@jax.jit
+def run(problem, solver, data, w0, key):
+    """A solution, and the answers of all runs."""
+    state = solver.init(problem, w0)
+    for step in step_keys(key, solver.num_steps)[1]:
+        state = solver.step(problem, data, state, key=step)
+    return solver.answer(problem, state), state.found
+
+
+def runs(solver, data=DATA, problem=WEIGHTING, w0=W0):
+    solver = exact(solver, "disjoint", data, problem)
+    return run(problem, solver, data, w0, jax.random.key(0))
+
+
+# The same everywhere, because compiling takes the time.
+LONG = SelectedSources(long(20), long(30))
+LONG_MIXED = MixedSources(long(30), long(20), long(15), long(10, 0.2))
+
+
+@functools.cache
+def selected():
+    return runs(LONG)
+
+
+@functools.cache
+def mixed():
+    return runs(LONG_MIXED)
+
+
+def one_level(records, solver, *, ridge=RIDGE, key=None):
+    """Noisy gradient descent on a finite sum of these records."""
+    problem = dpb.FiniteSum(dpb.logistic_loss, public=lambda w: ridge * jnp.sum(w * w))
+    key = jax.random.key(0) if key is None else key
+    solver = solver.with_sizes(len(records["label"]))
+    return jax.jit(dpb.solve)(problem, solver, records, W0[1], key=key).value
+
+
+def alone(records, solver, ridge=RIDGE):
+    return one_level(
+        records, solver.with_noise(0.0).with_precision("float"), ridge=ridge
+    )
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+def test_one_level_is_noisy_descent_on_the_records_of_that_level(level):
+    noisy = GD.with_noise(1.0)
+    solver = OneLevel(noisy, level).with_sizes(WEIGHTING.sizes_of(DATA, "disjoint"))
+    ours = jax.jit(dpb.solve)(WEIGHTING, solver, DATA, W0, key=jax.random.key(0)).value
+    # The key of the only run, so that the noise is the same.
+    key = derive(step_keys(jax.random.key(0), 1)[1][0], "model")[0]
+    ridge = RIDGE if level == "lower" else 0.0
+    theirs = one_level(getattr(DATA, level), noisy, ridge=ridge, key=key)
+    np.testing.assert_allclose(ours[1], theirs, rtol=1e-6)
+    np.testing.assert_array_equal(ours[0], W0[0])
+
+
+def test_one_level_on_both_descends_on_the_mean_over_all_records():
+    lower = {name: DATA.lower[name] for name in DATA.upper}
+    pooled = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), DATA.upper, lower)
+    # In units of the lower mean: 90 records over 60.
+    (_, y), _ = runs(OneLevel(long(20), "both"))
+    expected = alone(pooled, long(20, 0.5 * 90 / 60), ridge=RIDGE * 60 / 90)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("people", ["disjoint", "overlapping"])
+def test_a_person_of_each_level_weighs_the_same_where_both_are_read(people):
+    sizes = dpb.Sizes(30, 60, people)
+    ledger = OneLevel(GD, "both").with_noise(2.0).ledger(WEIGHTING, sizes)
+    (release,) = ledger.releases
+    assert len({q.clip_norm / q.size for q in release.queries}) == 1
+    for event in ledger.events().values():
+        # Someone with two records moves the joint sum by their two lengths.
+        assert accounting.gaussian_mu(event) == pytest.approx(
+            1 / 2.0 if people == "overlapping" else 0.5 / 2.0
+        )
+
+
+def test_people_of_a_level_that_is_not_read_spend_nothing():
+    sizes = dpb.Sizes(30, 60, "disjoint")
+    for level in ("upper", "lower"):
+        plan = dpb.calibrate(WEIGHTING, OneLevel(GD, level), BUDGET, sizes=sizes)
+        spent = plan.solver.ledger(WEIGHTING, sizes).epsilons(BUDGET.delta)
+        assert spent == {level: pytest.approx(BUDGET.epsilon, rel=1e-6)}
+
+
+def test_sources_are_scored_by_the_mean_of_signs_of_improvement():
+    _, found = selected()
+    loss = jax.vmap(dpb.logistic_loss, (None, 0))
+    better = loss(found["model"], DATA.lower) < loss(W0[1], DATA.lower)
+    signs = np.where(better, 1.0, -1.0)
+    source = np.asarray(DATA.lower["source"])
+    expected = [np.sum(signs[source == s]) / len(source) for s in range(K)]
+    np.testing.assert_allclose(found["score"], expected, rtol=1e-5)
+
+
+def test_the_model_of_kept_sources_is_a_fit_on_their_records_alone():
+    (x, y), found = selected()
+    np.testing.assert_allclose(source_weights(x), [0.5, 0.5, 0.0], atol=1e-12)
+    np.testing.assert_allclose(found["model"], alone(DATA.upper, long(20), 0.0), 1e-5)
+    np.testing.assert_allclose(y, alone(of_sources(DATA, [0, 1]), long(30)), 1e-4)
+    np.testing.assert_array_equal(y, found["fit"])
+
+
+def test_a_step_on_kept_sources_is_that_on_sources_of_the_mean_size():
+    data = levels(counts=(10, 20, 30))
+    (x, y), _ = runs(LONG, data)
+    np.testing.assert_allclose(source_weights(x), [0.5, 0.5, 0.0], atol=1e-12)
+    # 30 records of the kept two sources, where the mean size gives 40.
+    expected = alone(of_sources(data, [0, 1]), long(30, 0.5 * 30 / 40), RIDGE * 40 / 30)
+    np.testing.assert_allclose(y, expected, rtol=1e-4)
+
+
+def test_steps_of_an_optax_rule_are_taken_as_they_are():
+    rule = dpb.NoisyGD(3, 100.0, optax.sgd(0.5))
+    (_, y), _ = runs(SelectedSources(long(20), rule))
+    expected = alone(of_sources(DATA, [0, 1]), long(3, 0.5 * 2 / 3))
+    np.testing.assert_allclose(y, expected, rtol=1e-4)
+
+
+def test_all_sources_are_kept_where_none_passes():
+    data = levels(flipped=(0, 1, 2))
+    (x, y), found = runs(LONG, data)
+    assert jnp.all(found["score"] < 0)
+    np.testing.assert_array_equal(x, jnp.zeros(K))
+    np.testing.assert_allclose(y, alone(data.lower, long(30)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("unknown", [-1, K])
+@pytest.mark.parametrize("solver", [LONG, LONG_MIXED])
+def test_records_of_unknown_sources_have_no_influence(solver, unknown):
+    def with_others(seed):
+        lower = records(60, seed)
+        lower["source"] = jnp.where(jnp.arange(60) < 6, unknown, DATA.lower["source"])
+        own = jnp.arange(60) < 6
+        lower["features"] = jnp.where(
+            own[:, None], 5 * lower["features"], DATA.lower["features"]
+        )
+        lower["label"] = jnp.where(own, lower["label"], DATA.lower["label"])
+        return dpb.Levels(DATA.upper, lower)
+
+    first, second = (runs(solver, with_others(seed)) for seed in (7, 8))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def descend(loss, w, num_steps, step_size=0.5):
+    def one_step(_, w):
+        return w - step_size * jax.grad(loss)(w)
+
+    return jax.jit(lambda w: jax.lax.fori_loop(0, num_steps, one_step, w))(w)
+
+
+def mean_loss(w, records):
+    return jnp.mean(jax.vmap(dpb.logistic_loss, (None, 0))(w, records))
+
+
+def test_a_mixture_is_that_of_five_problems_one_after_the_other():
+    (x, y), found = mixed()
+    by_source = [of_sources(DATA, [s]) for s in range(K)]
+
+    def lower(models):  # equal numbers of records, and half the weight of the last
+        own = sum(mean_loss(models[s], by_source[s]) for s in range(K)) / K
+        return own + 0.5 * mean_loss(models[K], DATA.lower)
+
+    def upper(coefficients, models):
+        return mean_loss(coefficients @ models, DATA.upper)
+
+    models = descend(lower, jnp.zeros((K + 1, D)), 30)
+    mixture = descend(functools.partial(upper, models=models), jnp.eye(K + 1)[K], 20)
+    fit = alone(of_sources(DATA, [0, 1]), long(15))
+    # One source and the common model are dropped.
+    candidates = jnp.stack([models[0], models[1], *jnp.zeros((2, D)), fit])
+    start = jnp.eye(K + 2)[K + 1]
+    again = descend(functools.partial(upper, models=candidates), start, 10, 0.2)
+    for name, expected in (
+        ("models", models),
+        ("mixture", mixture),
+        ("fit", fit),
+        ("remixture", again),
+    ):
+        np.testing.assert_allclose(
+            found[name], expected, rtol=2e-4, atol=1e-6, err_msg=name
+        )
+    np.testing.assert_allclose(y, again @ candidates, rtol=2e-4)
+    np.testing.assert_allclose(source_weights(x), [0.5, 0.5, 0.0], atol=1e-12)
+
+
+def test_a_mixture_is_scored_and_not_the_common_model():
+    _, found = mixed()
+    loss = jax.vmap(dpb.logistic_loss, (None, 0))
+    better = loss(found["mixture"] @ found["models"], DATA.lower) < loss(
+        W0[1], DATA.lower
+    )
+    signs = np.where(better, 1.0, -1.0)
+    expected = [np.sum(signs[np.arange(60) % K == s]) / 60 for s in range(K)]
+    np.testing.assert_allclose(found["score"], expected, rtol=1e-5)
+
+
+def test_the_common_model_takes_part_where_no_source_is_dropped():
+    (x, y), found = runs(LONG_MIXED, levels(flipped=()))
+    np.testing.assert_array_equal(x, jnp.zeros(K))
+    candidates = jnp.concatenate([found["models"], found["fit"][None]])
+    np.testing.assert_allclose(y, found["remixture"] @ candidates, rtol=1e-5)
+    assert abs(float(found["remixture"][K])) > 1e-3
+
+
+def test_weights_are_in_the_parametrization_of_the_problem():
+    simplex = dpb.source_weighting(
+        dpb.logistic_loss, K, ridge=RIDGE, parametrization="simplex"
+    )
+    w0 = jnp.full(K, 1 / K), W0[1]
+    (x, y), _ = runs(LONG, problem=simplex, w0=w0)
+    np.testing.assert_allclose(x, [0.5, 0.5, 0.0])
+    np.testing.assert_allclose(y, selected()[0][1], rtol=1e-5)
+
+
+def test_a_mixture_is_projected_onto_the_models_of_the_problem():
+    ball = dataclasses.replace(WEIGHTING, y_set=dpb.sets.Ball(0.1))
+    (_, y), found = runs(MixedSources(*[long(5)] * 4), problem=ball)
+    assert float(jnp.linalg.norm(found["fit"])) <= 0.1 + 1e-6
+    assert float(jnp.linalg.norm(y)) == pytest.approx(0.1, rel=1e-5)
+
+
+PAID = {
+    SELECTED: {"model": "upper", "score": "lower", "fit": "lower"},
+    MIXED: {
+        "models": "lower",
+        "mixture": "upper",
+        "score": "lower",
+        "fit": "lower",
+        "remixture": "upper",
+    },
+}
+both = pytest.mark.parametrize("solver", PAID, ids=lambda s: type(s).__name__)
+
+
+@both
+def test_each_run_is_paid_by_people_of_the_level_that_it_reads(solver):
+    ledger = solver.with_noise(1.0).ledger(WEIGHTING, dpb.Sizes(30, 60, "disjoint"))
+    paid = {r.name.split(":")[0]: {q.role for q in r.queries} for r in ledger.releases}
+    assert paid == {name: {role} for name, role in PAID[solver].items()}
+    shares = dict(zip(PAID[solver], solver.budget_split, strict=True))
+    for role, event in ledger.events().items():
+        share = sum(shares[name] for name, of in PAID[solver].items() if of == role)
+        mu = (share / sum(shares.values())) ** 0.5
+        assert accounting.gaussian_mu(event) == pytest.approx(mu)
+
+
+@both
+def test_disjoint_people_of_both_levels_spend_the_whole_budget_by_default(solver):
+    sizes = dpb.Sizes(30, 60, "disjoint")
+    plan = dpb.calibrate(WEIGHTING, solver, BUDGET, sizes=sizes)
+    spent = plan.solver.ledger(WEIGHTING, sizes).epsilons(BUDGET.delta)
+    assert set(spent) == {"upper", "lower"}
+    for epsilon in spent.values():
+        assert epsilon == pytest.approx(BUDGET.epsilon, rel=1e-6)
+
+
+@both
+def test_people_in_both_levels_pay_for_every_run(solver):
+    ledger = solver.with_noise(2.0).ledger(WEIGHTING, dpb.Sizes(30, 60, "overlapping"))
+    (event,) = ledger.events().values()
+    assert accounting.gaussian_mu(event) == pytest.approx(1 / 2.0)
+    shares = [r.count / r.noise_multiplier**2 for r in ledger.releases]
+    expected = np.asarray(solver.budget_split) / sum(solver.budget_split)
+    np.testing.assert_allclose(np.asarray(shares) / sum(shares), expected, rtol=1e-6)
+
+
+@both
+def test_a_score_has_norm_one_and_other_runs_their_own_clip_norm(solver):
+    wide = dataclasses.replace(solver, fit=dataclasses.replace(GD, clip_norm=3.0))
+    ledger = wide.with_noise(1.0).ledger(WEIGHTING, dpb.Sizes(30, 60))
+    clips = {r.name.split(":")[0]: r.queries[0].clip_norm for r in ledger.releases}
+    assert clips == dict.fromkeys(PAID[solver], 1.0) | {"fit": 3.0}
+
+
+def test_a_record_moves_the_scores_by_two_whatever_its_length():
+    # The model of the validation records, by which it is scored, does not see it.
+    first = DATA.lower | {"features": DATA.lower["features"].at[0].multiply(1e6)}
+    second = first | {"label": first["label"].at[0].multiply(-1)}
+    scores = [
+        60 * runs(LONG, dpb.Levels(DATA.upper, lower))[1]["score"]
+        for lower in (first, second)
+    ]
+    moved = float(jnp.linalg.norm(scores[0] - scores[1]))
+    assert moved == pytest.approx(2, rel=1e-5)
+
+
+@both
+def test_float32_records_are_solved_where_float64_is_enabled(solver, x64):
+    answer = jax.eval_shape(
+        lambda data: runs(solver, data)[0], jax.tree.map(np.asarray, DATA)
+    )
+    assert {v.dtype for v in jax.tree.leaves(answer)} == {jnp.dtype("f4")}
+
+
+ADD_OR_REMOVE = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+
+
+@both
+def test_under_add_or_remove_one_the_score_is_given_too(solver):
+    parts = {name: getattr(solver, name) for name in PAID[solver] if name != "score"}
+    parts = {k: dataclasses.replace(v, noise=ADD_OR_REMOVE) for k, v in parts.items()}
+    with pytest.raises(ValueError, match="give all the same, score= too"):
+        dataclasses.replace(solver, **parts)
+    score = dataclasses.replace(solver.score, noise=ADD_OR_REMOVE)
+    given = dataclasses.replace(solver, **parts, score=score)
+    sizes = dpb.Sizes(30, 60, "disjoint")
+    plan = dpb.calibrate(WEIGHTING, given, BUDGET, sizes=sizes)
+    assert plan.solver.neighbours is dpb.Neighbours.ADD_OR_REMOVE_ONE
+
+
+@both
+def test_other_problems_and_splits_are_refused_with_the_remedy(solver):
+    mixing = dpb.bilevel.source_mixing(dpb.logistic_loss, K)
+    sizes = dpb.Sizes(30, 60)
+    with pytest.raises(TypeError, match=r"SourceWeighting.*Give dpb.source_weighting"):
+        dpb.calibrate(mixing, solver, BUDGET, sizes=sizes)
+    count = len(solver.budget_split)
+    with pytest.raises(ValueError, match=f"budget_split must be {count} positive"):
+        dataclasses.replace(solver, budget_split=(0.5, 0.5))
+    with pytest.raises(ValueError, match=r"keep_above must be in \[-1, 1\]"):
+        dataclasses.replace(solver, keep_above=2.0)
+    with pytest.raises(TypeError, match="fit must"):
+        dataclasses.replace(solver, fit=SELECTED)
+
+
+def test_one_level_on_both_needs_sizes():
+    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
+        OneLevel(GD, "both").level("model", WEIGHTING, W0, None)
+    with pytest.raises(ValueError, match="reads must be one of"):
+        OneLevel(GD, "all")
+
+
+def test_starts_of_another_number_of_sources_are_refused():
+    with pytest.raises(ValueError, match=r"x must have shape \(3,\)"):
+        WEIGHTING.check((jnp.zeros(2), W0[1]), DATA)
+
+
+@functools.cache
+def losses():
+    """Of released models, where validation records are few and one source is flipped.
+
+    With a fixed key; in this order: one level alone, kept sources, mixtures.
+    """
+    data, test = levels(100, 6000, d=20), records(4000, 2, d=20)
+    rule = dpb.outputs.TailMean()
+
+    def descent(num_steps, clip_norm, step_size):
+        return dpb.NoisyGD(num_steps, clip_norm, step_size, output=rule)
+
+    model, fit = descent(30, 1.0, 2.0), descent(50, 1.0, 5.0)
+    models, mixture = descent(50, 1.2, 10.0), descent(10, 2.0, 0.15)
+    solvers = (
+        *(OneLevel(model, level) for level in ("upper", "lower", "both")),
+        SelectedSources(model, fit),
+        MixedSources(models, mixture, fit, mixture),
+    )
+
+    def loss(solver):
+        found = dpb.fit(
+            dpb.source_weighting(dpb.logistic_loss, K),
+            solver,
+            data,
+            (jnp.zeros(K), jnp.zeros(20)),
+            budget=BUDGET,
+            people="disjoint",
+            key=jax.random.key(1),
+        )
+        return float(mean_loss(found.value[1], test))
+
+    return [loss(solver) for solver in solvers]
+
+
+@pytest.mark.parametrize("ours", [3, 4])
+def test_kept_sources_and_mixtures_are_better_than_one_level_alone(ours):
+    found = losses()
+    assert found[ours] < min(found[:3]) - 0.03
