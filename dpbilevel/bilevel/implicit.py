@@ -58,8 +58,9 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         step_size: $\eta$, at most $1 / (2 \beta_\Phi)$ in the theorem; or an optax
             optimizer fed with the released hypergradient.
         noise: The mechanism of the whole run, seen as one release on full batches.
-        output: Which iterate is the answer: `UniformIterate()`, one of $x_1, \dots,
-            x_T$ at random as in the paper, or for instance `Last()`.
+        output: Which iterate is the answer: `UniformIterate()`, one of $x_0, \dots,
+            x_{T-1}$ at random, which the theorem is about (the paper writes $x_1,
+            \dots, x_T$), or for instance `Last()`.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:

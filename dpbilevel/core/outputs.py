@@ -157,7 +157,10 @@ class SmallestStep(AbstractOutput):
 
 
 class UniformIterate(AbstractOutput):
-    """One of the iterates at random, each with the same probability.
+    r"""One of the points that steps start from, $w_0, \dots, w_{T-1}$, at random.
+
+    Each has the same probability. Bounds on the mean of $\|\nabla F(w_t)\|^2$ that add up
+    what every step gains are about the points at which the gradients are taken.
 
     Privacy:
         The choice is by coins that read no data: free.
@@ -175,9 +178,9 @@ class UniformIterate(AbstractOutput):
     @override
     def update(self, kept, w, *, before, t, num_steps, key):
         assert key is not None
-        # The iterate of step t takes the place with probability 1 / (t + 1).
+        # The start of step t takes the place with probability 1 / (t + 1).
         replaces = jax.random.randint(key, (), 0, t + 1) == 0
-        return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), w, kept)
+        return jax.tree.map(lambda a, b: jnp.where(replaces, a, b), before, kept)
 
     @override
     def answer(self, kept, last):
