@@ -344,7 +344,7 @@ def _of_sources(y, z):
     not see, gives a known sign to every score.
     """
     block, anchor = y
-    moved = optax.tree.sum(jax.tree.map(jnp.abs, block)) > 0
+    moved = optax.tree.norm(block, squared=True) > 0
     jump = jax.lax.stop_gradient(jnp.where(moved, _JUMP, 0.0))
     return z * (10 * optax.tree.sum(block) + anchor + jump)
 

@@ -47,7 +47,7 @@ _DROPPED = -30.0
 _ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
 
 
-class _Scores(AbstractLevel):
+class Scores(AbstractLevel):
     r"""The linear problem whose solution after one step of 1 is the mean of scores.
 
     The score of a record is $\pm e_s$: plus where the model has a smaller loss on it
@@ -85,7 +85,7 @@ class _Scores(AbstractLevel):
         return levels_queries(Levels(None, clip_norm), sampling, sizes)
 
 
-class _Kept(PenalizedLevel):
+class Kept(PenalizedLevel):
     r"""The mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$, $w \in \{0, 1\}^k$.
 
     The weights do not exceed 1, so that the clip norm is that of the model's loss. The
@@ -149,12 +149,12 @@ class _AbstractSourceRuns(AbstractRuns):
 
     def scored(self, problem, w0, model) -> AbstractFiniteSum:
         """The one-level problem whose answer is the sources' mean scores."""
-        return _Scores(problem, model, w0 and w0[1])
+        return Scores(problem, model, w0 and w0[1])
 
     def of_kept(self, problem, w0, found) -> AbstractFiniteSum:
         """The lower level on the sources that are kept."""
         kept = None if found is None else self.kept(found)
-        return _Kept(problem, w0 and w0[0], kept=kept)
+        return Kept(problem, w0 and w0[0], kept=kept)
 
     @override
     def start(self, name, w0, found):

@@ -159,8 +159,8 @@ class SmallestStep(AbstractOutput):
 class UniformIterate(AbstractOutput):
     r"""One of the points that steps start from, $w_0, \dots, w_{T-1}$, at random.
 
-    Each has the same probability. Bounds on the mean of $\|\nabla F(w_t)\|^2$ that add up
-    what every step gains are about the points at which the gradients are taken.
+    Each has the same probability. Bounds on the mean of $\|\nabla F(w_t)\|^2$ that add
+    up what every step gains are about the points at which the gradients are taken.
 
     Privacy:
         The choice is by coins that read no data: free.

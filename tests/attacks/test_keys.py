@@ -11,7 +11,7 @@ import pytest
 from jax.errors import KeyReuseError
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import penalty
+from dpbilevel.bilevel import SourceWeighting, penalty
 from dpbilevel.core import loop as base
 from dpbilevel.onelevel import noisy_gd
 from dpbilevel.privacy import noise, releases
@@ -49,6 +49,11 @@ TWO_LEVELS = dpb.BilevelProblem(
 # The same without x in the lower level.
 APART = dataclasses.replace(
     TWO_LEVELS, lower=lambda x, y, z: TWO_LEVELS.lower(ZERO, y, z), x_in_records="upper"
+)
+
+# The same of one record of no known source, whose models have `SIZE` coordinates each.
+SOURCES = dpb.source_weighting(
+    lambda y, z: 0.0 * (jnp.sum(y) + z), SIZE, source=lambda z: -jnp.ones_like(z, int)
 )
 
 # So small a set that a released point is its noise.
@@ -101,6 +106,9 @@ def wide(name):
         return INEQUALITY, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
     if people is None:
         return ONE_LEVEL, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
+    if solver.problem_type is SourceWeighting:
+        sizes, records = dpb.Sizes(1, 1, people), dpb.Levels(ZERO[:1], ZERO[:1] + 0)
+        return SOURCES, solver.with_noise(1.0).with_sizes(sizes), records, (ZERO, ZERO)
     shared = people == "shared"
     data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS + 0)
     sizes = dpb.Sizes(SIZE, SIZE, people)
@@ -109,14 +117,14 @@ def wide(name):
 
 
 def draws(problem, solver, data, w0):
-    """Every noise vector and every batch of one run, standardized."""
+    """Every noise vector, to `SIZE` coordinates, and every batch of one run, standardized."""
     noises, batches = [], []
     release, samplings = Gaussian.release, (dpb.Poisson, dpb.FixedSize)
 
     def recorded_release(self, bounded, *, key):
         released = release(self, bounded, key=key)
         for block in jax.tree.leaves(released):
-            jax.debug.callback(lambda v: noises.append(np.ravel(v)), block)
+            jax.debug.callback(lambda v: noises.append(np.ravel(v)[:SIZE]), block)
         return released
 
     def recorded(draw):

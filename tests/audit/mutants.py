@@ -16,6 +16,7 @@ from dpbilevel.audit.canaries import BEYOND
 from dpbilevel.bilevel import sensitivities
 from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
+from dpbilevel.bilevel.source_runs import Kept, Scores
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.privacy.noise import step_keys
@@ -27,6 +28,7 @@ from tests.audit.runs import audited, claim_of
 from tests.bilevel.test_implicit import planned_implicit
 from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
 from tests.bilevel.test_single_loop import planned_single_loop
+from tests.bilevel.test_source_runs import planned_selected
 from tests.cases import Mutant
 from tests.draws.test_exponential import planned_draw
 from tests.draws.test_regularized import planned_regularized
@@ -452,6 +454,60 @@ class WarmResolvent(dpb.games.InexactProximalPoint):
         return state.kept
 
 
+class SealedAtHalf(Query):
+    """Seals a mean with half of what a record moves."""
+
+    def read(self, fun, records, **options):
+        value = Query.read(self, fun, records, **options)
+        return dataclasses.replace(value, contribution=value.contribution / 2)
+
+
+def sealed_at_half(kind):
+    class Broken(kind):
+        def queries(self, clip_norm, sampling, sizes):
+            queries, joint = kind.queries(self, clip_norm, sampling, sizes)
+            return tuple(SealedAtHalf(**vars(query)) for query in queries), joint
+
+    return Broken
+
+
+HalfScores, HalfKept = sealed_at_half(Scores), sealed_at_half(Kept)
+
+
+class ScoresAtHalf(dpb.bilevel.SelectedSources):
+    """Takes a score for half as long as it is."""
+
+    def scored(self, problem, w0, model):
+        sound = dpb.bilevel.SelectedSources.scored(self, problem, w0, model)
+        return HalfScores(**vars(sound))
+
+
+class WeighsAfterTheClip(dpb.bilevel.SelectedSources):
+    """Gives the clipped gradients of kept sources a weight of two."""
+
+    def of_kept(self, problem, w0, found):
+        sound = dpb.bilevel.SelectedSources.of_kept(self, problem, w0, found)
+        return HalfKept(**vars(sound))
+
+
+class ForgetsFit(dpb.bilevel.SelectedSources):
+    """Does not count the model of the sources that are kept."""
+
+    def ledger(self, problem, sizes):
+        ledger = dpb.bilevel.SelectedSources.ledger(self, problem, sizes)
+        counted = [r for r in ledger.releases if not r.name.startswith("fit")]
+        return dataclasses.replace(ledger, releases=tuple(counted))
+
+
+@functools.cache
+def selected(kind=dpb.bilevel.SelectedSources):
+    return audited(planned_selected(kind), runs=20_000)
+
+
+def of_selected(kind):
+    return Mutant("SelectedSources", lambda: selected(kind), selected)
+
+
 SUBSET = sampled(dpb.FixedSize(2))
 ADDED = planned_noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
 
@@ -631,6 +687,9 @@ MUTANTS = {
     "inner error left out of the sensitivity": of_implicit(
         lambda: coarse_inner(CoarseInnerLeftOut), lambda: coarse_inner(CoarseInner)
     ),
+    "a score charged at half of its clip norm": of_selected(ScoresAtHalf),
+    "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),
+    "a model of kept sources that is not counted": of_selected(ForgetsFit),
     "half the sensitivity of the utility": Mutant(
         "exponential mechanism",
         lambda: exponential_mechanism(0.5),

@@ -30,6 +30,7 @@ def slow(*values):
 AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson"}
 AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO"}
 AT_ONCE -= {"LowerFirst", "Refitted", "WarmStarted"}  # made of others
+AT_ONCE -= {"OneLevel, both levels", "MixedSources"}
 CASES = [
     pytest.param(
         name,
