@@ -117,7 +117,7 @@ def wide(name):
 
 
 def draws(problem, solver, data, w0):
-    """Every noise vector, to `SIZE` coordinates, and every batch of one run, standardized."""
+    """The noise vectors, to `SIZE` coordinates, and batches of a run, standardized."""
     noises, batches = [], []
     release, samplings = Gaussian.release, (dpb.Poisson, dpb.FixedSize)
 
