@@ -3,9 +3,7 @@
 import dataclasses
 import re
 import textwrap
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..bilevel.refitted import Refitted
@@ -15,7 +13,7 @@ from ..core.progress import step_bar
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, Effort, auto
 from ..privacy.mechanisms import Gaussian
-from .config import Config, parse_config
+from .config import Config, parse_config, read_tables
 from .tables import Place
 
 # In the place of the settings that are sought, so that the rest of a config is checked.
@@ -32,16 +30,10 @@ def read_unplanned(path: str) -> tuple[Config, str]:
         The config, with a stand-in for its solver, and the text of the file.
 
     Raises:
-        ValueError: As `read_config`; or the task has one level.
+        ValueError: As `read_config`; or the task is a game.
     """
+    tables, text = read_tables(path)
     place = Place(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise place.error(f"cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise place.error(f"is not a TOML file: {error}.") from error
     games = ("group_fair", "group_robust", "matrix_game")
     if tables.get("task") in games:
         raise place.error(

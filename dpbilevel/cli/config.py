@@ -97,14 +97,27 @@ def read_config(path: str | Path) -> Config:
         ValueError: The file is missing, is no TOML, or says something that no run can
             do; the message names file, table and key.
     """
+    tables, _ = read_tables(path)
+    return parse_config(tables, Place(str(path)))
+
+
+def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
+    """Reads a TOML file.
+
+    Returns:
+        Its tables, and its text.
+
+    Raises:
+        ValueError: The file is missing or is no TOML.
+    """
     place = Place(str(path))
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        return tomllib.loads(text), text
     except OSError as error:
         raise place.error(f"cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise place.error(f"is not a TOML file: {error}.") from error
-    return parse_config(tables, place)
 
 
 def parse_config(tables: dict[str, Any], place: Place) -> Config:
