@@ -12,6 +12,7 @@ from ..core.outputs import AbstractOutput
 from ..core.progress import step_bar
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, Effort, auto
+from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
 from .config import Config, parse_config, read_tables
 from .tables import Place
@@ -30,7 +31,8 @@ def read_unplanned(path: str) -> tuple[Config, str]:
         The config, with a stand-in for its solver, and the text of the file.
 
     Raises:
-        ValueError: As `read_config`; or the task is a game.
+        ValueError: As `read_config`; the task is a game, or the relation
+            is another than replace-one.
     """
     tables, text = read_tables(path)
     place = Place(path)
@@ -41,7 +43,14 @@ def read_unplanned(path: str) -> tuple[Config, str]:
             "settings follow from theorems, see docs/games.md."
         )
     kept = {k: v for k, v in tables.items() if k not in ("solver", "refit")}
-    return parse_config(kept | {"solver": _SOUGHT}, place), text
+    config = parse_config(kept | {"solver": _SOUGHT}, place)
+    if config.privacy.neighbours is not Neighbours.REPLACE_ONE:
+        raise place.child("privacy").error(
+            'auto plans for neighbours = "replace_one" only: its dry runs are of solvers '
+            "under that relation. Choose settings by it, then change the relation and "
+            "look at the noise that dpbilevel calibrate prints."
+        )
+    return config, text
 
 
 def plan(config: Config, effort: Effort) -> AutoPlan:

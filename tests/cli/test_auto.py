@@ -95,5 +95,10 @@ def test_a_game_is_refused_with_where_to_look(tmp_path, capsys):
     assert "docs/games.md" in failure(capsys, "auto", str(path))
 
 
+def test_another_relation_is_refused_with_what_to_do(file, capsys):
+    file.write_text(file.read_text().replace("replace_one", "add_or_remove_one"))
+    assert "Choose settings by it" in failure(capsys, "auto", str(file))
+
+
 def test_a_file_that_is_missing_is_one_line(tmp_path, capsys):
     assert "cannot be read" in failure(capsys, "auto", str(tmp_path / "no.toml"))
