@@ -46,7 +46,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     config = parse_config(kept | {"solver": _SOUGHT}, place)
     if config.privacy.neighbours is not Neighbours.REPLACE_ONE:
         raise place.child("privacy").error(
-            'auto plans for neighbours = "replace_one" only: its dry runs are of solvers '
+            'auto plans for neighbours = "replace_one" only: dry runs are of solvers '
             "under that relation. Choose settings by it, then change the relation and "
             "look at the noise that dpbilevel calibrate prints."
         )
