@@ -29,6 +29,7 @@ class Case:
     fitted: bool = False  # by the short suite too, which plans and solves
     double: bool = False  # computes in float64 or not at all
     few_answers: bool = False  # draws one of a few candidates
+    keeps_x: bool = False  # as it is given
     adaptive: bool = False  # noise follows a sensitivity at released values
 
     @property

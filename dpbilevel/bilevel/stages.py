@@ -54,7 +54,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
             ]
             raise ValueError(
                 f"{owner}: the stages refer to different relations ("
-                f"{', '.join(named)}); give all the same{''.join(defaults)}."
+                f"{', '.join(named)}); give all the same relation{''.join(defaults)}."
             )
 
     @property

@@ -117,7 +117,7 @@ def wide(name):
 
 
 def draws(problem, solver, data, w0):
-    """The noise vectors, to `SIZE` coordinates, and batches of a run, standardized."""
+    """Every noise vector (its first coordinates) and batch of one run, standardized."""
     noises, batches = [], []
     release, samplings = Gaussian.release, (dpb.Poisson, dpb.FixedSize)
 

@@ -57,8 +57,10 @@ DATA = levels()
 SELECTED = SelectedSources(GD, dataclasses.replace(GD, num_steps=3))
 MIXED = MixedSources(*(dataclasses.replace(GD, num_steps=n) for n in (2, 3, 4, 2)))
 CONTRACT = {
-    "one_level": Case(WEIGHTING, OneLevel(GD), DATA, W0, "disjoint"),
-    "one_level_both": Case(WEIGHTING, OneLevel(GD, "both"), DATA, W0, "overlapping"),
+    "one_level": Case(WEIGHTING, OneLevel(GD), DATA, W0, "disjoint", keeps_x=True),
+    "one_level_both": Case(
+        WEIGHTING, OneLevel(GD, "both"), DATA, W0, "overlapping", keeps_x=True
+    ),
     "selected_sources": Case(WEIGHTING, SELECTED, DATA, W0, "disjoint"),
     "mixed_sources": Case(WEIGHTING, MIXED, DATA, W0, "disjoint"),
 }
@@ -397,7 +399,7 @@ ADD_OR_REMOVE = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
 def test_under_add_or_remove_one_the_score_is_given_too(solver):
     parts = {name: getattr(solver, name) for name in PAID[solver] if name != "score"}
     parts = {k: dataclasses.replace(v, noise=ADD_OR_REMOVE) for k, v in parts.items()}
-    with pytest.raises(ValueError, match="give all the same, score= too"):
+    with pytest.raises(ValueError, match="same relation, score= too"):
         dataclasses.replace(solver, **parts)
     score = dataclasses.replace(solver.score, noise=ADD_OR_REMOVE)
     given = dataclasses.replace(solver, **parts, score=score)
