@@ -18,9 +18,12 @@ class OneLevel(AbstractRuns):
     r"""Fits $y$ on the records of one level, or of both, and leaves $x$ as it is.
 
     The baseline of every method of two levels: $\min_y f(x_0, y)$ on the upper
-    records, $\min_y g(x_0, y)$ on the lower ones, or the mean over all of them
+    records, $\min_y g(x_0, y)$ on the lower ones, or on both
 
-    $$\min_y g(x_0, y) + \frac{n_f}{n_g} f(x_0, y).$$
+    $$\min_y g(x_0, y) + \frac{n_f}{n_g} f(x_0, y),$$
+
+    which is $1 + n_f / n_g$ times the mean over all records, so that each of them
+    weighs the same.
 
     Args:
         model: The one-level solver.

@@ -233,7 +233,8 @@ class MixedSources(_AbstractSourceRuns):
 
     The validation records meet coefficients of mixtures alone, $k + 2$ numbers, so that
     a few hundred of them are enough under noise. For models that are linear in their
-    parameters.
+    parameters. The public terms of the problem are part of line 4 alone; the released
+    mixture is projected onto the set of y.
 
     Args:
         models: The one-level solver of line 1.
