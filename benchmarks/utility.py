@@ -585,7 +585,8 @@ def summary(results):
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
 
     def two_levels(rows):
-        return [n for n in rows if n not in (*BASELINES, TWO_STAGES, "oracle")]
+        others = (*BASELINES, TWO_STAGES, "`auto`", "oracle")  # auto may take one level
+        return [name for name in rows if name not in others]
 
     def margin(result):
         rows = result["rows"]
