@@ -330,7 +330,7 @@ def descent(task, steps, size, clip=1.0):
 def one_level(reads):
     settings = {
         "upper": ((10, 2), (10, 4), (30, 1), (100, 0.5), (100, 2), (100, 8)),
-        "lower": ((30, 2), (30, 8), (100, 1), (100, 4), (100, 8), (200, 8)),
+        "lower": ((30, 8), (100, 2), (100, 4), (100, 8), (100, 16), (200, 8)),
     }
     pairs = settings["upper" if reads == "upper" else "lower"]
 
@@ -343,7 +343,7 @@ def one_level(reads):
 
 
 def selected(task):
-    grid = [(first, fit) for first in (0.5, 1.0, 2.0) for fit in (4.0, 8.0)]
+    grid = [(first, fit) for first in (0.5, 1.0, 2.0) for fit in (8.0, 16.0)]
     return [
         dpb.bilevel.SelectedSources(descent(task, 30, a), descent(task, 100, b))
         for a, b in grid
@@ -357,13 +357,14 @@ def mixed(task, models=22.0, size=0.031, fit=8.0):
 
 
 def mixtures(task):
-    grid = [(m, s) for m in (12.0, 22.0) for s in (0.015, 0.031, 0.06)]
-    return [mixed(task, models, size) for models, size in grid]
+    grid = [(12.0, size, 8.0) for size in (0.031, 0.06)]
+    grid += [(22.0, size, fit) for size in (0.031, 0.06) for fit in (8.0, 16.0)]
+    return [mixed(task, *settings) for settings in grid]
 
 
 def refitted(search):
     def solvers(task):
-        grid = [(a, b) for a in (5.0, 20.0, 50.0) for b in (4.0, 8.0)]
+        grid = [(a, b) for a in (5.0, 20.0, 50.0) for b in (8.0, 16.0)]
         return [
             dpb.bilevel.Refitted(
                 search(task, a), descent(task, 100, b), budget_split=(0.5, 0.5)
