@@ -1,7 +1,8 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
+import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import optax
@@ -116,7 +117,41 @@ class PenalizedLevel(AbstractLevel):
         return levels_queries(Levels(above, clip_norm), sampling, sizes)
 
 
-class UpperLevel(AbstractLevel):
+class _AbstractUpperLevel(AbstractLevel):
+    r"""The upper level $f(x, y)$ in one of its arguments.
+
+    Attributes:
+        argument: The position of that argument.
+    """
+
+    argument: ClassVar[int]
+
+    @abc.abstractmethod
+    def at(self, w: PyTree) -> tuple[PyTree, PyTree]:
+        """The pair (x, y) at `w`."""
+
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        r"""$\nabla f(x, y; z)$ of an upper record."""
+
+        def upper(record):
+            return jax.grad(self.problem.upper, self.argument)(*self.at(w), record)
+
+        return {"upper": upper}
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        r"""$\nabla r_f(x, y)$."""
+        if self.problem.upper_public is None:
+            return optax.tree.zeros_like(w)
+        return jax.grad(self.problem.upper_public, self.argument)(*self.at(w))
+
+    def queries(
+        self, clip_norm, sampling: AbstractSampling, sizes: Sizes
+    ) -> tuple[tuple[Query, ...], bool]:
+        """One query on the upper records."""
+        return levels_queries(Levels(clip_norm, None), sampling, sizes)
+
+
+class UpperLevel(_AbstractUpperLevel):
     r"""The one-level problem $\min_x f(x, y)$ at a fixed $y$.
 
     Args:
@@ -126,34 +161,19 @@ class UpperLevel(AbstractLevel):
 
     problem: BilevelProblem
     y: PyTree
+    argument: ClassVar[int] = 0
 
     @property
     def w_set(self) -> AbstractSet:
         """The feasible set of x."""
         return self.problem.x_set
 
-    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        r"""$\nabla_x f(x, y; z)$ of an upper record."""
-
-        def upper(record):
-            return jax.grad(self.problem.upper)(w, self.y, record)
-
-        return {"upper": upper}
-
-    def public_gradient(self, w: PyTree) -> PyTree:
-        r"""$\nabla_x r_f(x, y)$."""
-        if self.problem.upper_public is None:
-            return optax.tree.zeros_like(w)
-        return jax.grad(self.problem.upper_public)(w, self.y)
-
-    def queries(
-        self, clip_norm, sampling: AbstractSampling, sizes: Sizes
-    ) -> tuple[tuple[Query, ...], bool]:
-        """One query on the upper records."""
-        return levels_queries(Levels(clip_norm, None), sampling, sizes)
+    @override
+    def at(self, w: PyTree) -> tuple[PyTree, PyTree]:
+        return w, self.y
 
 
-class ValidationLevel(AbstractLevel):
+class ValidationLevel(_AbstractUpperLevel):
     r"""The one-level problem $\min_y f(x, y)$ at a fixed $x$.
 
     Args:
@@ -163,31 +183,16 @@ class ValidationLevel(AbstractLevel):
 
     problem: BilevelProblem
     x: PyTree
+    argument: ClassVar[int] = 1
 
     @property
     def w_set(self) -> AbstractSet:
         """The feasible set of y."""
         return self.problem.y_set
 
-    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        r"""$\nabla_y f(x, y; z)$ of an upper record."""
-
-        def upper(record):
-            return jax.grad(self.problem.upper, 1)(self.x, w, record)
-
-        return {"upper": upper}
-
-    def public_gradient(self, w: PyTree) -> PyTree:
-        r"""$\nabla_y r_f(x, y)$."""
-        if self.problem.upper_public is None:
-            return optax.tree.zeros_like(w)
-        return jax.grad(self.problem.upper_public, 1)(self.x, w)
-
-    def queries(
-        self, clip_norm, sampling: AbstractSampling, sizes: Sizes
-    ) -> tuple[tuple[Query, ...], bool]:
-        """One query on the upper records."""
-        return levels_queries(Levels(clip_norm, None), sampling, sizes)
+    @override
+    def at(self, w: PyTree) -> tuple[PyTree, PyTree]:
+        return self.x, w
 
 
 def penalty_gradients(
