@@ -76,50 +76,15 @@ def _(problem: FiniteSum, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]
 
 @candidates.register
 def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
-    fit = functools.partial(_descent, clip_norm)
-    search = _grid(
-        lambda outer, size: Refitted(
-            _penalty(clip_norm, outer), fit(100, size), budget_split=(0.5, 0.5)
-        ),
-        (1.0, 5.0, 20.0),
-        (4.0, 8.0),
-    )
-    return (
-        *_one_level(clip_norm),
-        Candidate("PenaltyBilevel, refitted", search, 2),
-    )
+    return (*_one_level(clip_norm), _refitted(clip_norm))
 
 
 @candidates.register
 def _(problem: SourceWeighting, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
-    fit = functools.partial(_descent, clip_norm)
-    selected = _grid(
-        lambda first, then: SelectedSources(fit(10, first), fit(100, then)),
-        (0.5, 1.0, 2.0),
-        (8.0, 16.0),
-    )
-    found = [*_one_level(clip_norm), Candidate("SelectedSources", selected, 2)]
+    found = [*_one_level(clip_norm), _selected(clip_norm), _refitted(clip_norm)]
     if len(jax.tree.leaves(w0[1])) == 1:  # mixtures of networks are no mixtures
-        mixed = _grid(
-            lambda first, size, then: MixedSources(
-                _descent(_OF_BOTH * clip_norm, 100, _OF_BOTH**2 * first),
-                _descent(4.0 * clip_norm, 10, 16 * size),
-                fit(100, then),
-                _descent(4.0 * clip_norm, 10, 16 * size),
-            ),
-            (12.0, 24.0),
-            (0.015, 0.03),
-            (8.0, 16.0),
-        )
-        found.append(Candidate("MixedSources", mixed, 2))
-    search = _grid(
-        lambda outer, size: Refitted(
-            _penalty(clip_norm, outer), fit(100, size), budget_split=(0.5, 0.5)
-        ),
-        (5.0, 20.0),
-        (4.0, 8.0),
-    )
-    return (*found, Candidate("PenaltyBilevel, refitted", search, 2))
+        found.append(_mixed(clip_norm))
+    return tuple(found)
 
 
 def _descent(clip_norm: float, steps: int, size: float) -> NoisyGD:
@@ -145,16 +110,41 @@ def _one_level(clip_norm: float) -> tuple[Candidate, ...]:
     )
 
 
-def _penalty(clip_norm: float, outer: float) -> PenaltyBilevel:
-    return PenaltyBilevel(
-        20,
-        10.0,
-        NoisyGD(10, clip_norm, 1 / clip_norm**2),
-        clip_norm=clip_norm,
-        upper_clip_norm=0.5 * clip_norm,
-        step_size=outer,
-    )
+def _refitted(clip_norm: float) -> Candidate:
+    def solver(outer: float, size: float) -> Refitted:
+        search = PenaltyBilevel(
+            20,
+            10.0,
+            NoisyGD(10, clip_norm, 1 / clip_norm**2),
+            clip_norm=clip_norm,
+            upper_clip_norm=0.5 * clip_norm,
+            step_size=outer,
+        )
+        return Refitted(search, _descent(clip_norm, 100, size), (0.5, 0.5))
+
+    settings = itertools.product((5.0, 20.0), (4.0, 8.0))
+    return Candidate("PenaltyBilevel, refitted", _each(solver, settings), 2)
 
 
-def _grid(make, *values) -> tuple[AbstractSolver, ...]:
-    return tuple(make(*chosen) for chosen in itertools.product(*values))
+def _selected(clip_norm: float) -> Candidate:
+    def solver(first: float, then: float) -> SelectedSources:
+        return SelectedSources(
+            _descent(clip_norm, 10, first), _descent(clip_norm, 100, then)
+        )
+
+    settings = itertools.product((0.5, 1.0, 2.0), (8.0, 16.0))
+    return Candidate("SelectedSources", _each(solver, settings), 2)
+
+
+def _mixed(clip_norm: float) -> Candidate:
+    def solver(first: float, size: float, then: float) -> MixedSources:
+        mixture = _descent(4.0 * clip_norm, 10, 16 * size)
+        models = _descent(_OF_BOTH * clip_norm, 100, _OF_BOTH**2 * first)
+        return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
+
+    settings = itertools.product((12.0, 24.0), (0.015, 0.03), (8.0, 16.0))
+    return Candidate("MixedSources", _each(solver, settings), 2)
+
+
+def _each(make, settings) -> tuple[AbstractSolver, ...]:
+    return tuple(make(*values) for values in settings)

@@ -19,7 +19,7 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
 from ..privacy.clipping import Precision
-from .candidates import Candidate, candidates
+from .candidates import candidates
 from .twins import AbstractTwin, Twin
 from .twins import twins as default_twins
 
@@ -113,6 +113,7 @@ def auto(
     Every candidate, plain descent on one level among them, is calibrated to the budget
     and runs on synthetic twins of the records, of the same sizes; the released model is
     judged on further records of the twin. Settings are dropped by successive halving.
+    Some 50 short runs on each twin: time grows with the sizes.
     The setting that misses least of what there is to gain, averaged over the twins, is
     planned. A method of two levels is planned only where it is better than one level.
 
@@ -131,8 +132,8 @@ def auto(
         effort: `"fast"` or `"thorough"`: how many dry runs.
         precision: As for `calibrate`; that of the dry runs, too.
         seed: Of the synthetic records and their noise, which protect nobody.
-        progress: Called after every dry run with the number of runs done and the
-            number planned.
+        progress: Called after every dry run on all twins with the number of runs done
+            and the number planned so far.
 
     Returns:
         The plan. `plan.solver` is an ordinary calibrated solver; its settings are
@@ -165,58 +166,46 @@ def auto(
         raise ValueError("auto: twins must hold at least one law of records.")
     for law in laws:
         _checks.instance(owner, AbstractTwin, twins=law)
-    keys = jax.random.split(jax.random.key(seed), len(laws))
+    *keys, key_noise = jax.random.split(jax.random.key(seed), len(laws) + 1)
     drawn = [law.draw(problem, w0, sizes, k) for law, k in zip(laws, keys, strict=True)]
     starts = [_loss(problem, w0, twin.test) for twin in drawn]
+    plans = [
+        calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
+        for method in offered
+        for solver in method.solvers
+    ]
 
-    def planned(solver: AbstractSolver) -> Plan:
-        return calibrate(
-            problem, solver, budget, sizes=sizes, w0=w0, precision=precision
-        )
-
-    def dry_run(solver: AbstractSolver, twin: Twin, number: int) -> float:
-        key = jax.random.fold_in(jax.random.key(seed + 1), number)
-        value = _solve(problem, solver, twin.data, w0, key=key)
+    def dry_run(index: int, twin: Twin, number: int) -> float:
+        key = jax.random.fold_in(key_noise, number)
+        value = _solve(problem, plans[index].solver, twin.data, w0, key=key)
         loss = _loss(problem, value, twin.test)
         return loss if np.isfinite(loss) else np.inf
 
-    entries = _entries(offered)
-    counts = _ROUNDS[effort]
-    alive = list(range(len(entries)))
-    losses: dict[int, list[list[float]]] = {i: [[] for _ in drawn] for i in alive}
-    plans = {i: planned(entries[i][1]) for i in alive}
-    regrets: dict[int, float] = {}
-    done, total = 0, _planned_runs(entries, counts) * len(drawn)
-    first = 0
-    for stage, count in enumerate(counts):
-        for index in alive:
-            for number, twin in enumerate(drawn):
-                for key in range(first, first + count):
-                    loss = dry_run(plans[index].solver, twin, key)
-                    losses[index][number].append(loss)
-                    done += 1
-                    progress(done, total)
-        first += count
-        regrets = _regrets(losses, starts)
-        if stage + 1 < len(counts):
-            alive = _survivors(entries, alive, regrets)
+    entries = [(method, solver) for method in offered for solver in method.solvers]
+    losses, left = _race(
+        [method.name for method, _ in entries],
+        _ROUNDS[effort],
+        lambda index, number: [dry_run(index, twin, number) for twin in drawn],
+        starts,
+        progress,
+    )
+    regrets = _regrets(losses, starts)
     trials = {
         i: Trial(
             entries[i][0].name,
             entries[i][1],
             entries[i][0].levels,
-            tuple(float(np.median(values)) for values in losses[i]),
+            tuple(np.median(losses[i], 0).tolist()),
             regrets[i],
-            sum(map(len, losses[i])),
+            len(losses[i]) * len(drawn),
         )
-        for i in alive
+        for i in left
     }
     ranked = _ranked(trials)
-    plan = plans[ranked[0]]
     best = tuple(trials[i] for i in ranked)
     return AutoPlan(
-        plan.solver,
-        plan.report,
+        plans[ranked[0]].solver,
+        plans[ranked[0]].report,
         _reason(best, budget),
         best,
         tuple(law.name for law in laws),
@@ -224,45 +213,57 @@ def auto(
     )
 
 
-def _entries(offered: Sequence[Candidate]) -> list[tuple[Candidate, AbstractSolver]]:
-    return [(method, solver) for method in offered for solver in method.solvers]
+def _race(
+    names: list[str],
+    rounds: tuple[int, ...],
+    dry_run: Callable[[int, int], list[float]],
+    starts: list[float],
+    progress: Callable[[int, int], None],
+) -> tuple[list[list[list[float]]], list[int]]:
+    """Successive halving within each method: which is best is decided at the end.
+
+    Args:
+        names: The method of each setting.
+        rounds: How many keys each setting that is left runs with, round after round.
+        dry_run: The losses of a setting on all twins, by its index and the key's.
+        starts: The losses of the starting point.
+        progress: As for `auto`, in runs on all twins.
+
+    Returns:
+        The losses of every setting by run and twin, and the settings that are left.
+    """
+    losses: list[list[list[float]]] = [[] for _ in names]
+    left = [*range(len(names))]
+    done, total = 0, len(names) * rounds[0]
+    for number, count in enumerate(rounds):
+        if number:
+            regrets = _regrets(losses, starts)
+            left = _survivors(names, left, regrets)
+            total += count * len(left)
+        for index in left:
+            for _ in range(count):
+                losses[index].append(dry_run(index, len(losses[index])))
+                done += 1
+                progress(done, total)
+    return losses, left
 
 
-def _planned_runs(entries: list, counts: tuple[int, ...]) -> int:
-    total, alive = 0, [entry[0].name for entry in entries]
-    for count in counts:
-        total += count * len(alive)
-        alive = [
-            name
-            for name in dict.fromkeys(alive)
-            for _ in range(_kept(alive.count(name)))
-        ]
-    return total
-
-
-def _kept(count: int) -> int:
-    return max(1, round(_KEPT * count))
-
-
-def _survivors(entries: list, alive: list[int], regrets: dict[int, float]) -> list[int]:
-    """The best settings of each method: which method is best is decided at the end."""
+def _survivors(names: list[str], left: list[int], regrets: list[float]) -> list[int]:
+    """The best settings of each method."""
     survivors = []
-    for name in dict.fromkeys(entries[i][0].name for i in alive):
-        members = [i for i in alive if entries[i][0].name == name]
+    for name in dict.fromkeys(names[i] for i in left):
+        members = [i for i in left if names[i] == name]
         members.sort(key=regrets.__getitem__)
-        survivors += members[: _kept(len(members))]
+        survivors += members[: max(1, round(_KEPT * len(members)))]
     return survivors
 
 
-def _regrets(
-    losses: dict[int, list[list[float]]], starts: list[float]
-) -> dict[int, float]:
+def _regrets(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
     """The missed share of what there is to gain, averaged over the twins."""
-    table = np.asarray([[np.median(v) for v in rows] for rows in losses.values()])
-    best = np.minimum(np.min(table, 0), np.asarray(starts))
+    table = np.asarray([np.median(runs, 0) for runs in losses])
+    best = np.minimum(np.min(table, 0), starts)
     room = np.maximum(np.asarray(starts) - best, 1e-9)
-    missed = np.mean(np.minimum((table - best) / room, 1e6), 1)
-    return {index: float(value) for index, value in zip(losses, missed, strict=True)}
+    return np.mean(np.minimum((table - best) / room, 1e6), 1).tolist()
 
 
 def _ranked(trials: dict[int, Trial]) -> list[int]:
