@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import equinox as eqx
+
 from ..bilevel.refitted import Refitted
 from ..core.descent import Rule
-from ..core.outputs import AbstractOutput
 from ..core.progress import step_bar
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, Effort, auto
@@ -16,9 +17,10 @@ from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
 from .config import Config, parse_config, read_tables
 from .tables import Place
+from .tasks import TASKS
 
-# In the place of the settings that are sought, so that the rest of a config is checked.
-_SOUGHT = {
+# Stands in for the missing table, so that the rest of a config is checked.
+_STAND_IN = {
     "type": "OneLevel",
     "model": {"num_steps": 1, "clip_norm": 1.0, "step_size": 1.0},
 }
@@ -36,14 +38,14 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     """
     tables, text = read_tables(path)
     place = Place(path)
-    games = ("group_fair", "group_robust", "matrix_game")
-    if tables.get("task") in games:
+    task = TASKS.get(str(tables.get("task")))
+    if task is not None and not task.two_levels():
         raise place.error(
             f'auto plans tasks of two levels; task = "{tables["task"]}" is a game. Its '
             "settings follow from theorems, see docs/games.md."
         )
     kept = {k: v for k, v in tables.items() if k not in ("solver", "refit")}
-    config = parse_config(kept | {"solver": _SOUGHT}, place)
+    config = parse_config(kept | {"solver": _STAND_IN}, place)
     if config.privacy.neighbours is not Neighbours.REPLACE_ONE:
         raise place.child("privacy").error(
             'auto plans for neighbours = "replace_one" only: dry runs are of solvers '
@@ -111,10 +113,7 @@ def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
     yield f"[{place}]"
     if named:
         yield f'type = "{type(part).__name__}"'
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if _is_default(field, value) or isinstance(value, Gaussian):
-            continue
+    for field, value in _changed(part):
         if isinstance(value, AbstractSolver):
             nested.append((field, value))
         else:
@@ -125,20 +124,24 @@ def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
         yield from _table(f"{place}.{field.name}", value, named=generic)
 
 
-def _is_default(field: dataclasses.Field, value: object) -> bool:
-    default = field.default
-    if isinstance(value, AbstractSolver | AbstractOutput):
-        return type(default) is type(value) and repr(default) == repr(value)
-    return default is not dataclasses.MISSING and bool(default == value)
+def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """The fields that differ from their defaults, but for what `[privacy]` says."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        same = type(field.default) is type(value) and repr(field.default) == repr(value)
+        if not same and not isinstance(value, Gaussian):
+            yield field, value
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, AbstractOutput):
-        return f'"{type(value).__name__}"'
+    if isinstance(value, Rule):
+        raise ValueError("auto: an optax rule cannot be written in a config.")
+    if isinstance(value, eqx.Module):  # an output rule, a sampling
+        fields = {field.name: _value(v) for field, v in _changed(value)}
+        fields = {"type": f'"{type(value).__name__}"'} | fields
+        return f"{{ {', '.join(f'{k} = {v}' for k, v in fields.items())} }}"
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, tuple):
         return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, Rule):
-        raise ValueError("auto: an optax rule cannot be written in a config.")
-    return str(value) if isinstance(value, int) else f"{float(value):.6g}"
+    return repr(value if isinstance(value, int) else float(value))

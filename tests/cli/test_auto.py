@@ -71,6 +71,15 @@ def test_settings_of_a_config_are_replaced(few, tmp_path, capsys):
         dpb.bilevel.OneLevel(FIT, reads="both"),
         dpb.Refitted(dpb.PenaltyBilevel(3, 10.0, FIT, step_size=2.0), FIT, (0.5, 0.5)),
         dpb.bilevel.F2SA(4, penalty=5.0, step_size=1.0, lower_step_size=0.5),
+        dpb.bilevel.OneLevel(
+            dpb.NoisyGD(
+                2,
+                1.0,
+                1 / 3,
+                sampling=dpb.FixedSize(16),
+                output=dpb.outputs.TailMean(0.3),
+            )
+        ),
     ],
     ids=lambda solver: type(solver).__name__,
 )
