@@ -46,8 +46,9 @@ class Trial:
         solver: The solver, not calibrated.
         levels: How many levels it uses.
         losses: The mean test loss of the released model on each twin.
-        regret: The share of what there is to gain that it misses, over twins: 0 for
-            the best of all settings on every twin, 1 for the starting point.
+        regret: The share of what there is to gain that it misses on its worst twin: 0
+            for the best of all settings on every twin, 1 for one that is no better
+            than the starting point somewhere.
         runs: How many dry runs this rests on.
     """
 
@@ -114,8 +115,9 @@ def auto(
     and runs on synthetic twins of the records, of the same sizes; the released model is
     judged on further records of the twin. Settings are dropped by successive halving.
     Some 50 short runs on each twin: time grows with the sizes.
-    The setting that misses least of what there is to gain, averaged over the twins, is
-    planned. A method of two levels is planned only where it is better than one level.
+    The setting that misses least of what there is to gain on its worst twin is planned,
+    because nobody knows which twin the records are like. A method of two levels is
+    planned only where it is better than one level.
 
     Args:
         problem: A `FiniteSum`, a `BilevelProblem`, or that of `source_weighting`.
@@ -259,11 +261,11 @@ def _survivors(names: list[str], left: list[int], regrets: list[float]) -> list[
 
 
 def _regrets(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
-    """The missed share of what there is to gain, averaged over the twins."""
+    """The missed share of what there is to gain on the worst twin."""
     table = np.asarray([np.median(runs, 0) for runs in losses])
     best = np.minimum(np.min(table, 0), starts)
     room = np.maximum(np.asarray(starts) - best, 1e-9)
-    return np.mean(np.minimum((table - best) / room, 1e6), 1).tolist()
+    return np.max(np.minimum((table - best) / room, 1e6), 1).tolist()
 
 
 def _ranked(trials: dict[int, Trial]) -> list[int]:
@@ -283,12 +285,12 @@ def _ranked(trials: dict[int, Trial]) -> list[int]:
 def _reason(ranked: Sequence[Trial], budget: PrivacyBudget) -> str:
     first = ranked[0]
     single = next((trial for trial in ranked if trial.levels == 1), None)
-    text = f"{first.method}: the released model misses {first.regret:.0%} of what "
-    text += "there is to gain in dry runs"
+    text = f"{first.method}: the released model misses at most {first.regret:.0%} of "
+    text += "what there is to gain on any twin"
     if first.regret >= 1:
         return (
-            f"No method improves on the starting point at {budget}. More records or a "
-            f"larger epsilon are needed; the best of all is {first.method}."
+            f"No method improves on the starting point on every twin at {budget}. More "
+            f"records or a larger epsilon are needed; the best is {first.method}."
         )
     if first.levels == 2 and single is not None:
         return f"{text}, {single.method}, the best of one level, {single.regret:.0%}."

@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.bilevel import MixedSources, OneLevel, SelectedSources
-from dpbilevel.planning import dry_runs as module
+from dpbilevel.planning import dry_runs
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
@@ -31,7 +31,7 @@ def few(problem, w0, clip_norm):
 @functools.cache
 def plan_for(*laws):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "candidates", few)
+        patch.setattr(dry_runs, "candidates", few)
         return dpb.auto(SOURCES, BUDGET, sizes=SIZES, w0=W0, twins=laws)
 
 
@@ -83,6 +83,14 @@ def test_a_plan_shows_why_settings_and_guarantee():
     text = str(plan_for(planning.GoodOrBad()))
     for part in ("GoodOrBad", "starting point", "SelectedSources(", "epsilon = 2"):
         assert part in text
+
+
+def test_the_worst_twin_decides():
+    fails_on_one, never_fails = [[0.1, 0.9]], [[0.4, 0.6]]  # of equal means
+    regrets = dry_runs._regrets([fails_on_one, never_fails], [1.0, 1.0])
+    np.testing.assert_allclose(regrets, [0.75, 1 / 3])
+    # Worse than the start on one twin, and best on the other.
+    assert dry_runs._regrets([[[1.2, 0.5]]], [1.0, 1.0])[0] > 1
 
 
 def test_candidates_for_networks_leave_out_mixtures():
