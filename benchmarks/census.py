@@ -40,7 +40,7 @@ def load():
         base=config.folder,
         override=override,
     )
-    records = config.data.records(config.folder, override)
+    records = config.data.load(config.data.file(config.folder, override))
     order = np.random.default_rng(config.data.split_seed).permutation(
         len(records.label)
     )

@@ -3,22 +3,27 @@
 import dataclasses
 import re
 import textwrap
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 
 from ..bilevel.refitted import Refitted
+from ..core import checkpoint
 from ..core.descent import Rule
 from ..core.progress import step_bar
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, Effort, auto
 from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
-from .config import Config, parse_config, read_tables
+from .config import Config, parse_config, read_config, read_tables
 from .tables import Place
 from .tasks import TASKS
 
+# What a plan writes.
+_SETTINGS = ("solver", "refit")
 # Stands in for the missing table, so that the rest of a config is checked.
 _STAND_IN = {
     "type": "OneLevel",
@@ -44,7 +49,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
             f'auto plans tasks of two levels; task = "{tables["task"]}" is a game. Its '
             "settings follow from theorems, see docs/games.md."
         )
-    kept = {k: v for k, v in tables.items() if k not in ("solver", "refit")}
+    kept = {k: v for k, v in tables.items() if k not in _SETTINGS}
     config = parse_config(kept | {"solver": _STAND_IN}, place)
     if config.privacy.neighbours is not Neighbours.REPLACE_ONE:
         raise place.child("privacy").error(
@@ -53,6 +58,41 @@ def read_unplanned(path: str) -> tuple[Config, str]:
             "look at the noise that dpbilevel calibrate prints."
         )
     return config, text
+
+
+def read_for_run(path: str) -> tuple[Config, bool]:
+    """Reads a config, whose settings may be missing.
+
+    Returns:
+        The config, and whether it has settings; if not, a stand-in is in their place.
+
+    Raises:
+        ValueError: As `read_config`, or as `read_unplanned` without settings.
+    """
+    tables, _ = read_tables(path)
+    if any(name in tables for name in _SETTINGS):
+        return read_config(path), True
+    return read_unplanned(path)[0], False
+
+
+def completed(config: Config, found: AutoPlan) -> Config:
+    """A config that was read without settings, with those of a plan."""
+    return _with(config, tomllib.loads("\n".join(tables(found.trials[0].solver))))
+
+
+def as_before(config: Config, out: Path) -> Config:
+    """A config that was read without settings, with those of the run to be resumed.
+
+    Raises:
+        ValueError: The folder has no checkpoint.
+    """
+    before = checkpoint.read(out).fingerprint["config"]
+    return _with(config, {k: before[k] for k in _SETTINGS if k in before})
+
+
+def _with(config: Config, settings: dict[str, Any]) -> Config:
+    given = {k: v for k, v in config.tables.items() if k not in _SETTINGS}
+    return parse_config(given | settings, config.place)
 
 
 def plan(config: Config, effort: Effort) -> AutoPlan:
@@ -88,7 +128,7 @@ def written(text: str, found: AutoPlan) -> str:
     for line in text.splitlines():
         table = re.match(r"\s*\[+\s*([A-Za-z_-]+)", line)
         if table:
-            kept = table[1] not in ("solver", "refit")
+            kept = table[1] not in _SETTINGS
         if kept:
             lines.append(line)
     while lines and not lines[-1].strip():

@@ -168,6 +168,11 @@ class Numeric(Standardized):
         """The number of features."""
         return len(self.columns)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each feature."""
+        return self.columns
+
     def features(self, table: Table) -> np.ndarray:
         """The block's features.
 
@@ -209,6 +214,11 @@ class Categorical:
     def size(self) -> int:
         """The number of features."""
         return len(self.values)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each feature."""
+        return tuple(f"{self.column} = {value}" for value in self.values)
 
     def features(self, table: Table) -> np.ndarray:
         """The block's features, row by row."""

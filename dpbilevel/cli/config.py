@@ -122,6 +122,11 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
 
 def parse_config(tables: dict[str, Any], place: Place) -> Config:
     """Builds a config from the tables of the file `place`; raises as `read_config`."""
+    if "solver" not in tables and {*tables} <= {*_TABLES}:
+        raise place.error(
+            "missing table [solver]. dpbilevel auto CONFIG --out NEW.toml writes one, "
+            "of settings chosen by dry runs; dpbilevel run needs none."
+        )
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
     task_name = check_choice(tables["task"], TASKS, place, "task")
     reader = Reader({}, {}, frozenset())  # tables without solvers

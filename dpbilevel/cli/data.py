@@ -1,7 +1,9 @@
 """Records as two levels, ready for a solver."""
 
+import dataclasses
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import PyTree
@@ -9,7 +11,51 @@ from jaxtyping import PyTree
 from ..bilevel.problem import Levels
 from ..privacy.budget import Neighbours, People
 from .columns import AbstractRecords, Records
+from .datasets import TableData
 from .files import AbstractData
+
+
+def find_files(
+    data: AbstractData,
+    people: People | None,
+    *,
+    base: Path,
+    override: Path | None = None,
+    validation: Path | None = None,
+) -> tuple[Path | None, Path | None]:
+    """The file of the records, and that of validation records if these have their own.
+
+    Args:
+        data: Where records come from.
+        people: Who is behind them; `None` for one level.
+        base: The folder that relative paths start from.
+        override: A file to read instead of the config's.
+        validation: The same for validation records.
+
+    Raises:
+        ValueError: One is missing, or a second file does not fit people or task.
+    """
+    file = data.file(base, override)
+    held_out = data.validation_file(base, validation)
+    if file is None or held_out is None:
+        return file, held_out
+    if people is None:
+        raise ValueError(
+            "a file of validation records is for tasks of two levels; leave it out."
+        )
+    if people is People.SHARED:
+        raise ValueError(
+            'people = "shared" says that the same records are in both levels, but '
+            "validation records have a file of their own. Leave it out, or say "
+            '"disjoint" or "overlapping".'
+        )
+    if file.samefile(held_out):
+        raise ValueError(
+            f"{held_out} is the file of the training records, too. For the same "
+            'records in both levels say people = "shared"; to split them leave the '
+            "second file out."
+        )
+    return file, held_out
 
 
 def load_levels(
@@ -19,8 +65,9 @@ def load_levels(
     *,
     base: Path,
     override: Path | None = None,
+    validation: Path | None = None,
 ) -> Levels:
-    """Reads the records and splits them into validation and training.
+    """Reads the records of both levels, which are in two files or split from one.
 
     Args:
         data: Where they come from.
@@ -28,14 +75,15 @@ def load_levels(
         neighbours: The relation, which decides how they are split.
         base: The folder that relative paths start from.
         override: A file to read instead of the config's.
+        validation: The same for validation records.
 
     Returns:
         `Levels(upper=validation, lower=training)` of float32 arrays. NON-PRIVATE:
         this is the data.
 
     Raises:
-        ValueError: Too few records, a missing file or column: counts and headers are
-            public.
+        ValueError: As `find_files`; too few records or a missing column: counts and
+            headers are public.
         OSError: A file cannot be read or downloaded.
 
     Privacy:
@@ -44,16 +92,25 @@ def load_levels(
         rows is private, so each record goes where a hash of itself says, and no
         record's place depends on another record.
     """
-    records = data.records(base, override)
-    assert isinstance(records, Records)  # matrices are records of one level
+    file, held_out = find_files(
+        data, people, base=base, override=override, validation=validation
+    )
+    records = _features(data.load(file))
     shared = people is People.SHARED
-    training, validation = _split(records, data, neighbours, shared)
+    if held_out is None:
+        training, rows = _split(records, data, neighbours, shared)
+        upper = records.take(rows)
+    else:
+        assert isinstance(data, TableData)
+        training = _chosen(records, data, neighbours, "training")
+        clean = dataclasses.replace(data, sources=None)  # which they need not name
+        upper = _features(clean.load(held_out))
+        upper = upper.take(_chosen(upper, data, neighbours, "validation"))
     lower = records.take(training)
     if data.sources is not None and data.sources.flip:
         lower = data.sources.corrupted(lower)
     if shared:
         return Levels.shared(lower.tree())
-    upper = records.take(validation)
     # A source belongs to a training record alone.
     return Levels(Records(upper.features, upper.label).tree(), lower.tree())
 
@@ -64,15 +121,38 @@ def load_records(
     *,
     base: Path,
     override: Path | None = None,
+    validation: Path | None = None,
 ) -> PyTree:
     """The training records of a problem of one level; all else as in `load_levels`.
 
     Returns:
         The records as arrays. NON-PRIVATE: this is the data.
     """
-    records = data.records(base, override)
+    places: Any = {"base": base, "override": override, "validation": validation}
+    file, _ = find_files(data, None, **places)
+    records = data.load(file)
     training, _ = _split(records, data, neighbours, shared=False)
     return records.take(training).tree()
+
+
+def _features(records: AbstractRecords) -> Records:
+    assert isinstance(records, Records)  # matrices are records of one level
+    return records
+
+
+def _chosen(
+    records: Records, data: TableData, neighbours: Neighbours, level: str
+) -> np.ndarray:
+    """The row numbers of the records of a level that has a file of its own."""
+    rows, wanted = len(records), getattr(data, level)
+    if neighbours is Neighbours.ADD_OR_REMOVE_ONE:  # their number is private
+        return np.arange(rows)
+    if rows < wanted:
+        raise ValueError(
+            f"there are {rows} {level} records, but [data] asks for {level} = "
+            f"{wanted}. Use a smaller number or more records."
+        )
+    return np.random.default_rng(data.split_seed).permutation(rows)[:wanted]  # public
 
 
 def _split(

@@ -1,14 +1,16 @@
 """Where the records of a run come from: files, example data, generated records."""
 
+import abc
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from typing_extensions import override
 
 from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
-from .files import AbstractData, CsvFile
+from .files import AbstractData, CsvFile, existing
 from .sources import Groups, Sources
 
 CONSTANT = ("constant", 1)
@@ -21,6 +23,22 @@ class FeatureData(AbstractData):
     validation: int = 0
     sources: Sources | None = None
     groups: Groups | None = None
+
+    @property
+    @abc.abstractmethod
+    def listed(self) -> Sequence[Any]:
+        """The blocks of features, without the constant."""
+
+    @property
+    @override
+    def blocks(self) -> tuple[tuple[str, int], ...]:
+        return (*((block.name, block.size) for block in self.listed), CONSTANT)
+
+    @property
+    @override
+    def features(self) -> tuple[str, ...]:
+        names = (name for block in self.listed for name in block.names)
+        return (*names, CONSTANT[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,11 +71,7 @@ class TableData(FeatureData):
 
     @property
     @override
-    def blocks(self) -> tuple[tuple[str, int], ...]:
-        return (*((block.name, block.size) for block in self._listed), CONSTANT)
-
-    @property
-    def _listed(self) -> list[Numeric | Categorical]:
+    def listed(self) -> list[Numeric | Categorical]:
         return [*self.numeric, *self.categorical]
 
     def encode(self, table: Table) -> Records:
@@ -69,7 +83,7 @@ class TableData(FeatureData):
         Privacy:
             Row by row, by constants of the config; a cell's content never raises.
         """
-        blocks = [b.features(table) for b in self._listed]
+        blocks = [b.features(table) for b in self.listed]
         features = unit_rows(np.concatenate(blocks, 1))
         label = self.label.values(table).astype(np.float32)
         group = None
@@ -85,9 +99,24 @@ class TableData(FeatureData):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CsvData(TableData, CsvFile):
-    """Records from a comma-separated file with a header."""
+    """Records from a comma-separated file with a header.
+
+    Args:
+        validation_path: A file of the validation records, relative to the config, with
+            the same columns but that of the sources. Without it they are a random part
+            of the one file.
+    """
 
     source: ClassVar[str] = "csv"
+
+    validation_path: str = ""
+
+    @override
+    def validation_file(self, base: Path, override: Path | None) -> Path | None:
+        if override is None and not self.validation_path:
+            return None
+        path = override or base / self.validation_path
+        return existing(path, "validation records", "--validation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +194,11 @@ class Block:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}.")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each feature."""
+        return tuple(f"{self.name} {j}" for j in range(self.size))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratedData(FeatureData):
@@ -193,8 +227,8 @@ class GeneratedData(FeatureData):
 
     @property
     @override
-    def blocks(self) -> tuple[tuple[str, int], ...]:
-        return (*((b.name, b.size) for b in self.block), CONSTANT)
+    def listed(self) -> tuple[Block, ...]:
+        return self.block
 
     @property
     @override

@@ -1,6 +1,7 @@
-"""The figure of a result folder: released values over the steps, and at the end."""
+"""The figure of a result folder: released values over the steps, the model."""
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,7 +15,7 @@ _MOST_NAMED = 16
 
 
 def draw(result: Result) -> bytes:
-    """Draws the released trajectory and the released values, as PNG.
+    """Draws the released trajectory, values and coefficients, as PNG.
 
     Privacy:
         A function of released values: free.
@@ -22,23 +23,30 @@ def draw(result: Result) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    panels: list[tuple[int, Callable]] = []
+    if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():
+        panels.append((3, _draw_path))
+    if result.has_moved or result.model is None:
+        panels.append((2, _draw_bars))
+    if result.model is not None:
+        panels.append((2, _draw_model))
+    width = 4.2 * len(panels) + 1.6
+    figure = Figure(figsize=(width, 4.6), layout="constrained")
     figure.suptitle(_title(result), fontsize=11)
-    path, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    colors = _colors(len(result.names))
-    _draw_path(path, result, colors)
-    _draw_bars(bars, result, colors)
-    for axes in (path, bars):
+    ratios = [share for share, _ in panels]
+    drawn = figure.subplots(1, len(panels), width_ratios=ratios, squeeze=False)[0]
+    for axes, (_, draw_panel) in zip(drawn, panels, strict=True):
+        draw_panel(axes, result)
         axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
 
 
-def _draw_path(axes, result: Result, colors) -> None:
+def _draw_path(axes, result: Result) -> None:
     steps = np.arange(len(result.trajectory))
     # In the colors of the bars, which have the names.
-    for values, color in zip(result.trajectory.T, colors, strict=True):
+    for values, color in zip(result.trajectory.T, _colors(result), strict=True):
         axes.plot(steps, values, color=color, linewidth=1.6)
     if "refit" in result.config:
         steps_are = "step (the last one refits the model)"
@@ -52,11 +60,11 @@ def _draw_path(axes, result: Result, colors) -> None:
     axes.grid(axis="y", color="0.9")
 
 
-def _draw_bars(axes, result: Result, colors) -> None:
+def _draw_bars(axes, result: Result) -> None:
     count = len(result.names)
     low, high = _range(result)
     bars = axes.barh(
-        range(count), result.shown - low, left=low, color=colors, height=0.7
+        range(count), result.shown - low, left=low, color=_colors(result), height=0.7
     )
     axes.set_xlim(low, high)
     places = TASKS[result.task].places
@@ -80,7 +88,30 @@ def _draw_bars(axes, result: Result, colors) -> None:
     # From top to bottom, with room for the word above the first bar.
     axes.set_ylim(count - 0.4, -1.1 if places == "sources" else -0.6)
     axes.set_xlabel(f"released {result.label}")
-    axes.set_title("the released answer", fontsize=10, loc="left")
+    axes.set_title(f"released {result.label}s", fontsize=10, loc="left")
+
+
+def _draw_model(axes, result: Result) -> None:
+    """The largest coefficients, by name; all of them where they are few."""
+    model = np.ravel(result.model)
+    names = result.features or [f"coefficient {i}" for i in range(model.size)]
+    order = np.argsort(-np.abs(model), kind="stable")[:_MOST_NAMED]
+    kept = np.sort(order)  # in the order of the config
+    axes.barh(range(len(kept)), model[kept], color="0.45", height=0.7)
+    axes.axvline(0, color="0.2", linewidth=1)
+    axes.set_yticks(range(len(kept)), [_short(names[i]) for i in kept], fontsize=8)
+    axes.set_ylim(len(kept) - 0.4, -0.6)
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    axes.set_xlabel("released coefficient")
+    few = f"the {len(kept)} largest of {model.size} coefficients"
+    every = "coefficients of the released model"
+    title = few if len(kept) < model.size else every
+    axes.set_title(title, fontsize=10, loc="left")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else f"{name[:27]}…"
 
 
 def _range(result: Result) -> tuple[float, float]:
@@ -94,12 +125,9 @@ def _range(result: Result) -> tuple[float, float]:
 
 
 def _labelled(result: Result, index: int) -> str:
-    """The name, with the corruption that the config put there, or the group's value."""
-    data, name = result.config["data"], result.names[index]
-    values = data.get("groups", {}).get("values")
-    flip = data.get("sources", {}).get("flip")
-    if values:
-        return str(values[index])
+    """The name, with the corruption that the config put there."""
+    name = result.names[index]
+    flip = result.config["data"].get("sources", {}).get("flip")
     return f"{name} ({flip[index]:.0%} flipped)" if flip else name
 
 
@@ -114,7 +142,8 @@ def _title(result: Result) -> str:
     )
 
 
-def _colors(count: int) -> list:
+def _colors(result: Result) -> list:
+    count = len(result.names)
     if count <= len(_COLORS):
         return list(_COLORS[:count])
     # More cannot be told apart by name: a scale from the first to the last.

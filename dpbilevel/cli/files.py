@@ -43,9 +43,25 @@ class AbstractData(abc.ABC):
     def blocks(self) -> tuple[tuple[str, int], ...]:
         """Name and number of features of each block, the constant last."""
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The name of each feature, the constant last; none where there are none."""
+        return ()
+
     @abc.abstractmethod
     def load(self, file: Path | None) -> AbstractRecords:
-        """Reads `file`, downloads or generates the records, and encodes them."""
+        """Reads `file`, downloads or generates the records, and encodes them.
+
+        Returns:
+            The records. NON-PRIVATE: this is the data.
+
+        Raises:
+            ValueError: A column is missing.
+            OSError: A file cannot be read or downloaded.
+
+        Privacy:
+            Row by row, by constants of the config; a cell's content never raises.
+        """
 
     def file(self, base: Path, override: Path | None) -> Path | None:
         """The file to read: one relative to `base`, or what `--data` names; or `None`.
@@ -60,17 +76,19 @@ class AbstractData(abc.ABC):
             )
         return None
 
-    def records(self, base: Path, override: Path | None) -> AbstractRecords:
-        """The records of `file`, encoded. NON-PRIVATE: this is the data.
+    def validation_file(self, base: Path, override: Path | None) -> Path | None:
+        """The file of validation records, where these have one of their own.
 
         Raises:
-            ValueError: As in `file`; or a column is missing.
-            OSError: A file cannot be read or downloaded.
-
-        Privacy:
-            Row by row, by constants of the config; a cell's content never raises.
+            ValueError: `--validation` names one for a source that reads none.
         """
-        return self.load(self.file(base, override))
+        if override is not None:
+            raise ValueError(
+                f"--validation names a file, but the config has source = "
+                f'"{self.source}", which takes validation records from the others. '
+                'Leave it out, or use source = "csv".'
+            )
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,13 +107,7 @@ class CsvFile(AbstractData):
             raise ValueError(
                 "no file of records: set path in [data], or name one with --data PATH."
             )
-        path = override or base / self.path
-        if not path.is_file():
-            raise ValueError(
-                f"no file of records at {path}. Put it there, or name another with "
-                "--data PATH."
-            )
-        return path
+        return existing(override or base / self.path, "records", "--data")
 
     @override
     def load(self, file: Path | None) -> AbstractRecords:
@@ -105,6 +117,25 @@ class CsvFile(AbstractData):
     @abc.abstractmethod
     def encode(self, table: Table) -> AbstractRecords:
         """The rows of a table as records; raises `ValueError` without a column."""
+
+
+def existing(path: Path, what: str, flag: str) -> Path:
+    """The path of a file that is there.
+
+    Args:
+        path: The file.
+        what: What it holds, in a few words.
+        flag: The option that names another.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"no file of {what} at {path}. Put it there, or name another with "
+            f"{flag} PATH."
+        )
+    return path
 
 
 def read_csv(path: Path) -> Table:

@@ -80,10 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="FILE", type=Path, help="write the config with its settings")
     efforts: Any = {"choices": ("fast", "thorough"), "default": "fast"}
     add("--effort", **efforts, help="how many dry runs (fast)")
-    add = command("run", _run, "run a config once: one release under its budget")
+    add = command(
+        "run",
+        _run,
+        "run a config once: one release under its budget",
+        description="Runs a config once: one release under its budget. Without a table "
+        "[solver] the settings are those that dpbilevel auto chooses.",
+    )
     add("config", **config)
     add("--out", **folder, required=True, help="a new folder")
     add("--data", metavar="PATH", type=Path, help="CSV file instead of the config's")
+    other: Any = {"metavar": "PATH", "type": Path}
+    add("--validation", **other, help="CSV file of validation records, likewise")
     add("--resume", **flag, help="continue an interrupted run, bit for bit")
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     add("--restart", **flag, help=again)
@@ -141,10 +149,17 @@ def _auto(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    config = read_config(arguments.config)
+    config, is_planned = auto.read_for_run(arguments.config)
     _check_installed(config)
-    options = {k: getattr(arguments, k) for k in ("data", "chunk", "resume", "restart")}
+    names = ("data", "validation", "chunk", "resume", "restart")
+    options = {name: getattr(arguments, name) for name in names}
     check(config, arguments.out, **options)
+    if not is_planned and arguments.resume:
+        config = auto.as_before(config, arguments.out)
+    elif not is_planned:
+        found = auto.plan(config, "fast")
+        print(found.reason, *auto.tables(found.trials[0].solver), "", sep="\n")
+        config = auto.completed(config, found)
     prepared = prepare(config)
     print(prepared.report, flush=True)  # before anything is spent
     with step_bar(prepared.solver.num_steps) as progress:
@@ -195,8 +210,9 @@ def _interrupted(arguments: argparse.Namespace) -> str:
     out = arguments.out
     if (out / checkpoint.NAME).exists():
         command = ["dpbilevel", "run", arguments.config, "--out", str(out), "--resume"]
-        if arguments.data is not None:
-            command += ["--data", str(arguments.data)]
+        for flag in ("data", "validation"):
+            path = getattr(arguments, flag)
+            command += [] if path is None else [f"--{flag}", str(path)]
         return f"{said}; resume with: {shlex.join(command)}"
     if (out / results.RESULT).exists():
         return f"{said}; {out} holds a finished run"

@@ -35,6 +35,7 @@ class Result:
         versions: The software.
         config: The config as it was given.
         rejected_updates: As in `Solution`.
+        features: What each coefficient of the model belongs to.
     """
 
     task: str
@@ -48,19 +49,32 @@ class Result:
     versions: dict[str, str]
     config: dict[str, Any]
     rejected_updates: int = 0
+    features: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> np.ndarray | None:
+        """The coefficients of the released model, where there is one."""
+        task = TASKS[self.task]
+        model = self.y if task.two_levels() else self.x
+        return model if task.has_model else None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether what is shown differs from the public starting point."""
+        return bool(np.any(self.shown != self.trajectory[0]))
 
     def __str__(self) -> str:
         """The report and the released values as a page of text."""
         width = max(map(len, self.names))
         task = TASKS[self.task]
-        lines = [str(self.report), f"released {self.label} of each {task.of}:"]
+        stays = "" if self.has_moved else " (where it started: it was not optimized)"
+        lines = [str(self.report), f"released {self.label} of each {task.of}{stays}:"]
         lines += [
             f"  {name:<{width}}  {value:.4f}"
             for name, value in zip(self.names, self.shown, strict=True)
         ]
-        model = self.y if task.two_levels() else self.x
-        if model is not None and task.has_model:
-            lines += [f"released model: {model.size} coefficients in solution.npz"]
+        if self.model is not None:
+            lines += [f"released model: {self.model.size} coefficients in {ARRAYS}"]
         remark = divergence(self.rejected_updates)
         if remark is not None:
             lines += [f"WARNING: {remark}"]
@@ -91,6 +105,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         },
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),
+        "features": result.features,
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
         "versions": result.versions,
@@ -147,6 +162,7 @@ def load(folder: Path) -> Result:
             versions=page["versions"],
             config=page["config"],
             rejected_updates=page.get("rejected_updates", 0),
+            features=tuple(page.get("features", ())),
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(

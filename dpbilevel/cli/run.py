@@ -33,7 +33,7 @@ from ..privacy.products import check_products
 from ..privacy.report import PrivacyReport
 from . import figure, folder, results
 from .config import Config
-from .data import load_levels, load_records
+from .data import find_files, load_levels, load_records
 from .results import Result
 
 Progress = Callable[[int], None]
@@ -82,6 +82,7 @@ def run(
     out: Path,
     *,
     data: Path | None = None,
+    validation: Path | None = None,
     chunk: int | None = None,
     resume: bool = False,
     restart: bool = False,
@@ -93,6 +94,7 @@ def run(
         prepared: The plan.
         out: The result folder; new or empty, unless `resume` or `restart`.
         data: A file of records instead of the config's.
+        validation: A file of validation records instead of the config's.
         chunk: Steps between two checkpoints.
         resume: Whether to go on from the folder's checkpoint.
         restart: Whether to run again in a folder of earlier runs: a new release, added
@@ -117,7 +119,7 @@ def run(
     """
     with _opened(out, chunk, resume, restart):
         before = checkpoint.read(out) if resume else None
-        levels = _load(prepared, data)
+        levels = _load(prepared, data, validation)
         fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, before))
         first = first_checkpoint(
             prepared.problem,
@@ -151,6 +153,7 @@ def check(
     out: Path,
     *,
     data: Path | None = None,
+    validation: Path | None = None,
     chunk: int | None = None,
     resume: bool = False,
     restart: bool = False,
@@ -165,7 +168,9 @@ def check(
     """
     check_products("run")
     with _opened(out, chunk, resume, restart), _data_errors(config):
-        config.data.file(config.folder, data)
+        find_files(
+            config.data, config.privacy.people, **_places(config, data, validation)
+        )
 
 
 @contextlib.contextmanager
@@ -231,7 +236,8 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     return Result(
         task=config.task_name,
         label=config.task.label,
-        names=config.task.names(config.data.blocks),
+        names=config.task.names(config.data),
+        features=config.data.features,
         shown=config.task.shown(found.value),
         x=found.x,
         y=found.y,
@@ -243,11 +249,17 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     )
 
 
-def _load(prepared: Prepared, override: Path | None) -> PyTree:
+def _places(
+    config: Config, data: Path | None, validation: Path | None
+) -> dict[str, Any]:
+    return {"base": config.folder, "override": data, "validation": validation}
+
+
+def _load(prepared: Prepared, data: Path | None, validation: Path | None) -> PyTree:
     """The records on the device, checked against the plan."""
     config = prepared.config
     neighbours, people = config.privacy.neighbours, config.privacy.people
-    places: Any = {"base": config.folder, "override": override}
+    places = _places(config, data, validation)
     with _data_errors(config):
         levels: PyTree
         if people is None:

@@ -99,7 +99,7 @@ class AbstractTask(abc.ABC):
         """The starting point on records with these blocks of features."""
 
     @abc.abstractmethod
-    def names(self, blocks: Blocks) -> tuple[str, ...]:
+    def names(self, data: AbstractData) -> tuple[str, ...]:
         """What each entry of the answer belongs to, by name."""
 
     @abc.abstractmethod
@@ -157,8 +157,8 @@ class SourceWeightingTask(AbstractTask):
         return x.astype(jnp.float32), jnp.zeros(_dimension(blocks), jnp.float32)
 
     @override
-    def names(self, blocks: Blocks) -> tuple[str, ...]:
-        return tuple(f"source {s}" for s in range(self.num_sources))
+    def names(self, data: AbstractData) -> tuple[str, ...]:
+        return _listed(data.sources, "source", self.num_sources)
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
@@ -198,31 +198,30 @@ class PenaltyTuningTask(AbstractTask):
 
     @override
     def problem(self, blocks: Blocks) -> BilevelProblem:
-        lengths = [size for _, size in blocks]
-        groups = {
+        number = jnp.asarray(self._places(blocks), jnp.int32)
+        return penalty_tuning(_LOSSES[self.loss], number, bounds=self.bounds)
+
+    def _places(self, blocks: Blocks) -> np.ndarray:
+        """The number of the penalty of each coefficient."""
+        return {
             "single": np.zeros(_dimension(blocks)),
-            "per_block": np.repeat(np.arange(len(blocks)), lengths),
+            "per_block": np.repeat(np.arange(len(blocks)), [n for _, n in blocks]),
             "per_feature": np.arange(_dimension(blocks)),
         }[self.groups]
-        number = jnp.asarray(groups, jnp.int32)
-        return penalty_tuning(_LOSSES[self.loss], number, bounds=self.bounds)
 
     @override
     def start(self, blocks: Blocks) -> Start:
-        x = jnp.full(len(self.names(blocks)), sum(self.bounds) / 2, jnp.float32)
+        count = len(np.unique(self._places(blocks)))
+        x = jnp.full(count, sum(self.bounds) / 2, jnp.float32)
         return x, jnp.zeros(_dimension(blocks), jnp.float32)
 
     @override
-    def names(self, blocks: Blocks) -> tuple[str, ...]:
+    def names(self, data: AbstractData) -> tuple[str, ...]:
         if self.groups == "single":
             return ("all features",)
         if self.groups == "per_block":
-            return tuple(name for name, _ in blocks)
-        return tuple(
-            name if size == 1 else f"{name} {j}"
-            for name, size in blocks
-            for j in range(size)
-        )
+            return tuple(name for name, _ in data.blocks)
+        return data.features
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
@@ -274,8 +273,8 @@ class GroupTask(AbstractTask):
         return group_start(self.problem(blocks), zeros, self.shares)
 
     @override
-    def names(self, blocks: Blocks) -> tuple[str, ...]:
-        return tuple(f"group {g}" for g in range(len(self.shares)))
+    def names(self, data: AbstractData) -> tuple[str, ...]:
+        return _listed(data.groups, "group", len(self.shares))
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
@@ -347,7 +346,7 @@ class MatrixGameTask(AbstractTask):
         return x, y
 
     @override
-    def names(self, blocks: Blocks) -> tuple[str, ...]:
+    def names(self, data: AbstractData) -> tuple[str, ...]:
         rows = (f"row {i}" for i in range(self.rows))
         return (*rows, *(f"column {j}" for j in range(self.columns)))
 
@@ -363,6 +362,12 @@ TASKS: dict[str, type[AbstractTask]] = {
     "group_robust": GroupRobustTask,
     "matrix_game": MatrixGameTask,
 }
+
+
+def _listed(places: Sources | Groups | None, kind: str, count: int) -> tuple[str, ...]:
+    """The values of the column that names them, or numbers."""
+    values = places.values if places is not None else ()
+    return tuple(map(str, values)) or tuple(f"{kind} {i}" for i in range(count))
 
 
 def _dimension(blocks: Blocks) -> int:

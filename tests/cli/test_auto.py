@@ -7,9 +7,10 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.bilevel import MixedSources, SelectedSources
-from dpbilevel.cli import auto
+from dpbilevel.cli import auto, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
+from dpbilevel.core import spending
 from dpbilevel.planning import dry_runs
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import GENERATED
@@ -53,6 +54,37 @@ def test_a_config_without_settings_gets_some_that_run(file, few, capsys, tmp_pat
     assert shown(solver) == shown(SelectedSources(FIT, FIT))
     assert main(["run", str(out), "--out", str(tmp_path / "run")]) == 0
     assert "ENFORCED" in capsys.readouterr().out
+
+
+def test_a_run_without_settings_takes_those_of_auto(file, few, capsys, tmp_path):
+    out = tmp_path / "run"
+    assert main(["run", str(file), "--out", str(out)]) == 0
+    assert 'type = "SelectedSources"' in capsys.readouterr().out
+    planned = results.load(out).config
+    assert planned["solver"]["type"] == "SelectedSources"
+    assert main(["run", str(file), "--out", str(out), "--restart"]) == 0
+    assert results.load(out).config == planned
+
+
+def test_a_run_without_settings_is_resumed_with_those_that_it_had(
+    file, few, monkeypatch, capsys, tmp_path
+):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(spending, "begin", stop)  # after the first checkpoint
+        assert main(["run", str(file), "--out", str(out)]) == 130
+    assert "--resume" in capsys.readouterr().err
+    monkeypatch.setattr(auto, "plan", stop)  # which is not called again
+    assert main(["run", str(file), "--out", str(out), "--resume"]) == 0
+    assert results.load(out).config["solver"]["type"] == "SelectedSources"
+
+
+def test_other_commands_say_what_writes_the_settings(file, capsys):
+    said = failure(capsys, "calibrate", str(file))
+    assert "missing table [solver]. dpbilevel auto CONFIG --out NEW.toml" in said
 
 
 def test_settings_of_a_config_are_replaced(few, tmp_path, capsys):

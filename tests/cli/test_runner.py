@@ -473,6 +473,81 @@ def test_file_for_generated_records_is_refused(prepared, tmp_path):
         run(prepared, tmp_path / "out", data=tmp_path / "x.csv")
 
 
+TWO_FILES = CSV_DATA.replace(
+    'path = "people.csv"', 'path = "people.csv"\nvalidation_path = "clean.csv"'
+)
+
+
+def write_clean(folder, rows):
+    """The file of validation records, without a column of sources."""
+    without = [(pay, town, rich) for pay, town, _, rich in rows]
+    text = "\n".join(["pay,town,rich", *map(",".join, without)])
+    (folder / "clean.csv").write_text(text + "\n")
+
+
+@pytest.mark.parametrize("neighbours", ["replace_one", "add_or_remove_one"])
+def test_records_of_each_level_are_those_of_its_file(tmp_path, neighbours):
+    rows = rows_of(60)
+    write_csv(tmp_path, [[*row[:3], "yes"] for row in rows[:40]])
+    write_clean(tmp_path, [[*row[:3], "no"] for row in rows[40:]])
+    config = config_of(tmp_path, data=TWO_FILES, neighbours=neighbours)
+    people, relation = config.privacy.people, config.privacy.neighbours
+    levels = load_levels(config.data, people, relation, base=tmp_path)
+    assert levels.lower["label"].tolist() == [1] * 40
+    assert levels.upper["label"].tolist() == [-1] * 20
+    assert "source" in levels.lower
+    assert "source" not in levels.upper
+    assert np.isfinite(levels.upper["features"]).all()
+
+
+def check_refused(tmp_path, said):
+    prepared = prepare(config_of(tmp_path, data=TWO_FILES))
+    with pytest.raises(ValueError, match=said):
+        run(prepared, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_file_that_is_the_first_is_refused_under_any_name(tmp_path):
+    write_csv(tmp_path, rows_of(60))
+    (tmp_path / "clean.csv").hardlink_to(tmp_path / "people.csv")
+    check_refused(tmp_path, 'say people = "shared"')
+
+
+def test_too_few_rows_of_a_second_file_are_counted(tmp_path):
+    write_csv(tmp_path, rows_of(40))
+    write_clean(tmp_path, rows_of(19))
+    check_refused(tmp_path, "19 validation records")
+
+
+def test_a_missing_second_file_says_how_to_name_another(tmp_path):
+    write_csv(tmp_path, rows_of(40))
+    check_refused(tmp_path, "--validation PATH")
+
+
+def test_a_second_file_is_refused_where_levels_share_their_records(tmp_path):
+    write_csv(tmp_path, rows_of(40))
+    write_clean(tmp_path, rows_of(40))
+    data = TWO_FILES.replace("validation = 20", "validation = 40")
+    prepared = prepare(config_of(tmp_path, data=data, people="shared"))
+    with pytest.raises(ValueError, match="have a file of their own"):
+        run(prepared, tmp_path / "out")
+
+
+def test_a_second_file_for_generated_records_is_refused(prepared, tmp_path):
+    with pytest.raises(ValueError, match="--validation names a file"):
+        run(prepared, tmp_path / "out", validation=tmp_path / "x.csv")
+
+
+def test_a_result_names_sources_and_features(tmp_path):
+    write_csv(tmp_path, rows_of(60))
+    result = run(prepare(config_of(tmp_path, data=CSV_DATA)), tmp_path / "out")
+    assert result.names == ("A", "B")
+    assert result.features == ("pay", "town = Ulm", "town = Rom", "constant")
+    page = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert tuple(page["features"]) == result.features
+    assert len(page["y"]) == len(result.features)
+
+
 OPENML = CSV_DATA.replace('"csv"', '"openml"').replace(
     'path = "people.csv"', 'name = "people"\nversion = 1'
 )
