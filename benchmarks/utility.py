@@ -71,6 +71,7 @@ class Task:
         linear: Whether models are linear in their parameters.
         step: The unit of step sizes.
         clip: The clip norm of a record's gradient.
+        ridge: The ridge penalty of the lower level.
     """
 
     name: str
@@ -84,11 +85,14 @@ class Task:
     linear: bool = True
     step: float = 1.0
     clip: float = 1.0
+    ridge: float = 1e-4
 
     @functools.cached_property
     def problem(self):
         """The problem of two levels."""
-        return dpb.bilevel.source_weighting(self.loss, self.num_sources, ridge=1e-4)
+        return dpb.bilevel.source_weighting(
+            self.loss, self.num_sources, ridge=self.ridge
+        )
 
     @property
     def sizes(self):
@@ -247,7 +251,16 @@ def digits(kind):
 
         start = jnp.zeros((197, 10))
         return Task(
-            "T2, softmax", softmax_loss, 10, data, tested, start, clean, correct, step=2
+            "T2, softmax",
+            softmax_loss,
+            10,
+            data,
+            tested,
+            start,
+            clean,
+            correct,
+            step=2,
+            ridge=1e-5,
         )
 
     def correct(y, record):
@@ -271,6 +284,7 @@ def digits(kind):
         correct,
         linear=False,
         clip=2.0,
+        ridge=1e-5,
     )
 
 

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
-from .penalized import PenalizedLevel, ValidationLevel
+from .penalized import PenalizedLevel, ValidationLevel, equal_weights
 from .problem import Sizes
 from .runs import AbstractRuns
 
@@ -49,12 +49,7 @@ class OneLevel(AbstractRuns):
             return ValidationLevel(problem, x)
         if self.reads == "lower":
             return PenalizedLevel(problem, x)
-        if self.sizes is None:
-            raise ValueError(
-                "OneLevel: reads='both' weights the levels by their sizes; call "
-                "solver.with_sizes(sizes), as calibrate does."
-            )
-        penalty = self.sizes.lower / self.sizes.upper
+        penalty = equal_weights("OneLevel", self.sizes)
         return PenalizedLevel(problem, x, penalty, self.model.clip_norm)
 
     @override

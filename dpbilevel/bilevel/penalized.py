@@ -117,6 +117,24 @@ class PenalizedLevel(AbstractLevel):
         return levels_queries(Levels(above, clip_norm), sampling, sizes)
 
 
+def equal_weights(owner: str, sizes: Sizes | None) -> float:
+    """The penalty n_g / n_f, at which every record of both levels weighs the same.
+
+    Args:
+        owner: Who asks, for the error.
+        sizes: The planned sizes.
+
+    Raises:
+        ValueError: They are not known yet.
+    """
+    if sizes is None:
+        raise ValueError(
+            f"{owner}: fits on both levels weight them by their sizes; call "
+            "solver.with_sizes(sizes), as calibrate does."
+        )
+    return sizes.lower / sizes.upper
+
+
 class _AbstractUpperLevel(AbstractLevel):
     r"""The upper level $f(x, y)$ in one of its arguments.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ from .penalized import (
     PenalizedLevel,
     UpperLevel,
     ValidationLevel,
+    equal_weights,
     levels_queries,
 )
 from .problem import BilevelProblem, Levels, Sizes
@@ -90,18 +91,26 @@ class Kept(PenalizedLevel):
 
     The weights do not exceed 1, so that the clip norm is that of the model's loss. The
     mean is over all records: $\bar w$, the share of the sources that are kept, gives
-    the public terms the weight that they have beside the mean over the kept ones.
+    the public terms the weight that they have beside the mean over the kept ones. With
+    a penalty $\lambda = n_g / n_f$ validation records are among them, $\bar w$ is
+    larger by $n_f / n_g$, and each record that is read weighs the same.
     """
 
     kept: Float[Array, " k"] | None = None
 
+    @property
+    def share(self) -> Float[Array, ""]:
+        r"""$\bar w$: how many records are kept, over the number of lower ones."""
+        assert self.kept is not None
+        return jnp.mean(self.kept) + (0.0 if self.penalty is None else 1 / self.penalty)
+
     @override
     def public_gradient(self, w: PyTree) -> PyTree:
         """Of the weight that the public terms have on the kept records alone."""
-        assert self.kept is not None
-        share = jnp.mean(self.kept)
-        gradient = super().public_gradient(w)
-        return jax.tree.map(lambda v: share.astype(v.dtype) * v, gradient)
+        if self.problem.lower_public is None:
+            return optax.tree.zeros_like(w)
+        gradient = jax.grad(self.problem.lower_public, 1)(self.x, w)
+        return jax.tree.map(lambda v: self.share.astype(v.dtype) * v, gradient)
 
     @override
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
@@ -118,7 +127,7 @@ class Kept(PenalizedLevel):
 
             return jax.grad(weighted)(w)
 
-        return {"lower": lower}
+        return super().record_gradients(w) | {"lower": lower}
 
 
 class _AbstractSourceRuns(AbstractRuns):
@@ -129,6 +138,11 @@ class _AbstractSourceRuns(AbstractRuns):
     keep_above: AbstractVar[SignedShare]
     problem_type: ClassVar[type] = SourceWeighting
     in_config: ClassVar[bool] = True
+
+    @property
+    def fits_both(self) -> bool:
+        """Whether `fit` reads the validation records, too."""
+        return False
 
     def kept(self, found: dict) -> Float[Array, " k"]:
         """1 for the sources that are kept, all of them where none passes, else 0."""
@@ -143,18 +157,20 @@ class _AbstractSourceRuns(AbstractRuns):
         if name != FIT or isinstance(step_size, Rule):
             return solver
         # The gradient is a mean over all records: as long a step as on the kept alone.
-        kept = self.kept(found)
-        step_size = step_size * len(kept) / jnp.sum(kept)
-        return dataclasses.replace(solver, step_size=step_size)
+        share = self.of_kept(None, None, found).share
+        return dataclasses.replace(solver, step_size=step_size / share)
 
     def scored(self, problem, w0, model) -> AbstractFiniteSum:
         """The one-level problem whose answer is the sources' mean scores."""
         return Scores(problem, model, w0 and w0[1])
 
-    def of_kept(self, problem, w0, found) -> AbstractFiniteSum:
-        """The lower level on the sources that are kept."""
+    def of_kept(self, problem, w0, found) -> Kept:
+        """The lower level on the sources that are kept, with the upper one if asked."""
         kept = None if found is None else self.kept(found)
-        return Kept(problem, w0 and w0[0], kept=kept)
+        x, penalty = w0 and w0[0], None
+        if self.fits_both:
+            penalty = equal_weights(type(self).__name__, self.sizes)
+        return Kept(problem, x, penalty, self.fit.clip_norm, kept=kept)
 
     @override
     def start(self, name, w0, found):
@@ -177,7 +193,8 @@ class SelectedSources(_AbstractSourceRuns):
     1. `model` fits $y_1$ on the validation records.
     2. `score` releases the mean of $\pm e_{s_i}$ over the training records, plus where
        $\ell(y_1, z'_i) < \ell(y_0, z'_i)$: where the model is better than the start.
-    3. `fit` fits $y$ on the records of the sources with a score above `keep_above`.
+    3. `fit` fits $y$ on the records of the sources with a score above `keep_above`,
+       or on these and the validation records, each of which weighs the same.
 
     A heuristic of two stages and no method of bilevel optimization. Where sources are
     simply good or bad, it is hard to improve on.
@@ -190,8 +207,14 @@ class SelectedSources(_AbstractSourceRuns):
             records on which the model is better, less the share of others.
         budget_split: How the squared budget is split over model, score and fit. With
             disjoint people the first is paid by upper records alone, the others by
-            lower ones.
+            lower ones. A fit that reads both levels is paid by both: then its share
+            should be most of it, as in `(0.03, 0.02, 0.95)`, because noise for people
+            with a record in each level is what shares refer to, and disjoint people
+            pay a quarter of that.
         score: The one step that releases the scores.
+        fit_reads: `"lower"` or `"both"`: what `fit` is of. Both is better where the
+            validation records are not much fewer than those of the kept sources.
+            Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -205,8 +228,14 @@ class SelectedSources(_AbstractSourceRuns):
         default=(1.0, 0.05, 0.95), converter=_checks.floats
     )
     score: NoisyGD = _ONE_MEAN
+    fit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
     sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = dict.fromkeys((MODEL, SCORE, FIT), AbstractFiniteSum)
+
+    @property
+    @override
+    def fits_both(self) -> bool:
+        return self.fit_reads == "both"
 
     @override
     def level(self, name, problem, w0, found):
