@@ -357,11 +357,12 @@ def one_level(reads):
 
 
 def selected(task):
-    grid = [(first, fit) for first in (0.5, 1.0, 2.0) for fit in (8.0, 16.0)]
-    return [
-        dpb.bilevel.SelectedSources(descent(task, 30, a), descent(task, 100, b))
-        for a, b in grid
-    ]
+    kind = dpb.bilevel.SelectedSources
+    grid = [(first, fit) for first in (0.5, 2.0) for fit in (8.0, 16.0)]
+    alone = [kind(descent(task, 30, a), descent(task, 100, b)) for a, b in grid]
+    both = {"fit_reads": "both", "budget_split": (0.03, 0.02, 0.95)}
+    first = descent(task, 10, 0.5)
+    return alone + [kind(first, descent(task, 100, b), **both) for b in (8.0, 16.0)]
 
 
 def mixed(task, models=22.0, size=0.031, fit=8.0):

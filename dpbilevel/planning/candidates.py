@@ -134,8 +134,15 @@ def _selected(clip_norm: float) -> Candidate:
             _descent(clip_norm, 10, first), _descent(clip_norm, 100, then)
         )
 
+    def of_both(split: float, then: float) -> SelectedSources:
+        model, fit = _descent(clip_norm, 10, 1.0), _descent(clip_norm, 100, then)
+        shares = (split, split, 1.0)
+        return SelectedSources(model, fit, fit_reads="both", budget_split=shares)
+
     settings = itertools.product((0.5, 1.0, 2.0), (8.0, 16.0))
-    return Candidate("SelectedSources", _each(solver, settings), 2)
+    both = itertools.product((0.03, 0.1), (8.0, 16.0))
+    solvers = _each(solver, settings) + _each(of_both, both)
+    return Candidate("SelectedSources", solvers, 2)
 
 
 def _mixed(clip_norm: float) -> Candidate:

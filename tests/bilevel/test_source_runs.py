@@ -55,6 +55,7 @@ def of_sources(data, kept):
 
 DATA = levels()
 SELECTED = SelectedSources(GD, dataclasses.replace(GD, num_steps=3))
+OF_BOTH = dataclasses.replace(SELECTED, fit_reads="both")
 MIXED = MixedSources(*(dataclasses.replace(GD, num_steps=n) for n in (2, 3, 4, 2)))
 CONTRACT = {
     "one_level": Case(WEIGHTING, OneLevel(GD), DATA, W0, "disjoint", keeps_x=True),
@@ -62,20 +63,23 @@ CONTRACT = {
         WEIGHTING, OneLevel(GD, "both"), DATA, W0, "overlapping", keeps_x=True
     ),
     "selected_sources": Case(WEIGHTING, SELECTED, DATA, W0, "disjoint"),
+    "selected_sources_both": Case(WEIGHTING, OF_BOTH, DATA, W0, "disjoint"),
     "mixed_sources": Case(WEIGHTING, MIXED, DATA, W0, "disjoint"),
 }
 TWO = dataclasses.replace(GD, num_steps=2)
 
 
-def planned_selected(kind=SelectedSources):
+def planned_selected(kind=SelectedSources, **fields):
     """For canary records; with much of the budget in each run, so that each shows."""
-    return planned(kind(TWO, TWO, budget_split=(0.3, 0.4, 0.3)), "overlapping")
+    solver = kind(TWO, TWO, budget_split=(0.3, 0.4, 0.3), **fields)
+    return planned(solver, "overlapping")
 
 
 AUDITS = {
     "OneLevel, both levels": Audited(planned(OneLevel(TWO, "both"), "overlapping")),
     "OneLevel": Audited(planned(OneLevel(TWO), "disjoint")),
     "SelectedSources": Audited(planned_selected()),
+    "SelectedSources, both levels": Audited(planned_selected(fit_reads="both")),
     "MixedSources": Audited(
         planned(
             MixedSources(TWO, TWO, TWO, TWO, budget_split=(0.2, 0.2, 0.2, 0.2, 0.2)),
@@ -198,6 +202,25 @@ def test_the_model_of_kept_sources_is_a_fit_on_their_records_alone():
     np.testing.assert_allclose(found["model"], alone(DATA.upper, long(20), 0.0), 1e-5)
     np.testing.assert_allclose(y, alone(of_sources(DATA, [0, 1]), long(30)), 1e-4)
     np.testing.assert_array_equal(y, found["fit"])
+
+
+def test_a_fit_on_both_levels_is_one_on_kept_and_validation_records_pooled():
+    (_, y), _ = runs(dataclasses.replace(LONG, fit_reads="both"))
+    kept = of_sources(DATA, [0, 1])
+    kept = {name: kept[name] for name in DATA.upper}
+    pooled = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), DATA.upper, kept)
+    np.testing.assert_allclose(y, alone(pooled, long(30)), rtol=1e-4)
+
+
+def test_a_fit_on_both_levels_is_paid_by_both():
+    sizes = dpb.Sizes(30, 60, "disjoint")
+    solver = dataclasses.replace(OF_BOTH, budget_split=(0.03, 0.02, 0.95))
+    ledger = solver.with_noise(1.0).ledger(WEIGHTING, sizes)
+    paid = {r.name.split(":")[0]: {q.role for q in r.queries} for r in ledger.releases}
+    assert paid == {"model": {"upper"}, "score": {"lower"}, "fit": {"upper", "lower"}}
+    for role, share in {"upper": 0.03, "lower": 0.02}.items():
+        mu = (share + 0.95 / 4) ** 0.5  # half of what someone in each level moves
+        assert accounting.gaussian_mu(ledger.events()[role]) == pytest.approx(mu)
 
 
 def test_a_step_on_kept_sources_is_that_on_sources_of_the_mean_size():
@@ -423,11 +446,15 @@ def test_other_problems_and_splits_are_refused_with_the_remedy(solver):
         dataclasses.replace(solver, fit=SELECTED)
 
 
-def test_one_level_on_both_needs_sizes():
+def test_fits_on_both_levels_need_sizes():
     with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
         OneLevel(GD, "both").level("model", WEIGHTING, W0, None)
     with pytest.raises(ValueError, match="reads must be one of"):
         OneLevel(GD, "all")
+    with pytest.raises(ValueError, match=r"call solver.with_sizes\(sizes\)"):
+        OF_BOTH.level("fit", WEIGHTING, W0, None)
+    with pytest.raises(ValueError, match="fit_reads must be one of"):
+        dataclasses.replace(OF_BOTH, fit_reads="all")
 
 
 def test_starts_of_another_number_of_sources_are_refused():
