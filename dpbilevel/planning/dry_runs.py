@@ -20,7 +20,7 @@ from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import candidates
-from .twins import AbstractTwin, Twin
+from .twins import AbstractTwin
 from .twins import twins as default_twins
 
 Effort = Literal["fast", "thorough"]
@@ -32,6 +32,8 @@ _KEPT = 0.25
 # By how much of what there is to gain a method of two levels has to be better than one
 # level: less is the noise of so few dry runs.
 _WORTH = 0.03
+# Multiples of epsilon tried where two levels do not pay.
+_MORE = (2, 4, 8, 16)
 
 # At the top, so that settings that differ in numbers share one compiled program.
 _solve = jax.jit(lambda *run, key: solve(*run, key=key).value)
@@ -117,7 +119,8 @@ def auto(
     Some 50 short runs on each twin: time grows with the sizes.
     The setting that misses least of what there is to gain on its worst twin is planned,
     because nobody knows which twin the records are like. A method of two levels is
-    planned only where it is better than one level.
+    planned only where it is better than one level; where it is not, dry runs with more
+    budget say from which epsilon on it would be.
 
     Args:
         problem: A `FiniteSum`, a `BilevelProblem`, or that of `source_weighting`.
@@ -171,23 +174,26 @@ def auto(
     *keys, key_noise = jax.random.split(jax.random.key(seed), len(laws) + 1)
     drawn = [law.draw(problem, w0, sizes, k) for law, k in zip(laws, keys, strict=True)]
     starts = [_loss(problem, w0, twin.test) for twin in drawn]
-    plans = [
-        calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
-        for method in offered
-        for solver in method.solvers
-    ]
 
-    def dry_run(index: int, twin: Twin, number: int) -> float:
-        key = jax.random.fold_in(key_noise, number)
-        value = _solve(problem, plans[index].solver, twin.data, w0, key=key)
-        loss = _loss(problem, value, twin.test)
-        return loss if np.isfinite(loss) else np.inf
+    def planned(solver: AbstractSolver, within: PrivacyBudget) -> Plan[Any]:
+        options: Any = {"sizes": sizes, "w0": w0, "precision": precision}
+        return calibrate(problem, solver, within, **options)
+
+    def dry_runs(solver: AbstractSolver, number: int) -> list[float]:
+        found = []
+        for twin in drawn:
+            key = jax.random.fold_in(key_noise, number)
+            value = _solve(problem, solver, twin.data, w0, key=key)
+            loss = _loss(problem, value, twin.test)
+            found.append(loss if np.isfinite(loss) else np.inf)
+        return found
 
     entries = [(method, solver) for method in offered for solver in method.solvers]
+    plans = [planned(solver, budget) for _, solver in entries]
     losses, left = _race(
         [method.name for method, _ in entries],
         _ROUNDS[effort],
-        lambda index, number: [dry_run(index, twin, number) for twin in drawn],
+        lambda index, number: dry_runs(plans[index].solver, number),
         starts,
         progress,
     )
@@ -205,10 +211,15 @@ def auto(
     }
     ranked = _ranked(trials)
     best = tuple(trials[i] for i in ranked)
+
+    def runs_within(epsilon: float) -> list[list[list[float]]]:
+        within = PrivacyBudget(epsilon, budget.delta)
+        return [[dry_runs(planned(t.solver, within).solver, 0)] for t in best]
+
     return AutoPlan(
         plans[ranked[0]].solver,
         plans[ranked[0]].report,
-        _reason(best, budget),
+        _reason(best, budget) + _outlook(best, starts, budget.epsilon, runs_within),
         best,
         tuple(law.name for law in laws),
         tuple(starts),
@@ -297,6 +308,33 @@ def _reason(ranked: Sequence[Trial], budget: PrivacyBudget) -> str:
     if any(trial.levels == 2 for trial in ranked):
         return f"{text}. Two levels do not pay here: one level is as good or better."
     return f"{text}."
+
+
+def _outlook(
+    ranked: Sequence[Trial],
+    starts: list[float],
+    epsilon: float,
+    runs_within: Callable[[float], list[list[list[float]]]],
+) -> str:
+    """From which epsilon on two levels would pay, where they do not.
+
+    Args:
+        ranked: The best setting of each method.
+        starts: The losses of the starting point.
+        epsilon: That of the budget.
+        runs_within: The losses of all of `ranked` within another epsilon.
+    """
+    if ranked[0].levels == 2 or all(trial.levels == 1 for trial in ranked):
+        return ""
+    for larger in (factor * epsilon for factor in _MORE):
+        regrets = _regrets(runs_within(larger), starts)
+        trials = dict(enumerate(ranked))
+        again = {
+            i: dataclasses.replace(t, regret=regrets[i]) for i, t in trials.items()
+        }
+        if again[_ranked(again)[0]].levels == 2:
+            return f" Two levels would pay from about epsilon = {larger:g} on."
+    return f" Two levels would not pay at epsilon = {_MORE[-1] * epsilon:g} either."
 
 
 def _loss(problem: Any, value: PyTree, test: PyTree) -> float:

@@ -17,6 +17,7 @@ SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
 W0 = (jnp.zeros(5), jnp.zeros(6))
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 ONE = dpb.FiniteSum(dpb.logistic_loss)
+FIT = dpb.NoisyGD(20, 1.0, 4.0)
 
 
 def few(problem, w0, clip_norm):
@@ -77,6 +78,27 @@ def test_one_level_is_planned_where_all_records_are_alike():
     assert not plan.pays
     assert isinstance(plan.solver, OneLevel)
     assert "Two levels do not pay here" in plan.reason
+    assert "at epsilon = 32 either" in plan.reason
+
+
+def trial(levels, loss):
+    return dry_runs.Trial(f"of {levels}", OneLevel(FIT), levels, (loss,), 0.0, 1)
+
+
+def outlook(one, two):
+    """With these losses of one and of two levels by epsilon, planned at 1."""
+    ranked = [trial(1, one[0]), trial(2, two[0])]
+    found = {2.0**i: v for i, v in enumerate(zip(one, two, strict=True))}
+    return dry_runs._outlook(
+        ranked, [1.0], 1.0, lambda epsilon: [[[loss]] for loss in found[epsilon]]
+    )
+
+
+def test_the_epsilon_from_which_on_two_levels_pay_is_found():
+    one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
+    assert outlook(one, two) == " Two levels would pay from about epsilon = 4 on."
+    assert "not pay at epsilon = 16 either" in outlook(one, one)
+    assert dry_runs._outlook([trial(2, 0.1), trial(1, 0.2)], [1.0], 1.0, None) == ""
 
 
 def test_a_plan_shows_why_settings_and_guarantee():
