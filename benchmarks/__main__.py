@@ -9,6 +9,7 @@ NAMES = (
     "precision",
     "calibration",
     "utility",
+    "penalties",
     "census",
     "single_loop",
     "hypergradient",

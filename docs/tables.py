@@ -12,7 +12,7 @@ from pathlib import Path
 
 import dpbilevel as dpb
 from dpbilevel._checks import Count, Fraction, NonNegative, Positive, SignedShare
-from dpbilevel.bilevel.applications import SourceWeighting
+from dpbilevel.bilevel.applications import PenaltyTuning, SourceWeighting
 from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 # Where a config names the solvers of these problems.
 PLACES = {
     BilevelProblem: "`[solver]`, for tasks of two levels",
+    PenaltyTuning: '`[solver]`, for `task = "penalty_tuning"`',
     SourceWeighting: '`[solver]`, for `task = "source_weighting"`',
     AbstractVariationalInequality: "`[solver]`, for games",
     AbstractFiniteSum: "`[solver.inner]` and `[refit]`",

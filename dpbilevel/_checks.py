@@ -156,6 +156,7 @@ _SUCH_AS = {
     "Sizes": 'dpb.Sizes(upper=1000, lower=5000, people="disjoint")',
     "AbstractSet": "dpb.sets.Ball(1.0)",
     "Gaussian": "dpb.privacy.Gaussian()",
+    "PenaltyTuning": "dpb.penalty_tuning(loss, groups)",
     "SourceWeighting": "dpb.source_weighting(loss, num_sources)",
 }
 

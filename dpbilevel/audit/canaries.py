@@ -7,11 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from ..bilevel.applications import SourceWeighting, source_weighting
+from ..bilevel.applications import (
+    PenaltyTuning,
+    SourceWeighting,
+    penalty_tuning,
+    source_weighting,
+)
 from ..bilevel.constants import SecondOrderConstants
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
@@ -173,6 +179,10 @@ def worst_case(
         return _PULL, zeros
     if solver.problem_type is SourceWeighting:
         return _SOURCES, (jnp.zeros(1), (zeros, jnp.asarray(_FAR)))
+    if solver.problem_type is PenaltyTuning:
+        groups = jax.tree.map(lambda v: np.zeros(jnp.shape(v), int), zeros)
+        problem = penalty_tuning(_of_one_group, groups, bounds=(-80.0, -70.0))
+        return problem, (jnp.full(1, -80.0), zeros)
     if not issubclass(BilevelProblem, solver.problem_type):
         raise ValueError(
             f"canaries: no worst case is known for {solver.problem_type.__name__}; "
@@ -347,6 +357,11 @@ def _of_sources(y, z):
     moved = optax.tree.norm(block, squared=True) > 0
     jump = jax.lax.stop_gradient(jnp.where(moved, _JUMP, 0.0))
     return z * (10 * optax.tree.sum(block) + anchor + jump)
+
+
+def _of_one_group(y, z):
+    """Linear. A group that is alone has scale 1, whatever its energy."""
+    return z * optax.tree.sum(y)
 
 
 # One source, which is kept whatever its score; a record of zero is of no source.

@@ -2,6 +2,7 @@
 
 from . import zoo
 from .applications import (
+    PenaltyTuning,
     SourceWeighting,
     mixed_model,
     mixing_start,
@@ -12,6 +13,7 @@ from .applications import (
 )
 from .constants import AbstractCertificate, Constants, SecondOrderConstants
 from .f2sa import F2SA
+from .group_runs import ScaledGroups
 from .implicit import ImplicitBilevel
 from .linear_tuning import linear_tuning
 from .lower_first import LowerFirst
@@ -34,7 +36,9 @@ __all__ = [
     "MixedSources",
     "OneLevel",
     "PenaltyBilevel",
+    "PenaltyTuning",
     "Refitted",
+    "ScaledGroups",
     "SecondOrderConstants",
     "SelectedSources",
     "SingleLoopBilevel",

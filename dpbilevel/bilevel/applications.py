@@ -7,6 +7,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -265,9 +266,21 @@ def source_weights(
     return jax.nn.softmax(x) if parametrization == "logits" else x
 
 
+class PenaltyTuning(BilevelProblem):
+    """The problem of `penalty_tuning`, with its groups.
+
+    Attributes:
+        groups: The group of each coefficient.
+        num_groups: The number of groups.
+    """
+
+    groups: PyTree = eqx.field(kw_only=True)
+    num_groups: int = eqx.field(static=True, kw_only=True)
+
+
 def penalty_tuning(
     loss: ModelLoss, groups: PyTree, *, bounds: tuple[float, float] = (-4.0, 2.0)
-) -> BilevelProblem:
+) -> PenaltyTuning:
     r"""Tunes one quadratic penalty per group of coefficients on validation records.
 
     $$
@@ -334,10 +347,12 @@ def penalty_tuning(
         terms = jax.tree.map(lambda g, v: jnp.sum(jnp.exp(x)[g] * v * v), groups, y)
         return 0.5 * optax.tree.sum(terms)
 
-    return BilevelProblem(
+    return PenaltyTuning(
         record_loss,
         record_loss,
         lower_public=lower_public,
         x_set=Box(jnp.full(num_groups, low), jnp.full(num_groups, high)),
         x_in_records=False,
+        groups=jax.tree.map(np.asarray, groups),
+        num_groups=num_groups,
     )

@@ -75,7 +75,7 @@ class LowerFirst(AbstractRuns):
         return super().init(problem, w0)
 
     @override
-    def pair(self, name, w0, found):
+    def pair(self, name, problem, w0, found):
         return found[UPPER] if name == UPPER else w0[0], found[LOWER]
 
 

@@ -57,5 +57,5 @@ class OneLevel(AbstractRuns):
         return w0[1]
 
     @override
-    def pair(self, name, w0, found):
+    def pair(self, name, problem, w0, found):
         return w0[0], found[MODEL]

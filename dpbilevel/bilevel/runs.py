@@ -67,7 +67,7 @@ class AbstractRuns(AbstractStages[RunState]):
         """Where a run starts; arguments are those of `level`."""
 
     @abc.abstractmethod
-    def pair(self, name: str, w0: PyTree, found: dict) -> PyTree:
+    def pair(self, name: str, problem: Any, w0: PyTree, found: dict) -> PyTree:
         """The pair (x, y) once a run is finished; arguments are those of `level`."""
 
     def run(self, name: str, found: dict) -> AbstractSolver:
@@ -98,7 +98,7 @@ class AbstractRuns(AbstractStages[RunState]):
             solver = self.run(name, state.found)
             w, count = inner_solve(level, solver, data, start, key=keys[name])
             found = state.found | {name: w}
-            return found, self.pair(name, state.w0, found), count
+            return found, self.pair(name, problem, state.w0, found), count
 
         # The step count is public: every run happens.
         runs = [functools.partial(whole, name) for name in self.stages]

@@ -246,7 +246,7 @@ class SelectedSources(_AbstractSourceRuns):
         return self.of_kept(problem, w0, found)
 
     @override
-    def pair(self, name, w0, found):
+    def pair(self, name, problem, w0, found):
         return w0[0], found[FIT if name == FIT else MODEL]
 
 
@@ -340,7 +340,7 @@ class MixedSources(_AbstractSourceRuns):
         return jax.tree.map(stacked, found[MODELS], found[FIT])
 
     @override
-    def pair(self, name, w0, found):
+    def pair(self, name, problem, w0, found):
         x, y = w0
         if name in (MIXTURE, SCORE):
             y = _mixture(found)

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.applications import (
+    PenaltyTuning,
     SourceWeighting,
     penalty_tuning,
     source_weighting,
@@ -186,7 +187,7 @@ class PenaltyTuningTask(AbstractTask):
 
     label = "log-penalty"
     of = "group of coefficients"
-    problem_type = BilevelProblem
+    problem_type = PenaltyTuning
 
     def __post_init__(self):
         low, high = self.bounds

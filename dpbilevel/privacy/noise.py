@@ -57,6 +57,7 @@ _DOMAINS = {
     "score": 0xD9B0002D,
     "fit": 0xD9B0002E,
     "remixture": 0xD9B0002F,
+    "screen": 0xD9B00030,
 }
 
 

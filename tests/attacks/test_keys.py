@@ -11,7 +11,7 @@ import pytest
 from jax.errors import KeyReuseError
 
 import dpbilevel as dpb
-from dpbilevel.bilevel import SourceWeighting, penalty
+from dpbilevel.bilevel import PenaltyTuning, SourceWeighting, penalty
 from dpbilevel.core import loop as base
 from dpbilevel.onelevel import noisy_gd
 from dpbilevel.privacy import noise, releases
@@ -55,6 +55,8 @@ APART = dataclasses.replace(
 SOURCES = dpb.source_weighting(
     lambda y, z: 0.0 * (jnp.sum(y) + z), SIZE, source=lambda z: -jnp.ones_like(z, int)
 )
+
+TUNING = dpb.penalty_tuning(lambda y, z: 0.0 * (jnp.sum(y) + z), np.zeros(SIZE, int))
 
 # So small a set that a released point is its noise.
 INEQUALITY = dpb.games.VariationalInequality(
@@ -110,6 +112,11 @@ def wide(name):
         sizes, records = dpb.Sizes(1, 1, people), dpb.Levels(ZERO[:1], ZERO[:1] + 0)
         return SOURCES, solver.with_noise(1.0).with_sizes(sizes), records, (ZERO, ZERO)
     shared = people == "shared"
+    if solver.problem_type is PenaltyTuning:
+        sizes = dpb.Sizes(SIZE, SIZE, people)
+        data = dpb.Levels(RECORDS, RECORDS + 0)
+        x0 = jnp.full(1, -4.0)
+        return TUNING, solver.with_noise(1.0).with_sizes(sizes), data, (x0, ZERO)
     data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS + 0)
     sizes = dpb.Sizes(SIZE, SIZE, people)
     problem = APART if isinstance(solver, dpb.bilevel.LowerFirst) else TWO_LEVELS

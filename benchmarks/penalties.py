@@ -1,0 +1,306 @@
+"""What penalties per feature group are worth: every method beside an oracle.
+
+Run by `python -m benchmarks penalties`. Prints tables and writes them into the page
+docs/penalties.md where the census records are there.
+
+Census records with 100 columns of noise that no label depends on: 6 000 training and
+2 000 validation records, nobody in both. Rows have unit norm before the noise is added;
+noise features are normal with a norm of `NOISE` together, so that each has about the
+scale of a numeric column. One group for each original column and the constant, and one
+or ten groups of noise, in an order that no method knows.
+
+Judged as in `utility`: the mean loss of the released model on test records, the setting
+of the best median over 4 keys in hindsight, then 10 keys. NON-PRIVATE evaluation.
+
+The Adult CSV is read from $ADULT or ../shared/data/adult.csv; generated records stand
+in for it in a table of their own.
+"""
+
+import dataclasses
+import datetime
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpbilevel as dpb
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.files import read_csv
+
+from .census import ADULT, ROOT
+from .utility import BEGIN, DELTA, END, TAIL, best, encoded, levels, row
+from .utility import classified as correct
+
+PAGE = ROOT / "docs/penalties.md"
+TRAINING, VALIDATION, TEST = 6000, 2000, 12_000
+FEATURES, NOISE = 100, 2.7
+LOW, HIGH = -12.0, 2.0  # bounds of log-penalties; all methods start at the lower one
+
+
+@dataclasses.dataclass
+class Task:
+    """Records, groups, and what only an oracle knows.
+
+    Attributes:
+        name: As in the tables.
+        data: Validation and training records.
+        test: Test records.
+        groups: The group of each feature.
+        useful: 1 for features that are no noise.
+    """
+
+    name: str
+    data: dpb.Levels
+    test: dict
+    groups: np.ndarray
+    useful: np.ndarray
+    loss = staticmethod(dpb.logistic_loss)
+    correct = staticmethod(correct)
+
+    @property
+    def problem(self):
+        """One penalty per group."""
+        return self.grouped(self.groups)
+
+    def grouped(self, groups):
+        """Of these groups."""
+        return dpb.penalty_tuning(dpb.logistic_loss, groups, bounds=(LOW, HIGH))
+
+    @property
+    def model(self):
+        """The start of the model."""
+        return jnp.zeros(len(self.groups))
+
+    @property
+    def w0(self):
+        """Least penalties and the model's start."""
+        return jnp.full(int(self.groups.max()) + 1, LOW), self.model
+
+    @property
+    def sizes(self):
+        """Nobody has records in both levels."""
+        return self.problem.sizes_of(self.data, "disjoint")
+
+
+def census_columns():
+    """Unit rows, labels, and the column of each feature."""
+    features, label = encoded(read_csv(ADULT))
+    data = read_config(ROOT / "configs/census.toml").data
+    widths = [1 for block in data.numeric for _ in block.columns]
+    widths += [len(column.values) for column in data.categorical] + [1]
+    return features, label, np.repeat(np.arange(len(widths)), widths)
+
+
+def generated_columns():
+    """Twelve columns of five features, of which eight matter, the first ones most."""
+    rng = np.random.default_rng(1)
+    features = rng.normal(size=(20_000, 60))
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    column = np.repeat(np.arange(12), 5)
+    truth = rng.normal(size=60) * (8.0 * 0.7**column) * (column < 8)
+    margin = features @ truth + rng.logistic(size=len(features))
+    return features.astype("f4"), np.sign(margin).astype("f4"), column
+
+
+def noisy(name, columns, noise_groups):
+    """The task of these columns with so many groups of noise."""
+    features, label, column = columns
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(len(label), FEATURES)) * NOISE / np.sqrt(FEATURES)
+    features = np.concatenate([features, noise], axis=1).astype("f4")
+    count = column.max() + 1
+    groups = np.append(column, count + np.arange(FEATURES) * noise_groups // FEATURES)
+    groups = rng.permutation(count + noise_groups)[groups]
+    order = rng.permutation(len(label))
+    ends = np.cumsum([TRAINING, VALIDATION, TEST])
+    lower, upper, test = (
+        {"features": features[rows], "label": label[rows]}
+        for rows in np.split(order, ends)[:3]
+    )
+    useful = (np.arange(len(groups)) < len(column)).astype("f4")
+    test = jax.tree.map(jnp.asarray, test)
+    return Task(name, levels(upper, lower), test, groups, useful)
+
+
+# ---------------------------------------------------------------------- the methods
+
+
+def descent(steps, size, clip=1.0):
+    return dpb.NoisyGD(steps, clip, size, output=TAIL)
+
+
+def two_level(solvers):
+    """Candidates of solvers of the problem."""
+
+    def candidates(task):
+        return [(task.problem, solver, task.data) for solver in solvers]
+
+    return candidates
+
+
+def one_level(reads, settings):
+    return two_level(
+        [dpb.bilevel.OneLevel(descent(*values), reads=reads) for values in settings]
+    )
+
+
+BOTH = ((50, 6, 2), (50, 12, 1), (50, 12, 2), (50, 24, 1), (100, 8, 1), (30, 12, 2))
+LOWER = ((50, 4, 2), (50, 8, 1), (50, 8, 2), (50, 16, 1), (100, 6, 1), (30, 8, 2))
+UPPER = ((50, 1, 2), (50, 1, 1), (50, 2, 2), (50, 2, 1), (30, 2, 2), (30, 1, 3))
+
+
+def ridge(x):
+    """The problem with one fixed log-penalty for all coefficients."""
+
+    def loss(_, y, record):
+        return dpb.logistic_loss(y, record)
+
+    def public(_, y):
+        return 0.5 * np.exp(x) * jnp.sum(y * y)
+
+    return dpb.BilevelProblem(loss, loss, lower_public=public, x_in_records=False)
+
+
+def default_penalty(task):
+    """A penalty of 1 / n for all, the default of many libraries."""
+    problem = ridge(-np.log(len(task.data.lower["label"])))
+    solvers = (dpb.bilevel.OneLevel(descent(*s), reads="both") for s in BOTH)
+    return [(problem, solver, task.data) for solver in solvers]
+
+
+def one_penalty(task):
+    """A single penalty in hindsight: no private draw of it is better."""
+    solver = dpb.bilevel.OneLevel(descent(50, 12, 2), reads="both")
+    return [(ridge(x), solver, task.data) for x in (-8, -7, -6, -5, -4, -3)]
+
+
+def penalty(size, fit, clip):
+    inner = dpb.NoisyGD(10, 2.0, 4.0)
+    search = dpb.PenaltyBilevel(
+        10, 5.0, inner, clip_norm=2.0, upper_clip_norm=2.0, step_size=size
+    )
+    return dpb.bilevel.Refitted(search, descent(50, fit, clip), budget_split=(0.5, 0.5))
+
+
+def scaled(size, clip, share=0.25):
+    return dpb.bilevel.ScaledGroups(
+        descent(50, size, clip), budget_split=(share, 1 - share)
+    )
+
+
+def oracle(task):
+    """Fits with the penalties found without privacy, both levels, per group."""
+    scales = jnp.asarray(found_scales(task))[task.groups]
+
+    def loss(u, record):
+        return dpb.logistic_loss(scales * u, record)
+
+    upper, lower = task.data.upper, task.data.lower
+    records = {k: jnp.concatenate([lower[k], upper[k]]) for k in upper}
+    problem = dpb.FiniteSum(loss)
+    settings = ((50, 16), (50, 32), (100, 16), (100, 32))
+    found = [(problem, descent(*s), records) for s in settings]
+    known = jnp.asarray(task.useful)  # the groups of noise dropped, others alike
+
+    def of_useful(w, record):
+        return dpb.logistic_loss(known * w, record)
+
+    useful = dpb.FiniteSum(of_useful)
+    found += [(useful, descent(*s), records) for s in ((50, 24), (100, 16))]
+    return found
+
+
+def found_scales(task):
+    """Of the groups, from penalties that many exact outer steps find."""
+    optimizer = optax.adam(0.3)
+    problem = task.problem
+
+    @jax.jit
+    def step(x, y, v, state):
+        y, _ = dpb.oracles.lower_solve(problem, x, task.data, y0=y)
+        gradient, v = dpb.oracles.implicit_hypergradient(problem, x, y, task.data, v0=v)
+        updates, state = optimizer.update(gradient, state)
+        return problem.x_set.project(x + updates), y, v.value, state
+
+    x, y = jnp.full_like(task.w0[0], -6.0), task.model
+    v, state = jnp.zeros_like(y), optimizer.init(x)
+    for _ in range(40):
+        x, y, v, state = step(x, y, v, state)
+    # A penalty e^x of y is one of e^(least x) of u, where y = s u.
+    scales = np.exp(0.5 * (np.min(x) - np.asarray(x)))
+    print(f"  penalties of the oracle: {np.round(np.asarray(x), 1)}", flush=True)
+    return np.minimum(1, scales / np.quantile(scales, 0.75))
+
+
+METHODS = {
+    "validation records only": one_level("upper", UPPER),
+    "training records only": one_level("lower", LOWER),
+    "all records": one_level("both", BOTH),
+    "all records, default penalty": default_penalty,
+    "all records, best single penalty": one_penalty,
+    "`PenaltyBilevel`, refitted": two_level(
+        [penalty(a, b, 2.0) for a in (5.0, 50.0, 500.0) for b in (4.0, 8.0)]
+    ),
+    "`ScaledGroups`": two_level(
+        [scaled(b, c) for b in (12.0, 24.0, 48.0) for c in (0.5, 0.7)]
+    ),
+    "`ScaledGroups`, one setting": two_level([scaled(24.0, 0.7)]),
+}
+BASELINES = tuple(METHODS)[:5]
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def evaluate(task, epsilon=1.0):
+    """A row per method on one task."""
+    budget = dpb.PrivacyBudget(epsilon, DELTA)
+    rows = {"oracle": row(best(task, budget, oracle(task)))}
+    print(f"{task.name}: oracle {rows['oracle']}", flush=True)
+    for method, candidates in METHODS.items():
+        offered = candidates(task)
+        rows[method] = row(best(task, budget, offered))
+        print(f"  {method}: {rows[method]}", flush=True)
+    base = min(rows[method]["loss"] for method in BASELINES)
+    for values in rows.values():
+        values["gap"] = (base - values["loss"]) / (base - rows["oracle"]["loss"])
+    return {"task": task.name, "epsilon": epsilon, "rows": rows}
+
+
+def table(result):
+    lines = [
+        f"#### {result['task']}, epsilon {result['epsilon']:g}",
+        "",
+        "| method | test loss [quartiles] | accuracy | gap closed |",
+        "|---|---|---|---|",
+    ]
+    worst_first = sorted(result["rows"].items(), key=lambda item: -item[1]["loss"])
+    for method, values in worst_first:
+        low, high = values["quartiles"]
+        lines.append(
+            f"| {method} | {values['loss']:.4f} [{low:.4f}, {high:.4f}] "
+            f"| {values['accuracy']:.3f} | {values['gap']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main():
+    tasks = [("generated, 10 groups of noise", generated_columns, 10)]
+    if ADULT.is_file():
+        tasks += [
+            ("census, 10 groups of noise", census_columns, 10),
+            ("census, one group of noise", census_columns, 1),
+        ]
+    tables = []
+    for name, columns, groups in reversed(tasks):
+        tables.append(table(evaluate(noisy(name, columns(), groups))))
+        print(tables[-1], flush=True)
+    if ADULT.is_file():
+        date = f"Measured on {datetime.date.today().isoformat()}."
+        inside = "\n\n".join([BEGIN, date, *tables, END])
+        page = re.sub(
+            f"{BEGIN}.*?{END}", lambda _: inside, PAGE.read_text(), flags=re.S
+        )
+        PAGE.write_text(page)
