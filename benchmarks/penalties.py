@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +147,7 @@ def one_level(reads, settings):
     )
 
 
+ALL = (1e-6, 1.0)  # of the budget for the fit
 BOTH = ((50, 6, 2), (50, 12, 1), (50, 12, 2), (50, 24, 1), (100, 8, 1), (30, 12, 2))
 LOWER = ((50, 4, 2), (50, 8, 1), (50, 8, 2), (50, 16, 1), (100, 6, 1), (30, 8, 2))
 UPPER = ((50, 1, 2), (50, 1, 1), (50, 2, 2), (50, 2, 1), (30, 2, 2), (30, 1, 3))
@@ -190,26 +192,31 @@ def scaled(size, clip, share=0.25):
     )
 
 
+class Known(dpb.bilevel.ScaledGroups):
+    """The same fit with scales that no private method knows, at the whole budget."""
+
+    known: tuple = eqx.field(static=True, kw_only=True)
+
+    def scales(self, problem, found):
+        """Those that are known."""
+        return jnp.asarray(self.known)
+
+
 def oracle(task):
-    """Fits with the penalties found without privacy, both levels, per group."""
-    scales = jnp.asarray(found_scales(task))[task.groups]
-
-    def loss(u, record):
-        return dpb.logistic_loss(scales * u, record)
-
-    upper, lower = task.data.upper, task.data.lower
-    records = {k: jnp.concatenate([lower[k], upper[k]]) for k in upper}
-    problem = dpb.FiniteSum(loss)
-    settings = ((50, 16), (50, 32), (100, 16), (100, 32))
-    found = [(problem, descent(*s), records) for s in settings]
-    known = jnp.asarray(task.useful)  # the groups of noise dropped, others alike
-
-    def of_useful(w, record):
-        return dpb.logistic_loss(known * w, record)
-
-    useful = dpb.FiniteSum(of_useful)
-    found += [(useful, descent(*s), records) for s in ((50, 24), (100, 16))]
-    return found
+    """Penalties found without privacy, or the groups of noise dropped."""
+    no_noise = np.zeros(len(task.w0[0]))
+    no_noise[task.groups[task.useful > 0]] = 1
+    return [
+        (
+            task.problem,
+            Known(
+                descent(*settings), known=tuple(map(float, scales)), budget_split=ALL
+            ),
+            task.data,
+        )
+        for scales in (found_scales(task), no_noise)
+        for settings in ((50, 12), (50, 24), (100, 12))
+    ]
 
 
 def found_scales(task):
