@@ -137,7 +137,7 @@ class ScaledGroups(AbstractRuns):
 
         def by_group(values):
             parts = [
-                jnp.zeros(k).at[jnp.ravel(g)].add(jnp.ravel(v))
+                jnp.zeros(k, v.dtype).at[jnp.ravel(g)].add(jnp.ravel(v))
                 for (g, _), v in zip(pairs, values, strict=True)
             ]
             return sum(parts[1:], parts[0])
