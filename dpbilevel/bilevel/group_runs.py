@@ -16,7 +16,7 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..sets import AbstractSet, Euclidean
 from .applications import PenaltyTuning
-from .penalized import PenalizedLevel
+from .penalized import PenalizedLevel, equal_weights
 from .problem import Sizes
 from .runs import AbstractRuns
 
@@ -158,12 +158,7 @@ class ScaledGroups(AbstractRuns):
         return jnp.where(top > 0, jnp.minimum(energy / safe, 1), 1)
 
     def _level(self, problem, name, x=None, y0=None, scales=None) -> ScaledLevel:
-        if self.sizes is None:
-            raise ValueError(
-                "ScaledGroups: the weight of a level follows from the sizes; call "
-                "solver.with_sizes(sizes), as calibrate does."
-            )
-        penalty = self.sizes.lower / self.sizes.upper  # every record weighs the same
+        penalty = equal_weights("ScaledGroups", self.sizes)
         clip_norm = getattr(self, name).clip_norm
         return ScaledLevel(problem, x, penalty, clip_norm, y0, scales)
 
