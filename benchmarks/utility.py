@@ -283,6 +283,7 @@ def digits(kind):
         clean,
         correct,
         linear=False,
+        step=0.25,
         clip=2.0,
         ridge=1e-5,
     )
