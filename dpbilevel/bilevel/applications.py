@@ -327,7 +327,9 @@ def penalty_tuning(
                 "penalty_tuning: groups must be counted from 0, got "
                 f"{int(jnp.min(leaf))}."
             )
-    num_groups = 1 + max(int(jnp.max(leaf)) for leaf in jax.tree.leaves(groups))  # k
+    # Of one dtype, whether or not float64 is enabled where they are read.
+    groups = jax.tree.map(lambda leaf: np.asarray(leaf, np.int32), groups)
+    num_groups = 1 + max(int(np.max(leaf)) for leaf in jax.tree.leaves(groups))  # k
 
     def record_loss(_, y, record):
         return loss(y, record)
@@ -353,6 +355,6 @@ def penalty_tuning(
         lower_public=lower_public,
         x_set=Box(jnp.full(num_groups, low), jnp.full(num_groups, high)),
         x_in_records=False,
-        groups=jax.tree.map(np.asarray, groups),
+        groups=groups,
         num_groups=num_groups,
     )
