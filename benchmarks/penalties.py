@@ -17,21 +17,19 @@ in for it in a table of their own.
 """
 
 import dataclasses
-import datetime
-import re
+import functools
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dpbilevel as dpb
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.files import read_csv
 
 from .census import ADULT, ROOT
-from .utility import BEGIN, DELTA, END, TAIL, best, encoded, levels, row
+from .utility import TAIL, encoded, exact_search, judged, levels, table, write
 from .utility import classified as correct
 
 PAGE = ROOT / "docs/penalties.md"
@@ -173,7 +171,7 @@ def default_penalty(task):
 
 
 def one_penalty(task):
-    """A single penalty in hindsight: no private draw of it is better."""
+    """The best of six single penalties, at one setting of the descent."""
     solver = dpb.bilevel.OneLevel(descent(50, 12, 2), reads="both")
     return [(ridge(x), solver, task.data) for x in (-8, -7, -6, -5, -4, -3)]
 
@@ -221,20 +219,7 @@ def oracle(task):
 
 def found_scales(task):
     """Of the groups, from penalties that many exact outer steps find."""
-    optimizer = optax.adam(0.3)
-    problem = task.problem
-
-    @jax.jit
-    def step(x, y, v, state):
-        y, _ = dpb.oracles.lower_solve(problem, x, task.data, y0=y)
-        gradient, v = dpb.oracles.implicit_hypergradient(problem, x, y, task.data, v0=v)
-        updates, state = optimizer.update(gradient, state)
-        return problem.x_set.project(x + updates), y, v.value, state
-
-    x, y = jnp.full_like(task.w0[0], -6.0), task.model
-    v, state = jnp.zeros_like(y), optimizer.init(x)
-    for _ in range(40):
-        x, y, v, state = step(x, y, v, state)
+    x = exact_search(task, jnp.full_like(task.w0[0], -6.0), task.model, 40)
     # A penalty e^x of y is one of e^(least x) of u, where y = s u.
     scales = np.exp(0.5 * (np.min(x) - np.asarray(x)))
     print(f"  penalties of the oracle: {np.round(np.asarray(x), 1)}", flush=True)
@@ -262,35 +247,11 @@ BASELINES = tuple(METHODS)[:5]
 
 
 def evaluate(task, epsilon=1.0):
-    """A row per method on one task."""
-    budget = dpb.PrivacyBudget(epsilon, DELTA)
-    rows = {"oracle": row(best(task, budget, oracle(task)))}
-    print(f"{task.name}: oracle {rows['oracle']}", flush=True)
-    for method, candidates in METHODS.items():
-        offered = candidates(task)
-        rows[method] = row(best(task, budget, offered))
-        print(f"  {method}: {rows[method]}", flush=True)
-    base = min(rows[method]["loss"] for method in BASELINES)
-    for values in rows.values():
-        values["gap"] = (base - values["loss"]) / (base - rows["oracle"]["loss"])
-    return {"task": task.name, "epsilon": epsilon, "rows": rows}
-
-
-def table(result):
-    lines = [
-        f"#### {result['task']}, epsilon {result['epsilon']:g}",
-        "",
-        "| method | test loss [quartiles] | accuracy | gap closed |",
-        "|---|---|---|---|",
-    ]
-    worst_first = sorted(result["rows"].items(), key=lambda item: -item[1]["loss"])
-    for method, values in worst_first:
-        low, high = values["quartiles"]
-        lines.append(
-            f"| {method} | {values['loss']:.4f} [{low:.4f}, {high:.4f}] "
-            f"| {values['accuracy']:.3f} | {values['gap']:.2f} |"
-        )
-    return "\n".join(lines)
+    methods = {
+        method: functools.partial(candidates, task)
+        for method, candidates in METHODS.items()
+    }
+    return judged(task, epsilon, oracle(task), methods, BASELINES)
 
 
 def main():
@@ -302,12 +263,8 @@ def main():
         ]
     tables = []
     for name, columns, groups in reversed(tasks):
-        tables.append(table(evaluate(noisy(name, columns(), groups))))
+        result = evaluate(noisy(name, columns(), groups))
+        tables.append(table(result, worst_first=True))
         print(tables[-1], flush=True)
     if ADULT.is_file():
-        date = f"Measured on {datetime.date.today().isoformat()}."
-        inside = "\n\n".join([BEGIN, date, *tables, END])
-        page = re.sub(
-            f"{BEGIN}.*?{END}", lambda _: inside, PAGE.read_text(), flags=re.S
-        )
-        PAGE.write_text(page)
+        write(PAGE, tables)

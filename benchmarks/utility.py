@@ -206,15 +206,8 @@ def shifted(target):
     )
 
 
-def softmax_loss(y, record):
-    margins = record["features"] @ y
-    return optax.softmax_cross_entropy_with_integer_labels(margins, record["label"])
-
-
-def network_loss(y, record):
-    return optax.softmax_cross_entropy_with_integer_labels(
-        network(y, record["features"]), record["label"]
-    )
+def scored(y, features):
+    return features @ y
 
 
 def network(y, features):
@@ -243,49 +236,34 @@ def digits(kind):
         {"features": features[rows], "label": label[rows]} for rows in (upper, test)
     )
     data, tested = levels(held, training), jax.tree.map(jnp.asarray, tested)
-    clean = np.arange(10) >= 5
-    if kind == "softmax":
-
-        def correct(y, record):
-            return jnp.argmax(record["features"] @ y) == record["label"]
-
-        start = jnp.zeros((197, 10))
-        return Task(
-            "T2, softmax",
-            softmax_loss,
-            10,
-            data,
-            tested,
-            start,
-            clean,
-            correct,
-            step=2,
-            ridge=1e-5,
-        )
-
-    def correct(y, record):
-        return jnp.argmax(network(y, record["features"])) == record["label"]
-
     first, second = jax.random.split(jax.random.key(0))
-    start = {
+    units = {
         "w1": 2.0 * jax.random.normal(first, (197, 64)),  # of features of norm 1
         "b1": jnp.zeros(64),
         "w2": jax.random.normal(second, (64, 10)) / 8,
         "b2": jnp.zeros(10),
     }
+    name, scores, start, more = {
+        "softmax": ("softmax", scored, jnp.zeros((197, 10)), {"step": 2.0}),
+        "network": (
+            "network of 64 units",
+            network,
+            units,
+            {"linear": False, "step": 0.25, "clip": 2.0},
+        ),
+    }[kind]
+
+    def loss(y, record):
+        return optax.softmax_cross_entropy_with_integer_labels(
+            scores(y, record["features"]), record["label"]
+        )
+
+    def correct(y, record):
+        return jnp.argmax(scores(y, record["features"])) == record["label"]
+
+    clean = np.arange(10) >= 5
     return Task(
-        "T2, network of 64 units",
-        network_loss,
-        10,
-        data,
-        tested,
-        start,
-        clean,
-        correct,
-        linear=False,
-        step=0.25,
-        clip=2.0,
-        ridge=1e-5,
+        f"T2, {name}", loss, 10, data, tested, start, clean, correct, ridge=1e-5, **more
     )
 
 
@@ -452,17 +430,6 @@ def oracle_weights(task):
     if task.clean is not None:
         return task.clean.astype("f4")
 
-    optimizer = optax.adam(0.3)
-
-    @jax.jit
-    def step(x, y, v, state):
-        y, _ = dpb.oracles.lower_solve(task.problem, x, task.data, y0=y)
-        gradient, v = dpb.oracles.implicit_hypergradient(
-            task.problem, x, y, task.data, v0=v
-        )
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(x, updates), y, v.value, state
-
     with jax.enable_x64(True):
         task = dataclasses.replace(
             task,
@@ -471,11 +438,25 @@ def oracle_weights(task):
             ),
         )
         x, y = jax.tree.map(lambda v: v.astype(float), task.w0)
-        v, state = jnp.zeros_like(y), optimizer.init(x)
-        for _ in range(60):
-            x, y, v, state = step(x, y, v, state)
-        weights = np.asarray(jax.nn.softmax(x))
+        weights = np.asarray(jax.nn.softmax(exact_search(task, x, y, 60)))
     return (weights / weights.max()).astype("f4")
+
+
+def exact_search(task, x, y, steps):
+    """The upper variable after outer steps along exact hypergradients. NON-PRIVATE."""
+    optimizer, problem = optax.adam(0.3), task.problem
+
+    @jax.jit
+    def step(x, y, v, state):
+        y, _ = dpb.oracles.lower_solve(problem, x, task.data, y0=y)
+        gradient, v = dpb.oracles.implicit_hypergradient(problem, x, y, task.data, v0=v)
+        updates, state = optimizer.update(gradient, state)
+        return problem.x_set.project(x + updates), y, v.value, state
+
+    v, state = jnp.zeros_like(y), optimizer.init(x)
+    for _ in range(steps):
+        x, y, v, state = step(x, y, v, state)
+    return x
 
 
 def oracle(task):
@@ -547,33 +528,52 @@ def row(values):
     }
 
 
-def evaluate(name, epsilon):
-    """A row per method on one task."""
+def judged(task, epsilon, oracle, methods, baselines):
+    """A row per method on one task, with the share of the gap that it closes.
+
+    Args:
+        task: The task.
+        epsilon: Of the budget.
+        oracle: The candidates of the oracle: problems, solvers and data.
+        methods: What gives the candidates of each method, by name.
+        baselines: The names of the methods of one level.
+    """
     start = time.perf_counter()
-    task = TASKS[name]()
     budget = dpb.PrivacyBudget(epsilon, DELTA)
-    candidates, weights = oracle(task)
-    rows = {"oracle": row(best(task, budget, candidates))}
-    print(f"{task.name}, epsilon {epsilon:g}: oracle {rows['oracle']}", flush=True)
-    print(f"  weights of the oracle: {np.round(np.asarray(weights), 2)}")
-    for method, solvers in METHODS.items():
-        if not task.linear and method in LINEAR:
-            continue  # mixtures of networks are no mixtures of predictions
-        more = {"epsilon": epsilon} if solvers is planned else {}
-        offered = [(task.problem, s, task.data) for s in solvers(task, **more)]
-        rows[method] = row(best(task, budget, offered))
-        print(f"  {method}: {rows[method]}", flush=True)
-    base = min(rows[method]["loss"] for method in BASELINES)
+    rows = {}
+    for method, candidates in {"oracle": lambda: oracle, **methods}.items():
+        rows[method] = row(best(task, budget, candidates()))
+        print(f"{task.name}, epsilon {epsilon:g}, {method}: {rows[method]}", flush=True)
+    base = min(rows[method]["loss"] for method in baselines)
     for values in rows.values():
         values["gap"] = (base - values["loss"]) / (base - rows["oracle"]["loss"])
-    print(f"  {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
     return {"task": task.name, "epsilon": epsilon, "rows": rows}
+
+
+def evaluate(name, epsilon):
+    """The rows of all methods for sources."""
+    task = TASKS[name]()
+    candidates, weights = oracle(task)
+    print(f"{task.name}: weights of the oracle {np.round(np.asarray(weights), 2)}")
+
+    def offered(solvers):
+        more = {"epsilon": epsilon} if solvers is planned else {}
+        return [(task.problem, s, task.data) for s in solvers(task, **more)]
+
+    methods = {
+        method: functools.partial(offered, solvers)
+        for method, solvers in METHODS.items()
+        # Mixtures of networks are no mixtures of predictions.
+        if task.linear or method not in LINEAR
+    }
+    return judged(task, epsilon, candidates, methods, BASELINES)
 
 
 # ---------------------------------------------------------------------- the page
 
 
-def table(result):
+def table(result, *, worst_first=False):
     lines = [
         f"#### {result['task']}, epsilon {result['epsilon']:g}",
         "",
@@ -581,7 +581,7 @@ def table(result):
         "|---|---|---|---|",
     ]
     rows = sorted(result["rows"].items(), key=lambda item: item[1]["loss"])
-    for method, values in rows:
+    for method, values in reversed(rows) if worst_first else rows:
         low, high = values["quartiles"]
         lines.append(
             f"| {method} | {values['loss']:.4f} [{low:.4f}, {high:.4f}] "
@@ -632,15 +632,12 @@ def summary(results):
     return "\n".join(lines)
 
 
-def write(results):
-    today = datetime.date.today().isoformat()
-    text = "\n\n".join(
-        [f"Measured on {today}.", summary(results), *map(table, results)]
-    )
-    page = PAGE.read_text()
-    inside = f"{BEGIN}\n\n{text}\n\n{END}"
-    page = re.sub(f"{BEGIN}.*?{END}", lambda _: inside, page, flags=re.DOTALL)
-    PAGE.write_text(page)
+def write(page, parts):
+    """Puts what was measured today between the marks of a page."""
+    today = f"Measured on {datetime.date.today().isoformat()}."
+    inside = "\n\n".join([BEGIN, today, *parts, END])
+    text = re.sub(f"{BEGIN}.*?{END}", lambda _: inside, page.read_text(), flags=re.S)
+    page.write_text(text)
 
 
 def main():
@@ -663,4 +660,4 @@ def main():
     print(summary(results))
     print(*map(table, results), sep="\n\n")
     if not prefix and len(results) == len(TASKS) * len(budgets):
-        write(results)
+        write(PAGE, [summary(results), *map(table, results)])
