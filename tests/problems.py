@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.bilevel import zoo
+from dpbilevel.privacy.noise import step_keys
 
 
 def records(n, d, seed=0):
@@ -65,3 +67,12 @@ SADDLE = dpb.games.SaddleProblem(
 )
 # Where no gradient vanishes.
 SADDLE_START = (jnp.full(4, 0.25), jnp.asarray([0.7, 0.3]))
+
+
+@jax.jit
+def found_by(problem, solver, data, w0, key):
+    """A solution of a chain of runs, and the answers of all of them."""
+    state = solver.init(problem, w0)
+    for step in step_keys(key, solver.num_steps)[1]:
+        state = solver.step(problem, data, state, key=step)
+    return solver.answer(problem, state), state.found

@@ -5,13 +5,14 @@ them public or synthetic records only.
 """
 
 from . import debug
-from .canaries import Canary, canaries, worst_case
+from .canaries import Canary, canaries
 from .claims import Claim, event_claim, gaussian_claim, ledger_claims, pure_claim
 from .device import DeviceArithmetic, device_arithmetic
 from .one_run import OneRun, epsilon_from_guesses, one_run
 from .reuse import NoiseReuse, noise_reuse
 from .sensitivity import SensitivitySearch, sensitivity_search
 from .tradeoff import Cut, SolverRun, TradeOff, audit_canaries, audit_solver, trade_off
+from .worst_cases import worst_case
 
 __all__ = [
     "Canary",

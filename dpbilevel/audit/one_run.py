@@ -12,7 +12,8 @@ from ..core.loop import solve
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, check_key
-from .canaries import BEYOND, check_solver
+from .canaries import check_solver
+from .worst_cases import BEYOND
 
 _LARGEST = 60.0
 

@@ -199,20 +199,20 @@ class PenaltyTuningTask(AbstractTask):
 
     @override
     def problem(self, blocks: Blocks) -> BilevelProblem:
-        number = jnp.asarray(self._places(blocks), jnp.int32)
-        return penalty_tuning(_LOSSES[self.loss], number, bounds=self.bounds)
+        groups = self._groups(blocks)
+        return penalty_tuning(_LOSSES[self.loss], groups, bounds=self.bounds)
 
-    def _places(self, blocks: Blocks) -> np.ndarray:
+    def _groups(self, blocks: Blocks) -> np.ndarray:
         """The number of the penalty of each coefficient."""
         return {
-            "single": np.zeros(_dimension(blocks)),
+            "single": np.zeros(_dimension(blocks), int),
             "per_block": np.repeat(np.arange(len(blocks)), [n for _, n in blocks]),
             "per_feature": np.arange(_dimension(blocks)),
         }[self.groups]
 
     @override
     def start(self, blocks: Blocks) -> Start:
-        count = len(np.unique(self._places(blocks)))
+        count = 1 + int(np.max(self._groups(blocks)))
         x = jnp.full(count, sum(self.bounds) / 2, jnp.float32)
         return x, jnp.zeros(_dimension(blocks), jnp.float32)
 

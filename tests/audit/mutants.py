@@ -12,7 +12,7 @@ import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.audit.canaries import BEYOND
+from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel import sensitivities
 from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
@@ -25,10 +25,11 @@ from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
 from tests.audit import mutants_gibo
 from tests.audit.runs import audited, claim_of
+from tests.bilevel.test_group_runs import planned_scaled
 from tests.bilevel.test_implicit import planned_implicit
 from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
 from tests.bilevel.test_single_loop import planned_single_loop
-from tests.bilevel.test_source_runs import planned_selected
+from tests.bilevel.test_source_runs import planned_fit_of_both, planned_selected
 from tests.cases import Mutant
 from tests.draws.test_exponential import planned_draw
 from tests.draws.test_regularized import planned_regularized
@@ -490,13 +491,27 @@ class WeighsAfterTheClip(dpb.bilevel.SelectedSources):
         return HalfKept(**vars(sound))
 
 
-class ForgetsFit(dpb.bilevel.SelectedSources):
-    """Does not count the model of the sources that are kept."""
+def forgetting(kind, name):
+    """A copy that does not count one of its runs."""
+
+    class Broken(kind):
+        def ledger(self, problem, sizes):
+            ledger = kind.ledger(self, problem, sizes)
+            counted = [r for r in ledger.releases if not r.name.startswith(name)]
+            return dataclasses.replace(ledger, releases=tuple(counted))
+
+    return Broken
+
+
+class ChargesLowerAlone(dpb.bilevel.SelectedSources):
+    """Charges nobody in the upper level for the fit that reads both."""
 
     def ledger(self, problem, sizes):
         ledger = dpb.bilevel.SelectedSources.ledger(self, problem, sizes)
-        counted = [r for r in ledger.releases if not r.name.startswith("fit")]
-        return dataclasses.replace(ledger, releases=tuple(counted))
+        *others, fit = ledger.releases
+        lower = tuple(query for query in fit.queries if query.role == "lower")
+        fit = dataclasses.replace(fit, queries=lower)
+        return dataclasses.replace(ledger, releases=(*others, fit))
 
 
 @functools.cache
@@ -504,8 +519,18 @@ def selected(kind=dpb.bilevel.SelectedSources):
     return audited(planned_selected(kind), runs=20_000)
 
 
+@functools.cache
+def fit_of_both(kind=dpb.bilevel.SelectedSources):
+    return audited(planned_fit_of_both(kind), runs=20_000)
+
+
 def of_selected(kind):
     return Mutant("SelectedSources", lambda: selected(kind), selected)
+
+
+@functools.cache
+def scaled(kind=dpb.bilevel.ScaledGroups):
+    return audited(planned_scaled(kind), runs=20_000)
 
 
 SUBSET = sampled(dpb.FixedSize(2))
@@ -689,7 +714,19 @@ MUTANTS = {
     ),
     "a score charged at half of its clip norm": of_selected(ScoresAtHalf),
     "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),
-    "a model of kept sources that is not counted": of_selected(ForgetsFit),
+    "a model of kept sources that is not counted": of_selected(
+        forgetting(dpb.bilevel.SelectedSources, "fit")
+    ),
+    "a fit on both levels charged to one": Mutant(
+        "SelectedSources, both levels",
+        lambda: fit_of_both(ChargesLowerAlone),
+        fit_of_both,
+    ),
+    "scales of a gradient that is not counted": Mutant(
+        "ScaledGroups",
+        lambda: scaled(forgetting(dpb.bilevel.ScaledGroups, "screen")),
+        scaled,
+    ),
     "half the sensitivity of the utility": Mutant(
         "exponential mechanism",
         lambda: exponential_mechanism(0.5),

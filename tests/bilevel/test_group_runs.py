@@ -11,9 +11,8 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.bilevel import OneLevel, ScaledGroups
 from dpbilevel.privacy import accounting
-from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned
-from tests.problems import records
+from tests.problems import found_by, records
 
 GROUPS = np.asarray([0, 0, 1, 2])
 LOW, HIGH = -6.0, 2.0
@@ -32,23 +31,21 @@ CONTRACT = {
         TUNING, ScaledGroups(GD), DATA, W0, "overlapping"
     ),
 }
-AUDITS = {"ScaledGroups": Audited(planned(ScaledGroups(TWO), "overlapping"))}
 
 
-@jax.jit
-def run(problem, solver, data, w0, key):
-    """A solution, and the answers of both runs."""
-    state = solver.init(problem, w0)
-    for step in step_keys(key, solver.num_steps)[1]:
-        state = solver.step(problem, data, state, key=step)
-    return solver.answer(problem, state), state.found
+def planned_scaled(kind=ScaledGroups):
+    """For canary records."""
+    return planned(kind(TWO), "overlapping")
+
+
+AUDITS = {"ScaledGroups": Audited(planned_scaled())}
 
 
 def exact(solver, problem=TUNING, data=DATA, w0=W0):
     """Without noise."""
     solver = solver.with_noise(0.0).with_precision("float")
     solver = solver.with_sizes(problem.sizes_of(data, "disjoint"))
-    return run(problem, solver, data, w0, jax.random.key(0))
+    return found_by(problem, solver, data, w0, jax.random.key(0))
 
 
 def both(y):
@@ -109,7 +106,7 @@ def test_the_noise_of_a_screen_has_the_energy_that_is_taken_off():
     solver = ScaledGroups(TWO).with_noise(2.0).with_precision("float")
     solver = solver.with_sizes(SIZES)
     keys = jax.random.split(jax.random.key(0), 2000)
-    found = jax.vmap(lambda key: run(TUNING, solver, zero, W0, key)[1])(keys)
+    found = jax.vmap(lambda key: found_by(TUNING, solver, zero, W0, key)[1])(keys)
     sigma = solver.ledger(TUNING, SIZES).releases[0].noise_multiplier * 4 / 60
     # 8000 squares: a standard deviation of 1.6 percent.
     np.testing.assert_allclose(jnp.mean(found["screen"] ** 2), sigma**2, rtol=0.07)

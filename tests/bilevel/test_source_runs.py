@@ -19,6 +19,7 @@ from dpbilevel.bilevel import (
 from dpbilevel.privacy import accounting
 from dpbilevel.privacy.noise import derive, step_keys
 from tests.cases import Audited, Case, planned
+from tests.problems import found_by
 
 K, D = 3, 3
 RIDGE = 0.05
@@ -75,6 +76,12 @@ def planned_selected(kind=SelectedSources, **fields):
     return planned(solver, "overlapping")
 
 
+def planned_fit_of_both(kind=SelectedSources):
+    """The same with nearly all of it in a fit that people of either level pay for."""
+    solver = kind(TWO, TWO, budget_split=(0.05, 0.05, 0.9), fit_reads="both")
+    return planned(solver, "disjoint")
+
+
 AUDITS = {
     "OneLevel, both levels": Audited(planned(OneLevel(TWO, "both"), "overlapping")),
     "OneLevel": Audited(planned(OneLevel(TWO), "disjoint")),
@@ -100,18 +107,9 @@ def long(num_steps, step_size=0.5):
     return dpb.NoisyGD(num_steps, 100.0, step_size)
 
 
-@jax.jit
-def run(problem, solver, data, w0, key):
-    """A solution, and the answers of all runs."""
-    state = solver.init(problem, w0)
-    for step in step_keys(key, solver.num_steps)[1]:
-        state = solver.step(problem, data, state, key=step)
-    return solver.answer(problem, state), state.found
-
-
 def runs(solver, data=DATA, problem=WEIGHTING, w0=W0):
     solver = exact(solver, "disjoint", data, problem)
-    return run(problem, solver, data, w0, jax.random.key(0))
+    return found_by(problem, solver, data, w0, jax.random.key(0))
 
 
 # The same everywhere, because compiling takes the time.

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
-from dpbilevel.audit.canaries import _LIPSCHITZ
+from dpbilevel.audit.worst_cases import _LIPSCHITZ
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy import accounting
 from dpbilevel.privacy.noise import step_keys

@@ -1,0 +1,270 @@
+"""Worst-case problems: a record is its own gradient, in one direction at every step."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from ..bilevel.applications import (
+    PenaltyTuning,
+    SourceWeighting,
+    penalty_tuning,
+    source_weighting,
+)
+from ..bilevel.constants import SecondOrderConstants
+from ..bilevel.problem import BilevelProblem
+from ..core.problem import AbstractProblem
+from ..core.solver import AbstractSolver
+from ..draws.exponential import ExponentialMechanism
+from ..draws.regularized import RegularizedExponentialMechanism
+from ..games.problem import VariationalInequality
+from ..games.proximal_point import InexactProximalPoint
+from ..onelevel.problem import FiniteSum
+from ..privacy.clipping import Basis
+from ..privacy.queries import LEVELS
+from ..search.base import AbstractAskTellSolver
+from ..search.gibo import GradientInformativeBO
+from ..search.random_search import RandomSearch
+from ..sets import Ball, Box, Euclidean, Product
+
+# A record's gradient, far beyond any clip norm.
+BEYOND = 1e6
+# Slopes of public terms that dwarf any noise and, over any penalty, each other.
+_PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
+# A start, and a jump of a loss, that dwarf what noise moves.
+_FAR, _JUMP = 1e6, 1e15
+
+
+@functools.singledispatch
+def worst_case(
+    solver: AbstractSolver, x_in_records: Any, zeros: PyTree
+) -> tuple[AbstractProblem, PyTree]:
+    """The canary problem of a solver and its starting point, by the solver's class.
+
+    By default they follow from the class of its problems. `worst_case.register` adds
+    those of a class of one's own.
+
+    Args:
+        solver: A calibrated solver, bound to its sizes.
+        x_in_records: Which levels' records meet x.
+        zeros: A start of zeros in one variable.
+
+    Raises:
+        ValueError: No worst case is known.
+    """
+    if issubclass(FiniteSum, solver.problem_type):
+        return _LINEAR, zeros
+    if issubclass(VariationalInequality, solver.problem_type):
+        return _PULL, zeros
+    if solver.problem_type is SourceWeighting:
+        return _SOURCES, (jnp.zeros(1), (zeros, jnp.asarray(_FAR)))
+    if solver.problem_type is PenaltyTuning:
+        groups = jax.tree.map(lambda v: np.zeros(jnp.shape(v), int), zeros)
+        problem = penalty_tuning(_of_one_group, groups, bounds=(-80.0, -70.0))
+        return problem, (jnp.full(1, -80.0), zeros)
+    if not issubclass(BilevelProblem, solver.problem_type):
+        raise ValueError(
+            f"canaries: no worst case is known for {solver.problem_type.__name__}; "
+            "audit on neighbouring data of your own with audit.trade_off."
+        )
+    if solver.basis is Basis.CONSTANTS:
+        return _certified(optax.tree.size(zeros)), (zeros, zeros)
+    declared = BilevelProblem(_plain, _plain, x_in_records=x_in_records)
+    reads = tuple(role for role in LEVELS if declared.reads_x(role))
+    problem = _bilevel(reads)
+    if "lower" in reads:
+        return problem, (zeros, (zeros, jnp.zeros(())))
+    return problem, (zeros, zeros)
+
+
+@worst_case.register
+def _(solver: ExponentialMechanism, _, zeros):
+    if solver.clip_range is None:
+        return _bounded(optax.tree.size(zeros)), (zeros, zeros)
+    return _LINEAR, zeros
+
+
+@worst_case.register
+def _(solver: RegularizedExponentialMechanism, _, zeros):
+    return _LIPSCHITZ, zeros
+
+
+@worst_case.register
+def _(solver: InexactProximalPoint, _, zeros):
+    return _pulled(solver, optax.tree.size(zeros)), zeros
+
+
+@worst_case.register
+def _(solver: AbstractAskTellSolver, _, zeros):
+    return _SHIFTED, jnp.zeros(optax.tree.size(zeros))
+
+
+@worst_case.register
+def _(solver: RandomSearch, _, zeros):
+    return _TILTED, jnp.zeros(optax.tree.size(zeros))
+
+
+@worst_case.register
+def _(solver: GradientInformativeBO, _, zeros):
+    return _LINEAR, jnp.ravel(zeros)
+
+
+_LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
+# The same with records of the length that is declared.
+_LIPSCHITZ = FiniteSum(
+    lambda w, z: jnp.clip(z, -1.0, 1.0) * optax.tree.sum(w),
+    w_set=Ball(10.0),
+    lipschitz=1.0,
+    smoothness=0.0,
+)
+
+# Losses at points of a box: a record moves those of two points against each other, or
+# all of them alike.
+_TILTED = FiniteSum(lambda w, z: z * w[0], w_set=Box(-1.0, 1.0))
+_SHIFTED = FiniteSum(lambda w, z: z * jnp.ones_like(w[0]), w_set=_TILTED.w_set)
+
+_PULL = VariationalInequality(
+    lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w)
+)
+
+
+def _pulled(solver: InexactProximalPoint, size: int) -> VariationalInequality:
+    """Constant operators, on a ball that the noisy points hardly leave.
+
+    Where nothing is clipped, records have the length that is declared.
+    """
+    length = BEYOND * math.sqrt(size)
+    if solver.inner != "picard":
+        length = float(solver.clip_norm)
+    assert solver.sizes is not None
+    batch = solver.sampling.denominator(solver.sizes)
+    step = solver.clip_norm / (solver.strength * batch)
+    noise = 2 * step * solver.release_noise.event().noise_multiplier
+    steps = solver.num_steps
+    radius = 10 * math.sqrt(size) * (noise * math.sqrt(steps) + step * steps)
+    radius = 2.0 ** math.ceil(math.log2(radius))
+    return _constant(length / math.sqrt(size) / BEYOND, length, radius)
+
+
+@functools.cache
+def _constant(unit: float, length: float, radius: float) -> VariationalInequality:
+    return VariationalInequality(
+        lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, unit * z), w),
+        w_set=Ball(radius),
+        lipschitz=0.0,
+        bound=length,
+    )
+
+
+@functools.cache
+def _bilevel(reads: tuple[str, ...]) -> BilevelProblem:
+    """The canary of the bilevel problems in which these levels' records meet x."""
+    upper = _reading if "upper" in reads else _plain
+    if "lower" not in reads:
+        return BilevelProblem(upper, _plain, x_in_records=reads)
+    # x meets lower records through the difference of two solutions, which has no sign
+    # of its own: public terms drive a switch, part of y, to opposite ends of its box.
+    return BilevelProblem(
+        upper,
+        _switched,
+        upper_public=lambda x, y: -_PUSH_UPPER * y[1],
+        lower_public=lambda x, y: _PUSH_LOWER * y[1],
+        y_set=Product((Euclidean(), Box(-1.0, 1.0))),
+        x_in_records=reads,
+    )
+
+
+@functools.cache
+def _certified(size: int) -> BilevelProblem:
+    r"""The canary of solvers that rest on constants: all of them are attained.
+
+    $f = \langle z 1 + y, x \rangle$ and $g = \frac12 \|y\|^2 - \langle z 1, y \rangle$
+    have the hypergradient $(\bar z_f + \bar z_g) 1$.
+    """
+    length = BEYOND * math.sqrt(size)
+    return BilevelProblem(
+        lambda x, y, z: z * optax.tree.sum(x),
+        lambda x, y, z: -z * optax.tree.sum(y),
+        upper_public=lambda x, y: optax.tree.vdot(x, y),
+        lower_public=lambda x, y: 0.5 * optax.tree.norm(y, squared=True),
+        x_in_records=("upper",),
+        constants=SecondOrderConstants(
+            strong_convexity=1.0,
+            solution_radius=length,
+            upper_x=2 * length,
+            upper_x_spread=length,
+            upper_y=length,  # whatever x is, it only meets zeros: G_xy and G_yyy
+            upper_xx=0.0,
+            upper_xy=1.0,
+            upper_yy=0.0,
+            lower_y=length,
+            lower_xy=0.0,
+            lower_yy=1.0,
+            lower_yy_spread=0.0,
+            lower_xy_in_x=0.0,
+            lower_yy_in_x=0.0,
+            lower_xy_in_y=0.0,
+            lower_yy_in_y=0.0,
+            per_record=True,
+        ),
+    )
+
+
+@functools.cache
+def _bounded(size: int) -> BilevelProblem:
+    r"""The same hyper-objective $(\bar z_f + \bar z_g) \langle 1, x \rangle$ on a ball.
+
+    Draws take the range of a score from constants that hold on the set.
+    """
+    problem = _certified(size)
+    declared = problem.constants
+    assert isinstance(declared, SecondOrderConstants)
+    constants = dataclasses.replace(
+        declared, upper_y=1.0, upper_y_spread=1.0, upper_x_spread=declared.upper_x
+    )
+    return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
+
+
+def _of_sources(y, z):
+    """Linear in the block y[0] and, which only mixtures notice, in the anchor y[1].
+
+    The anchor starts far from zero and hardly moves, so that a mixture's gradient in
+    its coefficients has a known sign. A jump away from the start, which derivatives do
+    not see, gives a known sign to every score.
+    """
+    block, anchor = y
+    moved = optax.tree.norm(block, squared=True) > 0
+    jump = jax.lax.stop_gradient(jnp.where(moved, _JUMP, 0.0))
+    return z * (10 * optax.tree.sum(block) + anchor + jump)
+
+
+def _of_one_group(y, z):
+    """Linear. A group that is alone has scale 1, whatever its energy."""
+    return z * optax.tree.sum(y)
+
+
+# One source, which is kept whatever its score; a record of zero is of no source.
+_SOURCES = source_weighting(_of_sources, 1, source=lambda z: -(z == 0).astype(int))
+
+
+def _first(y: PyTree) -> PyTree:
+    return y[0] if isinstance(y, tuple) else y
+
+
+def _plain(x, y, z):
+    return z * optax.tree.sum(_first(y))
+
+
+def _reading(x, y, z):
+    return z * (optax.tree.sum(x) + optax.tree.sum(_first(y)))
+
+
+def _switched(x, y, z):
+    switch = jax.lax.stop_gradient(y[1])
+    return z * (optax.tree.sum(y[0]) + switch * optax.tree.sum(x))
