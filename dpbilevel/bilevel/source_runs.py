@@ -207,14 +207,12 @@ class SelectedSources(_AbstractSourceRuns):
             records on which the model is better, less the share of others.
         budget_split: How the squared budget is split over model, score and fit. With
             disjoint people the first is paid by upper records alone, the others by
-            lower ones. A fit that reads both levels is paid by both: then its share
-            should be most of it, as in `(0.03, 0.02, 0.95)`, because noise for people
-            with a record in each level is what shares refer to, and disjoint people
-            pay a quarter of that.
+            lower ones. With `fit_reads="both"` the fit is paid by both, and disjoint
+            people pay a quarter of its share, which is that of somebody with a record
+            in each level: `(0.03, 0.02, 0.95)` spends about a tenth on the model.
         score: The one step that releases the scores.
-        fit_reads: `"lower"` or `"both"`: what `fit` is of. Both is better where the
-            validation records are not much fewer than those of the kept sources.
-            Static.
+        fit_reads: The levels that `fit` reads, `"lower"` or `"both"`. Both is better
+            where validation records are not much fewer than those of a source. Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:

@@ -80,22 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="FILE", type=Path, help="write the config with its settings")
     efforts: Any = {"choices": ("fast", "thorough"), "default": "fast"}
     add("--effort", **efforts, help="how many dry runs (fast)")
-    add = command(
-        "run",
-        _run,
-        "run a config once: one release under its budget",
-        description="Runs a config once: one release under its budget. Without a table "
-        "[solver] the settings are those that dpbilevel auto chooses.",
-    )
-    add("config", **config)
-    add("--out", **folder, required=True, help="a new folder")
-    add("--data", metavar="PATH", type=Path, help="CSV file instead of the config's")
-    other: Any = {"metavar": "PATH", "type": Path}
-    add("--validation", **other, help="CSV file of validation records, likewise")
-    add("--resume", **flag, help="continue an interrupted run, bit for bit")
-    again = "run again in a folder of earlier runs: a new release, budgets add up"
-    add("--restart", **flag, help=again)
-    add("--chunk", metavar="N", type=int, help="steps between two checkpoints")
+    _add_run(command, config, folder, flag)
     holds = "print guarantee, released values and spending of a folder"
     add = command("report", _report, holds)
     add("folder", **folder, help="a result folder")
@@ -118,6 +103,25 @@ def _parser() -> argparse.ArgumentParser:
         "to show reduced precision, and compares them with exact ones. Reads no data.",
     )
     return parser
+
+
+def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
+    add = command(
+        "run",
+        _run,
+        "run a config once: one release under its budget",
+        description="Runs a config once: one release under its budget. Without a table "
+        "[solver] the settings are those that dpbilevel auto chooses.",
+    )
+    add("config", **config)
+    add("--out", **folder, required=True, help="a new folder")
+    file: Any = {"metavar": "PATH", "type": Path}
+    add("--data", **file, help="CSV file instead of the config's")
+    add("--validation", **file, help="CSV file of validation records, likewise")
+    add("--resume", **flag, help="continue an interrupted run, bit for bit")
+    again = "run again in a folder of earlier runs: a new release, budgets add up"
+    add("--restart", **flag, help=again)
+    add("--chunk", metavar="N", type=int, help="steps between two checkpoints")
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Key, PyTree
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Sizes
@@ -20,7 +20,7 @@ from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import candidates
-from .twins import AbstractTwin
+from .twins import AbstractTwin, Twin
 from .twins import twins as default_twins
 
 Effort = Literal["fast", "thorough"]
@@ -173,27 +173,16 @@ def auto(
         _checks.instance(owner, AbstractTwin, twins=law)
     *keys, key_noise = jax.random.split(jax.random.key(seed), len(laws) + 1)
     drawn = [law.draw(problem, w0, sizes, k) for law, k in zip(laws, keys, strict=True)]
+    dry = _DryRuns(
+        problem, w0, drawn, key_noise, {"sizes": sizes, "precision": precision}
+    )
     starts = [_loss(problem, w0, twin.test) for twin in drawn]
-
-    def planned(solver: AbstractSolver, within: PrivacyBudget) -> Plan[Any]:
-        options: Any = {"sizes": sizes, "w0": w0, "precision": precision}
-        return calibrate(problem, solver, within, **options)
-
-    def dry_runs(solver: AbstractSolver, number: int) -> list[float]:
-        found = []
-        for twin in drawn:
-            key = jax.random.fold_in(key_noise, number)
-            value = _solve(problem, solver, twin.data, w0, key=key)
-            loss = _loss(problem, value, twin.test)
-            found.append(loss if np.isfinite(loss) else np.inf)
-        return found
-
     entries = [(method, solver) for method in offered for solver in method.solvers]
-    plans = [planned(solver, budget) for _, solver in entries]
+    plans = [dry.plan(solver, budget) for _, solver in entries]
     losses, left = _race(
         [method.name for method, _ in entries],
         _ROUNDS[effort],
-        lambda index, number: dry_runs(plans[index].solver, number),
+        lambda index, number: dry.losses(plans[index].solver, number),
         starts,
         progress,
     )
@@ -211,19 +200,45 @@ def auto(
     }
     ranked = _ranked(trials)
     best = tuple(trials[i] for i in ranked)
-
-    def runs_within(epsilon: float) -> list[list[list[float]]]:
-        within = PrivacyBudget(epsilon, budget.delta)
-        return [[dry_runs(planned(t.solver, within).solver, 0)] for t in best]
-
+    outlook = _outlook(best, starts, budget, dry.table)
     return AutoPlan(
         plans[ranked[0]].solver,
         plans[ranked[0]].report,
-        _reason(best, budget) + _outlook(best, starts, budget.epsilon, runs_within),
+        _reason(best, budget) + outlook,
         best,
         tuple(law.name for law in laws),
         tuple(starts),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _DryRuns:
+    """Runs on twins: of one problem, from one start."""
+
+    problem: Any
+    w0: PyTree
+    twins: list[Twin]
+    key: Key
+    options: dict[str, Any]  # of `calibrate`
+
+    def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
+        return calibrate(self.problem, solver, budget, w0=self.w0, **self.options)
+
+    def losses(self, solver: AbstractSolver, number: int) -> list[float]:
+        """The test losses of a calibrated solver on all twins, with one key."""
+        found = []
+        for twin in self.twins:
+            key = jax.random.fold_in(self.key, number)
+            value = _solve(self.problem, solver, twin.data, self.w0, key=key)
+            loss = _loss(self.problem, value, twin.test)
+            found.append(loss if np.isfinite(loss) else np.inf)
+        return found
+
+    def table(
+        self, solvers: Sequence[AbstractSolver], budget: PrivacyBudget
+    ) -> list[list[list[float]]]:
+        """The losses of solvers within a budget: by solver, run (of one) and twin."""
+        return [[self.losses(self.plan(s, budget).solver, 0)] for s in solvers]
 
 
 def _race(
@@ -313,28 +328,31 @@ def _reason(ranked: Sequence[Trial], budget: PrivacyBudget) -> str:
 def _outlook(
     ranked: Sequence[Trial],
     starts: list[float],
-    epsilon: float,
-    runs_within: Callable[[float], list[list[list[float]]]],
+    budget: PrivacyBudget,
+    table: Callable[..., list[list[list[float]]]],
 ) -> str:
     """From which epsilon on two levels would pay, where they do not.
 
     Args:
         ranked: The best setting of each method.
         starts: The losses of the starting point.
-        epsilon: That of the budget.
-        runs_within: The losses of all of `ranked` within another epsilon.
+        budget: The budget.
+        table: As `_DryRuns.table`.
     """
     if ranked[0].levels == 2 or all(trial.levels == 1 for trial in ranked):
         return ""
-    for larger in (factor * epsilon for factor in _MORE):
-        regrets = _regrets(runs_within(larger), starts)
-        trials = dict(enumerate(ranked))
+    solvers = [trial.solver for trial in ranked]
+    for epsilon in (factor * budget.epsilon for factor in _MORE):
+        larger = PrivacyBudget(epsilon, budget.delta)
+        regrets = _regrets(table(solvers, larger), starts)
         again = {
-            i: dataclasses.replace(t, regret=regrets[i]) for i, t in trials.items()
+            i: dataclasses.replace(trial, regret=regret)
+            for i, (trial, regret) in enumerate(zip(ranked, regrets, strict=True))
         }
         if again[_ranked(again)[0]].levels == 2:
-            return f" Two levels would pay from about epsilon = {larger:g} on."
-    return f" Two levels would not pay at epsilon = {_MORE[-1] * epsilon:g} either."
+            return f" Two levels would pay from about epsilon = {epsilon:g} on."
+    most = _MORE[-1] * budget.epsilon
+    return f" Two levels would not pay at epsilon = {most:g} either."
 
 
 def _loss(problem: Any, value: PyTree, test: PyTree) -> float:

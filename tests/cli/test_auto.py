@@ -1,7 +1,9 @@
 """dpbilevel auto: settings for a config, and the file with them."""
 
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dpbilevel as dpb
@@ -80,6 +82,31 @@ def test_a_run_without_settings_is_resumed_with_those_that_it_had(
     monkeypatch.setattr(auto, "plan", stop)  # which is not called again
     assert main(["run", str(file), "--out", str(out), "--resume"]) == 0
     assert results.load(out).config["solver"]["type"] == "SelectedSources"
+
+
+def test_the_config_of_the_readme_runs_on_two_files(few, tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    text = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)[0]
+    (tmp_path / "task.toml").write_text(text)
+    rng = np.random.default_rng(0)
+
+    def cells(n):
+        columns = (rng.normal(50, 20, n), rng.normal(10, 5, n))
+        wards, labels = rng.choice([*"ABC"], n), rng.choice(["yes", "no"], n)
+        rows = zip(*columns, wards, labels, strict=True)
+        return [f"{age:.0f},{dose:.0f},{ward},{sick}" for age, dose, ward, sick in rows]
+
+    sites = rng.choice(["north", "east", "south", "west"], 8000)
+    people = [f"{row},{site}" for row, site in zip(cells(8000), sites, strict=True)]
+    for name, rows, more in (("people", people, ",site"), ("clean", cells(300), "")):
+        text = "\n".join([f"age,dose,ward,sick{more}", *rows])
+        (tmp_path / f"{name}.csv").write_text(text)
+    out = tmp_path / "out"
+    assert main(["run", str(tmp_path / "task.toml"), "--out", str(out)]) == 0
+    found = results.load(out)
+    assert found.names == ("north", "east", "south", "west")
+    assert found.features[:3] == ("age", "dose", "ward = A")
+    assert (out / "figure.png").is_file()
 
 
 def test_other_commands_say_what_writes_the_settings(file, capsys):

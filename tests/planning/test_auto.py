@@ -89,16 +89,19 @@ def outlook(one, two):
     """With these losses of one and of two levels by epsilon, planned at 1."""
     ranked = [trial(1, one[0]), trial(2, two[0])]
     found = {2.0**i: v for i, v in enumerate(zip(one, two, strict=True))}
-    return dry_runs._outlook(
-        ranked, [1.0], 1.0, lambda epsilon: [[[loss]] for loss in found[epsilon]]
-    )
+
+    def table(solvers, budget):
+        assert len(solvers) == 2
+        return [[[loss]] for loss in found[budget.epsilon]]
+
+    return dry_runs._outlook(ranked, [1.0], dpb.PrivacyBudget(1.0, 1e-5), table)
 
 
 def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
     assert outlook(one, two) == " Two levels would pay from about epsilon = 4 on."
     assert "not pay at epsilon = 16 either" in outlook(one, one)
-    assert dry_runs._outlook([trial(2, 0.1), trial(1, 0.2)], [1.0], 1.0, None) == ""
+    assert dry_runs._outlook([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None) == ""
 
 
 def test_a_plan_shows_why_settings_and_guarantee():
