@@ -18,7 +18,7 @@ from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, Effort, auto
 from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
-from .config import Config, parse_config, read_config, read_tables
+from .config import Config, parse_config, read_tables
 from .tables import Place
 from .tasks import TASKS
 
@@ -71,7 +71,7 @@ def read_for_run(path: str) -> tuple[Config, bool]:
     """
     tables, _ = read_tables(path)
     if any(name in tables for name in _SETTINGS):
-        return read_config(path), True
+        return parse_config(tables, Place(path)), True
     return read_unplanned(path)[0], False
 
 

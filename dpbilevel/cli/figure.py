@@ -88,7 +88,7 @@ def _draw_bars(axes, result: Result) -> None:
     # From top to bottom, with room for the word above the first bar.
     axes.set_ylim(count - 0.4, -1.1 if places == "sources" else -0.6)
     axes.set_xlabel(f"released {result.label}")
-    axes.set_title(f"released {result.label}s", fontsize=10, loc="left")
+    axes.set_title("the released answer", fontsize=10, loc="left")
 
 
 def _draw_model(axes, result: Result) -> None:
@@ -111,7 +111,9 @@ def _draw_model(axes, result: Result) -> None:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:27]}…"
+    """At most 28 characters, of which none begins a formula."""
+    text = name if len(name) <= 28 else f"{name[:27]}…"
+    return text.replace("$", r"\$")
 
 
 def _range(result: Result) -> tuple[float, float]:
@@ -126,7 +128,7 @@ def _range(result: Result) -> tuple[float, float]:
 
 def _labelled(result: Result, index: int) -> str:
     """The name, with the corruption that the config put there."""
-    name = result.names[index]
+    name = _short(result.names[index])
     flip = result.config["data"].get("sources", {}).get("flip")
     return f"{name} ({flip[index]:.0%} flipped)" if flip else name
 

@@ -548,6 +548,14 @@ def test_a_result_names_sources_and_features(tmp_path):
     assert len(page["y"]) == len(result.features)
 
 
+def test_names_with_signs_of_formulas_are_drawn_as_they_are(tmp_path):
+    data = CSV_DATA.replace("pay", "$_{$").replace('"A", "B"', '"$^{$", "B"')
+    write_csv(tmp_path, rows_of(60), header="$_{$,town,clinic,rich")
+    result = run(prepare(config_of(tmp_path, data=data)), tmp_path / "out")
+    assert result.names == ("$^{$", "B")
+    assert (tmp_path / "out" / "figure.png").is_file()
+
+
 OPENML = CSV_DATA.replace('"csv"', '"openml"').replace(
     'path = "people.csv"', 'name = "people"\nversion = 1'
 )
