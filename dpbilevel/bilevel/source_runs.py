@@ -44,15 +44,19 @@ MODEL, MODELS, MIXTURE, SCORE, FIT, REMIXTURE = (
 )
 # The logit of a source that is dropped: a weight of about 1e-13.
 _DROPPED = -30.0
+# Sources below a tenth of the mean size count as of that size: noise is no denominator.
+_LEAST_SIZE = 0.1
 # A noisy mean of vectors of norm 1 as one step of descent on a linear function.
 _ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
 
 
 class Scores(AbstractLevel):
-    r"""The linear problem whose solution after one step of 1 is the mean of scores.
+    r"""The linear problem whose solution after one step of 1 are shares of records.
 
-    The score of a record is $\pm e_s$: plus where the model has a smaller loss on it
-    than the starting point has.
+    Entry $(0, s)$ is the share of the training records that are of source $s$ and on
+    which the model has a smaller loss than the starting point, entry $(1, s)$ that of
+    the other records of $s$. A record is a unit vector: the sizes of the sources cost
+    nothing beyond the scores.
     """
 
     problem: BilevelProblem
@@ -65,15 +69,14 @@ class Scores(AbstractLevel):
         return Euclidean()
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """The negative score of a training record."""
+        """The negative unit vector of a training record."""
         problem: Any = self.problem
 
         def lower(record):
             index, known = problem.index(record)
             before, after = (problem.loss(y, record) for y in (self.start, self.model))
-            sign = jnp.where(after < before, 1, -1)
-            scores = jnp.zeros_like(w).at[index].set(sign.astype(w.dtype))
-            return jnp.where(known, -scores, 0)
+            place = jnp.where(after < before, 0, 1), index
+            return jnp.where(known, -jnp.zeros_like(w).at[place].set(1), 0)
 
         return {"lower": lower}
 
@@ -90,19 +93,20 @@ class Kept(PenalizedLevel):
     r"""The mean of $w_{s_i} \ell(y, z'_i)$ plus $\bar w\, r_g(y)$, $w \in \{0, 1\}^k$.
 
     The weights do not exceed 1, so that the clip norm is that of the model's loss. The
-    mean is over all records: $\bar w$, the share of the sources that are kept, gives
-    the public terms the weight that they have beside the mean over the kept ones. With
-    a penalty $\lambda = n_g / n_f$ validation records are among them, $\bar w$ is
+    mean is over all records: $\bar w$, the released share of the records that are kept,
+    gives the public terms the weight that they have beside the mean over the kept ones.
+    With a penalty $\lambda = n_g / n_f$ validation records are among them, $\bar w$ is
     larger by $n_f / n_g$, and each record that is read weighs the same.
     """
 
     kept: Float[Array, " k"] | None = None
+    kept_share: Float[Array, ""] | None = None
 
     @property
     def share(self) -> Float[Array, ""]:
-        r"""$\bar w$: how many records are kept, over the number of lower ones."""
-        assert self.kept is not None
-        return jnp.mean(self.kept) + (0.0 if self.penalty is None else 1 / self.penalty)
+        r"""$\bar w$: how many records are read, over the number of lower ones."""
+        assert self.kept_share is not None
+        return self.kept_share + (0.0 if self.penalty is None else 1 / self.penalty)
 
     @override
     def public_gradient(self, w: PyTree) -> PyTree:
@@ -146,9 +150,17 @@ class _AbstractSourceRuns(AbstractRuns):
 
     def kept(self, found: dict) -> Float[Array, " k"]:
         """1 for the sources that are kept, all of them where none passes, else 0."""
-        score = len(found[SCORE]) * found[SCORE]  # of a source of the mean size
+        better, worse = found[SCORE]
+        least = _LEAST_SIZE / len(better)
+        score = (better - worse) / jnp.maximum(better + worse, least)
         kept = score > self.keep_above
         return jnp.where(jnp.any(kept), kept, True).astype(score.dtype)
+
+    def kept_share(self, found: dict) -> Float[Array, ""]:
+        """The released share of the training records whose sources are kept."""
+        kept = self.kept(found)
+        share = jnp.sum(kept * jnp.sum(found[SCORE], 0))
+        return jnp.clip(share, _LEAST_SIZE / len(kept), 1.0)
 
     @override
     def run(self, name, found):
@@ -166,15 +178,15 @@ class _AbstractSourceRuns(AbstractRuns):
 
     def of_kept(self, problem, w0, found) -> Kept:
         """The lower level on the sources that are kept, with the upper one if asked."""
-        kept = None if found is None else self.kept(found)
+        kept, share = found and self.kept(found), found and self.kept_share(found)
         x, penalty = w0 and w0[0], None
         if self.fits_both:
             penalty = equal_weights(type(self).__name__, self.sizes)
-        return Kept(problem, x, penalty, self.fit.clip_norm, kept=kept)
+        return Kept(problem, x, penalty, self.fit.clip_norm, kept, share)
 
     @override
     def start(self, name, w0, found):
-        return jnp.zeros_like(w0[0]) if name == SCORE else w0[1]
+        return jnp.zeros((2, len(w0[0])), w0[0].dtype) if name == SCORE else w0[1]
 
     @override
     def answer(self, problem: Any, state: RunState) -> PyTree:
@@ -191,8 +203,10 @@ class SelectedSources(_AbstractSourceRuns):
     r"""Keeps the sources that a model of the validation records fits.
 
     1. `model` fits $y_1$ on the validation records.
-    2. `score` releases the mean of $\pm e_{s_i}$ over the training records, plus where
-       $\ell(y_1, z'_i) < \ell(y_0, z'_i)$: where the model is better than the start.
+    2. `score` releases, for each source, the shares of the training records on which
+       the model is better than the start, $\ell(y_1, z'_i) < \ell(y_0, z'_i)$, and on
+       which it is not. A record is in one of these $2 k$ shares. The score of a source
+       is their difference over their sum.
     3. `fit` fits $y$ on the records of the sources with a score above `keep_above`,
        or on these and the validation records, each of which weighs the same.
 
@@ -203,8 +217,9 @@ class SelectedSources(_AbstractSourceRuns):
         model: The one-level solver of the validation records.
         fit: That of the training records. A step size that is a number refers to the
             mean over the records that are kept.
-        keep_above: The least score of a source of mean size, in [-1, 1]: the share of
-            records on which the model is better, less the share of others.
+        keep_above: The least score of a source that is kept, in [-1, 1]: the share of
+            its records on which the model is better, less the share of the others.
+            A source below a tenth of the mean size counts as of that size.
         budget_split: How the squared budget is split over model, score and fit. With
             disjoint people the first is paid by upper records alone, the others by
             lower ones. With `fit_reads="both"` the fit is paid by both, and disjoint
