@@ -5,37 +5,25 @@ from typing import Any, Self
 
 import equinox as eqx
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
 from ..privacy.budget import Neighbours
-from ..privacy.floats import double_precision
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
-from ..privacy.noise import PRNGKey, derive, standard_exponential
+from ..privacy.noise import PRNGKey, derive
 from ..privacy.selection import Repetitions, Selection
 from .base import AbstractAskTellSolver, Proposal
+from .best_run import BestRun, check_enough
 from .candidates import LOSS, box_of, start_of, uniform
 from .losses import loss_query, noisy_loss
 from .problem import SearchProblem
 
 BEST = f"point of the least {LOSS}"
-# A chance of needing more runs than are made that no budget would pay for.
-_FAILURE = 1e-3
 
 
-class _State(eqx.Module):
-    w: Float[Array, " d"]  # the start, until the last step
-    value: Float[Array, ""]  # zero, until the last step
-    best: Float[Array, " d"]  # SECRET, as all below: who sees it, knows K
-    best_value: Float[Array, ""]
-    repeats: Int[Array, ""]
-    t: Int[Array, ""]
-
-
-class RepeatAndSelect(AbstractAskTellSolver[_State]):
+class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
     r"""The best of $K$ random points by their noisy losses, with $K$ random.
 
     One repetition draws a point uniformly from the problem's box and releases the mean
@@ -81,16 +69,7 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
 
     def __check_init__(self):
         check_fields(self)
-        chance = self.repetitions.beyond(self.num_steps)[-1]
-        if chance > _FAILURE:
-            beyond = self.repetitions.beyond(self.num_steps + int(500 * self.mean))
-            enough = int(np.argmax(beyond < 1e-9))
-            raise ValueError(
-                f"RepeatAndSelect: more than num_steps={self.num_steps} repetitions "
-                f"have probability {chance:.2g}, which delta has to pay for; with "
-                f"mean={self.mean:.6g} and shape={self.shape:.6g} num_steps={enough} "
-                "makes it less than 1e-9. Or lower the mean."
-            )
+        check_enough("RepeatAndSelect", self.repetitions, self.num_steps)
 
     @property
     def repetitions(self) -> Repetitions:
@@ -103,46 +82,36 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
         return self.noise.neighbours
 
     @override
-    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
+    def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> BestRun:
         w = start_of("RepeatAndSelect", problem, w0)
-        infinite = jnp.asarray(jnp.inf, w.dtype)
-        zero = jnp.zeros((), jnp.int32)
-        return _State(w, jnp.zeros((), w.dtype), w, infinite, zero, zero)
+        return BestRun.start(w, w.dtype)
 
     @override
-    def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
+    def ask(self, problem: SearchProblem, state: BestRun, *, key: PRNGKey) -> Proposal:
         box = box_of("RepeatAndSelect", problem)  # also after the first K points
         return Proposal(uniform(box, state.w, 1, key=key), jnp.ones((), jnp.int32))
 
     @override
-    def tell(self, problem, state, proposal, losses, *, key) -> _State:
+    def tell(self, problem, state, proposal, losses, *, key) -> BestRun:
         key_repeats, key_select = derive(key, "repeats", "select")
-        repeats = jnp.where(state.t == 0, self._repeats(key_repeats), state.repeats)
-        selection = self._selection(self.sizes)
         value = noisy_loss(
-            selection, problem, proposal, losses, self.clip_range, key=key_select
+            self._selection(self.sizes),
+            problem,
+            proposal,
+            losses,
+            self.clip_range,
+            key=key_select,
         )
-        better = (state.t < repeats) & (value < state.best_value)
-        best = jnp.where(better, proposal.points[0], state.best)  # among the first K
-        best_value = jnp.where(better, value, state.best_value)
-        # Where nothing was repeated there is no value to show.
-        last = (state.t == self.num_steps - 1) & jnp.isfinite(best_value)
-        return _State(
-            jnp.where(last, best, state.w),
-            jnp.where(last, best_value, state.value),
-            best,
-            best_value,
-            repeats,
-            state.t + 1,
-        )
+        law, most = self.repetitions, self.num_steps
+        return state.after(proposal.points[0], value, law, most, key=key_repeats)
 
     @override
-    def released(self, state: _State) -> Float[Array, " d"]:
+    def released(self, state: BestRun) -> Float[Array, " d"]:
         """The start, and after the last step the answer."""
         return state.w
 
     @override
-    def adversary_view(self, state: _State) -> PyTree:
+    def adversary_view(self, state: BestRun) -> PyTree:
         """The answer and its noisy loss."""
         return state.w, state.value
 
@@ -164,12 +133,3 @@ class RepeatAndSelect(AbstractAskTellSolver[_State]):
         queries = (loss_query(self.clip_range, sizes),)
         law, most = self.repetitions, self.num_steps
         return Selection(BEST, 1, queries, self.noise, law, most)
-
-    def _repeats(self, key: PRNGKey) -> Int[Array, ""]:
-        """Draws K, at most the number of steps."""
-        beyond = self.repetitions.beyond(self.num_steps - 1)
-        with double_precision():
-            drawn = standard_exponential((), jnp.float64, key=key)
-            # K > k exactly where a uniform number is below P(K > k).
-            limits = jnp.asarray(-np.log(np.maximum(beyond, 1e-300)), jnp.float64)
-            return jnp.sum(drawn > limits, dtype=jnp.int32)
