@@ -168,7 +168,7 @@ def _on_disk(data: PyTree) -> bool:
 
 def _check_drawn(ledger: Ledger, data: PyTree) -> None:
     """Refuses records on disk that batches are drawn from, before noise is sought."""
-    for query in (query for release in ledger.releases for query in release.queries):
+    for query in (query for release in ledger.releases for query in release.reads):
         if not isinstance(query.sampling, FullBatch):
             name = "data" if query.role == RECORDS else f"data.{query.role}"
             records = data if query.role == RECORDS else getattr(data, query.role)

@@ -58,6 +58,8 @@ _DOMAINS = {
     "fit": 0xD9B0002E,
     "remixture": 0xD9B0002F,
     "screen": 0xD9B00030,
+    "setting": 0xD9B00031,
+    "value": 0xD9B00032,
 }
 
 

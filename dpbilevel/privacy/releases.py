@@ -65,6 +65,11 @@ class AbstractRelease(abc.ABC):
             )
 
     @property
+    def reads(self) -> tuple[Query, ...]:
+        """All that is read, also for what is released on the way and not shown."""
+        return self.queries
+
+    @property
     def contribution(self) -> float:
         """The largest share of one person with a record in every role."""
         return sum(query.contribution for query in self.queries)

@@ -31,11 +31,11 @@ class Repetitions:
     def __post_init__(self):
         if not (math.isfinite(self.mean) and self.mean > 1):
             raise ValueError(
-                f"RepeatAndSelect: mean must be a number above 1, got {self.mean!r}."
+                f"Repetitions: mean must be a number above 1, got {self.mean!r}."
             )
         if not self.shape >= 0:
             raise ValueError(
-                "RepeatAndSelect: shape must be at least 0 (1 is geometric, math.inf "
+                "Repetitions: shape must be at least 0 (1 is geometric, math.inf "
                 f"Poisson), got {self.shape!r}."
             )
 

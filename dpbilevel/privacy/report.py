@@ -205,7 +205,7 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
 
 def _of_sampling(ledger: Ledger) -> dict[str, None]:
     """What the sampling schemes take for granted, each once."""
-    queries = (query for release in ledger.releases for query in release.queries)
+    queries = (query for release in ledger.releases for query in release.reads)
     return dict.fromkeys(text for q in queries for text in q.sampling.assumptions)
 
 
@@ -213,7 +213,7 @@ def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
     """How many records there may be where their number is private."""
     if ledger.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
         return ()
-    sizes = {q.role: q.size for release in ledger.releases for q in release.queries}
+    sizes = {q.role: q.size for release in ledger.releases for q in release.reads}
     rows = ", ".join(f"{role}: {padded_rows(n)}" for role, n in sizes.items())
     return (
         f"there are no more records than the rows they are padded to ({rows}); not "
@@ -222,7 +222,7 @@ def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
 
 
 def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
-    sizes = [q.size for release in ledger.releases for q in release.queries]
+    sizes = [q.size for release in ledger.releases for q in release.reads]
     if not sizes or budget.delta < 1 / max(sizes):
         return ()
     return (

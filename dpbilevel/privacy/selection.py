@@ -1,36 +1,50 @@
 """Private selection: the best of a random number of repetitions."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 
 from typing_extensions import override
 
 from .. import _checks
+from . import accounting
 from ._lazy import dp_accounting
 from .budget import People
 from .clipping import Basis
-from .releases import AbstractGaussianRelease
+from .queries import Query
+from .releases import AbstractGaussianRelease, AbstractRelease, Release
 from .repetitions import Repetitions
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection(AbstractGaussianRelease):
-    r"""`count` releases of the best of $K$ Gaussian releases, with its value.
+    r"""`count` releases of the best of $K$ runs, with the value it is the best by.
+
+    A run is the release of a value, or first a training, made of Gaussian releases, and
+    then the release of a value of what it found; what the best run released is shown.
 
     Args:
         name: What is selected.
         count: How many times.
-        queries: What one run reads, one query.
-        mechanism: The noise of one run.
+        queries: What the value of one run reads, one query.
+        mechanism: The noise of one value.
         repetitions: The law of $K$.
         runs: The fixed number of runs that are made; those after the first $K$ are left
             out.
         basis: What the sensitivity rests on.
+        trainings: The releases before the value, for each of the trainings that a run
+            picks from by a public law. Each is charged as the dearest one.
+
+    Raises:
+        ValueError: A training refers to another relation.
 
     Privacy:
         $K$ is drawn once, without data, and never shown. At most `runs` repetitions are
         possible, so that the law of what is released is within $P(K >$ `runs`$)$ in
-        total variation of what is charged.
+        total variation of what is charged. The releases of one run compose to one
+        Gaussian for each kind of person: somebody whose records are read by training
+        and value alike is charged for both, and disjoint people for one of them
+        (`docs/privacy.md`, "Private selection").
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
@@ -41,10 +55,23 @@ class Selection(AbstractGaussianRelease):
     repetitions: Repetitions
     runs: int
     basis: Basis = Basis.CLIPPED
+    trainings: tuple[tuple[AbstractRelease, ...], ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
         _checks.count("Selection", runs=self.runs)
+        relations = {r.neighbours for training in self.trainings for r in training}
+        if relations - {self.neighbours}:
+            raise ValueError(
+                "Selection: trainings and value must refer to one neighbouring "
+                "relation; give their mechanisms the same `neighbours`."
+            )
+
+    @property
+    @override
+    def reads(self) -> tuple[Query, ...]:
+        trained = (q for part in self.trainings for r in part for q in r.reads)
+        return *self.queries, *trained
 
     @property
     def failure(self) -> float:
@@ -53,15 +80,49 @@ class Selection(AbstractGaussianRelease):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The law of the number of repetitions."""
-        return (
+        """The law of the number of repetitions, and what one run with training is."""
+        law = (
             f"{self.name}: the best of K, {self.repetitions}; drawn once, never shown, "
             f"and above the {self.runs} runs made with probability {self.failure:.3g}, "
-            "counted in delta",
+            "counted in delta"
         )
+        if not self.trainings:
+            return (law,)
+        run = ", ".join(
+            f"{mu:.4g}-GDP towards {role} records"
+            for role, mu in self.run_mus(People.DISJOINT).items()
+        )
+        trainings = f"one of {len(self.trainings)} trainings and the release of a value"
+        return law, f"{self.name}: a run is {trainings}, together {run}"
+
+    def run_mus(self, people: People) -> dict[str, float]:
+        r"""The $\mu$ of one run, with the dearest training, by kind of person.
+
+        Args:
+            people: Who may have records where.
+
+        Raises:
+            ValueError: A training is not made of Gaussian releases on full batches.
+        """
+        value = Release(self.name, 1, self.queries, self.mechanism, basis=self.basis)
+        found = collections.defaultdict(float)
+        for training in self.trainings or ((),):
+            charged = collections.defaultdict(list)
+            for release in (*training, value):
+                for person, event in release.charges(people):
+                    charged[person].append(event)
+            for person, events in charged.items():
+                mu = accounting.gaussian_mu(dp_accounting.ComposedDpEvent(events))
+                if mu is None:
+                    raise ValueError(
+                        "Selection: trainings are accounted for where they make "
+                        "Gaussian releases on full batches; use FullBatch sampling."
+                    )
+                found[person] = max(found[person], mu)
+        return dict(found)
 
     @override
     def charges(self, people: People) -> "Iterator[tuple[str, dp_accounting.DpEvent]]":
-        (query,) = self.queries
-        event = self.repetitions.event(self.mechanism.event())
-        yield query.role, dp_accounting.SelfComposedDpEvent(event, self.count)
+        for person, mu in self.run_mus(people).items():
+            event = self.repetitions.event(dp_accounting.GaussianDpEvent(1 / mu))
+            yield person, dp_accounting.SelfComposedDpEvent(event, self.count)

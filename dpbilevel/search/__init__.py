@@ -9,6 +9,7 @@ from .problem import BlackBox
 from .random_search import RandomSearch
 from .ranges import Range
 from .repeat_and_select import RepeatAndSelect
+from .tuned_training import TunedTraining
 
 __all__ = [
     "RBF",
@@ -22,5 +23,6 @@ __all__ = [
     "RandomSearch",
     "Range",
     "RepeatAndSelect",
+    "TunedTraining",
     "minimize",
 ]

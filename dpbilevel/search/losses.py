@@ -40,11 +40,11 @@ def clipped_loss(
     """
     rows, present = unpacked(losses)
     reach = cast(clip_range, rows)
-    batch, centered = Batch(rows, present, float(size)), _centered(reach)
-    return clipped_mean(centered, batch, clip_norm=reach / 2, precision=precision)
+    batch, fun = Batch(rows, present, float(size)), centered(reach)
+    return clipped_mean(fun, batch, clip_norm=reach / 2, precision=precision)
 
 
-def _centered(clip_range: Number) -> Callable[[Array], Array]:
+def centered(clip_range: Number) -> Callable[[Array], Array]:
     """A loss clipped to $[0, B]$, less $B / 2$."""
 
     def of(loss):
@@ -80,7 +80,7 @@ def noisy_loss(
         key: A typed key for this release alone.
     """
     rows, present = unpacked(losses)
-    funs = {RECORDS: _centered(clip_range)}
+    funs = {RECORDS: centered(clip_range)}
     value = release.of(funs, _packed(rows[:, 0], present), key=key)
     value = value.astype(proposal.points.dtype)
     value += cast(clip_range, value) / 2  # back in [0, B]

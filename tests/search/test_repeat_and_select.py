@@ -268,7 +268,7 @@ def test_too_few_steps_are_refused_with_a_number_that_serves():
     [{"mean": 1.0}, {"mean": math.nan}, {"mean": 5.0, "shape": -0.5}, {"mean": 1e999}],
 )
 def test_laws_that_are_none_are_refused(fields):
-    with pytest.raises(ValueError, match=r"RepeatAndSelect: (mean|shape) must"):
+    with pytest.raises(ValueError, match=r"Repetitions: (mean|shape) must"):
         dpb.search.RepeatAndSelect(100, 1.0, **fields)
 
 

@@ -1,0 +1,246 @@
+"""Training whose settings are selected privately, records of both levels protected."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
+
+from .. import _checks
+from .._checks import Count, Number, Positive, check_fields
+from ..bilevel.penalized import PenalizedLevel
+from ..bilevel.problem import BilevelProblem, Sizes
+from ..core.descent import Rejections
+from ..core.levels import people_of
+from ..core.loop import inner_solve
+from ..core.solver import AbstractSolver
+from ..onelevel.noisy_gd import NoisyGD
+from ..privacy.budget import Neighbours, People
+from ..privacy.ledger import Ledger
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import derive
+from ..privacy.queries import Query
+from ..privacy.repetitions import Repetitions
+from ..privacy.sampling import FullBatch
+from ..privacy.selection import Selection
+from .best_run import BestRun, check_enough
+from .losses import centered
+
+BEST = "model of the least validation loss"
+
+
+class Trained(eqx.Module):
+    """What one run finds.
+
+    Attributes:
+        pair: $(x, y)$.
+        setting: The index of its candidate, -1 for the start.
+        rejected: How many of its updates were left out.
+    """
+
+    pair: PyTree
+    setting: Int[Array, ""]
+    rejected: Int[Array, ""]
+
+
+class TuningState(eqx.Module):
+    """The runs so far; the updates left out are those of what is shown."""
+
+    runs: BestRun
+    rejections: Rejections
+
+
+class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
+    r"""The best of $K$ private trainings by their noisy validation losses.
+
+    One run, which is a step:
+
+    1. draw a candidate $j$ uniformly, without data;
+    2. train $y \approx \arg\min_y g(x_0, y)$ by it on the lower records;
+    3. release $f(x_0, y)$: the mean of the upper records' losses, clipped to $[0, B]$,
+       with noise, plus $r_f$.
+
+    Of $K$ runs, $K$ random, only the best is released: model, candidate and noisy loss,
+    all three at little more than the price of one run, whatever the number of
+    candidates. Always `num_steps` runs are made, and those after the first $K$ are left
+    out. With a Poisson law $K$ may be zero; the answer is then the start.
+
+    Args:
+        candidates: The trainings to select from, on full batches: step sizes, clip
+            norms, numbers of steps. Chosen without looking at the records.
+        num_steps: The number of runs; far above `mean`, as in `RepeatAndSelect`.
+            Static.
+        clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
+        mean: The expected $K$, above 1. Static.
+        shape: Of the law of $K$, as in `RepeatAndSelect`. Static.
+        budget_split: How the squared budget of one run is split over training and loss.
+            Disjoint people pay for one of them alone, so equal shares suit them.
+        noise: The mechanism of one loss; its multiplier is per run.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Raises:
+        ValueError: No candidate, one that samples batches, or too few runs.
+
+    Privacy:
+        One selection among runs of Gaussian releases: gradients of sensitivity $2C/n_g$
+        and a loss of sensitivity $B/n_f$ under replace-one, half of that under
+        add-or-remove-one, enforced by clipping. Training is part of what is selected,
+        so its records are protected by the same guarantee as those that select: a
+        person with a record in both levels is charged for both, disjoint people are for
+        one. The models, losses and counts of all other runs are secret.
+
+    References:
+        Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
+        ICLR 2022, Theorems 2 and 6; the proof for both levels is in
+        `docs/tuned_training.md`.
+    """
+
+    candidates: tuple[NoisyGD, ...]
+    num_steps: Count = eqx.field(static=True)
+    clip_range: Positive
+    mean: float = eqx.field(static=True)
+    shape: float = eqx.field(static=True, default=1.0)
+    budget_split: tuple[float, float] = eqx.field(
+        default=(1.0, 1.0), converter=_checks.floats
+    )
+    noise: Gaussian = Gaussian()
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = BilevelProblem
+    in_config: ClassVar[bool] = False
+
+    def __check_init__(self):
+        check_fields(self)
+        owner = "TunedTraining"
+        if not self.candidates:
+            raise ValueError(f"{owner}: candidates names no training.")
+        for number, candidate in enumerate(self.candidates):
+            _checks.instance(owner, NoisyGD, **{f"candidates[{number}]": candidate})
+            if not isinstance(candidate.sampling, FullBatch):
+                raise ValueError(
+                    f"{owner}: candidates[{number}] samples by {candidate.sampling}, "
+                    "which is not accounted for together with private selection; use "
+                    "FullBatch()."
+                )
+        _checks.budget_split(owner, self.budget_split, "training", "loss")
+        check_enough(owner, self.repetitions, self.num_steps)
+
+    @property
+    def repetitions(self) -> Repetitions:
+        """The law of the number of runs that count."""
+        return Repetitions(self.mean, self.shape)
+
+    @property
+    @override
+    def neighbours(self) -> Neighbours:
+        return self.noise.neighbours
+
+    @override
+    def init(self, problem: BilevelProblem, w0: PyTree) -> TuningState:
+        x, y = jax.tree.map(jnp.asarray, tuple(w0))
+        pair = problem.x_set.project(x), problem.y_set.project(y)
+        none = jnp.zeros((), jnp.int32)
+        start = Trained(pair, none - 1, none)
+        dtype = jnp.result_type(*jax.tree.leaves(y))
+        return TuningState(BestRun.start(start, dtype), Rejections.none())
+
+    def step(self, problem, data, state, *, key) -> TuningState:
+        """One run, kept where it is the best so far."""
+        names = "setting", "model", "value", "repeats"
+        key_setting, key_model, key_value, key_repeats = derive(key, *names)
+        x, y0 = state.runs.w.pair  # the start: nothing else is shown before the end
+        level = PenalizedLevel(problem, x)
+
+        def train(candidate):
+            solver = candidate.with_sizes(self.sizes)
+            return inner_solve(level, solver, data, y0, key=key_model)
+
+        setting = jax.random.randint(key_setting, (), 0, len(self.candidates))  # line 1
+        y, rejected = _of_one(self.candidates, setting, train)  # line 2
+        value = self._value(problem, data, x, y, key=key_value)  # line 3
+        runs = state.runs.after(
+            Trained((x, y), setting, rejected),
+            value.astype(state.runs.value.dtype),
+            self.repetitions,
+            self.num_steps,
+            key=key_repeats,
+        )
+        return TuningState(runs, Rejections(runs.w.rejected))
+
+    def _value(self, problem, data, x, y, *, key) -> Float[Array, ""]:
+        """The released validation loss."""
+        center = centered(self.clip_range)
+        losses = {"upper": lambda record: center(problem.upper(x, y, record))}
+        release = self._selection(problem, self.sizes)
+        value = release.of(losses, data, key=key)
+        value += jnp.asarray(self.clip_range, value.dtype) / 2  # back in [0, B]
+        if problem.upper_public is None:
+            return value
+        return value + jnp.asarray(problem.upper_public(x, y), value.dtype)
+
+    @override
+    def released(self, state: TuningState) -> tuple[Trained, Float[Array, ""]]:
+        """The start, and after the last step model, candidate and noisy loss."""
+        return state.runs.w, state.runs.value
+
+    @override
+    def answer(self, problem: BilevelProblem, state: TuningState) -> PyTree:
+        return state.runs.w.pair
+
+    @override
+    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
+        people = people_of(sizes) or People.OVERLAPPING
+        return Ledger((self._selection(problem, sizes),), people)
+
+    def _selection(self, problem, sizes) -> Selection:
+        level = PenalizedLevel(problem, None)
+        return Selection(
+            BEST,
+            1,
+            (Query("upper", sizes.upper, self.clip_range / 2),),
+            self.noise,
+            self.repetitions,
+            self.num_steps,
+            trainings=tuple(c.ledger(level, sizes).releases for c in self.candidates),
+        )
+
+    @override
+    def with_noise(self, scale: Number) -> Self:
+        """Makes one run 1/scale-GDP towards a person with a record in both levels."""
+        training, loss = (part / sum(self.budget_split) for part in self.budget_split)
+        candidates = (c.with_noise(scale / training**0.5) for c in self.candidates)
+        noise = self.noise.with_multiplier(scale / loss**0.5)
+        return dataclasses.replace(self, candidates=tuple(candidates), noise=noise)
+
+    @override
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        return {BEST: 1}
+
+
+def _of_one(
+    candidates: tuple[NoisyGD, ...],
+    setting: Int[Array, ""],
+    train: Callable[[NoisyGD], PyTree],
+) -> PyTree:
+    """What the training of one candidate finds.
+
+    Candidates that differ in numbers alone share one program.
+    """
+    leaves, kinds = zip(*map(jax.tree.flatten, candidates), strict=True)
+    programs = list(dict.fromkeys(kinds))
+
+    def whole(kind):
+        first = kinds.index(kind)
+        rows = [
+            row if same == kind else leaves[first]
+            for row, same in zip(leaves, kinds, strict=True)
+        ]
+        numbers = [jnp.asarray(column)[setting] for column in zip(*rows, strict=True)]
+        return train(jax.tree.unflatten(kind, numbers))
+
+    number = jnp.asarray([programs.index(kind) for kind in kinds])[setting]
+    return jax.lax.switch(number, [functools.partial(whole, k) for k in programs])
