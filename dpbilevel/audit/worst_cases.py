@@ -31,6 +31,7 @@ from ..privacy.queries import LEVELS
 from ..search.base import AbstractAskTellSolver
 from ..search.gibo import GradientInformativeBO
 from ..search.random_search import RandomSearch
+from ..search.tuned_training import TunedTraining
 from ..sets import Ball, Box, Euclidean, Product
 
 # A record's gradient, far beyond any clip norm.
@@ -113,6 +114,23 @@ def _(solver: RandomSearch, _, zeros):
 @worst_case.register
 def _(solver: GradientInformativeBO, _, zeros):
     return _LINEAR, jnp.ravel(zeros)
+
+
+@worst_case.register
+def _(solver: TunedTraining, _, zeros):
+    return _selecting(_weight_of_training(solver, zeros)), (zeros, zeros)
+
+
+def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
+    """That of sum(y) beside the loss, at which both tell of a record what they can."""
+    first, sizes = solver.candidates[0], solver.sizes
+    assert sizes is not None
+    multiplier = first.noise.event().noise_multiplier
+    step = float(first.step_size * first.clip_norm) / sizes.lower
+    of_model = multiplier * step * first.num_steps * optax.tree.size(zeros) ** 0.5
+    of_loss = solver.noise.event().noise_multiplier * float(solver.clip_range / 2)
+    ratio = solver.noise.event().noise_multiplier / multiplier
+    return of_loss / sizes.upper / of_model * ratio
 
 
 _LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
@@ -229,6 +247,17 @@ def _bounded(size: int) -> BilevelProblem:
         declared, upper_y=1.0, upper_y_spread=1.0, upper_x_spread=declared.upper_x
     )
     return dataclasses.replace(problem, x_set=Ball(1.0), constants=constants)
+
+
+@functools.cache
+def _selecting(weight: float) -> BilevelProblem:
+    """Models of the largest weighted sum and the least loss, which a record moves."""
+    return BilevelProblem(
+        lambda x, y, z: z,
+        _plain,
+        upper_public=lambda x, y: -weight * optax.tree.sum(y),
+        x_in_records=False,
+    )
 
 
 def _of_sources(y, z):

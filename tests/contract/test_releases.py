@@ -18,6 +18,7 @@ from dpbilevel.privacy import accounting
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import AbstractGaussianRelease
+from dpbilevel.privacy.selection import Selection
 from tests.contract.recorded import (
     CASES,
     KEY,
@@ -56,13 +57,19 @@ def claim(release):
     return release.noise_multiplier, release.noise_std
 
 
+def parts(release):
+    """What is made for a release, each as often as it is."""
+    if not isinstance(release, Selection):
+        return [release] * release.count
+    # It counts once, whatever the number of runs it selects from. The trainings of a
+    # case are alike.
+    first, *_ = release.trainings or ((),)
+    run = [release, *(r for part in first for r in parts(part))]
+    return run * release.count * release.runs
+
+
 def matches(notes, ledger, adaptive):
-    # A selection counts once, whatever the number of runs it selects from.
-    claimed = sorted(
-        claim(r)
-        for r in ledger.releases
-        for _ in range(r.count * getattr(r, "runs", 1))
-    )
+    claimed = sorted(claim(r) for release in ledger.releases for r in parts(release))
     made = sorted(note[:2] for note in notes)
     if len(made) != len(claimed):
         return False
