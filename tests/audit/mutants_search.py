@@ -18,6 +18,7 @@ from tests.audit.runs import audited
 from tests.cases import Mutant
 from tests.search.test_baselines import planned_random_search, planned_ucb
 from tests.search.test_repeat_and_select import planned_selection
+from tests.search.test_tuned_training import planned_tuning
 
 RUNS = 8_000
 
@@ -161,6 +162,51 @@ def of_draw(kind=dpb.search.RandomSearch, **fields):
     )
 
 
+class ChargesTheLossAlone(dpb.search.TunedTraining):
+    """As where the training of a selection counts as free."""
+
+    def ledger(self, problem, sizes):
+        (release,) = (ledger := super().ledger(problem, sizes)).releases
+        free = dataclasses.replace(release, trainings=())
+        return dataclasses.replace(ledger, releases=(free,))
+
+
+class ShowsEveryModel(dpb.search.TunedTraining):
+    """Shows the mean of the models of all runs."""
+
+    def step(self, problem, data, state, *, key):
+        key, again = jax.random.split(key)
+        after = dpb.search.TunedTraining.step(self, problem, data, state, key=key)
+        alone = dataclasses.replace(self, num_steps=1, mean=1.0001)
+        run = dpb.search.TunedTraining.step(
+            alone, problem, data, alone.init(problem, state.runs.w.pair), key=again
+        )
+        mean = state.runs.value + run.runs.w.pair[1] / self.num_steps
+        runs = dataclasses.replace(after.runs, value=mean)
+        return dataclasses.replace(after, runs=runs)
+
+
+class TrainsWithLessNoise(dpb.search.TunedTraining):
+    """The first candidate has half of the noise that it is charged for."""
+
+    def step(self, problem, data, state, *, key):
+        first, *rest = self.candidates
+        louder = dataclasses.replace(first, noise=first.noise.scaled(0.5))
+        broken = dataclasses.replace(self, candidates=(louder, *rest))
+        return dpb.search.TunedTraining.step(broken, problem, data, state, key=key)
+
+
+def tuning(kind=dpb.search.TunedTraining):
+    # Most of what a person with a record in both levels pays is for the training.
+    return audited(
+        planned_tuning(kind, "overlapping", budget_split=(0.9, 0.1)), runs=RUNS
+    )
+
+
+def of_tuning(kind):
+    return Mutant("TunedTraining", lambda: tuning(kind), tuning)
+
+
 def of_selection(kind):
     return Mutant("RepeatAndSelect", lambda: selection(kind), selection)
 
@@ -174,6 +220,9 @@ MUTANTS = {
     "all queries counted as one": of_ucb(CountsOneQuery),
     "every repetition is shown": of_selection(ShowsEveryRepetition),
     "repeats until the raw loss is good": of_selection(RepeatsUntilTheRawLossIsGood),
+    "a training that is free": of_tuning(ChargesTheLossAlone),
+    "the models of all runs": of_tuning(ShowsEveryModel),
+    "half of the noise in a training": of_tuning(TrainsWithLessNoise),
     "selects by the loss without noise": Mutant(
         "RepeatAndSelect",
         lambda: tilted(SelectsByRawLoss),
