@@ -10,6 +10,8 @@ NAMES = (
     "calibration",
     "utility",
     "penalties",
+    "meta_learning",
+    "tuned_training",
     "census",
     "single_loop",
     "hypergradient",

@@ -1,0 +1,81 @@
+"""What meta-learning person by person is worth: `python -m benchmarks meta_learning`.
+
+Methods and people of examples/meta_learning.py, at epsilon 3 for a person, 10 keys,
+accuracy on the images of people who took part in nothing. Every baseline is shown with
+the best of its settings in hindsight ON THE TEST PEOPLE; meta-learning with one setting
+for all tasks, which was found on 80 of the training people of the digits, learned from
+the others. Prints tables and writes them into docs/meta_learning.md where the digits
+are there: $MNIST or ../shared/data/mnist_10k.npz.
+"""
+
+import functools
+import itertools
+
+import jax
+
+from examples import meta_learning as example
+
+from .census import ROOT
+from .quartiles import best_of, table
+from .utility import MNIST, write
+
+PAGE = ROOT / "docs/meta_learning.md"
+KEYS = 10
+RIDGES, CLIPS = (0.003, 0.01, 0.03), (0.1, 0.15)
+SETTINGS = {
+    "new person from scratch": [example.from_scratch],
+    "descent on all people's images": [
+        functools.partial(example.pooled, step=step) for step in (0.1, 0.3, 1.0, 3.0)
+    ],
+    "scatter within classes, whitened": [
+        functools.partial(example.whitened, clip=clip, ridge=ridge)
+        for clip, ridge in itertools.product(CLIPS, RIDGES)
+    ],
+    "scatter within and between, projected": [
+        functools.partial(example.projected, clip=clip, ridge=ridge, kept=kept)
+        for clip, (ridge, kept) in itertools.product(
+            (0.15, 0.3), ((0.01, 5), (0.01, 8), (0.03, 16))
+        )
+    ],
+    "meta-learning, one setting": [example.meta_learned],
+    "meta-learning without noise (not private)": [
+        functools.partial(example.without_noise, steps=steps) for steps in (8, 30)
+    ],
+}
+
+
+def evaluate(data, test):
+    """Accuracies of every method at its best setting, one for each key."""
+    keys = jax.random.split(jax.random.key(0), KEYS)
+    found = {}
+    for name, methods in SETTINGS.items():
+        runs = [
+            [float(example.accuracy(method(data, key), test)) for key in keys]
+            for method in methods
+        ]
+        found[name] = best_of(runs, higher_is_better=True)
+        print(f"  {name}: done", flush=True)
+    return found
+
+
+def main():
+    tasks = {
+        f"generated, {count} training people": functools.partial(
+            example.generated, count + example.TEST
+        )
+        for count in (400, 1000, 3000)
+    }
+    if MNIST.is_file():
+        tasks["digits, nobody shares an image"] = functools.partial(
+            example.digits, MNIST
+        )
+    tables = []
+    for name, people in tasks.items():
+        data, test = people()
+        title = f"{name}: {len(data['label'])} training people"
+        title = name if name.startswith("generated") else title
+        found = evaluate(data, test)
+        tables.append(table(title, found, "accuracy", higher_is_better=True))
+        print(tables[-1], flush=True)
+    if MNIST.is_file():
+        write(PAGE, tables)
