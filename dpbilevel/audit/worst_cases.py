@@ -125,8 +125,9 @@ def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
     """That of sum(y) beside the loss, at which both tell of a record what they can."""
     first, sizes = solver.candidates[0], solver.sizes
     assert sizes is not None
-    multiplier = first.noise.event().noise_multiplier
-    step = float(first.step_size * first.clip_norm) / sizes.lower
+    multiplier, size = first.noise.event().noise_multiplier, first.step_size
+    assert isinstance(size, float)
+    step = size * float(first.clip_norm) / sizes.lower
     of_model = multiplier * step * first.num_steps * optax.tree.size(zeros) ** 0.5
     of_loss = solver.noise.event().noise_multiplier * float(solver.clip_range / 2)
     ratio = solver.noise.event().noise_multiplier / multiplier

@@ -92,7 +92,8 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
         add-or-remove-one, enforced by clipping. Training is part of what is selected,
         so its records are protected by the same guarantee as those that select: a
         person with a record in both levels is charged for both, disjoint people are for
-        one. The models, losses and counts of all other runs are secret.
+        one. The models, losses and counts of all other runs are secret, and so are
+        their candidates: where these differ in numbers of steps, time is unprotected.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
@@ -194,7 +195,13 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         people = people_of(sizes) or People.OVERLAPPING
-        return Ledger((self._selection(problem, sizes),), people)
+        timed = ()
+        if len({candidate.num_steps for candidate in self.candidates}) > 1:
+            timed = (
+                "unprotected: how long the runs take, which tells what candidates were "
+                "drawn for those that are not shown",
+            )
+        return Ledger((self._selection(problem, sizes),), people, timed)
 
     def _selection(self, problem, sizes) -> Selection:
         level = PenalizedLevel(problem, None)

@@ -146,6 +146,7 @@ def test_a_plan_protects_the_records_of_both_levels(people):
     assert report.accountant == "Renyi divergences of private selection"
 
 
+@pytest.mark.slow
 def test_the_report_counts_the_rows_of_both_levels():
     added = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
     trainings = tuple(dataclasses.replace(part, noise=added) for part in TRAININGS)
@@ -264,6 +265,7 @@ def test_updates_left_out_count_for_the_shown_run_alone(kind):
     assert any(counts[:-1]) == (kind is CountsAllRuns)
 
 
+@pytest.mark.slow
 def test_candidates_of_different_counts_train_as_they_say():
     trainings = tuple(dpb.NoisyGD(count, 5.0, 0.1) for count in (1, 3, 7))
     solver = tuned(candidates=trainings, num_steps=24).with_noise(1e-4)
@@ -279,6 +281,7 @@ def test_candidates_of_different_counts_train_as_they_say():
     assert len(seen) > 1
 
 
+@pytest.mark.slow
 def test_a_public_term_of_the_upper_level_takes_part():
     problem = dataclasses.replace(CENTRE, upper_public=lambda x, y: 10.0 * y)
     solver = one_step()
@@ -287,6 +290,15 @@ def test_a_public_term_of_the_upper_level_takes_part():
     ]
     assert 0 in settings  # the smallest step, which is never better without it
     assert settings.count(2) < settings.count(0)
+
+
+def test_the_ledger_says_where_time_tells_what_was_drawn():
+    different = (*TRAININGS, dpb.NoisyGD(3, 1.0, 1.0))
+    timed = [
+        any("how long" in text for text in ledger_of("disjoint", **fields).assumptions)
+        for fields in ({"candidates": different}, {})
+    ]
+    assert timed == [True, False]
 
 
 @pytest.mark.parametrize(
