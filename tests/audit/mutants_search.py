@@ -177,7 +177,7 @@ class ShowsEveryModel(dpb.search.TunedTraining):
     def step(self, problem, data, state, *, key):
         key, again = jax.random.split(key)
         after = dpb.search.TunedTraining.step(self, problem, data, state, key=key)
-        alone = dataclasses.replace(self, num_steps=1, mean=1.0001)
+        alone = dataclasses.replace(self, num_steps=1, mean=1.0009)
         run = dpb.search.TunedTraining.step(
             alone, problem, data, alone.init(problem, state.runs.w.pair), key=again
         )
