@@ -13,6 +13,7 @@ from .applications import (
 )
 from .constants import AbstractCertificate, Constants, SecondOrderConstants
 from .f2sa import F2SA
+from .finite_difference import FiniteDifferenceBilevel
 from .group_runs import ScaledGroups
 from .implicit import ImplicitBilevel
 from .linear_tuning import linear_tuning
@@ -30,6 +31,7 @@ __all__ = [
     "AbstractCertificate",
     "BilevelProblem",
     "Constants",
+    "FiniteDifferenceBilevel",
     "ImplicitBilevel",
     "Levels",
     "LowerFirst",

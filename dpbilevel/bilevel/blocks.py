@@ -97,6 +97,21 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         memory = self.blocks(*(descent.init(v) for descent, v in pairs))
         return JointState(w, self.output.init((x, y)), memory, jnp.zeros((), jnp.int32))
 
+    def shortened(self, problem: BilevelProblem, q: Any, x: PyTree, y: PyTree) -> Any:
+        """The blocks, the first two shorter where steps overshoot the public term.
+
+        For variables that both meet the Hessian of the lower public term at y.
+        """
+        if problem.lower_public is None:
+            return q
+        pull, descents = jax.grad(problem.lower_public, 1), self.descents(problem)
+        *pairs, (_, of_x) = zip(_entries(descents), _entries(q), strict=True)
+        first, second = (
+            descent.shortened(block, lambda y: pull(x, y), y)
+            for descent, block in pairs
+        )
+        return self.blocks(first, second, of_x)
+
     def moved(self, problem: BilevelProblem, state: JointState, q: Any) -> JointState:
         """The state after each variable's projected update along its block of `q`."""
         parts = map(_entries, (self.descents(problem), q, state.memory, state.w))

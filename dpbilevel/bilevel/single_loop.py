@@ -138,19 +138,8 @@ class SingleLoopBilevel(AbstractJointSolver):
         # Algorithm 1 (SOBA): all directions at the same point and on the same batch.
         funs = {"upper": upper, "lower": lower}
         q = self.directions(problem, data, funs, like=x, key=key)
-        q = self._shortened(problem, _with_public(problem, q, x, y, v), x, y)
+        q = self.shortened(problem, _with_public(problem, q, x, y, v), x, y)
         return self.moved(problem, state, q)  # the three updates
-
-    def _shortened(self, problem: BilevelProblem, q: _Blocks, x, y) -> _Blocks:
-        """No step of y or v overshoots the public term, whose Hessian both meet."""
-        if problem.lower_public is None:
-            return q
-        pull, descents = jax.grad(problem.lower_public, 1), self.descents(problem)
-
-        def along(direction, descent):
-            return descent.shortened(direction, lambda y: pull(x, y), y)
-
-        return _Blocks(along(q.y, descents.y), along(q.v, descents.v), q.x)
 
 
 def _lower_blocks(g, x: PyTree, y: PyTree, v: PyTree) -> _Blocks:

@@ -1,0 +1,182 @@
+"""The single-loop method with differences of gradients for second derivatives."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import PyTree
+from typing_extensions import override
+
+from .. import _checks
+from .._checks import Count, Positive
+from ..core.descent import Descent, StepSize, as_rule
+from ..core.outputs import AbstractOutput, Last
+from ..privacy.mechanisms import Gaussian
+from ..privacy.sampling import AbstractSampling, FullBatch
+from ..sets import Euclidean
+from .blocks import AbstractBlocks, AbstractJointSolver, JointState
+from .problem import BilevelProblem, Sizes
+
+
+class _Blocks(AbstractBlocks):
+    y: Any
+    delta: Any  # the penalty times the way from y to the penalized solution
+    x: Any
+
+
+class FiniteDifferenceBilevel(AbstractJointSolver):
+    r"""First-order bilevel optimization that tracks a scaled difference of solutions.
+
+    $y$ follows the solution of the lower level and $\delta = \lambda (z - y)$ the
+    difference to the solution $z$ of the penalized level $g + f / \lambda$, with a
+    large penalty $\lambda$. One step moves all three variables from the same point
+    and the same batch:
+
+    $$
+    z = y + \delta / \lambda, \qquad q_y = \nabla_y g(x, y), \qquad q_\delta = \lambda
+    \bigl(\nabla_y g(x, z) - \nabla_y g(x, y)\bigr) + \nabla_y f(x, z),
+    $$
+    $$
+    q_x = \lambda \bigl(\nabla_x g(x, z) - \nabla_x g(x, y)\bigr) + \nabla_x f(x, z),
+    $$
+    $$
+    y \leftarrow \Pi_Y(y - \rho\, q_y), \qquad \delta \leftarrow \delta - \rho\,
+    q_\delta, \qquad x \leftarrow \Pi_X(x - \eta\, q_x).
+    $$
+
+    A lower record enters with $(\nabla_y g, \lambda (\nabla_y g - \nabla_y g), \lambda
+    (\nabla_x g - \nabla_x g))$ at the price of two gradients, an upper one with $(0,
+    \nabla_y f, \nabla_x f)$. A record's three blocks are clipped together: a record
+    whose blocks are within their clip norms is left as it is.
+
+    The directions are those of `F2SA` in other coordinates. There the noise of y and z
+    is multiplied by $\lambda$ in the hypergradient; here noise enters y and $\delta$,
+    and nothing multiplies it by $\lambda$, which can thus be large: the bias falls like
+    $1 / \lambda$. In the limit $\delta$ tracks $-[\nabla_{yy}^2 g]^{-1} \nabla_y f$,
+    and this is `SingleLoopBilevel` with finite differences for products with second
+    derivatives. Losses are evaluated at $z$, which is $\delta / \lambda$ from `y_set`
+    at most. The hypergradient formula holds where $y^*(x)$ is in its interior.
+
+    Steps of $y$ and $\delta$ are shorter where they would overshoot the public terms,
+    as in `NoisyGD`.
+
+    Args:
+        num_steps: The number of steps. Static.
+        step_size: The step size $\eta$ of $x$, or an optax optimizer fed with $q_x$.
+        lower_step_size: The step size $\rho$ of $y$ and $\delta$, below two over the
+            largest eigenvalue of $\nabla_{yy}^2 g$; or an optax optimizer fed with
+            $q_y$ and $q_\delta$.
+        penalty: The penalty $\lambda$. Rounding of gradients is multiplied by it: in
+            float32 keep it below $10^5$ or so.
+        clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
+        difference_clip_norm: The bound $C_\delta$ on $\lambda (\nabla_y g - \nabla_y
+            g)$ of one lower record; it includes the factor $\lambda$.
+        cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
+            lower record; it includes the factor $\lambda$. Where no lower record meets
+            x, the unit of $\nabla_x f$.
+        upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
+            upper record.
+        sampling: How each step's batches are drawn, one per level.
+        noise: The mechanism of the whole run, seen as one release on full batches.
+        budget_split: How the squared budget is split over $y$, $\delta$ and $x$: the
+            noise of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no
+            record meets x, over the first two.
+        output: Which pair $(x, y)$ is the answer: `Last()`, or `Mean()` of all.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Privacy:
+        `num_steps` Gaussian releases of all blocks at once, from one batch per level.
+        In units $u_b = C_b / \sqrt{s_b}$ of the blocks a lower record moves the mean by
+        at most $1 / n_g$ and an upper record by at most $\sqrt{(C_f / u_\delta)^2 +
+        (C_f / u_x)^2} / n_f$, the second term only where upper records meet x; twice
+        that under replace-one. Enforced by clipping, for any functions and any penalty.
+        Where no record meets x, $q_x$ is a function of released values: no noise, no
+        budget. $x$, $y$, $\delta$ and the whole trajectory are released.
+
+    References:
+        Yang, Xiao and Ji, "Achieving O(epsilon^-1.5) complexity in
+        Hessian/Jacobian-free stochastic bilevel optimization", NeurIPS 2023 (FdeHBO).
+        Here with clipped and noisy directions, without momentum and without a bound on
+        $\delta$; and $\nabla f$ at $z$ instead of $y$, so that a fixed point is one of
+        the penalty method (Kwon, Kwon, Wright and Nowak, ICML 2023).
+    """
+
+    num_steps: Count = eqx.field(static=True)
+    step_size: StepSize = eqx.field(converter=as_rule)
+    lower_step_size: StepSize = eqx.field(converter=as_rule)
+    penalty: Positive = 100.0
+    clip_norm: Positive = 1.0
+    difference_clip_norm: Positive = 1.0
+    cross_clip_norm: Positive = 1.0
+    upper_clip_norm: Positive = 1.0
+    sampling: AbstractSampling = FullBatch()
+    noise: Gaussian = Gaussian()
+    budget_split: tuple[float, float, float] = eqx.field(
+        default=(0.4, 0.4, 0.2), converter=_checks.floats
+    )
+    output: AbstractOutput = Last()
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    blocks: ClassVar = _Blocks
+
+    @override
+    def start(self, x, y) -> _Blocks:
+        return _Blocks(y, optax.tree.zeros_like(y), x)
+
+    @override
+    def descents(self, problem) -> _Blocks:
+        return _Blocks(
+            Descent(self.lower_step_size, problem.y_set),
+            Descent(self.lower_step_size, Euclidean()),
+            Descent(self.step_size, problem.x_set),
+        )
+
+    @override
+    def lower_bounds(self):
+        return self.clip_norm, self.difference_clip_norm, self.cross_clip_norm
+
+    @override
+    def upper_bounds(self):
+        return None, self.upper_clip_norm, self.upper_clip_norm
+
+    @override
+    def step(self, problem, data, state, *, key) -> JointState:
+        x, y, delta = state.w.x, state.w.y, state.w.delta
+        z = jax.tree.map(lambda a, b: a + b / self.penalty, y, delta)
+
+        def upper(record):
+            return _upper_blocks(lambda x, y: problem.upper(x, y, record), x, z)
+
+        def lower(record):
+            def g(x, y):
+                return problem.lower(x, y, record)
+
+            return _lower_blocks(g, self.penalty, x, y, z)
+
+        # All directions at the same point and on the same batch.
+        funs = {"upper": upper, "lower": lower}
+        q = self.directions(problem, data, funs, like=x, key=key)
+        q = self._with_public(problem, q, x, y, z)
+        return self.moved(problem, state, self.shortened(problem, q, x, y))
+
+    def _with_public(self, problem: BilevelProblem, q: _Blocks, x, y, z) -> _Blocks:
+        """Adds the blocks of the public terms."""
+        if problem.lower_public is not None:
+            public = _lower_blocks(problem.lower_public, self.penalty, x, y, z)
+            q = optax.tree.add(q, public)
+        if problem.upper_public is not None:
+            q = optax.tree.add(q, _upper_blocks(problem.upper_public, x, z))
+        return q
+
+
+def _lower_blocks(g, penalty, x: PyTree, y: PyTree, z: PyTree) -> _Blocks:
+    r"""$\nabla_y g(x, y)$, and $\lambda (\nabla g(x, z) - \nabla g(x, y))$."""
+    at_y, at_z = (jax.grad(g, (0, 1))(x, w) for w in (y, z))
+    of_x, of_delta = optax.tree.scale(penalty, optax.tree.sub(at_z, at_y))
+    return _Blocks(at_y[1], of_delta, of_x)
+
+
+def _upper_blocks(f, x: PyTree, z: PyTree) -> _Blocks:
+    r"""$(0, \nabla_y f, \nabla_x f)$ at $(x, z)$."""
+    of_x, of_y = jax.grad(f, (0, 1))(x, z)
+    return _Blocks(optax.tree.zeros_like(of_y), of_y, of_x)
