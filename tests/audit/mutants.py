@@ -25,6 +25,7 @@ from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
 from tests.audit import mutants_gibo
 from tests.audit.runs import audited, claim_of
+from tests.bilevel.test_finite_difference import planned_differences
 from tests.bilevel.test_group_runs import planned_scaled
 from tests.bilevel.test_implicit import planned_implicit
 from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
@@ -97,9 +98,12 @@ class StopsOnRawGradient(dpb.NoisyGD):
 
 
 class SilentInOneBlock(dpb.privacy.Gaussian):
+    """Releases the second block without noise."""
+
     def release(self, bounded, *, key):
         noisy = dpb.privacy.Gaussian.release(self, bounded, key=key)
-        return dataclasses.replace(noisy, v=bounded.raw.v)
+        second = list(vars(noisy))[1]
+        return dataclasses.replace(noisy, **{second: getattr(bounded.raw, second)})
 
 
 class WarmStartsFromExactSolution(dpb.PenaltyBilevel):
@@ -686,6 +690,13 @@ MUTANTS = {
         lambda: audited(
             planned_single_loop("shared", noise=SilentInOneBlock()), runs=20_000
         )
+    ),
+    "the tracked difference released without noise": Mutant(
+        "FiniteDifferenceBilevel, shared",
+        lambda: audited(
+            planned_differences("shared", noise=SilentInOneBlock()), runs=20_000
+        ),
+        lambda: audited(planned_differences("shared")),
     ),
     "warm start from an exact iterate": of_penalty(
         lambda: audited(

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import dpbilevel as dpb
@@ -14,8 +13,6 @@ from tests.bilevel.test_single_loop import (
     CLIPPED,
     HUGE,
     mean_before_the_noise,
-    quadratic,
-    solved,
     with_first_record_scaled,
 )
 from tests.cases import Audited, Case, planned
@@ -50,11 +47,9 @@ CONTRACT = {
 }
 
 
-def planned_differences(
-    people, scale=1.0, kind=dpb.bilevel.FiniteDifferenceBilevel, **fields
-):
+def planned_differences(people, scale=1.0, **fields):
     defaults = {"step_size": 0.1, "lower_step_size": 0.1, "upper_clip_norm": 1.5}
-    return planned(kind(3, **(defaults | fields)), people, scale)
+    return planned(differences(**(defaults | fields)), people, scale)
 
 
 AUDITS = {
@@ -105,22 +100,18 @@ def logistic_example():
 
 def runs_of(*solvers):
     problem, data, w0 = logistic_example()
-    return [
-        dpb.solve(problem, solver, data, w0, key=jax.random.key(0)).value
-        for solver in solvers
-    ]
+    run = jax.jit(dpb.solve)
+    return [run(problem, s, data, w0, key=jax.random.key(0)).value for s in solvers]
 
 
 def test_without_noise_the_iterates_are_those_of_f2sa(x64):
-    peer = unclipped(dpb.bilevel.F2SA, **RATES)
-    for penalty in (4.0, 30.0):
-        ours, theirs = runs_of(
-            noiseless(8, penalty=penalty),
-            peer(num_steps=8, penalty=penalty).with_noise(0.0),
-        )
-        start = logistic_example()[2]
-        assert float(jnp.abs(ours[0] - start[0]).max()) > 1e-2
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), ours, theirs)
+    peer = unclipped(functools.partial(dpb.bilevel.F2SA, **RATES))
+    ours, theirs, other = runs_of(
+        noiseless(8, penalty=4.0),
+        *(peer(num_steps=8, penalty=p).with_noise(0.0) for p in (4.0, 5.0)),
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), ours, theirs)
+    assert not np.allclose(ours[0], other[0], rtol=1e-5)  # the control
 
 
 def test_for_large_penalties_it_is_the_single_loop_method(x64):
@@ -156,31 +147,86 @@ def test_at_rest_it_shows_the_hypergradient_up_to_one_over_the_penalty(x64):
     np.testing.assert_allclose(slopes, -1, atol=0.1)
 
 
-def scatter(solver):
-    """How far the last x of a noisy run scatters over keys."""
-    example = quadratic()
-    solver = solver.with_noise(0.02)
+def scatter(kind, **fields):
+    """How far the last x of noisy runs scatters, for a small and a large penalty."""
+    example = ridge_example()
+    wide = dict.fromkeys(("clip_norm", "upper_clip_norm"), 20.0)
 
-    def run(key):
-        return dpb.solve(
-            example.problem, solver, example.data, example.w0, key=key
-        ).value[0]
+    def run(penalty, key):
+        solver = kind(20, penalty=penalty, **(RATES | wide | fields)).with_noise(0.02)
+        at = example.problem, solver.with_precision("float"), example.data, example.w0
+        return dpb.solve(*at, key=key).value[0]
 
-    keys = jax.random.split(jax.random.key(0), 400)
-    return float(jnp.std(jax.jit(jax.vmap(run))(keys), 0).mean())
+    over_keys = jax.vmap(run, (None, 0))
+    keys = jax.random.split(jax.random.key(0), 200)
+    found = jax.jit(jax.vmap(over_keys, (0, None)))(jnp.asarray([20.0, 200.0]), keys)
+    return np.asarray(found).std(axis=1)
 
 
 def test_no_noise_is_multiplied_by_the_penalty():
-    # Losses are quadratic: without noise the iterates differ by the bias alone.
-    fields = {"num_steps": 20, "clip_norm": 20.0, "upper_clip_norm": 20.0} | RATES
-    wide = {"difference_clip_norm": 20.0, "cross_clip_norm": 20.0}
-    ours = [
-        scatter(differences(fields["num_steps"], penalty=p, **_without(fields), **wide))
-        for p in (20.0, 200.0)
+    wide = {"difference_clip_norm": 20.0}
+    small, large = scatter(dpb.bilevel.FiniteDifferenceBilevel, **wide)
+    assert large == pytest.approx(small, rel=0.1)
+    small, large = scatter(dpb.bilevel.F2SA)
+    assert large > 5 * small  # the control
+
+
+@pytest.mark.parametrize(
+    "role", [pytest.param("upper", marks=pytest.mark.slow), "lower"]
+)
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_huge_record_moves_the_release_by_what_the_ledger_says(name, role):
+    problem, data, w0 = CLIPPED[name]
+    clip_norms = {"clip_norm": 0.5, "cross_clip_norm": 0.3, "upper_clip_norm": 2.0}
+    solver = differences(1, difference_clip_norm=0.2, **clip_norms).with_noise(0.0)
+    (release,) = solver.ledger(problem, problem.sizes_of(data)).releases
+    claimed = {q.role: q.contribution for q in release.queries}[role]
+    with_it, without = (
+        mean_before_the_noise(
+            problem, solver, with_first_record_scaled(data, role, scale), w0
+        )
+        for scale in (1e5, jnp.nan)
+    )
+    change = float(jnp.linalg.norm(with_it - without))
+    assert 0.99 * claimed <= change <= claimed * (1 + 1e-5)  # float32
+
+
+def test_no_contribution_depends_on_the_penalty():
+    sizes = dpb.Sizes(30, 60, "disjoint")
+    contributions = [
+        [
+            query.contribution
+            for query in solver.with_noise(1.0)
+            .ledger(WEIGHTING, sizes)
+            .releases[0]
+            .queries
+        ]
+        for solver in (differences(1, penalty=p) for p in (2.0, 1e5))
     ]
-    assert ours[1] == pytest.approx(ours[0], rel=0.1)
-    peer = [
-        scatter(dpb.bilevel.F2SA(penalty=p, cross_clip_norm=HUGE, **fields))
-        for p in (20.0, 200.0)
+    assert contributions[0] == contributions[1]
+
+
+def test_the_x_block_is_free_exactly_where_no_record_meets_x():
+    sizes = dpb.Sizes(30, 60, "disjoint")
+    names = [
+        differences().with_noise(1.0).ledger(problem, sizes).releases[0].name
+        for problem in (TUNING, WEIGHTING)
     ]
-    assert peer[1] > 5 * peer[0]  # the control
+    assert names == [
+        "directions of (y / 1.41, delta / 1.41)",
+        "directions of (y / 1.58, delta / 1.58, x / 2.24)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"penalty": 0.0}, "penalty must be positive"),
+        ({"difference_clip_norm": -1.0}, "difference_clip_norm must be positive"),
+        ({"budget_split": (1.0, 1.0)}, "for y, delta and x"),
+        ({"output": dpb.outputs.UniformIterate()}, "draws at random"),
+    ],
+)
+def test_a_wrong_field_is_named_with_the_remedy(fields, message):
+    with pytest.raises(ValueError, match=f"FiniteDifferenceBilevel: .*{message}"):
+        differences(**fields)
