@@ -17,6 +17,7 @@ NAMES = (
     "hypergradient",
     "implicit",
     "rates",
+    "rates_in_y",
     "selection",
     "draws",
     "saddle",
