@@ -18,8 +18,8 @@ import dpbilevel as dpb
 
 FOLDER = pathlib.Path("runs/rates_in_y")
 # Pairs of n and d_y: more records, and then more coordinates.
-PLACES = [(n, 16) for n in (2_000, 8_000, 32_000, 128_000)]
-PLACES += [(32_000, d) for d in (4, 64, 256)]
+PLACES = [(n, 16) for n in (1_000, 4_000, 16_000, 64_000)]
+PLACES += [(16_000, d) for d in (4, 64, 256)]
 KEYS = 10
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 
@@ -33,7 +33,10 @@ def example(n, dimension):
     rng = np.random.default_rng(0)
     mean = np.full(dimension, 0.5 / dimension**0.5)
     a, b = (
-        jnp.asarray(sign * mean + 0.5 * rows / np.linalg.norm(rows, axis=1)[:, None])
+        jnp.asarray(
+            sign * mean + 0.5 * rows / np.linalg.norm(rows, axis=1)[:, None],
+            jnp.float32,
+        )
         for sign, rows in ((s, rng.normal(size=(n, dimension))) for s in (1, -1))
     )
 
@@ -58,7 +61,7 @@ def example(n, dimension):
 
 def solvers(n, dimension):
     """Every method with steps and penalty that grow with n / sqrt(d_y)."""
-    growth = n / dimension**0.5 / 500  # 1 at the first of `PLACES`
+    growth = n / dimension**0.5 / 250  # 1 at the first of `PLACES`
     steps, penalty = round(20 * growth**0.5), 2.0 * growth ** (1 / 3)
     common = {"step_size": 0.2, "clip_norm": 2.0, "upper_clip_norm": 2.0}
     single = common | {"lower_step_size": 0.5}
@@ -108,8 +111,7 @@ def power(places, values):
 
 
 def main():
-    with jax.enable_x64(True):
-        found = {place: measure(*place) for place in PLACES}
+    found = {place: measure(*place) for place in PLACES}
     names = list(solvers(*PLACES[0]))
     lines = [
         f"| n | d_y | {' | '.join(f'`{name}`' for name in names)} |",

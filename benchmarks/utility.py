@@ -356,9 +356,9 @@ def mixtures(task):
     return [mixed(task, *settings) for settings in grid]
 
 
-def refitted(search):
+def refitted(search, sizes=(5.0, 20.0, 50.0)):
     def solvers(task):
-        grid = [(a, b) for a in (5.0, 20.0, 50.0) for b in (8.0, 16.0)]
+        grid = [(a, b) for a in sizes for b in (8.0, 16.0)]
         return [
             dpb.bilevel.Refitted(
                 search(task, a), descent(task, 100, b), budget_split=(0.5, 0.5)
@@ -380,15 +380,33 @@ def penalty(task, size):
     )
 
 
+def single(task, size):
+    """Fields of the methods of one loop, and the clip norm of their second block.
+
+    At that one the few validation records do not decide the noise of all blocks.
+    """
+    upper = 0.5 * task.clip
+    fields = {
+        "step_size": size,
+        "lower_step_size": task.step,
+        "cross_clip_norm": 0.5,
+        "upper_clip_norm": upper,
+        "output": TAIL,
+    }
+    return fields, upper * task.sizes.lower / task.sizes.upper
+
+
 def single_loop(task, size):
+    fields, clip_norm = single(task, size)
     return dpb.SingleLoopBilevel(
-        50,
-        step_size=size,
-        lower_step_size=task.step,
-        linear_step_size=task.step,
-        hessian_clip_norm=0.5,
-        cross_clip_norm=0.5,
-        upper_clip_norm=0.5 * task.clip,
+        50, linear_step_size=task.step, hessian_clip_norm=clip_norm, **fields
+    )
+
+
+def finite_difference(task, size):
+    fields, clip_norm = single(task, size)
+    return dpb.bilevel.FiniteDifferenceBilevel(
+        50, difference_clip_norm=clip_norm, **fields
     )
 
 
@@ -412,14 +430,17 @@ METHODS = {
     "all records": one_level("both"),
     "two stages (`SelectedSources`)": selected,
     "`PenaltyBilevel`, refitted": refitted(penalty),
-    "`SingleLoopBilevel`, refitted": refitted(single_loop),
+    "`SingleLoopBilevel`, refitted": refitted(single_loop, (2.0, 5.0, 20.0)),
+    "`FiniteDifferenceBilevel`, refitted": refitted(
+        finite_difference, (2.0, 5.0, 20.0)
+    ),
     "`MixedSources`": mixtures,
     "`MixedSources`, one setting": lambda task: [mixed(task)],
     "`auto`": planned,
 }
 BASELINES = tuple(METHODS)[:3]
-TWO_STAGES, LINEAR = tuple(METHODS)[3], tuple(METHODS)[6:]
-ONE_SETTING = tuple(METHODS)[7]
+TWO_STAGES, LINEAR = tuple(METHODS)[3], tuple(METHODS)[7:]
+ONE_SETTING = tuple(METHODS)[8]
 
 
 # ---------------------------------------------------------------------- the oracle

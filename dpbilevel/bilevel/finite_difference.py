@@ -71,7 +71,9 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
             float32 keep it below $10^5$ or so.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
         difference_clip_norm: The bound $C_\delta$ on $\lambda (\nabla_y g - \nabla_y
-            g)$ of one lower record; it includes the factor $\lambda$.
+            g)$ of one lower record; it includes the factor $\lambda$. Where upper
+            records are few, $C_f n_g / n_f$ with the numbers of records: below that
+            the share of an upper record decides the noise of all blocks.
         cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
             lower record; it includes the factor $\lambda$. Where no lower record meets
             x, the unit of $\nabla_x f$.

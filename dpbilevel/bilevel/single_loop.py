@@ -60,7 +60,9 @@ class SingleLoopBilevel(AbstractJointSolver):
             eigenvalue of $\nabla_{yy}^2 g$; or an optax optimizer fed with $q_v$.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
         hessian_clip_norm: The bound $C_v$ on $\nabla_{yy}^2 g \, v$ of one lower
-            record.
+            record. Where upper records are few, $C_f n_g / n_f$ with the numbers of
+            records: below that the share of an upper record decides the noise of all
+            blocks.
         cross_clip_norm: The bound $C_x$ on $\nabla_{xy}^2 g \, v$ of one lower record;
             where no lower record meets x, the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one

@@ -206,6 +206,20 @@ def test_no_contribution_depends_on_the_penalty():
     assert contributions[0] == contributions[1]
 
 
+def test_few_upper_records_do_not_decide_the_noise_at_the_documented_clip_norm():
+    def shares(n_f, **fields):
+        sizes = dpb.Sizes(n_f, 60, "disjoint")
+        solver = differences(1, upper_clip_norm=2.0, **fields).with_noise(1.0)
+        (release,) = solver.ledger(WEIGHTING, sizes).releases
+        upper, lower = (query.contribution for query in release.queries)
+        return upper / lower
+
+    for n_f in (3, 15):
+        documented = shares(n_f, difference_clip_norm=2.0 * 60 / n_f)
+        assert documented == pytest.approx(0.4**0.5)
+    assert shares(3) > 20  # the control
+
+
 def test_the_x_block_is_free_exactly_where_no_record_meets_x():
     sizes = dpb.Sizes(30, 60, "disjoint")
     names = [
