@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import equinox as eqx
 import jax
@@ -24,13 +24,13 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import derive
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
-from .constants import Constants
 from .penalized import (
     PenalizedLevel,
     levels_queries,
     penalty_gradients,
     public_penalty_gradient,
 )
+from .penalty_theorem import PenaltyTheorem, averaged_std
 from .problem import BilevelProblem, Levels, Sizes
 
 LOWER = "lower solution"
@@ -150,54 +150,113 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         dimension_y: int,
         initial_gap: float,
         inner: AbstractSolver,
+        sampling: AbstractSampling | Literal["theorem"] = FullBatch(),
+        population: bool = False,
         **fields: Any,
     ) -> Self:
-        r"""The parameters of the theorem with every hidden constant set to 1.
+        r"""The parameters of the theorems with every hidden constant set to 1.
 
-        With $\ell$, $\kappa$ of the constants and $\Delta$ the initial gap,
-        $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$,
-        $K_2 = \Delta^{1/6} \ell^{5/6} \kappa^{11/6}$,
-        $\alpha = K_1 (\sqrt{d_x} / (\varepsilon n))^{1/2} + K_2 (\sqrt{d_y} /
-        (\varepsilon n))^{1/3}$, $\lambda = \ell \kappa^3 / \alpha$, $\eta = 1 / (\ell
-        \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2 \rceil$. The clip norms
-        are the Lipschitz constants: $C_f = L_0^f$, $C_x = \ell \kappa$.
+        With $\ell$, $\kappa$ of the constants, $\Delta$ the initial gap and $\alpha$
+        the accuracy that is promised, $\lambda = \ell \kappa^3 / \alpha$, $\eta = 1 /
+        (\ell \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2 \rceil$, $C_f =
+        L_0^f$, $C_x = \ell \kappa$ and
+
+        $$\alpha = K_1 \Bigl(\frac{\sqrt{d_x}}{\varepsilon n}\Bigr)^{1/2} + K_2
+        \Bigl(\frac{\sqrt{d_y}}{\varepsilon n}\Bigr)^{1/3} + \ell \kappa
+        \sqrt{\frac1b - \frac1n} + \ell \kappa^3 \sqrt{\frac{d_x}{n}},$$
+
+        $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$, $K_2 = \Delta^{1/6} \ell^{5/6}
+        \kappa^{11/6}$. The third term is that of batches of $b$ records, the fourth
+        that of the population. Where no record meets $x$ the outer gradient is free,
+        and the first and the third are left out.
 
         Args:
-            problem: A problem with declared `constants`.
+            problem: A problem with declared `Constants`.
             budget: $\varepsilon$ of the whole run.
             sizes: $n$ is the smaller of the two levels.
             dimension_x: $d_x$.
             dimension_y: $d_y$.
             initial_gap: $\Delta \ge F(x_0) - \inf F$.
             inner: The inner solver, for instance from `LocalizedGD.from_theorem`.
-            **fields: Further fields of `PenaltyBilevel`, such as `sampling`.
+            sampling: The batches of the outer gradient, or `"theorem"` for the smallest
+                ones whose error is at most that of privacy: $b = (\ell \kappa /
+                \alpha_0)^2$ with $\alpha_0$ the first two terms.
+            population: Whether $\alpha$ is to hold for the population of the records.
+            **fields: Further fields of `PenaltyBilevel`.
+
+        Raises:
+            ValueError: The theorem does not cover so large an $\alpha$, or it promises
+                no more than what holds everywhere or at the start. The message has the
+                number of records and the epsilon from which on it does.
 
         References:
-            Kornowski, Theorem 4 (full batch) and Theorem 11 (mini-batches).
+            Kornowski, Theorems 4 (full batch), 11 (batches) and 13 (population). The
+            last two terms of $\alpha$ are derived in docs/privacy.md: Theorem 11 prints
+            $1 / b$, Theorem 13 a term in $n^{-1/4}$ too.
         """
-        owner, constants = "PenaltyBilevel.from_theorem", problem.constants
+        owner = "PenaltyBilevel.from_theorem"
         _checks.instance(owner, PrivacyBudget, budget=budget)
-        _checks.positive(owner, initial_gap=initial_gap)
-        _checks.instance(owner, Constants, constants=constants)
         problem.check_sizes(owner, sizes)
-        assert isinstance(constants, Constants)
-        ell, kappa, gap = constants.ell, constants.kappa, initial_gap
-        records = budget.epsilon * min(sizes.upper, sizes.lower)
-        outer = gap**0.25 * ell**0.75 * kappa**1.25  # K_1
-        outer *= math.sqrt(math.sqrt(dimension_x) / records)
-        lower = gap ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)  # K_2
-        alpha = outer + lower * (math.sqrt(dimension_y) / records) ** (1 / 3)
+        theorem = PenaltyTheorem.of(
+            owner, problem, dimension_x, dimension_y, initial_gap, population
+        )
+        epsilon, records = budget.epsilon, min(sizes.upper, sizes.lower)
+        alpha = theorem.checked_accuracy(owner, epsilon, records, sampling)
         defaults: dict[str, Any] = {
-            "clip_norm": ell * kappa,
-            "upper_clip_norm": constants.upper_lipschitz,
+            "num_steps": math.ceil(initial_gap * theorem.smoothness / alpha**2),  # T
+            "penalty": theorem.smoothness / alpha,  # lambda
+            "step_size": 1 / theorem.smoothness,  # eta
+            "clip_norm": theorem.outer_lipschitz,
+            "upper_clip_norm": theorem.constants.upper_lipschitz,
+            "sampling": theorem.outer_sampling(epsilon, records, sampling),
             "output": SmallestStep(),
         }
-        return cls(
-            num_steps=math.ceil(gap * ell * kappa**3 / alpha**2),  # T
-            penalty=ell * kappa**3 / alpha,  # lambda
-            step_size=1 / (ell * kappa**3),  # eta
-            inner=inner,
-            **(defaults | fields),
+        return cls(inner=inner, **(defaults | fields))
+
+    def bound(
+        self,
+        problem: BilevelProblem,
+        *,
+        dimension_x: int,
+        dimension_y: int,
+        initial_gap: float,
+        population: bool = False,
+    ) -> float:
+        r"""What the theorems promise of a calibrated solver: `PenaltyTheorem.bound`.
+
+        A bound on the norm of the gradient mapping at the answer, up to absolute
+        constants and logarithms, with the noise of the plan.
+
+        Args:
+            problem: A problem with declared `Constants`.
+            dimension_x: $d_x$.
+            dimension_y: $d_y$.
+            initial_gap: $\Delta \ge F(x_0) - \inf F$.
+            population: Whether it is to hold for the population of the records.
+
+        Raises:
+            ValueError: The solver is not calibrated, or no theorem covers it: its
+                output is not `SmallestStep`, a clip norm is below the constants, $\eta$
+                is no number or above $1 / (\ell \kappa^3)$, or $\lambda < 2 \kappa$.
+        """
+        owner, sizes = "PenaltyBilevel.bound", self.sizes
+        theorem = PenaltyTheorem.of(
+            owner, problem, dimension_x, dimension_y, initial_gap, population
+        )
+        if sizes is None:
+            raise ValueError(
+                f"{owner}: not bound to sizes; take the solver from "
+                "dpbilevel.calibrate(...).solver."
+            )
+        theorem.check_covers(owner, self)
+        of_lower, of_penalized, noise = self._parts(problem)
+        lower, penalized = self._levels(problem, None)
+        ledgers = of_lower.ledger(lower, sizes), of_penalized.ledger(penalized, sizes)
+        outer = 0.0
+        if noise is not None:
+            outer = self._outer(problem, noise, sizes).noise_std
+        return theorem.bound(
+            self, min(sizes.upper, sizes.lower), sum(map(averaged_std, ledgers)), outer
         )
 
     @property

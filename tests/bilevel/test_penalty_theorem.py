@@ -1,0 +1,309 @@
+"""What `PenaltyBilevel.from_theorem` chooses, promises and refuses."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.bilevel import zoo
+
+CONSTANTS = dpb.bilevel.Constants(
+    strong_convexity=0.5,
+    upper_lipschitz=1.0,
+    upper_smoothness=0.25,
+    lower_lipschitz=2.0,
+    lower_smoothness=0.75,
+    lower_hessian_lipschitz=0.1,
+)
+ELL, KAPPA, GAP = 2.0, 4.0, 2.0
+RECORDS = 10**7
+BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
+INNER = dpb.NoisyGD(3, 2.0, step_size=0.2)
+DIMENSIONS = {"dimension_x": 3, "dimension_y": 9}
+QUADRATIC = dataclasses.replace(
+    zoo.quadratic_bilevel(jnp.ones((4, 3)), jnp.ones((5, 3))).problem,
+    constants=CONSTANTS,
+)
+HARD = zoo.hard_instance(jnp.ones((4, 3)) / 3**0.5).problem  # records do not meet x
+
+
+def made(records=RECORDS, epsilon=1.0, problem=QUADRATIC, gap=GAP, **fields):
+    return dpb.PenaltyBilevel.from_theorem(
+        problem,
+        dpb.PrivacyBudget(epsilon, 1e-6),
+        dpb.Sizes(records, 2 * records, "disjoint"),
+        **(DIMENSIONS | {"initial_gap": gap, "inner": INNER} | fields),
+    )
+
+
+def accuracy(solver, constants=CONSTANTS):
+    return constants.ell * constants.kappa**3 / solver.penalty
+
+
+def outer_term(records=RECORDS):
+    return GAP**0.25 * ELL**0.75 * KAPPA**1.25 * (3**0.5 / records) ** 0.5
+
+
+def inner_term(records=RECORDS):
+    scale = GAP ** (1 / 6) * ELL ** (5 / 6) * KAPPA ** (11 / 6)
+    return scale * (3 / records) ** (1 / 3)
+
+
+FULL = outer_term() + inner_term()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, FULL),
+        (
+            {"sampling": dpb.privacy.Poisson(0.25)},
+            FULL + ELL * KAPPA * (3 / RECORDS) ** 0.5,
+        ),
+        (
+            {"sampling": dpb.privacy.FixedSize(10**4)},
+            FULL + ELL * KAPPA * (1e-4 - 1e-7) ** 0.5,
+        ),
+        ({"population": True}, FULL + ELL * KAPPA**3 * (3 / RECORDS) ** 0.5),
+        (
+            {"sampling": dpb.privacy.Poisson(0.25), "population": True},
+            FULL + (ELL * KAPPA + ELL * KAPPA**3) * (3 / RECORDS) ** 0.5,
+        ),
+    ],
+)
+def test_accuracy_is_the_sum_of_privacy_batches_and_population(fields, expected):
+    solver = made(**fields)
+    assert math.isclose(accuracy(solver), expected, rel_tol=1e-9)
+    steps = GAP * ELL * KAPPA**3 / expected**2
+    assert solver.num_steps == math.ceil(steps)
+    assert solver.sampling == fields.get("sampling", dpb.privacy.FullBatch())
+
+
+def test_where_no_record_meets_x_neither_outer_noise_nor_batches_count():
+    constants = HARD.constants
+    solvers = [
+        made(problem=HARD, sampling=sampling)
+        for sampling in (dpb.privacy.FullBatch(), dpb.privacy.Poisson(0.01), "theorem")
+    ]
+    ell, kappa = constants.ell, constants.kappa
+    expected = GAP ** (1 / 6) * ell ** (5 / 6) * kappa ** (11 / 6)
+    expected *= (3 / RECORDS) ** (1 / 3)
+    for solver in solvers:
+        assert math.isclose(accuracy(solver, constants), expected)
+    assert solvers[-1].sampling == dpb.privacy.FullBatch()
+
+
+def test_the_batch_rule_is_the_smallest_batch_that_costs_no_more_than_privacy():
+    solver = made(sampling="theorem")
+    batch = solver.sampling.denominator(RECORDS)
+    assert math.isclose(batch, (ELL * KAPPA / FULL) ** 2, rel_tol=1e-4)
+    assert FULL < accuracy(solver) <= 2 * FULL
+    assert math.isclose(accuracy(solver), 2 * FULL, rel_tol=1e-3)  # b is far below n
+    # At few records, or a large epsilon, the rule asks for more than there are.
+    many = made(epsilon=1e9, sampling="theorem")
+    assert many.sampling == dpb.privacy.FullBatch()
+
+
+def test_batch_error_falls_like_the_square_root_of_the_batch():
+    """Fair signs in batches: 1 / b, as printed in the paper, is too small."""
+    n, rate = 400, 0.2
+    signs = jnp.where(jnp.arange(n) % 2 == 0, 1.0, -1.0)
+    sampling = dpb.privacy.Poisson(rate)
+
+    def mean(key):
+        batch = sampling.draw(signs, n, key=key)
+        return jnp.sum(jnp.where(batch.mask, batch.records, 0.0)) / batch.denominator
+
+    means = jax.vmap(mean)(jax.random.split(jax.random.key(0), 1_000))
+    found, b = float(jnp.std(means)), rate * n
+    exact = (1 / b - 1 / n) ** 0.5
+    assert abs(found / exact - 1) < 5 / (2 * 1_000) ** 0.5
+    assert found > 5 / b
+
+
+def lower_solution(labels, weights):
+    """Of logistic loss with a ridge of 1 on one feature, by Newton's method."""
+    y = 0.0
+    for _ in range(30):
+        chance = 1 / (1 + np.exp(labels * y))
+        slope = np.sum(weights * -labels * chance) + y
+        y -= slope / (np.sum(weights * chance * (1 - chance)) + 1)
+    return y
+
+
+def test_lower_solutions_generalize_at_the_square_root_of_the_records():
+    """Within |grad g_S(y_P)| / mu, which has no term in n^(-1/4)."""
+    rng, positive = np.random.default_rng(0), 0.8
+    labels = np.asarray([1.0, -1.0])
+    population = lower_solution(labels, np.asarray([positive, 1 - positive]))
+    sizes, errors = (100, 1_000, 10_000, 100_000), []
+    for n in sizes:
+        found = []
+        for _ in range(200):
+            share = rng.binomial(n, positive) / n
+            weights = np.asarray([share, 1 - share])
+            chance = 1 / (1 + np.exp(labels * population))
+            slope = np.sum(weights * -labels * chance) + population
+            error = abs(lower_solution(labels, weights) - population)
+            assert error <= abs(slope) + 1e-12  # strong convexity is 1
+            found.append(error)
+        errors.append(np.quantile(found, 0.9))
+    slope = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
+    assert -0.55 < slope < -0.45
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"records": 100}, "no hypergradient is longer"),
+        ({"records": 100, "population": True}, "no hypergradient is longer"),
+        ({"records": 10**5, "gap": 1e-4}, "at least ell kappa / initial_gap"),
+        ({"records": 100, "sampling": "theorem"}, "no hypergradient is longer"),
+    ],
+)
+def test_a_hopeless_plan_is_refused_with_the_records_and_epsilon_it_takes(
+    fields, reason
+):
+    with pytest.raises(ValueError, match=f"hopeless.*{reason}") as caught:
+        made(**fields)
+    records = int(re.search(r"(\d+) records at this", str(caught.value))[1])
+    assert made(**(fields | {"records": records})).num_steps >= 1
+    with pytest.raises(ValueError, match="hopeless"):
+        made(**(fields | {"records": int(0.99 * records)}))
+    if "population" in fields:  # no epsilon makes up for few records
+        assert "with these records" not in str(caught.value)
+        return
+    epsilon = float(re.search(r"epsilon (\S+) with these", str(caught.value))[1])
+    assert made(**(fields | {"epsilon": epsilon})).num_steps >= 1
+    with pytest.raises(ValueError, match="hopeless"):
+        made(**(fields | {"epsilon": 0.99 * epsilon}))
+
+
+def test_the_penalties_that_the_theorem_needs_are_checked():
+    needed = {"upper_lipschitz": 1e4, "upper_smoothness": 1e3, "strong_convexity": 0.1}
+    for name, value in needed.items():
+        constants = dataclasses.replace(CONSTANTS, **{name: value})
+        problem = dataclasses.replace(QUADRATIC, constants=constants)
+        theorem = dpb.bilevel.penalty_theorem.PenaltyTheorem.of(
+            "", problem, 3, 9, GAP, False
+        )
+        for limit, least in zip(
+            list(theorem.limits.values())[1:],
+            (
+                2 * constants.kappa,
+                constants.upper_lipschitz / 2.0,
+                constants.upper_smoothness / 0.75,
+                constants.ell * constants.kappa / GAP,
+            ),
+            strict=True,
+        ):
+            assert math.isclose(theorem.smoothness / limit, least)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling": "paper"}, 'sampling must be one of|sampling must be "theorem"'),
+        ({"gap": 0.0}, "initial_gap must be"),
+        ({"dimension_x": 0}, "dimension_x must be"),
+    ],
+)
+def test_bad_arguments_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        made(**fields)
+
+
+def calibrated(solver, problem=QUADRATIC, records=RECORDS, epsilon=1.0):
+    budget = dpb.PrivacyBudget(epsilon, 1e-6)
+    sizes = dpb.Sizes(records, 2 * records, "disjoint")
+    return dpb.calibrate(problem, solver, budget, sizes=sizes).solver
+
+
+def bound(solver, problem=QUADRATIC, **fields):
+    return solver.bound(problem, initial_gap=GAP, **DIMENSIONS, **fields)
+
+
+def test_bound_adds_bias_steps_noise_and_population():
+    solver = calibrated(made())
+    penalty, steps = solver.penalty, solver.num_steps
+    sizes = solver.sizes
+    rows = {
+        release.name: (release.noise_std, release.count)
+        for release in solver.ledger(QUADRATIC, sizes).releases
+    }
+    assert len(rows) == 3
+    outer, _ = rows.pop("outer gradient")
+    inner = sum(std / (count / steps) ** 0.5 for std, count in rows.values())
+    expected = ELL * KAPPA**3 / penalty
+    expected += (GAP * ELL * KAPPA**3 / steps) ** 0.5
+    expected += outer * 3**0.5 + penalty * KAPPA * inner * 3
+    assert math.isclose(bound(solver), expected, rel_tol=1e-6)
+    population = bound(solver, population=True) - expected
+    assert math.isclose(population, ELL * KAPPA**3 * (3 / RECORDS) ** 0.5, rel_tol=1e-4)
+
+
+def test_bound_falls_with_records_and_epsilon():
+    found = [
+        bound(calibrated(made(n, e), records=n, epsilon=e))
+        for n, e in [(10**5, 1.0), (10**6, 1.0), (10**6, 3.0), (10**7, 3.0)]
+    ]
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output": dpb.outputs.Last()}, "output=SmallestStep"),
+        ({"clip_norm": 1.0}, "clip_norm of at least ell kappa = 8"),
+        ({"upper_clip_norm": 0.5}, "upper_clip_norm of at least 1"),
+        ({"step_size": 0.1}, "step_size of at most"),
+        ({"step_size": optax.adam(0.1)}, "a number as step_size"),
+        ({"penalty": 1.0}, "penalty of at least 2 kappa = 8"),
+    ],
+)
+def test_bound_refuses_what_no_theorem_covers(changes, message):
+    with pytest.raises(ValueError, match=message):
+        bound(calibrated(made(**changes)))
+
+
+def test_bound_needs_a_plan():
+    with pytest.raises(ValueError, match="calibrate"):
+        bound(made())
+
+
+@pytest.mark.parametrize("name", ["upper_lipschitz", "lower_lipschitz"])
+def test_constants_that_the_theorem_divides_by_must_be_positive(name):
+    constants = dataclasses.replace(CONSTANTS, **{name: 0.0})
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        made(problem=dataclasses.replace(QUADRATIC, constants=constants))
+
+
+@pytest.mark.parametrize("n", [300, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_a_run_on_the_lower_bound_instance_keeps_the_promise(n):
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (n, 3), p=[0.2, 0.8])
+    example = zoo.hard_instance(jnp.asarray(signs / 3**0.5, jnp.float32))
+    problem, gap = example.problem, 2.0
+    solver = dpb.PenaltyBilevel.from_theorem(
+        problem,
+        BUDGET,
+        dpb.Sizes(n, n, "disjoint"),
+        dimension_x=3,
+        dimension_y=3,
+        initial_gap=gap,
+        inner=dpb.NoisyGD(10, 2.0, step_size=0.5),
+    )
+    sizes = problem.sizes_of(example.data, "disjoint")
+    solver = dpb.calibrate(problem, solver, BUDGET, sizes=sizes).solver
+    key = jax.random.key(0)
+    x = dpb.solve(problem, solver, example.data, example.w0, key=key).x
+    moved = problem.x_set.project(x - solver.step_size * example.hypergradient(x))
+    mapping = float(jnp.linalg.norm(x - moved)) / solver.step_size
+    assert mapping <= solver.bound(
+        problem, dimension_x=3, dimension_y=3, initial_gap=gap
+    )
