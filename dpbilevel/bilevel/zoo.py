@@ -236,6 +236,7 @@ def leak(records: Float[Array, "n d"]):
 def hard_instance(
     records: Float[Array, "n d"],
     *,
+    dimension_x: int | None = None,
     x_diameter: float = 2.0,
     y_diameter: float = 2.0,
     upper_lipschitz: float = 1.0,
@@ -243,14 +244,18 @@ def hard_instance(
 ):
     r"""The instance behind the lower bounds of private bilevel optimization.
 
-    $f = -L \langle y, z \rangle$ and $g = \frac{\mu}{2} \|y - \zeta x\|^2$ with $\zeta
-    = D_y / D_x$ on balls of diameters $D_x$ and $D_y$, so $F(x) = -L \zeta \langle x,
-    \bar z \rangle$ with minimizer $\frac{D_x}{2} \bar z / \|\bar z\|$. No algorithm
-    beats an excess of order $L D_y \min(1, d / (n \varepsilon))$ under pure privacy.
+    $f = -L \langle y, z \rangle$ and $g = \frac{\mu}{2} \|y - \zeta E x\|^2$ with
+    $\zeta = D_y / D_x$ on balls of diameters $D_x$ and $D_y$, where $E$ keeps the first
+    $d = \min(d_x, d_y)$ coordinates and fills up with zeros, so $F(x) = -L \zeta
+    \langle E x, \bar z \rangle$ with minimizer $\frac{D_x}{2} E^T \bar z / \|E^T \bar
+    z\|$. No algorithm beats an excess of order $L D_y \min(1, d / (n \varepsilon))$
+    under pure privacy, and $L D_y \min(1, \sqrt{d \log(1/\delta)} / (n \varepsilon))$
+    under $(\varepsilon, \delta)$, for all means $\bar z$.
 
     Args:
         records: $z$, one row per upper record; the bound takes entries $\pm 1 / \sqrt
-            d$.
+            d$ in the first $d$ coordinates and zeros after them.
+        dimension_x: $d_x$; by default $d_y$, the length of a record.
         x_diameter: $D_x$.
         y_diameter: $D_y$.
         upper_lipschitz: $L$.
@@ -272,12 +277,18 @@ def hard_instance(
     )
     zeta, scale, mu = y_diameter / x_diameter, upper_lipschitz, strong_convexity
     z_bar = jnp.mean(records, 0)
+    dimension_y = len(z_bar)
+    dimension_x = dimension_y if dimension_x is None else dimension_x
+    _checks.count("hard_instance", dimension_x=dimension_x)
+
+    def lower_solution(x):
+        return zeta * _resized(x, dimension_y)
 
     def upper(_, y, record):
         return -scale * (y @ record)
 
     def lower_public(x, y):
-        return 0.5 * mu * jnp.sum((y - zeta * x) ** 2)
+        return 0.5 * mu * jnp.sum((y - lower_solution(x)) ** 2)
 
     problem = BilevelProblem(
         upper,
@@ -295,14 +306,20 @@ def hard_instance(
             lower_hessian_lipschitz=0.0,
         ),
     )
-    zero = jnp.zeros_like(z_bar)
-    ball = problem.y_set
+    ball, slope = problem.y_set, -scale * zeta * _resized(z_bar, dimension_x)
     return Example(
         problem,
         Levels(records, jnp.zeros(len(records), records.dtype)),
-        (zero, zero),
-        lambda x: zeta * x,
-        lambda x, penalty: ball.project(zeta * x + scale * z_bar / (mu * penalty)),
-        lambda x: -scale * zeta * (x @ z_bar),
-        lambda x: -scale * zeta * z_bar,
+        (jnp.zeros_like(slope), jnp.zeros_like(z_bar)),
+        lower_solution,
+        lambda x, penalty: ball.project(
+            lower_solution(x) + scale * z_bar / (mu * penalty)
+        ),
+        lambda x: x @ slope,
+        lambda x: slope,
     )
+
+
+def _resized(vector: Vector, length: int) -> Vector:
+    """Cut, or filled up with zeros."""
+    return jnp.pad(vector[:length], (0, max(length - len(vector), 0)))

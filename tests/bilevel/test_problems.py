@@ -138,10 +138,18 @@ def zoo_examples():
         "ridge": zoo.ridge_tuning(batch, batch),
         "leak": zoo.leak(jnp.asarray(rng.normal(size=(9, 4)))),
         "hard": zoo.hard_instance(jnp.asarray(rng.choice([-0.5, 0.5], size=(9, 4)))),
+        "wide x": zoo.hard_instance(
+            jnp.asarray(rng.normal(size=(9, 4))), dimension_x=6
+        ),
+        "wide y": zoo.hard_instance(
+            jnp.asarray(rng.normal(size=(9, 4))), dimension_x=2
+        ),
     }
 
 
-ZOO = pytest.mark.parametrize("name", ["quadratic", "ridge", "leak", "hard"])
+ZOO = pytest.mark.parametrize(
+    "name", ["quadratic", "ridge", "leak", "hard", "wide x", "wide y"]
+)
 
 
 @ZOO
