@@ -4,7 +4,9 @@ The quadratic problem of the zoo, whose hypergradient is known in closed form an
 constants are exact, at the same budget for every number of records. Steps grow like its
 square root for all methods, and the penalty like its cube root, as the theory asks.
 
-Run by `python -m benchmarks rates`; table and figure go to runs/rates.
+Then all bilevel solvers on the instance of the lower bound (`benchmarks.lower_bound`).
+
+Run by `python -m benchmarks rates`; tables and figures go to runs/rates.
 NON-PRIVATE evaluation: the hypergradient at the answer is computed from the records.
 """
 
@@ -16,9 +18,12 @@ import numpy as np
 
 import dpbilevel as dpb
 
+from . import lower_bound
+
 FOLDER = pathlib.Path("runs/rates")
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
 KEYS = 10
+START = 1.1  # the norm at the start
 DIMENSION = 10
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 
@@ -89,11 +94,12 @@ def measure(n):
 
 def main():
     with jax.enable_x64(True):
+        hardest = lower_bound.measured()
         found = {n: measure(n) for n in SIZES}
     names = list(solvers(SIZES[0]))
     medians = {name: [np.median(found[n][name]) for n in SIZES] for name in names}
     slopes = {
-        name: np.polyfit(np.log(SIZES), np.log(values), 1)[0]
+        name: lower_bound.slope(SIZES, values, START)
         for name, values in medians.items()
     }
     lines = [
@@ -105,10 +111,13 @@ def main():
         ),
         f"| slope | {' | '.join(f'{slopes[name]:.2f}' for name in names)} |",
     ]
+    lines += ["", *lower_bound.tables(hardest)]
     print("\n".join(lines))
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "table.md").write_text("\n".join(lines) + "\n")
     draw(found, slopes)
+    lower_bound.draw(hardest, FOLDER / "lower_bound.png")
+    print(f"figures: {FOLDER / 'figure.png'}, {FOLDER / 'lower_bound.png'}")
 
 
 def draw(found, slopes):
@@ -143,4 +152,3 @@ def draw(found, slopes):
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     FigureCanvasAgg(figure).print_png(FOLDER / "figure.png")
-    print(f"figure: {FOLDER / 'figure.png'}")

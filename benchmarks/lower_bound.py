@@ -1,0 +1,313 @@
+"""Bilevel solvers against the lower bound of private bilevel optimization.
+
+The instance is `bilevel.zoo.hard_instance` on unit balls: no private algorithm has an
+excess below the order of sqrt(d log(1/delta)) / (n epsilon) on all data. Which mean of
+the records is the hardest depends on the solver; the figures are the largest mean
+excess over means from that bound to 1. A part of `benchmarks.rates`.
+
+NON-PRIVATE evaluation: the excess is computed from the records.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpbilevel as dpb
+
+DELTA, KEYS, MEANS = 1e-5, 8, 9
+GAP = 2.0  # F(x0) - min F is at most 1, and x differs from the minimizer by at most 2
+STEPS = 20
+START = 1.0  # the worst excess of x = 0
+DRAWN = 1_000  # the most records that draws are made for: theirs take n^2 and more
+
+
+class Setting(NamedTuple):
+    """Where solvers are compared; what one axis changes."""
+
+    records: int = 10_000
+    epsilon: float = 1.0
+    dimension_x: int = 10
+    dimension_y: int = 10
+
+    @property
+    def budget(self):
+        """The budget of a run."""
+        return dpb.PrivacyBudget(self.epsilon, DELTA)
+
+    @property
+    def sizes(self):
+        """As many records in both levels."""
+        return dpb.Sizes(self.records, self.records, "disjoint")
+
+    def noise(self, dimension):
+        """sqrt(d log(1/delta)) / (n epsilon)."""
+        logs = math.sqrt(dimension * math.log(1 / DELTA))
+        return logs / (self.records * self.epsilon)
+
+
+AXES = {
+    "records": (300, 1_000, 3_000, 10_000, 30_000),
+    "epsilon": (0.3, 1.0, 3.0),
+    "dimension_x": (10, 40, 160),
+    "dimension_y": (10, 40, 160),
+}
+
+
+def lower_bound(setting):
+    """Lowy and Liu, Theorem 3.10, without its constant."""
+    return min(1.0, setting.noise(min(setting.dimension_x, setting.dimension_y)))
+
+
+def regularized_bound(setting):
+    """Lowy and Liu, Theorem 3.3 on the records, without its constant: G D sqrt(...)."""
+    return 2 * setting.noise(setting.dimension_x)
+
+
+def first_order_bound(setting):
+    """Kornowski, Theorem 4, times the diameter: F is convex, records do not meet x."""
+    problem = instance(Setting(4, 1.0, *setting[2:]), 0.5).problem
+    constants = problem.constants
+    scale = GAP ** (1 / 6) * constants.ell ** (5 / 6) * constants.kappa ** (11 / 6)
+    signal = setting.records * setting.epsilon
+    return 2 * scale * (math.sqrt(setting.dimension_y) / signal) ** (1 / 3)
+
+
+CURVES = {
+    "lower bound": lower_bound,
+    "regularized draw, Theorem 3.3": regularized_bound,
+    "penalty, Theorem 4": first_order_bound,
+}
+
+
+def instance(setting, mean):
+    """Records of signs whose mean has about this norm, in all coordinates alike."""
+    n, d = setting.records, min(setting.dimension_x, setting.dimension_y)
+    signs = np.where(np.arange(n) < round(n * (1 + mean) / 2), 1.0, -1.0)
+    records = np.zeros((n, setting.dimension_y))
+    records[:, :d] = signs[:, None] / math.sqrt(d)
+    return dpb.bilevel.zoo.hard_instance(
+        jnp.asarray(records), dimension_x=setting.dimension_x
+    )
+
+
+def certified(problem):
+    """With constants that prove sensitivities; solutions stay in the ball without it.
+
+    No record enters the lower level. `lower_yy_spread` is 0, but draws divide by it.
+    """
+    zeros = ["upper_x", "upper_xx", "upper_xy", "upper_yy", "lower_y_spread"]
+    zeros += [f"lower_{h}_in_{v}" for h in ("xy", "yy") for v in ("x", "y")]
+    constants = dpb.bilevel.SecondOrderConstants(
+        strong_convexity=1.0,
+        solution_radius=1.0,
+        upper_y=1.0,
+        lower_y=2.0,
+        lower_xy=1.0,
+        lower_xy_spread=0.0,
+        lower_yy=1.0,
+        lower_yy_spread=1e-6,
+        per_record=True,
+        terms=(
+            problem.upper,
+            problem.lower,
+            problem.upper_public,
+            problem.lower_public,
+        ),
+        **dict.fromkeys(zeros, 0.0),
+    )
+    return dataclasses.replace(problem, y_set=dpb.sets.Euclidean(), constants=constants)
+
+
+def solvers(setting, problem):
+    """Every method that applies, with its problem.
+
+    Steps of x add up to the inverse of the noise of a hypergradient, so that a mean of
+    that norm moves x through the ball. The penalty grows as the theory asks.
+    """
+    proved = certified(problem)
+    noise_x = min(1.0, setting.noise(setting.dimension_x))
+    noise_y = min(1.0, setting.noise(setting.dimension_y))
+    penalty = 2 * noise_y ** (-1 / 3)
+    yield (
+        "implicit",
+        proved,
+        dpb.ImplicitBilevel(
+            STEPS, step_size=4 / noise_x / STEPS, output=dpb.outputs.Last()
+        ),
+    )
+    single = dpb.SingleLoopBilevel(
+        STEPS, step_size=1 / noise_y / STEPS, lower_step_size=0.5, linear_step_size=0.5
+    )
+    yield "single loop", proved, single
+    slow = {"step_size": 1 / noise_y / penalty / STEPS}
+    inner = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.3)
+    yield "penalty", problem, dpb.PenaltyBilevel(STEPS, penalty, inner, **slow)
+    first_order = dpb.bilevel.F2SA(STEPS, penalty, lower_step_size=0.5, **slow)
+    yield "F2SA", problem, first_order
+    if setting != Setting(setting.records):
+        return
+    dimensions = {"dimension_x": setting.dimension_x}
+    if setting.records <= DRAWN:
+        sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-8)
+        draw = dpb.draws.RegularizedExponentialMechanism(
+            sampler, dimension=setting.dimension_x, convex=True
+        )
+        yield "regularized draw", proved, draw
+    dimensions["dimension_y"] = setting.dimension_y
+    try:
+        planned = dpb.PenaltyBilevel.from_theorem(
+            problem,
+            setting.budget,
+            setting.sizes,
+            initial_gap=GAP,
+            inner=inner,
+            **dimensions,
+        )
+    except ValueError as refusal:
+        print(f"not run: {refusal}")
+    else:
+        yield "penalty, as in Theorem 4", problem, planned
+
+
+def runner(setting):
+    """A compiled function from solver, records and keys to excesses, by its name.
+
+    It serves all epsilons, whose solvers differ in numbers alone.
+    """
+    example = instance(setting, 0.5)
+    lower, w0 = example.data.lower, example.w0
+
+    def excess(problem, solver, records, key):
+        data = dpb.Levels(records, lower)
+        x = dpb.solve(problem, solver, data, w0, key=key).x
+        shared = min(setting.dimension_x, setting.dimension_y)
+        mean = jnp.mean(records, 0)[:shared]
+        return jnp.linalg.norm(mean) - mean @ x[:shared]
+
+    @jax.jit
+    def run(problem, solver, datasets, keys):
+        def over_keys(records):
+            return jax.vmap(lambda key: excess(problem, solver, records, key))(keys)
+
+        return jax.lax.map(over_keys, datasets)
+
+    return example.problem, run
+
+
+def measure(setting, problem, run):
+    """The worst mean excess of every solver."""
+    means = np.geomspace(lower_bound(setting), 1.0, MEANS)
+    datasets = jnp.stack([instance(setting, mean).data.upper for mean in means])
+    keys = jax.random.split(jax.random.key(0), KEYS)
+    worst = {}
+    for name, chosen, solver in solvers(setting, problem):
+        plan = dpb.calibrate(chosen, solver, setting.budget, sizes=setting.sizes)
+        values = np.mean(run(chosen, plan.solver, datasets, keys), axis=1)
+        worst[name] = float(values.max())
+        hardest = means[values.argmax()]
+        print(
+            f"{setting}, {name}: {worst[name]:.2e} at a mean of {hardest:.2e}",
+            flush=True,
+        )
+    return worst
+
+
+def measured():
+    """The worst excesses at every value of every axis, by solver."""
+    found, programs = {}, {}
+    for axis, values in AXES.items():
+        for value in values:
+            setting = Setting()._replace(**{axis: value})
+            shape = setting._replace(epsilon=1.0)
+            if shape not in programs:
+                programs[shape] = runner(shape)
+            if setting not in found:
+                found[setting] = measure(setting, *programs[shape])
+    return {
+        axis: [found[Setting()._replace(**{axis: value})] for value in values]
+        for axis, values in AXES.items()
+    }
+
+
+def slope(values, results, start=START):
+    """The power of the axis where results are half of those at the start, or None."""
+    rows = zip(values, results, strict=True)
+    used = [(value, result) for value, result in rows if result < start / 2]
+    if len(used) < 2:
+        return None
+    return np.polyfit(*np.log(np.transpose(used)), 1)[0]
+
+
+def series(found, axis, name):
+    """Values of an axis and the results of a solver, where it was run."""
+    rows = zip(AXES[axis], found[axis], strict=True)
+    kept = [(value, row[name]) for value, row in rows if name in row]
+    return [value for value, _ in kept], [result for _, result in kept]
+
+
+def tables(found):
+    """Excess by records, and the slopes along every axis, in Markdown."""
+    names = list(dict.fromkeys(name for row in found["records"] for name in row))
+    head = [f"| records | {' | '.join([*names, *CURVES])} |"]
+    head.append("|---" * (1 + len(names) + len(CURVES)) + "|")
+    for n, row in zip(AXES["records"], found["records"], strict=True):
+        cells = [f"{row[name]:.2g}" if name in row else "-" for name in names]
+        cells += [f"{curve(Setting(n)):.2g}" for curve in CURVES.values()]
+        head.append(f"| {n} | {' | '.join(cells)} |")
+    rows = ["", f"| power of | {' | '.join([*names, *CURVES])} |", head[1]]
+    for axis, values in AXES.items():
+        powers = [slope(*series(found, axis, name)) for name in names]
+        for curve in CURVES.values():
+            points = [curve(Setting()._replace(**{axis: v})) for v in values]
+            powers.append(np.polyfit(np.log(values), np.log(points), 1)[0])
+        cells = ["-" if power is None else f"{power:.2f}" for power in powers]
+        rows.append(f"| {axis} | {' | '.join(cells)} |")
+    return head + rows
+
+
+def draw(found, path):
+    """One panel an axis; where a solver makes no progress its marks are hollow."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7.2), layout="constrained")
+    panels = figure.subplots(2, 2, sharey=True)
+    colors = "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00"
+    styles = dict(zip(CURVES, ("-", "--", ":"), strict=True))
+    names = list(dict.fromkeys(name for row in found["records"] for name in row))
+    labels = {
+        "records": "records per level, n",
+        "epsilon": "epsilon",
+        "dimension_x": "d_x",
+        "dimension_y": "d_y",
+    }
+    for axes, (axis, values) in zip(panels.flat, AXES.items(), strict=True):
+        for name, curve in CURVES.items():
+            points = [curve(Setting()._replace(**{axis: v})) for v in values]
+            axes.plot(values, points, styles[name], color="0.35", lw=1.3, label=name)
+        for name, color, marker in zip(names, colors, "osD^vP", strict=False):
+            where, results = series(found, axis, name)
+            axes.plot(where, results, color=color, lw=1.2, label=name)
+            for value, result in zip(where, results, strict=True):
+                face = color if result < START / 2 else "white"
+                axes.plot(value, result, marker, color=color, mfc=face, ms=6)
+        axes.set(xscale="log", yscale="log", xlabel=labels[axis])
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("worst excess")
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
+    base = Setting()
+    figure.suptitle(
+        f"Worst excess over the mean of the records; n = {base.records}, epsilon = "
+        f"{base.epsilon:g}, d_x = d_y = {base.dimension_x} where they are not the axis"
+    )
+    FigureCanvasAgg(figure).print_png(path)
