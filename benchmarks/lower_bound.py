@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
+from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
 
 DELTA, KEYS, MEANS = 1e-5, 8, 9
-GAP = 2.0  # F(x0) - min F is at most 1, and x differs from the minimizer by at most 2
-STEPS = 20
 START = 1.0  # the worst excess of x = 0
-DRAWN = 1_000  # the most records that draws are made for: theirs take n^2 and more
+GAP = 2.0  # the most that values of F on the ball differ by
+STEPS = 20
+DRAWN = 1_000  # the most records for draws, which evaluate F many times
 
 
 class Setting(NamedTuple):
@@ -68,12 +69,11 @@ def regularized_bound(setting):
 
 
 def first_order_bound(setting):
-    """Kornowski, Theorem 4, times the diameter: F is convex, records do not meet x."""
-    problem = instance(Setting(4, 1.0, *setting[2:]), 0.5).problem
-    constants = problem.constants
-    scale = GAP ** (1 / 6) * constants.ell ** (5 / 6) * constants.kappa ** (11 / 6)
-    signal = setting.records * setting.epsilon
-    return 2 * scale * (math.sqrt(setting.dimension_y) / signal) ** (1 / 3)
+    """Kornowski, Theorem 4, times the diameter, because F is convex."""
+    problem = instance(setting._replace(records=2), 1.0).problem
+    theorem = PenaltyTheorem.of("", problem, *setting[2:], GAP, population=False)
+    full = dpb.privacy.FullBatch()
+    return 2 * theorem.accuracy(setting.epsilon, setting.records, full)
 
 
 CURVES = {
@@ -97,7 +97,7 @@ def instance(setting, mean):
 def certified(problem):
     """With constants that prove sensitivities; solutions stay in the ball without it.
 
-    No record enters the lower level. `lower_yy_spread` is 0, but draws divide by it.
+    No record enters the lower level. `lower_yy_spread` is 0; draws need a positive one.
     """
     zeros = ["upper_x", "upper_xx", "upper_xy", "upper_yy", "lower_y_spread"]
     zeros += [f"lower_{h}_in_{v}" for h in ("xy", "yy") for v in ("x", "y")]

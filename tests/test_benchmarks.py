@@ -1,11 +1,13 @@
 """The tables of docs/performance.md, on a few records."""
 
+import dataclasses
 import functools
 
 import jax
 import pytest
 
-from benchmarks import performance, private_peers, workloads
+import dpbilevel as dpb
+from benchmarks import lower_bound, performance, private_peers, workloads
 
 TINY = performance.Sizes(
     seconds=0.0,
@@ -86,3 +88,24 @@ def test_the_page_keeps_what_stands_outside_its_markers():
     assert f"{performance.BEGIN}\n\nnew\n\n{performance.END}" in found
     with pytest.raises(ValueError, match="needs the lines"):
         performance.written(before, "new")
+
+
+def test_slopes_leave_out_where_a_method_makes_no_progress():
+    sizes, results = (1, 10, 100, 1_000), (0.9, 0.8, 0.1, 0.01)
+    assert lower_bound.slope(sizes, results) == pytest.approx(-1.0)
+    assert lower_bound.slope(sizes, results, start=1e9) > -0.9
+    assert lower_bound.slope(sizes[:3], results[:3]) is None
+
+
+def test_the_constants_of_the_lower_bound_instance_are_not_refuted(x64):
+    example = lower_bound.instance(lower_bound.Setting(8, 1.0, 3, 2), 0.5)
+    problem = lower_bound.certified(example.problem)
+    w0, key = example.w0, jax.random.key(0)
+
+    def search(problem):
+        return dpb.debug.refute_constants(problem, w0, example.data, key=key, tries=20)
+
+    assert search(problem).passed
+    smaller = dataclasses.replace(problem.constants, upper_y=0.9, upper_y_spread=0.9)
+    found = search(dataclasses.replace(problem, constants=smaller))
+    assert "upper_y" in found.violated

@@ -129,7 +129,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         Raises:
             ValueError: There is no certificate, or the theorem bounds the hypergradient
                 of its answer by more than the constants do everywhere: the plan is
-                hopeless.
+                hopeless. The message has the number of records and the epsilon
+                from which on it is not.
 
         References:
             Lowy and Liu, Theorem C.3.
@@ -146,13 +147,17 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         drop = math.sqrt(constants.smoothness * initial_gap)
         promised = math.sqrt(constants.sensitivity_constant * drop * scale)
         if promised >= constants.upper_total:
+            # The promise falls like 1 / sqrt(epsilon n).
+            factor = 1.001 * (promised / constants.upper_total) ** 2
+            records = math.ceil(factor * min(sizes.upper, sizes.lower))
             raise ValueError(
                 f"{owner}: hopeless: the theorem promises a hypergradient of norm "
                 f"{promised:.3g}, but by the constants it is nowhere longer than "
-                f"{constants.upper_total:.3g}. "
-                f"K = {constants.sensitivity_constant:.3g} asks for more records, a "
-                "larger epsilon or a stronger convexity of the lower level; "
-                "PenaltyBilevel does not depend on K."
+                f"{constants.upper_total:.3g}. K = "
+                f"{constants.sensitivity_constant:.3g} asks for {records} records at "
+                f"this epsilon, or epsilon {factor * budget.epsilon:.4g} with these "
+                "records, or a stronger convexity of the lower level; PenaltyBilevel "
+                "does not depend on K."
             )
         steps = math.ceil(drop / (constants.sensitivity_constant * scale))
         defaults: dict[str, Any] = {

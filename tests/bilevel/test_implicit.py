@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -408,8 +409,19 @@ def test_the_theorems_parameters(x64):
     steps = 1e7 / math.sqrt(2 * math.log(1e8))
     steps *= math.sqrt(0.5 * constants.smoothness) / constants.sensitivity_constant
     assert solver.num_steps == math.ceil(steps)
-    with pytest.raises(ValueError, match="hopeless: the theorem promises"):
-        dpb.ImplicitBilevel.from_theorem(TUNING, budget, dpb.Sizes(30, 30), **known)
+    few = dpb.Sizes(30, 30)
+    with pytest.raises(ValueError, match="hopeless: the theorem promises") as caught:
+        dpb.ImplicitBilevel.from_theorem(TUNING, budget, few, **known)
+    records = int(re.search(r"(\d+) records at this", str(caught.value))[1])
+    epsilon = float(re.search(r"epsilon (\S+) with these", str(caught.value))[1])
+    enough = dpb.Sizes(records, records), dpb.PrivacyBudget(epsilon, 1e-8)
+    dpb.ImplicitBilevel.from_theorem(TUNING, budget, enough[0], **known)
+    dpb.ImplicitBilevel.from_theorem(TUNING, enough[1], few, **known)
+    short = int(0.99 * records)
+    with pytest.raises(ValueError, match="hopeless"):
+        dpb.ImplicitBilevel.from_theorem(
+            TUNING, budget, dpb.Sizes(short, short), **known
+        )
 
 
 @pytest.mark.parametrize(
