@@ -102,7 +102,10 @@ def canaries(
     everyone |= isinstance(solver, GradientInformativeBO)  # has a row for each of them
     # At the planned sizes where they cost nothing: a defect may depend on them.
     alone = not everyone and all(isinstance(s, FullBatch) for s in schemes)
+    # Where upper records are clipped, a lower one moves what all of them count for.
+    clips = getattr(solver, "upper_clip_norm", None) is not None
     small = solver if alone else _reduced(solver)
+    everyone |= clips
     absent = -1.0 if solver.neighbours is Neighbours.REPLACE_ONE else 0.0
 
     def data(person: str, first: float) -> PyTree:

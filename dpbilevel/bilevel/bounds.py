@@ -13,7 +13,8 @@ from .fixed_count import Spectrum
 class Bounds:
     r"""What a certificate proves about the hypergradient at one $x$, or at all.
 
-    With $y^*$ the lower solution, $H = \nabla_{yy} G$ and $v = H^{-1} \nabla_y F$:
+    For all records of both levels, so also where all upper ones are copies of one. With
+    $y^*$ the lower solution, $H = \nabla_{yy} G$ and $v = H^{-1} \nabla_y F$:
 
     Attributes:
         strong_convexity: $\mu_g$, the least eigenvalue of $H$ anywhere.
@@ -32,6 +33,8 @@ class Bounds:
             one together, for $\|y\| \le 3 r$.
         parts: The same for the other sums, as a multiple of the bounds above: more than
             1 where records and a public term may cancel.
+        clip: The norm at which contributions of upper records are clipped, where they
+            are.
     """
 
     strong_convexity: Number
@@ -46,6 +49,12 @@ class Bounds:
     upper_gradient: Number
     lower_gradient: Number
     parts: float = 1.0
+    clip: Number | None = None
+
+    @property
+    def largest(self) -> Number:
+        """The largest norm of what is computed."""
+        return self.gradient if self.clip is None else self.clip
 
     @property
     def spectrum(self) -> Spectrum:

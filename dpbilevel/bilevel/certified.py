@@ -12,10 +12,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
+from .._checks import Number
 from ..privacy.budget import People
 from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision
@@ -25,7 +27,9 @@ from ..privacy.queries import LEVELS, Query
 from ..sets import Ball, Euclidean
 from . import sensitivities
 from .bounds import Bounds
+from .clipped_upper import ClippedUpper
 from .constants import AbstractCertificate
+from .derivatives import Means, common_dtype, readable
 from .problem import BilevelProblem, Levels, Sizes
 
 
@@ -40,24 +44,38 @@ class HypergradientQuery(AbstractCertifiedQuery):
     the ball of radius $\bar L$ that holds the exact one, which sets no two values
     further apart; where it is not finite it is zero.
 
+    With `clip_norm` it is instead the mean of the upper records' contributions, each
+    clipped; see `ClippedUpper`. A contribution has the public term of the upper level.
+
     Args:
         problem: The problem, with a certificate as `constants`.
         sizes: The planned sizes.
+        clip_norm: $C$, the bound on the contribution of an upper record, or `None`.
 
     Privacy:
         One query. Its sensitivity under replace-one is `hypergradient_sensitivity` at
         the point, and on the grid $\sqrt{d_x}$ of its steps more, at most $2^{-24}$ of
         the smaller role's each. It rests on the certificate and, for rounding, on
-        per-record derivatives that are exact to 32 units of roundoff. $y$ and $v$ are
-        not private and are not returned.
+        per-record derivatives that are exact to 32 units of roundoff; with `clip_norm`
+        what upper records are charged rests on clipping alone. $y$ and $v$ are not
+        private and are not returned.
     """
 
     problem: BilevelProblem
     sizes: Sizes
+    clip_norm: float | None = None
+
+    @property
+    def certificate(self) -> AbstractCertificate:
+        """What the sensitivity rests on, beside the clip."""
+        certificate = certificate_of(self.problem)
+        if self.clip_norm is None:
+            return certificate
+        return ClippedUpper(certificate, self.clip_norm)
 
     @override
     def costs(self, precision: Precision) -> Costs:
-        certificate, sizes = certificate_of(self.problem), self.sizes
+        certificate, sizes = self.certificate, self.sizes
         dtype = jnp.result_type(float)
         sensitivities.check_dtype(certificate, sizes, dtype)
         shares = sensitivities.ledger_sensitivity(certificate, sizes, dtype)
@@ -67,7 +85,7 @@ class HypergradientQuery(AbstractCertifiedQuery):
             return Query.of_contribution(role, getattr(sizes, role), contribution)
 
         queries = tuple(map(query, LEVELS))
-        largest = float(certificate.bounds(sizes).gradient)
+        largest = float(certificate.bounds(sizes).largest)
         joint = sizes.people is People.SHARED
         return Costs(queries, Basis.CONSTANTS, largest, joint)
 
@@ -83,26 +101,59 @@ class HypergradientQuery(AbstractCertifiedQuery):
         _checks.strict_floats("ImplicitBilevel")
         (x, y0), sizes = point, self.sizes
         _check_rows(data, sizes)
-        certificate = certificate_of(self.problem)
-        dtype = common_dtype(point)
+        certificate, dtype = self.certificate, common_dtype(point)
         sensitivities.check_dtype(certificate, sizes, dtype)
         bounds = certificate.bounds(sizes, x)
         counts = sensitivities.step_counts(certificate, sizes)
-        with jax.default_matmul_precision("highest"):
-            value = hypergradient(self.problem, data, x, y0, sizes, bounds, counts)
-        shares = sensitivities.hypergradient_sensitivity(certificate, sizes, dtype, x)
+        dimensions = optax.tree.size(x), optax.tree.size(y0)
+        shares = sensitivities.hypergradient_sensitivity(
+            certificate, sizes, dtype, x, dimensions
+        )
         # The noise is a constant of derivatives through released values.
         shares = jax.lax.stop_gradient(
             jax.tree.map(lambda v: jnp.asarray(v, dtype), shares)
         )
-        if precision == "grid":
-            least = jnp.minimum(shares.upper, shares.lower)
-            rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
-            shares = jax.tree.map(lambda v: v + rounded, shares)
-            value = on_grid(value, least)
+        given = self.problem, data, x, y0, sizes, bounds, counts
+        with jax.default_matmul_precision("highest"):
+            if bounds.clip is None:
+                value, shares = _rounded(hypergradient(*given), shares, precision)
+            else:
+                query = Query(LEVELS[0], sizes.upper, bounds.clip)
+                fun = upper_contribution(*given)
+                value = query.read(fun, data.upper, precision=precision, key=None)
+                value, shares = _with_lower(value, x, shares, bounds.clip, precision)
         ratios, factor = sensitivities.multiple_of_ratios(certificate, sizes, shares)
         contribution = (ratios.upper + ratios.lower) / 2 * factor
-        return Bounded(value, contribution, Basis.CONSTANTS)
+        return dataclasses.replace(value, contribution=contribution)
+
+
+def _rounded(
+    value: PyTree, shares: Levels, precision: Precision
+) -> tuple[Bounded, Levels]:
+    """A hypergradient, on a grid if asked, and the shares with that rounding."""
+    if precision == "grid":
+        least = jnp.minimum(shares.upper, shares.lower)
+        rounded = math.sqrt(optax.tree.size(value)) * 2.0**-ROUNDED_BITS * least
+        shares = jax.tree.map(lambda v: v + rounded, shares)
+        value = on_grid(value, least)
+    return Bounded(value, math.inf, Basis.CONSTANTS), shares
+
+
+def _with_lower(
+    clipped: Bounded, x: PyTree, shares: Levels, clip: Number, precision: Precision
+) -> tuple[Bounded, Levels]:
+    r"""A clipped mean that lower records move too.
+
+    They move what every upper record counts for, and so all roundings of a grid: each
+    of them by at most $\sqrt{d_x} 2^{-24} C / n_f$.
+    """
+    nothing = optax.tree.zeros_like(x)
+    lower = shares.lower
+    if precision == "grid":
+        lower += math.sqrt(optax.tree.size(x)) * 2.0**-23 * clip
+        nothing = on_grid(nothing, lower)
+    moved = Bounded(nothing, lower / 2, Basis.CONSTANTS)
+    return clipped + moved, Levels(shares.upper, lower)
 
 
 def _check_rows(data: Levels, sizes: Sizes) -> None:
@@ -114,23 +165,6 @@ def _check_rows(data: Levels, sizes: Sizes) -> None:
                 f"ImplicitBilevel: {rows} records of the {role} level, but planned for "
                 f"{getattr(sizes, role)}; calibrate for the sizes of the data."
             )
-
-
-def common_dtype(w: PyTree, owner: str = "ImplicitBilevel") -> jnp.dtype:
-    """The one dtype of all variables `w`, which the bound on rounding refers to.
-
-    Raises:
-        ValueError: There are several dtypes, or one of half precision.
-    """
-    dtypes = {jnp.dtype(v.dtype) for v in jax.tree.leaves(w)}
-    if len(dtypes) != 1 or not dtypes <= {jnp.dtype("f4"), jnp.dtype("f8")}:
-        names = ", ".join(sorted(dtype.name for dtype in dtypes))
-        raise ValueError(
-            f"{owner}: all variables must be of one dtype, float32 or float64, since "
-            f"the sensitivity includes its rounding; got {names}. Convert the starting "
-            "point, as in jax.tree.map(lambda v: v.astype(jnp.float64), w0)."
-        )
-    return dtypes.pop()
 
 
 def certificate_of(problem: BilevelProblem) -> AbstractCertificate:
@@ -172,115 +206,71 @@ def hypergradient(
 
     The lower solve starts at `y0`; `bounds` are the certificate's at `x`.
     """
-    ball = Ball(bounds.solution_radius)
-    spectrum, means = bounds.spectrum, Means(problem, data, sizes)
-    lower_y, lower_x = (functools.partial(f, x) for f in (means.lower_y, means.lower_x))
-    y = spectrum.accelerated_gradient(lower_y, ball.project(y0), counts.lower)
-    y = ball.project(y)  # where the bounds hold
-
-    def hessian(v):
-        return jax.jvp(lower_y, (y,), (v,))[1]
-
+    means, y, solve = _lower_level(problem, data, x, y0, sizes, bounds, counts)
     direct, right = means.upper(x, y)  # the right-hand side of the system
-    v = spectrum.chebyshev(hessian, right, counts.linear)
-    cross = jax.jvp(lower_x, (y,), (v,))[1]
+    lower_x = functools.partial(means.lower_x, x)
+    cross = jax.jvp(lower_x, (y,), (solve(right),))[1]
     value = optax.tree.sub(direct, cross)
     finite = all_finite(value)
     value = jax.tree.map(lambda v: jnp.where(finite, v, 0), value)
     return Ball(bounds.gradient).project(value)  # the ball of the exact one
 
 
-@dataclasses.dataclass(frozen=True)
-class Means:
-    """Derivatives of both levels' objectives, public terms included. NON-PRIVATE."""
+def upper_contribution(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    bounds: Bounds,
+    counts: sensitivities.StepCounts,
+) -> Callable[[PyTree], PyTree]:
+    r"""What an upper record adds to a hypergradient: a function of it. NON-PRIVATE.
 
-    problem: BilevelProblem
-    data: Levels
-    sizes: Sizes
-
-    def lower_y(self, x: PyTree, y: PyTree) -> PyTree:
-        r"""$\nabla_y G$ at `x` and `y`."""
-        return self._lower(1, x, y)
-
-    def lower_x(self, x: PyTree, y: PyTree) -> PyTree:
-        r"""$\nabla_x G$ at `x` and `y`."""
-        if self.problem.reads_x("lower"):
-            return self._lower(0, x, y)
-        return _plus(optax.tree.zeros_like(x), self.problem.lower_public, 0, x, y)
-
-    def _lower(self, argument: int, x: PyTree, y: PyTree) -> PyTree:
-        def gradient(total):
-            loss = functools.partial(total, self.problem.lower)
-            return jax.grad(loss, argument)(x, y)
-
-        mean = _mean(gradient, self.data.lower, self.sizes.lower)
-        return _plus(mean, self.problem.lower_public, argument, x, y)
-
-    def upper(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-        r"""$\nabla_x F$ and $\nabla_y F$ at `x` and `y`."""
-
-        def gradients(total):
-            return jax.grad(lambda w: total(self.problem.upper, *w))((x, y))
-
-        mean_x, mean_y = _mean(gradients, self.data.upper, self.sizes.upper)
-        public = self.problem.upper_public
-        return _plus(mean_x, public, 0, x, y), _plus(mean_y, public, 1, x, y)
-
-
-def _plus(mean: PyTree, public, argument: int, x, y) -> PyTree:
-    if public is None:
-        return mean
-    return optax.tree.add(mean, jax.grad(public, argument)(x, y))
-
-
-def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
-    """A derivative summed over the records chunk by chunk, over their planned number.
-
-    `derivative` maps `total(loss, x, y)`, the sum of a loss over the records of a
-    chunk, to the derivative of that sum.
+    $\nabla_x f + J^T \nabla_y f$ with $J \approx -[\nabla_{yy} G]^{-1} \nabla_{yx}
+    G$, the derivative of the lower solution. As Chebyshev's steps apply a polynomial of
+    the symmetric $\nabla_{yy} G$, this is the `hypergradient` of copies of the record,
+    in exact arithmetic. Arguments are those of `hypergradient`.
     """
-    n = _checks.leading_axis("records", records)
-    rows = min(n, sensitivities.ROWS)
+    means, y, solve = _lower_level(problem, data, x, y0, sizes, bounds, counts)
+    flat, unravel = ravel_pytree(x)
+    mixed = functools.partial(means.lower_yx, x, y)  # of a direction of x
+    basis = jnp.eye(flat.size, dtype=flat.dtype)
+    jacobian = jax.vmap(lambda e: solve(mixed(unravel(-e))))(basis)  # rows: J^T
 
-    def part(index):
-        start = jnp.minimum(index * rows, n - rows)
-        # The last chunk reaches back; what others have summed is left out.
-        fresh = start + jnp.arange(rows, dtype=index.dtype) >= index * rows
-        piece = jax.tree.map(
-            lambda v: jax.lax.dynamic_slice_in_dim(v, start, rows), records
-        )
+    def fun(record: PyTree) -> PyTree:
+        record = readable(record, flat.dtype)
 
-        def total(loss, x, y):
-            dtype = common_dtype((x, y))
-            chunk = jax.vmap(lambda record: readable(record, dtype))(piece)
-            losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
-            return jnp.sum(jnp.where(fresh, losses, 0))
+        def loss(x, y):
+            public = problem.upper_public
+            own = problem.upper(x, y, record)
+            return own if public is None else own + public(x, y)
 
-        return derivative(total)
+        direct, slope = jax.grad(loss, (0, 1))(x, y)
+        rows = jax.vmap(functools.partial(optax.tree.vdot, slope))(jacobian)
+        value = optax.tree.add(direct, unravel(jnp.asarray(rows)))
+        return jax.lax.optimization_barrier(value)  # formed, as rounding assumes
 
-    indices = jnp.arange(-(-n // rows), dtype=jnp.int32)
-    if n == rows:
-        total = part(indices[0])
-    else:
-        empty = optax.tree.zeros_like(jax.eval_shape(part, indices[0]))
-
-        def add(total, index):
-            return optax.tree.add(total, part(index)), None
-
-        total, _ = jax.lax.scan(add, empty, indices)
-    return jax.tree.map(lambda v: v / size, total)
+    return fun
 
 
-def wide(records: PyTree, dtype: jnp.dtype) -> PyTree:
-    """One or many records with their floating-point entries in a dtype."""
-    return jax.tree.map(
-        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v,
-        records,
-    )
+def _lower_level(
+    problem: BilevelProblem,
+    data: Levels,
+    x: PyTree,
+    y0: PyTree,
+    sizes: Sizes,
+    bounds: Bounds,
+    counts: sensitivities.StepCounts,
+) -> tuple[Means, PyTree, Callable[[PyTree], PyTree]]:
+    """The means, the lower solution, and a solver of systems with its Hessian."""
+    ball = Ball(bounds.solution_radius)
+    spectrum, means = bounds.spectrum, Means(problem, data, sizes)
+    lower_y = functools.partial(means.lower_y, x)
+    y = spectrum.accelerated_gradient(lower_y, ball.project(y0), counts.lower)
+    y = ball.project(y)  # where the bounds hold
 
+    def hessian(v):
+        return jax.jvp(lower_y, (y,), (v,))[1]
 
-def readable(record: PyTree, dtype: jnp.dtype) -> PyTree:
-    """The record in a dtype, or zeros where one of its numbers is not finite."""
-    record = wide(record, dtype)
-    readable = all_finite(record)
-    return jax.tree.map(lambda v: jnp.where(readable, v, jnp.zeros_like(v)), record)
+    return means, y, lambda b: spectrum.chebyshev(hessian, b, counts.linear)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import Count, check_fields
+from .._checks import Count, Positive, check_fields
 from ..core.descent import Descent, Memory, StepSize, as_rule
 from ..core.outputs import AbstractOutput, UniformIterate
 from ..core.solver import AbstractNoisySolver
@@ -25,6 +25,11 @@ from . import certified, sensitivities
 from .problem import BilevelProblem, Sizes
 
 HYPERGRADIENT = "hypergradient"
+
+
+def _float_or_none(value: Any) -> Any:
+    """Plain numbers: they are compared and hashed."""
+    return None if value is None else _checks.number(value)
 
 
 class _State(eqx.Module):
@@ -62,6 +67,11 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
             x_{T-1}$ at random, which the theorem is about (the paper writes $x_1,
             \dots, x_T$), or for instance `Last()`.
         sizes: The planned sizes; set by `calibrate`. Static.
+        upper_clip_norm: $C$, at which every upper record's contribution $\nabla_x f +
+            J^T \nabla_y f$ to the hypergradient is clipped, with $J$ the derivative of
+            the lower solution and the public term in $f$; by default no clip. Static:
+            the numbers of inner steps follow from it. It takes $d_x$ linear systems a
+            step instead of one.
 
     Privacy:
         $T$ Gaussian releases of the hypergradient at released points. Its $\ell_2$
@@ -69,10 +79,12 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         includes the errors of both inner solves, at most 1 % together, and a bound on
         rounding; the noise is relative to the sensitivity at $x_t$. A person with a
         record in both levels is charged the sum of the levels' sensitivities, disjoint
-        people their own. Add-or-remove-one is refused: with a private number of records
-        over a public denominator no constant bounds the mean loss. Not covered: a
-        record that violates a declared constant; in precision `"float"`, the addition
-        of noise.
+        people their own. With `upper_clip_norm` an upper record's sensitivity, $2 C /
+        n_f$, is enforced by clipping and rests on no constant; a lower record's rests
+        on those of both levels still. Add-or-remove-one is refused: with a private
+        number of records over a public denominator no constant bounds the mean loss.
+        Not covered: a record that violates a declared constant; in precision `"float"`,
+        the addition of noise.
 
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
@@ -86,6 +98,9 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     noise: Gaussian = Gaussian()
     output: AbstractOutput = UniformIterate()
     sizes: Sizes | None = eqx.field(static=True, default=None)
+    upper_clip_norm: Positive | None = eqx.field(
+        static=True, default=None, converter=_float_or_none
+    )
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
 
@@ -208,12 +223,15 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
         """The hypergradient; refused where nothing proves its sensitivity."""
-        query = certified.HypergradientQuery(problem, sizes)
+        query = self._query(problem, sizes)
         return CertifiedRelease(HYPERGRADIENT, 1, self.release_noise, query=query)
+
+    def _query(self, problem, sizes) -> certified.HypergradientQuery:
+        return certified.HypergradientQuery(problem, sizes, self.upper_clip_norm)
 
     def assumptions(self, problem: BilevelProblem, sizes: Sizes) -> tuple[str, ...]:
         """Those of the certificate, and of what is computed."""
-        certificate = certified.certificate_of(problem)
+        certificate = self._query(problem, sizes).certificate
         counts = sensitivities.step_counts(certificate, sizes)
         numerical = (
             f"{counts.lower} accelerated gradient and {counts.linear} Chebyshev steps "

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..bilevel.certified import common_dtype, wide
+from ..bilevel.derivatives import common_dtype, wide
 from ..privacy.certified import AbstractCertifiedQuery, Costs
 from ..privacy.clipping import Basis, Bounded, Precision, clipped_mean, unsealed
 from ..privacy.floats import all_finite, is_finite

@@ -13,7 +13,7 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.audit.worst_cases import BEYOND
-from dpbilevel.bilevel import sensitivities
+from dpbilevel.bilevel import certified, sensitivities
 from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.bilevel.source_runs import Kept, Scores
@@ -337,6 +337,34 @@ class HalfSensitive(dpb.ImplicitBilevel):
     def step(self, problem, data, state, *, key):
         half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
         return dpb.ImplicitBilevel.step(half, problem, data, state, key=key)
+
+
+class ClipsAtTwice(Query):
+    """Clips upper contributions at twice the norm that is charged."""
+
+    def read(self, fun, records, **options):
+        wide = dataclasses.replace(self, clip_norm=2 * self.clip_norm)
+        return Query.read(wide, fun, records, **options)
+
+
+def chargeless(clipped, x, shares, clip, precision):
+    """Upper records are clipped, so lower ones are taken to move nothing."""
+    del x, clip, precision
+    return clipped, dpb.Levels(shares.upper, 0 * shares.lower)
+
+
+def clipped_upper(**changes):
+    with mock.patch.multiple(certified, **({"Query": Query} | changes)):
+        solver = planned_implicit("overlapping", upper_clip_norm=BEYOND / 2)
+        return audited(solver, runs=20_000)
+
+
+def of_clipped_upper(**changes):
+    return Mutant(
+        "ImplicitBilevel, clipped, overlapping",
+        lambda: clipped_upper(**changes),
+        clipped_upper,
+    )
 
 
 @functools.cache
@@ -722,6 +750,12 @@ MUTANTS = {
     ),
     "inner error left out of the sensitivity": of_implicit(
         lambda: coarse_inner(CoarseInnerLeftOut), lambda: coarse_inner(CoarseInner)
+    ),
+    "upper contributions clipped at twice the norm": of_clipped_upper(
+        Query=ClipsAtTwice
+    ),
+    "lower records free where upper ones are clipped": of_clipped_upper(
+        _with_lower=chargeless
     ),
     "a score charged at half of its clip norm": of_selected(ScoresAtHalf),
     "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),

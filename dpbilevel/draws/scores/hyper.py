@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from ..._checks import Number
-from ...bilevel import certified, sensitivities
+from ...bilevel import certified, derivatives, sensitivities
 from ...bilevel.bounds import Bounds, Metric
 from ...bilevel.constants import AbstractCertificate
 from ...bilevel.problem import BilevelProblem, Levels, Sizes
@@ -83,8 +83,10 @@ class HyperObjective(AbstractScore):
     def potential(self, data: Levels, start: PyTree) -> AbstractPotential:
         """Solves the lower level anew at every point."""
         x, y = start
-        dtype = certified.common_dtype((x, y))
-        check_loss_dtype(self.problem.upper, (x, y), certified.wide(data.upper, dtype))
+        dtype = derivatives.common_dtype((x, y))
+        check_loss_dtype(
+            self.problem.upper, (x, y), derivatives.wide(data.upper, dtype)
+        )
         y = Ball(self._bounds().solution_radius).project(y)
         steps = self._most_steps(dtype) if self.uniform else None
         return _Objective(
@@ -219,10 +221,10 @@ class _Objective(_SolvedAnew):
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         y = self._solution(x)
         upper, half = self.problem.upper, jnp.asarray(self.half)
-        dtype, (x0, y0) = certified.common_dtype((x, y)), self.reference
+        dtype, (x0, y0) = derivatives.common_dtype((x, y)), self.reference
 
         def centered(record):
-            record = certified.readable(record, dtype)
+            record = derivatives.readable(record, dtype)
             value = upper(x, y, record)
             if not self.centered:
                 return value - half.astype(value.dtype)
@@ -250,7 +252,7 @@ class _Objective(_SolvedAnew):
     def _solution(self, x: PyTree) -> PyTree:
         """The lower solution, found from zero in the certificate's metric."""
         metric = self._metric(x)
-        means = certified.Means(self.problem, self.data, self.sizes)
+        means = derivatives.Means(self.problem, self.data, self.sizes)
         roots = jax.tree.map(jnp.sqrt, metric.diagonal)
 
         def gradient(s):
