@@ -8,6 +8,7 @@ NAMES = (
     "performance",
     "precision",
     "calibration",
+    "clip_norms",
     "utility",
     "penalties",
     "meta_learning",

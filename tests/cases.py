@@ -30,7 +30,8 @@ class Case:
     double: bool = False  # computes in float64 or not at all
     few_answers: bool = False  # draws one of a few candidates
     keeps_x: bool = False  # as it is given
-    adaptive: bool = False  # noise follows a sensitivity at released values
+    # Noise follows a sensitivity at released values: at most this times that listed.
+    adaptive: float = False
 
     @property
     def sizes(self):

@@ -25,6 +25,7 @@ from ..draws.exponential import ExponentialMechanism
 from ..draws.regularized import RegularizedExponentialMechanism
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
+from ..onelevel.adaptive_clip import AdaptiveClipGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.clipping import Basis
 from ..privacy.queries import LEVELS
@@ -92,6 +93,11 @@ def _(solver: ExponentialMechanism, _, zeros):
 
 
 @worst_case.register
+def _(solver: AdaptiveClipGD, _, zeros):
+    return _PRESENT, zeros
+
+
+@worst_case.register
 def _(solver: RegularizedExponentialMechanism, _, zeros):
     return _LIPSCHITZ, zeros
 
@@ -135,6 +141,8 @@ def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
 
 
 _LINEAR = FiniteSum(lambda w, z: z * optax.tree.sum(w))
+# The same where a record of zero counts for nothing, not even for its coordinate.
+_PRESENT = FiniteSum(lambda w, z: z * (z / z) * optax.tree.sum(w))
 # The same with records of the length that is declared.
 _LIPSCHITZ = FiniteSum(
     lambda w, z: jnp.clip(z, -1.0, 1.0) * optax.tree.sum(w),

@@ -1,5 +1,6 @@
 """Means of losses and private descent on them."""
 
+from .adaptive_clip import AdaptiveClipGD
 from .linear_models import Logistic, PseudoHuber
 from .linear_risk import linear_risk
 from .localized import LocalizedGD
@@ -8,6 +9,7 @@ from .noisy_gd import NoisyGD
 from .problem import FiniteSum
 
 __all__ = [
+    "AdaptiveClipGD",
     "FiniteSum",
     "LocalizedGD",
     "Logistic",

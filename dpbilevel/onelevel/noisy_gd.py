@@ -1,5 +1,6 @@
 """Noisy projected gradient descent for one-level problems."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -83,14 +84,22 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     def step(self, problem, data, state, *, key) -> _State:
         """One noisy gradient, one projected update."""
-        gradient = noisy_gradient(self, problem, data, state.w, key=key)  # q_t
+        return self.moved(
+            problem, noisy_gradient(self, problem, data, state.w, key=key), state
+        )
+
+    def moved(
+        self, problem: AbstractFiniteSum, gradient: PyTree, state: _State
+    ) -> _State:
+        """The state after a projected update along $q_t$, the released `gradient`."""
         descent = Descent(self.step_size, problem.w_set)
         gradient = descent.shortened(gradient, problem.public_gradient, state.w)
         w, memory = descent.update(gradient, state.memory, state.w)  # projected step
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )
-        return _State(w, kept, memory, state.t + 1)
+        values = {"w": w, "kept": kept, "memory": memory, "t": state.t + 1}
+        return dataclasses.replace(state, **values)
 
     @override
     def released(self, state: _State) -> PyTree:

@@ -19,6 +19,7 @@ from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.bilevel.source_runs import Kept, Scores
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
+from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.normal import standard_normal
 from dpbilevel.privacy.queries import Query
@@ -36,6 +37,7 @@ from tests.draws.test_exponential import planned_draw
 from tests.draws.test_regularized import planned_regularized
 from tests.games.test_extragradient import planned_extragradient, planned_once
 from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
+from tests.onelevel.test_adaptive_clip import planned_adaptive
 from tests.onelevel.test_inner_solvers import ADD_OR_REMOVE, planned_noisy_gd, sampled
 
 
@@ -47,6 +49,20 @@ def survivors(mutants):
 @functools.cache
 def sound_noisy_gd():
     return audited(planned_noisy_gd())
+
+
+class CountedAside(AdaptiveClipGD):
+    """Noise for the gradient alone: the coordinate of its length is not charged."""
+
+    def step(self, problem, data, state, *, key):
+        factor = (1 + self.weight**2) ** -0.5
+        less = dataclasses.replace(self, noise=self.noise.scaled(factor))
+        return AdaptiveClipGD.step(less, problem, data, state, key=key)
+
+
+@functools.cache
+def adaptive_clip(kind=AdaptiveClipGD):
+    return audited(planned_adaptive(kind), runs=20_000)
 
 
 @functools.cache
@@ -756,6 +772,9 @@ MUTANTS = {
     ),
     "lower records free where upper ones are clipped": of_clipped_upper(
         _with_lower=chargeless
+    ),
+    "a coordinate of the clip norm that is not charged": Mutant(
+        "AdaptiveClipGD", lambda: adaptive_clip(CountedAside), adaptive_clip
     ),
     "a score charged at half of its clip norm": of_selected(ScoresAtHalf),
     "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),

@@ -79,7 +79,7 @@ def matches(notes, ledger, adaptive):
         # The ledger lists the largest noise; what it accounts for is the ratio.
         return np.allclose(multipliers, claimed_multipliers, rtol=1e-5) and max(
             stds
-        ) <= max(claimed_stds)
+        ) <= adaptive * max(claimed_stds)
     return np.allclose(sorted(stds), sorted(claimed_stds), rtol=1e-5) and np.allclose(
         multipliers, claimed_multipliers, rtol=1e-5
     )
