@@ -35,7 +35,7 @@ PLACES = {
     AbstractFiniteSum: "`[solver.inner]` and `[refit]`",
 }
 # Fields that the library fills in, or that a text file cannot hold.
-NOT_KEYS = ("noise", "sizes", "dtype")
+NOT_KEYS = ("noise", "sizes", "dtype", "scoring")
 KINDS = {
     Count: "integer >= 1",
     Positive: "number > 0",

@@ -23,7 +23,7 @@ from .penalty import PenaltyBilevel
 from .problem import BilevelProblem, Levels, Sizes
 from .refitted import Refitted
 from .single_loop import SingleLoopBilevel
-from .source_runs import MixedSources, SelectedSources
+from .source_runs import MixedSources, ScoringModel, SelectedSources
 from .warm_start import WarmStarted
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "PenaltyTuning",
     "Refitted",
     "ScaledGroups",
+    "ScoringModel",
     "SecondOrderConstants",
     "SelectedSources",
     "SingleLoopBilevel",

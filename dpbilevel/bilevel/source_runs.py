@@ -17,7 +17,14 @@ from ..core.descent import Rule
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..sets import AbstractSet, Euclidean
-from .applications import SourceWeighting, mixed_model, mixing_start, source_mixing
+from .applications import (
+    ModelLoss,
+    SourceWeighting,
+    mixed_model,
+    mixing_start,
+    source_mixing,
+    source_weighting,
+)
 from .penalized import (
     AbstractLevel,
     PenalizedLevel,
@@ -199,6 +206,19 @@ class _AbstractSourceRuns(AbstractRuns):
         return x.astype(state.w0[0].dtype), y
 
 
+class ScoringModel(eqx.Module):
+    r"""The model that scores sources, where it is not the one that is released.
+
+    Args:
+        loss: $\ell_1(y, z)$: its loss on one record, as that of `source_weighting`.
+            Static.
+        start: Where it starts, public; `model` of `SelectedSources` solves for it.
+    """
+
+    loss: ModelLoss = eqx.field(static=True)
+    start: PyTree
+
+
 class SelectedSources(_AbstractSourceRuns):
     r"""Keeps the sources that a model of the validation records fits.
 
@@ -228,6 +248,9 @@ class SelectedSources(_AbstractSourceRuns):
         score: The one step that releases the scores.
         fit_reads: The levels that `fit` reads, `"lower"` or `"both"`. Both is better
             where validation records are not much fewer than those of a source. Static.
+        scoring: Another model for lines 1 and 2, with a loss and a start of its own.
+            A private fit of few validation records is better with few parameters: a
+            linear model finds the sources for a network. `None` takes the problem's.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
@@ -242,6 +265,7 @@ class SelectedSources(_AbstractSourceRuns):
     )
     score: NoisyGD = _ONE_MEAN
     fit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
+    scoring: ScoringModel | None = None
     sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = dict.fromkeys((MODEL, SCORE, FIT), AbstractFiniteSum)
 
@@ -252,15 +276,36 @@ class SelectedSources(_AbstractSourceRuns):
 
     @override
     def level(self, name, problem, w0, found):
+        if name == FIT:
+            return self.of_kept(problem, w0, found)
+        first, w0 = self._first(problem), w0 and self._first_w0(w0)
         if name == MODEL:
-            return ValidationLevel(problem, w0 and w0[0])
-        if name == SCORE:
-            return self.scored(problem, w0, found and found[MODEL])
-        return self.of_kept(problem, w0, found)
+            return ValidationLevel(first, w0 and w0[0])
+        return self.scored(first, w0, found and found[MODEL])
+
+    @override
+    def start(self, name, w0, found):
+        return super().start(name, self._first_w0(w0) if name == MODEL else w0, found)
 
     @override
     def pair(self, name, problem, w0, found):
-        return w0[0], found[FIT if name == FIT else MODEL]
+        if name == FIT:
+            return w0[0], found[FIT]
+        return w0 if self.scoring else (w0[0], found[MODEL])
+
+    def _first(self, problem: SourceWeighting) -> SourceWeighting:
+        """The problem whose model scores the sources."""
+        if self.scoring is None:
+            return problem
+        return source_weighting(
+            self.scoring.loss, problem.num_sources, source=problem.source
+        )
+
+    def _first_w0(self, w0: PyTree) -> PyTree:
+        """The start of that problem."""
+        if self.scoring is None:
+            return w0
+        return w0[0], jax.tree.map(jnp.asarray, self.scoring.start)
 
 
 class MixedSources(_AbstractSourceRuns):

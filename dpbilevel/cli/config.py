@@ -179,7 +179,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
             },
         },
         _mechanisms(neighbours),
-        frozenset({"sizes", "dtype"}),
+        frozenset({"sizes", "dtype", "scoring"}),
     )
     where = place.child("solver")
     check_table(tables["solver"], where)

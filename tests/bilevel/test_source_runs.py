@@ -10,9 +10,11 @@ import optax
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.audit.worst_cases import worst_case
 from dpbilevel.bilevel import (
     MixedSources,
     OneLevel,
+    ScoringModel,
     SelectedSources,
     source_weights,
 )
@@ -57,6 +59,15 @@ def of_sources(data, kept):
 DATA = levels()
 SELECTED = SelectedSources(GD, dataclasses.replace(GD, num_steps=3))
 OF_BOTH = dataclasses.replace(SELECTED, fit_reads="both")
+
+
+def squared_loss_of_two(y, record):
+    """A model of two parameters, of another shape than the released one."""
+    return (record["features"][1:] @ y["w"] - record["label"]) ** 2 / 4
+
+
+SCORING = ScoringModel(squared_loss_of_two, {"w": jnp.zeros(2)})
+SCORED = dataclasses.replace(OF_BOTH, scoring=SCORING)
 MIXED = MixedSources(*(dataclasses.replace(GD, num_steps=n) for n in (2, 3, 4, 2)))
 CONTRACT = {
     "one_level": Case(WEIGHTING, OneLevel(GD), DATA, W0, "disjoint", keeps_x=True),
@@ -65,6 +76,7 @@ CONTRACT = {
     ),
     "selected_sources": Case(WEIGHTING, SELECTED, DATA, W0, "disjoint"),
     "selected_sources_both": Case(WEIGHTING, OF_BOTH, DATA, W0, "disjoint"),
+    "selected_sources_scored": Case(WEIGHTING, SCORED, DATA, W0, "overlapping"),
     "mixed_sources": Case(WEIGHTING, MIXED, DATA, W0, "disjoint"),
 }
 TWO = dataclasses.replace(GD, num_steps=2)
@@ -82,11 +94,18 @@ def planned_fit_of_both(kind=SelectedSources):
     return planned(solver, "disjoint")
 
 
+def planned_selected_by_another():
+    """The same with a scoring model, which is the worst case's own."""
+    problem, (_, start) = worst_case(planned_selected(), True, jnp.zeros(()))
+    return planned_selected(scoring=ScoringModel(problem.loss, start))
+
+
 AUDITS = {
     "OneLevel, both levels": Audited(planned(OneLevel(TWO, "both"), "overlapping")),
     "OneLevel": Audited(planned(OneLevel(TWO), "disjoint")),
     "SelectedSources": Audited(planned_selected()),
     "SelectedSources, both levels": Audited(planned_selected(fit_reads="both")),
+    "SelectedSources, another model": Audited(planned_selected_by_another()),
     "MixedSources": Audited(
         planned(
             MixedSources(TWO, TWO, TWO, TWO, budget_split=(0.2, 0.2, 0.2, 0.2, 0.2)),
@@ -223,6 +242,23 @@ def test_a_fit_on_both_levels_is_one_on_kept_and_validation_records_pooled():
     kept = {name: kept[name] for name in DATA.upper}
     pooled = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), DATA.upper, kept)
     np.testing.assert_allclose(y, alone(pooled, long(30)), rtol=1e-4)
+
+
+def test_another_model_scores_the_sources_and_is_not_released():
+    solver = dataclasses.replace(LONG, scoring=SCORING)
+    (x, y), found = runs(solver)
+
+    def mean(w, records):
+        return jnp.mean(jax.vmap(SCORING.loss, (None, 0))({"w": w}, records))
+
+    model = descend(lambda w: mean(w, DATA.upper), SCORING.start["w"], 20)
+    np.testing.assert_allclose(found["model"]["w"], model, rtol=1e-5)
+    loss = jax.vmap(SCORING.loss, (None, 0))
+    signs = np.sign(loss(SCORING.start, DATA.lower) - loss({"w": model}, DATA.lower))
+    expected = [np.sum(signs[np.arange(60) % K == s]) / 60 for s in range(K)]
+    np.testing.assert_allclose(found["score"], expected, rtol=1e-5)
+    np.testing.assert_allclose(source_weights(x), [0.5, 0.5, 0.0], atol=1e-12)
+    np.testing.assert_allclose(y, alone(of_sources(DATA, [0, 1]), long(30)), 1e-4)
 
 
 def test_a_fit_on_both_levels_is_paid_by_both():
