@@ -16,6 +16,7 @@ NAMES = (
     "census",
     "single_loop",
     "hypergradient",
+    "data_cleaning",
     "implicit",
     "rates",
     "rates_in_y",
