@@ -82,6 +82,14 @@ class _AbstractLinearTwin(AbstractTwin):
     ) -> tuple[PyTree, PyTree]:
         """The model of the population, and those of the sources, stacked."""
 
+    def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
+        """Rows of norm 1: by default normal entries of decaying scale, a constant."""
+        return _features(key, rows, columns)
+
+    def shares(self, num_sources: int) -> Float[Array, " k"]:
+        """The expected share of each source: by default the same."""
+        return jnp.full(num_sources, 1 / num_sources)
+
     @override
     def draw(self, problem, w0, sizes, key):
         loss, model, num_sources = _parts(problem, w0)
@@ -91,16 +99,17 @@ class _AbstractLinearTwin(AbstractTwin):
         keys = jax.random.split(key, 6)
         total = upper + self.test_size
         target, sources = self.models(model, num_sources, keys[0])
-        source = jax.random.randint(keys[1], (lower,), 0, num_sources)
+        shares = jnp.log(self.shares(num_sources))
+        source = jax.random.categorical(keys[1], shares, shape=(lower,))
         labelled = functools.partial(_labelled, loss, model)
         clean = labelled(
-            _features(keys[2], total, len(model)),
+            self.features(keys[2], total, len(model)),
             jnp.zeros(total, int),
             target[None],
             keys[3],
         )
         training = labelled(
-            _features(keys[4], lower, len(model)), source, sources, keys[5]
+            self.features(keys[4], lower, len(model)), source, sources, keys[5]
         )
         if isinstance(problem, SourceWeighting):
             training["source"] = source.astype(jnp.int32)
@@ -140,6 +149,48 @@ class Shifted(_AbstractLinearTwin):
         far = self.shift * jnp.arange(1.0, num_sources + 1) / num_sources
         far = far.reshape(-1, *[1] * target.ndim)
         return target, target[None] + far * others
+
+
+class Tables(_AbstractLinearTwin):
+    """Columns of categories; the population is like no source, and like a mixture.
+
+    Columns are one-hot blocks of about the root of the number of features, with
+    frequencies and shares of sources that fall like one over the rank. Each source has
+    the population's coefficients in half of the blocks and others in the rest.
+
+    Args:
+        shift: The distance of the other coefficients, in norms of the population's.
+    """
+
+    shift: Positive = 1.0
+
+    @override
+    def features(self, key, rows, columns):
+        parts = []
+        blocks = _blocks(columns)
+        for k, width in zip(jax.random.split(key, len(blocks)), blocks, strict=True):
+            rarity = -jnp.log(jnp.arange(1.0, width + 1))
+            drawn = jax.random.categorical(k, rarity, shape=(rows,))
+            parts.append(jax.nn.one_hot(drawn, width))
+        features = jnp.concatenate([*parts, jnp.ones((rows, 1))], 1)
+        return features / jnp.linalg.norm(features, axis=1, keepdims=True)
+
+    @override
+    def shares(self, num_sources):
+        shares = 1 / jnp.arange(1.0, num_sources + 1)
+        return shares / jnp.sum(shares)
+
+    @override
+    def models(self, model, num_sources, key):
+        first, then, last = jax.random.split(key, 3)
+        draw = functools.partial(_model, model, features=self.features)
+        target = draw(first)
+        others = jax.vmap(draw)(jax.random.split(then, num_sources))
+        blocks = np.asarray([*_blocks(len(model)), 1])
+        differs = jax.random.bernoulli(last, 0.5, (num_sources, len(blocks)))
+        differs = jnp.repeat(differs, blocks, axis=1, total_repeat_length=len(model))
+        differs = differs.reshape(*differs.shape, *[1] * (target.ndim - 1))
+        return target, target[None] + self.shift * differs * others
 
 
 class Alike(_AbstractLinearTwin):
@@ -187,6 +238,12 @@ def _parts(problem: AbstractProblem, w0: PyTree):
     return loss, leaves[0], count
 
 
+def _blocks(columns: int) -> list[int]:
+    """Widths of the blocks of categories before a constant column."""
+    count = max(1, round((columns - 1) ** 0.5))
+    return [len(part) for part in np.array_split(np.arange(columns - 1), count)]
+
+
 def _features(key, rows: int, columns: int) -> Float[Array, "n d"]:
     spectrum = 1 / jnp.sqrt(jnp.arange(1, columns))
     free = jax.random.normal(key, (rows, columns - 1)) * spectrum[None]
@@ -195,11 +252,11 @@ def _features(key, rows: int, columns: int) -> Float[Array, "n d"]:
     return features / jnp.linalg.norm(features, axis=1, keepdims=True)
 
 
-def _model(start: Array, key) -> Array:
+def _model(start: Array, key, *, features: Callable = _features) -> Array:
     """A random model whose margins have the standard deviation `_MARGIN`."""
     first, then = jax.random.split(key)
     model = jax.random.normal(first, start.shape)
-    margins = _features(then, 1000, len(start)) @ model
+    margins = features(then, 1000, len(start)) @ model
     return model * _MARGIN / jnp.std(margins)
 
 
