@@ -2,15 +2,30 @@
 
 from .candidates import Candidate, candidates
 from .dry_runs import AutoPlan, Trial, auto
-from .twins import AbstractTwin, Alike, GoodOrBad, Shifted, Twin, twins
+from .records import Classes
+from .twins import (
+    AbstractTeacherTwin,
+    AbstractTwin,
+    Alike,
+    GoodOrBad,
+    NoiseGroups,
+    Shifted,
+    Tables,
+    Twin,
+    twins,
+)
 
 __all__ = [
+    "AbstractTeacherTwin",
     "AbstractTwin",
     "Alike",
     "AutoPlan",
     "Candidate",
+    "Classes",
     "GoodOrBad",
+    "NoiseGroups",
     "Shifted",
+    "Tables",
     "Trial",
     "Twin",
     "auto",

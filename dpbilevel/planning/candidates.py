@@ -151,7 +151,8 @@ def _mixed(clip_norm: float) -> Candidate:
         models = _descent(_OF_BOTH * clip_norm, 100, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
-    settings = itertools.product((12.0, 24.0), (0.015, 0.03), (8.0, 16.0))
+    settings = [*itertools.product((15.0, 30.0, 60.0), (0.03, 0.06, 0.12), (8.0,))]
+    settings += [(15.0, 0.03, 16.0), (30.0, 0.06, 16.0)]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 

@@ -105,6 +105,7 @@ def auto(
     sizes: Sizes | int,
     w0: PyTree,
     clip_norm: float = 1.0,
+    records: PyTree = None,
     twins: Sequence[AbstractTwin] | None = None,
     effort: Effort = "fast",
     precision: Precision = "grid",
@@ -130,10 +131,13 @@ def auto(
         clip_norm: The largest norm of a record's gradient in the model that is left as
             it is, from public knowledge: 1 for logistic regression on features of
             norm at most 1.
+        records: What a record looks like, for models other than one vector or one
+            matrix: a pytree of shapes with `planning.Classes` for the label, such as
+            `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
+            dpb.planning.Classes(10)}`. Public; without the source of a record.
         twins: The public laws that the records may follow; by default those of
-            `dpbilevel.planning.twins(problem)`, for linear models. Those that are more
-            like the records make a better choice. They must not be fitted to the
-            records.
+            `dpbilevel.planning.twins(problem, records)`. Those that are more like the
+            records make a better choice. They must not be fitted to the records.
         effort: `"fast"` or `"thorough"`: how many dry runs.
         precision: As for `calibrate`; that of the dry runs, too.
         seed: Of the synthetic records and their noise, which protect nobody.
@@ -146,8 +150,8 @@ def auto(
 
     Raises:
         TypeError: No candidates or twins are known for the problem.
-        ValueError: The model is no linear one and `twins` is missing, the twins do not
-            fit the problem, or no noise reaches the budget.
+        ValueError: The model is no linear one and `records` and `twins` are missing,
+            the loss cannot read the twins, or no noise reaches the budget.
 
     Privacy:
         Touches no records of people; spends nothing. The guarantee is that of one run
@@ -166,7 +170,7 @@ def auto(
     problem.check_sizes(owner, sizes)
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm)
-    laws = tuple(default_twins(problem) if twins is None else twins)
+    laws = tuple(default_twins(problem, records) if twins is None else twins)
     if not laws:
         raise ValueError("auto: twins must hold at least one law of records.")
     for law in laws:
@@ -176,7 +180,7 @@ def auto(
     dry = _DryRuns(
         problem, w0, drawn, key_noise, {"sizes": sizes, "precision": precision}
     )
-    starts = [_loss(problem, w0, twin.test) for twin in drawn]
+    starts = [_start_loss(problem, w0, twin.test) for twin in drawn]
     entries = [(method, solver) for method in offered for solver in method.solvers]
     plans = [dry.plan(solver, budget) for _, solver in entries]
     losses, left = _race(
@@ -353,6 +357,19 @@ def _outlook(
             return f" Two levels would pay from about epsilon = {epsilon:g} on."
     most = _MORE[-1] * budget.epsilon
     return f" Two levels would not pay at epsilon = {most:g} either."
+
+
+def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:
+    try:
+        return _loss(problem, w0, test)
+    except (TypeError, KeyError, IndexError) as error:
+        shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
+        raise ValueError(
+            f"auto: the twins have records of shapes and dtypes {shapes}, which the "
+            f"loss cannot read ({type(error).__name__}: {error}). Pass records=, what "
+            "your records look like, or twins=[...], instances of a subclass of "
+            "dpbilevel.planning.AbstractTwin."
+        ) from error
 
 
 def _loss(problem: Any, value: PyTree, test: PyTree) -> float:

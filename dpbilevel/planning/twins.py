@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import equinox as eqx
 import jax
@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
-from ..bilevel.applications import SourceWeighting
+from ..bilevel.applications import PenaltyTuning, SourceWeighting
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum
+from .records import Layout, of_linear_model
 
 # Margins of the hidden model have this standard deviation: an accuracy of about .85.
 _MARGIN = 2.5
@@ -62,24 +63,24 @@ class AbstractTwin(eqx.Module):
         """
 
 
-class _AbstractLinearTwin(AbstractTwin):
-    r"""Records `{"features": ..., "label": ...}` of linear models.
+class AbstractTeacherTwin(AbstractTwin):
+    """Records whose labels follow a hidden linear model of their features.
 
-    Features have norm 1 and a constant entry, their spectrum decays. The model is a
-    vector with labels -1 and 1, or a matrix with a column per class. A label follows
-    the law $p(c) \propto e^{-\ell(y, (a, c))}$ of a random model $y$, so that the
-    loss is that of a well-specified model.
+    What is fitted to them may be any model: a network, too, has something to learn.
+    Features have norm 1, the last one is a constant.
 
     Args:
+        records: What a record looks like, as for `auto`; `None` for linear models.
         test_size: The number of test records.
     """
 
+    records: PyTree = eqx.field(static=True, default=None)
     test_size: Count = eqx.field(static=True, default=4000)
 
     @abc.abstractmethod
     def models(
-        self, model: PyTree, num_sources: int, key: Key
-    ) -> tuple[PyTree, PyTree]:
+        self, problem: AbstractProblem, shape: tuple[int, ...], key: Key
+    ) -> tuple[Array, Array]:
         """The model of the population, and those of the sources, stacked."""
 
     def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
@@ -92,27 +93,31 @@ class _AbstractLinearTwin(AbstractTwin):
 
     @override
     def draw(self, problem, w0, sizes, key):
-        loss, model, num_sources = _parts(problem, w0)
+        model = _model_of(problem, w0)
+        layout = Layout(
+            of_linear_model(model) if self.records is None else self.records
+        )
         upper, lower = (
             (sizes.upper, sizes.lower) if isinstance(sizes, Sizes) else (0, sizes)
         )
         keys = jax.random.split(key, 6)
         total = upper + self.test_size
-        target, sources = self.models(model, num_sources, keys[0])
-        shares = jnp.log(self.shares(num_sources))
-        source = jax.random.categorical(keys[1], shares, shape=(lower,))
-        labelled = functools.partial(_labelled, loss, model)
-        clean = labelled(
-            self.features(keys[2], total, len(model)),
-            jnp.zeros(total, int),
+        width = layout.teacher[0]
+        target, sources = self.models(problem, layout.teacher, keys[0])
+        source = jax.random.categorical(
+            keys[1], jnp.log(self.shares(len(sources))), shape=(lower,)
+        )
+        clean = layout.labelled(
+            self.features(keys[2], total, width),
             target[None],
+            jnp.zeros(total, int),
             keys[3],
         )
-        training = labelled(
-            self.features(keys[4], lower, len(model)), source, sources, keys[5]
+        training = layout.labelled(
+            self.features(keys[4], lower, width), sources, source, keys[5]
         )
         if isinstance(problem, SourceWeighting):
-            training["source"] = source.astype(jnp.int32)
+            training = _with_source(training, source)
         test = jax.tree.map(lambda v: v[upper:], clean)
         if not isinstance(sizes, Sizes):
             return Twin(training, test)
@@ -120,17 +125,18 @@ class _AbstractLinearTwin(AbstractTwin):
         return Twin(Levels(validation, training), test)
 
 
-class GoodOrBad(_AbstractLinearTwin):
+class GoodOrBad(AbstractTeacherTwin):
     """Of five sources two follow the population, two are random, one is opposite."""
 
     @override
-    def models(self, model, num_sources, key):
-        target = _model(model, key)
-        kinds = jnp.asarray([1.0, 1.0, 0.0, 0.0, -1.0])[jnp.arange(num_sources) % 5]
-        return target, kinds.reshape(-1, *[1] * target.ndim) * target[None]
+    def models(self, problem, shape, key):
+        target = _model(key, shape)
+        kinds = jnp.asarray([1.0, 1.0, 0.0, 0.0, -1.0])
+        kinds = kinds[jnp.arange(_num_sources(problem)) % 5]
+        return target, _spread(kinds, target) * target[None]
 
 
-class Shifted(_AbstractLinearTwin):
+class Shifted(AbstractTeacherTwin):
     """Every source differs from the population, one more than the other.
 
     Args:
@@ -140,18 +146,16 @@ class Shifted(_AbstractLinearTwin):
     shift: Positive = 1.5
 
     @override
-    def models(self, model, num_sources, key):
+    def models(self, problem, shape, key):
         first, then = jax.random.split(key)
-        target = _model(model, first)
-        others = jax.vmap(lambda k: _model(model, k))(
-            jax.random.split(then, num_sources)
-        )
-        far = self.shift * jnp.arange(1.0, num_sources + 1) / num_sources
-        far = far.reshape(-1, *[1] * target.ndim)
-        return target, target[None] + far * others
+        count = _num_sources(problem)
+        target = _model(first, shape)
+        others = jax.vmap(lambda k: _model(k, shape))(jax.random.split(then, count))
+        far = self.shift * jnp.arange(1.0, count + 1) / count
+        return target, target[None] + _spread(far, target) * others
 
 
-class Tables(_AbstractLinearTwin):
+class Tables(AbstractTeacherTwin):
     """Columns of categories; the population is like no source, and like a mixture.
 
     Columns are one-hot blocks of about the root of the number of features, with
@@ -181,61 +185,103 @@ class Tables(_AbstractLinearTwin):
         return shares / jnp.sum(shares)
 
     @override
-    def models(self, model, num_sources, key):
+    def models(self, problem, shape, key):
         first, then, last = jax.random.split(key, 3)
-        draw = functools.partial(_model, model, features=self.features)
+        count, blocks = _num_sources(problem), np.asarray([*_blocks(shape[0]), 1])
+        draw = functools.partial(_model, shape=shape, features=self.features)
         target = draw(first)
-        others = jax.vmap(draw)(jax.random.split(then, num_sources))
-        blocks = np.asarray([*_blocks(len(model)), 1])
-        differs = jax.random.bernoulli(last, 0.5, (num_sources, len(blocks)))
-        differs = jnp.repeat(differs, blocks, axis=1, total_repeat_length=len(model))
+        others = jax.vmap(draw)(jax.random.split(then, count))
+        differs = jax.random.bernoulli(last, 0.5, (count, len(blocks)))
+        differs = jnp.repeat(differs, blocks, axis=1, total_repeat_length=shape[0])
         differs = differs.reshape(*differs.shape, *[1] * (target.ndim - 1))
         return target, target[None] + self.shift * differs * others
 
 
-class Alike(_AbstractLinearTwin):
+class Alike(AbstractTeacherTwin):
     """All records follow one model: one level is enough."""
 
     @override
-    def models(self, model, num_sources, key):
-        target = _model(model, key)
-        return target, jnp.stack([target] * num_sources)
+    def models(self, problem, shape, key):
+        target = _model(key, shape)
+        return target, jnp.stack([target] * _num_sources(problem))
 
 
-def twins(problem: AbstractProblem) -> tuple[AbstractTwin, ...]:
+class NoiseGroups(AbstractTeacherTwin):
+    """Labels depend on the features of every other group of coefficients alone."""
+
+    @override
+    def features(self, key, rows, columns):
+        features = jax.random.normal(key, (rows, columns)).at[:, -1].set(1.0)
+        return features / jnp.linalg.norm(features, axis=1, keepdims=True)
+
+    @override
+    def models(self, problem, shape, key):
+        first, then = jax.random.split(key)
+        target = _model(first, shape, features=self.features)
+        group = _groups(problem, shape[0])
+        # A random half of the groups, and the scale of the margins as it was.
+        order = jax.random.permutation(then, int(np.max(group)) + 1)
+        useful = (order % 2 == 0)[group].astype(target.dtype)
+        useful = useful * jnp.sqrt(len(useful) / jnp.maximum(jnp.sum(useful), 1))
+        target = _spread(useful, target[0]) * target
+        return target, target[None]
+
+
+def twins(problem: AbstractProblem, records: PyTree = None) -> tuple[AbstractTwin, ...]:
     """The default twins of a problem.
 
-    For sources `GoodOrBad`, `Shifted` and `Alike`; for other problems `Alike`.
+    For sources `GoodOrBad`, `Shifted`, `Tables` and `Alike`; for penalties
+    `NoiseGroups` and `Alike`; for other problems `Alike`.
+
+    Args:
+        problem: The problem.
+        records: What a record looks like, as for `auto`; `None` for linear models.
     """
+    kinds: tuple[type[AbstractTeacherTwin], ...] = (Alike,)
     if isinstance(problem, SourceWeighting):
-        return GoodOrBad(), Shifted(), Alike()
-    return (Alike(),)
+        kinds = GoodOrBad, Shifted, Tables, Alike
+    elif isinstance(problem, PenaltyTuning):
+        kinds = NoiseGroups, Alike
+    return tuple(kind(records) for kind in kinds)
 
 
-def _parts(problem: AbstractProblem, w0: PyTree):
-    """The loss of a record in the model, the model's start, the number of sources."""
-    loss: Callable[..., Array]
+def _model_of(problem: AbstractProblem, w0: PyTree) -> PyTree:
     if isinstance(problem, BilevelProblem):
-        x, model = w0
-        loss = functools.partial(problem.upper, x)
-    elif isinstance(problem, FiniteSum):
-        model, loss = w0, problem.loss
-    else:
-        raise TypeError(
-            f"auto: no synthetic twin is known for {type(problem).__name__}; pass "
-            "twins=[...], instances of a subclass of dpbilevel.planning.AbstractTwin."
-        )
-    leaves = jax.tree.leaves(model)
-    if len(leaves) != 1 or leaves[0].ndim not in (1, 2):
-        shapes = [leaf.shape for leaf in leaves]
+        return w0[1]
+    if isinstance(problem, FiniteSum):
+        return w0
+    raise TypeError(
+        f"auto: no synthetic twin is known for {type(problem).__name__}; pass "
+        "twins=[...], instances of a subclass of dpbilevel.planning.AbstractTwin."
+    )
+
+
+def _num_sources(problem: AbstractProblem) -> int:
+    return problem.num_sources if isinstance(problem, SourceWeighting) else 1
+
+
+def _groups(problem: AbstractProblem, columns: int) -> Int[np.ndarray, " d"]:
+    """The group of every feature; features alone where coefficients are none's."""
+    if isinstance(problem, PenaltyTuning):
+        leaves = jax.tree.leaves(problem.groups)
+        if len(leaves) == 1 and len(leaves[0]) == columns:
+            return np.asarray(leaves[0]).reshape(columns, -1)[:, 0]
+    return np.arange(columns)
+
+
+def _with_source(training: PyTree, source: Int[Array, " n"]) -> PyTree:
+    if not isinstance(training, Mapping):
         raise ValueError(
-            "auto: the default twins are of linear models, one vector or one matrix, "
-            f"but the model has leaves of shapes {shapes}. Pass twins=[...], instances "
-            "of a subclass of dpbilevel.planning.AbstractTwin that draws records like "
-            "yours from a public law."
+            "auto: records of source_weighting must be a dict, to which the default "
+            'twins add "source". Pass twins=[...], instances of a subclass of '
+            "dpbilevel.planning.AbstractTwin."
         )
-    count = problem.num_sources if isinstance(problem, SourceWeighting) else 1
-    return loss, leaves[0], count
+    return {**training, "source": source.astype(jnp.int32)}
+
+
+def _spread(values: Float[Array, " k"], like: Array) -> Array:
+    """With one trailing axis for each axis of an array."""
+    return values.reshape(-1, *[1] * like.ndim)
 
 
 def _blocks(columns: int) -> list[int]:
@@ -252,35 +298,8 @@ def _features(key, rows: int, columns: int) -> Float[Array, "n d"]:
     return features / jnp.linalg.norm(features, axis=1, keepdims=True)
 
 
-def _model(start: Array, key, *, features: Callable = _features) -> Array:
+def _model(key, shape: tuple[int, ...], *, features=_features) -> Array:
     """A random model whose margins have the standard deviation `_MARGIN`."""
     first, then = jax.random.split(key)
-    model = jax.random.normal(first, start.shape)
-    margins = features(then, 1000, len(start)) @ model
-    return model * _MARGIN / jnp.std(margins)
-
-
-def _labelled(
-    loss, start, features, source: Int[Array, " n"], models, key
-) -> dict[str, Array]:
-    """Records with labels drawn from the models of their sources."""
-    classes = [-1.0, 1.0] if start.ndim == 1 else np.arange(start.shape[1])
-    kind = features.dtype if start.ndim == 1 else jnp.int32
-    classes = jnp.asarray(classes, kind)
-
-    def energies(row, index):
-        return jax.vmap(lambda c: -loss(models[index], {"features": row, "label": c}))(
-            classes
-        )
-
-    try:
-        logits = jax.vmap(energies)(features, source)
-    except (TypeError, KeyError, IndexError) as error:
-        raise ValueError(
-            'auto: the default twins have records {"features": vector, "label": -1 or '
-            "1, or the number of a class}, which the loss cannot read "
-            f"({type(error).__name__}: {error}). Pass twins=[...], instances of a "
-            "subclass of dpbilevel.planning.AbstractTwin."
-        ) from error
-    drawn = jax.random.categorical(key, logits)
-    return {"features": features, "label": classes[drawn]}
+    model = jax.random.normal(first, shape)
+    return model * _MARGIN / jnp.std(features(then, 1000, shape[0]) @ model)
