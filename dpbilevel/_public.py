@@ -31,7 +31,6 @@ from .core.loop import solve
 from .core.plan import calibrate, fit
 from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
-from .draws import recommend
 from .onelevel import (
     FiniteSum,
     Logistic,
@@ -92,7 +91,6 @@ __all__ = [
     "penalty_tuning",
     "planning",
     "privacy",
-    "recommend",
     "root_key",
     "search",
     "sets",

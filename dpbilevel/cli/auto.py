@@ -15,7 +15,8 @@ from ..core import checkpoint
 from ..core.descent import Rule
 from ..core.progress import step_bar
 from ..core.solver import AbstractSolver
-from ..planning.dry_runs import AutoPlan, Effort, auto
+from ..planning.dry_runs import AutoPlan, auto
+from ..planning.race import Effort
 from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
 from .config import Config, parse_config, read_tables

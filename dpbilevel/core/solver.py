@@ -132,6 +132,25 @@ class AbstractSolver(Checked, Generic[Problem, State]):
             is_leaf=lambda v: isinstance(v, Gaussian),
         )
 
+    def with_neighbours(self, neighbours: Neighbours) -> Self:
+        """The same solver with every mechanism under this relation.
+
+        Args:
+            neighbours: The relation. A solver that cannot serve it is refused by
+                `calibrate`.
+        """
+
+        def relates(part):
+            fields = getattr(type(part), "__dataclass_fields__", {})
+            return "neighbours" in fields
+
+        def related(part):
+            if not relates(part):
+                return part
+            return dataclasses.replace(part, neighbours=neighbours)
+
+        return jax.tree.map(related, self, is_leaf=relates)
+
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The number of coordinates of each release, by its name in the ledger."""

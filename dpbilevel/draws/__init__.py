@@ -2,7 +2,6 @@
 
 from .exponential import ExponentialMechanism
 from .mechanisms import Exponential, RegularizedExponential
-from .recommend import Recommendation, recommend
 from .regularized import RegularizedExponentialMechanism
 from .release import Draw
 from .samplers.alternating import AlternatingSampler
@@ -23,9 +22,7 @@ __all__ = [
     "ExponentialMechanism",
     "Grid",
     "GridWalk",
-    "Recommendation",
     "RegularizedExponential",
     "RegularizedExponentialMechanism",
     "StochasticRejection",
-    "recommend",
 ]

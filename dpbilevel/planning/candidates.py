@@ -7,7 +7,9 @@ import itertools
 import jax
 from jaxtyping import PyTree
 
-from ..bilevel.applications import SourceWeighting
+from ..bilevel.applications import PenaltyTuning, SourceWeighting
+from ..bilevel.constants import AbstractCertificate
+from ..bilevel.group_runs import ScaledGroups
 from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
@@ -18,6 +20,7 @@ from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
+from .certified import certified
 
 # The norm of a record's gradients in the model of its source and, at the default weight
 # of one half, in the common one: the root of 1 + 1/4.
@@ -76,7 +79,19 @@ def _(problem: FiniteSum, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]
 
 @candidates.register
 def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
-    return (*_one_level(clip_norm), _refitted(clip_norm))
+    found = (*_one_level(clip_norm), _refitted(clip_norm))
+    if not isinstance(problem.constants, AbstractCertificate):
+        return found
+    proved = certified(problem, w0, _descent(clip_norm, 100, 8.0))
+    return (*found, *(Candidate(name, solvers, 2) for name, solvers in proved.items()))
+
+
+@candidates.register
+def _(problem: PenaltyTuning, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
+    fits = (_descent(0.7 * clip_norm, 50, 0.5 * s) for s in (6.0, 12.0, 24.0, 48.0))
+    scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
+    of_two_levels = candidates.dispatch(BilevelProblem)
+    return (scaled, *of_two_levels(problem, w0, clip_norm))
 
 
 @candidates.register

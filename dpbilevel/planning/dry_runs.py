@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,13 @@ from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
-from ..privacy.budget import PrivacyBudget
+from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
-from .candidates import candidates
+from .candidates import Candidate, candidates
+from .race import ROUNDS, Effort, race, regrets_of
 from .twins import AbstractTwin, Twin
 from .twins import twins as default_twins
 
-Effort = Literal["fast", "thorough"]
-
-# How many keys each setting that is left runs with, round after round, and what share
-# of the settings goes on to the next round.
-_ROUNDS = {"fast": (1, 2), "thorough": (2, 4, 8)}
-_KEPT = 0.25
 # By how much of what there is to gain a method of two levels has to be better than one
 # level: less is the noise of so few dry runs.
 _WORTH = 0.03
@@ -71,12 +66,15 @@ class AutoPlan(Plan[Any]):
         trials: The best setting of each method, best method first.
         twins: The names of the twins that the losses refer to.
         start_losses: The test losses of the starting point on the twins.
+        left_out: Methods that the budget, the relation or the problem does not admit,
+            and why.
     """
 
     reason: str
     trials: tuple[Trial, ...]
     twins: tuple[str, ...]
     start_losses: tuple[float, ...]
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def pays(self) -> bool:
@@ -94,6 +92,7 @@ class AutoPlan(Plan[Any]):
             lines.append(f"  {trial.method:{width}}  {losses}")
         losses = "  ".join(f"{v:10.4f}" for v in self.start_losses)
         lines.append(f"  {'starting point':{width}}  {losses}")
+        lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
         lines += ["", f"solver: {self.trials[0].solver}", "", str(self.report)]
         return "\n".join(lines)
 
@@ -108,6 +107,7 @@ def auto(
     records: PyTree = None,
     twins: Sequence[AbstractTwin] | None = None,
     effort: Effort = "fast",
+    neighbours: Neighbours = Neighbours.REPLACE_ONE,
     precision: Precision = "grid",
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -117,6 +117,8 @@ def auto(
     Every candidate, plain descent on one level among them, is calibrated to the budget
     and runs on synthetic twins of the records, of the same sizes; the released model is
     judged on further records of the twin. Settings are dropped by successive halving.
+    Methods that clip and methods that rest on the certificate of a problem run alike;
+    those that the budget or the relation does not admit are left out.
     Some 50 short runs on each twin: time grows with the sizes.
     The setting that misses least of what there is to gain on its worst twin is planned,
     because nobody knows which twin the records are like. A method of two levels is
@@ -139,7 +141,10 @@ def auto(
             `dpbilevel.planning.twins(problem, records)`. Those that are more like the
             records make a better choice. They must not be fitted to the records.
         effort: `"fast"` or `"thorough"`: how many dry runs.
-        precision: As for `calibrate`; that of the dry runs, too.
+        neighbours: The neighbouring relation of the guarantee. Under
+            add-or-remove-one methods that rest on a certificate are left out.
+        precision: As for `calibrate`. Dry runs are in `"float"`: the law of the noise
+            is the same up to rounding.
         seed: Of the synthetic records and their noise, which protect nobody.
         progress: Called after every dry run on all twins with the number of runs done
             and the number planned so far.
@@ -165,7 +170,7 @@ def auto(
     owner = "auto"
     _checks.instance(owner, AbstractProblem, problem=problem)
     _checks.instance(owner, PrivacyBudget, budget=budget)
-    _checks.one_of(owner, "effort", effort, tuple(_ROUNDS))
+    _checks.one_of(owner, "effort", effort, tuple(ROUNDS))
     _checks.positive(owner, clip_norm=clip_norm)
     problem.check_sizes(owner, sizes)
     w0 = jax.tree.map(jnp.asarray, w0)
@@ -177,20 +182,18 @@ def auto(
         _checks.instance(owner, AbstractTwin, twins=law)
     *keys, key_noise = jax.random.split(jax.random.key(seed), len(laws) + 1)
     drawn = [law.draw(problem, w0, sizes, k) for law, k in zip(laws, keys, strict=True)]
-    dry = _DryRuns(
-        problem, w0, drawn, key_noise, {"sizes": sizes, "precision": precision}
-    )
+    options = {"sizes": sizes, "w0": w0}
+    dry = _DryRuns(problem, w0, drawn, key_noise, options | {"precision": "float"})
     starts = [_start_loss(problem, w0, twin.test) for twin in drawn]
-    entries = [(method, solver) for method in offered for solver in method.solvers]
-    plans = [dry.plan(solver, budget) for _, solver in entries]
-    losses, left = _race(
+    entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
+    losses, left = race(
         [method.name for method, _ in entries],
-        _ROUNDS[effort],
+        ROUNDS[effort],
         lambda index, number: dry.losses(plans[index].solver, number),
         starts,
         progress,
     )
-    regrets = _regrets(losses, starts)
+    regrets = regrets_of(losses, starts)
     trials = {
         i: Trial(
             entries[i][0].name,
@@ -205,14 +208,46 @@ def auto(
     ranked = _ranked(trials)
     best = tuple(trials[i] for i in ranked)
     outlook = _outlook(best, starts, budget, dry.table)
+    plan = calibrate(problem, best[0].solver, budget, precision=precision, **options)
     return AutoPlan(
-        plans[ranked[0]].solver,
-        plans[ranked[0]].report,
+        plan.solver,
+        plan.report,
         _reason(best, budget) + outlook,
         best,
         tuple(law.name for law in laws),
         tuple(starts),
+        left_out,
     )
+
+
+def _feasible(
+    offered: Sequence[Candidate],
+    neighbours: Neighbours,
+    dry: "_DryRuns",
+    budget: PrivacyBudget,
+) -> tuple[list[tuple[Candidate, AbstractSolver]], list[Plan[Any]], dict[str, str]]:
+    """The settings that can be calibrated, their plans, and what is left out and why.
+
+    Raises:
+        ValueError: None can.
+    """
+    entries, plans, refused = [], [], {}
+    for method in offered:
+        for setting in method.solvers:
+            solver = setting.with_neighbours(neighbours)
+            try:
+                plan = dry.plan(solver, budget)
+            except ValueError as error:
+                refused[method.name] = str(error)
+                continue
+            assert plan.report.relation == neighbours.value
+            entries.append((method, solver))
+            plans.append(plan)
+    if not plans:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise ValueError(f"auto: no method reaches the budget. {reasons}")
+    there = {method.name for method, _ in entries}
+    return entries, plans, {k: v for k, v in refused.items() if k not in there}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +261,7 @@ class _DryRuns:
     options: dict[str, Any]  # of `calibrate`
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
-        return calibrate(self.problem, solver, budget, w0=self.w0, **self.options)
+        return calibrate(self.problem, solver, budget, **self.options)
 
     def losses(self, solver: AbstractSolver, number: int) -> list[float]:
         """The test losses of a calibrated solver on all twins, with one key."""
@@ -243,59 +278,6 @@ class _DryRuns:
     ) -> list[list[list[float]]]:
         """The losses of solvers within a budget: by solver, run (of one) and twin."""
         return [[self.losses(self.plan(s, budget).solver, 0)] for s in solvers]
-
-
-def _race(
-    names: list[str],
-    rounds: tuple[int, ...],
-    dry_run: Callable[[int, int], list[float]],
-    starts: list[float],
-    progress: Callable[[int, int], None],
-) -> tuple[list[list[list[float]]], list[int]]:
-    """Successive halving within each method: which is best is decided at the end.
-
-    Args:
-        names: The method of each setting.
-        rounds: How many keys each setting that is left runs with, round after round.
-        dry_run: The losses of a setting on all twins, by its index and the key's.
-        starts: The losses of the starting point.
-        progress: As for `auto`, in runs on all twins.
-
-    Returns:
-        The losses of every setting by run and twin, and the settings that are left.
-    """
-    losses: list[list[list[float]]] = [[] for _ in names]
-    left = [*range(len(names))]
-    done, total = 0, len(names) * rounds[0]
-    for number, count in enumerate(rounds):
-        if number:
-            regrets = _regrets(losses, starts)
-            left = _survivors(names, left, regrets)
-            total += count * len(left)
-        for index in left:
-            for _ in range(count):
-                losses[index].append(dry_run(index, len(losses[index])))
-                done += 1
-                progress(done, total)
-    return losses, left
-
-
-def _survivors(names: list[str], left: list[int], regrets: list[float]) -> list[int]:
-    """The best settings of each method."""
-    survivors = []
-    for name in dict.fromkeys(names[i] for i in left):
-        members = [i for i in left if names[i] == name]
-        members.sort(key=regrets.__getitem__)
-        survivors += members[: max(1, round(_KEPT * len(members)))]
-    return survivors
-
-
-def _regrets(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
-    """The missed share of what there is to gain on the worst twin."""
-    table = np.asarray([np.median(runs, 0) for runs in losses])
-    best = np.minimum(np.min(table, 0), starts)
-    room = np.maximum(np.asarray(starts) - best, 1e-9)
-    return np.max(np.minimum((table - best) / room, 1e6), 1).tolist()
 
 
 def _ranked(trials: dict[int, Trial]) -> list[int]:
@@ -348,7 +330,7 @@ def _outlook(
     solvers = [trial.solver for trial in ranked]
     for epsilon in (factor * budget.epsilon for factor in _MORE):
         larger = PrivacyBudget(epsilon, budget.delta)
-        regrets = _regrets(table(solvers, larger), starts)
+        regrets = regrets_of(table(solvers, larger), starts)
         again = {
             i: dataclasses.replace(trial, regret=regret)
             for i, (trial, regret) in enumerate(zip(ranked, regrets, strict=True))

@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def teacher(self) -> tuple[int, ...]:
-        """The shape of a linear model: a vector, or a column per class from three on."""
+        """The shape of a linear model: from three classes on a column for each."""
         width = sum(
             int(np.prod(leaf.shape))
             for leaf in jax.tree.leaves(self.record)

@@ -194,6 +194,7 @@ class Tables(AbstractTeacherTwin):
         differs = jax.random.bernoulli(last, 0.5, (count, len(blocks)))
         differs = jnp.repeat(differs, blocks, axis=1, total_repeat_length=shape[0])
         differs = differs.reshape(*differs.shape, *[1] * (target.ndim - 1))
+        differs = differs.astype(target.dtype)
         return target, target[None] + self.shift * differs * others
 
 

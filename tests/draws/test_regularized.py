@@ -15,7 +15,7 @@ from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy import accounting
 from dpbilevel.privacy.noise import step_keys
 from tests.cases import Audited, Case, planned
-from tests.problems import CERTIFIED, LOWER
+from tests.problems import LOWER
 
 ALPHA = 1e-4
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
@@ -283,39 +283,6 @@ def test_linear_risks_are_convex_and_as_steep_as_declared(loss):
     apart = jnp.linalg.norm(first - second, axis=1)
     steepness = jnp.abs(ends[0] - ends[1]) / apart
     assert 0.1 < steepness.max() <= 0.5 * (1 + 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("wide")
-def test_the_planner_picks_the_smallest_bound_and_follows_the_theory():
-    grid = dpb.draws.Grid.product(*[jnp.linspace(0.0, 1.0, 3)] * 2)
-    long = dpb.draws.Grid(jnp.zeros((1, 500)))
-
-    def ask(n, epsilon=1.0, delta=1e-6, dimension=2):
-        return dpb.recommend(
-            CERTIFIED,
-            dpb.PrivacyBudget(epsilon, delta),
-            sizes=dpb.Sizes(n, n),
-            dimension_x=dimension,
-            initial_gap=0.1,
-            sampler=grid if dimension == 2 else long,
-        )
-
-    for case in (ask(10), ask(10_000), ask(3_000, dimension=500)):
-        assert case.bounds[case.choice] == min(case.bounds.values())
-        assert case.choice in str(case) or case.reason in str(case)
-    assert ask(2, epsilon=0.01).choice == "trivial"
-    assert ask(2, epsilon=0.01).solver is None
-    assert ask(10**6).choice == "gradient_norm"
-    assert isinstance(ask(10**6).solver, dpb.draws.ExponentialMechanism)
-    assert ask(3_000, dimension=500).choice == "implicit"
-    assert math.isinf(ask(100, delta=0.0).bounds["implicit"])
-    # Ten times the records: n^-1/2, n^-3/4 and n^-1, up to logarithms.
-    few, many = ask(10**5).bounds, ask(10**6).bounds
-    powers = {name: math.log10(few[name] / many[name]) for name in few}
-    assert powers["implicit"] == pytest.approx(0.5, abs=0.02)
-    assert powers["warm_started"] == pytest.approx(0.75, abs=0.06)
-    assert powers["gradient_norm"] == pytest.approx(1.0, abs=0.08)
 
 
 def test_a_slope_is_no_spread():

@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.bilevel import MixedSources, OneLevel, SelectedSources
-from dpbilevel.planning import dry_runs
+from dpbilevel.planning import dry_runs, race
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
@@ -112,10 +112,10 @@ def test_a_plan_shows_why_settings_and_guarantee():
 
 def test_the_worst_twin_decides():
     fails_on_one, never_fails = [[0.1, 0.9]], [[0.4, 0.6]]  # of equal means
-    regrets = dry_runs._regrets([fails_on_one, never_fails], [1.0, 1.0])
+    regrets = race.regrets_of([fails_on_one, never_fails], [1.0, 1.0])
     np.testing.assert_allclose(regrets, [0.75, 1 / 3])
     # Worse than the start on one twin, and best on the other.
-    assert dry_runs._regrets([[[1.2, 0.5]]], [1.0, 1.0])[0] > 1
+    assert race.regrets_of([[[1.2, 0.5]]], [1.0, 1.0])[0] > 1
 
 
 def test_candidates_for_networks_leave_out_mixtures():
@@ -134,12 +134,13 @@ def test_step_sizes_are_in_units_of_the_clip_norm():
     assert solvers[0].step_size == 4 * solvers[1].step_size
 
 
-@pytest.mark.parametrize("law", [planning.GoodOrBad(), planning.Shifted()])
+@pytest.mark.parametrize("law", [planning.GoodOrBad(), planning.Tables()])
 def test_twins_have_the_planned_sizes_and_sources(law):
     twin = law.draw(SOURCES, W0, SIZES, jax.random.key(0))
     assert SOURCES.sizes_of(twin.data, "disjoint") == SIZES
     source = np.asarray(twin.data.lower["source"])
-    assert np.bincount(source, minlength=5).min() > 500
+    shares = np.bincount(source, minlength=5) / SIZES.lower
+    np.testing.assert_allclose(shares, law.shares(5), atol=0.03)
     norms = np.linalg.norm(twin.data.lower["features"], axis=1)
     np.testing.assert_allclose(norms, 1, rtol=1e-5)
 
@@ -147,7 +148,9 @@ def test_twins_have_the_planned_sizes_and_sources(law):
 def test_labels_of_a_twin_follow_the_law_of_its_models():
     law = planning.GoodOrBad(test_size=1)
     twin = law.draw(SOURCES, W0, dpb.Sizes(1, 50_000, "disjoint"), jax.random.key(3))
-    target, models = law.models(W0[1], 5, jax.random.split(jax.random.key(3), 6)[0])
+    target, models = law.models(
+        SOURCES, (6,), jax.random.split(jax.random.key(3), 6)[0]
+    )
     lower = twin.data.lower
     for source, sign in enumerate((1, 1, 0, 0, -1)):
         rows = np.asarray(lower["source"]) == source
@@ -164,7 +167,9 @@ def test_twins_of_classes_have_labels_of_the_columns():
         return -jax.nn.log_softmax(record["features"] @ y)[record["label"]]
 
     problem = dpb.FiniteSum(loss)
-    twin = planning.Alike(10).draw(problem, jnp.zeros((4, 3)), 500, jax.random.key(0))
+    twin = planning.Alike(test_size=10).draw(
+        problem, jnp.zeros((4, 3)), 500, jax.random.key(0)
+    )
     assert set(np.asarray(twin.data["label"]).tolist()) == {0, 1, 2}
 
 
@@ -174,13 +179,122 @@ def test_twins_of_classes_have_labels_of_the_columns():
         ({"effort": "more"}, "effort"),
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"twins": []}, "at least one law"),
-        ({"w0": {"a": jnp.zeros(2), "b": jnp.zeros(2)}}, "Pass twins="),
+        ({"w0": {"a": jnp.zeros(2), "b": jnp.zeros(2)}}, "Pass records="),
+        ({"records": {"rows": jnp.zeros(2)}}, "one leaf of Classes"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_to_do(changes, message):
     options = {"sizes": 100, "w0": jnp.zeros(6)} | changes
     with pytest.raises(ValueError, match=message):
         dpb.auto(ONE, BUDGET, **options)
+
+
+def test_a_population_of_tables_is_none_of_the_sources_and_near_a_mixture_of_them():
+    columns, law = 40, planning.Tables()
+    problem = dpb.source_weighting(dpb.logistic_loss, 12)
+    target, models = map(np.asarray, law.models(problem, (columns,), jax.random.key(0)))
+    rows = np.asarray(law.features(jax.random.key(1), 2000, columns))
+    far = np.std(rows @ (models - target).T, axis=0) / np.std(rows @ target)
+    assert far.min() > 0.3
+    mean = models.mean(0) - target
+    assert np.std(rows @ mean) / np.std(rows @ target) < 0.5 * far.mean()
+    agrees = np.mean(np.isclose(models, target))
+    assert 0.3 < agrees < 0.7
+    # Categories: each block of columns has one entry that is not zero.
+    entries = np.count_nonzero(rows, axis=1)
+    assert (entries == entries[0]).all()
+    assert entries[0] < 10
+
+
+def test_half_of_the_groups_of_noise_groups_do_not_matter():
+    groups = np.arange(40) // 4
+    problem = dpb.penalty_tuning(dpb.logistic_loss, groups)
+    target, _ = planning.NoiseGroups().models(problem, (40,), jax.random.key(0))
+    matters = np.abs(np.asarray(target)).reshape(10, 4).max(1) > 0
+    assert matters.sum() == 5
+
+
+LAYOUT = {
+    "features": jax.ShapeDtypeStruct((3, 2), jnp.float32),
+    "label": planning.Classes(3),
+}
+
+
+def network_loss(y, record):
+    hidden = jnp.tanh(jnp.ravel(record["features"]) @ y["in"])
+    return -jax.nn.log_softmax(hidden @ y["out"])[record["label"]]
+
+
+def test_a_network_is_planned_on_records_of_the_declared_layout():
+    keys = jax.random.split(jax.random.key(0))
+    start = {
+        "in": jax.random.normal(keys[0], (6, 8)),
+        "out": jax.random.normal(keys[1], (8, 3)),
+    }
+    problem = dpb.source_weighting(network_loss, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dry_runs, "candidates", few)
+        plan = dpb.auto(
+            problem, BUDGET, sizes=SIZES, w0=(jnp.zeros(5), start), records=LAYOUT
+        )
+    assert plan.twins == ("GoodOrBad", "Shifted", "Tables", "Alike")
+    best = min(plan.trials, key=lambda trial: trial.losses[0])
+    assert best.losses[0] < 0.95 * plan.start_losses[0]  # there is something to learn
+    twin = planning.Alike(LAYOUT).draw(problem, (jnp.zeros(5), start), SIZES, keys[0])
+    assert twin.data.lower["features"].shape == (3000, 3, 2)
+    assert twin.data.upper["label"].dtype == jnp.int32
+
+
+def test_a_plan_under_add_or_remove_one_is_that_of_calibrate_under_it():
+    relation = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dry_runs, "candidates", few)
+        plan = dpb.auto(
+            SOURCES,
+            BUDGET,
+            sizes=SIZES,
+            w0=W0,
+            twins=[planning.Alike()],
+            neighbours=relation,
+        )
+    again = dpb.calibrate(SOURCES, plan.trials[0].solver, BUDGET, sizes=SIZES, w0=W0)
+    assert plan.solver.neighbours is relation
+    assert plan.report.relation == "add_or_remove_one"
+    assert plan.report.to_json() == again.report.to_json()
+
+
+TUNING = dpb.linear_tuning(dpb.Logistic(), [0, 0, 1], bounds=(-1.0, 1.0))
+
+
+def test_problems_with_a_certificate_have_draws_and_implicit_steps_too():
+    x = jnp.full(2, -1.0), jnp.zeros(3)
+    plain = dpb.penalty_tuning(dpb.logistic_loss, np.asarray([0, 0, 1]))
+    names = [{c.name for c in planning.candidates(p, x, 1.0)} for p in (TUNING, plain)]
+    assert names[0] - names[1] == {
+        "ImplicitBilevel, refitted",
+        "ExponentialMechanism, refitted",
+        "WarmStarted, refitted",
+    }
+    assert "ScaledGroups" in names[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("wide")
+def test_methods_with_and_without_a_certificate_are_compared_on_the_same_twins():
+    x = jnp.full(2, -1.0), jnp.zeros(3)
+    sizes = dpb.Sizes(300, 1000, "disjoint")
+    plan = dpb.auto(TUNING, BUDGET, sizes=sizes, w0=x)
+    tried = {trial.method for trial in plan.trials}
+    assert {"ImplicitBilevel, refitted", "ScaledGroups"} <= tried
+    relation = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    added = dpb.auto(TUNING, BUDGET, sizes=sizes, w0=x, neighbours=relation)
+    assert "ImplicitBilevel, refitted" in added.left_out
+    assert added.report.relation == "add_or_remove_one"
+
+
+def test_a_budget_that_no_method_reaches_is_refused_with_the_reasons():
+    with pytest.raises(ValueError, match="no method reaches the budget.*delta = 0"):
+        dpb.auto(ONE, dpb.PrivacyBudget(1.0, 0.0), sizes=100, w0=jnp.zeros(6))
 
 
 def test_losses_that_do_not_read_the_twins_are_refused_with_what_to_do():
