@@ -337,6 +337,30 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         names = {f"{run}: {k}": d for run in (LOWER, PENALIZED) for k, d in inner}
         return names | {OUTER: optax.tree.size(w0[0])}
 
+    @override
+    def forecast(self, problem, sizes, w0):
+        r"""The noise of both inner solutions as the hypergradient meets it.
+
+        $K$ gradient steps with noise of standard deviations $s_y$ and $s_z$ per
+        coordinate add about $\eta \sqrt{K d_y (s_y^2 + s_z^2)}$ to $z - y$, while $f
+        / \lambda$ moves $z$ from $y$ by at most $\eta K C_f / \lambda$. The ratio
+        does not depend on the step size:
+
+        $$\frac{\lambda}{C_f} \sqrt{\frac{d_y (s_y^2 + s_z^2)}{K}}.$$
+        """
+        runs = zip(self._parts(problem)[:2], self._levels(problem, None), strict=True)
+        releases = [run.ledger(level, sizes).releases for run, level in runs]
+        count = sum(release.count for release in releases[1])  # K
+        variance = sum(r.count * r.noise_std**2 for rs in releases for r in rs)
+        noise = math.sqrt(optax.tree.size(w0[1]) * variance) / count
+        penalty, clip_norm = float(self.penalty), float(self.upper_clip_norm)
+        row = {
+            "release": "inner solutions",
+            "penalty": penalty,
+            "multiplied_noise_over_signal": penalty * noise / clip_norm,
+        }
+        return (row,)
+
     def _parts(
         self, problem: BilevelProblem
     ) -> tuple[AbstractSolver, AbstractSolver, Gaussian | None]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -83,6 +84,17 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
                 for name, part in zip(self.stages, self.budget_split, strict=True)
             },
         )
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """Of the stages that solve the bilevel problem."""
+        stages = zip(self.stages.values(), self.parts, strict=True)
+        rows = [
+            part.forecast(problem, sizes, w0)
+            for kind, part in stages
+            if kind is BilevelProblem
+        ]
+        return tuple(itertools.chain(*rows))
 
     @override
     def with_counts(self, problem: BilevelProblem, sizes: Sizes | None = None) -> Self:

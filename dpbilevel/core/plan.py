@@ -91,6 +91,7 @@ def calibrate(
         budget,
         levels=people_of(sizes) is not None,
         dimensions=dimensions,
+        forecast=() if w0 is None else calibrated.forecast(problem, sizes, w0),
     )
     return Plan(calibrated, report)
 

@@ -132,6 +132,19 @@ class AbstractSolver(Checked, Generic[Problem, State]):
             is_leaf=lambda v: isinstance(v, Gaussian),
         )
 
+    def forecast(
+        self, problem: Problem, sizes: Any, w0: PyTree
+    ) -> tuple[dict[str, Any], ...]:
+        """Rows of the report's forecast on noise that a step multiplies; default none.
+
+        Args:
+            problem: The problem.
+            sizes: The planned sizes.
+            w0: The starting point, or its shapes.
+        """
+        del problem, sizes, w0
+        return ()
+
     def with_neighbours(self, neighbours: Neighbours) -> Self:
         """The same solver with every mechanism under this relation.
 

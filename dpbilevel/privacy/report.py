@@ -57,7 +57,8 @@ class PrivacyReport:
         forecast: One row per kind of release: the noise's standard deviation over the
             clip norm, the number of coordinates at which the expected norm of the
             noise reaches the clip norm, and, where the shape is known, that norm over
-            the clip norm; where a bound is declared, the clip norm over it.
+            the clip norm; where a bound is declared, the clip norm over it. Then those
+            of the solver, on noise that a step multiplies.
         assumptions: What the guarantee takes for granted.
         certificates: Bounds proved for this run, such as the chance that a batch
             overflows.
@@ -137,6 +138,7 @@ def describe(
     *,
     levels: bool,
     dimensions: dict[str, int] | None = None,
+    forecast: tuple[dict[str, Any], ...] = (),
 ) -> PrivacyReport:
     """Writes the report of a calibrated ledger.
 
@@ -145,6 +147,7 @@ def describe(
         budget: The budget of the plan.
         levels: Whether the problem has two levels, so that `people` means something.
         dimensions: Coordinates per release name, where known.
+        forecast: The rows of the solver.
     """
     status = _STATUS[ledger.basis]
     by_person = ledger.epsilons(budget.delta)
@@ -163,7 +166,7 @@ def describe(
         people=ledger.people.value if levels else None,
         epsilon_by_person=by_person,
         ledger=tuple(release.row() for release in releases),
-        forecast=tuple(r.forecast(dimensions.get(r.name)) for r in releases),
+        forecast=tuple(r.forecast(dimensions.get(r.name)) for r in releases) + forecast,
         assumptions=(
             *ledger.assumptions,
             *_of_sampling(ledger),
@@ -253,6 +256,18 @@ def _ledger_line(row: dict[str, Any]) -> str:
 
 
 def _forecast_line(row: dict[str, Any]) -> str:
+    if "multiplied_noise_over_signal" in row:
+        ratio = row["multiplied_noise_over_signal"]
+        text = (
+            f"  {row['release']}: their noise, times the penalty of "
+            f"{row['penalty']:.3g}, is about {ratio:.2g} of the largest signal"
+        )
+        if ratio > 1:
+            text += (
+                f" (every hypergradient is mostly noise; with {ratio:.2g} times the "
+                "epsilon or the records both would be equal)"
+            )
+        return text
     if "temperature" in row:
         return (
             f"  {row['release']}: scores closer than {row['temperature']:.3g} are "

@@ -373,3 +373,42 @@ def test_an_error_about_the_split_shows_no_numbers():
     with pytest.raises(ValueError, match="a tuple of 1") as error:
         dpb.PenaltyBilevel(2, 5.0, inner, step_size=0.1, budget_split=[0.123])
     assert "0.123" not in str(error.value)
+
+
+def test_the_forecast_is_the_noise_between_both_solutions_over_the_largest_signal():
+    def no_signal(x, y, record):
+        return 0 * jnp.sum(y) * record
+
+    problem = dpb.BilevelProblem(no_signal, no_signal, x_in_records=False)
+    data = dpb.Levels(jnp.ones(200), jnp.ones(300))
+    w0 = jnp.zeros(1), jnp.zeros(400)
+    inner = dpb.NoisyGD(5, 1.0, 0.3)
+    solver = dpb.PenaltyBilevel(1, 10.0, inner, upper_clip_norm=0.5, step_size=1.0)
+    sizes = dpb.Sizes(200, 300, "disjoint")
+    plan = dpb.calibrate(
+        problem, solver, dpb.PrivacyBudget(2.0, 1e-5), sizes=sizes, w0=w0
+    )
+    state = plan.solver.init(problem, w0)
+    state = plan.solver.step(problem, data, state, key=jax.random.key(0))
+    found = jnp.linalg.norm(state.z - state.y)
+    largest = 0.3 * 5 * 0.5 / 10  # eta K C_f / lambda
+    forecast = plan.report.forecast[-1]["multiplied_noise_over_signal"]
+    assert found / largest == pytest.approx(forecast, rel=0.15)
+
+
+def test_a_run_whose_inner_noise_hides_the_hypergradient_is_not_called_safe():
+    problem = dpb.penalty_tuning(dpb.logistic_loss, np.arange(30))
+    solver = dpb.PenaltyBilevel(20, 10.0, dpb.NoisyGD(10, 1.0, 1.0), step_size=20.0)
+
+    def report(factor):
+        return dpb.calibrate(
+            problem,
+            dpb.bilevel.Refitted(solver, INNER),
+            dpb.PrivacyBudget(1.0, 1e-5),
+            sizes=dpb.Sizes(155 * factor, 300 * factor, "disjoint"),
+            w0=(jnp.zeros(30), jnp.zeros(30)),
+        ).report
+
+    assert report(1).forecast[-1]["multiplied_noise_over_signal"] > 10
+    assert "every hypergradient is mostly noise" in str(report(1))
+    assert "every hypergradient is mostly noise" not in str(report(100))

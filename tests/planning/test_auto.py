@@ -293,7 +293,7 @@ def test_methods_with_and_without_a_certificate_are_compared_on_the_same_twins()
 
 
 def test_a_budget_that_no_method_reaches_is_refused_with_the_reasons():
-    with pytest.raises(ValueError, match="no method reaches the budget.*delta = 0"):
+    with pytest.raises(ValueError, match=r"no method reaches the budget.*delta = 0"):
         dpb.auto(ONE, dpb.PrivacyBudget(1.0, 0.0), sizes=100, w0=jnp.zeros(6))
 
 
