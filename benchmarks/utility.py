@@ -52,6 +52,10 @@ TARGETS = {
     "c": {"Married-Female": 1200},
 }
 TAIL = dpb.outputs.TailMean()
+IMAGE = {
+    "features": jax.ShapeDtypeStruct((197,), jnp.float32),
+    "label": dpb.planning.Classes(10),
+}
 
 
 @dataclasses.dataclass
@@ -73,6 +77,7 @@ class Task:
         clip: The clip norm of a record's gradient.
         ridge: The ridge penalty of the lower level.
         scoring: What scores sources instead of the model, or `None`.
+        records: What a record looks like, for `auto`, where the model does not say it.
     """
 
     name: str
@@ -88,6 +93,7 @@ class Task:
     clip: float = 1.0
     ridge: float = 1e-4
     scoring: dpb.bilevel.ScoringModel | None = None
+    records: object = None
 
     @functools.cached_property
     def problem(self):
@@ -263,7 +269,7 @@ def digits(kind):
             "network of 64 units",
             network,
             units,
-            {"linear": False, "step": 0.25, "scoring": SOFTMAX},
+            {"linear": False, "step": 0.25, "scoring": SOFTMAX, "records": IMAGE},
         ),
     }[kind]
     loss = cross_entropy(scores)
@@ -426,7 +432,12 @@ def planned(task, epsilon=1.0):
     start = time.perf_counter()
     budget = dpb.PrivacyBudget(epsilon, DELTA)
     plan = dpb.auto(
-        task.problem, budget, sizes=task.sizes, w0=task.w0, clip_norm=task.clip
+        task.problem,
+        budget,
+        sizes=task.sizes,
+        w0=task.w0,
+        clip_norm=task.clip,
+        records=task.records,
     )
     seconds = time.perf_counter() - start
     print(

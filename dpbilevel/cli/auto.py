@@ -17,7 +17,6 @@ from ..core.progress import step_bar
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, auto
 from ..planning.race import Effort
-from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
 from .config import Config, parse_config, read_tables
 from .tables import Place
@@ -38,9 +37,11 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     Returns:
         The config, with a stand-in for its solver, and the text of the file.
 
+    What the task plans beside the solver is set, too, where the config does not say
+    otherwise, and written into the text.
+
     Raises:
-        ValueError: As `read_config`; the task is a game, or the relation
-            is another than replace-one.
+        ValueError: As `read_config`; the task is a game.
     """
     tables, text = read_tables(path)
     place = Place(path)
@@ -51,14 +52,14 @@ def read_unplanned(path: str) -> tuple[Config, str]:
             "settings follow from theorems, see docs/games.md."
         )
     kept = {k: v for k, v in tables.items() if k not in _SETTINGS}
-    config = parse_config(kept | {"solver": _STAND_IN}, place)
-    if config.privacy.neighbours is not Neighbours.REPLACE_ONE:
-        raise place.child("privacy").error(
-            'auto plans for neighbours = "replace_one" only: dry runs are of solvers '
-            "under that relation. Choose settings by it, then change the relation and "
-            "look at the noise that dpbilevel calibrate prints."
-        )
-    return config, text
+    model = kept.get("model")
+    header = re.search(r"^[ \t]*\[model\][^\n]*$", text, re.MULTILINE)
+    if task is not None and isinstance(model, dict) and header:
+        missing = {k: v for k, v in task.planned.items() if k not in model}
+        kept["model"] = model | missing
+        lines = "".join(f"\n{key} = {_value(v)}" for key, v in missing.items())
+        text = text[: header.end()] + lines + text[header.end() :]
+    return parse_config(kept | {"solver": _STAND_IN}, place), text
 
 
 def read_for_run(path: str) -> tuple[Config, bool]:
@@ -111,6 +112,7 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
                 sizes=config.sizes,
                 w0=w0,
                 effort=effort,
+                neighbours=config.privacy.neighbours,
                 precision=config.privacy.precision,
                 progress=bar,
             )

@@ -48,6 +48,7 @@ class AbstractTask(abc.ABC):
         places: The table of `[data]` that says where records belong, if it needs one:
             `"sources"` or `"groups"`.
         declared: How `[model]` says the number of these places.
+        planned: Keys of `[model]` that `dpbilevel auto` sets where they are missing.
     """
 
     label: ClassVar[str]
@@ -57,6 +58,7 @@ class AbstractTask(abc.ABC):
     data_types: ClassVar[dict[str, type[AbstractData]]] = SOURCES
     places: ClassVar[str] = ""
     declared: ClassVar[str] = "{}"
+    planned: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def two_levels(cls) -> bool:
@@ -179,12 +181,17 @@ class PenaltyTuningTask(AbstractTask):
         groups: What shares one penalty: `"single"` (all coefficients), `"per_block"`
             (those of one block of features) or `"per_feature"`.
         bounds: The smallest and the largest log-penalty.
+        start_at: Where log-penalties start, `"middle"` or `"low"` of the bounds. Least
+            penalties are better for what penalizes little or nothing of itself:
+            `OneLevel`, `ScaledGroups`.
     """
 
     loss: Literal["logistic", "squared"]
     groups: Literal["single", "per_block", "per_feature"] = "per_block"
     bounds: tuple[float, float] = (-4.0, 2.0)
+    start_at: Literal["middle", "low"] = "middle"
 
+    planned: ClassVar[dict[str, Any]] = {"start_at": "low"}
     label = "log-penalty"
     of = "group of coefficients"
     problem_type = PenaltyTuning
@@ -213,7 +220,9 @@ class PenaltyTuningTask(AbstractTask):
     @override
     def start(self, blocks: Blocks) -> Start:
         count = 1 + int(np.max(self._groups(blocks)))
-        x = jnp.full(count, sum(self.bounds) / 2, jnp.float32)
+        low, high = self.bounds
+        first = low if self.start_at == "low" else (low + high) / 2
+        x = jnp.full(count, first, jnp.float32)
         return x, jnp.zeros(_dimension(blocks), jnp.float32)
 
     @override

@@ -163,9 +163,34 @@ def test_a_game_is_refused_with_where_to_look(tmp_path, capsys):
     assert "docs/games.md" in failure(capsys, "auto", str(path))
 
 
-def test_another_relation_is_refused_with_what_to_do(file, capsys):
+def test_a_config_under_add_or_remove_one_is_planned_under_it(file, few, tmp_path):
     file.write_text(file.read_text().replace("replace_one", "add_or_remove_one"))
-    assert "Choose settings by it" in failure(capsys, "auto", str(file))
+    out = tmp_path / "b.toml"
+    assert main(["auto", str(file), "--out", str(out)]) == 0
+    config = read_config(out)
+    assert config.privacy.neighbours is dpb.Neighbours.ADD_OR_REMOVE_ONE
+    for part in (config.solver, config.solver.model, config.solver.score):
+        assert part.neighbours is dpb.Neighbours.ADD_OR_REMOVE_ONE
+    assert main(["run", str(out), "--out", str(tmp_path / "run")]) == 0
+
+
+def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
+    def scaled(problem, w0, clip_norm):
+        assert (w0[0] == -8.0).all()
+        solver = dpb.bilevel.ScaledGroups(FIT)
+        return (planning.Candidate("scaled", (solver,), 2),)
+
+    monkeypatch.setattr(dry_runs, "candidates", scaled)
+    given = (Path(__file__).parents[2] / "configs/penalty_tuning.toml").read_text()
+    path, out = tmp_path / "a.toml", tmp_path / "b.toml"
+    path.write_text(given.replace("20_000", "2000").replace("6_000", "500"))
+    assert main(["auto", str(path), "--out", str(out)]) == 0
+    config = read_config(out)
+    assert (config.task.start(config.data.blocks)[0] == -8.0).all()
+    assert isinstance(config.solver, dpb.bilevel.ScaledGroups)
+    middle = path.read_text().replace("[model]", '[model]\nstart_at = "middle"')
+    path.write_text(middle)
+    assert auto.read_unplanned(str(path))[0].task.start_at == "middle"
 
 
 def test_a_file_that_is_missing_is_one_line(tmp_path, capsys):
