@@ -45,6 +45,17 @@ class Classes:
         ]
 
 
+def shapes_of(record: PyTree) -> PyTree:
+    """The shapes of a record that may be given by arrays, which are not kept."""
+
+    def shape(leaf):
+        if isinstance(leaf, Classes) or not hasattr(leaf, "dtype"):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(shape, record)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The leaves of a record: one label, and features.

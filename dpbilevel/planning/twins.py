@@ -17,7 +17,7 @@ from ..bilevel.applications import PenaltyTuning, SourceWeighting
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum
-from .records import Layout, of_linear_model
+from .records import Layout, of_linear_model, shapes_of
 
 # Margins of the hidden model have this standard deviation: an accuracy of about .85.
 _MARGIN = 2.5
@@ -74,7 +74,7 @@ class AbstractTeacherTwin(AbstractTwin):
         test_size: The number of test records.
     """
 
-    records: PyTree = eqx.field(static=True, default=None)
+    records: PyTree = eqx.field(static=True, default=None, converter=shapes_of)
     test_size: Count = eqx.field(static=True, default=4000)
 
     @abc.abstractmethod
@@ -87,9 +87,9 @@ class AbstractTeacherTwin(AbstractTwin):
         """Rows of norm 1: by default normal entries of decaying scale, a constant."""
         return _features(key, rows, columns)
 
-    def shares(self, num_sources: int) -> Float[Array, " k"]:
-        """The expected share of each source: by default the same."""
-        return jnp.full(num_sources, 1 / num_sources)
+    def sources(self, key: Key, rows: int, num_sources: int) -> Int[Array, " n"]:
+        """The source of each training record: by default all are as likely."""
+        return jax.random.randint(key, (rows,), 0, num_sources)
 
     @override
     def draw(self, problem, w0, sizes, key):
@@ -104,9 +104,7 @@ class AbstractTeacherTwin(AbstractTwin):
         total = upper + self.test_size
         width = layout.teacher[0]
         target, sources = self.models(problem, layout.teacher, keys[0])
-        source = jax.random.categorical(
-            keys[1], jnp.log(self.shares(len(sources))), shape=(lower,)
-        )
+        source = self.sources(keys[1], lower, len(sources))
         clean = layout.labelled(
             self.features(keys[2], total, width),
             target[None],
@@ -180,9 +178,9 @@ class Tables(AbstractTeacherTwin):
         return features / jnp.linalg.norm(features, axis=1, keepdims=True)
 
     @override
-    def shares(self, num_sources):
-        shares = 1 / jnp.arange(1.0, num_sources + 1)
-        return shares / jnp.sum(shares)
+    def sources(self, key, rows, num_sources):
+        rarity = -jnp.log(jnp.arange(1.0, num_sources + 1))
+        return jax.random.categorical(key, rarity, shape=(rows,))
 
     @override
     def models(self, problem, shape, key):
