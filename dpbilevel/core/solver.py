@@ -152,6 +152,8 @@ class AbstractSolver(Checked, Generic[Problem, State]):
             neighbours: The relation. A solver that cannot serve it is refused by
                 `calibrate`.
         """
+        if self.neighbours is neighbours:
+            return self
 
         def relates(part):
             fields = getattr(type(part), "__dataclass_fields__", {})
