@@ -18,8 +18,8 @@ import dpbilevel as dpb
 
 FOLDER = pathlib.Path("runs/rates_in_y")
 # Pairs of n and d_y: more records, and then more coordinates.
-PLACES = [(n, 16) for n in (1_000, 4_000, 16_000, 64_000)]
-PLACES += [(16_000, d) for d in (4, 64, 256)]
+PLACES = [(n, 16) for n in (1_000, 4_000, 16_000)]
+PLACES += [(4_000, d) for d in (4, 64, 256)]
 KEYS = 10
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 

@@ -68,7 +68,9 @@ class F2SA(AbstractJointSolver):
         noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over $y$, $z$ and $x$: the noise
             of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record
-            meets x, over the first two.
+            meets x, over the first two. Where upper records are few, about $(\lambda
+            C_y n_f / (C_f n_g))^2$ of it for $z$, with the numbers of records: above
+            that the share of an upper record decides the noise of all blocks.
         output: Which pair $(x, y)$ is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned sizes; set by `calibrate`. Static.
 
