@@ -349,7 +349,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         $$\frac{\lambda}{C_f} \sqrt{\frac{d_y (s_y^2 + s_z^2)}{K}}.$$
         """
         runs = zip(self._parts(problem)[:2], self._levels(problem, None), strict=True)
-        releases = [run.ledger(level, sizes).releases for run, level in runs]
+        releases: list[Any] = [run.ledger(level, sizes).releases for run, level in runs]
         count = sum(release.count for release in releases[1])  # K
         variance = sum(r.count * r.noise_std**2 for rs in releases for r in rs)
         noise = math.sqrt(optax.tree.size(w0[1]) * variance) / count

@@ -315,8 +315,10 @@ class MixedSources(_AbstractSourceRuns):
     2. `mixture` fits the coefficients of their mixture on the validation records.
     3. `score` releases the sources' scores under the mixture, as `SelectedSources`.
     4. `fit` fits one model of the sources with a score above `keep_above`.
-    5. `remixture` mixes that model with those of the kept sources, on the validation
-       records; the common model takes part where no source is dropped.
+    5. `remixture` mixes that model, the mixture of line 2 and the models of the kept
+       sources, on the validation records. It starts at the model of line 4 where a
+       source is dropped, and halfway between it and the mixture where none is: then
+       the sources differ, and no one model of theirs may suit the population.
 
     The validation records meet coefficients of mixtures alone, $k + 2$ numbers, so that
     a few hundred of them are enough under noise. For models that are linear in their
@@ -381,21 +383,23 @@ class MixedSources(_AbstractSourceRuns):
         x, y = w0
         if name == MODELS:
             return mixing_start(y, len(x))[1]
-        if name in (MIXTURE, REMIXTURE):  # the last model alone
-            start, _ = mixing_start(y, len(x) + (name == REMIXTURE))
-            return start.astype(x.dtype)
+        if name == MIXTURE:  # the common model alone
+            return mixing_start(y, len(x))[0].astype(x.dtype)
+        if name == REMIXTURE:
+            of_mixture = 0.5 * jnp.all(self.kept(found) > 0)
+            last = jnp.stack([of_mixture, 1 - of_mixture])
+            return jnp.concatenate([jnp.zeros_like(x), last.astype(x.dtype)])
         return super().start(name, w0, found)
 
     def _candidates(self, found: dict) -> PyTree:
-        """Models of the kept sources, the common one if all are, and that of line 4."""
+        """The models of the kept sources, the mixture of line 2, that of line 4."""
         kept = self.kept(found)
-        kept = jnp.append(kept, jnp.all(kept > 0).astype(kept.dtype))
 
-        def stacked(models, last):
-            shape = (-1,) + (1,) * last.ndim
-            return jnp.concatenate([models * kept.reshape(shape), last[None]])
+        def stacked(models, mixture, last):
+            of_sources = models[:-1] * kept.reshape((-1,) + (1,) * last.ndim)
+            return jnp.concatenate([of_sources, mixture[None], last[None]])
 
-        return jax.tree.map(stacked, found[MODELS], found[FIT])
+        return jax.tree.map(stacked, found[MODELS], _mixture(found), found[FIT])
 
     @override
     def pair(self, name, problem, w0, found):
