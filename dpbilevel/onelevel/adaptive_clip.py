@@ -30,7 +30,8 @@ class AdaptiveClipGD(NoisyGD):
     + a^2}} (\nabla \ell(w_t, z_i), a C_t) + \mathcal N(0, s_t^2 I), \qquad C_{t+1} =
     C_t \exp(-\rho\, (k_t - k)),$$
 
-    with $k_t = \tilde l_t / (a C_t)$, cut to [0, 1]. A gradient of at most $C_t$ is not
+    with $k_t = \tilde l_t / (a C_t)$, so that it changes by
+    at most the factor $e^\rho$. A gradient of at most $C_t$ is not
     clipped; of a longer one the same share is kept as of the coordinate, so that $k_t$
     is a noisy mean of the shares that records keep. $C_t$ stays within a factor of 1000
     of $C_0$. The noise is $\sqrt{1 + a^2}$ times that of `NoisyGD` at the norm $C_t$.
@@ -47,7 +48,7 @@ class AdaptiveClipGD(NoisyGD):
         output: Which iterate is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned number of records; set by `calibrate`. Static.
         kept: $k$, the mean share of their lengths that gradients are to keep.
-        rate: $\rho$, how fast the norm follows.
+        rate: $\rho$, the most by which the logarithm of the norm changes in a step.
         weight: $a$, the length of the coordinate in clip norms.
 
     Privacy:
@@ -63,8 +64,8 @@ class AdaptiveClipGD(NoisyGD):
         both and no second norm has to be computed.
     """
 
-    kept: Fraction = 0.7
-    rate: Positive = 0.5
+    kept: Fraction = 0.97
+    rate: Positive = 0.2
     weight: Positive = 0.3
 
     @override
@@ -85,8 +86,9 @@ class AdaptiveClipGD(NoisyGD):
         moved = self.moved(
             problem, optax.tree.add(gradient, problem.public_gradient(state.w)), state
         )
-        share = jnp.clip(length / sum(parts.values()), 0.0, 1.0)  # k_t
-        norm = state.clip_norm * jnp.exp(self.rate * (self.kept - share))
+        share = length / sum(parts.values())  # k_t
+        missing = (self.kept - share) / (1 - self.kept)
+        norm = state.clip_norm * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))
         first = jnp.asarray(self.clip_norm, norm.dtype)
         norm = jnp.clip(norm, first / _RANGE, first * _RANGE)
         return dataclasses.replace(moved, clip_norm=norm.astype(state.clip_norm.dtype))
