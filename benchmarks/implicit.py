@@ -106,7 +106,7 @@ def clipped_table(count=11, upper=1000, lower=20_000):
     groups = np.arange(size) * count // size
     problem = dpb.linear_tuning(dpb.Logistic(), groups, bounds=(-6.0, 1.0))
     sizes = problem.sizes_of(data, "overlapping")
-    measured = jax.jit(lambda x: contributions(problem, x, data, size))
+    measured = jax.jit(lambda x, data: contributions(problem, x, data, size))
     print(
         f"\nclipped contributions, n = {sizes.upper} and {sizes.lower}, C: the largest"
     )
@@ -116,7 +116,7 @@ def clipped_table(count=11, upper=1000, lower=20_000):
     print("|" + "---|" * len(columns))
     for level in range(-6, 2):
         x = jnp.full(count, float(level))
-        own = measured(x)
+        own = measured(x, data)
         norm = float(jnp.max(jnp.linalg.norm(own, axis=1)))
         value = float(jnp.linalg.norm(jnp.mean(own, axis=0)))
         plain = problem.constants.bounds(sizes, x)
