@@ -36,10 +36,10 @@ class AdaptiveClipGD(NoisyGD):
     is a noisy mean of the shares that records keep. $C_t$ stays within a factor of 1000
     of $C_0$. The noise is $\sqrt{1 + a^2}$ times that of `NoisyGD` at the norm $C_t$.
 
-    It is for gradients whose lengths are not known. On rows of unit norm a fixed norm of
-    1 is as good for a logistic model by steps of a given size: on 6000 records of the
-    census at epsilon 1 the median test loss was .386, .384 and .393 from $C_0$ = .1, 1
-    and 10, and .707, .383 and .541 with these norms fixed. With few records the share
+    It is for gradients whose lengths are not known. On rows of unit norm a fixed norm
+    of 1 is as good for a logistic model by steps of a given size: on 6000 records of
+    the census at epsilon 1 the median test loss was .386, .384 and .393 from $C_0$ =
+    .1, 1 and 10, and .707, .383 and .541 with these norms fixed. With few records
     $k_t$ is mostly noise, and the norm wanders.
 
     A `step_size` fits gradients of one length: where the clip norm shrinks, so do the
