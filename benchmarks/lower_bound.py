@@ -126,12 +126,13 @@ def solvers(setting, problem):
     """Every method that applies, with its problem.
 
     Steps of x add up to the inverse of the noise of a hypergradient, so that a mean of
-    that norm moves x through the ball. The penalty grows as the theory asks.
+    that norm moves x through the ball; noise of y that does not reach x is left out.
+    The penalty grows as the theory asks.
     """
     proved = certified(problem)
     noise_x = min(1.0, setting.noise(setting.dimension_x))
-    noise_y = min(1.0, setting.noise(setting.dimension_y))
-    penalty = 2 * noise_y ** (-1 / 3)
+    noise_y = min(1.0, setting.noise(min(setting.dimension_x, setting.dimension_y)))
+    penalty = 2 * min(1.0, setting.noise(setting.dimension_y)) ** (-1 / 3)
     yield (
         "implicit",
         proved,
@@ -150,22 +151,21 @@ def solvers(setting, problem):
     yield "F2SA", problem, first_order
     if setting != Setting(setting.records):
         return
-    dimensions = {"dimension_x": setting.dimension_x}
     if setting.records <= DRAWN:
         sampler = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-8)
         draw = dpb.draws.RegularizedExponentialMechanism(
             sampler, dimension=setting.dimension_x, convex=True
         )
         yield "regularized draw", proved, draw
-    dimensions["dimension_y"] = setting.dimension_y
     try:
         planned = dpb.PenaltyBilevel.from_theorem(
             problem,
             setting.budget,
             setting.sizes,
+            dimension_x=setting.dimension_x,
+            dimension_y=setting.dimension_y,
             initial_gap=GAP,
             inner=inner,
-            **dimensions,
         )
     except ValueError as refusal:
         print(f"not run: {refusal}")
@@ -291,11 +291,14 @@ def draw(found, path):
             axes.plot(values, points, styles[name], color="0.35", lw=1.3, label=name)
         for name, color, marker in zip(names, colors, "osD^vP", strict=False):
             where, results = series(found, axis, name)
-            axes.plot(where, results, color=color, lw=1.2, label=name)
+            style = {"color": color, "marker": marker}
+            axes.plot(where, results, lw=1.2, label=name, **style)
             for value, result in zip(where, results, strict=True):
-                face = color if result < START / 2 else "white"
-                axes.plot(value, result, marker, color=color, mfc=face, ms=6)
+                if result >= START / 2:
+                    axes.plot(value, result, mfc="white", **style)
         axes.set(xscale="log", yscale="log", xlabel=labels[axis])
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
     for axes in panels[:, 0]:
         axes.set_ylabel("worst excess")
