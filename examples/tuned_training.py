@@ -52,8 +52,8 @@ def census(file):
     return np.asarray(records.features), np.asarray(records.label)
 
 
-def generated(count, size=60, offset=4.0):
-    """Unit rows with a constant; few labels are 1 where the offset is large."""
+def generated(count, size=60, offset=2.3):
+    """Unit rows with a constant; one label in four is 1, one in two without offset."""
     rng = np.random.default_rng(0)
     features = rng.normal(size=(count, size))
     features[:, 0] = 2.0

@@ -204,7 +204,7 @@ def tuning(kind=dpb.search.TunedTraining):
 
 
 def of_tuning(kind):
-    return Mutant("TunedTraining", lambda: tuning(kind), tuning)
+    return Mutant("TunedTraining, overlapping", lambda: tuning(kind), tuning)
 
 
 def of_selection(kind):
