@@ -47,11 +47,11 @@ def softmax_error(model, record):
 def main():
     logistic = dpb.logistic_loss, example.error
     tasks = {
-        "generated, as many labels of either kind": (
+        "generated, one label in two is 1": (
             example.generated(20_000, offset=0.0),
             logistic,
         ),
-        "generated, few labels of one kind": (example.generated(20_000), logistic),
+        "generated, one label in four is 1": (example.generated(20_000), logistic),
     }
     if ADULT.is_file():
         tasks["census"] = example.census(ADULT), logistic
