@@ -51,6 +51,10 @@ def main():
             example.generated(20_000, offset=0.0),
             logistic,
         ),
+        "generated, one label in nine is 1": (
+            example.generated(20_000, offset=4.0),
+            logistic,
+        ),
         "generated, one label in four is 1": (example.generated(20_000), logistic),
     }
     if ADULT.is_file():
