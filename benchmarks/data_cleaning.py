@@ -173,7 +173,7 @@ def candidates(problem):
 
 def for_networks(problem):
     """Steps of a fixed number: a network's Hessian need not be positive definite."""
-    lower = dpb.oracles.AcceleratedGradient(30, 0.3, 0.9, tolerance=None)
+    lower = dpb.oracles.AcceleratedGradient(20, 0.3, 0.9, tolerance=None)
     return {"ours": ours(problem, lower, dpb.oracles.Neumann(10, 0.3))}
 
 
@@ -252,4 +252,4 @@ def main():
     if options.get("model", "linear") == "linear":
         compare(task, linear, candidates(weighted(linear, 1e-3)), 40)
     if options.get("model", "network") == "network":
-        compare(task, network, for_networks(weighted(network, 1e-4)), 40)
+        compare(task, network, for_networks(weighted(network, 1e-3)), 24)
