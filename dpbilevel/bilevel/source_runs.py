@@ -386,7 +386,7 @@ class MixedSources(_AbstractSourceRuns):
         if name == MIXTURE:  # the common model alone
             return mixing_start(y, len(x))[0].astype(x.dtype)
         if name == REMIXTURE:
-            of_mixture = 0.5 * jnp.all(self.kept(found) > 0)
+            of_mixture = jnp.where(jnp.all(self.kept(found) > 0), 0.5, 0.0)
             last = jnp.stack([of_mixture, 1 - of_mixture])
             return jnp.concatenate([jnp.zeros_like(x), last.astype(x.dtype)])
         return super().start(name, w0, found)

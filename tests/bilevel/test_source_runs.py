@@ -203,10 +203,10 @@ def test_people_of_a_level_that_is_not_read_spend_nothing():
         assert spent == {level: pytest.approx(BUDGET.epsilon, rel=1e-6)}
 
 
-def shares(model):
+def shares(model, loss=dpb.logistic_loss, start=W0[1]):
     """Of the records of each source on which a model improves, and of the others."""
-    loss = jax.vmap(dpb.logistic_loss, (None, 0))
-    better = np.asarray(loss(model, DATA.lower) < loss(W0[1], DATA.lower))
+    losses = jax.vmap(loss, (None, 0))
+    better = np.asarray(losses(model, DATA.lower) < losses(start, DATA.lower))
     source = np.asarray(DATA.lower["source"])
     return [
         [np.mean((source == s) & (better == side)) for s in range(K)]
@@ -253,10 +253,8 @@ def test_another_model_scores_the_sources_and_is_not_released():
 
     model = descend(lambda w: mean(w, DATA.upper), SCORING.start["w"], 20)
     np.testing.assert_allclose(found["model"]["w"], model, rtol=1e-5)
-    loss = jax.vmap(SCORING.loss, (None, 0))
-    signs = np.sign(loss(SCORING.start, DATA.lower) - loss({"w": model}, DATA.lower))
-    expected = [np.sum(signs[np.arange(60) % K == s]) / 60 for s in range(K)]
-    np.testing.assert_allclose(found["score"], expected, rtol=1e-5)
+    expected = shares({"w": model}, SCORING.loss, SCORING.start)
+    np.testing.assert_allclose(found["score"], expected, 1e-5, 1e-7)
     np.testing.assert_allclose(source_weights(x), [0.5, 0.5, 0.0], atol=1e-12)
     np.testing.assert_allclose(y, alone(of_sources(DATA, [0, 1]), long(30)), 1e-4)
 
