@@ -227,7 +227,7 @@ def show(found, out):
 
     width = max(map(len, found))
     print(
-        f"\n{'method':{width}}  accuracy on new people's images, two of them labelled"
+        f"\n{'method':{width}}  accuracy on new people's images, two labelled"
     )
     for name, values in found.items():
         low, middle, high = np.min(values), np.median(values), np.max(values)
