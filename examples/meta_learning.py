@@ -226,9 +226,7 @@ def show(found, out):
     import matplotlib.pyplot as plt
 
     width = max(map(len, found))
-    print(
-        f"\n{'method':{width}}  accuracy on new people's images, two labelled"
-    )
+    print(f"\n{'method':{width}}  accuracy on new people's images, two labelled")
     for name, values in found.items():
         low, middle, high = np.min(values), np.median(values), np.max(values)
         print(f"{name:{width}}  {middle:.3f}  ({low:.3f} to {high:.3f})")
