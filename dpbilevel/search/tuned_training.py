@@ -160,7 +160,8 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
             solver = candidate.with_sizes(self.sizes)
             return inner_solve(level, solver, data, y0, key=key_model)
 
-        setting = jax.random.randint(key_setting, (), 0, len(self.candidates))  # line 1
+        count = len(self.candidates)
+        setting = jax.random.randint(key_setting, (), 0, count, jnp.int32)  # line 1
         y, rejected = _of_one(self.candidates, setting, train)  # line 2
         value = self._value(problem, data, x, y, key=key_value)  # line 3
         runs = state.runs.after(
