@@ -259,7 +259,7 @@ class SelectedSources(_AbstractSourceRuns):
 
     model: NoisyGD
     fit: NoisyGD
-    keep_above: SignedShare = 0.2
+    keep_above: SignedShare = 0.1
     budget_split: tuple[float, float, float] = eqx.field(
         default=(1.0, 0.05, 0.95), converter=_checks.floats
     )
@@ -352,7 +352,7 @@ class MixedSources(_AbstractSourceRuns):
     fit: NoisyGD
     remixture: NoisyGD
     shared: Positive = 0.5
-    keep_above: SignedShare = 0.2
+    keep_above: SignedShare = 0.1
     budget_split: tuple[float, float, float, float, float] = eqx.field(
         default=(0.25, 0.3, 0.03, 0.72, 0.7), converter=_checks.floats
     )

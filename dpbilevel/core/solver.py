@@ -149,8 +149,10 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         """The same solver with every mechanism under this relation.
 
         Args:
-            neighbours: The relation. A solver that cannot serve it is refused by
-                `calibrate`.
+            neighbours: The relation.
+
+        Raises:
+            ValueError: The solver cannot serve it; some only `calibrate` refuses.
         """
         if self.neighbours is neighbours:
             return self
@@ -164,7 +166,8 @@ class AbstractSolver(Checked, Generic[Problem, State]):
                 return part
             return dataclasses.replace(part, neighbours=neighbours)
 
-        return jax.tree.map(related, self, is_leaf=relates)
+        # Made anew, so that the solver's own checks see the relation.
+        return dataclasses.replace(jax.tree.map(related, self, is_leaf=relates))
 
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -62,7 +62,8 @@ class AdaptiveClipGD(NoisyGD):
         `num_steps` Gaussian releases, each of one clipped mean of sensitivity $2 C_t
         \sqrt{1 + a^2} / m$ under replace-one. $C_t$ is a function of earlier releases,
         and the noise is relative to it: the coordinate is a part of what is clipped and
-        costs no release of its own. Report and ledger list the sensitivity at $C_0$.
+        costs no release of its own. Where records of two levels are read, the norms of
+        both move by the same factor. Report and ledger list the sensitivity at $C_0$.
 
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, "Differentially private learning with
@@ -84,8 +85,7 @@ class AdaptiveClipGD(NoisyGD):
     def step(self, problem, data, state, *, key) -> _State:
         """One noisy gradient with its coordinate, one update of iterate and norm."""
         assert isinstance(state, _AdaptiveState)
-        now = dataclasses.replace(self, clip_norm=state.clip_norm)
-        release = now.release(problem, self.sizes)
+        release = self._release(problem, self.sizes, state.clip_norm / self.clip_norm)
         parts = {query.role: self._part(query.clip_norm) for query in release.queries}
         gradients = problem.record_gradients(state.w)
         what = {role: _beside(gradients[role], part) for role, part in parts.items()}
@@ -107,10 +107,22 @@ class AdaptiveClipGD(NoisyGD):
 
     @override
     def release(self, problem, sizes) -> Release:
-        longer = self.clip_norm * (1 + self.weight**2) ** 0.5
-        return gradient_release(
-            dataclasses.replace(self, clip_norm=longer), problem, sizes
+        return self._release(problem, sizes, 1.0)
+
+    def _release(self, problem, sizes, factor: Number) -> Release:
+        """That of the first step, with the norms of all levels times one factor.
+
+        A level may have a clip norm of its own, which `clip_norm` does not set. The
+        ledger charges each level's people by its share of the sensitivity, so that all
+        norms have to keep their ratios.
+        """
+        release = gradient_release(self, problem, sizes)
+        longer = factor * (1 + self.weight**2) ** 0.5
+        queries = tuple(
+            dataclasses.replace(query, clip_norm=query.clip_norm * longer)
+            for query in release.queries
         )
+        return dataclasses.replace(release, queries=queries)
 
     @override
     def assumptions(self, problem, sizes) -> tuple[str, ...]:

@@ -234,8 +234,8 @@ def _feasible(
     entries, plans, refused = [], [], {}
     for method in offered:
         for setting in method.solvers:
-            solver = setting.with_neighbours(neighbours)
             try:
+                solver = setting.with_neighbours(neighbours)
                 plan = dry.plan(solver, budget)
             except ValueError as error:
                 refused[method.name] = str(error)

@@ -93,7 +93,7 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
         so its records are protected by the same guarantee as those that select: a
         person with a record in both levels is charged for both, disjoint people are for
         one. The models, losses and counts of all other runs are secret, and so are
-        their candidates: where these differ in numbers of steps, time is unprotected.
+        their candidates: where these are different programs, time is unprotected.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
@@ -196,13 +196,18 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
     @override
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         people = people_of(sizes) or People.OVERLAPPING
-        timed = ()
-        if len({candidate.num_steps for candidate in self.candidates}) > 1:
-            timed = (
-                "unprotected: how long the runs take, which tells what candidates were "
-                "drawn for those that are not shown",
+        level = PenalizedLevel(problem, None)
+        assumed = [
+            a for c in self.candidates for a in c.ledger(level, sizes).assumptions
+        ]
+        if len(set(map(jax.tree.structure, self.candidates))) > 1:
+            assumed.append(
+                "unprotected: how long the runs take and how many passes over records on "
+                "disk they make, which shows what candidates were drawn for those that "
+                "are not released"
             )
-        return Ledger((self._selection(problem, sizes),), people, timed)
+        selection = self._selection(problem, sizes)
+        return Ledger((selection,), people, tuple(dict.fromkeys(assumed)))
 
     def _selection(self, problem, sizes) -> Selection:
         level = PenalizedLevel(problem, None)

@@ -220,8 +220,8 @@ def test_sources_are_scored_by_the_shares_of_records_with_and_without_improvemen
 
 
 def test_a_source_is_kept_for_its_own_score_whatever_its_size():
-    found = {"score": jnp.array([[0.061, 0.5, 0.001], [0.039, 0.4, 0.0]])}
-    # Scores of 0.22 and 0.11; the last is far below a tenth of the mean.
+    found = {"score": jnp.array([[0.061, 0.45, 0.001], [0.039, 0.41, 0.0]])}
+    # Scores of 0.22 and 0.05; the last is far below a tenth of the mean.
     np.testing.assert_array_equal(LONG.kept(found), [1, 0, 0])
     assert LONG.kept_share(found) == pytest.approx(0.1)
     over_mean_size = 3 * (found["score"][0] - found["score"][1])

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.bilevel import OneLevel
+from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.onelevel.noisy_gd import NoisyGD
+from dpbilevel.privacy.releases import Release
 from tests.cases import Audited, Case, planned
-from tests.problems import LOWER, ONE_LEVEL, Y0
+from tests.problems import LEVELS, LOWER, ONE_LEVEL, WEIGHTING, X0, Y0
 
 N = 200
 KEY = 0
@@ -24,6 +27,15 @@ def adaptive(num_steps=4, clip_norm=0.7, step_size=0.1, **fields):
 
 
 CONTRACT = {
+    "adaptive_clip_both": Case(
+        WEIGHTING,
+        OneLevel(adaptive(clip_norm=1.0), reads="both"),
+        LEVELS,
+        (X0, Y0),
+        "disjoint",
+        keeps_x=True,
+        adaptive=2.0,
+    ),
     "adaptive_clip": Case(
         ONE_LEVEL, adaptive(clip_norm=1.0), LOWER, Y0, fitted=True, adaptive=2.0
     ),
@@ -126,3 +138,40 @@ def test_gradients_of_layers_stay_factored():
 def test_a_bad_field_is_named_in_the_error(field):
     with pytest.raises(ValueError, match=f"AdaptiveClipGD: {field} must be"):
         adaptive(**{field: 0.0})
+
+
+@pytest.mark.parametrize("scale", [0.0, 100.0])
+def test_levels_keep_their_shares_of_the_sensitivity_where_the_norm_moves(
+    monkeypatch, scale
+):
+    problem = dpb.BilevelProblem(
+        lambda x, y, z: scale * z * y[0], lambda x, y, z: scale * z * y[0]
+    )
+    level = PenalizedLevel(problem, None, penalty=5.0, upper_clip_norm=2.0)
+    sizes = dpb.Sizes(N, N, "disjoint")
+    solver = adaptive(6, rate=1.0).with_noise(1e-3).with_sizes(sizes)
+    data = dpb.Levels(LENGTHS, LENGTHS)
+
+    def share(release):
+        upper, lower = (q.contribution for q in release.queries)
+        return float(upper / (upper + lower))
+
+    made, of = [], Release.of
+
+    def recorded(release, *arguments, **keywords):
+        made.append(release)
+        return of(release, *arguments, **keywords)
+
+    monkeypatch.setattr(Release, "of", recorded)
+    state = solver.init(level, jnp.zeros(1))
+    for key in jax.random.split(jax.random.key(KEY), solver.num_steps):
+        state = solver.step(level, data, state, key=key)
+    (planned_release,) = solver.ledger(level, sizes).releases
+    assert abs(math.log(float(state.clip_norm) / 0.7)) > 1  # it moved
+    assert len(made) == solver.num_steps
+    for release in made:
+        assert share(release) == pytest.approx(share(planned_release), rel=1e-5)
+    # The control: a level's own clip norm does not follow that of the solver.
+    upper, lower = level.queries(float(state.clip_norm), dpb.FullBatch(), sizes)[0]
+    alone = upper.contribution / (upper.contribution + lower.contribution)
+    assert alone != pytest.approx(share(planned_release), rel=0.1)
