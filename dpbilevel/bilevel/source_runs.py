@@ -53,17 +53,20 @@ MODEL, MODELS, MIXTURE, SCORE, FIT, REMIXTURE = (
 _DROPPED = -30.0
 # Sources below a tenth of the mean size count as of that size: noise is no denominator.
 _LEAST_SIZE = 0.1
+# The lengths of the two entries of a record in `Scores`.
+_OF_SIGN, _OF_SHARE = 0.96, 0.28
 # A noisy mean of vectors of norm 1 as one step of descent on a linear function.
 _ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
 
 
 class Scores(AbstractLevel):
-    r"""The linear problem whose solution after one step of 1 are shares of records.
+    r"""The linear problem whose solution after one step of 1 are signs and shares.
 
-    Entry $(0, s)$ is the share of the training records that are of source $s$ and on
-    which the model has a smaller loss than the starting point, entry $(1, s)$ that of
-    the other records of $s$. A record is a unit vector: the sizes of the sources cost
-    nothing beyond the scores.
+    Entry $(0, s)$ is $a = 0.96$ times the mean over all training records of $\pm 1$
+    for those of source $s$, plus where the model has a smaller loss than the starting
+    point has, and of 0 for others; entry $(1, s)$ is $b = 0.28$ times the share of
+    records of source $s$. As $a^2 + b^2 = 1$ a record is a vector of norm 1: the sizes
+    of the sources cost the signs 4 % of their precision.
     """
 
     problem: BilevelProblem
@@ -82,8 +85,9 @@ class Scores(AbstractLevel):
         def lower(record):
             index, known = problem.index(record)
             before, after = (problem.loss(y, record) for y in (self.start, self.model))
-            place = jnp.where(after < before, 0, 1), index
-            return jnp.where(known, -jnp.zeros_like(w).at[place].set(1), 0)
+            sign = jnp.where(after < before, 1, -1)
+            row = jnp.stack([_OF_SIGN * sign, jnp.asarray(_OF_SHARE)]).astype(w.dtype)
+            return jnp.where(known, -jnp.zeros_like(w).at[:, index].set(row), 0)
 
         return {"lower": lower}
 
@@ -157,17 +161,15 @@ class _AbstractSourceRuns(AbstractRuns):
 
     def kept(self, found: dict) -> Float[Array, " k"]:
         """1 for the sources that are kept, all of them where none passes, else 0."""
-        better, worse = found[SCORE]
-        least = _LEAST_SIZE / len(better)
-        score = (better - worse) / jnp.maximum(better + worse, least)
+        signs, shares = _signs_and_shares(found)
+        score = signs / jnp.maximum(shares, _LEAST_SIZE / len(shares))
         kept = score > self.keep_above
         return jnp.where(jnp.any(kept), kept, True).astype(score.dtype)
 
     def kept_share(self, found: dict) -> Float[Array, ""]:
         """The released share of the training records whose sources are kept."""
-        kept = self.kept(found)
-        share = jnp.sum(kept * jnp.sum(found[SCORE], 0))
-        return jnp.clip(share, _LEAST_SIZE / len(kept), 1.0)
+        kept, (_, shares) = self.kept(found), _signs_and_shares(found)
+        return jnp.clip(jnp.sum(kept * shares), _LEAST_SIZE / len(kept), 1.0)
 
     @override
     def run(self, name, found):
@@ -223,10 +225,9 @@ class SelectedSources(_AbstractSourceRuns):
     r"""Keeps the sources that a model of the validation records fits.
 
     1. `model` fits $y_1$ on the validation records.
-    2. `score` releases, for each source, the shares of the training records on which
-       the model is better than the start, $\ell(y_1, z'_i) < \ell(y_0, z'_i)$, and on
-       which it is not. A record is in one of these $2 k$ shares. The score of a source
-       is their difference over their sum.
+    2. `score` releases, for each source $s$, the means of $\pm 1_{s_i = s}$ and of
+       $1_{s_i = s}$ over the training records, plus where the model is better than the
+       start, $\ell(y_1, z'_i) < \ell(y_0, z'_i)$. The score of a source is their ratio.
     3. `fit` fits $y$ on the records of the sources with a score above `keep_above`,
        or on these and the validation records, each of which weighs the same.
 
@@ -316,9 +317,9 @@ class MixedSources(_AbstractSourceRuns):
     3. `score` releases the sources' scores under the mixture, as `SelectedSources`.
     4. `fit` fits one model of the sources with a score above `keep_above`.
     5. `remixture` mixes that model, the mixture of line 2 and the models of the kept
-       sources, on the validation records. It starts at the model of line 4 where a
-       source is dropped, and halfway between it and the mixture where none is: then
-       the sources differ, and no one model of theirs may suit the population.
+       sources, on the validation records. It starts halfway between the first two where
+       no record is dropped, because then no one model of the sources may suit the
+       population, and at the model of line 4 where half of the records are.
 
     The validation records meet coefficients of mixtures alone, $k + 2$ numbers, so that
     a few hundred of them are enough under noise. For models that are linear in their
@@ -386,7 +387,7 @@ class MixedSources(_AbstractSourceRuns):
         if name == MIXTURE:  # the common model alone
             return mixing_start(y, len(x))[0].astype(x.dtype)
         if name == REMIXTURE:
-            of_mixture = jnp.where(jnp.all(self.kept(found) > 0), 0.5, 0.0)
+            of_mixture = jnp.maximum(self.kept_share(found) - 0.5, 0)
             last = jnp.stack([of_mixture, 1 - of_mixture])
             return jnp.concatenate([jnp.zeros_like(x), last.astype(x.dtype)])
         return super().start(name, w0, found)
@@ -411,6 +412,12 @@ class MixedSources(_AbstractSourceRuns):
         elif name == REMIXTURE:
             y = mixed_model(found[REMIXTURE], self._candidates(found))
         return x, y
+
+
+def _signs_and_shares(found: dict) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
+    """What `Scores` released, in means of signs and shares of records."""
+    signs, shares = found[SCORE]
+    return signs / _OF_SIGN, shares / _OF_SHARE
 
 
 def _mixture(found: dict) -> PyTree:

@@ -212,7 +212,7 @@ def auto(
     return AutoPlan(
         plan.solver,
         plan.report,
-        _reason(best, budget) + outlook,
+        _reason(best, budget, [law.name for law in laws]) + outlook,
         best,
         tuple(law.name for law in laws),
         tuple(starts),
@@ -294,21 +294,31 @@ def _ranked(trials: dict[int, Trial]) -> list[int]:
     return sorted(best.values(), key=order)
 
 
-def _reason(ranked: Sequence[Trial], budget: PrivacyBudget) -> str:
+def _reason(ranked: Sequence[Trial], budget: PrivacyBudget, twins: list[str]) -> str:
     first = ranked[0]
-    single = next((trial for trial in ranked if trial.levels == 1), None)
-    text = f"{first.method}: the released model misses at most {first.regret:.0%} of "
-    text += "what there is to gain on any twin"
+    single, double = (
+        next((trial for trial in ranked if trial.levels == levels), None)
+        for levels in (1, 2)
+    )
     if first.regret >= 1:
         return (
             f"No method improves on the starting point on every twin at {budget}. More "
             f"records or a larger epsilon are needed; the best is {first.method}."
         )
+    text = (
+        f"{first.method} misses at most {first.regret:.0%} of the possible improvement "
+        f"on synthetic records ({', '.join(twins)}; where yours differ from all of "
+        "these, pass twins=)."
+    )
     if first.levels == 2 and single is not None:
-        return f"{text}, {single.method}, the best of one level, {single.regret:.0%}."
-    if any(trial.levels == 2 for trial in ranked):
-        return f"{text}. Two levels do not pay here: one level is as good or better."
-    return f"{text}."
+        best = f" The best method of one level, {single.method}, misses up to"
+        return f"{text}{best} {single.regret:.0%}."
+    if double is None or first.levels == 2:
+        return text
+    if double.regret < first.regret:
+        gained = first.regret - double.regret
+        text += f" {double.method} misses {gained:.1%} less, too little to tell."
+    return f"{text} Two levels do not pay here: one level is as good, or nearly."
 
 
 def _outlook(
@@ -338,7 +348,7 @@ def _outlook(
         if again[_ranked(again)[0]].levels == 2:
             return f" Two levels would pay from about epsilon = {epsilon:g} on."
     most = _MORE[-1] * budget.epsilon
-    return f" Two levels would not pay at epsilon = {most:g} either."
+    return f" Nor would they at epsilon = {most:g}."
 
 
 def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:

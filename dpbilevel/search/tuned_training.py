@@ -202,9 +202,9 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
         ]
         if len(set(map(jax.tree.structure, self.candidates))) > 1:
             assumed.append(
-                "unprotected: how long the runs take and how many passes over records on "
-                "disk they make, which shows what candidates were drawn for those that "
-                "are not released"
+                "unprotected: how long the runs take and how many passes over records "
+                "on disk they make, which shows what candidates were drawn for those "
+                "that are not released"
             )
         selection = self._selection(problem, sizes)
         return Ledger((selection,), people, tuple(dict.fromkeys(assumed)))
