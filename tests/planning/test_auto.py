@@ -70,7 +70,8 @@ def test_two_levels_are_planned_where_sources_are_good_or_bad():
     plan = plan_for(planning.GoodOrBad())
     assert plan.pays
     assert isinstance(plan.solver, SelectedSources)
-    assert "the best of one level" in plan.reason
+    assert "best method of one level" in plan.reason
+    assert "on synthetic records (GoodOrBad;" in plan.reason
 
 
 def test_one_level_is_planned_where_all_records_are_alike():
@@ -78,7 +79,7 @@ def test_one_level_is_planned_where_all_records_are_alike():
     assert not plan.pays
     assert isinstance(plan.solver, OneLevel)
     assert "Two levels do not pay here" in plan.reason
-    assert "at epsilon = 32 either" in plan.reason
+    assert "Nor would they at epsilon = 32." in plan.reason
 
 
 def trial(levels, loss):
@@ -100,8 +101,19 @@ def outlook(one, two):
 def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
     assert outlook(one, two) == " Two levels would pay from about epsilon = 4 on."
-    assert "not pay at epsilon = 16 either" in outlook(one, one)
+    assert outlook(one, one) == " Nor would they at epsilon = 16."
     assert dry_runs._outlook([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None) == ""
+
+
+def test_a_better_method_of_two_levels_is_named_where_one_level_is_planned():
+    ranked = [
+        dry_runs.Trial(f"of {levels}", OneLevel(FIT), levels, (0.5,), regret, 1)
+        for levels, regret in ((1, 0.02), (2, 0.0))
+    ]
+    reason = dry_runs._reason(ranked, BUDGET, ["Alike"])
+    assert "of 2 misses 2.0% less" in reason
+    reason = dry_runs._reason([ranked[0]], BUDGET, ["Alike"])
+    assert "less" not in reason
 
 
 def test_a_plan_shows_why_settings_and_guarantee():
