@@ -10,6 +10,7 @@ NAMES = (
     "calibration",
     "clip_norms",
     "utility",
+    "utility_figure",
     "penalties",
     "meta_learning",
     "tuned_training",

@@ -25,6 +25,11 @@ SHOWN = {
     TWO_STAGES: ("two stages (SelectedSources)", "#2ca02c", "s"),
     "`PenaltyBilevel`, refitted": ("PenaltyBilevel, refitted", "#9467bd", "^"),
     "`SingleLoopBilevel`, refitted": ("SingleLoopBilevel, refitted", "#8c8c8c", "v"),
+    "`FiniteDifferenceBilevel`, refitted": (
+        "FiniteDifferenceBilevel, refitted",
+        "#ff7f0e",
+        "<",
+    ),
 }
 LEAST, MOST = -1.0, 1.6  # of the axis; what lies outside is drawn at its end
 
@@ -46,8 +51,8 @@ def gaps(rows):
 def main():
     """Draws one line per task and one mark per method."""
     found = [(t, e, gaps(rows)) for t, e, rows in tables(PAGE.read_text())]
-    plt.rcParams.update({"svg.hashsalt": "utility", "font.size": 10})
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.62 * len(found)))
+    plt.rcParams.update({"svg.hashsalt": "utility", "svg.fonttype": "none"})
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * len(found)))
     offsets = np.linspace(0.28, -0.28, len(SHOWN))
     for (method, (label, color, marker)), offset in zip(
         SHOWN.items(), offsets, strict=True
