@@ -73,6 +73,7 @@ class Result:
             f"  {name:<{width}}  {value:.4f}"
             for name, value in zip(self.names, self.shown, strict=True)
         ]
+        lines += [task.remark] if task.remark else []
         if self.model is not None:
             lines += [f"released model: {self.model.size} coefficients in {ARRAYS}"]
         remark = divergence(self.rejected_updates)

@@ -49,6 +49,7 @@ class AbstractTask(abc.ABC):
             `"sources"` or `"groups"`.
         declared: How `[model]` says the number of these places.
         planned: Keys of `[model]` that `dpbilevel auto` sets where they are missing.
+        remark: What the released values do not say, for every report.
     """
 
     label: ClassVar[str]
@@ -59,6 +60,7 @@ class AbstractTask(abc.ABC):
     places: ClassVar[str] = ""
     declared: ClassVar[str] = "{}"
     planned: ClassVar[dict[str, Any]] = {}
+    remark: ClassVar[str] = ""
 
     @classmethod
     def two_levels(cls) -> bool:
@@ -135,6 +137,10 @@ class SourceWeightingTask(AbstractTask):
 
     label = "weight"
     of = "source"
+    remark = (
+        "  (of one record of the source; 0 where a source was dropped, and where no "
+        "record has its name: compare the config with the file)"
+    )
     problem_type = SourceWeighting
     places = "sources"
     declared = "num_sources = {}"

@@ -77,6 +77,7 @@ def test_report_tells_the_guarantee_that_the_run_printed(finished, capsys):
     told = capsys.readouterr().out
     assert told.splitlines()[:10] == finished.stdout.splitlines()[:10]
     assert "released weight of each source:\n  source 0  0." in told
+    assert "0 where a source was dropped, and where no record has its name" in told
 
 
 def test_progress_goes_to_stderr(finished):
