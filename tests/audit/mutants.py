@@ -16,7 +16,7 @@ from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel import certified, sensitivities
 from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
-from dpbilevel.bilevel.source_runs import Kept, Scores
+from dpbilevel.bilevel.source_levels import Kept, Scores
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.onelevel import AdaptiveClipGD
