@@ -173,6 +173,13 @@ def auto(
     _checks.one_of(owner, "effort", effort, tuple(ROUNDS))
     _checks.positive(owner, clip_norm=clip_norm)
     problem.check_sizes(owner, sizes)
+    if isinstance(problem, BilevelProblem) and not (
+        isinstance(w0, tuple | list) and len(w0) == 2
+    ):
+        raise ValueError(
+            "auto: w0 must be a pair (x, y) of the upper and the lower starting point, "
+            f"got {_checks.shown(w0)}."
+        )
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm)
     laws = tuple(default_twins(problem, records) if twins is None else twins)

@@ -323,3 +323,10 @@ def test_problems_without_candidates_are_refused():
     game = dpb.games.VariationalInequality(lambda w, z: w)
     with pytest.raises(TypeError, match="no candidates are known"):
         dpb.auto(game, BUDGET, sizes=100, w0=jnp.zeros(6))
+
+
+def test_a_start_of_two_levels_that_is_no_pair_is_refused():
+    problem = dpb.source_weighting(dpb.logistic_loss, 2)
+    sizes = dpb.Sizes(10, 20, "disjoint")
+    with pytest.raises(ValueError, match=r"w0 must be a pair \(x, y\).*got"):
+        dpb.auto(problem, BUDGET, sizes=sizes, w0=jnp.zeros(17))
