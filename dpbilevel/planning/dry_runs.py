@@ -173,20 +173,10 @@ def auto(
     _checks.one_of(owner, "effort", effort, tuple(ROUNDS))
     _checks.positive(owner, clip_norm=clip_norm)
     problem.check_sizes(owner, sizes)
-    if isinstance(problem, BilevelProblem) and not (
-        isinstance(w0, tuple | list) and len(w0) == 2
-    ):
-        raise ValueError(
-            "auto: w0 must be a pair (x, y) of the upper and the lower starting point, "
-            f"got {_checks.shown(w0)}."
-        )
+    laws = tuple(default_twins(problem, records) if twins is None else twins)
+    _check_start_and_laws(problem, w0, laws)
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm)
-    laws = tuple(default_twins(problem, records) if twins is None else twins)
-    if not laws:
-        raise ValueError("auto: twins must hold at least one law of records.")
-    for law in laws:
-        _checks.instance(owner, AbstractTwin, twins=law)
     *keys, key_noise = jax.random.split(jax.random.key(seed), len(laws) + 1)
     drawn = [law.draw(problem, w0, sizes, k) for law, k in zip(laws, keys, strict=True)]
     options = {"sizes": sizes, "w0": w0}
@@ -225,6 +215,22 @@ def auto(
         tuple(starts),
         left_out,
     )
+
+
+def _check_start_and_laws(
+    problem: AbstractProblem, w0: PyTree, laws: tuple[AbstractTwin, ...]
+) -> None:
+    """Refuses a start of two levels that is no pair, and what is no law of records."""
+    pair = isinstance(w0, tuple | list) and len(w0) == 2
+    if isinstance(problem, BilevelProblem) and not pair:
+        raise ValueError(
+            "auto: w0 must be a pair (x, y) of the upper and the lower starting point, "
+            f"got {_checks.shown(w0)}."
+        )
+    if not laws:
+        raise ValueError("auto: twins must hold at least one law of records.")
+    for law in laws:
+        _checks.instance("auto", AbstractTwin, twins=law)
 
 
 def _feasible(

@@ -330,3 +330,11 @@ def test_a_start_of_two_levels_that_is_no_pair_is_refused():
     sizes = dpb.Sizes(10, 20, "disjoint")
     with pytest.raises(ValueError, match=r"w0 must be a pair \(x, y\).*got"):
         dpb.auto(problem, BUDGET, sizes=sizes, w0=jnp.zeros(17))
+
+
+def test_a_solver_that_cannot_serve_a_relation_refuses_it():
+    output, sizes = dpb.outputs.Last(), dpb.Sizes(100, 100, "disjoint")
+    certified = dpb.ImplicitBilevel(num_steps=2, step_size=1.0, output=output)
+    planned = certified.with_noise(1.0).with_sizes(sizes)
+    with pytest.raises(ValueError, match="proved under replace-one only"):
+        planned.with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)

@@ -13,6 +13,7 @@ import scipy.stats
 import dpbilevel as dpb
 from dpbilevel.core.descent import Rejections, rejected_updates
 from dpbilevel.core.loop import advance
+from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.privacy import accounting
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.repetitions import Repetitions
@@ -324,3 +325,17 @@ def test_one_relation_for_training_and_loss():
     solver = tuned(noise=added).with_noise(1.0)
     with pytest.raises(ValueError, match="one neighbouring relation"):
         solver.ledger(WEIGHTING, dpb.Sizes(60, 60))
+
+
+def test_assumptions_of_candidates_and_time_of_different_programs_are_listed():
+    sizes = dpb.Sizes(10, 10, "disjoint")
+
+    def listed(*candidates):
+        solver = tuned(candidates=candidates).with_noise(1.0).with_sizes(sizes)
+        return " ".join(solver.ledger(WEIGHTING, sizes).assumptions)
+
+    plain = dpb.NoisyGD(2, 1.0, 0.5)
+    mixed = listed(plain, AdaptiveClipGD(2, 1.0, 0.5))
+    assert "the noise follows the clip norm" in mixed
+    assert "how long the runs take" in mixed
+    assert listed(plain, dpb.NoisyGD(2, 0.5, 1.0)) == ""
