@@ -196,7 +196,7 @@ def auto(
             entries[i][0].name,
             entries[i][1],
             entries[i][0].levels,
-            tuple(np.median(losses[i], 0).tolist()),
+            tuple(np.mean(losses[i], 0).tolist()),
             regrets[i],
             len(losses[i]) * len(drawn),
         )

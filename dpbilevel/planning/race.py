@@ -60,7 +60,8 @@ def _survivors(names: list[str], left: list[int], regrets: list[float]) -> list[
 
 def regrets_of(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
     """The missed share of what there is to gain on the worst twin."""
-    table = np.asarray([np.median(runs, 0) for runs in losses])
+    # The mean, because a run that fails counts by how much it loses.
+    table = np.asarray([np.mean(runs, 0) for runs in losses])
     best = np.minimum(np.min(table, 0), starts)
     room = np.maximum(np.asarray(starts) - best, 1e-9)
     return np.max(np.minimum((table - best) / room, 1e6), 1).tolist()

@@ -76,7 +76,7 @@ def test_readme_code_runs_and_is_better_than_one_level(capsys, monkeypatch, tmp_
     every = planning.dry_runs.candidates
 
     def few(*arguments):
-        kept = ("both levels' records", "SelectedSources")
+        kept = ("both levels' records", "MixedSources")
         offered = [c for c in every(*arguments) if c.name in kept]
         return [dataclasses.replace(c, solvers=c.solvers[:1]) for c in offered]
 
