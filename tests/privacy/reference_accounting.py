@@ -62,6 +62,11 @@ def replaced(rate, mu, epsilon):
     return tails[0] - math.exp(epsilon) * tails[1]
 
 
+def pure(most, epsilon):
+    """Of the worst mechanism without delta whose epsilon is `most`."""
+    return max(0.0, -math.expm1(epsilon - most)) / (1 + math.exp(-most))
+
+
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """One release: the logarithm of its loss's moment generating function.
@@ -77,6 +82,12 @@ class Loss:
 
 def gaussian_loss(mu):
     return Loss(lambda s: s * (s + 1) * mu**2 / 2)
+
+
+def pure_loss(most):
+    """Of randomized response, which any mechanism without delta post-processes."""
+    chance = 1 / (1 + math.exp(-most))
+    return _quadrature(np.array([most, -most]), np.array([chance, 1 - chance]), 0.0)
 
 
 def removed_loss(rate, mu):

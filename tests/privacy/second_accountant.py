@@ -1,0 +1,129 @@
+"""What a run costs, computed a second time: from noise, clip norms and batches alone.
+
+Nothing of `dpbilevel.privacy.accounting`, of the events and charges of releases, or of
+dp-accounting is used. Of a release this reads how much noise a run adds, to what norm
+it clips and how batches are drawn, which the contract suite compares with what runs do.
+"""
+
+import collections
+import math
+
+import dpbilevel as dpb
+from dpbilevel.privacy.releases import Release
+from dpbilevel.privacy.sampling import FixedSize, FullBatch, Poisson
+from dpbilevel.privacy.single_pass import SinglePass
+from tests.privacy import reference_accounting as reference
+
+ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
+
+
+def deltas(ledger, epsilons):
+    """The delta at an epsilon for every kind of person."""
+    parts = collections.defaultdict(list)
+    for release in ledger.releases:
+        of = _of_gaussian if isinstance(release, Release) else _of_draw
+        for person, part in of(release, ledger.people):
+            parts[person].append(part)
+    # An output within `off` in total variation of a private one.
+    off = sum(release.failure for release in ledger.releases)
+    return {
+        person: _delta(found, epsilons[person]) + (1 + math.exp(epsilons[person])) * off
+        for person, found in parts.items()
+    }
+
+
+def _of_gaussian(release, people):
+    """Person and (kind, rate, shift in standard deviations, times) of one release."""
+    factor = 1 if release.neighbours is ADD_OR_REMOVE else 2
+    shifts = {
+        query.role: factor
+        * float(query.clip_norm)
+        / _records(query)
+        / float(release.noise_std)
+        for query in release.queries
+    }
+    total = sum(shifts.values())
+    if release.joint:
+        (query, _) = release.queries
+        yield "person", _part(release, query, total)
+        return
+    for query in release.queries:
+        shift = shifts[query.role]
+        if query.role == "records" or people is dpb.People.DISJOINT:
+            yield query.role, _part(release, query, shift)
+        else:  # two releases whose variances add up to that of the noise
+            yield "person", _part(release, query, math.sqrt(shift * total))
+
+
+def _part(release, query, shift):
+    count, sampling, size = release.count, query.sampling, query.size
+    match sampling:
+        case FullBatch():
+            return "gaussian", 1.0, shift, count
+        case SinglePass():
+            return "gaussian", 1.0, shift, math.ceil(count / (size // sampling.size))
+        case Poisson() if release.neighbours is ADD_OR_REMOVE:
+            return "poisson, add or remove", float(sampling.rate), shift, count
+        case Poisson():
+            return "poisson, replace", float(sampling.rate), shift, count
+        case FixedSize():
+            return "subset", sampling.size / size, shift, count
+    raise TypeError(f"no law is known for batches of {sampling}")
+
+
+def _records(query):
+    """The number that the sum over a batch is divided by."""
+    match query.sampling:
+        case FullBatch():
+            return query.size
+        case Poisson():
+            return float(query.sampling.rate) * query.size
+    return query.sampling.size
+
+
+def _of_draw(release, people):
+    """As `_of_gaussian`, for one draw from a density."""
+    if not isinstance(release, dpb.draws.Draw):
+        raise TypeError(f"no law is known for {type(release).__name__}")
+    pure = isinstance(release.mechanism, dpb.draws.Exponential)
+    total = sum(float(q.clip_norm) / q.size for q in release.queries)
+    shares = {"person": 1.0}
+    if people is dpb.People.DISJOINT or release.queries[0].role == "records":
+        shares = {q.role: float(q.clip_norm) / q.size / total for q in release.queries}
+    for person, share in shares.items():
+        if pure:
+            most = share * float(release.mechanism.epsilon)
+            most += 2 * release.guarantee.log_ratio
+            yield person, ("pure", 1.0, most, release.count)
+        else:
+            shift = share / float(release.mechanism.noise_multiplier)
+            yield person, ("gaussian", 1.0, shift, release.count)
+
+
+def _delta(parts, epsilon):
+    """Of a composition, in the worse of both directions of the relation."""
+    gaussian = math.hypot(
+        *(m * math.sqrt(c) for kind, _, m, c in parts if kind == "gaussian")
+    )
+    others = [part for part in parts if part[0] != "gaussian"]
+    if not others:
+        return reference.gaussian(gaussian, epsilon)
+    return max(_composed(gaussian, others, epsilon, way) for way in (0, 1))
+
+
+LOSSES = {
+    "poisson, replace": (reference.replaced_loss,) * 2,
+    "poisson, add or remove": (reference.removed_loss, reference.added_loss),
+    "subset": (reference.subset_loss,) * 2,
+    "pure": (lambda _, epsilon: reference.pure_loss(epsilon),) * 2,
+}
+
+
+def _composed(gaussian, others, epsilon, way):
+    parts = [(reference.gaussian_loss(gaussian), 1)] if gaussian else []
+    parts += [(LOSSES[kind][way](rate, m), count) for kind, rate, m, count in others]
+    if len(parts) == 1 and others[0][0] == "pure" and others[0][3] == 1:
+        return reference.pure(others[0][2], epsilon)
+    # The loss of a subset jumps, so that its transform falls slowly.
+    accuracy = 1e-3 if any(kind == "subset" for kind, *_ in others) else 1e-6
+    return reference.composed(parts, epsilon, accuracy)

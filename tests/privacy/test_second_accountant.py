@@ -1,0 +1,123 @@
+"""Claimed epsilons of random plans, recomputed by an accountant of its own."""
+
+import dataclasses
+import math
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.privacy.mechanisms import Gaussian
+from tests.cases import first_of_each_class, found
+from tests.privacy import second_accountant
+
+CASES = found("CONTRACT")
+REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
+# The accounting of private selection is compared with exact laws in tests/search.
+SELECTS = dpb.search.RepeatAndSelect, dpb.search.TunedTraining
+FIRST = set(first_of_each_class(CASES))
+
+
+# One of each class whose plans take no privacy loss distributions, and one that does.
+SHORT = FIRST - {"noisy_gd_adam"} | {"noisy_gd", "noisy_gd_poisson"}
+NAMES = [
+    pytest.param(name, marks=() if name in SHORT else pytest.mark.slow)
+    for name in CASES
+    if not isinstance(CASES[name].solver, SELECTS)
+]
+
+
+def random_plan(name, relation, seed=0):
+    """A plan for this case with a budget and numbers of records at random."""
+    case = CASES[name]
+    draw = np.random.default_rng([zlib.crc32(name.encode()), seed])
+    budget = dpb.PrivacyBudget(
+        float(np.exp(draw.uniform(math.log(0.3), math.log(6)))),
+        float(10 ** draw.uniform(-7, -3)),
+    )
+    factor = int(draw.integers(2, 30))
+    sizes = case.sizes
+    if isinstance(sizes, int):
+        sizes *= factor
+    else:
+        upper, lower = factor * sizes.upper, factor * sizes.lower
+        sizes = dataclasses.replace(sizes, upper=upper, lower=lower)
+    solver = case.solver.with_neighbours(relation)
+    with jax.enable_x64(True):  # some plan nothing else
+        plan = dpb.calibrate(case.problem, solver, budget, sizes=sizes)
+        return plan, plan.solver.ledger(case.problem, sizes)
+
+
+def is_right(ledger, claimed, delta):
+    """Whether claims are no smaller than recomputed, and by no more than 1 % larger."""
+    larger = {person: 1.0001 * epsilon for person, epsilon in claimed.items()}
+    smaller = {person: epsilon / 1.01 for person, epsilon in claimed.items()}
+    enough = second_accountant.deltas(ledger, larger)
+    too_few = second_accountant.deltas(ledger, smaller)
+    assert claimed.keys() == enough.keys()
+    return (
+        all(found <= delta for found in enough.values()),
+        all(found > delta for found in too_few.values()),
+    )
+
+
+@pytest.mark.parametrize("relation", dpb.Neighbours)
+@pytest.mark.parametrize("name", NAMES)
+def test_claimed_epsilon_of_a_random_plan_is_that_of_the_second_accountant(
+    name, relation
+):
+    try:
+        plan, ledger = random_plan(name, relation)
+    except ValueError:
+        assert relation is ADD_OR_REMOVE
+        pytest.skip("is for replace-one")
+    report = plan.report
+    assert is_right(ledger, report.epsilon_by_person, report.delta) == (True, True)
+
+
+def forgets_a_release(ledger):
+    first, *rest = ledger.releases
+    fewer = (
+        (dataclasses.replace(first, count=first.count - 1),) if first.count > 1 else ()
+    )
+    return dataclasses.replace(ledger, releases=(*fewer, *rest))
+
+
+def half_of_the_sensitivity(ledger):
+    """As if a record were removed where one is replaced."""
+    releases = tuple(
+        dataclasses.replace(r, mechanism=r.mechanism.scaled(2.0))
+        for r in ledger.releases
+    )
+    return dataclasses.replace(ledger, releases=releases)
+
+
+def amplified_twice(ledger):
+    def more(query):
+        rate = query.sampling.rate / 2
+        sampling = dataclasses.replace(query.sampling, rate=rate)
+        return dataclasses.replace(query, sampling=sampling)
+
+    releases = tuple(
+        dataclasses.replace(r, queries=tuple(map(more, r.queries)))
+        for r in ledger.releases
+    )
+    return dataclasses.replace(ledger, releases=releases)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("noisy_gd", forgets_a_release),
+        ("noisy_gd_poisson", forgets_a_release),
+        ("penalty_both_levels", half_of_the_sensitivity),
+        ("noisy_gd_poisson", amplified_twice),
+    ],
+)
+def test_an_accountant_of_a_wrong_ledger_is_noticed(name, wrong):
+    plan, ledger = random_plan(name, REPLACE)
+    assert isinstance(ledger.releases[0].mechanism, Gaussian)
+    delta = plan.report.delta
+    assert is_right(ledger, wrong(ledger).epsilons(delta), delta)[0] is False
