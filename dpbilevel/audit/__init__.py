@@ -8,7 +8,7 @@ from . import debug
 from .canaries import Canary, canaries
 from .claims import Claim, event_claim, gaussian_claim, ledger_claims, pure_claim
 from .device import DeviceArithmetic, device_arithmetic
-from .one_run import OneRun, epsilon_from_guesses, one_run
+from .one_run import OneRun, one_run, refutes
 from .reuse import NoiseReuse, noise_reuse
 from .sensitivity import SensitivitySearch, sensitivity_search
 from .tradeoff import Cut, SolverRun, TradeOff, audit_canaries, audit_solver, trade_off
@@ -29,13 +29,13 @@ __all__ = [
     "canaries",
     "debug",
     "device_arithmetic",
-    "epsilon_from_guesses",
     "event_claim",
     "gaussian_claim",
     "ledger_claims",
     "noise_reuse",
     "one_run",
     "pure_claim",
+    "refutes",
     "sensitivity_search",
     "trade_off",
     "worst_case",

@@ -127,6 +127,12 @@ class TradeOffCurve:
         mirrored = 1 - np.exp(-_EPSILONS) * (1 - self._deltas - rates)
         return np.minimum(1.0, np.minimum(direct, mirrored).min(axis=-1))
 
+    def least_false_positives(self, true_positives: float) -> float:
+        """The least false positive rate of a test with this true positive rate."""
+        direct = np.exp(-_EPSILONS) * (true_positives - self._deltas)
+        mirrored = 1 - self._deltas - np.exp(_EPSILONS) * (1 - true_positives)
+        return float(max(0.0, direct.max(), mirrored.max()))
+
 
 def gaussian_mu_of(true_positives: float, false_positives: float) -> float:
     r"""The $\mu$ between two unit normals that a test with these rates tells apart."""

@@ -1,11 +1,11 @@
 """One-run audit: many canaries in one run, and how many of them can be guessed."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy
 
 from .. import _checks
 from ..core.loop import solve
@@ -13,9 +13,11 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, check_key
 from .canaries import check_solver
+from .claims import Claim, TradeOffCurve, ledger_claims
 from .worst_cases import BEYOND
 
-_LARGEST = 60.0
+# Of the claimed noise, up to which the least that is refuted is looked for.
+_MOST_NOISE, _LEAST_NOISE = 2.0**8, 2.0**-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,8 @@ def one_run(
 
     References:
         Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run",
-        NeurIPS 2023.
+        NeurIPS 2023; Mahloujifar, Melis and Chaudhuri, "Auditing f-differential privacy
+        in one run", ICML 2025 (the bound).
     """
     check_key(key)
     check_solver(solver, "one_run")
@@ -111,57 +114,82 @@ def one_run(
     moved, hidden = -np.asarray(answer), np.asarray(signs)
     chosen = np.argsort(-np.abs(moved))[:guesses]
     correct = int((np.sign(moved[chosen]) == hidden[chosen]).sum())
-    measured = epsilon_from_guesses(correct, guesses, canaries, delta, significance)
+    counts = correct, guesses, canaries, significance
+
+    def with_noise(factor: float) -> NoisyGD:
+        return dataclasses.replace(planned, noise=planned.noise.scaled(factor))
+
+    def is_refuted(factor: float) -> bool:
+        (claim,) = ledger_claims(with_noise(factor).ledger(problem, canaries)).values()
+        return refutes(*counts, claim)
+
+    most = _least_refuted(is_refuted)
+    measured = 0.0
+    if most is not None:
+        measured = with_noise(most).ledger(problem, canaries).epsilon(delta)
     claimed = planned.ledger(problem, canaries).epsilon(delta)
     return OneRun(canaries, guesses, correct, delta, significance, measured, claimed)
 
 
-def epsilon_from_guesses(
-    correct: int, guesses: int, canaries: int, delta: float, significance: float
-) -> float:
-    r"""Lower bound on $\varepsilon$ from the number of right guesses of fair coins.
+def refutes(
+    correct: int,
+    guesses: int,
+    canaries: int,
+    significance: float,
+    claim: Claim,
+) -> bool:
+    r"""Whether so many right guesses of fair coins refute a privacy profile.
 
-    Given the other coins and the output of an $\varepsilon$-private mechanism, each
-    coin has odds of at most $e^\varepsilon$, so the right ones among $r$ guesses are
-    stochastically dominated by $W \sim \mathrm{Bin}(r, e^\varepsilon / (1 +
-    e^\varepsilon))$. A $\delta > 0$ lets each of the $m$ coins be revealed with small
-    probability, which can move $W$ by $i$ at a cost shared among $i$ coins:
+    Let $m$ coins be hidden, $r$ of them guessed, and $p_i$ the chance that $i$ guesses
+    are right. With $\bar f(\beta)$ the largest chance under one of two neighbours of an
+    event that has chance $\beta$ under the other, which is concave, flipping one coin
+    turns its right guess into a wrong one and leaves one right guess less, so that for
+    every $v$
 
-    $$P[\text{correct} \ge v] \le P[W \ge v] + 2 m \delta \max_{1 \le i \le m}
-    \frac{P[v - i \le W < v]}{i}.$$
+    $$\sum_{i \ge v} \tfrac{i}{m} p_i \le
+    \bar f\Bigl(\sum_{i \ge v - 1} \tfrac{r - i}{m} p_i\Bigr) .$$
 
-    The result is the largest $\varepsilon$ at which the right side is at most
-    `significance`, or 0.
+    If $v$ or more are right with a chance of `significance`, this forces a least
+    $p_{v-1}$, then a least $p_{v-2}$, and so on. The claim is refuted where these sum
+    to more than 1 (`docs/audit.md`, "One run").
 
     Args:
         correct: $v$.
-        guesses: $r$, at least $v$.
+        guesses: $r$, at least $v$, a number that is fixed beforehand.
         canaries: $m$, at least $r$.
-        delta: $\delta$.
-        significance: The chance that the bound is wrong.
+        significance: The chance that a true claim is refuted.
+        claim: Its profile $\delta(\varepsilon)$, for one coin.
 
     Raises:
         ValueError: Counts out of order.
 
     References:
-        Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run",
-        NeurIPS 2023, Theorem 3.3.
+        Mahloujifar, Melis and Chaudhuri, "Auditing f-differential privacy in one run",
+        ICML 2025.
     """
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
-            "epsilon_from_guesses: needs 0 <= correct <= guesses <= canaries, got "
+            "refutes: needs 0 <= correct <= guesses <= canaries, got "
             f"{correct}, {guesses} and {canaries}."
         )
-    below = np.arange(1, max(correct, 1) + 1)
+    curve = TradeOffCurve(claim)
+    right = significance * correct / canaries
+    wrong = significance * (guesses - correct) / canaries
+    for count in range(correct - 1, -1, -1):
+        more = max(0.0, curve.least_false_positives(right) - wrong)
+        wrong += more
+        right += more * count / (guesses - count)
+        if right + wrong > guesses / canaries:
+            return True
+    return False
 
-    def excess(epsilon: float) -> float:
-        law = scipy.stats.binom(guesses, scipy.special.expit(epsilon))
-        tail = law.sf(correct - 1)
-        revealed = np.max((law.sf(correct - 1 - below) - tail) / below)
-        return float(tail + 2 * canaries * delta * revealed - significance)
 
-    if excess(0.0) > 0:  # fair coins may do as well
-        return 0.0
-    if excess(_LARGEST) < 0:
-        return _LARGEST
-    return float(scipy.optimize.brentq(excess, 0.0, _LARGEST))
+def _least_refuted(is_refuted: Callable[[float], bool]) -> float | None:
+    """The least factor of the noise with which a claim is refuted, to 2 %."""
+    low, high = (_LEAST_NOISE, 1.0) if is_refuted(1.0) else (1.0, _MOST_NOISE)
+    if high > 1 and not is_refuted(high):
+        return None
+    while high > 1.02 * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_refuted(middle) else (middle, high)
+    return high  # which is refuted
