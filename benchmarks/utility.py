@@ -398,33 +398,22 @@ def penalty(task, size):
 
 
 def single(task, size):
-    """Fields of the methods of one loop, and the clip norm of their second block.
-
-    At that one the few validation records do not decide the noise of all blocks.
-    """
-    upper = 0.5 * task.clip
-    fields = {
+    """Fields of the methods of one loop."""
+    return {
         "step_size": size,
         "lower_step_size": task.step,
         "cross_clip_norm": 0.5,
-        "upper_clip_norm": upper,
+        "upper_clip_norm": 0.5 * task.clip,
         "output": TAIL,
     }
-    return fields, upper * task.sizes.lower / task.sizes.upper
 
 
 def single_loop(task, size):
-    fields, clip_norm = single(task, size)
-    return dpb.SingleLoopBilevel(
-        50, linear_step_size=task.step, hessian_clip_norm=clip_norm, **fields
-    )
+    return dpb.SingleLoopBilevel(50, linear_step_size=task.step, **single(task, size))
 
 
 def finite_difference(task, size):
-    fields, clip_norm = single(task, size)
-    return dpb.bilevel.FiniteDifferenceBilevel(
-        50, difference_clip_norm=clip_norm, **fields
-    )
+    return dpb.bilevel.FiniteDifferenceBilevel(50, **single(task, size))
 
 
 def planned(task, epsilon=1.0):

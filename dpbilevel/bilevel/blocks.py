@@ -57,6 +57,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
 
     Attributes:
         blocks: The class of the blocks.
+        clip_norm: The bound on the first block of one lower record.
         sampling: How each step's batches are drawn, one per level.
         budget_split: $s_b$, for any sum. Where no record meets x, of the first two.
         output: Which pair is the answer.
@@ -68,6 +69,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
     """
 
     blocks: ClassVar[type]  # of `AbstractBlocks`
+    clip_norm: AbstractVar[float]
     sampling: AbstractVar[AbstractSampling]
     budget_split: AbstractVar[tuple[float, float, float]]
     output: AbstractVar[AbstractOutput]
@@ -140,8 +142,12 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         return self.output.answer(state.kept, self.released(state))
 
     @abc.abstractmethod
-    def lower_bounds(self) -> tuple[float, float, float]:
-        """$C_b$: the bound on each block of one lower record."""
+    def lower_bounds(self, sizes: Sizes | None) -> tuple[float, float, float]:
+        """$C_b$: the bound on each block of one lower record.
+
+        Args:
+            sizes: The planned sizes, which decide bounds that are not given.
+        """
 
     @abc.abstractmethod
     def upper_bounds(self) -> tuple[float | None, float | None, float]:
@@ -149,20 +155,37 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
 
     def units(self, problem: BilevelProblem) -> Any:
         """The units of the blocks; `None` for x where no record meets it."""
-        return self._units(bool(problem.x_in_records))
+        return self._units(bool(problem.x_in_records), self.sizes)
+
+    def balanced(self, upper_bound: float, sizes: Sizes | None) -> Any:
+        r"""The bound on a block of lower records that upper ones of a bound share.
+
+        $C_f n_g / n_f$ with the records of a batch, so that one upper record moves the
+        block no more than a lower one does and few of them do not decide the noise of
+        all blocks; at least `clip_norm`.
+        """
+        if sizes is None:
+            return self.clip_norm
+        upper, lower = map(self.sampling.denominator, (sizes.upper, sizes.lower))
+        bounds: Any = self.clip_norm, upper_bound * lower / upper
+        # Traced inside of a compiled step.
+        return (
+            max(bounds) if all(map(_checks.concrete, bounds)) else jnp.maximum(*bounds)
+        )
 
     def release(self, problem: BilevelProblem, sizes: Sizes) -> Release:
         """All blocks at once, in their units."""
-        clip_norms = self._clip_norms(problem)
+        units = self._units(bool(problem.x_in_records), sizes)
+        clip_norms = self._clip_norms(problem, _entries(units), sizes)
         queries, joint = levels_queries(clip_norms, self.sampling, sizes)
-        name = _name(self.units(problem))
+        name = _name(units)
         return Release(name, 1, queries, self.release_noise, joint=joint)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Two blocks like y, and one like x where records meet it."""
         d_x, d_y = (optax.tree.size(w) for w in w0)
         return {
-            _name(self._units(meets)): 2 * d_y + (d_x if meets else 0)
+            _name(self._units(meets, self.sizes)): 2 * d_y + (d_x if meets else 0)
             for meets in (False, True)
         }
 
@@ -197,18 +220,17 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
             q = dataclasses.replace(q, x=optax.tree.zeros_like(like))
         return q
 
-    def _units(self, meets_x: bool) -> Any:
+    def _units(self, meets_x: bool, sizes: Sizes | None) -> Any:
         split = self.budget_split
         total = sum(split) if meets_x else sum(split[:2])  # a free block takes no share
         first, second, x = (
             bound * (total / share) ** 0.5
-            for bound, share in zip(self.lower_bounds(), split, strict=True)
+            for bound, share in zip(self.lower_bounds(sizes), split, strict=True)
         )
         return self.blocks(first, second, x if meets_x else None)
 
-    def _clip_norms(self, problem: BilevelProblem) -> Levels:
+    def _clip_norms(self, problem: BilevelProblem, units: list, sizes: Sizes) -> Levels:
         """What bounds the blocks of one record of each level, in their units."""
-        units = _entries(self.units(problem))
 
         def clip_norm(role, bounds):
             *both, of_x = zip(bounds, units, strict=True)
@@ -219,7 +241,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
 
         return Levels(
             clip_norm("upper", self.upper_bounds()),
-            clip_norm("lower", self.lower_bounds()),
+            clip_norm("lower", self.lower_bounds(sizes)),
         )
 
 

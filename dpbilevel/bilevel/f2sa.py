@@ -117,7 +117,7 @@ class F2SA(AbstractJointSolver):
         return _Blocks(lower, lower, Descent(self.step_size, problem.x_set))
 
     @override
-    def lower_bounds(self):
+    def lower_bounds(self, sizes):
         return self.clip_norm, self.clip_norm, self.cross_clip_norm
 
     @override

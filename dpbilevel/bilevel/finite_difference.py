@@ -71,9 +71,9 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
             float32 keep it below $10^5$ or so.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
         difference_clip_norm: The bound $C_\delta$ on $\lambda (\nabla_y g - \nabla_y
-            g)$ of one lower record; it includes the factor $\lambda$. Where upper
-            records are few, $C_f n_g / n_f$ with the numbers of records: below that
-            the share of an upper record decides the noise of all blocks.
+            g)$ of one lower record; it includes the factor $\lambda$. `None` takes
+            $\max(C_y, C_f n_g / n_f)$ with the records of a batch of each level: below
+            that the share of one upper record decides the noise of all blocks.
         cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
             lower record; it includes the factor $\lambda$. Where no lower record meets
             x, the unit of $\nabla_x f$.
@@ -109,7 +109,7 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     lower_step_size: StepSize = eqx.field(converter=as_rule)
     penalty: Positive = 100.0
     clip_norm: Positive = 1.0
-    difference_clip_norm: Positive = 1.0
+    difference_clip_norm: Positive | None = None
     cross_clip_norm: Positive = 1.0
     upper_clip_norm: Positive = 1.0
     sampling: AbstractSampling = FullBatch()
@@ -134,8 +134,11 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
         )
 
     @override
-    def lower_bounds(self):
-        return self.clip_norm, self.difference_clip_norm, self.cross_clip_norm
+    def lower_bounds(self, sizes):
+        of_delta = self.difference_clip_norm
+        if of_delta is None:
+            of_delta = self.balanced(self.upper_clip_norm, sizes)
+        return self.clip_norm, of_delta, self.cross_clip_norm
 
     @override
     def upper_bounds(self):

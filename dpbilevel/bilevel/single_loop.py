@@ -60,9 +60,9 @@ class SingleLoopBilevel(AbstractJointSolver):
             eigenvalue of $\nabla_{yy}^2 g$; or an optax optimizer fed with $q_v$.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
         hessian_clip_norm: The bound $C_v$ on $\nabla_{yy}^2 g \, v$ of one lower
-            record. Where upper records are few, $C_f n_g / n_f$ with the numbers of
-            records: below that the share of an upper record decides the noise of all
-            blocks.
+            record. `None` takes $\max(C_y, C_f n_g / n_f)$ with the records of a batch
+            of each level: below that the share of one upper record decides the noise of
+            all blocks.
         cross_clip_norm: The bound $C_x$ on $\nabla_{xy}^2 g \, v$ of one lower record;
             where no lower record meets x, the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
@@ -95,7 +95,7 @@ class SingleLoopBilevel(AbstractJointSolver):
     lower_step_size: StepSize = eqx.field(converter=as_rule)
     linear_step_size: StepSize = eqx.field(converter=as_rule)
     clip_norm: Positive = 1.0
-    hessian_clip_norm: Positive = 1.0
+    hessian_clip_norm: Positive | None = None
     cross_clip_norm: Positive = 1.0
     upper_clip_norm: Positive = 1.0
     sampling: AbstractSampling = FullBatch()
@@ -120,8 +120,11 @@ class SingleLoopBilevel(AbstractJointSolver):
         )
 
     @override
-    def lower_bounds(self):
-        return self.clip_norm, self.hessian_clip_norm, self.cross_clip_norm
+    def lower_bounds(self, sizes):
+        of_v = self.hessian_clip_norm
+        if of_v is None:
+            of_v = self.balanced(self.upper_clip_norm, sizes)
+        return self.clip_norm, of_v, self.cross_clip_norm
 
     @override
     def upper_bounds(self):

@@ -206,7 +206,7 @@ def test_no_contribution_depends_on_the_penalty():
     assert contributions[0] == contributions[1]
 
 
-def test_few_upper_records_do_not_decide_the_noise_at_the_documented_clip_norm():
+def test_few_upper_records_do_not_decide_the_noise_at_the_default_clip_norm():
     def shares(n_f, **fields):
         sizes = dpb.Sizes(n_f, 60, "disjoint")
         solver = differences(1, upper_clip_norm=2.0, **fields).with_noise(1.0)
@@ -215,9 +215,9 @@ def test_few_upper_records_do_not_decide_the_noise_at_the_documented_clip_norm()
         return upper / lower
 
     for n_f in (3, 15):
-        documented = shares(n_f, difference_clip_norm=2.0 * 60 / n_f)
-        assert documented == pytest.approx(0.4**0.5)
-    assert shares(3) > 20  # the control
+        assert shares(n_f) == pytest.approx(0.4**0.5)
+        assert shares(n_f) == shares(n_f, difference_clip_norm=2.0 * 60 / n_f)
+    assert shares(3, difference_clip_norm=1.0) > 20  # the control
 
 
 def test_the_x_block_is_free_exactly_where_no_record_meets_x():
@@ -227,8 +227,8 @@ def test_the_x_block_is_free_exactly_where_no_record_meets_x():
         for problem in (TUNING, WEIGHTING)
     ]
     assert names == [
-        "directions of (y / 1.41, delta / 1.41)",
-        "directions of (y / 1.58, delta / 1.58, x / 2.24)",
+        "directions of (y / 1.41, delta / 2.83)",
+        "directions of (y / 1.58, delta / 3.16, x / 2.24)",
     ]
 
 

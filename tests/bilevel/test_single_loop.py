@@ -308,8 +308,8 @@ def test_the_x_block_is_free_exactly_where_no_record_meets_x():
         for problem in (TUNING, WEIGHTING)
     ]
     assert names == [
-        "directions of (y / 1.41, v / 1.41)",
-        "directions of (y / 1.58, v / 1.58, x / 2.24)",
+        "directions of (y / 1.41, v / 2.83)",
+        "directions of (y / 1.58, v / 3.16, x / 2.24)",
     ]
     plan = dpb.calibrate(
         TUNING,
