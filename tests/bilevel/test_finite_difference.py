@@ -49,6 +49,7 @@ CONTRACT = {
 
 def planned_differences(people, scale=1.0, **fields):
     defaults = {"step_size": 0.1, "lower_step_size": 0.1, "upper_clip_norm": 1.5}
+    defaults |= {"difference_clip_norm": 1.0}
     return planned(differences(**(defaults | fields)), people, scale)
 
 

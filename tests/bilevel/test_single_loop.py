@@ -60,6 +60,7 @@ CONTRACT = {
 def planned_single_loop(people, scale=1.0, **fields):
     defaults = {"num_steps": 3, "step_size": 0.1, "lower_step_size": 0.1}
     defaults |= {"linear_step_size": 0.1, "upper_clip_norm": 1.5}
+    defaults |= {"hessian_clip_norm": 1.0}
     return planned(dpb.SingleLoopBilevel(**(defaults | fields)), people, scale)
 
 
