@@ -116,6 +116,7 @@ def test_refit_is_paid_from_its_share():
     assert sum(spent.values()) == pytest.approx(0.75)
 
 
+@pytest.mark.slow
 def test_refit_starts_from_the_search_and_keeps_its_x():
     data = two_sources(400)
     problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=0.1)

@@ -164,6 +164,7 @@ def scatter(kind, **fields):
     return np.asarray(found).std(axis=1)
 
 
+@pytest.mark.slow
 def test_no_noise_is_multiplied_by_the_penalty():
     wide = {"difference_clip_norm": 20.0}
     small, large = scatter(dpb.bilevel.FiniteDifferenceBilevel, **wide)

@@ -141,6 +141,7 @@ def test_with_equal_scales_it_is_one_level_on_both():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_groups_may_cross_the_leaves_of_a_model():
     def loss(w, record):
         return dpb.logistic_loss(jnp.concatenate([w["a"], w["b"].ravel()]), record)
@@ -200,6 +201,7 @@ def test_what_it_cannot_do_is_refused_with_the_remedy():
         dpb.calibrate(other, ScaledGroups(GD), BUDGET, sizes=SIZES)
 
 
+@pytest.mark.slow
 def test_where_most_groups_are_noise_it_is_better_than_one_level_alone():
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(10), 10)

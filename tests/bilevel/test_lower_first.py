@@ -185,6 +185,7 @@ def test_a_source_that_is_no_integer_is_refused():
         MIXING.check(W0, dpb.Levels(DATA.upper, lower))
 
 
+@pytest.mark.slow
 def test_a_mixture_is_better_than_descent_on_few_validation_records():
     """In test loss, by the medians of 5 keys."""
     data, budget = levels(400, d=20), dpb.PrivacyBudget(1.0, 1e-5)

@@ -279,6 +279,7 @@ def test_a_step_on_kept_sources_is_one_of_the_mean_over_their_records():
     np.testing.assert_allclose(y, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_of_an_optax_rule_are_taken_as_they_are():
     rule = dpb.NoisyGD(3, 100.0, optax.sgd(0.5))
     (_, y), _ = runs(SelectedSources(long(20), rule))
@@ -379,6 +380,7 @@ def test_weights_are_in_the_parametrization_of_the_problem():
     np.testing.assert_allclose(y, selected()[0][1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_projected_onto_the_models_of_the_problem():
     ball = dataclasses.replace(WEIGHTING, y_set=dpb.sets.Ball(0.1))
     (_, y), found = runs(MixedSources(*[long(5)] * 4), problem=ball)

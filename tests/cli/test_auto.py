@@ -68,6 +68,7 @@ def test_a_run_without_settings_takes_those_of_auto(file, few, capsys, tmp_path)
     assert results.load(out).config == planned
 
 
+@pytest.mark.slow
 def test_a_run_without_settings_is_resumed_with_those_that_it_had(
     file, few, monkeypatch, capsys, tmp_path
 ):
@@ -163,6 +164,7 @@ def test_a_game_is_refused_with_where_to_look(tmp_path, capsys):
     assert "docs/games.md" in failure(capsys, "auto", str(path))
 
 
+@pytest.mark.slow
 def test_a_config_under_add_or_remove_one_is_planned_under_it(file, few, tmp_path):
     file.write_text(file.read_text().replace("replace_one", "add_or_remove_one"))
     out = tmp_path / "b.toml"
@@ -174,6 +176,7 @@ def test_a_config_under_add_or_remove_one_is_planned_under_it(file, few, tmp_pat
     assert main(["run", str(out), "--out", str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.slow
 def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
     def scaled(problem, w0, clip_norm):
         assert (w0[0] == -8.0).all()

@@ -211,6 +211,7 @@ def worst_correlation(kind, runs=2000):
     return np.max(table - np.eye(4))
 
 
+@pytest.mark.slow
 def test_the_noises_of_a_run_are_uncorrelated():
     assert worst_correlation(dpb.search.NoisyUCB) < 4.9 / 2000**0.5
     assert worst_correlation(SameNoiseInPairs) > 0.9  # the control
@@ -262,6 +263,7 @@ SOLVERS = {
 BEST = RECORDS.mean(axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOLVERS)
 def test_with_hardly_any_noise_the_best_point_is_found(name):
     problem = box_problem(box=dpb.sets.Box(-1.0, 1.0))

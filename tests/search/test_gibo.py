@@ -292,6 +292,7 @@ def test_asked_by_hand_it_releases_what_solve_does():
         np.testing.assert_allclose(state.w, whole[index], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_step_draws_noise_of_its_own():
     solver = gibo(1.0, 3, batch=2, keep=2)
     flat = dpb.FiniteSum(lambda w, z: 0 * jnp.sum(w * z), w_set=dpb.sets.Euclidean())

@@ -125,6 +125,7 @@ def test_the_black_box_sees_its_own_point_in_float64_under_the_callers_setting()
     assert any(np.array_equal(answer.value, point) for point, _ in seen)
 
 
+@pytest.mark.slow
 def test_in_a_program_of_two_processes_the_first_one_keeps_the_folder(tmp_path, whole):
     with socket.socket() as free:
         free.bind(("localhost", 0))
