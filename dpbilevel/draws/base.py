@@ -191,7 +191,11 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         draw = Draw(
             DRAW, 1, queries, plan.mechanism, plan.rate, guarantee, basis, inexact
         )
-        assumptions = (*self.declarations(plan), *plan.score.assumptions)
+        assumptions = (
+            *self.declarations(plan),
+            *plan.score.assumptions,
+            *self.sampler.assumptions,
+        )
         people = people_of(sizes) or People.OVERLAPPING
         return Ledger((draw,), people, assumptions)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import equinox as eqx
 import jax
@@ -15,17 +15,29 @@ from ..._checks import Count, Fraction, Positive
 from ...privacy.noise import PRNGKey, check_key, derive
 from ...privacy.normal import standard_normal
 from ...sets import AbstractSet
-from . import restricted
+from . import _untimed, restricted
+from ._untimed import where
 from ._walk_bounds import duration
 from .base import AbstractPotential, AbstractSampler, Regularity, SamplerGuarantee
-from .proximal import AbstractProximalOracle, ProximalLaw, ProximalPlan, plus
+from .proximal import (
+    AbstractProximalOracle,
+    Mixing,
+    ProximalLaw,
+    ProximalPlan,
+    enough_tries,
+    plus,
+)
 
-_MOST_TRIES = 10**9
 _LEAST_ACCEPTANCE = 1e-3
 # How the distance is shared out: the start forgotten, accepted tries that have not
 # their law, tries that run out, draws of proposals that run out.
 _MIXING, _BIAS, _TRIES, _DRAWS = 0.5, 0.25, 0.125, 0.125
 _COUNTS = ("num_steps", "step_size", "tries")
+_MOST_STEPS = 2**30
+_NOT_PLANNED = (
+    "AlternatingSampler: its counts are not planned; use "
+    "sampler.with_counts(regularity, feasible) first."
+)
 
 
 class Chain(eqx.Module):
@@ -86,6 +98,14 @@ class AlternatingSampler(AbstractSampler):
     takes half of `distance`, bias a quarter, tries that run out and draws that run out
     an eighth each.
 
+    **Unprotected running time.** The bound on mixing holds at every $\eta$, and tries
+    of `ConvexEnvelope` have their law at every $\eta$ and $c$. With
+    `running_time="unprotected"` the records choose: descent finds a start, and a few
+    tries there find the step worth its tries, never below the planned one; $T$ follows
+    from it, and every step takes as many tries as it needs. Given the step size the law
+    is within the bound, and so it is on average; mixing has all of `distance`, and
+    nothing runs out. How long a draw takes depends on the records.
+
     Args:
         oracle: `StochasticRejection` or `ConvexEnvelope`.
         distance: The total variation distance that is aimed at; with $\varepsilon$
@@ -94,10 +114,14 @@ class AlternatingSampler(AbstractSampler):
         step_size: $\eta$; where omitted, the largest at which the bias is small enough.
         tries: $B$. Static; set by `with_counts` where omitted.
         max_queries: `with_counts` refuses to make more evaluations than that. Static.
+        running_time: `"fixed"`, or `"unprotected"`, which is orders of magnitude faster
+            and shows how long it takes. Static.
+        mixing: Set by `with_counts` where the running time is unprotected.
 
     Privacy:
         None by itself: see `SamplerGuarantee`. That $U$ is strongly convex on the set
-        is assumed, not checked.
+        is assumed, not checked. An unprotected running time is part of no guarantee:
+        use it where nobody untrusted can time the draw.
 
     References:
         Lee, Shen and Tian, COLT 2021; Gopi, Lee and Liu, "Private Convex Optimization
@@ -112,6 +136,31 @@ class AlternatingSampler(AbstractSampler):
     step_size: Positive | None = None
     tries: Count | None = eqx.field(static=True, default=None)
     max_queries: int = eqx.field(static=True, default=10_000_000)
+    running_time: Literal["fixed", "unprotected"] = eqx.field(
+        static=True, default="fixed", kw_only=True
+    )
+    mixing: Mixing | None = eqx.field(default=None, kw_only=True)
+
+    def __check_init__(self):
+        if self._untimed and (self.num_steps or self.tries):
+            raise ValueError(
+                'AlternatingSampler: with running_time="unprotected" records choose '
+                "num_steps and tries; leave both out."
+            )
+
+    @property
+    def _untimed(self) -> bool:
+        return self.running_time == "unprotected"
+
+    @property
+    @override
+    def assumptions(self) -> tuple[str, ...]:
+        if not self._untimed:
+            return ()
+        return (
+            "unprotected: how long the draw takes; its step size and its number of "
+            "steps and tries depend on records",
+        )
 
     @override
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:
@@ -127,6 +176,8 @@ class AlternatingSampler(AbstractSampler):
         open_plan = self._plan(regularity, feasible, step_size=largest)
         step_size = self.step_size or self._step_size(open_plan)
         plan = self._plan(regularity, feasible, step_size=step_size)
+        if self._untimed:
+            return self._without_counts(plan)
         num_steps = self.num_steps or self._steps(plan)
         chance = self.oracle.acceptance(plan)
         bias = num_steps * self.oracle.bias(plan)
@@ -138,7 +189,7 @@ class AlternatingSampler(AbstractSampler):
                 f"accepted ones are off by {bias:.2g} in all. Use about {found:.3g}, "
                 "or leave it open."
             )
-        tries = self.tries or _enough_tries(num_steps, chance, _TRIES * self.distance)
+        tries = self.tries or enough_tries(num_steps, chance, _TRIES * self.distance)
         plan = dataclasses.replace(plan, num_steps=num_steps, tries=tries)
         oracle = self.oracle.with_counts(plan)
         total = tries * oracle.evaluations()[1]
@@ -168,6 +219,8 @@ class AlternatingSampler(AbstractSampler):
             ValueError: Some counts are open, and `with_counts` refuses.
         """
         _check(regularity, feasible)
+        if self._untimed:
+            return self._untimed_guarantee(regularity, feasible)
         counts = {name: getattr(self, name) for name in _COUNTS}
         if all(count is None for count in counts.values()):
             return SamplerGuarantee(0, math.inf, distance=self.distance)
@@ -176,7 +229,8 @@ class AlternatingSampler(AbstractSampler):
             return sampler.guarantee(regularity, feasible)
         num_steps, step_size, tries = counts.values()
         plan = self._plan(regularity, feasible, **counts)
-        chance, mixing = self.oracle.acceptance(plan), _mixing(plan)
+        chance = self.oracle.acceptance(plan)
+        mixing = Mixing.of(plan).left(step_size, num_steps)
         bias = num_steps * self.oracle.bias(plan)
         late = float(scipy.stats.binom.cdf(num_steps - 1, tries, chance))
         draws = self.oracle.draw_failure(plan)
@@ -205,6 +259,13 @@ class AlternatingSampler(AbstractSampler):
     @override
     def draw(self, potential, feasible, start, *, key) -> PyTree:
         """The point of the last step; `start` is projected onto the set."""
+        if self._untimed:
+            check_key(key)
+            if self.step_size is None or self.mixing is None:
+                raise ValueError(_NOT_PLANNED)
+            law = ProximalLaw(potential, feasible, self.step_size)
+            aim = self.mixing, self.distance
+            return _untimed.draw(self.oracle, law, *aim, start, key=key)
         return self.run(potential, feasible, start, key=key).x
 
     def run(
@@ -223,10 +284,7 @@ class AlternatingSampler(AbstractSampler):
         check_key(key)
         num_steps, step_size, tries = self.num_steps, self.step_size, self.tries
         if num_steps is None or step_size is None or tries is None:
-            raise ValueError(
-                "AlternatingSampler: its counts are not planned; use "
-                "sampler.with_counts(regularity, feasible) first."
-            )
+            raise ValueError(_NOT_PLANNED)
         law = ProximalLaw(potential, feasible, step_size)
 
         def attempt(_, chain):
@@ -234,15 +292,15 @@ class AlternatingSampler(AbstractSampler):
             # Algorithm 1 of Gopi, Lee and Liu: y_t, once per step.
             noise = standard_normal(chain.x, key=keys[1])
             noisy = plus(chain.x, step_size**0.5, noise)
-            y = _where(chain.fresh, noisy, chain.y)
+            y = where(chain.fresh, noisy, chain.y)
             common = self.oracle.prepare(law, noisy)  # in vain where the step goes on
-            common = _where(chain.fresh, common, chain.common)
+            common = where(chain.fresh, common, chain.common)
             # Its Line 1, x_t given y_t, by one try.
             x, accepted, queries = self.oracle.attempt(law, y, common, key=keys[2])
             running = chain.done < num_steps  # else the point of the last step stays
             accepted = accepted & running
             return Chain(
-                _where(accepted, x, chain.x),
+                where(accepted, x, chain.x),
                 y,
                 common,
                 chain.done + accepted.astype(jnp.int32),
@@ -264,8 +322,46 @@ class AlternatingSampler(AbstractSampler):
 
     def _steps(self, plan: ProximalPlan) -> int:
         """The fewest with which mixing takes its share, at the plan's step size."""
-        start = plan.width / (2 * math.sqrt(plan.step_size) * _MIXING * self.distance)
-        return 1 + max(0, math.ceil(math.log(start) / _mixing_rate(plan)))
+        share = (1 if self._untimed else _MIXING) * self.distance
+        return int(Mixing.of(plan).num_steps(float(plan.step_size), share))
+
+    def _without_counts(self, plan: ProximalPlan) -> Self:
+        """At the least step size; the records choose the one that is used."""
+        while self._steps(plan) > _MOST_STEPS:  # any step size will do
+            plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
+        return dataclasses.replace(
+            self,
+            oracle=self.oracle.without_counts(plan),
+            step_size=plan.step_size,
+            mixing=Mixing.of(plan),
+        )
+
+    def _untimed_guarantee(self, regularity, feasible) -> SamplerGuarantee:
+        """`distance`, once planned for this potential."""
+        notes: tuple[str, ...] = (
+            f"the potential is {regularity.strong_convexity:.4g}-strongly convex on "
+            "the set",
+        )
+        step_size, proved, steps = self.step_size, True, 0
+        if self.mixing is not None and step_size is not None:
+            plan = self._plan(regularity, feasible, step_size=float(step_size))
+            steps, found, due = self._steps(plan), self.mixing, Mixing.of(plan)
+            proved = self.oracle.serves(plan)
+            proved &= (found.width, found.convexity) == (due.width, due.convexity)
+            stale = "HEURISTIC: AlternatingSampler was planned for another law"
+            notes += (
+                f"at most {steps} steps of size {step_size:.4g} or more, each of as "
+                "many tries as it takes",
+                *(() if proved else (stale,)),
+            )
+        return SamplerGuarantee(
+            num_steps=steps,
+            queries=math.inf,
+            distance=self.distance,
+            proved=proved,
+            aim=self.distance,
+            notes=notes,
+        )
 
     def _step_size(self, plan: ProximalPlan) -> float:
         """The largest up to the plan's at which the bias of all steps has its share."""
@@ -300,40 +396,3 @@ def _check(regularity: Regularity, feasible: AbstractSet) -> None:
             f"a {type(feasible).__name__} of diameter {width}. Use a Box or a Ball."
         )
     restricted.check_set(feasible)
-
-
-def _mixing(plan: ProximalPlan) -> float:
-    """The distance that is left of the start."""
-    start = plan.width / (2 * math.sqrt(plan.step_size))
-    return start * math.exp(-(plan.num_steps - 1) * _mixing_rate(plan))
-
-
-def _mixing_rate(plan: ProximalPlan) -> float:
-    r"""$\log(1 + \alpha' \eta)$."""
-    error = plan.regularity.error + plan.regularity.rounding
-    return math.log1p(plan.convexity * math.exp(-2 * error) * plan.step_size)
-
-
-def _enough_tries(num_steps: int, chance: float, failure: float) -> int:
-    """The least number of tries of which too few are accepted with that chance."""
-
-    def serves(tries):
-        return scipy.stats.binom.cdf(num_steps - 1, tries, chance) <= failure
-
-    low, high = num_steps - 1, max(num_steps, math.ceil(num_steps / chance))
-    while not serves(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if serves(middle) else (middle, high)
-    if high > _MOST_TRIES:
-        raise ValueError(
-            f"AlternatingSampler: {num_steps} steps would need {high} tries; at most "
-            f"{_MOST_TRIES} are made. Use a larger distance or regularizer, or a "
-            "potential that is less steep."
-        )
-    return high
-
-
-def _where(condition, left: PyTree, right: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)

@@ -149,7 +149,9 @@ class AbstractSumPotential(AbstractPotential):
 
 
 class AbstractSampler(Checked):
-    """Draws one point by a number of steps that is fixed before data is seen.
+    """Draws one point, by steps whose number is fixed before data is seen.
+
+    A sampler whose running time depends on records says so in `assumptions`.
 
     Steps are planned from the `Regularity` of a potential and from the set.
 
@@ -158,6 +160,11 @@ class AbstractSampler(Checked):
     """
 
     continuous: ClassVar[bool] = True
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What a report lists besides the guarantee; by default nothing."""
+        return ()
 
     @abc.abstractmethod
     def with_counts(self, regularity: Regularity, feasible: AbstractSet) -> Self:

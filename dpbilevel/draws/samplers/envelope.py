@@ -26,6 +26,7 @@ from .proximal import (
 )
 
 _MOST_GRADIENT_STEPS = 12
+_FEW_DRAWS = 4
 
 
 class _Tangent(eqx.Module):
@@ -114,6 +115,20 @@ class ConvexEnvelope(AbstractProximalOracle):
         )
 
     @override
+    def without_counts(self, plan: ProximalPlan) -> Self:
+        """No gradient steps by default: one costs as much as a try, and rarely helps.
+
+        Where no draw of a proposal is accepted the try is rejected, so that few serve.
+        """
+        return dataclasses.replace(
+            self,
+            gradient_steps=self.gradient_steps or 0,
+            draw_tries=self.draw_tries or _FEW_DRAWS,
+            curvature=plan.convexity,
+            slack=_slack(plan),
+        )
+
+    @override
     def serves(self, plan: ProximalPlan) -> bool:
         """Where curvature and slack are those that `with_counts` set."""
         return (self.curvature, self.slack) == (plan.convexity, _slack(plan))
@@ -145,23 +160,46 @@ class ConvexEnvelope(AbstractProximalOracle):
     def prepare(self, law: ProximalLaw, y: PyTree) -> PyTree:
         r"""The tangent at $c_J$."""
 
-        def tangent(point):
-            value, gradient = law.potential.value_and_gradient(point)
-            return _Tangent(point, finite_part(value), finite_part(gradient))
-
         def move(_, point):
-            gradient = tangent(point).gradient
+            gradient = _tangent(law, point).gradient
             return feasible.project(plus(y, -step_size, gradient))
 
         _, feasible, step_size = law
         point = feasible.project(y)
         if self.gradient_steps:
             point = jax.lax.fori_loop(0, self.gradient_steps, move, point)
-        return tangent(point)
+        return _tangent(law, point)
+
+    @override
+    def moved(self, law, y, common) -> PyTree:
+        r"""At the lowest point of $U + \|\cdot - y\|^2 / (2 \eta)$ on a line.
+
+        From $c$ to $\Pi(y - \eta g)$, if the potential were quadratic there.
+        """
+
+        def slope(tangent):
+            back = optax.tree.sub(tangent.point, y)
+            return plus(tangent.gradient, 1 / law.step_size, back)
+
+        point = law.feasible.project(plus(y, -law.step_size, common.gradient))
+        line = optax.tree.sub(point, common.point)
+        here, there = (
+            jnp.asarray(optax.tree.vdot(slope(tangent), line))
+            for tangent in (common, _tangent(law, point))
+        )
+        part = jnp.clip(finite_part(here / (here - there)), 0, 1)
+        return _tangent(law, law.feasible.project(plus(common.point, part, line)))
 
     @override
     def attempt(self, law, y, common, *, key) -> Attempt:
         key_proposal, key_accept = derive(key, "proposal", "accept")
+        x, above = self.proposal(law, y, common, key=key_proposal)
+        coin = standard_exponential((), above.dtype, key=key_accept)
+        needed = jnp.asarray(self.evaluations()[0], above.dtype)
+        return x, coin >= above, needed
+
+    @override
+    def proposal(self, law, y, common, *, key) -> tuple[PyTree, Array]:
         potential, feasible, step_size = law
         curvature = 0.0 if self.curvature is None else self.curvature
         slack, c = 0.0 if self.slack is None else self.slack, common.point
@@ -169,21 +207,19 @@ class ConvexEnvelope(AbstractProximalOracle):
         shrink = 1 / (1 + curvature * step_size)  # 1 / (eta P)
         mean = plus(y, -step_size, common.gradient)
         mean = plus(mean, step_size * curvature, c)
-        x = restricted.restricted_normal(
+        x, found = restricted.tried_normal(
             feasible,
             multiple(shrink, mean),
             (step_size * shrink) ** 0.5,
             self.draw_tries or 1,
-            key=key_proposal,
+            key=key,
         )
         # Accepted with probability exp(-R(x) - kappa).
         offset = optax.tree.sub(x, c)
         support = optax.tree.vdot(common.gradient, offset)
         support = support + 0.5 * curvature * optax.tree.vdot(offset, offset)
         above = finite_part(potential(x)) - common.value - support + slack
-        coin = standard_exponential((), above.dtype, key=key_accept)
-        needed = jnp.asarray(self.evaluations()[0], above.dtype)
-        return x, coin >= above, needed
+        return x, jnp.where(found, above, jnp.inf)
 
     def _best_steps(self, plan: ProximalPlan) -> int:
         """J, by default the one that accepts most tries per evaluation."""
@@ -191,6 +227,11 @@ class ConvexEnvelope(AbstractProximalOracle):
             return self.gradient_steps
         most = _MOST_GRADIENT_STEPS if plan.regularity.smoothness < math.inf else 0
         return max(range(most + 1), key=lambda j: _acceptance(plan, j) / (2 + j))
+
+
+def _tangent(law: ProximalLaw, point: PyTree) -> _Tangent:
+    value, gradient = law.potential.value_and_gradient(point)
+    return _Tangent(point, finite_part(value), finite_part(gradient))
 
 
 def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:

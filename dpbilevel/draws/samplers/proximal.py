@@ -8,7 +8,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import scipy
 from jaxtyping import Array, Bool, Float, PyTree
 
 from ...privacy.noise import PRNGKey
@@ -17,6 +19,7 @@ from . import restricted
 from .base import AbstractPotential, Regularity
 
 _MOST_DRAW_TRIES = 100_000
+_MOST_TRIES = 10**9
 
 # A proposal, whether it is accepted, and how many evaluations were needed.
 Attempt = tuple[PyTree, Bool[Array, ""], Float[Array, ""]]
@@ -47,6 +50,40 @@ class ProximalPlan:
     def convexity(self) -> float:
         r"""$\alpha$; 0 where none is known."""
         return float(self.regularity.strong_convexity or 0.0)
+
+
+class Mixing(eqx.Module):
+    r"""How fast `AlternatingSampler` forgets its start, at any step size.
+
+    Attributes:
+        width: $D$.
+        convexity: $\alpha'$.
+    """
+
+    width: float
+    convexity: float
+
+    @classmethod
+    def of(cls, plan: ProximalPlan) -> "Mixing":
+        """That of a plan's potential and set."""
+        error = plan.regularity.error + plan.regularity.rounding
+        return cls(plan.width, plan.convexity * math.exp(-2 * error))
+
+    def left(self, step_size: float, num_steps: int) -> float:
+        """The distance that is left of the start."""
+        rate = math.log1p(self.convexity * step_size)
+        return (
+            self.width / (2 * math.sqrt(step_size)) * math.exp(-(num_steps - 1) * rate)
+        )
+
+    def num_steps(self, step_size: Any, distance: float, xp: Any = np) -> Any:
+        """The fewest steps with at most that distance left, as a floating number.
+
+        On the host with NumPy; in a program with `jax.numpy`, where logarithms round.
+        """
+        start = self.width / (2 * step_size**0.5 * distance)
+        steps = xp.ceil(xp.log(start) / xp.log1p(self.convexity * step_size))
+        return 1 + xp.maximum(steps, 0)
 
 
 class ProximalLaw(NamedTuple):
@@ -89,6 +126,32 @@ class AbstractProximalOracle(eqx.Module):
         Raises:
             ValueError: A draw of a proposal would need too many tries.
         """
+
+    def without_counts(self, plan: ProximalPlan) -> Self:
+        """The oracle for steps of any size and as many tries as they take.
+
+        Raises:
+            ValueError: Accepted tries have another law at a larger step, or nothing is
+                gained.
+        """
+        del plan
+        raise ValueError(
+            f'{type(self).__name__}: running_time="unprotected" needs an oracle that '
+            "is exact at any step size; use ConvexEnvelope."
+        )
+
+    def proposal(
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> tuple[PyTree, Float[Array, ""]]:
+        r"""What `attempt` proposes, and the $r$ with which $e^{-r}$ accepts it.
+
+        Of oracles that have `without_counts`, as `moved`.
+        """
+        raise NotImplementedError
+
+    def moved(self, law: ProximalLaw, y: PyTree, common: PyTree) -> PyTree:
+        """Something else in common, for tries at `y` after many that were rejected."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def serves(self, plan: ProximalPlan) -> bool:
@@ -173,6 +236,31 @@ class AbstractProximalOracle(eqx.Module):
         reach = weight * reach + shift  # of the mean
         chance = restricted.acceptance(feasible, dimension, deviation, reach)
         return chance, not isinstance(feasible, Ball)
+
+
+def enough_tries(num_steps: int, chance: float, failure: float) -> int:
+    """The least number of tries of which too few are accepted with that chance.
+
+    Raises:
+        ValueError: There are more than anyone would make.
+    """
+
+    def serves(tries):
+        return scipy.stats.binom.cdf(num_steps - 1, tries, chance) <= failure
+
+    low, high = num_steps - 1, max(num_steps, math.ceil(num_steps / chance))
+    while not serves(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if serves(middle) else (middle, high)
+    if high > _MOST_TRIES:
+        raise ValueError(
+            f"AlternatingSampler: {num_steps} steps would need {high} tries; at most "
+            f"{_MOST_TRIES} are made. Use a larger distance or regularizer, or a "
+            "potential that is less steep."
+        )
+    return high
 
 
 def _far(plan: ProximalPlan) -> float:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ...privacy.noise import PRNGKey, derive, standard_exponential
 from ...privacy.normal import standard_normal
@@ -45,6 +45,27 @@ def restricted_normal(
     Raises:
         ValueError: A set of another kind.
     """
+    point, found = tried_normal(feasible, mean, deviation, tries, key=key)
+    fallback = feasible.project(mean)
+    return jax.tree.map(lambda v, a: jnp.where(found, v, a), point, fallback)
+
+
+def tried_normal(
+    feasible: AbstractSet,
+    mean: PyTree,
+    deviation: Float[Array, ""] | float,
+    tries: int,
+    *,
+    key: PRNGKey,
+) -> tuple[PyTree, Bool[Array, ""]]:
+    """The point of the first accepted try, and whether there is one.
+
+    Arguments are those of `restricted_normal`; given that a try was accepted the point
+    has exactly the law that is asked for.
+
+    Raises:
+        ValueError: A set of another kind.
+    """
     check_set(feasible)
     flat, unravel = jax.flatten_util.ravel_pytree(mean)
     deviation = jnp.asarray(deviation, flat.dtype)
@@ -64,11 +85,11 @@ def restricted_normal(
         lower, upper = (
             jax.flatten_util.ravel_pytree(feasible.project(end))[0] for end in ends
         )
-        return unravel(truncated_normal(flat, deviation, lower, upper, key=key))
-    fallback = jax.flatten_util.ravel_pytree(feasible.project(mean))[0]
-    first = points[jnp.argmax(accepted)]
+        point = truncated_normal(flat, deviation, lower, upper, key=key)
+        return unravel(point), jnp.asarray(True)
     # Rounding may leave the set.
-    return feasible.project(unravel(jnp.where(jnp.any(accepted), first, fallback)))
+    first = feasible.project(unravel(points[jnp.argmax(accepted)]))
+    return first, jnp.any(accepted)
 
 
 def check_set(feasible: AbstractSet) -> None:

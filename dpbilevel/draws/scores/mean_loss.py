@@ -25,6 +25,8 @@ from .base import AbstractScore, check_error, check_loss_dtype
 
 # A public term is cut at this many times the range of the losses.
 _PUBLIC = 8
+# How many values are added in any order.
+_GROUP = 64
 # By how much a declared range is exceeded before it is enforced, more than by rounding:
 # a loss may reach it, and at the limit itself derivatives would be cut too.
 _BEYOND = 1 + 2.0**-10
@@ -60,11 +62,12 @@ class MeanLoss(AbstractScore):
     def regularity(self, dtype: DTypeLike, dimension: int) -> Regularity:
         problem, reach = self.problem, self._reach()
         public = problem.public is not None
-        error = rounding = 0.0
+        error = rounding = gradient_error = 0.0
         if self.measure == "slope":
-            # Two losses, and their sum over the records in any order.
-            roundings = 2 * sensitivities.UNITS + self.sizes
-            rounding = roundings * unit_of(dtype) * reach
+            # Two losses, and their sum in groups; gradients add up in any order.
+            unit, losses = unit_of(dtype), 2 * sensitivities.UNITS
+            rounding = (losses + _roundings(self.sizes)) * unit * reach
+            gradient_error = (losses + self.sizes) * unit * self._declared()
         else:
             error = spread_of(reach, self.sizes, dtype, public)[1]
         # A public term may be as steep as it likes.
@@ -75,6 +78,7 @@ class MeanLoss(AbstractScore):
             math.inf if lipschitz is None else lipschitz,
             smoothness=math.inf if smoothness is None else smoothness,
             error=float(error),
+            gradient_error=float(gradient_error),
             rounding=float(rounding),
             num_terms=self.sizes,
             term_lipschitz=lipschitz,
@@ -190,6 +194,22 @@ def public_part(
     return jnp.clip(jnp.nan_to_num(more), -limit, limit)
 
 
+def _sum(values: Float[Array, " n"]) -> Float[Array, ""]:
+    """The sum, in groups of groups, so that few additions follow each other."""
+    while len(values) > _GROUP:
+        padded = jnp.pad(values, (0, -len(values) % _GROUP))
+        values = jnp.sum(padded.reshape(-1, _GROUP), axis=1)
+    return jnp.sum(values)
+
+
+def _roundings(n: int) -> int:
+    """How many additions follow each other in `_sum`, at most."""
+    count = 0
+    while n > _GROUP:
+        count, n = count + _GROUP, -(-n // _GROUP)
+    return count + n
+
+
 class _ClippedMean(AbstractPotential):
     problem: FiniteSum
     batch: Batch
@@ -223,7 +243,7 @@ class _Terms(AbstractSumPotential):
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         losses = jax.vmap(lambda record: self._loss(x, record))(self.data)
-        return jnp.sum(losses) / self.num_terms
+        return _sum(losses) / self.num_terms
 
     @override
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:

@@ -1,0 +1,214 @@
+"""The alternating sampler with the step size and the tries that records ask for."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ...privacy.noise import PRNGKey, computed_once, derive
+from ...privacy.normal import standard_normal
+from .proximal import AbstractProximalOracle, Mixing, ProximalLaw, finite_part, plus
+
+_DESCENT_STEPS = 200
+_PARTICLES = 16
+_GRADIENT = 2.0  # what a gradient costs, in values
+_PATIENCE = 32  # tries before what they have in common is moved
+_WORSE = 0.5  # of the best efficiency: larger steps are not looked at
+
+
+class _Descent(eqx.Module):
+    x: PyTree
+    ahead: PyTree  # the point that is extrapolated to
+    momentum: Float[Array, ""]
+    steepness: Float[Array, ""]  # of the quadratic that should lie above U
+
+
+class _Ladder(eqx.Module):
+    step_size: Float[Array, ""]
+    points: PyTree  # of the particles
+    best: Float[Array, ""]  # step size so far
+    efficiency: Float[Array, ""]  # of it
+    last: Float[Array, ""]  # efficiency
+    key: PRNGKey
+
+
+class _Walk(eqx.Module):
+    x: PyTree
+    done: Int[Array, ""]
+    key: PRNGKey
+
+
+class _Tries(eqx.Module):
+    x: PyTree
+    common: PyTree
+    accepted: Bool[Array, ""]
+    count: Int[Array, ""]
+    key: PRNGKey
+
+
+def draw(
+    oracle: AbstractProximalOracle,
+    law: ProximalLaw,
+    mixing: Mixing,
+    distance: float,
+    start: PyTree,
+    *,
+    key: PRNGKey,
+) -> PyTree:
+    """One point, within a distance of the law; `law.step_size` is the least one."""
+    key_pilot, key_walk = derive(key, "search", "walk")
+    center = minimizer(law, law.feasible.project(jax.tree.map(jnp.asarray, start)))
+    step_size = best_step(oracle, law, mixing.width**2, center, key=key_pilot)
+    # One more than asked for, as logarithms round.
+    steps = 1 + mixing.num_steps(step_size, distance, jnp).astype(jnp.int32)
+    law = law._replace(step_size=step_size)
+    return walk(oracle, law, center, steps, key=key_walk)
+
+
+def minimizer(law: ProximalLaw, start: PyTree) -> PyTree:
+    """A point where the potential is small. NON-PRIVATE; nothing rests on it.
+
+    By accelerated projected gradient steps whose size is halved wherever the quadratic
+    that they minimize is below the potential.
+
+    References:
+        Beck and Teboulle, "A fast iterative shrinkage-thresholding algorithm for linear
+        inverse problems", SIAM Journal on Imaging Sciences, 2009.
+    """
+    potential, feasible, _ = law
+
+    def step(_, state):
+        value, gradient = finite_part(potential.value_and_gradient(state.ahead))
+        size = 1 / state.steepness
+        x = feasible.project(plus(state.ahead, -size, gradient))
+        offset = optax.tree.sub(x, state.ahead)
+        square = optax.tree.vdot(offset, offset)
+        above = value + optax.tree.vdot(gradient, offset) + square / (2 * size)
+        lower = finite_part(potential(x)) <= above
+        momentum = (1 + jnp.sqrt(1 + 4 * state.momentum**2)) / 2
+        moved = optax.tree.sub(x, state.x)
+        ahead = plus(x, (state.momentum - 1) / momentum, moved)
+        uphill = (
+            jnp.asarray(optax.tree.vdot(gradient, moved)) > 0
+        )  # then the momentum is dropped
+        ahead, momentum = where(uphill, (x, jnp.ones_like(momentum)), (ahead, momentum))
+        taken = _Descent(x, feasible.project(ahead), momentum, 0.9 * state.steepness)
+        steeper = eqx.tree_at(lambda s: s.steepness, state, 2 * state.steepness)
+        return where(lower, taken, steeper)
+
+    one = jnp.ones((), jnp.result_type(*jax.tree.leaves(start)))
+    state = _Descent(start, start, one, one)
+    return jax.lax.fori_loop(0, _DESCENT_STEPS, step, state).x
+
+
+def best_step(
+    oracle: AbstractProximalOracle,
+    law: ProximalLaw,
+    longest: float,
+    center: PyTree,
+    *,
+    key: PRNGKey,
+) -> Float[Array, ""]:
+    r"""The $\eta$ with most progress per evaluation near `center`. NON-PRIVATE.
+
+    From the law's own $\eta$ on it is doubled, up to about `longest`. A few particles
+    estimate which part of the tries is accepted; progress is $\eta$ over the number of
+    evaluations that a step takes.
+    """
+    potential, feasible, least = law
+    least = jnp.asarray(least, jnp.result_type(*jax.tree.leaves(center)))
+
+    def efficiency(ladder):
+        wider = ProximalLaw(potential, feasible, ladder.step_size)
+
+        def one(x, key):
+            key_noise, key_try = derive(key, "smooth", "reject")
+            noise = standard_normal(x, key=key_noise)
+            y = plus(x, ladder.step_size**0.5, noise)
+            x, above = oracle.proposal(wider, y, oracle.prepare(wider, y), key=key_try)
+            return x, jnp.exp(-jnp.maximum(above, 0))
+
+        key, key_tries = derive(_advanced(ladder.key), "next", "step")
+        keys = jax.random.split(key_tries, _PARTICLES)
+        points, chances = jax.vmap(one)(ladder.points, keys)
+        tries = 1 / jnp.maximum(jnp.mean(chances), 1e-6)
+        return key, points, ladder.step_size / (_GRADIENT + tries)
+
+    def worth(ladder):
+        return (ladder.last >= _WORSE * ladder.efficiency) & (
+            ladder.step_size <= longest
+        )
+
+    def longer(ladder):
+        key, points, found = efficiency(ladder)
+        better = found > ladder.efficiency
+        best = jnp.where(better, ladder.step_size, ladder.best)
+        most = jnp.maximum(found, ladder.efficiency)
+        return _Ladder(2 * ladder.step_size, points, best, most, found, key)
+
+    points = jax.tree.map(lambda v: jnp.broadcast_to(v, (_PARTICLES, *v.shape)), center)
+    zero = jnp.zeros_like(least)
+    ladder = _Ladder(least, points, least, zero, zero, key)
+    return jax.lax.while_loop(worth, longer, ladder).best
+
+
+def walk(
+    oracle: AbstractProximalOracle,
+    law: ProximalLaw,
+    start: PyTree,
+    num_steps: Int[Array, ""],
+    *,
+    key: PRNGKey,
+) -> PyTree:
+    """The point after `num_steps` steps, each of as many tries as it takes."""
+
+    def step(chain):
+        keys = derive(_advanced(chain.key), "next", "smooth", "reject")
+        # Algorithm 1 of Gopi, Lee and Liu: y_t.
+        noise = standard_normal(chain.x, key=keys[1])
+        y = plus(chain.x, law.step_size**0.5, noise)
+
+        def attempt(tries):
+            after, now = derive(_advanced(tries.key), "next", "restart")
+            x, accepted, _ = oracle.attempt(law, y, tries.common, key=now)
+            return _Tries(x, tries.common, accepted, tries.count + 1, after)
+
+        def goes_on(tries):
+            return ~tries.accepted & (tries.count < _PATIENCE)
+
+        def block(tries):
+            tries = jax.lax.while_loop(goes_on, attempt, tries)
+            # What tries have in common may depend on those that were rejected.
+            moved = jax.lax.cond(
+                tries.accepted,
+                lambda: tries.common,
+                lambda: oracle.moved(law, y, tries.common),
+            )
+            zero = jnp.zeros_like(tries.count)
+            return _Tries(tries.x, moved, tries.accepted, zero, tries.key)
+
+        # Its Line 1, x_t given y_t.
+        zero = jnp.zeros((), jnp.int32)
+        tries = _Tries(chain.x, oracle.prepare(law, y), zero > 0, zero, keys[2])
+        tries = jax.lax.while_loop(lambda t: ~t.accepted, block, tries)
+        return _Walk(tries.x, chain.done + 1, keys[0])
+
+    chain = _Walk(start, jnp.zeros((), jnp.int32), key)
+    return jax.lax.while_loop(lambda c: c.done < num_steps, step, chain).x
+
+
+def _advanced(key: PRNGKey) -> PRNGKey:
+    """The key of a loop's state, to be used up.
+
+    Under `jax.vmap` lanes that have ended keep the state of before, whose key
+    `jax.debug_key_reuse` would see as used again.
+    """
+    return computed_once(key)
+
+
+def where(condition: Bool[Array, ""], left: Any, right: Any) -> Any:
+    """One of two pytrees."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)
