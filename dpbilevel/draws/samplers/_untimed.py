@@ -15,7 +15,7 @@ from .proximal import AbstractProximalOracle, Mixing, ProximalLaw, finite_part, 
 _DESCENT_STEPS = 200
 _PARTICLES = 16
 _GRADIENT = 2.0  # what a gradient costs, in values
-_PATIENCE = 32  # tries before what they have in common is moved
+_PATIENCE = 4  # tries before what they have in common is moved
 _WORSE = 0.5  # of the best efficiency: larger steps are not looked at
 
 

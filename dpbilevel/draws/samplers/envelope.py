@@ -172,23 +172,30 @@ class ConvexEnvelope(AbstractProximalOracle):
 
     @override
     def moved(self, law, y, common) -> PyTree:
-        r"""At the lowest point of $U + \|\cdot - y\|^2 / (2 \eta)$ on a line.
+        r"""A mean of this tangent and of the one at the middle $p$ of its proposals.
 
-        From $c$ to $\Pi(y - \eta g)$, if the potential were quadratic there.
+        A mean of quadratics below $U$ is below $U$. With the gap $\gamma$ between both
+        at $p$ and the change $\delta$ of the gradient, the weight $P \gamma /
+        \|\delta\|^2$ makes the proposals' mass least where the set does not cut it.
+
+        References:
+            Kiwiel, "An aggregate subgradient method for nonsmooth convex minimization",
+            Mathematical Programming, 1983.
         """
-
-        def slope(tangent):
-            back = optax.tree.sub(tangent.point, y)
-            return plus(tangent.gradient, 1 / law.step_size, back)
-
-        point = law.feasible.project(plus(y, -law.step_size, common.gradient))
-        line = optax.tree.sub(point, common.point)
-        here, there = (
-            jnp.asarray(optax.tree.vdot(slope(tangent), line))
-            for tangent in (common, _tangent(law, point))
-        )
-        part = jnp.clip(finite_part(here / (here - there)), 0, 1)
-        return _tangent(law, law.feasible.project(plus(common.point, part, line)))
+        curvature = 0.0 if self.curvature is None else self.curvature
+        point = law.feasible.project(self._middle(law, y, common))
+        other = _tangent(law, point)
+        # This tangent, seen from there.
+        offset = optax.tree.sub(point, common.point)
+        square = optax.tree.vdot(offset, offset)
+        value = common.value + optax.tree.vdot(common.gradient, offset)
+        value = value + 0.5 * curvature * square
+        gradient = plus(common.gradient, curvature, offset)
+        change, gap = optax.tree.sub(other.gradient, gradient), other.value - value
+        weight = (curvature + 1 / law.step_size) * gap
+        weight = finite_part(weight / optax.tree.vdot(change, change))
+        weight = jnp.clip(weight, 0, 1)
+        return _Tangent(point, value + weight * gap, plus(gradient, weight, change))
 
     @override
     def attempt(self, law, y, common, *, key) -> Attempt:
@@ -203,14 +210,10 @@ class ConvexEnvelope(AbstractProximalOracle):
         potential, feasible, step_size = law
         curvature = 0.0 if self.curvature is None else self.curvature
         slack, c = 0.0 if self.slack is None else self.slack, common.point
-        # x from the Gaussian of mean (alpha c + y / eta - g) / P.
-        shrink = 1 / (1 + curvature * step_size)  # 1 / (eta P)
-        mean = plus(y, -step_size, common.gradient)
-        mean = plus(mean, step_size * curvature, c)
         x, found = restricted.tried_normal(
             feasible,
-            multiple(shrink, mean),
-            (step_size * shrink) ** 0.5,
+            self._middle(law, y, common),
+            (step_size / (1 + curvature * step_size)) ** 0.5,
             self.draw_tries or 1,
             key=key,
         )
@@ -220,6 +223,13 @@ class ConvexEnvelope(AbstractProximalOracle):
         support = support + 0.5 * curvature * optax.tree.vdot(offset, offset)
         above = finite_part(potential(x)) - common.value - support + slack
         return x, jnp.where(found, above, jnp.inf)
+
+    def _middle(self, law: ProximalLaw, y: PyTree, tangent: _Tangent) -> PyTree:
+        r"""The mean of proposals, $(\alpha c + y / \eta - g) / P$."""
+        curvature = 0.0 if self.curvature is None else self.curvature
+        mean = plus(y, -law.step_size, tangent.gradient)
+        mean = plus(mean, law.step_size * curvature, tangent.point)
+        return multiple(1 / (1 + curvature * law.step_size), mean)
 
     def _best_steps(self, plan: ProximalPlan) -> int:
         """J, by default the one that accepts most tries per evaluation."""
