@@ -22,6 +22,7 @@ from ..bilevel.problem import BilevelProblem
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
+from ..draws.localized import LocalizedDraws
 from ..draws.regularized import RegularizedExponentialMechanism
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
@@ -97,8 +98,8 @@ def _(solver: AdaptiveClipGD, _, zeros):
     return _PRESENT, zeros
 
 
-@worst_case.register
-def _(solver: RegularizedExponentialMechanism, _, zeros):
+@worst_case.register(RegularizedExponentialMechanism | LocalizedDraws)
+def _(solver, _, zeros):
     return _LIPSCHITZ, zeros
 
 

@@ -1,6 +1,7 @@
 """One draw instead of many steps: exponential mechanisms and their samplers."""
 
 from .exponential import ExponentialMechanism
+from .localized import LocalizedDraws
 from .mechanisms import Exponential, RegularizedExponential
 from .regularized import RegularizedExponentialMechanism
 from .release import Draw
@@ -22,6 +23,7 @@ __all__ = [
     "ExponentialMechanism",
     "Grid",
     "GridWalk",
+    "LocalizedDraws",
     "RegularizedExponential",
     "RegularizedExponentialMechanism",
     "StochasticRejection",

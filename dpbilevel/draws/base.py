@@ -169,7 +169,8 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
             strong_convexity=self.declared_convexity,
         )
         regularizer = convexity - (self.declared_convexity or 0.0)
-        reach = feasible_set(problem).reach if regularizer else 0.0
+        # The center of the quadratic term is a point of the set.
+        reach = feasible_set(problem).diameter if regularizer else 0.0
         potential = regularity.of_potential(rate, regularizer, reach)
         return DrawPlan(score, contributions, regularity, mechanism, rate, potential)
 

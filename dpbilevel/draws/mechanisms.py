@@ -86,8 +86,8 @@ class AbstractDrawMechanism(Checked):
             score: What to select by, sealed with the mechanism's measure.
             sampler: How to draw; its counts are set.
             feasible: The set.
-            start: A public point.
-            regularizer: $\mu_0 \ge 0$, the coefficient of a quadratic term.
+            start: A public point of the set.
+            regularizer: $\mu_0 \ge 0$, the coefficient of a quadratic term about it.
             convexity: $\mu_1 \ge 0$, the declared strong convexity of the score.
             key: A typed key for this draw alone.
 
@@ -106,7 +106,8 @@ class AbstractDrawMechanism(Checked):
         self.check_sampler(sampler)
         sensitivity = score.sensitivity(self.neighbours) * (1 + ROUNDING_MARGIN)
         rate = self.rate(sensitivity, regularizer + convexity)
-        potential = scaled_potential(score.raw, jnp.asarray(rate), regularizer)
+        center = start if self.measure == "slope" else None
+        potential = scaled_potential(score.raw, jnp.asarray(rate), regularizer, center)
         # To derivatives the answer is a constant, as every release is.
         potential, start = jax.lax.stop_gradient((potential, start))
         # Errors of scores are planned for products in full precision, on every device.
@@ -219,11 +220,12 @@ class Exponential(AbstractDrawMechanism):
 
 
 class RegularizedExponential(AbstractDrawMechanism):
-    r"""Draws $x$ from a density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x\|^2))$.
+    r"""Draws $x$ with density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
-    For a convex score on a convex set the laws on two neighbours are no easier to tell
-    apart than two unit Gaussians whose means are $S \sqrt{k / \mu}$ apart, where $S$ is
-    the Lipschitz constant of the change that one record makes in the score.
+    The center $c$ is public. For a convex score on a convex set the laws on two
+    neighbours are no easier to tell apart than two unit Gaussians whose means are $S
+    \sqrt{k / \mu}$ apart, where $S$ is the Lipschitz constant of the change that one
+    record makes in the score.
 
     Args:
         noise_multiplier: $m = \sqrt{\mu / k} / S$; `None` until a plan sets it.

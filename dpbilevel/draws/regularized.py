@@ -22,21 +22,23 @@ from .scores.mean_loss import MeanLoss
 
 
 class RegularizedExponentialMechanism(AbstractDrawSolver):
-    r"""Draws $x$ with a density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x\|^2))$.
+    r"""Draws $x$ with density $\propto \exp(-k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2))$.
 
     For convex $\Phi$: the objective of a one-level problem, which need not be smooth,
-    or the hyper-objective of a bilevel one. One draw costs exactly what a Gaussian
-    release of multiplier $m = \sqrt{\mu / k} / S$ costs, with $S$ the Lipschitz
-    constant of the change that one record makes in $\Phi$. Its expected excess is at
-    most $d / k + \frac{\mu}{2} \max \|x\|^2$; by default $\mu$ makes that least, $\mu =
-    m S \sqrt{2 d} / D$.
+    or the hyper-objective of a bilevel one; $c$ is the start, projected onto the set.
+    One draw costs exactly what a Gaussian release of multiplier $m = \sqrt{\mu / k} /
+    S$ costs, with $S$ the Lipschitz constant of the change that one record makes in
+    $\Phi$. The expected value of $\Phi$ is above that at any point $x$ of the set by at
+    most $\frac{d}{k} + \frac{\mu}{2} \|x - c\|^2$; at the distance $R$ the least of that
+    has $\mu = m S \sqrt{2 d} / R$.
 
     Args:
         sampler: How to draw: `AlternatingSampler`.
         convex: Must be `True`: that $\Phi$ is convex on the set, for every possible
             dataset. The guarantee rests on it. Static.
-        regularizer: $\mu$; `None` for the one above. The quadratic term is about the
-            origin, so the set should be.
+        radius: $R$, about how far a minimizer may be from the start; the diameter of
+            the set where it is omitted.
+        regularizer: $\mu$; `None` for the one above.
         strong_convexity: Of $\Phi$, declared; it adds to $\mu$. Static.
         largest_rate: An upper bound on $k$, for the generalization of the answer.
         mechanism: The mechanism and its noise multiplier.
@@ -59,6 +61,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     """
 
     convex: bool = eqx.field(static=True, kw_only=True)
+    radius: Positive | None = eqx.field(default=None, kw_only=True)
     regularizer: NonNegative | None = None
     strong_convexity: NonNegative = eqx.field(static=True, default=0.0)
     largest_rate: Positive | None = eqx.field(static=True, default=None)
@@ -146,9 +149,10 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         multiplier = self.mechanism.calibrated()
         regularizer = self.regularizer
         if regularizer is None:
-            diameter = feasible_set(problem).diameter
+            radius = self.radius
+            radius = feasible_set(problem).diameter if radius is None else radius
             regularizer = multiplier * sensitivity * (2 * self.coordinates()) ** 0.5
-            regularizer = regularizer / diameter
+            regularizer = regularizer / radius
         convexity = regularizer + self.strong_convexity
         if self.largest_rate is not None:
             least = (convexity / self.largest_rate) ** 0.5 / sensitivity

@@ -34,6 +34,7 @@ from tests.bilevel.test_single_loop import planned_single_loop
 from tests.bilevel.test_source_runs import planned_fit_of_both, planned_selected
 from tests.cases import Mutant
 from tests.draws.test_exponential import planned_draw
+from tests.draws.test_localized_draws import planned_localized
 from tests.draws.test_regularized import planned_regularized
 from tests.games.test_extragradient import planned_extragradient, planned_once
 from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
@@ -428,6 +429,17 @@ class RateOfRemoved(dpb.draws.RegularizedExponential):
         return dpb.draws.RegularizedExponential.rate(self, sensitivity / 2, convexity)
 
 
+class RoundsOfWholeNoise(dpb.draws.LocalizedDraws):
+    """Draws every round as if it were the only one."""
+
+    @property
+    def rounds(self):
+        rounds = dpb.draws.LocalizedDraws.rounds.fget(self)
+        return tuple(
+            part.with_noise(self.draw.mechanism.calibrated()) for part in rounds
+        )
+
+
 class DrawsUnclipped(dpb.draws.ExponentialMechanism):
     def score_of(self, problem, sizes):
         return Unbounded(problem, "spread", sizes, self.clip_range)
@@ -659,6 +671,15 @@ MUTANTS = {
             claim_of(planned_regularized()),
             runs=20_000,
         )
+    ),
+    "localized draws that each spend the whole budget": Mutant(
+        "LocalizedDraws",
+        lambda: audited(
+            planned_localized(kind=RoundsOfWholeNoise),
+            claim_of(planned_localized()),
+            runs=20_000,
+        ),
+        lambda: audited(planned_localized(), runs=20_000),
     ),
     "draws at a wrong rate": of_exponential(lambda: drawn(mechanism=Hotter())),
     "draws by losses that are not clipped": of_exponential(

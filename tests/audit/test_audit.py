@@ -29,6 +29,7 @@ def slow(*values):
 # In short one of each class; those that take longest are only slow.
 AT_ONCE = {*first_of_each_class(SOLVERS), "NoisyGD, Poisson"}
 AT_ONCE -= {"RegularizedExponentialMechanism", "GradientInformativeBO"}
+AT_ONCE -= {"LocalizedDraws"}
 AT_ONCE -= {"LowerFirst", "Refitted", "WarmStarted"}  # made of others
 AT_ONCE -= {"OneLevel, both levels", "MixedSources"}
 CASES = [

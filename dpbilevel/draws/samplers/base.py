@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..._checks import Checked, Count, NonNegative, check_fields
+from ..._checks import Checked, Count, NonNegative, Number, check_fields
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet
 
@@ -67,9 +68,9 @@ class Regularity:
     def of_potential(
         self, rate: float, regularizer: float, reach: float
     ) -> "Regularity":
-        r"""The regularity of $k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$ for a score $\Phi$.
+        r"""That of $k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$ for a score $\Phi$.
 
-        On a set of points of a norm of at most `reach`.
+        On a set of points at most `reach` from $c$.
         """
         quadratic = rate * regularizer
         convexity = self.strong_convexity
@@ -133,7 +134,9 @@ class AbstractPotential(eqx.Module):
 
 
 class AbstractSumPotential(AbstractPotential):
-    r"""A potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x\|^2$.
+    r"""A potential $\frac{1}{n} \sum_i u_i(x) + \frac{m}{2} \|x - c\|^2$.
+
+    The center $c$ is a point of the set that is drawn from, or zero.
 
     Attributes:
         num_terms: $n$. Static.
@@ -146,6 +149,14 @@ class AbstractSumPotential(AbstractPotential):
     @abc.abstractmethod
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
         r"""$u_i(x)$ for the index $i$ in $[0, n)$."""
+
+    def middle(self, y: PyTree, step_size: Number) -> PyTree:
+        r"""Where $\frac{m}{2} \|x - c\|^2 + \frac{1}{2 \eta} \|x - y\|^2$ is least.
+
+        With $c = 0$; a potential with another center overrides this.
+        """
+        weight = 1 / (1 + self.quadratic * step_size)
+        return jax.tree.map(lambda v: jnp.asarray(weight, v.dtype) * v, y)
 
 
 class AbstractSampler(Checked):

@@ -12,24 +12,34 @@ from .base import AbstractPotential, AbstractSumPotential
 
 
 def scaled_potential(
-    score: AbstractPotential, rate: Number, regularizer: Number
+    score: AbstractPotential, rate: Number, regularizer: Number, center: PyTree = None
 ) -> AbstractPotential:
-    r"""$U(x) = k (\Phi(x) + \frac{\mu}{2} \|x\|^2)$, with $\mu \ge 0$.
+    r"""$U(x) = k (\Phi(x) + \frac{\mu}{2} \|x - c\|^2)$, with $\mu \ge 0$.
+
+    The center $c$ is zero where it is omitted.
 
     A sum of terms where the score is one, without a quadratic part of its own.
     """
     if isinstance(score, AbstractSumPotential):
-        return _ScaledSum(score, rate, rate * regularizer, score.num_terms)
-    return _ScaledScore(score, rate, rate * regularizer)
+        return _ScaledSum(score, rate, rate * regularizer, center, score.num_terms)
+    return _ScaledScore(score, rate, rate * regularizer, center)
 
 
 class _Scaled(AbstractPotential):
     score: AbstractPotential
     rate: Number
     quadratic: Number
+    center: PyTree
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        return self._times_rate(self.score(x)) + _square(self.quadratic, x)
+        return self._times_rate(self.score(x)) + self._square(x)
+
+    def _offset(self, x: PyTree) -> PyTree:
+        return x if self.center is None else optax.tree.sub(x, self.center)
+
+    def _square(self, x: PyTree) -> Array:
+        square = optax.tree.norm(self._offset(x), squared=True)
+        return _like(self.quadratic, square) / 2 * square
 
     def _times_rate(self, value: Array) -> Array:
         return _like(self.rate, value) * value
@@ -39,7 +49,7 @@ class _ScaledScore(_Scaled):
     @override
     def many(self, xs: PyTree) -> Float[Array, " m"]:
         values = self.score.many(xs)
-        squares = jax.vmap(lambda x: _square(self.quadratic, x))(xs)
+        squares = jax.vmap(self._square)(xs)
         return self._times_rate(values) + squares.astype(values.dtype)
 
     @override
@@ -49,8 +59,8 @@ class _ScaledScore(_Scaled):
         def whole(g, v):
             return self._times_rate(g) + _like(self.quadratic, v) * v
 
-        total = self._times_rate(value) + _square(self.quadratic, x)
-        return total, jax.tree.map(whole, gradient, x)
+        total = self._times_rate(value) + self._square(x)
+        return total, jax.tree.map(whole, gradient, self._offset(x))
 
 
 class _ScaledSum(_Scaled, AbstractSumPotential):
@@ -61,10 +71,12 @@ class _ScaledSum(_Scaled, AbstractSumPotential):
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
         return self._times_rate(self.score.term(index, x))
 
-
-def _square(coefficient: Number, x: PyTree) -> Float[Array, ""]:
-    square = optax.tree.norm(x, squared=True)
-    return _like(coefficient, square) / 2 * square
+    @override
+    def middle(self, y: PyTree, step_size: Number) -> PyTree:
+        if self.center is None:
+            return super().middle(y, step_size)
+        offset = super().middle(self._offset(y), step_size)
+        return optax.tree.add(self.center, offset)
 
 
 def _like(number: Number, value: Array) -> Array:

@@ -20,7 +20,6 @@ from .proximal import (
     Attempt,
     ProximalLaw,
     ProximalPlan,
-    multiple,
 )
 
 _CLIP = 0.5
@@ -30,8 +29,8 @@ _MOST_STAGES = 64
 class StochasticRejection(AbstractProximalOracle):
     r"""Accepts by an unbiased estimate that a few random terms give.
 
-    For $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x\|^2$, a try draws $x, z$ from
-    $\gamma \propto e^{-m \|x\|^2 / 2 - \|x - y\|^2 / (2 \eta)}$ on the set and random
+    For $U = \frac{1}{n} \sum_i u_i + \frac{m}{2} \|x - c\|^2$, a try draws $x, z$ from
+    $\gamma \propto e^{-m \|x - c\|^2 / 2 - \|x - y\|^2 / (2 \eta)}$ on the set, random
     indices $j_1, j_2, \dots$, forms
 
     $$\rho = 1 + \sum_{a=1}^{N} \prod_{i \le a} \Delta_{j_i}, \qquad
@@ -171,7 +170,7 @@ class StochasticRejection(AbstractProximalOracle):
                 "StochasticRejection: the potential must be an AbstractSumPotential, "
                 f"got {type(law.potential).__name__}. Use ConvexEnvelope."
             )
-        return multiple(1 / (1 + law.potential.quadratic * law.step_size), y)
+        return law.potential.middle(y, law.step_size)
 
     @override
     def attempt(self, law, y, common, *, key) -> Attempt:

@@ -1,0 +1,177 @@
+"""Draws in turn, each about the last one and from a narrower density."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+from typing_extensions import override
+
+from .. import _checks
+from .._checks import Number
+from ..core.solver import AbstractSolver
+from ..onelevel.problem import FiniteSum
+from ..privacy.budget import Neighbours
+from ..privacy.clipping import Basis
+from ..privacy.ledger import Ledger
+from .base import DRAW, DrawState
+from .regularized import RegularizedExponentialMechanism
+from .samplers.base import AbstractSampler
+
+
+class _State(eqx.Module):
+    x: PyTree
+    t: Int[Array, ""]
+
+
+class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
+    r"""Regularized draws in rounds, each about the answer of the round before.
+
+    Round $m$ draws
+
+    $$x_{m+1} \propto \exp\Bigl(-k_m \bigl(\Phi(x)
+        + \tfrac{\mu_m}{2} \|x - x_m\|^2\bigr)\Bigr), \qquad
+    \mu_m = \frac{m_m S \sqrt{2 d}}{R_m},$$
+
+    on the whole set: the quadratic term keeps it to about $R_m$ of $x_m$, and no ball
+    needs to hold the minimizer for certain. Narrower rounds have larger $k_m = \mu_m /
+    (m_m S)^2$. Against the point $x_m$ itself a round loses at most $d / k_m$ in
+    expectation, so that no round spoils what was reached by more than that.
+
+    Args:
+        draw: What a round draws; its `radius` is not read.
+        radii: $R_0, R_1, \dots$, one a round: the distance that the minimizer may have
+            from the center, as a guess. Public.
+        budget_split: How the squared budget is split over the rounds; by default every
+            round has twice that of the one before.
+        samplers: One a round; set by `calibrate`.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        `len(radii)` draws under replace-one, each as private as a Gaussian release, in
+        one ledger; centers are released before they are used. Radii affect accuracy
+        alone. Status and assumptions are those of `RegularizedExponentialMechanism`.
+
+    References:
+        Feldman, Koren and Talwar, "Private stochastic convex optimization: optimal
+        rates in linear time", STOC 2020, for localization by shrinking radii; Gopi, Lee
+        and Liu, "Private convex optimization via exponential mechanism", COLT 2022,
+        Theorem 4, for a round. Their combination is ours.
+    """
+
+    draw: RegularizedExponentialMechanism
+    radii: tuple[float, ...]
+    budget_split: tuple[float, ...] | None = None
+    samplers: tuple[AbstractSampler, ...] | None = eqx.field(default=None, kw_only=True)
+    sizes: Any = eqx.field(static=True, default=None, kw_only=True)
+    problem_type: ClassVar[type] = FiniteSum
+    in_config: ClassVar[bool] = False
+
+    def __check_init__(self):
+        owner = type(self).__name__
+        _checks.instance(owner, RegularizedExponentialMechanism, draw=self.draw)
+        if not isinstance(self.radii, tuple) or not self.radii:
+            raise ValueError(
+                f"{owner}: radii must be a tuple with one radius per round, got "
+                f"{self.radii!r}."
+            )
+        for radius in self.radii:
+            _checks.positive(owner, radii=radius)
+        if self.budget_split is not None:
+            names = [f"round {m}" for m in range(len(self.radii))]
+            _checks.budget_split(owner, self.budget_split, *names)
+
+    @property
+    def num_steps(self) -> int:
+        """One draw a round."""
+        return len(self.radii)
+
+    @property
+    @override
+    def neighbours(self) -> Neighbours:
+        return self.draw.neighbours
+
+    @property
+    @override
+    def basis(self) -> Basis:
+        return self.draw.basis
+
+    @property
+    def rounds(self) -> tuple[RegularizedExponentialMechanism, ...]:
+        """The draws, with their radii and noise, bound to the sizes.
+
+        Raises:
+            ValueError: The solver is not calibrated.
+        """
+        multiplier = self.draw.mechanism.calibrated()
+        split = self.budget_split or tuple(2.0**m for m in range(self.num_steps))
+        samplers = self.samplers or (self.draw.sampler,) * self.num_steps
+        rounds = []
+        for radius, share, sampler in zip(self.radii, split, samplers, strict=True):
+            changes: dict[str, Any] = {"radius": radius, "sampler": sampler}
+            changes["sizes"] = self.sizes
+            part = dataclasses.replace(self.draw, **changes)
+            rounds.append(part.with_noise(multiplier * (sum(split) / share) ** 0.5))
+        return tuple(rounds)
+
+    @override
+    def init(self, problem, w0) -> _State:
+        """The first center is `w0`, projected onto the set."""
+        return _State(self.draw.init(problem, w0).x, jnp.zeros((), jnp.int32))
+
+    @override
+    def step(self, problem, data, state, *, key) -> _State:
+        """One round: a draw about the last one."""
+
+        def drawn(part, center, key):
+            return part.step(problem, data, DrawState(center, center, 1), key=key).x
+
+        rounds, center = self.rounds, state.x
+        if len({jax.tree.structure(part) for part in rounds}) == 1:
+            # They differ in numbers alone, so that one program serves all.
+            numbers = jax.tree.map(lambda *v: jnp.stack(v)[state.t], *rounds)
+            center = drawn(numbers, center, key)
+        else:
+            branches = [functools.partial(drawn, part) for part in rounds]
+            center = jax.lax.switch(state.t, branches, center, key)
+        return _State(center, state.t + 1)
+
+    @override
+    def released(self, state) -> PyTree:
+        """The center of the next round."""
+        return state.x
+
+    @override
+    def ledger(self, problem, sizes) -> Ledger:
+        """The draws of all rounds."""
+        parts = [part.ledger(problem, sizes) for part in self.rounds]
+        first, *others = (
+            part.named(f"round {m}") for m, part in enumerate(parts, start=1)
+        )
+        return sum(others, first)
+
+    @override
+    def with_noise(self, scale: Number) -> Self:
+        """Splits the squared budget over the rounds."""
+        changes: dict[str, Any] = {"draw": self.draw.with_noise(scale)}
+        return dataclasses.replace(self, **changes)
+
+    @override
+    def with_counts(self, problem, sizes=None) -> Self:
+        """With the counts of every round's sampler, for scores of the default dtype."""
+        sizes = self.sizes if sizes is None else sizes
+        parts = [part.with_counts(problem, sizes) for part in self.rounds]
+        draw: dict[str, Any] = {"dtype": parts[0].dtype}
+        changes: dict[str, Any] = {
+            "draw": dataclasses.replace(self.draw, **draw),
+            "samplers": tuple(part.sampler for part in parts),
+        }
+        return dataclasses.replace(self, **changes)
+
+    @override
+    def dimensions(self, w0) -> dict[str, int]:
+        size = self.draw.coordinates()
+        return {f"round {m + 1}: {DRAW}": size for m in range(self.num_steps)}

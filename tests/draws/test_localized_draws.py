@@ -1,0 +1,104 @@
+"""Draws in rounds, each about the last one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.audit.worst_cases import _LIPSCHITZ
+from dpbilevel.draws import LocalizedDraws, RegularizedExponentialMechanism
+from dpbilevel.privacy import accounting
+from tests.cases import Audited, Case, planned
+from tests.draws.test_regularized import ALTERNATING, LEANING, smooth
+from tests.draws.test_untimed import UNTIMED
+from tests.problems import LOWER
+
+DRAW = RegularizedExponentialMechanism(ALTERNATING, convex=True, dimension=1)
+CONTRACT = {
+    "localized_draws": Case(
+        LEANING, LocalizedDraws(DRAW, (1.0, 0.5)), LOWER, jnp.zeros(1)
+    ),
+}
+
+
+def planned_localized(kind=LocalizedDraws):
+    """The set is so wide that the law is that of Gaussian releases."""
+    draw = RegularizedExponentialMechanism(
+        ALTERNATING, convex=True, regularizer=1.0, dimension=1
+    )
+    return planned(kind(draw, (1.0, 0.5), (1.0, 2.0))).with_counts(_LIPSCHITZ)
+
+
+AUDITS = {
+    # Rounding of single precision is part of the claim.
+    "LocalizedDraws": Audited(planned_localized(), tolerance=2e-2),
+}
+
+
+def localized(radii, split=None, sampler=ALTERNATING, dimension=1):
+    draw = RegularizedExponentialMechanism(sampler, convex=True, dimension=dimension)
+    return LocalizedDraws(draw, radii, split)
+
+
+def test_rounds_cost_together_what_one_gaussian_release_costs():
+    with jax.enable_x64(True):
+        budget = dpb.PrivacyBudget(1.0, 1e-6)
+        solver = localized((1.0, 0.3, 0.1), (1.0, 2.0, 5.0))
+        plan = dpb.calibrate(smooth(), solver, budget, sizes=40)
+        ledger = plan.solver.ledger(smooth(), 40)
+    (event,) = ledger.events().values()
+    whole = 1 / float(plan.solver.draw.mechanism.noise_multiplier)
+    assert accounting.gaussian_mu(event) == pytest.approx(whole, rel=1e-6)
+    found = [float(part.mechanism.noise_multiplier) for part in plan.solver.rounds]
+    assert 1 / np.square(found) == pytest.approx(whole**2 * np.array([1, 2, 5]) / 8)
+    assert plan.report.accountant == "exact Gaussian composition"
+    assert plan.report.status is dpb.privacy.Status.CONDITIONAL
+
+
+def test_narrower_rounds_bend_more_and_draw_at_a_higher_rate():
+    with jax.enable_x64(True):
+        solver = localized((1.0, 0.25)).with_noise(4.0).with_sizes(40)
+        first, last = (part.plan(smooth(), 40) for part in solver.rounds)
+    # mu = m S sqrt(2 d) / R and k = mu / (m S)^2, with m^2 halved by the default split.
+    assert last.rate / first.rate == pytest.approx(4 * 2**0.5)
+    bends = [p.potential.quadratic / p.rate for p in (first, last)]
+    assert bends[1] / bends[0] == pytest.approx(4 / 2**0.5)
+
+
+def test_what_is_no_radius_or_no_split_is_refused():
+    with pytest.raises(ValueError, match="one radius per round"):
+        localized(())
+    with pytest.raises(ValueError, match="radii"):
+        localized((1.0, -1.0))
+    with pytest.raises(ValueError, match="budget_split"):
+        localized((1.0, 0.5), (1.0,))
+    with pytest.raises(ValueError, match="not calibrated"):
+        _ = localized((1.0,)).rounds
+
+
+@pytest.mark.slow
+def test_localized_draws_end_nearer_to_the_minimum_than_one_draw():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        rows = rng.normal(size=(500, 5))
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        labels = rows @ np.full(5, 0.3) + 0.3 * rng.laplace(size=500)
+        records = {"features": jnp.asarray(rows), "label": jnp.asarray(labels)}
+        problem = dpb.onelevel.linear_risk("absolute", radius=1.0)
+        budget = dpb.PrivacyBudget(1.0, 1e-6)
+
+        def loss(w):
+            return float(jnp.mean(jax.vmap(lambda r: problem.loss(w, r))(records)))
+
+        def mean_loss(solver):
+            solver = dpb.calibrate(problem, solver, budget, sizes=500).solver
+            run = jax.jit(
+                lambda key: dpb.solve(problem, solver, records, jnp.zeros(5), key=key)
+            )
+            return np.mean([loss(run(jax.random.key(i)).value) for i in range(20)])
+
+        one = mean_loss(localized((2.0,), None, UNTIMED, 5))
+        three = mean_loss(localized((1.0, 0.3, 0.1), None, UNTIMED, 5))
+        noiseless = loss(jnp.full(5, 0.3))
+    assert three - noiseless < 0.5 * (one - noiseless)
