@@ -139,6 +139,35 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
             center = jax.lax.switch(state.t, branches, center, key)
         return _State(center, state.t + 1)
 
+    def bound(self, problem: FiniteSum, *, distance: float | None = None) -> float:
+        r"""The bound on the expected excess of the answer: a promise, before any data.
+
+        $b_0 = \frac{d}{k_0} + \frac{\mu_0}{2} \|x^* - x_0\|^2$ and
+
+        $$b_m = \frac{d}{k_m} + \min(\tfrac{\mu_m}{2} D^2, b_{m-1}),$$
+
+        as a round is compared with a minimizer and with its own center; the distance of
+        each law from its density adds to each, as in
+        `RegularizedExponentialMechanism.bound`. It holds for any radii; where losses
+        bend the answer is far better.
+
+        Args:
+            problem: The problem that the solver is calibrated for.
+            distance: At least that of a minimizer from the start; by default the
+                diameter of the set.
+
+        Raises:
+            ValueError: The solver is not calibrated, or constants are missing.
+        """
+        first, *others = self.rounds
+        bound = first.bound(problem, distance=distance)
+        for part in others:
+            noise, bend, slip = part.promises(problem)
+            bound = (
+                slip + noise + min(bend / 2 * float(problem.w_set.diameter) ** 2, bound)
+            )
+        return bound
+
     @override
     def released(self, state) -> PyTree:
         """The center of the next round."""

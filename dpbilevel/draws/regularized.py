@@ -16,7 +16,7 @@ from ..privacy.budget import PrivacyBudget
 from .base import AbstractDrawSolver, DrawPlan, feasible_set
 from .mechanisms import Number, RegularizedExponential
 from .samplers.base import AbstractSampler
-from .scores.base import AbstractScore
+from .scores.base import AbstractScore, DrawProblem
 from .scores.hyper import HyperObjective
 from .scores.mean_loss import MeanLoss
 
@@ -28,8 +28,8 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     or the hyper-objective of a bilevel one; $c$ is the start, projected onto the set.
     One draw costs exactly what a Gaussian release of multiplier $m = \sqrt{\mu / k} /
     S$ costs, with $S$ the Lipschitz constant of the change that one record makes in
-    $\Phi$. The expected value of $\Phi$ is above that at any point $x$ of the set by at
-    most $\frac{d}{k} + \frac{\mu}{2} \|x - c\|^2$; at the distance $R$ the least of that
+    $\Phi$. Expected, $\Phi$ is above its value at any point $x$ of the set by at most
+    $\frac{d}{k} + \frac{\mu}{2} \|x - c\|^2$; where $x$ is $R$ away the least of that
     has $\mu = m S \sqrt{2 d} / R$.
 
     Args:
@@ -48,7 +48,8 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
     Privacy:
         One draw, under replace-one only. $S$ is $2 G / n$ for declared $G$-Lipschitz
-        losses, and for two levels the sensitivity of the hypergradient. Status
+        losses, $2 G^d / n$ with a declared `lipschitz_spread`, and for two levels the
+        sensitivity of the hypergradient. Status
         `CONDITIONAL`: convexity is an assumption of privacy here, and so are the
         constants. The distance of the sampler's law from the target, and that which
         the errors of computed values make, are counted in delta.
@@ -137,6 +138,52 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
             regularizer = _two_levels(problem, sizes, dimension, epsilon, delta)
         defaults = {"regularizer": regularizer, "largest_rate": rate}
         return cls(sampler, dimension=dimension, **(defaults | fields))
+
+    def bound(self, problem: DrawProblem, *, distance: float | None = None) -> float:
+        r"""The bound on the expected excess of the answer: a promise, before any data.
+
+        $$\frac{d}{k} + \frac{\mu_0}{2} \|x^* - c\|^2 + t L D$$
+
+        on the records themselves, with $\mu_0$ the quadratic term, $L$ the Lipschitz
+        constant of $\Phi$ and $t$ how far the law of the draw may be from the density
+        in total variation.
+
+        Args:
+            problem: The problem that the solver is calibrated for.
+            distance: At least that of a minimizer $x^*$ from the start; by default the
+                diameter of the set.
+
+        Raises:
+            ValueError: The solver is not calibrated, or constants are missing.
+
+        References:
+            Gopi, Lee and Liu, Theorem 25.
+        """
+        if distance is not None:
+            owner = "RegularizedExponentialMechanism.bound"
+            _checks.non_negative(owner, distance=distance)
+        diameter = float(feasible_set(problem).diameter)
+        distance = diameter if distance is None else min(distance, diameter)
+        noise, bend, slip = self.promises(problem)
+        return noise + bend / 2 * distance**2 + slip
+
+    def promises(self, problem: DrawProblem) -> tuple[float, float, float]:
+        r"""$d / k$, $\mu_0$ and $t L D$ of `bound`.
+
+        Raises:
+            ValueError: As `bound`.
+        """
+        if self.sizes is None:
+            raise ValueError(
+                "RegularizedExponentialMechanism.bound: not bound to sizes; take the "
+                "solver from dpbilevel.calibrate(...).solver."
+            )
+        plan = self.plan(problem, self.sizes)
+        (draw,) = self.ledger(problem, self.sizes).releases
+        diameter = float(feasible_set(problem).diameter)
+        slip = draw.failure * plan.regularity.lipschitz * diameter
+        bend = plan.potential.quadratic / plan.rate
+        return self.coordinates() / plan.rate, bend, slip
 
     @property
     @override

@@ -59,6 +59,9 @@ class FiniteSum(AbstractFiniteSum):
             in $w$ on the set, in $\ell_2$. Exponential mechanisms and theorems read it.
             Static.
         smoothness: $\beta$, declared: that of the gradient. Static.
+        lipschitz_spread: $G^d \le G$, declared: half the largest Lipschitz constant of
+            the difference of two possible records' losses; $G$ where it is omitted.
+            Regularized draws read it. Static.
     """
 
     loss: Callable[[PyTree, PyTree], Scalar] = eqx.field(static=True)
@@ -66,6 +69,7 @@ class FiniteSum(AbstractFiniteSum):
     w_set: AbstractSet = Euclidean()
     lipschitz: float | None = eqx.field(static=True, default=None)
     smoothness: float | None = eqx.field(static=True, default=None)
+    lipschitz_spread: float | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         _checks.instance("FiniteSum", AbstractSet, w_set=self.w_set)
@@ -73,6 +77,14 @@ class FiniteSum(AbstractFiniteSum):
             _checks.positive("FiniteSum", lipschitz=self.lipschitz)
         if self.smoothness is not None:
             _checks.non_negative("FiniteSum", smoothness=self.smoothness)
+        if self.lipschitz_spread is not None:
+            _checks.positive("FiniteSum", lipschitz_spread=self.lipschitz_spread)
+            if self.lipschitz is None or self.lipschitz_spread > self.lipschitz:
+                raise ValueError(
+                    "FiniteSum: lipschitz_spread must be at most lipschitz, which is "
+                    f"declared too; got lipschitz_spread={self.lipschitz_spread}, "
+                    f"lipschitz={self.lipschitz}."
+                )
         _checks.function("FiniteSum", loss=self.loss)
 
     def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:

@@ -1,5 +1,7 @@
 """Draws in rounds, each about the last one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,9 +50,9 @@ def test_rounds_cost_together_what_one_gaussian_release_costs():
         plan = dpb.calibrate(smooth(), solver, budget, sizes=40)
         ledger = plan.solver.ledger(smooth(), 40)
     (event,) = ledger.events().values()
-    whole = 1 / float(plan.solver.draw.mechanism.noise_multiplier)
+    whole = 1 / float(plan.solver.draw.mechanism.calibrated())
     assert accounting.gaussian_mu(event) == pytest.approx(whole, rel=1e-6)
-    found = [float(part.mechanism.noise_multiplier) for part in plan.solver.rounds]
+    found = [float(part.mechanism.calibrated()) for part in plan.solver.rounds]
     assert 1 / np.square(found) == pytest.approx(whole**2 * np.array([1, 2, 5]) / 8)
     assert plan.report.accountant == "exact Gaussian composition"
     assert plan.report.status is dpb.privacy.Status.CONDITIONAL
@@ -64,6 +66,35 @@ def test_narrower_rounds_bend_more_and_draw_at_a_higher_rate():
     assert last.rate / first.rate == pytest.approx(4 * 2**0.5)
     bends = [p.potential.quadratic / p.rate for p in (first, last)]
     assert bends[1] / bends[0] == pytest.approx(4 / 2**0.5)
+
+
+def test_the_promised_excess_holds_and_is_the_sum_over_rounds():
+    """Linear losses, by quadrature on the interval: there a draw is worst."""
+    problem = dataclasses.replace(LEANING, smoothness=1e-9)
+    with jax.enable_x64(True):
+        one = RegularizedExponentialMechanism(UNTIMED, convex=True, dimension=1)
+        budget = dpb.PrivacyBudget(1.0, 1e-6)
+        solver = dpb.calibrate(problem, one, budget, sizes=10_000).solver
+        noise, bend, slip = solver.promises(problem)
+        promised = solver.bound(problem)
+        near = solver.bound(problem, distance=0.5)
+        rounds = localized((1.0, 0.3), (1.0, 1.0), UNTIMED)
+        rounds = dpb.calibrate(problem, rounds, budget, sizes=10_000).solver
+        parts = [part.promises(problem) for part in rounds.rounds]
+        whole = rounds.bound(problem)
+    points = np.linspace(-1, 1, 200_001)
+    worst = 0.0
+    for slope in (0.01, 0.1, 0.3, 1.0):
+        energy = (slope * points + bend / 2 * points**2) / noise
+        weights = np.exp(energy.min() - energy)
+        excess = slope * (np.average(points, weights=weights) + 1)
+        worst = max(worst, excess)
+        assert excess <= promised
+    assert worst >= 0.2 * promised
+    assert near == pytest.approx(noise + bend / 8 + slip)
+    (first, w0, t0), (last, w1, t1) = parts
+    before = first + w0 / 2 * 4 + t0
+    assert whole == pytest.approx(last + t1 + min(w1 / 2 * 4, before))
 
 
 def test_what_is_no_radius_or_no_split_is_refused():

@@ -1,5 +1,6 @@
 """Regularized draws, walks cut short, and the planner."""
 
+import dataclasses
 import functools
 import math
 
@@ -283,6 +284,24 @@ def test_linear_risks_are_convex_and_as_steep_as_declared(loss):
     apart = jnp.linalg.norm(first - second, axis=1)
     steepness = jnp.abs(ends[0] - ends[1]) / apart
     assert 0.1 < steepness.max() <= 0.5 * (1 + 1e-4)
+
+
+@pytest.mark.usefixtures("wide")
+def test_losses_that_differ_less_than_they_slope_are_drawn_at_a_higher_rate():
+    def loss(w, record):
+        return 0.25 * w[0] ** 2 + 0.1 * record * w[0]
+
+    whole = dpb.FiniteSum(loss, w_set=LINE, lipschitz=0.6, smoothness=0.5)
+    fine = dataclasses.replace(whole, lipschitz_spread=0.1)
+    plans = [dpb.calibrate(p, regularized(), BUDGET, sizes=40) for p in (whole, fine)]
+    # The Lipschitz constant of the change is 2 * 0.1 / 40 as records are in [-1, 1].
+    shares = [plan.report.ledger[0]["roles"]["records"] for plan in plans]
+    assert shares[0]["sensitivity"] == pytest.approx(2 * 0.6 / 40)
+    assert shares[1]["sensitivity"] == pytest.approx(2 * 0.1 / 40)
+    assert any("0.2-Lipschitz" in text for text in plans[1].report.assumptions)
+    assert not any("difference" in text for text in plans[0].report.assumptions)
+    with pytest.raises(ValueError, match="at most lipschitz"):
+        dataclasses.replace(whole, lipschitz_spread=0.7)
 
 
 def test_a_slope_is_no_spread():

@@ -120,12 +120,13 @@ class HyperObjective(AbstractScore):
         """How far apart an upper and a lower record move exact scores."""
         bounds = self._bounds()
         # Also where losses are cut: cutting sets no two values further apart.
-        upper = 2 * self._range() / self.sizes.upper
+        n = self.sizes.upper
+        upper = 2 * self._range() / n
         lower = 2 * self._slope() * bounds.solution_shift
         if self.clip_range is not None:
             return upper, lower
         diameter = self.problem.x_set.diameter
-        upper = _least(bounds.upper * diameter, upper)
+        upper = _least(bounds.upper * diameter, 2 * self._spread_reach() / n)
         return upper, _least(bounds.lower * diameter, lower)
 
     def _range(self) -> Number:
@@ -142,10 +143,18 @@ class HyperObjective(AbstractScore):
     def _reach(self) -> Number:
         """The same by constants."""
         second = self._certificate().second_order
-        reach = 2 * second.upper_y * second.solution_radius
-        if second.upper_x:
-            reach += second.upper_x * self.problem.x_set.diameter
-        return reach
+        return self._between(second.upper_x, second.upper_y)
+
+    def _spread_reach(self) -> Number:
+        """Half of how far the difference of two losses may be from itself."""
+        second = self._certificate().second_order
+        return self._between(second.upper_x_spread, second.upper_y_spread)
+
+    def _between(self, slope_x: Any, slope_y: Any) -> Number:
+        """How far a function of these slopes may be from itself at another point."""
+        second = self._certificate().second_order
+        reach = 2 * slope_y * second.solution_radius
+        return reach + slope_x * self.problem.x_set.diameter if slope_x else reach
 
     def _slope(self) -> float:
         """The Lipschitz constant in y of the mean of clipped losses, and public term.

@@ -51,10 +51,10 @@ class MeanLoss(AbstractScore):
 
     @override
     def contributions(self, dtype: DTypeLike) -> dict[str, Any]:
-        """$B / n$ or $G D / n$; as a slope $G / n$."""
+        """$B / n$ or $G D / n$; as a slope $G^d / n$."""
         reach = self._reach()
         if self.measure == "slope":
-            return {RECORDS: self.problem.lipschitz / self.sizes}
+            return {RECORDS: self._slope() / self.sizes}
         public = self.problem.public is not None
         return {RECORDS: spread_of(reach, self.sizes, dtype, public)[0]}
 
@@ -94,11 +94,18 @@ class MeanLoss(AbstractScore):
     def assumptions(self) -> tuple[str, ...]:
         if self._clipped:
             return ()
-        return (
+        lipschitz = (
             f"declared: the loss of every possible record is {self._declared():.6g}-"
             "Lipschitz on the set, and computed to "
-            f"{sensitivities.UNITS} units of roundoff of its range there",
+            f"{sensitivities.UNITS} units of roundoff of its range there"
         )
+        if self.measure != "slope" or self._slope() == self._declared():
+            return (lipschitz,)
+        spread = (
+            "declared: the difference of the losses of any two possible records is "
+            f"{2 * self._slope():.6g}-Lipschitz on the set"
+        )
+        return lipschitz, spread
 
     @property
     def _clipped(self) -> bool:
@@ -141,6 +148,11 @@ class MeanLoss(AbstractScore):
                 "ExponentialMechanism(Grid(...), clip_range=B) clips losses to [0, B]."
             )
         return self.problem.lipschitz
+
+    def _slope(self) -> float:
+        """Half the Lipschitz constant of the difference of two losses."""
+        spread, whole = self.problem.lipschitz_spread, self._declared()
+        return whole if spread is None else spread
 
     def _diameter(self):
         diameter = self.problem.w_set.diameter
