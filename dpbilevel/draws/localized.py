@@ -12,9 +12,10 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Number
+from ..core.plan import calibrate
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
-from ..privacy.budget import Neighbours
+from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from .base import DRAW, DrawState
@@ -45,8 +46,8 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         draw: What a round draws; its `radius` is not read.
         radii: $R_0, R_1, \dots$, one a round: the distance that the minimizer may have
             from the center, as a guess. Public.
-        budget_split: How the squared budget is split over the rounds; by default every
-            round has twice that of the one before.
+        budget_split: How the squared budget is split over the rounds; by default in
+            equal parts.
         samplers: One a round; set by `calibrate`.
         sizes: The planned number of records; set by `calibrate`. Static.
 
@@ -84,6 +85,42 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
             names = [f"round {m}" for m in range(len(self.radii))]
             _checks.budget_split(owner, self.budget_split, *names)
 
+    @classmethod
+    def tuned(
+        cls,
+        draw: RegularizedExponentialMechanism,
+        problem: FiniteSum,
+        budget: PrivacyBudget,
+        sizes: int,
+        *,
+        num_rounds: int = 3,
+    ) -> Self:
+        r"""With radii that shrink evenly, from $D / 2$ to what the noise allows.
+
+        The last round has $\mu = 2 G / D$, as if the slope $G$ of the loss changed by
+        itself over half the diameter: a quadratic term that bends about as much as the
+        loss does draws best. Its radius is then $m S \sqrt{2 d} / \mu$.
+
+        Args:
+            draw: What a round draws.
+            problem: A problem with `lipschitz` on a bounded set.
+            budget: The budget of the run.
+            sizes: The planned number of records.
+            num_rounds: The number of rounds.
+
+        Raises:
+            ValueError: A constant is not declared, or the budget cannot be met.
+        """
+        _checks.count(f"{cls.__name__}.tuned", num_rounds=num_rounds)
+        one = calibrate(problem, draw, budget, sizes=sizes).solver
+        noise, bend, _ = one.promises(problem)  # d / k and mu
+        slope = one.plan(problem, sizes).regularity.lipschitz
+        half, d = float(problem.w_set.diameter) / 2, draw.coordinates()
+        multiple = (num_rounds * bend * noise / d) ** 0.5  # m S of a round
+        last = min(half, multiple * (2 * d) ** 0.5 * half / slope)
+        powers = (m / max(num_rounds - 1, 1) for m in range(num_rounds))
+        return cls(draw, tuple(half * (last / half) ** power for power in powers))
+
     @property
     def num_steps(self) -> int:
         """One draw a round."""
@@ -107,7 +144,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
             ValueError: The solver is not calibrated.
         """
         multiplier = self.draw.mechanism.calibrated()
-        split = self.budget_split or tuple(2.0**m for m in range(self.num_steps))
+        split = self.budget_split or (1.0,) * self.num_steps
         samplers = self.samplers or (self.draw.sampler,) * self.num_steps
         rounds = []
         for radius, share, sampler in zip(self.radii, split, samplers, strict=True):

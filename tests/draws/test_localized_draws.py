@@ -62,10 +62,10 @@ def test_narrower_rounds_bend_more_and_draw_at_a_higher_rate():
     with jax.enable_x64(True):
         solver = localized((1.0, 0.25)).with_noise(4.0).with_sizes(40)
         first, last = (part.plan(smooth(), 40) for part in solver.rounds)
-    # mu = m S sqrt(2 d) / R and k = mu / (m S)^2, with m^2 halved by the default split.
-    assert last.rate / first.rate == pytest.approx(4 * 2**0.5)
+    # mu = m S sqrt(2 d) / R and k = mu / (m S)^2.
+    assert last.rate / first.rate == pytest.approx(4.0)
     bends = [p.potential.quadratic / p.rate for p in (first, last)]
-    assert bends[1] / bends[0] == pytest.approx(4 / 2**0.5)
+    assert bends[1] / bends[0] == pytest.approx(4.0)
 
 
 def test_the_promised_excess_holds_and_is_the_sum_over_rounds():
@@ -95,6 +95,18 @@ def test_the_promised_excess_holds_and_is_the_sum_over_rounds():
     (first, w0, t0), (last, w1, t1) = parts
     before = first + w0 / 2 * 4 + t0
     assert whole == pytest.approx(last + t1 + min(w1 / 2 * 4, before))
+
+
+def test_tuned_radii_end_where_the_quadratic_term_bends_as_the_loss_may():
+    with jax.enable_x64(True):
+        budget = dpb.PrivacyBudget(1.0, 1e-6)
+        solver = LocalizedDraws.tuned(localized((1.0,)).draw, smooth(), budget, 400)
+        plan = dpb.calibrate(smooth(), solver, budget, sizes=400)
+        last = plan.solver.rounds[-1].plan(smooth(), 400)
+    first, middle, end = solver.radii
+    assert first == 1.0 and middle**2 == pytest.approx(first * end)
+    # 2 G / D
+    assert last.potential.quadratic / last.rate == pytest.approx(0.5, rel=1e-2)
 
 
 def test_what_is_no_radius_or_no_split_is_refused():
@@ -130,6 +142,7 @@ def test_localized_draws_end_nearer_to_the_minimum_than_one_draw():
             return np.mean([loss(run(jax.random.key(i)).value) for i in range(20)])
 
         one = mean_loss(localized((2.0,), None, UNTIMED, 5))
-        three = mean_loss(localized((1.0, 0.3, 0.1), None, UNTIMED, 5))
+        draw = localized((1.0,), None, UNTIMED, 5).draw
+        three = mean_loss(LocalizedDraws.tuned(draw, problem, budget, 500))
         noiseless = loss(jnp.full(5, 0.3))
     assert three - noiseless < 0.5 * (one - noiseless)

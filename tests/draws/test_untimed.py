@@ -62,9 +62,7 @@ def drawn(problem, plan, records, dimension, count):
         return dpb.solve(problem, plan.solver, records, w0, key=key).value
 
     _, keys = step_keys(jax.random.key(11), count)
-    return np.asarray(
-        jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=250))(keys)
-    )
+    return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(keys))
 
 
 @pytest.mark.slow
