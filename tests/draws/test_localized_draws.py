@@ -104,7 +104,8 @@ def test_tuned_radii_end_where_the_quadratic_term_bends_as_the_loss_may():
         plan = dpb.calibrate(smooth(), solver, budget, sizes=400)
         last = plan.solver.rounds[-1].plan(smooth(), 400)
     first, middle, end = solver.radii
-    assert first == 1.0 and middle**2 == pytest.approx(first * end)
+    assert first == 1.0
+    assert middle**2 == pytest.approx(first * end)
     # 2 G / D
     assert last.potential.quadratic / last.rate == pytest.approx(0.5, rel=1e-2)
 
