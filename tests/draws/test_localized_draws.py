@@ -19,7 +19,7 @@ from tests.problems import LOWER
 DRAW = RegularizedExponentialMechanism(ALTERNATING, convex=True, dimension=1)
 CONTRACT = {
     "localized_draws": Case(
-        LEANING, LocalizedDraws(DRAW, (1.0, 0.5)), LOWER, jnp.zeros(1)
+        LEANING, LocalizedDraws(DRAW, (4.0, 2.0)), LOWER, jnp.zeros(1)
     ),
 }
 
