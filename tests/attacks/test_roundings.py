@@ -16,6 +16,7 @@ from dpbilevel.draws import (
 )
 from dpbilevel.draws.samplers.base import Regularity
 from dpbilevel.draws.samplers.proximal import ProximalPlan
+from dpbilevel.draws.scores import mean_loss
 from dpbilevel.draws.scores.hyper import HyperObjective
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from tests.problems import CERTIFIED
@@ -162,8 +163,22 @@ def test_rounding_is_part_of_the_slack_of_an_envelope():
     assert sampler.with_counts(known(), feasible).oracle.slack == 0
     score = MeanLoss(dpb.FiniteSum(linear, w_set=CORNERS, lipschitz=1.0), "slope", 1000)
     potential = score.regularity(jnp.float64, 1).of_potential(10.0, 0.0, 0.0)
-    # More than a sum of a thousand values rounds.
-    assert potential.rounding >= 10 * 1000 * 2.0**-53 * 2.0
+    # More than a gradient rounds that adds up a thousand records in any order, and than
+    # a value does that adds them up in groups.
+    assert potential.gradient_error >= 10 * 1000 * 2.0**-53 * 1.0
+    assert potential.rounding >= 10 * mean_loss._roundings(1000) * 2.0**-53 * 2.0
+
+
+@pytest.mark.parametrize("n", [1, 64, 65, 5_000, 300_000])
+def test_a_sum_in_groups_rounds_no_more_than_is_charged(n):
+    values = np.full(n, 0.1, np.float32)
+    exact = math.fsum(map(float, values))
+    found = float(mean_loss._sum(jnp.asarray(values)))
+    charged = mean_loss._roundings(n) * 2.0**-24 * exact
+    assert abs(found - exact) <= charged
+    assert mean_loss._roundings(n) <= n
+    if n == 300_000:  # one after the other they round more than that
+        assert abs(float(np.cumsum(values)[-1]) - exact) > charged
 
 
 @pytest.mark.parametrize("change", ["strong_convexity", "rounding"])
