@@ -177,7 +177,7 @@ def test_a_sum_in_groups_rounds_no_more_than_is_charged(n):
     found = float(mean_loss._sum(jnp.asarray(values)))
     charged = mean_loss._roundings(n) * 2.0**-24 * exact
     assert abs(found - exact) <= charged
-    assert mean_loss._roundings(n) <= n
+    assert mean_loss._roundings(n) <= n + 1
     if n == 300_000:  # one after the other they round more than that
         assert abs(float(np.cumsum(values)[-1]) - exact) > charged
 
