@@ -90,7 +90,6 @@ def test_unprotected_draws_have_the_exact_law_and_a_wrong_temperature_is_seen(
         mean, deviation = moments(dimension, *law, temperature)
         return abs(sample.mean() - mean) / (deviation / math.sqrt(len(sample)))
 
-    print(score(1.0), score(1.1))
     assert score(1.0) < 3
     assert score(1.1) > 3.5
 
