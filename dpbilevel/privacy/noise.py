@@ -60,6 +60,9 @@ _DOMAINS = {
     "screen": 0xD9B00030,
     "setting": 0xD9B00031,
     "value": 0xD9B00032,
+    "base": 0xD9B00060,
+    "length": 0xD9B00061,
+    "move": 0xD9B00062,
 }
 
 

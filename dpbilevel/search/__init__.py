@@ -5,6 +5,7 @@ from .gibo import GradientInformativeBO
 from .kernels import RBF, AbstractKernel, Matern52, Quadratic
 from .loop import minimize
 from .noisy_ucb import NoisyUCB
+from .portfolio import Portfolio
 from .problem import BlackBox
 from .random_search import RandomSearch
 from .ranges import Range
@@ -19,6 +20,7 @@ __all__ = [
     "GradientInformativeBO",
     "Matern52",
     "NoisyUCB",
+    "Portfolio",
     "Quadratic",
     "RandomSearch",
     "Range",

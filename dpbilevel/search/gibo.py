@@ -1,30 +1,37 @@
 """Gradient-informative Bayesian optimization with private gradients."""
 
-from typing import Any, Literal, NamedTuple
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, Self
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import Count, NonNegative, Positive, check_fields
+from .._checks import Count, NonNegative, Number, Positive, check_fields
 from ..core.descent import Descent, Memory, StepSize, as_rule, check_step_sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
+from ..draws.base import DRAW
 from ..onelevel.noisy_gd import GRADIENT
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
+from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling import FullBatch
 from .base import AbstractAskTellSolver, Proposal
+from .choice import Choice
 from .design import choose_batch
 from .gp import GradientPosterior, gradient_posterior
 from .kernels import RBF, AbstractKernel, cast
+from .portfolio import Portfolio, relative
 from .problem import SearchProblem
 
 # Earlier points nearer than this to a later one, in reaches, only harm the algebra.
@@ -54,9 +61,10 @@ class GradientInformativeBO(
 ):
     r"""Descent along private gradients that a Gaussian process infers from losses.
 
-    A step chooses the fewest points $Z_t$ that bring the trace of the posterior
-    covariance of the gradient at $\theta_t$ to the tolerance, evaluates everyone's
-    losses there, and with all points $D_t$ that are kept,
+    The first step draws the start from a portfolio of public points. Each other step
+    chooses the fewest points $Z_t$ that bring the trace of the posterior covariance of
+    the gradient at $\theta_t$ to the tolerance, evaluates everyone's losses there, and
+    with all points $D_t$ that are kept,
 
     $$g_i = W_t\, y_i, \quad W_t = \nabla k(\theta_t, D_t) (k(D_t, D_t) + c_0 +
     \sigma^2 I)^{-1}, \qquad \theta_{t+1} = \Pi\Bigl(\theta_t - \eta \Bigl(\frac1n
@@ -67,7 +75,7 @@ class GradientInformativeBO(
     `clip_norm` and the kernel in these units.
 
     Args:
-        num_steps: The number of steps. Static.
+        num_steps: The number of steps, that of the draw included. Static.
         clip_norm: $C$, the bound on one record's gradient in $\ell_2$.
         step_size: $\eta$, or an optax optimizer fed with the released gradient.
         kernel: $k$, public: not fitted to any record's loss.
@@ -86,15 +94,17 @@ class GradientInformativeBO(
         jitter: Added to $\sigma^2$ against rounding, in variances of the kernel; known
             to the choice of points.
         constant: $c_0$, in variances of the kernel.
+        portfolio: The public starts; with `None` all steps descend, from `w0`.
         noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which iterate is the answer: `Last()`, or for instance
             `TailMean(0.2)`, the average of the last fifth.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
-        `num_steps` Gaussian releases, each of $\ell_2$ sensitivity $2C/n$ under
-        replace-one, enforced by clipping for any loss and any kernel. The relation is
-        replace-one: the state has a row for every record. All iterates, points and
+        One draw without $\delta$, as in `Portfolio`, and a Gaussian release in each of
+        the other steps, of $\ell_2$ sensitivity $2C/n$ under replace-one, enforced by
+        clipping for any loss and any kernel. The relation is replace-one: the state has
+        a row for every record. The start, all iterates, points and
         numbers of points are covered; losses are not and stay in the state. A loss that
         is not finite counts as the largest finite one of the same record. Protects the
         records whose losses are evaluated, not what the losses are computed from
@@ -121,6 +131,7 @@ class GradientInformativeBO(
     polish: int = eqx.field(static=True, default=30)
     jitter: Positive = 1e-8
     constant: NonNegative = 1e4
+    portfolio: Portfolio | None = Portfolio()
     noise: Gaussian = Gaussian()
     output: AbstractOutput = Last()
     sizes: Any = eqx.field(static=True, default=None)
@@ -136,6 +147,11 @@ class GradientInformativeBO(
             )
         if self.polish != 0:
             _checks.count(owner, polish=self.polish)
+        if self.num_releases < 1:
+            raise ValueError(
+                f"{owner}: the first step draws the start, so num_steps must be at "
+                "least 2; or give portfolio=None."
+            )
         check_step_sizes(owner, step_size=self.step_size)
         check_output(owner, self.output)
 
@@ -143,7 +159,8 @@ class GradientInformativeBO(
     @override
     def most_evaluations(self) -> int | None:
         most = self.batch or self.max_batch
-        return None if most is None else self.num_steps * most
+        starts = self.portfolio.size if self.portfolio is not None else 0
+        return None if most is None else starts + self.num_releases * most
 
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
@@ -179,12 +196,32 @@ class GradientInformativeBO(
 
     @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
+        portfolio = self.portfolio
+        if portfolio is None:
+            return self._ask_near(problem, state, key)
+        rows = max(portfolio.size, self._capacity(state.w))
+
+        def starts(state, key):
+            reach = self.kernel.reach
+            points = portfolio.points(problem.w_set, state.w, reach, key=key)
+            return _padded(Proposal(points, jnp.asarray(len(points), jnp.int32)), rows)
+
+        def near(state, key):
+            return _padded(self._ask_near(problem, state, key), rows)
+
+        return jax.lax.cond(state.t == 0, starts, near, state, key)
+
+    def _capacity(self, w: Array) -> int:
+        """The most points of a step that descends."""
+        return self.batch or self.max_batch or 2 * w.size + 16
+
+    def _ask_near(self, problem, state: _State, key: PRNGKey) -> Proposal:
         posterior = self._posterior(state.w, state.seen)
         design = choose_batch(  # lines 4 and 5: how many points are enough, and which
             posterior,
             problem.w_set,
             tolerance=self._tolerated(posterior),
-            capacity=self.batch or self.max_batch or 2 * state.w.size + 16,
+            capacity=self._capacity(state.w),
             batch=self.batch,
             polish=self.polish,
             at_least=0 if self.may_skip else 1,
@@ -194,6 +231,32 @@ class GradientInformativeBO(
 
     @override
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
+        if self.portfolio is None:
+            return self._descended(problem, state, proposal, losses, key)
+        drawn, descended = (
+            functools.partial(part, problem) for part in (self._drawn, self._descended)
+        )
+        first = state.t == 0
+        return jax.lax.cond(first, drawn, descended, state, proposal, losses, key)
+
+    def _drawn(self, problem, state, proposal, losses, key) -> _State:
+        """At the start that is drawn."""
+        choice, start = self._choice, state.w
+        points, rows = proposal.points[: choice.count], losses[:, : choice.count]
+        w = choice.of(problem, points, relative(rows), start, self.sizes, key=key)
+        w = w.astype(start.dtype)
+        evaluations = state.evaluations + proposal.count
+        memory = Descent(self.step_size, problem.w_set).init(w)
+        kept = self.output.init(w)
+        return _State(
+            w, kept, memory, state.t + 1, state.seen, evaluations, state.unmet
+        )
+
+    def _descended(self, problem, state, proposal, losses, key) -> _State:
+        """One step further along the gradient at the iterate."""
+        rows = self._capacity(state.w)
+        proposal = Proposal(proposal.points[:rows], proposal.count)
+        losses = losses[:, :rows]
         seen = _joined(proposal, losses, state.seen)  # line 6: the new points too
         posterior = self._posterior(state.w, seen)
         funs = {RECORDS: _record_gradient(posterior, seen)}  # line 7: of each record
@@ -224,7 +287,7 @@ class GradientInformativeBO(
         return (
             f"the most points a step may ask for did not bring the gradient's "
             f"uncertainty to the tolerance of {float(self.tolerance):.3g} in {unmet} "
-            f"of {self.num_steps} steps, whose gradients are shrunk and less certain "
+            f"of {self.num_releases} steps, whose gradients are shrunk and less sure "
             "than that; give a larger max_batch or tolerance. What was released is as "
             "private as stated."
         )
@@ -244,9 +307,43 @@ class GradientInformativeBO(
         query = Query(RECORDS, sizes, self.clip_norm, FullBatch())
         return Release(GRADIENT, 1, (query,), self.release_noise)
 
+    @property
+    @override
+    def num_releases(self) -> int:
+        """Of gradients: the step that draws makes none."""
+        return self.num_steps - (self.portfolio is not None)
+
+    @property
+    def _choice(self) -> Choice:
+        assert self.portfolio is not None
+        return self.portfolio.choice(self.clip_norm, self.kernel)
+
+    @override
+    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
+        ledger = super().ledger(problem, sizes)
+        if self.portfolio is None:
+            return ledger
+        draw = self._choice.release(problem, sizes)
+        return dataclasses.replace(ledger, releases=(draw, *ledger.releases))
+
+    @override
+    def with_noise(self, scale: Number) -> Self:
+        """Splits the squared budget between the draw and the gradients."""
+        if self.portfolio is None:
+            return super().with_noise(scale)
+        epsilon, multiplier = self.portfolio.split(scale, self.sizes)
+        drawn = dataclasses.replace(self.portfolio.mechanism, epsilon=epsilon)
+        return dataclasses.replace(
+            self,
+            portfolio=dataclasses.replace(self.portfolio, mechanism=drawn),
+            noise=self.noise.with_multiplier(multiplier),
+        )
+
     @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        return {GRADIENT: optax.tree.size(w0)}
+        size = optax.tree.size(w0)
+        drawn = {} if self.portfolio is None else {DRAW: size}
+        return drawn | {GRADIENT: size}
 
     def _posterior(self, w: Array, seen: _Seen) -> GradientPosterior:
         jitter = cast(self.jitter, w) * cast(self.kernel.variance, w)
@@ -271,6 +368,13 @@ class GradientInformativeBO(
         rank = order.astype(w.dtype) if self.keep_rule == "last" else lengths
         chosen = jnp.argsort(jnp.where(valid, rank, jnp.inf))[: self.keep]
         return _Seen(seen.points[chosen], seen.values[:, chosen], valid[chosen])
+
+
+def _padded(proposal: Proposal, rows: int) -> Proposal:
+    """As many rows for either kind of step; those beyond `count` are not evaluated."""
+    points = proposal.points
+    more = jnp.broadcast_to(points[:1], (rows - len(points), points.shape[1]))
+    return Proposal(jnp.concatenate([points, more]), proposal.count)
 
 
 def _record_gradient(posterior: GradientPosterior, seen: _Seen):

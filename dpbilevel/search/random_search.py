@@ -11,21 +11,13 @@ from typing_extensions import override
 from .._checks import Count, Number, Positive
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
-from ..draws.release import Draw
-from ..draws.samplers.base import SamplerGuarantee
-from ..draws.samplers.grid import Grid
-from ..draws.scores.mean_loss import spread_of
 from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
-from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
-from ..privacy.queries import RECORDS, Query
-from ..privacy.rows import unpacked
-from ..sets import Euclidean
 from .base import AbstractAskTellSolver, Proposal
 from .candidates import box_of, start_of, uniform
-from .losses import score_of_candidates
-from .problem import BlackBox, SearchProblem
+from .choice import Choice
+from .problem import SearchProblem
 
 
 class _State(eqx.Module):
@@ -89,16 +81,9 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     @override
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
-        dtype = unpacked(losses)[0].dtype
-        numbers = jnp.arange(self.num_candidates, dtype=dtype)
-        points, start, public = proposal.points, state.start, problem.public
-        score = score_of_candidates(
-            losses, points, public, start, self.clip_range, self.sizes
-        )
-        # The index of a candidate is drawn, as a point of a grid on the line.
-        grid, first = Grid(numbers), numbers[0]
-        number = self.mechanism.draw(score, grid, Euclidean(), first, key=key)
-        return _State(start, points[number.astype(jnp.int32)])
+        start, points = state.start, proposal.points
+        w = self._choice.of(problem, points, losses, start, self.sizes, key=key)
+        return _State(start, w)
 
     @override
     def released(self, state: _State) -> Float[Array, " d"]:
@@ -106,18 +91,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        # A black box is searched in float64, whatever is the default here.
-        exact = isinstance(problem, BlackBox)
-        dtype = jnp.float64 if exact else jnp.result_type(float)
-        public = problem.public is not None
-        share, _ = spread_of(self.clip_range, sizes, dtype, public)
-        query = Query.of_contribution(RECORDS, sizes, float(share))
-        sensitivity = self.neighbours.contributions * share * (1 + ROUNDING_MARGIN)
-        rate = float(self.mechanism.rate(sensitivity))  # k
-        number = self.num_candidates
-        note = f"drawn exactly from {number} random candidates"
-        guarantee = SamplerGuarantee(1, number, notes=(note,))
-        draw = Draw(DRAW, 1, (query,), self.mechanism, rate, guarantee)
+        draw = self._choice.release(problem, sizes)
         return Ledger((draw,), assumptions=self.assumptions(problem, sizes))
 
     @override
@@ -129,3 +103,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     @override
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
         return {DRAW: w0.size}
+
+    @property
+    def _choice(self) -> Choice:
+        return Choice(self.num_candidates, self.clip_range, self.mechanism)
