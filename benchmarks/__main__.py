@@ -28,6 +28,7 @@ NAMES = (
     "breast_cancer",
     "black_box",
     "dimensions",
+    "starts",
     "out_of_core",
 )
 

@@ -77,6 +77,7 @@ def gradient_search(task, settings):
         settings["clip_norm"],
         step_size=rule(settings),
         kernel=kernel,
+        portfolio=None,
         **fields,
     )
     return solver.with_noise(1 / settings["mu"]).with_sizes(task.size)

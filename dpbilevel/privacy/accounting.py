@@ -26,6 +26,7 @@ SMALLEST_SAMPLED_MULTIPLIER = 0.1
 # Charged to delta per sampled release: transforms of a discretized loss round, in
 # either direction, by up to a tenth of it, which decides deltas below 1e-10.
 ROUNDING = 2.0**-50
+_LARGEST_EPSILON = 700.0  # beyond it nothing is private
 
 _Pld: TypeAlias = Any  # a dp-accounting PrivacyLossDistribution, which is untyped
 
@@ -57,7 +58,7 @@ def is_exact(event: "dp_accounting.DpEvent") -> bool:
     """Whether the profile of `event` is a closed form."""
     parts = pure_epsilons(event)
     single = parts is not None and len(parts) <= 1
-    return single or gaussian_mu(event) is not None
+    return single or gaussian_mu(event) is not None or _draw_and_gaussians(event)
 
 
 def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -> float:
@@ -111,6 +112,10 @@ def profile(
         return lambda epsilon: float(pure.delta(parts[0], epsilon))
     if selects(event):
         return renyi.Divergences(_flatten(event)).delta
+    if _draw_and_gaussians(event):
+        mu, ((draw, _),) = _split(event)
+        total = pure.epsilon_of(draw)
+        return lambda epsilon: float(pure.delta_with_gaussian(total, mu, epsilon))
     if _hopeless(event):
         return lambda epsilon: 1.0
     loss = privacy_loss(event, neighbours, interval)
@@ -138,11 +143,33 @@ def epsilon(
         return pure.smallest_epsilon(sum(parts), delta)
     if selects(event):
         return renyi.Divergences(_flatten(event)).epsilon(delta)
+    if _draw_and_gaussians(event):
+        return smallest_epsilon(profile(event, neighbours), delta)
     if _hopeless(event):
         return math.inf
     loss = privacy_loss(event, neighbours, interval)
     value = float(loss.get_epsilon_for_delta(delta))
     return value if parts is None else min(value, sum(parts))
+
+
+def smallest_epsilon(delta_of: Callable[[float], float], delta: float) -> float:
+    r"""The smallest $\varepsilon \ge 0$ at which a profile is at most `delta`.
+
+    The safe end of the last bracket.
+
+    Args:
+        delta_of: The profile, decreasing.
+        delta: $\delta$ in [0, 1].
+    """
+    low = high = 0.0
+    while delta_of(high) > delta:
+        low, high = high, max(2 * high, 1e-3)
+        if high > _LARGEST_EPSILON:
+            return math.inf
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_of(middle) > delta else (low, middle)
+    return high
 
 
 def privacy_loss(
@@ -263,6 +290,13 @@ def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
         else:
             others.append((part, count))
     return math.hypot(*ratios), others
+
+
+def _draw_and_gaussians(event) -> bool:
+    """Whether it is one release without delta, once, and unsampled Gaussians."""
+    mu, others = _split(event)
+    one = [count for part, count in others if pure.is_pure(part)] == [1]
+    return one and len(others) == 1 and 0 < mu < math.inf
 
 
 def _hopeless(event) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 from typing_extensions import TypeIs
 
 from ._lazy import dp_accounting
-from .gaussian import Profile
+from .gaussian import Profile, gaussian_delta
 
 # Beyond this epsilon nothing is private.
 _LARGEST = 700.0
@@ -53,6 +53,25 @@ def delta(total: float, epsilon: Profile) -> Profile:
     """  # noqa: D205
     gap = -np.expm1(np.minimum(epsilon - total, 0.0))
     return gap / (1 + np.exp(-total))
+
+
+def delta_with_gaussian(total: float, mu: float, epsilon: float) -> Profile:
+    r"""The profile of a release without delta together with Gaussian ones.
+
+    The privacy loss of randomized response is $\pm \varepsilon_0$, and losses add up:
+    $$\delta(\varepsilon) = \frac{e^{\varepsilon_0} \delta_\mu(\varepsilon -
+    \varepsilon_0) + \delta_\mu(\varepsilon + \varepsilon_0)}{1 + e^{\varepsilon_0}}.$$
+
+    Args:
+        total: $\varepsilon_0$.
+        mu: $\mu$ of the Gaussian releases.
+        epsilon: $\varepsilon \ge 0$.
+    """
+    if math.isinf(total):
+        return 1.0
+    likely = 1 / (1 + math.exp(-total))
+    near, far = (gaussian_delta(mu, epsilon + sign * total) for sign in (-1, 1))
+    return likely * near + (1 - likely) * far
 
 
 def smallest_epsilon(total: float, delta: float) -> float:

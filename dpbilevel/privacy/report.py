@@ -199,6 +199,8 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
     if all(accounting.gaussian_mu(event) is not None for event in events):
         return "exact Gaussian composition"
     exact = all(map(accounting.is_exact, events))
+    if exact and not all(map(accounting.pure_epsilons, events)):
+        return "exact composition of a draw and Gaussian releases"
     if exact or (budget.delta == 0 and all(map(accounting.pure_epsilons, events))):
         return "exact composition of draws without delta"
     if any(map(accounting.selects, events)):

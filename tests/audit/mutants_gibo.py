@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.privacy.queries import Query
-from tests.search.test_gibo import planned_gibo
+from dpbilevel.search import losses as told
+from tests.search.test_gibo import planned_gibo, planned_portfolio
 
 GIBO = dpb.search.GradientInformativeBO
 OTHERS = 0.5  # the slope of everyone else's loss, below the clip norm
@@ -76,6 +78,51 @@ def outcome(kind):
         )
 
 
+class ForgetsTheDraw(GIBO):
+    """Charges the gradients alone."""
+
+    def ledger(self, problem, sizes):
+        ledger = GIBO.ledger(self, problem, sizes)
+        return dataclasses.replace(ledger, releases=ledger.releases[1:])
+
+
+def raw_mean(losses, clip_range, size, precision):
+    return dpb.privacy.Bounded(jnp.sum(losses) / size - clip_range / 2, 1.0)
+
+
+class DrawsByRawLosses(GIBO):
+    """Draws the start by losses that are not clipped."""
+
+    def _drawn(self, *args):
+        with mock.patch.object(told, "clipped_loss", raw_mean):
+            return GIBO._drawn(self, *args)
+
+
+@functools.cache
+def drawn(kind):
+    """An audit where one of ten records prefers the other end of a box."""
+    with jax.enable_x64(True):
+        solver = planned_portfolio(kind, share=0.8)
+        problem = dpb.FiniteSum(lambda w, z: z * w[0], w_set=dpb.sets.Box(-1.0, 1.0))
+        same = jnp.zeros(10)
+        return audit.trade_off(
+            audit.SolverRun(problem, solver, jnp.zeros(1)),
+            same.at[0].set(1e6),
+            same.at[0].set(-1e6),
+            audit.ledger_claims(solver.ledger(problem, solver.sizes))["records"],
+            key=jax.random.key(18),
+            runs=20_000,
+        )
+
+
+def broken_draw(kind):
+    return (
+        "GradientInformativeBO, portfolio",
+        functools.partial(drawn, kind),
+        functools.partial(drawn, GIBO),
+    )
+
+
 def broken(kind):
     return (
         "GradientInformativeBO",
@@ -89,4 +136,6 @@ MUTANTS = {
     "kernel fitted to private losses": broken(FitsItsKernel),
     "losses standardized over records": broken(Standardizes),
     "points chosen by losses": broken(AsksByLosses),
+    "a draw of the start that is not counted": broken_draw(ForgetsTheDraw),
+    "a start drawn by losses that are not clipped": broken_draw(DrawsByRawLosses),
 }

@@ -53,7 +53,7 @@ def recorder(*mistakes):
             release = noted(Gaussian.release, std, frozen)
             patch.setattr(Gaussian, "release", release)
             for kind in (dpb.draws.Exponential, dpb.draws.RegularizedExponential):
-                patch.setattr(kind, "draw", noted(kind.draw, sensitivity))
+                patch.setattr(kind, "draw", noted(kind.draw, sensitivity, frozen))
             return dpb.solve(problem, solver, data, w0, key=key, trajectory=True)
 
     # One program for most tests: compiling takes the suite's time.
@@ -64,7 +64,7 @@ def recorder(*mistakes):
     return solve
 
 
-def noted(method, scale, frozen=None):
+def noted(method, scale, frozen):
     """A release or a draw that says how strong it is, of what scale, and its noise."""
 
     def made(self, value, *args, **kwargs):
@@ -72,7 +72,7 @@ def noted(method, scale, frozen=None):
         numbers = jnp.asarray(strength(self)), jnp.asarray(scale(self, value))
         if not isinstance(value, Bounded):
             jax.debug.callback(note, *numbers, None, None)
-            return released
+            return jax.tree.map(lambda v: jnp.where(frozen, 0 * v, v), released)
         words = jax.random.key_data(kwargs["key"])
         jax.debug.callback(note, *numbers, words, (value, released))
         return jax.tree.map(lambda v: jnp.where(frozen, 0 * v, v), released)

@@ -203,7 +203,13 @@ def test_search_that_diverges_stays_finite_and_warns():
 
     huge = dpb.sets.Box(-np.full(1, 1e150), np.full(1, 1e150))
     solver = dpb.search.GradientInformativeBO(
-        3, 1.0, step_size=optax.sgd(1e300), keep=4, batch=2, polish=1
+        3,
+        1.0,
+        step_size=optax.sgd(1e300),
+        keep=4,
+        batch=2,
+        polish=1,
+        portfolio=None,
     )
     black_box = dpb.search.BlackBox(losses, 30, huge)
     with pytest.warns(UserWarning, match="the run diverged: 3 updates"):

@@ -41,6 +41,7 @@ CONTRACT = {
             max_batch=8,
             polish=2,
             output=dpb.outputs.TailMean(0.2),
+            portfolio=dpb.search.Portfolio(9, jnp.full((1, 4), 0.3)),
         ).with_sizes(len(LOWER["label"])),
         jax.tree.map(np.float64, {k: LOWER[k] for k in ("features", "label")}),
         np.zeros(4),
@@ -51,16 +52,25 @@ CONTRACT = {
 
 def planned_gibo(scale=1.0, kind=dpb.search.GradientInformativeBO, **fields):
     defaults = {"num_steps": 2, "clip_norm": 0.7, "step_size": 0.1}
-    defaults |= {"batch": 2, "keep": 2, "polish": 0}
+    defaults |= {"batch": 2, "keep": 2, "polish": 0, "portfolio": None}
     return planned(kind(**(defaults | fields)), scale=scale)
 
 
-AUDITS = {"GradientInformativeBO": Audited(planned_gibo(), double=True)}
+def planned_portfolio(kind=dpb.search.GradientInformativeBO, share=0.3):
+    return planned_gibo(kind=kind, portfolio=dpb.search.Portfolio(8, share=share))
+
+
+AUDITS = {
+    "GradientInformativeBO": Audited(planned_gibo(), double=True),
+    "GradientInformativeBO, portfolio": Audited(
+        planned_portfolio(), double=True, exact=False, others=-1.0
+    ),
+}
 
 
 def gibo(scale=0.0, steps=20, **fields):
     defaults = {"clip_norm": 1e3, "step_size": 0.5, "keep": 12, "max_batch": 8}
-    defaults |= {"kernel": dpb.search.RBF(2.0, 10.0), "polish": 0}
+    defaults |= {"kernel": dpb.search.RBF(2.0, 10.0), "polish": 0, "portfolio": None}
     solver = dpb.search.GradientInformativeBO(steps, **(defaults | fields))
     return solver.with_noise(scale).with_sizes(N)
 
@@ -121,7 +131,14 @@ def test_with_two_points_a_step_it_follows_clipped_gradient_descent(steps):
     records = {"x": x, "y": x.sum(axis=1) + random.normal(size=100)}
     problem = dpb.FiniteSum(robust, w_set=dpb.sets.Box(-5.0, 5.0))
     solver = dpb.search.GradientInformativeBO(
-        steps, 1.0, step_size=1.0, batch=2, keep=64, jitter=1e-6, polish=0
+        steps,
+        1.0,
+        step_size=1.0,
+        batch=2,
+        keep=64,
+        jitter=1e-6,
+        polish=0,
+        portfolio=None,
     )
     exact = dpb.NoisyGD(steps, 1.0, step_size=1.0)
     found, expected = (
@@ -147,7 +164,9 @@ def test_with_two_points_a_step_it_follows_clipped_gradient_descent(steps):
     ],
 )
 def test_noise_is_that_of_the_papers_experiments(clip_norm, steps, n, mu, std):
-    solver = dpb.search.GradientInformativeBO(steps, clip_norm, step_size=1.0)
+    solver = dpb.search.GradientInformativeBO(
+        steps, clip_norm, step_size=1.0, portfolio=None
+    )
     (release,) = solver.with_noise(1 / mu).ledger(SQUARES, n).releases
     assert release.noise_std == pytest.approx(std, rel=5e-3)
     assert release.count == steps
