@@ -16,8 +16,10 @@ import numpy as np
 
 from . import pure, renyi
 from ._lazy import dp_accounting
+from .best_of import BestOf
 from .budget import Neighbours
 from .gaussian import Profile, gaussian_delta, gaussian_epsilon
+from .repetitions import Repetitions
 
 FINE = 1e-4  # discretization of the reported epsilon
 COARSE = 1e-3  # discretization of the search for the noise
@@ -111,7 +113,7 @@ def profile(
     if parts is not None and len(parts) == 1:
         return lambda epsilon: float(pure.delta(parts[0], epsilon))
     if selects(event):
-        return renyi.Divergences(_flatten(event)).delta
+        return _profile_of_selections(_flatten(event))
     if _draw_and_gaussians(event):
         mu, ((draw, _),) = _split(event)
         total = pure.epsilon_of(draw)
@@ -141,9 +143,9 @@ def epsilon(
     parts = pure_epsilons(event)
     if parts is not None and (delta == 0 or len(parts) == 1):
         return pure.smallest_epsilon(sum(parts), delta)
-    if selects(event):
-        return renyi.Divergences(_flatten(event)).epsilon(delta)
-    if _draw_and_gaussians(event):
+    if selects(event) and delta == 0:
+        return math.inf
+    if selects(event) or _draw_and_gaussians(event):
         return smallest_epsilon(profile(event, neighbours), delta)
     if _hopeless(event):
         return math.inf
@@ -290,6 +292,17 @@ def _split(event) -> "tuple[float, list[tuple[dp_accounting.DpEvent, int]]]":
         else:
             others.append((part, count))
     return math.hypot(*ratios), others
+
+
+def _profile_of_selections(parts) -> Callable[[float], float]:
+    """From the divergences of all parts; of a single one also its own profile."""
+    together = renyi.Divergences(parts).delta
+    part, count = parts[0]
+    if len(parts) > 1 or count > 1 or part.event.noise_multiplier == 0:
+        return together
+    law = Repetitions(part.mean, part.shape)
+    alone = BestOf(law, 1 / part.event.noise_multiplier).delta
+    return lambda epsilon: min(together(epsilon), alone(epsilon))
 
 
 def _draw_and_gaussians(event) -> bool:

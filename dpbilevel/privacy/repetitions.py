@@ -56,6 +56,17 @@ class Repetitions:
         low = math.log(1e-3 / self.mean / (1 + self.shape))
         return math.exp(scipy.optimize.brentq(excess, low, -1e-12, xtol=1e-14))
 
+    def slope(self, p: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        r"""$f'(1 - p)$, where $f(s)$ is the mean of $s^K$.
+
+        Args:
+            p: Chances in [0, 1].
+        """
+        if math.isinf(self.shape):
+            return self.mean * np.exp(-self.mean * p)
+        ratio = self.gamma / (self.gamma + (1 - self.gamma) * p)
+        return self.mean * ratio ** (1 + self.shape)
+
     def beyond(self, count: int) -> Float[np.ndarray, " count+1"]:
         """The probabilities of more than 0, 1, ..., `count` repetitions."""
         numbers = np.arange(count + 1)

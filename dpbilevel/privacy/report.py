@@ -204,7 +204,7 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
     if exact or (budget.delta == 0 and all(map(accounting.pure_epsilons, events))):
         return "exact composition of draws without delta"
     if any(map(accounting.selects, events)):
-        return "Renyi divergences of private selection"
+        return "profile and Renyi divergences of private selection"
     return f"privacy loss distributions, discretization {accounting.FINE}"
 
 

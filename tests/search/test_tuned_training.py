@@ -144,7 +144,7 @@ def test_a_plan_protects_the_records_of_both_levels(people):
     # Shares of a half are all that disjoint people pay, on either side.
     assert all(1.99 < value <= 2.0 for value in report.epsilon_by_person.values())
     assert "towards lower records" in report.certificates[1]
-    assert report.accountant == "Renyi divergences of private selection"
+    assert report.accountant == "profile and Renyi divergences of private selection"
 
 
 @pytest.mark.slow
