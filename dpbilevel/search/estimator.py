@@ -1,7 +1,7 @@
 """Private hyperparameter search of scikit-learn estimators."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -26,12 +26,15 @@ from ..sets import Box
 from .base import AbstractAskTellSolver
 from .gibo import GradientInformativeBO
 from .loop import minimize
+from .portfolio import Portfolio
 from .problem import BlackBox
+from .random_search import RandomSearch
 from .ranges import Range as Range
 from .row_losses import RowLosses, check_validation, count, default_losses
 
 # AdaGrad's first step would be as long for pure noise as for a steep slope, but for its
 # initial accumulator. One object, or every search would compile anew.
+_FEW = 3  # coordinates of which uniform points find as good ones as descent
 _RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
 
 
@@ -57,9 +60,16 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
             $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
-            default 20 steps of `GradientInformativeBO` with AdaGrad, losses divided by
-            what 95 in 100 gradients of a training record's loss are shorter than, which
-            2d trainings on one half of them tell, and gradients clipped at 1.
+            default, where there are at most three coordinates or whole numbers, or
+            delta is 0, `RandomSearch` among `30 + 10 d` points, losses divided by what
+            99 in 100 losses of training records are below, which one training on half
+            of them tells, and clipped at 1. Else the draw of a start and 20 steps of
+            `GradientInformativeBO` with AdaGrad, losses divided by what 95 in 100
+            gradients of a training record's loss are shorter than, which 2d trainings
+            on one half tell, and gradients clipped at 1.
+        starts: Likely parameters, dictionaries with values for some or all names of the
+            space, in their ranges; the others are in the middle. The default's
+            portfolio has them, and the estimator's own parameters, among its points.
         losses: `losses(estimator, X, y)`, the loss of every row, shape `(n,)`, each
             from its own row alone. By default half the Brier score for classifiers with
             `predict_proba`, else 0-1 loss, both in [0, 1]; for regressors the squared
@@ -108,6 +118,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         solver: AbstractAskTellSolver | None = None,
         losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
         training_mu: float | None = None,
+        starts: Sequence[dict[str, Any]] = (),
     ):
         self.estimator = estimator
         self.space = space
@@ -115,6 +126,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.solver = solver
         self.losses = losses
         self.training_mu = training_mu
+        self.starts = starts
 
     def fit(
         self,
@@ -173,8 +185,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             )
         solver = self.solver
         if solver is None:
-            solver = _default(size)
-            rows.unit = rows.usual_slope(size)
+            solver = self._default_solver(rows, size)
         records = "" if folder is None else self._identity(X, y, validation)
         problem = BlackBox(
             rows.black_box(*validation),
@@ -259,6 +270,44 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self)
         return self.best_estimator_
 
+    def position(self, parameters: dict[str, Any]) -> Float[np.ndarray, " d"]:
+        """The point of the search at parameters; the converse of `parameters`.
+
+        Args:
+            parameters: Values in their ranges, by name; others are in the middle.
+
+        Raises:
+            ValueError: A name is not in the space, or a value outside of its range.
+        """
+        unknown = sorted(parameters.keys() - self.space.keys())
+        if unknown:
+            raise ValueError(
+                f"PrivateSearch: the space has no {unknown[0]!r}; it has "
+                f"{sorted(self.space)}."
+            )
+        parts = [
+            entry.position(parameters[name])
+            if name in parameters
+            else np.zeros(entry.coordinates)
+            for name, entry in self.space.items()
+        ]
+        return np.concatenate(parts)
+
+    def _default_solver(self, rows: RowLosses, size: int) -> AbstractAskTellSolver:
+        """The method for so many coordinates, and its unit of the losses."""
+        whole = any(entry.integer for entry in self.space.values())
+        if size <= _FEW or whole or self.budget.delta == 0:
+            rows.unit = rows.usual_loss(size)
+            return RandomSearch(30 + 10 * size, 1.0)
+        rows.unit = rows.usual_slope(size)
+        starts = [self.position(start) for start in (*self.starts, self._own())]
+        return _default(size, np.stack(starts))
+
+    def _own(self) -> dict[str, Any]:
+        """The estimator's parameters that are in their ranges."""
+        known = self.estimator.get_params()
+        return {n: known[n] for n, entry in self.space.items() if known[n] in entry}
+
     def _identity(self, X: Any, y: Any, validation: tuple[Any, Any]) -> str:
         """Tells all that an evaluation reads from others; SECRET.
 
@@ -306,6 +355,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "so no units may be taken from them; give losses=, and solver= with a "
                 "clip norm that is known to suit them."
             )
+        for start in self.starts:
+            self.position(start)
         known = estimator.get_params()
         for name, entry in self.space.items():
             if not isinstance(entry, Range):
@@ -333,8 +384,15 @@ def _hash_or_name(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def _default(size):
+def _default(size, starts):
     """Descent along inferred gradients, in units of a record's usual slope."""
     return GradientInformativeBO(
-        20, 1.0, step_size=_RULE, evaluation_noise=0.02, max_batch=2 * size + 16
+        21,
+        1.0,
+        step_size=_RULE,
+        evaluation_noise=0.02,
+        max_batch=2 * size + 16,
+        keep=max(128, 4 * size),  # points further back hardly tell of the gradient
+        polish=0,
+        portfolio=Portfolio(60 + len(starts), starts),
     )

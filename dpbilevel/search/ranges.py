@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -63,12 +64,45 @@ class Range:
         Args:
             position: Its coordinates.
         """
-        # Half a step more at the ends, so that every whole number has its share.
-        margin = 0.5 if self.integer else 0.0
-        ends = self.low - margin, self.high + margin
-        low, high = (math.log(v) if self.log else v for v in ends)
+        low, high = self._ends
         inner = low + (np.asarray(position, np.float64) + 1) / 2 * (high - low)
         found = np.exp(inner) if self.log else inner
         found = np.clip(np.rint(found) if self.integer else found, self.low, self.high)
         found = found.astype(int) if self.integer else found
         return found[0].item() if self.size is None else found
+
+    def position(self, value: Any) -> Float[np.ndarray, " c"]:
+        """The coordinates in [-1, 1] of a parameter; the converse of `value`.
+
+        Args:
+            value: A number, or for a vector one number or as many as it has.
+
+        Raises:
+            ValueError: It is no number in the range.
+        """
+        if value not in self:
+            raise ValueError(
+                f"Range: {value!r} is not in the range from {self.low} to {self.high}."
+            )
+        low, high = self._ends
+        inner = np.log(value) if self.log else np.asarray(value, np.float64)
+        return np.broadcast_to(2 * (inner - low) / (high - low) - 1, self.coordinates)
+
+    def __contains__(self, value: Any) -> bool:
+        """Whether a value, or every entry of a vector, is a number in the range."""
+        if isinstance(value, bool):
+            return False
+        try:
+            numbers = np.asarray(value, np.float64)
+        except (TypeError, ValueError):
+            return False
+        fits = numbers.shape in ((), (self.coordinates,) * (self.size is not None))
+        return fits and bool(np.all((self.low <= numbers) & (numbers <= self.high)))
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        # Half a step more at the ends, so that every whole number has its share.
+        margin = 0.5 if self.integer else 0.0
+        ends = self.low - margin, self.high + margin
+        low, high = (math.log(v) if self.log else v for v in ends)
+        return low, high

@@ -17,6 +17,7 @@ _PROBED = 64  # training rows on which losses must not depend on each other
 _STEP = 0.3  # of the differences that tell the slope of a loss
 # Clipping at the median would ask what is better for most rows, not on average.
 _USUAL = 0.95
+_MOST = 0.99  # of losses that are not cut off
 
 Losses = Callable[[Any, Any, Any], Float[np.ndarray, " n"]]
 
@@ -119,19 +120,39 @@ class RowLosses:
         try:
             sides = [[at(s * _STEP * e) for s in (1, -1)] for e in np.eye(size)]
         except Exception as error:  # such as a class that only the other half has
-            return self._unknown_slope(f"fitted to one half: {error}")
+            return self._unknown(f"fitted to one half: {error}", "steep", "gradients")
         slopes = np.asarray([(a - b) / (2 * _STEP) for a, b in sides])
         found = float(np.nanquantile(np.linalg.norm(slopes, axis=0), _USUAL))
         if 1e-6 < found < 1e6:
             return found
-        return self._unknown_slope(f"most losses have slopes below {found:.3g}")
+        return self._unknown(
+            f"most have slopes below {found:.3g}", "steep", "gradients"
+        )
 
-    def _unknown_slope(self, why):
+    def usual_loss(self, size: int) -> float:
+        """What the loss of a training row is below, 99 in 100.
+
+        In the middle of a space of `size` parameters, with the estimator fitted to
+        every other training row and losses of the rest; 1 where that tells nothing.
+        """
+        everyone = _all(self.training)
+        known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
+        try:
+            fitted = self.make(np.zeros(size)).fit(*known)
+            losses = self._losses_of(fitted, *held)
+        except Exception as error:
+            return self._unknown(f"fitted to one half: {error}", "large", "losses")
+        found = float(np.nanquantile(losses, _MOST))
+        if 1e-6 < found < 1e6:
+            return found
+        return self._unknown(f"most are below {found:.3g}", "large", "losses")
+
+    def _unknown(self, why, how, what):
         warnings.warn(
-            "PrivateSearch.fit: training rows do not tell how steep losses are in the "
-            f"middle of the space ({why}); gradients are clipped at 1. Give solver=, "
+            f"PrivateSearch.fit: training rows do not tell how {how} losses are in the "
+            f"middle of the space ({why}); {what} are clipped at 1. Give solver=, "
             "or a space around the values that are likely.",
-            stacklevel=4,
+            stacklevel=5,
         )
         return 1.0
 

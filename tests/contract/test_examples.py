@@ -72,7 +72,7 @@ def test_readme_code_runs_and_is_better_than_one_level(capsys, monkeypatch, tmp_
     # Fewer runs of the audit, fewer steps of the search, and two methods to plan from.
     readme = readme.replace("runs=20_000", "runs=1_000")
     short = dpb.search.GradientInformativeBO(2, 1.0, step_size=0.2, max_batch=8)
-    monkeypatch.setattr("dpbilevel.search.estimator._default", lambda size: short)
+    monkeypatch.setattr("dpbilevel.search.estimator._default", lambda *_: short)
     every = planning.dry_runs.candidates
 
     def few(*arguments):

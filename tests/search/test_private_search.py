@@ -28,7 +28,14 @@ TRAINING = INPUTS[:60], TARGETS[:60]
 PRIVATE = INPUTS[60:], TARGETS[60:]
 SPACE = {"alpha": dpb.search.Range(1e-4, 1e3, log=True)}
 FEW = dpb.search.GradientInformativeBO(
-    4, 1.0, step_size=0.4, batch=2, keep=8, polish=0, evaluation_noise=0.02
+    4,
+    1.0,
+    step_size=0.4,
+    batch=2,
+    keep=8,
+    polish=0,
+    evaluation_noise=0.02,
+    portfolio=None,
 )
 
 
@@ -135,13 +142,79 @@ def test_default_steps_are_in_units_of_the_slopes_of_training_records():
         for p in (0.3, -0.3)
     ]
     assert slope == pytest.approx(np.quantile(np.abs(sides[0] - sides[1]), 0.95) / 0.6)
+
+
+def test_one_parameter_is_searched_at_random_in_units_of_the_losses_of_training_rows():
     result = searched(solver=None)
     assert error_of(result.best_params_["alpha"]) < 0.9 * error_of(10**-0.5)
+    assert "without delta" in result.report_.accountant
+    assert "40 public candidates" in str(result.report_)
     # In other units nothing changes, and nothing is compiled again.
     before = searching._tell._cache_size()
     again = searched(solver=None, losses=lambda e, X, y: 1e3 * squares(e, X, y))
     np.testing.assert_allclose(again.trajectory_, result.trajectory_, rtol=1e-6)
     assert searching._tell._cache_size() == before
+
+
+class Flat(RegressorMixin, BaseEstimator):
+    def __init__(self, a=0.0, b=0.5, c=1, names="none"):
+        self.a, self.b, self.c, self.names = a, b, c, names
+
+    def fit(self, X, y):
+        return self
+
+    def predict(self, X):
+        return np.tanh(self.a) + X[:, 0] * np.mean(self.b)
+
+
+@pytest.mark.parametrize(
+    ("space", "delta", "kind"),
+    [
+        ({"a": {}, "b": {}}, 1e-5, dpb.search.RandomSearch),
+        ({"a": {}, "b": {"size": 3}}, 1e-5, dpb.search.GradientInformativeBO),
+        ({"a": {"integer": True}, "b": {"size": 3}}, 1e-5, dpb.search.RandomSearch),
+        ({"a": {}, "b": {"size": 3}}, 0.0, dpb.search.RandomSearch),
+    ],
+)
+def test_the_method_follows_from_the_number_and_kind_of_the_parameters(
+    space, delta, kind
+):
+    space = {name: dpb.search.Range(-1, 1, **kw) for name, kw in space.items()}
+    budget = dpb.PrivacyBudget(1.0, delta)
+    search = dpb.PrivateSearch(Flat(), space, budget, starts=[{"a": 1.0}])
+    size = sum(entry.coordinates for entry in space.values())
+    solver = search._default_solver(search._rows(*TRAINING), size)
+    assert type(solver) is kind
+    if kind is dpb.search.GradientInformativeBO:
+        np.testing.assert_allclose(solver.portfolio.starts[0], [1, 0, 0, 0])
+        np.testing.assert_allclose(solver.portfolio.starts[1], [0, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        (dpb.search.Range(0.1, 10, log=True), 0.7),
+        (dpb.search.Range(-1, 5), 4.5),
+        (dpb.search.Range(1, 100, log=True, integer=True), 7),
+        (dpb.search.Range(0, 2, size=2), np.asarray([0.5, 2.0])),
+    ],
+)
+def test_a_position_is_that_of_its_value(entry, value):
+    found = entry.position(value)
+    assert found.shape == (entry.coordinates,)
+    assert np.abs(found).max() <= 1
+    np.testing.assert_allclose(entry.value(found), value)
+    for other in (1e3, math.nan, None, "auto", True, [0.5, 1.0, 1.5]):
+        assert other not in entry
+    with pytest.raises(ValueError, match=r"1000.0 is not in the range"):
+        entry.position(1000.0)
+
+
+def test_starts_outside_of_the_space_are_refused_before_any_record_is_read():
+    with pytest.raises(ValueError, match="the space has no 'beta'"):
+        searched(starts=[{"beta": 1.0}])
+    with pytest.raises(ValueError, match="is not in the range"):
+        searched(starts=[{"alpha": 1e9}])
 
 
 def test_nothing_of_the_validation_records_is_left_in_the_search(found):
@@ -414,6 +487,8 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
     rows = dpb.PrivateSearch(KNeighborsRegressor(), halves, BUDGET)._rows(*TRAINING)
     with pytest.warns(UserWarning, match=r"do not tell how steep .*n_neighbors"):
         assert rows.usual_slope(1) == 1.0
+    with pytest.warns(UserWarning, match=r"do not tell how large .*n_neighbors"):
+        assert rows.usual_loss(1) == 1.0
 
 
 @pytest.mark.parametrize(
