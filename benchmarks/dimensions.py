@@ -39,6 +39,7 @@ def gradients():
         step_size=made(0.3, None),
         evaluation_noise=NOISE,
         output=dpb.outputs.TailMean(0.2),
+        portfolio=None,  # `benchmarks.starts` has it
     )
 
 

@@ -61,10 +61,10 @@ def replication(dimension, seed):
     best, *ends = task.objective([task.optimum, middle, start])
     found["middle"], found["random start"] = (value - best for value in ends)
     key = jax.random.key(seed)
-    solver = dataclasses.replace(gradients(), polish=0, keep=128)
+    alone = dataclasses.replace(gradients(), polish=0, keep=128)
+    solver = dataclasses.replace(alone, portfolio=dpb.search.Portfolio())
     drawn = excess("with the portfolio", solver, BUDGET, key)
     found["its draw"], count = drawn, len(points)
-    alone = dataclasses.replace(solver, portfolio=None)
     excess("without", alone, BUDGET, jax.random.fold_in(key, 1))
     few = [method for method in others(min(count, MOST)) if method[0] == "noisy UCB"]
     many = [m for m in others(count) if m[0] in ("random search", "repeat and select")]
