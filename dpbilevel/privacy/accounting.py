@@ -116,6 +116,7 @@ def profile(
         return _profile_of_selections(_flatten(event))
     if _draw_and_gaussians(event):
         mu, ((draw, _),) = _split(event)
+        assert pure.is_pure(draw)
         total = pure.epsilon_of(draw)
         return lambda epsilon: float(pure.delta_with_gaussian(total, mu, epsilon))
     if _hopeless(event):

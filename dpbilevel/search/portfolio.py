@@ -109,7 +109,7 @@ class Portfolio(Checked):
 
     def choice(self, clip_norm: Number, kernel: AbstractKernel) -> Choice:
         """The draw, with the range of the losses that is given or follows."""
-        clip_range = self.clip_range
+        clip_range: Any = self.clip_range
         if clip_range is None:
             clip_range = clip_norm * kernel.reach
         return Choice(self.size, clip_range, self.mechanism)
