@@ -30,11 +30,17 @@ SOLVERS = {
     "repeat_and_select": dpb.search.RepeatAndSelect(12, 2.0, mean=2.0),
     "noisy_ucb": dpb.search.NoisyUCB(4, 2.0, num_candidates=20),
     "gradient_informative": dpb.search.GradientInformativeBO(
-        3, 1.0, step_size=0.3, batch=3, keep=8, polish=2
+        3,
+        1.0,
+        step_size=0.3,
+        batch=3,
+        keep=8,
+        polish=2,
+        portfolio=dpb.search.Portfolio(5),
     ),
 }
 EVALUATIONS = {"random_search": 12, "repeat_and_select": 12, "noisy_ucb": 4}
-EVALUATIONS["gradient_informative"] = 9
+EVALUATIONS["gradient_informative"] = 5 + 2 * 3
 NAME = "noisy_ucb"
 FINISHED = ["search.json", "spending.jsonl"]
 solvers = pytest.mark.parametrize("name", SOLVERS)
