@@ -18,6 +18,7 @@ from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes
 from dpbilevel.core.descent import StepSize
 from dpbilevel.core.outputs import AbstractOutput
+from dpbilevel.games.group_game import GroupGame
 from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel.problem import AbstractFiniteSum
 from dpbilevel.privacy.clipping import Basis
@@ -32,6 +33,7 @@ PLACES = {
     PenaltyTuning: '`[solver]`, for `task = "penalty_tuning"`',
     SourceWeighting: '`[solver]`, for `task = "source_weighting"`',
     AbstractVariationalInequality: "`[solver]`, for games",
+    GroupGame: '`[solver]`, for `task = "group_fair"` and `"group_robust"`',
     AbstractFiniteSum: "`[solver.inner]` and `[refit]`",
 }
 # Fields that the library fills in, or that a text file cannot hold.
@@ -117,7 +119,9 @@ def config() -> str:
 def _type(kind) -> str:
     if kind in KINDS:
         return KINDS[kind]
-    arguments = typing.get_args(kind)
+    arguments = tuple(v for v in typing.get_args(kind) if v is not type(None))
+    if len(arguments) == 1 and arguments[0] in KINDS:  # of a union with None
+        return KINDS[arguments[0]]
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(f'`"{value}"`' for value in arguments)
     if Ellipsis in arguments:

@@ -30,6 +30,7 @@ class Case:
     double: bool = False  # computes in float64 or not at all
     few_answers: bool = False  # draws one of a few candidates
     keeps_x: bool = False  # as it is given
+    bounds_itself: bool = False  # its values are short before a query clips them
     # Noise follows a sensitivity at released values: at most this times that listed.
     adaptive: float = False
 

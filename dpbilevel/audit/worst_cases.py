@@ -24,6 +24,8 @@ from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
 from ..draws.localized import LocalizedDraws
 from ..draws.regularized import RegularizedExponentialMechanism
+from ..games.group_descent import GroupDescent
+from ..games.groups import group_fair
 from ..games.problem import VariationalInequality
 from ..games.proximal_point import InexactProximalPoint
 from ..onelevel.adaptive_clip import AdaptiveClipGD
@@ -109,6 +111,11 @@ def _(solver: InexactProximalPoint, _, zeros):
 
 
 @worst_case.register
+def _(solver: GroupDescent, _, zeros):
+    return _ONE_GROUP, (zeros, jnp.ones(1))
+
+
+@worst_case.register
 def _(solver: AbstractAskTellSolver, _, zeros):
     return _SHIFTED, jnp.zeros(optax.tree.size(zeros))
 
@@ -159,6 +166,14 @@ _SHIFTED = FiniteSum(lambda w, z: z * jnp.ones_like(w[0]), w_set=_TILTED.w_set)
 
 _PULL = VariationalInequality(
     lambda w, z: jax.tree.map(lambda v: jnp.full_like(v, z), w)
+)
+
+
+# Gradients and losses of one sign, that of the record; it is worst to be one group.
+_ONE_GROUP = group_fair(
+    lambda x, z: z * (optax.tree.sum(x) + _JUMP),
+    (1.0,),
+    group=lambda z: jnp.int32(0),
 )
 
 

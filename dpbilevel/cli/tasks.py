@@ -19,6 +19,7 @@ from ..bilevel.applications import (
     source_weights,
 )
 from ..bilevel.problem import BilevelProblem
+from ..games.group_game import GroupGame
 from ..games.groups import group_fair, group_robust, group_start, group_weights
 from ..games.matrix import matrix_game
 from ..games.problem import AbstractVariationalInequality, SaddleProblem
@@ -262,7 +263,7 @@ class GroupTask(AbstractTask):
 
     label = "weight"
     of = "group"
-    problem_type = AbstractVariationalInequality
+    problem_type = GroupGame
     places = "groups"
     declared = "{} shares"
 

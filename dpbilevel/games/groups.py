@@ -33,10 +33,10 @@ from ..onelevel.linear_models import AbstractLinearModel
 from ..onelevel.losses import Record, bounded, score
 from ..onelevel.problem import check_start
 from ..sets import Ball, Euclidean, Simplex
+from .group_game import GroupGame, ReadGroup, member
 from .problem import SaddleProblem, Scalar
 
 ModelLoss = Callable[[PyTree, PyTree], Scalar]
-ReadGroup = Callable[[PyTree], Int[Array, ""]]
 
 
 def read_group(record: PyTree) -> Int[Array, ""]:
@@ -59,7 +59,7 @@ def group_fair(
     ridge: float = 0.0,
     row_norm: float = 1.0,
     group: ReadGroup = read_group,
-) -> SaddleProblem:
+) -> GroupGame:
     r"""Minimizes the loss of the group that is worst off.
 
     $$
@@ -128,7 +128,7 @@ def group_robust(
     ridge: float = 0.0,
     row_norm: float = 1.0,
     group: ReadGroup = read_group,
-) -> SaddleProblem:
+) -> GroupGame:
     r"""Minimizes the loss under mixtures of groups not too far from the declared one.
 
     $$
@@ -218,18 +218,17 @@ def group_start(
 def _scale_of(owner: str, problem: SaddleProblem) -> float:
     """The scale of the weights of a group game."""
     _checks.instance(owner, SaddleProblem, problem=problem)
-    y_set = problem.y_set
-    if not isinstance(y_set, Simplex) or isinstance(problem.x_set, Simplex):
+    if not isinstance(problem, GroupGame):
         raise TypeError(
-            f"{owner}: needs a problem of group_fair or group_robust, got one on "
-            f"{problem.x_set} and {y_set}."
+            f"{owner}: needs a problem of group_fair or group_robust, got one "
+            f"on {problem.x_set} and {problem.y_set}."
         )
-    return float(y_set.scale)
+    return float(problem.scale)
 
 
 def _game(
     owner, loss, shares, strength, radius, scale, ridge, row_norm, group
-) -> SaddleProblem:
+) -> GroupGame:
     """The problem of `group_fair` and `group_robust`; the arguments are checked."""
     shares = _checked_shares(owner, shares)
     positive = {"radius": radius, "scale": scale, "row_norm": row_norm}
@@ -249,15 +248,17 @@ def _game(
             f"{owner}: loss must be a function of (x, record) or a linear model such "
             f"as Logistic(), got {_checks.shown(loss)}."
         )
+    constants |= {"loss": loss, "group": group}
     scale, public = 1.0 if scale is None else float(scale), None
     if ridge or strength:
         public = _public(shares, scale, ridge, float(strength))
         constants |= _public_constants(shares, scale, radius, ridge, float(strength))
-    return SaddleProblem(
+    return GroupGame(
         _payoff(loss, shares, scale, group),
         public,
         x_set=Euclidean() if radius is None else Ball(radius),
         y_set=Simplex(scale),
+        shares=tuple(map(float, shares)),
         **constants,
     )
 
@@ -284,7 +285,8 @@ def _of_model(owner, model, shares, radius, scale, row_norm) -> tuple[float, dic
     along, across = model.curvature * row_norm**2, slope * row_norm / scale
     lipschitz = most * (along + math.hypot(along, 2 * across)) / 2  # L
     bound = most * math.hypot(slope * row_norm, largest / scale)  # M
-    return float(scale), {"lipschitz": lipschitz, "bound": bound}
+    constants = {"lipschitz": lipschitz, "bound": bound, "smoothness": along}
+    return float(scale), constants | {"loss_bound": 2 * model.start}
 
 
 def _payoff(loss, shares: np.ndarray, scale: float, group) -> Callable:
@@ -296,9 +298,7 @@ def _payoff(loss, shares: np.ndarray, scale: float, group) -> Callable:
                 f"group game: y must have shape ({count},), one weight per share, "
                 f"got {jnp.shape(y)}."
             )
-        index = _group_index(group(record))
-        known = (index >= 0) & (index < count)
-        index = jnp.where(known, index, jnp.zeros_like(index))
+        index, known = member(group, record, count)
         weight = y[index] * jnp.asarray(factors, y.dtype)[index]
         # Of another group: no influence, rather than that of the first.
         return jnp.where(known, weight, jnp.zeros_like(weight)) * loss(x, record)
@@ -329,17 +329,6 @@ def _public_constants(shares, scale, radius, ridge, strength) -> dict[str, Any]:
         bound = math.hypot(2 * ridge * radius, strength * farthest / scale)
     slope = float(max(2 * ridge, strength / (scale**2 * np.min(shares))))
     return {"public_lipschitz": slope, "public_bound": bound}
-
-
-def _group_index(group: Array) -> Int[Array, ""]:
-    """The group as an integer; a truth value is one of two groups."""
-    dtype = jnp.result_type(group)
-    if jnp.shape(group) != () or jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
-            "group game: the group of a record must be one integer from 0 on, got "
-            f"{dtype}{list(jnp.shape(group))}."
-        )
-    return jnp.asarray(group).astype(jnp.int32)
 
 
 def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:

@@ -37,6 +37,7 @@ from tests.draws.test_exponential import planned_draw
 from tests.draws.test_localized_draws import planned_localized
 from tests.draws.test_regularized import planned_regularized
 from tests.games.test_extragradient import planned_extragradient, planned_once
+from tests.games.test_group_descent import planned_group_descent
 from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
 from tests.onelevel.test_adaptive_clip import planned_adaptive
 from tests.onelevel.test_inner_solvers import ADD_OR_REMOVE, planned_noisy_gd, sampled
@@ -526,6 +527,46 @@ class SealedAtHalf(Query):
         return dataclasses.replace(value, contribution=value.contribution / 2)
 
 
+class ForgetsTheFactor(dpb.games.GroupDescent):
+    """Weighs records by more than one and charges them as one."""
+
+    def _relative(self, factors):
+        return factors, 1.0
+
+    def release(self, problem, sizes):
+        sound = dpb.games.GroupDescent.release(self, problem, sizes)
+        (query,) = sound.queries
+        return dataclasses.replace(sound, queries=(ReadsLonger(**vars(query)),))
+
+
+class ReadsLonger(Query):
+    """Clips at five times the norm that it charges."""
+
+    def read(self, fun, records, **options):
+        longer = Query(self.role, self.size, 5 * self.clip_norm, self.sampling)
+        value = longer.read(fun, records, **options)
+        return dataclasses.replace(value, contribution=value.contribution / 5)
+
+
+@functools.cache
+def of_a_small_group(kind=dpb.games.GroupDescent):
+    """A person of a group with five times the weight of its share."""
+    solver = planned_group_descent(kind)
+    canary = audit.canaries(solver)["records"]
+    game = dpb.games.group_fair(
+        canary.problem.loss, (0.1, 0.9), group=lambda z: (z == 0).astype(int)
+    )
+    w0 = dpb.games.group_start(game, canary.w0[0], (0.5, 0.5))
+    return audit.trade_off(
+        audit.SolverRun(game, canary.solver, w0),
+        canary.data,
+        canary.neighbour,
+        canary.claim,
+        key=jax.random.key(9),
+        runs=20_000,
+    )
+
+
 def sealed_at_half(kind):
     class Broken(kind):
         def queries(self, clip_norm, sampling, sizes):
@@ -661,6 +702,9 @@ MUTANTS = {
         "InexactProximalPoint, extrapolation",
         lambda: audited(planned_extrapolated(kind=FirstStepSensitive), runs=20_000),
         lambda: audited(planned_extrapolated(), runs=20_000),
+    ),
+    "weights of groups that the sensitivity leaves out": Mutant(
+        "GroupDescent", lambda: of_a_small_group(ForgetsTheFactor), of_a_small_group
     ),
     "draws by steeper losses than declared": of_regularized(
         lambda: audited(planned_regularized(kind=DrawsBySteeper), runs=20_000)

@@ -289,7 +289,8 @@ EVERYWHERE = [
     for name in NOISY
     if name in SHORT or name == "noisy_gd"
     for mistake in MISTAKES
-    if clips_gradients(name) or MISTAKES[mistake][0] is not Query
+    if MISTAKES[mistake][0] is not Query
+    or (clips_gradients(name) and not CASES[name].bounds_itself)
 ]
 
 

@@ -1,0 +1,281 @@
+"""Private descent on the group that is worst off, with multiplicative group weights."""
+
+import math
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
+
+from .._checks import Count, Fraction, Number, Positive
+from ..core.descent import Descent, Memory, Rejections, finite_or
+from ..core.outputs import AbstractOutput, TailMean, check_output
+from ..core.solver import AbstractNoisySolver
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
+from ..privacy.sampling import AbstractSampling, FullBatch
+from .group_game import GroupGame, entropic_step
+
+GRADIENT_AND_LOSSES = "gradient and losses"
+Weights = Float[Array, " k"]
+
+
+class _State(eqx.Module):
+    x: PyTree  # the model
+    y: Weights  # of the groups, of the sum of the game's scale
+    losses: Weights  # of the groups, as released last
+    kept: PyTree  # by the output rule
+    memory: Memory
+    rejections: Rejections
+    t: Int[Array, ""]
+
+
+class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
+    r"""Group-robust learning: noisy descent on weighted groups, multiplicative weights.
+
+    A step releases the weighted gradient and the losses of the groups,
+
+    $$
+    \tilde q_t = \frac1m \sum_{i \in B_t} \frac{y_{t, g_i}}{p_{g_i}}\,
+    \mathrm{clip}_C(\nabla \ell(x_t, z_i)) + \text{noise}, \qquad
+    \tilde L_{t, g} = \frac{1}{m p_g} \sum_{i \in B_t, g_i = g} [\ell(x_t, z_i)]_0^B +
+    \text{noise},
+    $$
+
+    and moves both players, the model by a projected step and the weights by entropy:
+
+    $$
+    x_{t+1} = \Pi_X(x_t - \eta_t\, \tilde q_t), \qquad y_{t+1} = \arg\max_{y \in \Delta}
+    \ \langle \tilde L_t, y \rangle - \frac{1}{\rho} \mathrm{KL}(y \,\|\, y_t) -
+    \frac{\eta_t d s^2}{2 \sqrt T} \max_g \frac{y_g^2}{p_g^2}.
+    $$
+
+    A gradient is clipped before it is weighted, so that a small group counts for what
+    its weight says, and in a linear model the clipped gradients are those of a convex
+    loss. A record of weight $y_g / p_g$ needs as much noise, $s \max_g y_g / p_g$ with
+    $s$ that of equal weights per record. The last term is what this costs the model:
+    the average of $T$ iterates has between $\frac12 \eta d s^2$ of it, where the loss
+    is flat, and a $T$-th of that, where it is as curved as the step size admits; the
+    geometric mean is charged. So a group of few records is followed only where that is
+    worth its noise, and without noise the term vanishes.
+
+    By default all numbers follow from the plan: $\eta_t = \min(2 / \beta,\ r / (s_t
+    \sqrt{d T}))$ with the smoothness $\beta$, the radius $r$ of the models and the
+    noise $s_t$ of the step, and $\rho = \sqrt{8 \log k / (T (B^2 + 16 \nu^2))}$ with
+    the mean $\nu^2$ of the variances of the losses. For `Logistic` no setting is
+    needed.
+
+    Args:
+        num_steps: The number of steps $T$. Static.
+        clip_norm: The bound $C$ on the gradient of one record in $\ell_2$, the length
+            of a row for `Logistic`.
+        loss_bound: The bound $B$ on the loss of one record: about twice the loss of no
+            model. By default that of the game, $2 \log 2$ for `Logistic`.
+        step_size: $\eta$; by default one that follows from the smoothness of the game
+            and the noise.
+        loss_share: The share of the squared budget that is spent on the losses.
+        sampling: How each step's batch is drawn.
+        noise: The mechanism of the whole run, seen as one release on full batches.
+        output: Which pair is the answer.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        `num_steps` Gaussian releases of both at once. With $u_g \le 1$ the weights
+        $y_g / p_g$ over the largest of them, a released number, and $a^2 + b^2 = 1$, a
+        record contributes
+
+        $$\Bigl(\frac{a\, u_{g_i}}{C} \mathrm{clip}_C(\nabla \ell),\ b\, \Bigl(\frac{2
+        [\ell]_0^B}{B} - 1\Bigr) e_{g_i}\Bigr), \qquad b^2 = \texttt{loss\_share},$$
+
+        whose norm is at most 1 whatever the weights are: an $\ell_2$ sensitivity of
+        $2 / m$ under replace-one ($1 / m$ under add-or-remove-one), enforced by
+        clipping. It is that of the unweighted problem, and attained by two records of
+        the group with the largest weight. Ledger and report are in these units; what is
+        released is multiplied by public numbers. Everything else is post-processing.
+
+    References:
+        Sagawa, Koh, Hashimoto and Liang, "Distributionally robust neural networks for
+        group shifts", ICLR 2020, Algorithm 1, here with noise, its price,
+        and averages.
+    """
+
+    num_steps: Count = eqx.field(static=True, default=200)
+    clip_norm: Positive = 1.0
+    loss_bound: Positive | None = None
+    step_size: Positive | None = None
+    loss_share: Fraction = 0.1
+    sampling: AbstractSampling = FullBatch()
+    noise: Gaussian = Gaussian()
+    output: AbstractOutput = TailMean()
+    sizes: int | None = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = GroupGame
+
+    def __check_init__(self):
+        check_output(type(self).__name__, self.output)
+
+    @override
+    def init(self, problem, w0) -> _State:
+        """Starts at `w0`: the model projected, the weights as a mixture of groups."""
+        x, y = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
+        return _State(
+            x,
+            y,
+            jnp.zeros_like(y),
+            self.output.init((x, y)),
+            Descent(1.0, problem.x_set).init(x),
+            Rejections.none(),
+            jnp.zeros((), jnp.int32),
+        )
+
+    @override
+    def step(self, problem, data, state, *, key) -> _State:
+        """One release, one step of each player."""
+        x, y, t = state.x, state.y, state.t
+        weights = y / problem.scale
+        factors = weights / _shares(problem, y)  # y_g / p_g
+        q, losses = self._released(problem, data, x, factors, index=t, key=key)
+        descent = Descent(self._length(problem, x, jnp.max(factors)), problem.x_set)
+        pull, against = problem.public_operator((x, y))
+        q = descent.shortened(
+            optax.tree.add(q, pull), lambda x: problem.public_operator((x, y))[0], x
+        )
+        x, memory = descent.update(q, state.memory, x)
+        payoffs = losses - problem.scale * against  # the public term's, too
+        weights = self._ascended(problem, state.x, weights, payoffs, descent.step_size)
+        y, rejections = finite_or(problem.scale * weights, y, state.rejections)
+        kept = self.output.update(
+            state.kept,
+            (x, y),
+            before=(state.x, state.y),
+            t=t,
+            num_steps=self.num_steps,
+            key=None,
+        )
+        return _State(x, y, losses, kept, memory, rejections, t + 1)
+
+    @override
+    def released(self, state) -> PyTree:
+        """The model and the weights, in the units of the game."""
+        return state.x, state.y
+
+    @override
+    def adversary_view(self, state) -> PyTree:
+        """The pair, and the losses of the groups."""
+        return state.x, state.y, state.losses
+
+    @override
+    def answer(self, problem, state) -> PyTree:
+        return self.output.answer(state.kept, (state.x, state.y))
+
+    @override
+    def release(self, problem, sizes) -> Release:
+        """The gradient and the losses of all groups, in units of their bounds.
+
+        Raises:
+            ValueError: No bound on losses or no step size is given or declared.
+        """
+        self._bound(problem)
+        if self.step_size is None and problem.smoothness is None:
+            raise ValueError(
+                "GroupDescent: give step_size, a positive number as for NoisyGD; only "
+                "for a linear model such as Logistic() does the game declare a "
+                "smoothness that a default follows from."
+            )
+        query = Query(RECORDS, sizes, 1.0, self.sampling)
+        return Release(GRADIENT_AND_LOSSES, 1, (query,), self.release_noise)
+
+    @override
+    def dimensions(self, w0) -> dict[str, int]:
+        return {GRADIENT_AND_LOSSES: optax.tree.size(w0)}
+
+    def _relative(self, factors: Weights) -> tuple[Weights, Number]:
+        """The weights $u_g$ of records that are released, and the largest one."""
+        largest = jnp.max(factors)
+        return factors / largest, largest
+
+    def _released(
+        self, problem: GroupGame, data, x, factors: Weights, *, index, key: PRNGKey
+    ) -> tuple[PyTree, Weights]:
+        """The gradient and the losses, released, for these weights of records."""
+        half = self._bound(problem) / 2
+        units = self._units
+        relative, largest = self._relative(factors)
+
+        def terms(record):
+            group, known = problem.member(record)
+            loss, gradient = jax.value_and_grad(problem.loss)(x, record)
+            excess = jnp.clip((loss - half) / half, -1, 1)
+            row = jnp.zeros_like(factors).at[group].set(excess)
+            gradient = _clipped(gradient, self.clip_norm)
+            both = (
+                optax.tree.scale(units[0] * relative[group], gradient),
+                units[1] * row,
+            )
+            return jax.tree.map(lambda v: jnp.where(known, v, jnp.zeros_like(v)), both)
+
+        release = self.release(problem, self.sizes)
+        q, row = release.of({RECORDS: terms}, data, key=key, index=index)
+        q = optax.tree.scale(self.clip_norm * largest / units[0], q)
+        return q, half * (1 + row / units[1] / _shares(problem, row))
+
+    def _ascended(
+        self, problem: GroupGame, x, y: Weights, payoffs: Weights, length: Number
+    ) -> Weights:
+        """The weights after their step, which pay for the noise that they need."""
+        shares, steps = _shares(problem, y), self.num_steps
+        whole, bound = jnp.sum(shares), self._bound(problem)
+        of_losses = self._noise(bound / 2 / self._units[1])  # nu, over a share
+        spread = jnp.sqrt(bound**2 + 16 * of_losses**2 * jnp.sum(1 / shares) / whole)
+        rate = math.sqrt(8 * math.log(len(shares)) / steps) / spread  # rho
+        noise = self._noise(self.clip_norm / self._units[0] / whole)  # s, at y = p
+        price = length * optax.tree.size(x) * noise**2 / (2 * math.sqrt(steps))
+        return entropic_step(y, rate * payoffs, shares / whole, rate * price)
+
+    def _length(self, problem: GroupGame, x, largest: Number) -> Number:
+        r"""$\eta_t$, where the largest weight of a record is this."""
+        if self.step_size is not None:
+            return self.step_size
+        assert problem.smoothness is not None
+        noise = self._noise(self.clip_norm / self._units[0] * largest)  # s_t
+        walk = noise * math.sqrt(optax.tree.size(x) * self.num_steps)
+        return jnp.minimum(2 / problem.smoothness, problem.x_set.reach / walk)
+
+    def _noise(self, unit: Number) -> Array:
+        """The deviation of the noise in what is released, in this unit."""
+        assert self.sizes is not None
+        mechanism = self.release_noise
+        factor = mechanism.neighbours.contributions
+        factor = factor / self.sampling.denominator(self.sizes)
+        return jnp.asarray(mechanism.multiplier * factor * unit)
+
+    @property
+    def _units(self) -> tuple[Number, Number]:
+        """The lengths of a record's gradient and loss in the release, of norm 1."""
+        return (1 - self.loss_share) ** 0.5, self.loss_share**0.5
+
+    def _bound(self, problem: GroupGame) -> Number:
+        bound = problem.loss_bound if self.loss_bound is None else self.loss_bound
+        if bound is None:
+            raise ValueError(
+                "GroupDescent: give loss_bound, from where on losses are cut: about "
+                "twice the loss of no model, as 2 log(k) for k classes."
+            )
+        return bound
+
+
+def _shares(problem: GroupGame, like: Array) -> Weights:
+    return jnp.asarray(problem.shares, like.dtype)
+
+
+def _clipped(gradient: PyTree, clip_norm: Number) -> PyTree:
+    """In clip norms, of norm at most 1 up to rounding, which the query cuts off.
+
+    Entries that are not finite stay so: such a record is left out there.
+    """
+    norm = optax.tree.norm(gradient) / clip_norm
+    return optax.tree.scale(1 / clip_norm / jnp.maximum(norm, 1), gradient)
