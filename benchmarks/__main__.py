@@ -24,7 +24,7 @@ NAMES = (
     "selection",
     "draws",
     "saddle",
-    "fairness",
+    "games",
     "breast_cancer",
     "black_box",
     "dimensions",

@@ -1,0 +1,226 @@
+"""What group games are worth: `python -m benchmarks games`, or with `--task=NAME`.
+
+Logistic regression on 26 000 records at epsilon 1 and delta 1e-5, replace-one, models
+in a ball of radius 20; measured is the mean loss of the worst-off group on test
+records. Every method but `GroupDescent`, which has none, has several settings for 2
+keys each; the one with the best median ON THE TEST RECORDS runs for 10 keys.
+NON-PRIVATE evaluation.
+
+The Adult CSV is read from $ADULT or ../shared/data/adult.csv; the generated task always
+runs. Prints tables, writes them into docs/games.md where all tasks ran, and takes the
+time of a game of 100 000 records.
+"""
+
+import functools
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpbilevel as dpb
+from dpbilevel.cli.files import read_csv
+
+from .census import ADULT, ROOT
+from .quartiles import best_of, table
+from .utility import encoded, write
+
+PAGE = ROOT / "docs/games.md"
+TRAINING, KEYS, TRIALS = 26_000, 10, 2
+RADIUS = 20.0
+BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
+TAIL = dpb.outputs.TailMean()
+WORK = ("workclass", "education", "occupation")
+# Steps, clip norms and step sizes.
+AVERAGE = ((100, 1, 8), (100, 1, 16), (200, 1, 8), (200, 1, 16))
+EQUAL = ((100, 1, 16), (100, 2, 16), (200, 2, 8), (100, 4, 8), (100, 7, 8))
+GAMES = ((100, 2, 8), (100, 2, 16), (100, 4, 8), (100, 1.5, 16))
+
+
+def split(features, label, group, shares):
+    """Training records, test records, and the declared shares."""
+    order = np.random.default_rng(0).permutation(len(label))
+    records = {
+        "features": jnp.asarray(features, jnp.float32),
+        "label": jnp.asarray(label, jnp.float32),
+        "group": jnp.asarray(group, jnp.int32),
+    }
+    training, test = (
+        jax.tree.map(lambda v, rows=rows: v[rows], records)
+        for rows in (order[:TRAINING], order[TRAINING:])
+    )
+    return training, test, shares
+
+
+def census(groups, columns=None):
+    """Unit rows of the Adult records, grouped by columns."""
+    table = read_csv(ADULT)
+    features, label = encoded(table, columns)
+    male, race = (
+        np.array([str(v).strip() for v in table.column(name)])
+        for name in ("sex", "race")
+    )
+    male = (male == "Male").astype(int)
+    races = ["White", "Black", "Asian-Pac-Islander"]
+    race = np.array([races.index(r) if r in races else 3 for r in race])
+    group, shares = {
+        "sex and income": (2 * male + (label > 0), (0.29, 0.04, 0.47, 0.20)),
+        "sex": (male, (0.33, 0.67)),
+        "race": (race, (0.85, 0.10, 0.03, 0.02)),
+        "sex and race": (2 * male + (race > 0), (0.27, 0.06, 0.59, 0.08)),
+    }[groups]
+    return split(features, label, group, shares)
+
+
+def generated():
+    """Two sexes with different rates of a label that is half of the group."""
+    rng = np.random.default_rng(1)
+    n = TRAINING + 6_500
+    features = np.concatenate([rng.normal(size=(n, 20)), np.ones((n, 1))], 1)
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    sex = (rng.random(n) < 0.67).astype(int)
+    margin = 6 * features[:, :20] @ rng.normal(size=20) / 20**0.5 - 2 + 1.2 * sex
+    features[:, 20] += 0.3 * sex
+    label = np.where(rng.random(n) < 1 / (1 + np.exp(-4 * margin)), 1, -1)
+    return split(features, label, 2 * sex + (label > 0), (0.3, 0.03, 0.52, 0.15))
+
+
+TASKS = {
+    "census, sex and income": functools.partial(census, "sex and income"),
+    "census, sex": functools.partial(census, "sex"),
+    "census, race": functools.partial(census, "race"),
+    "census, columns about work, sex and race": functools.partial(
+        census, "sex and race", WORK
+    ),
+    "generated, sex and label": generated,
+}
+
+
+def descent(loss, steps, clip, size):
+    """One level: problem and solver."""
+    problem = dpb.FiniteSum(loss, w_set=dpb.sets.Ball(RADIUS))
+    return problem, dpb.NoisyGD(steps, clip, step_size=size, output=TAIL)
+
+
+def equal_weights(shares):
+    """The loss whose mean is the mean of the groups' losses."""
+    weights = 1 / (len(shares) * np.asarray(shares))
+
+    def loss(x, record):
+        return jnp.asarray(weights, x.dtype)[record["group"]] * dpb.logistic_loss(
+            x, record
+        )
+
+    return loss
+
+
+def methods(shares, size):
+    """Pairs of problem and solver for every method."""
+    fair = functools.partial(
+        dpb.games.group_fair, dpb.Logistic(), shares, radius=RADIUS
+    )
+    single = {"inner_steps": 1, "dimension": size + len(shares), "output": TAIL}
+    return {
+        "average loss, `NoisyGD`": [descent(dpb.logistic_loss, *s) for s in AVERAGE],
+        "equal weights, `NoisyGD`": [descent(equal_weights(shares), *s) for s in EQUAL],
+        "`NoisyExtragradient`": [
+            (fair(scale=6.0), dpb.games.NoisyExtragradient(*s, output=TAIL))
+            for s in GAMES
+        ],
+        "`InexactProximalPoint`, one inner step": [
+            (fair(scale=6.0), dpb.games.InexactProximalPoint(t, c, 1 / e, **single))
+            for t, c, e in GAMES
+        ],
+        "`GroupDescent`": [(fair(), dpb.games.GroupDescent())],
+        "game without privacy": [(fair(), dpb.games.GroupDescent(2_000))],
+    }
+
+
+def models(problem, solver, data, start, count):
+    """What runs with as many keys release."""
+    double = isinstance(solver, dpb.games.InexactProximalPoint)  # or rounding is large
+    with jax.enable_x64(double):
+        kind = jnp.float64 if double else jnp.float32
+
+        def cast(v):
+            return v.astype(kind) if jnp.issubdtype(v.dtype, jnp.floating) else v
+
+        data, start = jax.tree.map(cast, (data, start))
+        plan = dpb.calibrate(problem, solver, BUDGET, sizes=TRAINING, w0=start)
+        solver, run = plan.solver, jax.jit(dpb.solve)
+        if solver.num_steps == 2_000:  # the reference without privacy
+            solver, count = solver.with_noise(0.0), 1
+        for key in jax.random.split(jax.random.key(0), count):
+            value = run(problem, solver, data, start, key=key).value
+            yield np.asarray(value[0] if isinstance(value, tuple) else value, "f4")
+
+
+def evaluate(task):
+    """The worst group's test loss of every method, one for each key."""
+    data, test, shares = TASKS[task]()
+    zeros = jnp.zeros(data["features"].shape[1])
+
+    @jax.jit
+    def losses(x):
+        return dpb.debug.group_losses(dpb.logistic_loss, x, test, len(shares))
+
+    def worst(problem, solver, count):
+        start = zeros
+        if isinstance(problem, dpb.games.GroupGame):
+            start = dpb.games.group_start(problem, zeros, shares)
+        found = models(problem, solver, data, start, count)
+        return [float(jnp.max(losses(x))) for x in found]
+
+    rows = {}
+    for name, pairs in methods(shares, len(zeros)).items():
+        before = time.perf_counter()
+        trials = [worst(*pair, TRIALS) for pair in pairs] if len(pairs) > 1 else [[0]]
+        best = best_of(trials, higher_is_better=False)
+        rows[name] = worst(*pairs[trials.index(best)], KEYS)
+        seconds = time.perf_counter() - before
+        print(f"  {name}: {np.median(rows[name]):.4f}, {seconds:.0f} s", flush=True)
+    return rows
+
+
+def timing(n=100_000, size=50):
+    """A game of generated records: planned, compiled and run."""
+    rng = np.random.default_rng(0)
+    shares = (0.27, 0.06, 0.59, 0.08)
+    features = rng.normal(size=(n, size)) / size**0.5
+    data = {
+        "features": jnp.asarray(features, jnp.float32),
+        "label": jnp.asarray(np.sign(rng.normal(size=n)), jnp.float32),
+        "group": jnp.asarray(rng.choice(4, n, p=shares), jnp.int32),
+    }
+    game = dpb.games.group_fair(dpb.Logistic(), shares, radius=RADIUS, scale=6.0)
+    w0 = dpb.games.group_start(game, jnp.zeros(size), shares)
+    for solver in (
+        dpb.games.NoisyExtragradient(100, 2.0, 8.0),
+        dpb.games.GroupDescent(),
+    ):
+        start = time.perf_counter()
+        plan = dpb.calibrate(game, solver, BUDGET, sizes=n, w0=w0)
+        key = dpb.root_key()
+        jax.block_until_ready(jax.jit(dpb.solve)(game, plan.solver, data, w0, key=key))
+        seconds = time.perf_counter() - start
+        print(f"{type(solver).__name__}, {n} records: {seconds:.1f} s", flush=True)
+
+
+def main():
+    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+    chosen = [name for name in TASKS if name.startswith(options.get("task", ""))]
+    tables = []
+    for task in chosen:
+        if task.startswith("census") and not ADULT.is_file():
+            print(f"{task}: left out, there is no {ADULT.name}")
+            continue
+        print(task, flush=True)
+        found = evaluate(task)
+        tables.append(
+            table(task, found, "loss of the worst group", higher_is_better=False)
+        )
+        print(tables[-1], flush=True)
+    if len(tables) == len(TASKS):
+        write(PAGE, tables)
+        timing()
