@@ -148,6 +148,7 @@ def models(problem, solver, data, start, count):
 
         data, start = jax.tree.map(cast, (data, start))
         plan = dpb.calibrate(problem, solver, BUDGET, sizes=TRAINING, w0=start)
+        assert plan.report.status is dpb.privacy.Status.ENFORCED
         solver, run = plan.solver, jax.jit(dpb.solve)
         if solver.num_steps == 2_000:  # the reference without privacy
             solver, count = solver.with_noise(0.0), 1
