@@ -185,6 +185,17 @@ def test_without_noise_groups_become_equal_and_without_settings():
     assert 0.3 < float(weights[1]) < 0.7
 
 
+def test_public_penalty_stops_the_weights_where_they_are_best():
+    data, tau = two_groups(), 2.0
+    game = dpb.games.group_robust(dpb.Logistic(), SHARES, tau, radius=5.0, scale=3.0)
+    solver = dpb.games.GroupDescent(400, loss_bound=6.0)  # cuts no loss
+    x, y = run(solver.with_noise(0.0), game, data)
+    losses = dpb.debug.group_losses(dpb.logistic_loss, x, data, 2)
+    mean = jnp.asarray(SHARES) @ losses
+    best = jnp.asarray(SHARES) * (1 + (losses - mean) / tau)
+    np.testing.assert_allclose(dpb.games.group_weights(game, y), best, atol=0.01)
+
+
 def test_noise_that_a_small_group_is_not_worth_keeps_the_weights_at_the_shares():
     data, size = two_groups(), 200
     data["features"] = jnp.pad(data["features"], ((0, 0), (0, size - 4)))
