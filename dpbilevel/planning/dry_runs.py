@@ -191,17 +191,7 @@ def auto(
         progress,
     )
     regrets = regrets_of(losses, starts)
-    trials = {
-        i: Trial(
-            entries[i][0].name,
-            entries[i][1],
-            entries[i][0].levels,
-            tuple(np.mean(losses[i], 0).tolist()),
-            regrets[i],
-            len(losses[i]) * len(drawn),
-        )
-        for i in left
-    }
+    trials = {i: _trial(*entries[i], losses[i], regrets[i]) for i in left}
     ranked = _ranked(trials)
     best = tuple(trials[i] for i in ranked)
     outlook = _outlook(best, starts, budget, dry.table)
@@ -215,6 +205,15 @@ def auto(
         tuple(starts),
         left_out,
     )
+
+
+def _trial(
+    method: Candidate, solver: AbstractSolver, losses: list[list[float]], regret: float
+) -> Trial:
+    """From the losses by run and twin."""
+    means = tuple(np.mean(losses, 0).tolist())
+    runs = len(losses) * len(means)
+    return Trial(method.name, solver, method.levels, means, regret, runs)
 
 
 def _check_start_and_laws(

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
@@ -33,17 +33,10 @@ from .gp import GradientPosterior, gradient_posterior
 from .kernels import RBF, AbstractKernel, cast
 from .portfolio import Portfolio, relative
 from .problem import SearchProblem
+from .seen import Seen, joined, record_gradient
 
 # Earlier points nearer than this to a later one, in reaches, only harm the algebra.
 _NEARBY = 1e-3
-
-
-class _Seen(NamedTuple):
-    """Points and everyone's losses there; rows and columns without a mask are empty."""
-
-    points: Float[Array, "m d"]
-    values: Float[Array, "n m"]
-    mask: Bool[Array, " m"]
 
 
 class _State(eqx.Module):
@@ -51,7 +44,7 @@ class _State(eqx.Module):
     kept: PyTree  # by the output rule
     memory: Memory
     t: Int[Array, ""]
-    seen: _Seen  # its values are private: only `tell` reads them
+    seen: Seen  # its values are private: only `tell` reads them
     evaluations: Int[Array, ""]
     unmet: Int[Array, ""]  # steps whose points did not reach the tolerance
 
@@ -186,7 +179,7 @@ class GradientInformativeBO(
         w = problem.w_set.project(w0)
         memory = Descent(self.step_size, problem.w_set).init(w)
         zero = jnp.zeros((), jnp.int32)
-        seen = _Seen(
+        seen = Seen(
             jnp.zeros((self.keep, w.size), w.dtype),
             jnp.zeros((self.sizes, self.keep), w.dtype),  # one row a record
             jnp.zeros(self.keep, bool),
@@ -236,8 +229,8 @@ class GradientInformativeBO(
         drawn, descended = (
             functools.partial(part, problem) for part in (self._drawn, self._descended)
         )
-        first = state.t == 0
-        return jax.lax.cond(first, drawn, descended, state, proposal, losses, key)
+        parts = state, proposal, losses, key
+        return jax.lax.cond(state.t == 0, drawn, descended, *parts)
 
     def _drawn(self, problem, state, proposal, losses, key) -> _State:
         """At the start that is drawn."""
@@ -245,11 +238,13 @@ class GradientInformativeBO(
         points, rows = proposal.points[: choice.count], losses[:, : choice.count]
         w = choice.of(problem, points, relative(rows), start, self.sizes, key=key)
         w = w.astype(start.dtype)
-        evaluations = state.evaluations + proposal.count
-        memory = Descent(self.step_size, problem.w_set).init(w)
-        kept = self.output.init(w)
-        return _State(
-            w, kept, memory, state.t + 1, state.seen, evaluations, state.unmet
+        return dataclasses.replace(
+            state,
+            w=w,
+            kept=self.output.init(w),
+            memory=Descent(self.step_size, problem.w_set).init(w),
+            t=state.t + 1,
+            evaluations=state.evaluations + proposal.count,
         )
 
     def _descended(self, problem, state, proposal, losses, key) -> _State:
@@ -257,9 +252,9 @@ class GradientInformativeBO(
         rows = self._capacity(state.w)
         proposal = Proposal(proposal.points[:rows], proposal.count)
         losses = losses[:, :rows]
-        seen = _joined(proposal, losses, state.seen)  # line 6: the new points too
+        seen = joined(proposal, losses, state.seen)  # line 6: the new points too
         posterior = self._posterior(state.w, seen)
-        funs = {RECORDS: _record_gradient(posterior, seen)}  # line 7: of each record
+        funs = {RECORDS: record_gradient(posterior, seen)}  # line 7: of each record
         release = self.release(problem, self.sizes)
         gradient = release.of(funs, seen.values, key=key)  # line 8, noise of 9
         gradient = gradient.astype(state.w.dtype) + problem.public_gradient(state.w)
@@ -295,8 +290,8 @@ class GradientInformativeBO(
     @override
     def adversary_view(self, state: _State) -> PyTree:
         """The iterate, the points so far and how many there were; no losses."""
-        seen = state.seen
-        return state.w, seen.points, seen.mask, state.evaluations, state.unmet
+        points, _, mask = state.seen
+        return state.w, points, mask, state.evaluations, state.unmet
 
     @override
     def answer(self, problem: SearchProblem, state: _State) -> Float[Array, " d"]:
@@ -341,11 +336,10 @@ class GradientInformativeBO(
 
     @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        size = optax.tree.size(w0)
-        drawn = {} if self.portfolio is None else {DRAW: size}
-        return drawn | {GRADIENT: size}
+        names = (DRAW, GRADIENT) if self.portfolio is not None else (GRADIENT,)
+        return dict.fromkeys(names, optax.tree.size(w0))
 
-    def _posterior(self, w: Array, seen: _Seen) -> GradientPosterior:
+    def _posterior(self, w: Array, seen: Seen) -> GradientPosterior:
         jitter = cast(self.jitter, w) * cast(self.kernel.variance, w)
         nugget = cast(self.evaluation_noise, w) ** 2 + jitter
         places = w, seen.points, seen.mask
@@ -356,7 +350,7 @@ class GradientInformativeBO(
     def _tolerated(self, posterior: GradientPosterior) -> Float[Array, ""]:
         return cast(self.tolerance, posterior.theta) * posterior.prior_trace
 
-    def _kept(self, seen: _Seen, w: Array) -> _Seen:
+    def _kept(self, seen: Seen, w: Array) -> Seen:
         """The points to carry on, by a rule that reads points only."""
         order = jnp.arange(len(seen.mask), dtype=jnp.int32)
         offsets = (seen.points - w[None]) / cast(self.kernel.reach, w)
@@ -367,7 +361,7 @@ class GradientInformativeBO(
         valid = seen.mask & ~jnp.any(nearby, axis=1)
         rank = order.astype(w.dtype) if self.keep_rule == "last" else lengths
         chosen = jnp.argsort(jnp.where(valid, rank, jnp.inf))[: self.keep]
-        return _Seen(seen.points[chosen], seen.values[:, chosen], valid[chosen])
+        return Seen(seen.points[chosen], seen.values[:, chosen], valid[chosen])
 
 
 def _padded(proposal: Proposal, rows: int) -> Proposal:
@@ -375,28 +369,3 @@ def _padded(proposal: Proposal, rows: int) -> Proposal:
     points = proposal.points
     more = jnp.broadcast_to(points[:1], (rows - len(points), points.shape[1]))
     return Proposal(jnp.concatenate([points, more]), proposal.count)
-
-
-def _record_gradient(posterior: GradientPosterior, seen: _Seen):
-    """The posterior mean gradient of a record, from the losses that are kept of it."""
-    return lambda losses: posterior.weights @ _usable(losses, seen.mask)
-
-
-def _joined(proposal: Proposal, losses: Float[Array, "n q"], seen: _Seen) -> _Seen:
-    """The latest points first."""
-    points, values, mask = seen
-    order = jnp.arange(len(proposal.points), dtype=proposal.count.dtype)
-    fresh = order < proposal.count
-    losses = jnp.where(fresh[None], losses.astype(values.dtype), 0)
-    return _Seen(
-        jnp.concatenate([proposal.points, points]),
-        jnp.concatenate([losses, values], axis=1),
-        jnp.concatenate([fresh, mask]),
-    )
-
-
-def _usable(losses: Float[Array, " m"], mask: Bool[Array, " m"]) -> Array:
-    """One record's losses, where one is not finite its own largest that is."""
-    finite = jnp.isfinite(losses)
-    largest = jnp.max(jnp.where(finite & mask, losses, -jnp.inf))
-    return jnp.where(finite, losses, jnp.where(jnp.isfinite(largest), largest, 0))

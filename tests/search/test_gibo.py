@@ -14,8 +14,8 @@ import dpbilevel as dpb
 from dpbilevel import audit
 from dpbilevel.core.loop import advance
 from dpbilevel.privacy.noise import derive, step_keys
-from dpbilevel.search.gibo import _record_gradient, _Seen, _usable
 from dpbilevel.search.gp import gradient_posterior
+from dpbilevel.search.seen import Seen, _usable, record_gradient
 from tests.cases import Audited, Case, planned
 from tests.problems import IN_BOX, LOWER
 
@@ -190,7 +190,7 @@ def test_the_run_is_exactly_mu_gaussian(mu, epsilons):
 def seen_of(values, d=D):
     points = np.random.default_rng(2).normal(size=(values.shape[1], d))
     mask = np.arange(values.shape[1]) < values.shape[1] - 1
-    return _Seen(jnp.asarray(points), jnp.asarray(values), jnp.asarray(mask))
+    return Seen(jnp.asarray(points), jnp.asarray(values), jnp.asarray(mask))
 
 
 @pytest.mark.parametrize("precision", ["float", "grid"])
@@ -203,7 +203,7 @@ def test_no_losses_move_the_gradient_beyond_its_sensitivity(precision):
         posterior = gradient_posterior(
             solver.kernel, jnp.zeros(D), seen.points, seen.mask, nugget=1e-6
         )
-        funs = {"records": _record_gradient(posterior, seen)}
+        funs = {"records": record_gradient(posterior, seen)}
         release = solver.release(None, solver.sizes)
         return release.read(funs, seen.values, key=jax.random.key(0))
 
@@ -357,7 +357,7 @@ def test_points_are_kept_by_age_or_distance_and_near_ones_merged(rule, kept):
     line = jnp.asarray([[2.0], [0.5], [0.5 + 1e-4], [0.3], [0.1], [0.0]])
     mask = jnp.asarray([True] * 5 + [False])
     values = jnp.arange(12.0).reshape(2, 6)
-    found = solver._kept(_Seen(line, values, mask), jnp.zeros(1))
+    found = solver._kept(Seen(line, values, mask), jnp.zeros(1))
     np.testing.assert_allclose(found.points, line[jnp.asarray(kept)])
     np.testing.assert_allclose(found.values, values[:, jnp.asarray(kept)])
     assert bool(found.mask.all())

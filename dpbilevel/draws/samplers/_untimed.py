@@ -10,7 +10,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ...privacy.noise import PRNGKey, computed_once, derive
 from ...privacy.normal import standard_normal
-from .proximal import AbstractProximalOracle, Mixing, ProximalLaw, finite_part, plus
+from .proximal import (
+    AbstractExactOracle,
+    AbstractProximalOracle,
+    Mixing,
+    ProximalLaw,
+    finite_part,
+    plus,
+)
 
 _DESCENT_STEPS = 200
 _PARTICLES = 16
@@ -49,8 +56,22 @@ class _Tries(eqx.Module):
     key: PRNGKey
 
 
+def exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
+    """The oracle.
+
+    Raises:
+        ValueError: It is not known to be exact at any step size.
+    """
+    if not isinstance(oracle, AbstractExactOracle):
+        raise ValueError(
+            f'{type(oracle).__name__}: running_time="unprotected" needs an oracle that '
+            "is exact at any step size; use ConvexEnvelope."
+        )
+    return oracle
+
+
 def draw(
-    oracle: AbstractProximalOracle,
+    oracle: AbstractExactOracle,
     law: ProximalLaw,
     mixing: Mixing,
     distance: float,
@@ -105,7 +126,7 @@ def minimizer(law: ProximalLaw, start: PyTree) -> PyTree:
 
 
 def best_step(
-    oracle: AbstractProximalOracle,
+    oracle: AbstractExactOracle,
     law: ProximalLaw,
     longest: float,
     center: PyTree,
@@ -156,7 +177,7 @@ def best_step(
 
 
 def walk(
-    oracle: AbstractProximalOracle,
+    oracle: AbstractExactOracle,
     law: ProximalLaw,
     start: PyTree,
     num_steps: Int[Array, ""],

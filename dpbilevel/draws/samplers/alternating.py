@@ -264,8 +264,8 @@ class AlternatingSampler(AbstractSampler):
             if self.step_size is None or self.mixing is None:
                 raise ValueError(_NOT_PLANNED)
             law = ProximalLaw(potential, feasible, self.step_size)
-            aim = self.mixing, self.distance
-            return _untimed.draw(self.oracle, law, *aim, start, key=key)
+            oracle, aim = _untimed.exact(self.oracle), (self.mixing, self.distance)
+            return _untimed.draw(oracle, law, *aim, start, key=key)
         return self.run(potential, feasible, start, key=key).x
 
     def run(
@@ -331,7 +331,7 @@ class AlternatingSampler(AbstractSampler):
             plan = dataclasses.replace(plan, step_size=2 * plan.step_size)
         return dataclasses.replace(
             self,
-            oracle=self.oracle.without_counts(plan),
+            oracle=_untimed.exact(self.oracle).without_counts(plan),
             step_size=plan.step_size,
             mixing=Mixing.of(plan),
         )

@@ -16,7 +16,7 @@ from ...sets import AbstractSet
 from . import restricted
 from .base import Regularity
 from .proximal import (
-    AbstractProximalOracle,
+    AbstractExactOracle,
     Attempt,
     ProximalLaw,
     ProximalPlan,
@@ -35,7 +35,7 @@ class _Tangent(eqx.Module):
     gradient: PyTree
 
 
-class ConvexEnvelope(AbstractProximalOracle):
+class ConvexEnvelope(AbstractExactOracle):
     r"""Proposes from the Gaussian under the quadratic that supports $U$ at a point.
 
     At any point $c$ of the set, with $g = \nabla U(c)$, strong convexity gives $U(x)

@@ -127,32 +127,6 @@ class AbstractProximalOracle(eqx.Module):
             ValueError: A draw of a proposal would need too many tries.
         """
 
-    def without_counts(self, plan: ProximalPlan) -> Self:
-        """The oracle for steps of any size and as many tries as they take.
-
-        Raises:
-            ValueError: Accepted tries have another law at a larger step, or nothing is
-                gained.
-        """
-        del plan
-        raise ValueError(
-            f'{type(self).__name__}: running_time="unprotected" needs an oracle that '
-            "is exact at any step size; use ConvexEnvelope."
-        )
-
-    def proposal(
-        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
-    ) -> tuple[PyTree, Float[Array, ""]]:
-        r"""What `attempt` proposes, and the $r$ with which $e^{-r}$ accepts it.
-
-        Of oracles that have `without_counts`, as `moved`.
-        """
-        raise NotImplementedError
-
-    def moved(self, law: ProximalLaw, y: PyTree, common: PyTree) -> PyTree:
-        """Something else in common, for tries at `y` after many that were rejected."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def serves(self, plan: ProximalPlan) -> bool:
         """Whether what `with_counts` fixed is right for such a potential and set."""
@@ -236,6 +210,31 @@ class AbstractProximalOracle(eqx.Module):
         reach = weight * reach + shift  # of the mean
         chance = restricted.acceptance(feasible, dimension, deviation, reach)
         return chance, not isinstance(feasible, Ball)
+
+
+class AbstractExactOracle(AbstractProximalOracle):
+    """An oracle whose accepted tries have the exact law, at a step of any size.
+
+    Whatever they have in common, which may depend on tries that were rejected.
+    """
+
+    @abc.abstractmethod
+    def without_counts(self, plan: ProximalPlan) -> Self:
+        """The oracle for steps of any size and as many tries as they take.
+
+        Raises:
+            ValueError: Nothing is gained.
+        """
+
+    @abc.abstractmethod
+    def proposal(
+        self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
+    ) -> tuple[PyTree, Float[Array, ""]]:
+        r"""What `attempt` proposes, and the $r$ with which $e^{-r}$ accepts it."""
+
+    @abc.abstractmethod
+    def moved(self, law: ProximalLaw, y: PyTree, common: PyTree) -> PyTree:
+        """Something else in common, for tries at `y` after many that were rejected."""
 
 
 def enough_tries(num_steps: int, chance: float, failure: float) -> int:
