@@ -21,6 +21,9 @@ SIZES = dpb.Sizes(N, N, "overlapping")
 GROUPS = jnp.asarray([0, 0, 1])
 MODELS = {"logistic": dpb.Logistic(), "huber": dpb.onelevel.PseudoHuber(0.5)}
 models = pytest.mark.parametrize("model", MODELS)
+one_at_once = pytest.mark.parametrize(
+    "model", ["logistic", pytest.param("huber", marks=pytest.mark.slow)]
+)
 KEY = 0
 
 
@@ -250,7 +253,7 @@ def worst_neighbours(
     return float(scores.max())
 
 
-@models
+@one_at_once
 @pytest.mark.parametrize(
     "role", ["upper", pytest.param("lower", marks=pytest.mark.slow)]
 )

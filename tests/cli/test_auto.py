@@ -38,12 +38,14 @@ def file(tmp_path):
 
 @pytest.fixture
 def few(monkeypatch):
-    """One candidate with one setting."""
+    """One candidate with one setting, one law of records."""
 
     def candidates(problem, w0, clip_norm):
         return (planning.Candidate("selected", (SelectedSources(FIT, FIT),), 2),)
 
     monkeypatch.setattr(dry_runs, "candidates", candidates)
+    laws = dry_runs.default_twins
+    monkeypatch.setattr(dry_runs, "default_twins", lambda *a: laws(*a)[:1])
 
 
 def test_a_config_without_settings_gets_some_that_run(file, few, capsys, tmp_path):

@@ -131,6 +131,8 @@ def divergent(name):
     sets = {k: free for k in ("x_set", "y_set", "w_set") if hasattr(problem, k)}
     if isinstance(problem, dpb.games.SaddleProblem):
         sets = {"x_set": free, "y_set": free}
+    if isinstance(problem, dpb.games.GroupGame):  # on a simplex; ridges shorten steps
+        sets = {"x_set": free, "public": None}
     problem = dataclasses.replace(problem, **sets)
     return dataclasses.replace(case, problem=problem, solver=solver)
 
@@ -141,7 +143,8 @@ def moved_far(solver):
         radii = tuple(1e37 for _ in solver.radii)
         return dataclasses.replace(solver, strong_convexity=1e-39, radii=radii)
     # A game's steps take no optimizer.
-    huge = 1e30 if isinstance(solver, dpb.games.NoisyExtragradient) else HUGE
+    games = dpb.games.NoisyExtragradient, dpb.games.GroupDescent
+    huge = 1e30 if isinstance(solver, games) else HUGE
     parts = {
         name: moved_far(part)
         for name, part in vars(solver).items()

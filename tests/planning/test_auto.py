@@ -261,6 +261,7 @@ def test_a_network_is_planned_on_records_of_the_declared_layout():
     assert twin.data.upper["label"].dtype == jnp.int32
 
 
+@pytest.mark.slow
 def test_a_plan_under_add_or_remove_one_is_that_of_calibrate_under_it():
     relation = dpb.Neighbours.ADD_OR_REMOVE_ONE
     with pytest.MonkeyPatch.context() as patch:
