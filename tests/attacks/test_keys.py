@@ -63,6 +63,14 @@ INEQUALITY = dpb.games.VariationalInequality(
     lambda w, z: 0.0 * (w + z), w_set=dpb.sets.Ball(1e-3), lipschitz=0.0, bound=1.0
 )
 
+# Two groups, nobody in the second one.
+GROUPS = dpb.games.group_fair(
+    lambda x, z: 0.0 * (jnp.sum(x) + z),
+    (0.5, 0.5),
+    radius=1.0,
+    group=lambda z: jnp.zeros_like(z, int),
+)
+
 # Every solver that adds noise vectors, one of each class that draws its batches, or the
 # first; the others differ in their problem and are in the slow suite. A draw adds no
 # noise, a noisy loss is one number, see test_baselines; for inferred gradients so many
@@ -107,6 +115,9 @@ def wide(name):
         )
     if name in ("extragradient", "proximal_point"):
         return INEQUALITY, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
+    if name == "group_descent":
+        start = dpb.games.group_start(GROUPS, ZERO, GROUPS.shares)
+        return GROUPS, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, start
     if people is None:
         return ONE_LEVEL, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
     if solver.problem_type is SourceWeighting:
@@ -132,7 +143,7 @@ def draws(problem, solver, data, w0):
     def recorded_release(self, bounded, *, key):
         released = release(self, bounded, key=key)
         for block in jax.tree.leaves(released):
-            if block.size > 1:  # not the coordinate of a clip norm
+            if block.size >= SIZE:  # not that of a clip norm, or of groups
                 jax.debug.callback(lambda v: noises.append(np.ravel(v)[:SIZE]), block)
         return released
 

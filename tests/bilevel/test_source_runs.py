@@ -360,6 +360,7 @@ def test_a_mixture_is_scored_and_not_the_common_model():
     np.testing.assert_allclose(found["score"], expected, 1e-5, 1e-7)
 
 
+@pytest.mark.slow
 def test_the_fewer_records_are_dropped_the_nearer_the_last_run_starts_to_the_mixture():
     still = dataclasses.replace(LONG_MIXED, remixture=long(1, 1e-9))
     for flipped, share in (((), 0.5), ((0,), 1 / 6), ((0, 1), 0.0)):
