@@ -165,13 +165,13 @@ def smallest_epsilon(delta_of: Callable[[float], float], delta: float) -> float:
         delta: $\delta$ in [0, 1].
     """
     low = high = 0.0
-    while delta_of(high) > delta:
+    while not delta_of(high) <= delta:
         low, high = high, max(2 * high, 1e-3)
         if high > _LARGEST_EPSILON:
             return math.inf
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if delta_of(middle) > delta else (low, middle)
+        low, high = (low, middle) if delta_of(middle) <= delta else (middle, high)
     return high
 
 

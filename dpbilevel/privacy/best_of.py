@@ -56,4 +56,5 @@ class BestOf:
     def delta(self, epsilon: float) -> float:
         r"""$\delta$ at $\varepsilon \ge 0$."""
         found: Profile = gaussian_delta(self._mu, epsilon - self._shifts)
-        return min(1.0, float(self._weights @ found))
+        total = float(self._weights @ found)
+        return min(1.0, total) if np.isfinite(total) else 1.0

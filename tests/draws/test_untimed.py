@@ -12,9 +12,10 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.draws import AlternatingSampler, ConvexEnvelope, StochasticRejection
-from dpbilevel.draws.samplers import _untimed, envelope
+from dpbilevel.draws.samplers import _untimed
 from dpbilevel.draws.samplers.base import AbstractPotential, Regularity
 from dpbilevel.draws.samplers.proximal import Mixing, ProximalLaw, ProximalPlan
+from dpbilevel.draws.scores import mean_loss
 from dpbilevel.privacy.noise import step_keys
 
 ALPHA = 1e-4
@@ -102,7 +103,7 @@ def test_a_try_has_its_law_at_any_center_and_step(center):
     law, y = ProximalLaw(Corner(), LINE, 0.1), jnp.asarray([0.6])
 
     def one(key):
-        common = envelope._tangent(law, jnp.asarray([center], jnp.float32))
+        common = oracle._tangent(law, jnp.asarray([center], jnp.float32))
         return oracle.attempt(law, y, common, key=key)
 
     keys = jax.random.split(jax.random.key(3), 100_000)
@@ -121,6 +122,55 @@ def test_a_try_has_its_law_at_any_center_and_step(center):
     assert len(sample) > 1_000
     assert pvalue(exponent) > ALPHA
     assert pvalue(exponent - 5 * (grid - 0.6) ** 2) < ALPHA  # without the step
+
+
+class WithoutGradient(AbstractPotential):
+    """|x - 0.3|, of which JAX's gradient is NaN everywhere."""
+
+    def __call__(self, x):
+        return jnp.sum(jnp.abs(x - 0.3)) + jnp.linalg.norm(0 * x)
+
+
+def test_a_try_has_its_law_where_the_gradient_is_not_finite():
+    plan = ProximalPlan(Regularity(1, 1.0), LINE, 0.1)
+    oracle = ConvexEnvelope().without_counts(plan)
+    law, y = ProximalLaw(WithoutGradient(), LINE, 0.5), jnp.asarray([-0.6])
+    assert np.isnan(jax.grad(law.potential)(y)).all()
+
+    def one(oracle, key):
+        x, accepted, _ = oracle.attempt(law, y, oracle.prepare(law, y), key=key)
+        return x[0], accepted
+
+    grid = np.linspace(-1, 1, 4001)
+    density = np.exp(-np.abs(grid - 0.3) - (grid + 0.6) ** 2)
+    mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
+
+    def pvalue(oracle, seed):
+        keys = jax.random.split(jax.random.key(seed), 100_000)
+        x, accepted = map(np.asarray, jax.jit(jax.vmap(one, (None, 0)))(oracle, keys))
+        assert accepted.sum() > 1_000
+        return scipy.stats.kstest(
+            x[accepted], lambda v: np.interp(v, grid, mass / mass[-1])
+        ).pvalue
+
+    assert pvalue(oracle, 4) > ALPHA
+    assert pvalue(dataclasses.replace(oracle, drop=0.0), 5) < ALPHA  # the control
+
+
+def test_a_record_without_gradient_lowers_the_tangent_by_its_share_alone():
+    def loss(x, record):  # of slope 1; the norm of zeros has the gradient NaN
+        return jnp.linalg.norm(record[0] * (x - record[1:]))
+
+    n, half = 20, 4.0
+    records = jnp.full((n, 3), 0.4).at[:, 0].set(1.0).at[0].set(0.0)
+    problem = dpb.FiniteSum(loss, lipschitz=1.0)
+    terms = mean_loss._Terms(problem, records, jnp.zeros(2), half, n)
+    center, *others = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (50, 2)))
+    value, slope = terms.value_and_gradient(center)
+    assert float(terms(center) - value) == pytest.approx(half / n, rel=1e-4)
+    for x in others:
+        assert float(terms(x) - value - slope @ (x - center)) >= 0
+    assert np.isnan(jax.grad(terms)(center)).all()  # the control
 
 
 @pytest.mark.parametrize("step_size", [1e-3, 0.05, 1.0, 20.0])

@@ -156,8 +156,9 @@ class AlternatingSampler(AbstractSampler):
     @override
     def assumptions(self) -> tuple[str, ...]:
         if not self._untimed:
-            return ()
+            return self.oracle.assumptions
         return (
+            *self.oracle.assumptions,
             "unprotected: how long the draw takes; its step size and its number of "
             "steps and tries depend on records",
         )

@@ -129,7 +129,7 @@ class AbstractPotential(eqx.Module):
         return jax.lax.map(self, xs, batch_size=_TOGETHER)
 
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        r"""$U(x)$ and a subgradient."""
+        r"""$U(x)$ and a subgradient, or another tangent that lies below."""
         return jax.value_and_grad(self)(x)
 
 

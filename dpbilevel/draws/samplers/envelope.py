@@ -77,6 +77,8 @@ class ConvexEnvelope(AbstractExactOracle):
         draw_tries: Of one Gaussian draw on the set. Static.
         curvature: $\alpha$.
         slack: $\kappa$.
+        drop: $L D + \frac{\alpha}{2} D^2$: how much lower the support is, and without
+            slope, where the gradient is not finite.
 
     References:
         The tries and their bounds are ours; the step that they serve is that of Lee,
@@ -88,7 +90,12 @@ class ConvexEnvelope(AbstractExactOracle):
     draw_tries: int | None = eqx.field(static=True, default=None)
     curvature: float | None = None
     slack: float | None = None
+    drop: float | None = None
     draws: ClassVar[int] = 1
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "declared: derivatives that JAX computes of the score are subgradients, and "
+        "finite almost everywhere on the set, for every dataset",
+    )
 
     @override
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:
@@ -112,6 +119,7 @@ class ConvexEnvelope(AbstractExactOracle):
             draw_tries=self.enough_draw_tries(plan),
             curvature=plan.convexity,
             slack=_slack(plan),
+            drop=_drop(plan),
         )
 
     @override
@@ -126,6 +134,7 @@ class ConvexEnvelope(AbstractExactOracle):
             draw_tries=self.draw_tries or _FEW_DRAWS,
             curvature=plan.convexity,
             slack=_slack(plan),
+            drop=_drop(plan),
         )
 
     @override
@@ -161,14 +170,14 @@ class ConvexEnvelope(AbstractExactOracle):
         r"""The tangent at $c_J$."""
 
         def move(_, point):
-            gradient = _tangent(law, point).gradient
+            gradient = self._tangent(law, point).gradient
             return feasible.project(plus(y, -step_size, gradient))
 
         _, feasible, step_size = law
         point = feasible.project(y)
         if self.gradient_steps:
             point = jax.lax.fori_loop(0, self.gradient_steps, move, point)
-        return _tangent(law, point)
+        return self._tangent(law, point)
 
     @override
     def moved(self, law, y, common) -> PyTree:
@@ -184,7 +193,7 @@ class ConvexEnvelope(AbstractExactOracle):
         """
         curvature = 0.0 if self.curvature is None else self.curvature
         point = law.feasible.project(self._middle(law, y, common))
-        other = _tangent(law, point)
+        other = self._tangent(law, point)
         # This tangent, seen from there.
         offset = optax.tree.sub(point, common.point)
         square = optax.tree.vdot(offset, offset)
@@ -224,6 +233,18 @@ class ConvexEnvelope(AbstractExactOracle):
         above = finite_part(potential(x)) - common.value - support + slack
         return x, jnp.where(found, above, jnp.inf)
 
+    def _tangent(self, law: ProximalLaw, point: PyTree) -> _Tangent:
+        """The support at a point; below the whole potential without a gradient."""
+        value, gradient = law.potential.value_and_gradient(point)
+        leaves = [jnp.isfinite(v).all() for v in jax.tree.leaves(gradient)]
+        known = jnp.stack(leaves).all()
+        gradient = jax.tree.map(
+            lambda v: jnp.where(known, v, jnp.zeros_like(v)), gradient
+        )
+        drop = jnp.asarray(0.0 if self.drop is None else self.drop, value.dtype)
+        value = finite_part(value) - jnp.where(known, jnp.zeros_like(drop), drop)
+        return _Tangent(point, value, gradient)
+
     def _middle(self, law: ProximalLaw, y: PyTree, tangent: _Tangent) -> PyTree:
         r"""The mean of proposals, $(\alpha c + y / \eta - g) / P$."""
         curvature = 0.0 if self.curvature is None else self.curvature
@@ -239,9 +260,9 @@ class ConvexEnvelope(AbstractExactOracle):
         return max(range(most + 1), key=lambda j: _acceptance(plan, j) / (2 + j))
 
 
-def _tangent(law: ProximalLaw, point: PyTree) -> _Tangent:
-    value, gradient = law.potential.value_and_gradient(point)
-    return _Tangent(point, finite_part(value), finite_part(gradient))
+def _drop(plan: ProximalPlan) -> float:
+    """By how much the potential, and the support's own curve, may fall on the set."""
+    return plan.regularity.lipschitz * plan.width + plan.convexity / 2 * plan.width**2
 
 
 def _acceptance(plan: ProximalPlan, gradient_steps: int) -> float:

@@ -34,6 +34,16 @@ class _Scaled(AbstractPotential):
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         return self._times_rate(self.score(x)) + self._square(x)
 
+    @override
+    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
+        value, gradient = self.score.value_and_gradient(x)
+
+        def whole(g, v):
+            return self._times_rate(g) + _like(self.quadratic, v) * v
+
+        total = self._times_rate(value) + self._square(x)
+        return total, jax.tree.map(whole, gradient, self._offset(x))
+
     def _offset(self, x: PyTree) -> PyTree:
         return x if self.center is None else optax.tree.sub(x, self.center)
 
@@ -51,16 +61,6 @@ class _ScaledScore(_Scaled):
         values = self.score.many(xs)
         squares = jax.vmap(self._square)(xs)
         return self._times_rate(values) + squares.astype(values.dtype)
-
-    @override
-    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
-        value, gradient = self.score.value_and_gradient(x)
-
-        def whole(g, v):
-            return self._times_rate(g) + _like(self.quadratic, v) * v
-
-        total = self._times_rate(value) + self._square(x)
-        return total, jax.tree.map(whole, gradient, self._offset(x))
 
 
 class _ScaledSum(_Scaled, AbstractSumPotential):

@@ -110,6 +110,7 @@ class AbstractProximalOracle(eqx.Module):
 
     draw_tries: eqx.AbstractVar[int | None]
     draws: ClassVar[int]
+    assumptions: ClassVar[tuple[str, ...]] = ()  # what a report lists
 
     @abc.abstractmethod
     def largest_step(self, regularity: Regularity, feasible: AbstractSet) -> float:

@@ -258,6 +258,25 @@ class _Terms(AbstractSumPotential):
         return _sum(losses) / self.num_terms
 
     @override
+    def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
+        """A tangent below the mean, where some gradients are not finite, too.
+
+        Such a record counts without slope and lower by all that its loss may fall.
+        """
+
+        def tangent(record):
+            value, slope = jax.value_and_grad(self._loss)(x, record)
+            known = [jnp.isfinite(v).all() for v in jax.tree.leaves(slope)]
+            known = jnp.stack(known).all()
+            lower = value - jnp.asarray(self.half).astype(value.dtype)
+            slope = jax.tree.map(lambda v: jnp.where(known, v, 0), slope)
+            return jnp.where(known, value, lower), slope
+
+        values, slopes = jax.vmap(tangent)(self.data)
+        n = self.num_terms
+        return _sum(values) / n, jax.tree.map(lambda v: jnp.sum(v, 0) / n, slopes)
+
+    @override
     def term(self, index: Int[Array, ""], x: PyTree) -> Float[Array, ""]:
         return self._loss(x, jax.tree.map(lambda v: v[index], self.data))
 
