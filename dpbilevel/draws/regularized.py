@@ -28,9 +28,9 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
     or the hyper-objective of a bilevel one; $c$ is the start, projected onto the set.
     One draw costs exactly what a Gaussian release of multiplier $m = \sqrt{\mu / k} /
     S$ costs, with $S$ the Lipschitz constant of the change that one record makes in
-    $\Phi$. Expected, $\Phi$ is above its value at any point $x$ of the set by at most
-    $\frac{d}{k} + \frac{\mu}{2} \|x - c\|^2$; where $x$ is $R$ away the least of that
-    has $\mu = m S \sqrt{2 d} / R$.
+    $\Phi$. The expected value of $\Phi$ exceeds that at any point $x$ of the set by at
+    most $\frac{d}{k} + \frac{\mu}{2} \|x - c\|^2$. For a point at the distance $R$ from
+    $c$ this is least at $\mu = m S \sqrt{2 d} / R$.
 
     Args:
         sampler: How to draw: `AlternatingSampler`.

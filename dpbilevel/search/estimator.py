@@ -392,7 +392,7 @@ def _default(size, starts):
         step_size=_RULE,
         evaluation_noise=0.02,
         max_batch=2 * size + 16,
-        keep=max(128, 4 * size),  # points further back hardly tell of the gradient
+        keep=max(128, 4 * size),  # older points add little to the gradient
         polish=0,
         portfolio=Portfolio(60 + len(starts), starts),
     )

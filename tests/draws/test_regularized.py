@@ -12,6 +12,7 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.audit.worst_cases import _LIPSCHITZ
+from dpbilevel.draws.scores import mean_loss
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.privacy import accounting
 from dpbilevel.privacy.noise import step_keys
@@ -302,6 +303,22 @@ def test_losses_that_differ_less_than_they_slope_are_drawn_at_a_higher_rate():
     assert not any("difference" in text for text in plans[0].report.assumptions)
     with pytest.raises(ValueError, match="at most lipschitz"):
         dataclasses.replace(whole, lipschitz_spread=0.7)
+
+
+def test_sums_in_groups_round_no_more_than_is_counted():
+    values = jnp.asarray(np.random.default_rng(0).uniform(0, 1, 2**18), jnp.float32)
+    exact = np.sum(np.asarray(values, np.float64))
+
+    def added_in_turn(values):
+        return jax.lax.scan(lambda a, v: (a + v, None), jnp.float32(0), values)[0]
+
+    def roundings(add):
+        return abs(float(jax.jit(add)(values)) - exact) / (exact * 2.0**-24)
+
+    counted = mean_loss._roundings(len(values))
+    assert counted == 3 * 64
+    assert roundings(mean_loss._sum) <= counted
+    assert roundings(added_in_turn) > counted  # the control
 
 
 def test_a_slope_is_no_spread():

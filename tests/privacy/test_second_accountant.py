@@ -45,7 +45,7 @@ def random_plan(name, relation, seed=0):
         upper, lower = factor * sizes.upper, factor * sizes.lower
         sizes = dataclasses.replace(sizes, upper=upper, lower=lower)
     solver = case.solver.with_neighbours(relation)
-    with jax.enable_x64(True):  # some plan nothing else
+    with jax.enable_x64(True):  # without it some have no plan
         plan = dpb.calibrate(case.problem, solver, budget, sizes=sizes)
         return plan, plan.solver.ledger(case.problem, sizes)
 

@@ -210,7 +210,9 @@ def _sum(values: Float[Array, " n"]) -> Float[Array, ""]:
     """The sum, in groups of groups, so that few additions follow each other."""
     while len(values) > _GROUP:
         padded = jnp.pad(values, (0, -len(values) % _GROUP))
-        values = jnp.sum(padded.reshape(-1, _GROUP), axis=1)
+        groups = jnp.sum(padded.reshape(-1, _GROUP), axis=1)
+        # Or a compiler adds all in one go, in an order of its own.
+        values = jax.lax.optimization_barrier(groups)
     return jnp.sum(values)
 
 
