@@ -64,8 +64,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     geometric mean is charged. So a group of few records is followed only where that is
     worth its noise, and without noise the term vanishes.
 
-    The gradient of every record of a micro-batch is formed, because it is clipped before
-    it is weighted: for networks choose small batches.
+    The gradient of every record of a micro-batch is formed, as it is clipped before it
+    is weighted: for networks choose small batches.
 
     By default all numbers follow from the plan: $\eta_t = \min(2 / \beta,\ r / (s_t
     \sqrt{d T}))$ with the smoothness $\beta$, the radius $r$ of the models and the
