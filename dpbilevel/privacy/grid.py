@@ -6,14 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from . import limbs
 from .floats import floor_log2, is_below, is_finite, power_of_two, upper_mantissa
 from .limbs import FRACTION_BITS, MOST_PLACES, Limbs, is_limbs
 from .noise import PRNGKey
-from .normal import LOG2_STD, MOST_DOUBLINGS, normal_integers
+from .normal import LOG2_STD, MOST_DOUBLINGS, arrays_of_integers
 
 # A released value is rounded to steps of at most half this share of a record's
 # contribution over the root of the number of coordinates, twice, which moves neighbours
@@ -119,16 +118,13 @@ class Grid(eqx.Module):
         numerator = jnp.where(whole, 2**FRACTION_BITS, _inverse_mantissa(std))
         shift = jnp.maximum(self.exponent - exponent, -MOST_PLACES)
 
-        noise = normal_integers(sum(sizes), doublings, key=key)
-        noise = limbs.where(silent, limbs.zeros_like(noise), noise)
-        parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (noise.high, noise.low))
-
-        def release(counts, high, low):
+        def release(counts, noise):
             kept = counts.shifted(shift).times_fraction(numerator)
             kept = limbs.where(passes, kept, limbs.zeros_like(kept))
-            return kept + Limbs(high.reshape(kept.shape), low.reshape(kept.shape))
+            return kept + limbs.where(silent, limbs.zeros_like(noise), noise)
 
-        counts = treedef.unflatten(map(release, leaves, *parts))
+        noise = arrays_of_integers([v.shape for v in leaves], doublings, key=key)
+        counts = treedef.unflatten(map(release, leaves, noise))
         return self._in_steps(counts, exponent, numerator)
 
 

@@ -61,7 +61,11 @@ class Limbs(eqx.Module):
         return np.asarray(high * 2**_BITS + low, dtype or np.int64)
 
     def __add__(self, other: "Limbs") -> "Limbs":
-        """The sum."""
+        """The sum, cut to the range."""
+        return _cut(self.plus(other))
+
+    def plus(self, other: "Limbs") -> "Limbs":
+        """The sum, where that is in range."""
         return _carried(self.high + other.high, self.low + other.low)
 
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
@@ -172,11 +176,15 @@ def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
 
 def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
     """The sum of the nearest integers over the leading axis; of at most 2^32."""
-    rounded = jnp.round(split(values, _FEW))
+    if len(values) > _FEW:
+        sums = jax.vmap(sum_floats)(split(values, _FEW))
+        return _sum(sums)
+    rounded = jnp.round(values)
     high = jnp.floor(rounded * 2.0**-_HALF)
     low = rounded - high * 2.0**_HALF  # exact: both are made of bits of one number
-    high, low = (sum_rows(jnp.sum(v.astype(jnp.int32), axis=1)) for v in (high, low))
-    return high.doubled(jnp.int32(_HALF)) + low
+    high, low = (jnp.sum(v.astype(jnp.int32), axis=0) for v in (high, low))
+    high += low >> _HALF
+    return Limbs(high >> _HALF, ((high & _HALF_MASK) << _HALF) | (low & _HALF_MASK))
 
 
 def sum_at(
@@ -199,7 +207,7 @@ def sum_at(
             from_int32(empty.at[index].add(v, mode="drop"))
             for v in (count >> _HALF, count & _HALF_MASK)
         )
-        return total + high.doubled(jnp.int32(_HALF)) + low, None
+        return total.plus(high.doubled(jnp.int32(_HALF))).plus(low), None
 
     return jax.lax.scan(add, zeros(shape), parts)[0]
 
@@ -256,7 +264,7 @@ def _sum(value: Limbs) -> Limbs:
 
 def _carried(high: Int32[Array, "..."], low: Int32[Array, "..."]) -> Limbs:
     """Limbs of which the low one is below 2^31, and the high one fits its carry."""
-    return _cut(Limbs(high + (low >> _BITS), low & _MASK))
+    return Limbs(high + (low >> _BITS), low & _MASK)
 
 
 def _cut(value: Limbs) -> Limbs:

@@ -13,7 +13,7 @@ from .summation import GROUP, largest_group
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see docs/performance.md.
-_MICROBATCH_BYTES = {"cpu": 16 * 2**20}
+_MICROBATCH_BYTES = {"cpu": 32 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 _SCALARS = 24  # bytes of a record's norm, weight and mask
 

@@ -48,6 +48,8 @@ _DOUBLINGS, _LATE_DOUBLINGS = 14, 28
 MOST_DOUBLINGS = _DOUBLINGS + _LATE_DOUBLINGS
 # Up to this many numbers, the words are drawn one by one.
 _FEW = 2**12
+# More numbers than two blocks are drawn block by block.
+_BLOCK = 2**14
 _FIXED_POINT = 192  # bits of the arithmetic that makes the table
 
 
@@ -73,8 +75,22 @@ def normal_integers(size: int, doublings: Int32[Array, ""], *, key: PRNGKey) -> 
         constant-time", 2017, who widen a base sampler by sums as well; the doublings
         and their proof are ours.
     """
+    (integers,) = arrays_of_integers([(size,)], doublings, key=key)
+    return integers
+
+
+def arrays_of_integers(
+    shapes: Sequence[tuple[int, ...]], doublings: Int32[Array, ""], *, key: PRNGKey
+) -> list[Limbs]:
+    """Arrays of `normal_integers`, from one flat draw."""
     check_key(key)
-    return from_words(_words(size, key), doublings)
+    sizes = [math.prod(shape) for shape in shapes]
+    value, added, late = _drawn(sum(sizes), doublings, key)
+    parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (value, added))
+    return [
+        _joined(*(v.reshape(shape) for v in pair), late)
+        for shape, *pair in zip(shapes, *parts, strict=True)
+    ]
 
 
 def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
@@ -108,17 +124,22 @@ def standard_normal(tree: PyTree, *, key: PRNGKey) -> PyTree:
             raise TypeError(f"noise needs floating-point values, got {kind}.")
         if kind == jnp.float64:
             dtype = jnp.float64
-    sizes = [math.prod(shape) for shape in shapes]
-    draws = normal_integers(sum(sizes), jnp.int32(MOST_DOUBLINGS), key=key)
-    flat = draws.astype(dtype) * 2.0 ** -(LOG2_STD + MOST_DOUBLINGS)
-    parts = jnp.split(flat, np.cumsum(sizes)[:-1])
-    return treedef.unflatten([p.reshape(s) for p, s in zip(parts, shapes, strict=True)])
+    draws = arrays_of_integers(shapes, jnp.int32(MOST_DOUBLINGS), key=key)
+    unit = 2.0 ** -(LOG2_STD + MOST_DOUBLINGS)
+    return treedef.unflatten([v.astype(dtype) * unit for v in draws])
 
 
 def from_words(
     words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
 ) -> Limbs:
     """The normal integers of these random bits, eight words for each."""
+    return _joined(*_from_words(words, doublings))
+
+
+def _from_words(
+    words: Sequence[UInt32[Array, " n"]], doublings: Int32[Array, ""]
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, ""]]:
+    """The value after the first doublings, what is added to it, the later doublings."""
     early = jnp.minimum(doublings, _DOUBLINGS)
     late = doublings - early
     ones, mean = _leading_bits(words, _FIELDS, _DOUBLINGS - early)
@@ -133,7 +154,38 @@ def from_words(
             rest - ((late_mean + 1) >> 1),
         )
     )
-    return from_int32(value).doubled(late) + from_int32(added)
+    return value, added, late
+
+
+def _joined(
+    value: Int32[Array, "..."], added: Int32[Array, "..."], late: Int32[Array, ""]
+) -> Limbs:
+    """Values of at most 29 bits, doubled up to 28 times, and what is added to them."""
+    return from_int32(value).doubled(late).plus(from_int32(added))
+
+
+def _drawn(
+    size: int, doublings: Int32[Array, ""], key: PRNGKey
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, ""]]:
+    """What `_from_words` makes of fresh words, of which none is stored at length."""
+
+    def block(key: PRNGKey, size: int):
+        return _from_words(_words(size, key), doublings)
+
+    if size <= 2 * _BLOCK:
+        return block(key, size)
+    blocks = -(-size // _BLOCK)
+    # As words: `jax.debug_key_reuse` counts moving an axis of typed keys as a use.
+    impl = jax.random.key_impl(key)
+    keys = jax.random.key_data(jax.random.split(key, blocks))
+
+    def one(words: UInt32[Array, " words"]):
+        return block(jax.random.wrap_key_data(words, impl=impl), _BLOCK)
+
+    # In turn where a block fits in a cache, at once where there are many cores.
+    in_turn = jax.default_backend() == "cpu"
+    value, added, late = jax.lax.map(one, keys) if in_turn else jax.vmap(one)(keys)
+    return value.reshape(-1)[:size], added.reshape(-1)[:size], late[0]
 
 
 def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:

@@ -209,11 +209,21 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
     if groups > 1 or math.prod(window) > _MOST_WINDOW or not _is_floating(*eqn.invars):
         return None
 
+    out = numbers.out_spec
+    # Rows of the left factor in the order of the result's axes, mostly that of memory.
+    batch_last = out[0] > min(out[2:], default=0)
+    left_axes = (*out[2:], out[0]) if batch_last else (out[0], *out[2:])
+
     def form():
-        lhs = jnp.transpose(_array(operands[0]), numbers.lhs_spec)
+        # Left (feature, *window, batch) or (batch, feature, *window).
+        batch, feature, *spatial = numbers.lhs_spec
+        order = (feature, *spatial, batch) if batch_last else numbers.lhs_spec
+        lhs = jnp.transpose(_array(operands[0]), order)
         rhs = jnp.transpose(_array(operands[1]), numbers.rhs_spec)
+        first = order.index(spatial[0]) if spatial else 0
         zipped = zip(params["padding"], params["lhs_dilation"], strict=True)
-        padding = [(0, 0, 0)] * 2 + [(*pads, gap - 1) for pads, gap in zipped]
+        padding = [(0, 0, 0)] * lhs.ndim
+        padding[first : first + len(window)] = [(*p, gap - 1) for p, gap in zipped]
         lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
 
         def seen(place):
@@ -221,17 +231,17 @@ def _convolution(run: _Run, eqn, operands: list[Any]):
             starts = np.multiply(place, params["window_strides"])
             gaps = params["rhs_dilation"]
             stops = starts + (np.asarray(rhs.shape[2:]) - 1) * gaps + 1
-            limits, strides = (*lhs.shape[:2], *stops), (1, 1, *gaps)
-            return jax.lax.slice(lhs, (0, 0, *starts), limits, strides)
+            begin, end, step = [0] * lhs.ndim, [*lhs.shape], [1] * lhs.ndim
+            axes = slice(first, first + len(window))
+            begin[axes], end[axes], step[axes] = [*starts], [*stops], [*gaps]
+            return jax.lax.slice(lhs, begin, end, step)
 
-        stacked = jnp.stack([seen(place) for place in np.ndindex(*window)], axis=1)
-        # From (batch, window, feature, *kernel) to places by the rest.
-        left = jnp.moveaxis(stacked, (0, 1), (-2, -1))
+        places = [seen(place) for place in np.ndindex(*window)]
+        left = jnp.stack(places, axis=-2 if batch_last else 1)
+        left = left if batch_last else jnp.moveaxis(left, (0, 1), (-2, -1))
         left = left.reshape(rhs[0].size, -1)
-        out = numbers.out_spec
-        made = Factored(
-            left, rhs.reshape(len(rhs), -1).T, shape, (out[0], *out[2:]), (out[1],)
-        )
+        right = rhs.reshape(len(rhs), -1).T
+        made = Factored(left, right, shape, left_axes, (out[1],))
         return _oriented(made, False, False)
 
     return form

@@ -206,17 +206,17 @@ class GridSum(AbstractSum):
                 products = _products(weights, v, size)
                 # Nor has a sum of them, times their number.
                 products = jnp.clip(products, -size * steps, size * steps)
-                return total + limbs.sum_floats(products)
+                return total.plus(limbs.sum_floats(products))
             if isinstance(v, Factored):
                 counts = limbs.sum_rows(_multiples(weights, v, largest))
-                return total + jax.tree.map(v.folded, counts)
+                return total.plus(jax.tree.map(v.folded, counts))
             rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
             counts = rounded(rows * weight)
             if isinstance(v, SparseRows):
-                return total + limbs.sum_at(total.shape, v.indices, counts)
+                return total.plus(limbs.sum_at(total.shape, v.indices, counts))
             groups = split(counts, GROUP)
-            return total + limbs.sum_rows(jnp.sum(groups, axis=1, dtype=jnp.int32))
+            return total.plus(limbs.sum_rows(jnp.sum(groups, axis=1, dtype=jnp.int32)))
 
         return jax.tree.map(add, values, sums, is_leaf=is_structured)
 
@@ -322,6 +322,8 @@ def _products(
     used, weights = (v[:, None, None] for v in (weights > 0, weights))
     left = split(jnp.where(used, value.left, 0), size)
     right = split(jnp.where(used, weights * value.right, 0), size)
+    if value.right_axes < value.left_axes:  # so that no product is transposed
+        value, left, right = value.turned(), right, left
     product = jnp.einsum("gktp,gktq->gpq", left, right, precision=_HIGHEST)
     # Computed once for all who read it.
     product = jax.lax.optimization_barrier(jax.lax.stop_gradient(product))
