@@ -15,6 +15,9 @@ from .summation import GROUP, largest_group
 # the caches of its cores, an accelerator wants it large; see docs/performance.md.
 _MICROBATCH_BYTES = {"cpu": 32 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
+# On a CPU more records than caches hold are read in parts that stay there while norms
+# and sums are taken of them.
+_CACHED_BYTES, _PART_BYTES = 16 * 2**20, 4 * 2**20
 _SCALARS = 24  # bytes of a record's norm, weight and mask
 
 
@@ -33,8 +36,8 @@ def pass_rows(
         microbatch: The most records of a chunk, or `"auto"`.
         value: What is computed for one record, as shapes.
         record: One record, as shapes.
-        on_disk: Whether records are read from disk. All rows at once, which copies no
-            records in memory, are then chunks of whole groups, the last one padded.
+        on_disk: Whether records are read from disk. The rows of a chunk are then whole
+            groups, and the last chunk is padded.
 
     Raises:
         ValueError: `microbatch` is no positive integer.
@@ -43,8 +46,11 @@ def pass_rows(
         _checks.count("clipped_mean", **{'microbatch, unless "auto",': microbatch})
         return n, _chunk_rows(n, 2 ** (int(microbatch).bit_length() - 1))
     fit = microbatch_rows(value, record, jax.default_backend())
-    if 2 * (_memory(value) + _SCALARS) > _bytes(jax.tree.leaves(record)):
+    size = _bytes(jax.tree.leaves(record))
+    if 2 * (_memory(value) + _SCALARS) > size:
         return n, _chunk_rows(n, fit)
+    if not on_disk and jax.default_backend() == "cpu" and n * size > _CACHED_BYTES:
+        return n, _chunk_rows(n, max(GROUP, _PART_BYTES // size))
     # All at once takes less memory than the records do.
     leaves = jax.tree.leaves(value, is_leaf=is_structured)
     groups = [largest_group(v) for v in leaves if isinstance(v, Factored)]

@@ -88,8 +88,8 @@ def arrays_of_integers(
     value, added, late = _drawn(sum(sizes), doublings, key)
     parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (value, added))
     return [
-        _joined(*(v.reshape(shape) for v in pair), late)
-        for shape, *pair in zip(shapes, *parts, strict=True)
+        _joined(first.reshape(shape), second.reshape(shape), late)
+        for shape, first, second in zip(shapes, *parts, strict=True)
     ]
 
 

@@ -19,6 +19,8 @@ from .grid import Grid
 from .limbs import split
 from .shards import Axes
 
+# Sums of so many counts of 25 bits, which need no cut, stay within 60 bits.
+_MOST_RECORDS = 2**34
 # Rows that are summed plainly. In floating point, one record changes the rounding of
 # such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
 # mechanisms covers; on the grid, that many counts of 25 bits fit in 32.
@@ -60,6 +62,14 @@ class AbstractSum(abc.ABC):
     rows: int
     in_place: bool = True
     own: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses more records than sums have room for."""
+        if self.n > _MOST_RECORDS:
+            raise ValueError(
+                f"clipped_mean: at most {_MOST_RECORDS} records, got {self.n}; sum "
+                "parts of them and add what is released."
+            )
 
     @property
     def part(self) -> int:

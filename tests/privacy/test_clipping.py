@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
-from dpbilevel.privacy import microbatches
+from dpbilevel.privacy import microbatches, summation
+from dpbilevel.privacy.clipping import unsealed
 from dpbilevel.privacy.microbatches import _chunk_rows, microbatch_rows
 
 
@@ -300,3 +301,37 @@ def test_examples_in_docstrings_run(name):
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0
     assert results.attempted > 0 or name != "dpbilevel.privacy.clipping"
+
+
+def test_more_records_than_sums_have_room_for_are_refused():
+    value = jax.ShapeDtypeStruct((2,), jnp.float32)
+    one = jnp.float32(1)
+    summation.GridSum(value, one, one, 2**34, 64)
+    with pytest.raises(ValueError, match="at most 17179869184 records"):
+        summation.GridSum(value, one, one, 2**34 + 1, 64)
+
+
+@pytest.mark.parametrize("precision", ["grid", "float"])
+def test_records_beyond_the_caches_are_read_in_parts_with_the_same_sum(
+    precision, monkeypatch
+):
+    records = jax.random.normal(jax.random.key(2), (1000, 64))
+    w = jax.random.normal(jax.random.key(3), (64,))
+
+    def mean():
+        bounded = dpb.privacy.clipped_mean(
+            lambda z: jax.grad(lambda w: jnp.logaddexp(0, z @ w))(w),
+            records,
+            clip_norm=2.0,
+            precision=precision,
+        )
+        return unsealed(bounded)
+
+    whole = jax.jit(mean)()
+    monkeypatch.setattr(microbatches, "_CACHED_BYTES", 2**16)
+    monkeypatch.setattr(microbatches, "_PART_BYTES", 2**15)
+    jax.clear_caches()
+    parts = jax.jit(mean)
+    assert "while" in str(parts.lower().as_text())
+    # A record's own gradient may be rounded differently by another program.
+    np.testing.assert_allclose(parts(), whole, rtol=0, atol=1e-7)
