@@ -11,10 +11,12 @@ EXACT := tests/attacks tests/audit tests/draws tests/privacy
 # What differs between releases of Python and JAX: programs, keys, noise, what is shown.
 SHORT := contract privacy/test_grid.py privacy/test_noise.py \
   privacy/test_mechanisms.py attacks/test_keys.py attacks/test_rows.py
+# For example `-D nb_execution_mode=off`, for pages without the results of notebooks.
+DOCS_FLAGS ?=
 # For example jax==0.10.2: the newest that pip finds when empty.
 PINNED ?=
 
-.PHONY: install format check demo test test-short test-slow audit lint type bench clean
+.PHONY: install format check demo test test-short test-slow audit lint type bench docs clean
 
 $(BIN)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 to 3.14 on the PATH" >&2; exit 1; }
@@ -56,9 +58,19 @@ audit: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) tests/audit
 	$(BIN)/python -m tests.audit.table
 
+# The site: warnings are errors, notebooks run unless their results are in build/ already.
+$(BIN)/.documented: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $@
+
+docs: $(BIN)/.documented
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet $(DOCS_FLAGS) \
+	  docs build/docs/html
+	@echo "docs: open build/docs/html/index.html"
+
 bench: $(BIN)/.installed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-* build dist runs .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build dist runs docs/api .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

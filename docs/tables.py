@@ -89,7 +89,7 @@ def _rests_on(kind: type) -> str:
 
 
 def algorithms() -> str:
-    """The README's table of algorithms."""
+    """The table of all methods."""
 
     def path(name: str, kind: type) -> str:
         package = kind.__module__.split(".")[1]
@@ -171,7 +171,7 @@ def keys() -> str:
     return _table(("solver", "key", "type", "default", "meaning"), *rows)
 
 
-PAGES = {"README.md": (algorithms,), "docs/config.md": (config, keys)}
+PAGES = {"docs/methods.md": (algorithms,), "docs/config.md": (config, keys)}
 
 
 def written(page: str, table: str) -> str:

@@ -87,9 +87,9 @@ def test_a_run_without_settings_is_resumed_with_those_that_it_had(
     assert results.load(out).config["solver"]["type"] == "SelectedSources"
 
 
-def test_the_config_of_the_readme_runs_on_two_files(few, tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    text = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)[0]
+def test_the_config_of_the_first_page_runs_on_two_files(few, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "getting_started.md"
+    text = re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)[0]
     (tmp_path / "task.toml").write_text(text)
     rng = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""The examples, and the code of the README."""
+"""The examples, and the code of the pages that a newcomer reads first."""
 
 import dataclasses
 import os
@@ -10,6 +10,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dpbilevel as dpb
@@ -65,13 +66,17 @@ def test_example_runs_as_a_process_of_its_own(script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_readme_code_runs_and_is_better_than_one_level(capsys, monkeypatch, tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    monkeypatch.chdir(tmp_path)  # where its figure goes
+# Read in this order: each continues the programs of the one before.
+PAGES = ("README.md", "docs/getting_started.md", "docs/tour.md")
+
+
+def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)  # where the figure goes
     names = {}
     # Fewer runs of the audit, fewer steps of the search, two methods to plan from and
     # one law of records.
-    readme = readme.replace("runs=20_000", "runs=1_000")
     short = dpb.search.GradientInformativeBO(2, 1.0, step_size=0.2, max_batch=8)
     monkeypatch.setattr("dpbilevel.search.estimator._default", lambda *_: short)
     every = planning.dry_runs.candidates
@@ -84,8 +89,10 @@ def test_readme_code_runs_and_is_better_than_one_level(capsys, monkeypatch, tmp_
     monkeypatch.setattr(planning.dry_runs, "candidates", few)
     laws = planning.dry_runs.default_twins
     monkeypatch.setattr(planning.dry_runs, "default_twins", lambda *a: laws(*a)[:1])
-    for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
-        exec(compile(code, "README.md", "exec"), names)
+    for page in PAGES:
+        text = (ROOT / page).read_text().replace("runs=20_000", "runs=1_000")
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(compile(code, page, "exec"), names)
     weights = names["dpb"].source_weights(names["solution"].x)
     assert float(jnp.sum(weights[2:])) < 0.1
     two_levels, one_level, oracle = names["found"].values()
@@ -93,4 +100,7 @@ def test_readme_code_runs_and_is_better_than_one_level(capsys, monkeypatch, tmp_
     assert oracle > one_level + 0.1
     assert (tmp_path / "accuracy.svg").is_file()
     assert names["result"].report.epsilon <= 1.0
+    margins = names["rows"] @ np.asarray(names["released"].value)
+    correct = (margins > 0) == names["y"]
+    assert np.mean(correct) > 0.75
     assert "ENFORCED: epsilon = 1" in capsys.readouterr().out

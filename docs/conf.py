@@ -1,0 +1,82 @@
+"""The documentation site: `make docs`, then open build/docs/html/index.html."""
+
+import datetime
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))  # the package, and docs itself
+
+import dpbilevel  # noqa: E402
+from docs import reference  # noqa: E402
+
+project = "dpbilevel"
+version = release = dpbilevel.__version__
+copyright = f"{datetime.date.today().year}, the dpbilevel authors"
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+
+# Pages.
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+# Pages whose tables are made by benchmarks set small headings under the title.
+suppress_warnings = ["myst.header"]
+
+# Notebooks run at every build, once per content: results are kept in build/.
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(DOCS.parent / "build" / "docs" / "cache")
+nb_execution_timeout = 240
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_merge_streams = True
+
+# Formulas, by the MathJax that sphinx-mathjax-offline brings: no request to other hosts.
+mathjax3_config = {"chtml": {"mtextInheritFont": True}}
+
+# Reference.
+autosummary_generate = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_default_options = {"members": True}
+autodoc_class_signature = "mixed"
+maximum_signature_line_length = 68
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_custom_sections = ["Privacy"]
+add_module_names = False
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"dpbilevel {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+# Files of the repository that are pages of the site as well.
+FILES = {"../SECURITY.md": "security.md", "../CONTRIBUTING.md": "contributing.md"}
+
+
+def _links(app, docname: str, text: list[str]) -> None:
+    """Points links to files of the repository at the pages that include them."""
+    for file, page in FILES.items():
+        text[0] = text[0].replace(f"]({file}", f"]({page}")
+
+
+def setup(app):
+    """Connects what docs/reference.py does with docstrings and names."""
+    app.connect("source-read", _links)
+    reference.write(DOCS / "api")
+    reference.connect(app)
