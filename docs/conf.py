@@ -39,7 +39,7 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
 
-# Formulas, by the MathJax that sphinx-mathjax-offline brings: no request to other hosts.
+# Formulas by the MathJax of sphinx-mathjax-offline: no request to another host.
 mathjax3_config = {"chtml": {"mtextInheritFont": True}}
 
 # Reference.

@@ -2,8 +2,8 @@
 
 `write` makes the pages of the packages from their `__all__`; autosummary makes a page
 for each name. Docstrings are written as the pages are, with `code` and $formulas$;
-`as_rst` turns them into what autodoc reads. `Linked` turns every public name that a page
-or a docstring mentions as `code` into a link to its page.
+`as_rst` turns them into what autodoc reads. `Linked` turns every public name that a
+page or a docstring mentions as `code` into a link to its page.
 """
 
 import inspect
@@ -189,7 +189,8 @@ class Linked(SphinxPostTransform):
         """Wraps the literals of one page."""
         for literal in list(self.document.findall(nodes.literal)):
             full = self.names.get(literal.astext().removesuffix("()"))
-            inside = isinstance(literal.parent, (nodes.reference, addnodes.pending_xref))
+            linked = (nodes.reference, nodes.title, addnodes.pending_xref)
+            inside = isinstance(literal.parent, linked)
             if full is None or inside or full == self.own_page():
                 continue
             link = addnodes.pending_xref(

@@ -101,6 +101,6 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     assert (tmp_path / "accuracy.svg").is_file()
     assert names["result"].report.epsilon <= 1.0
     margins = names["rows"] @ np.asarray(names["released"].value)
-    correct = (margins > 0) == names["y"]
+    correct = (margins > 0) == names["outcome"]
     assert np.mean(correct) > 0.75
     assert "ENFORCED: epsilon = 1" in capsys.readouterr().out
