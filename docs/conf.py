@@ -28,8 +28,8 @@ extensions = [
 # Pages.
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
-# Pages whose tables are made by benchmarks set small headings under the title.
-suppress_warnings = ["myst.header"]
+# Tables made by benchmarks have small headings under the title; some pages are optional.
+suppress_warnings = ["myst.header", "toc.empty_glob"]
 
 # Notebooks run at every build, once per content: results are kept in build/.
 nb_execution_mode = "cache"
