@@ -28,8 +28,8 @@ extensions = [
 # Pages.
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
-# Tables made by benchmarks have small headings under the title; some pages are optional.
-suppress_warnings = ["myst.header", "toc.empty_glob"]
+# Tables made by benchmarks have small headings under the title of their page.
+suppress_warnings = ["myst.header"]
 
 # Notebooks run at every build, once per content: results are kept in build/.
 nb_execution_mode = "cache"
@@ -65,18 +65,23 @@ html_show_sphinx = False
 copybutton_exclude = ".linenos, .gp, .go"
 
 
-# Files of the repository that are pages of the site as well.
-FILES = {"../SECURITY.md": "security.md", "../CONTRIBUTING.md": "contributing.md"}
+# Files at the root of the repository that are pages of the site as well.
+FILES = {"security": "SECURITY", "contributing": "CONTRIBUTING"}
+FILES |= {"changelog": "CHANGELOG"}
 
 
-def _links(app, docname: str, text: list[str]) -> None:
-    """Points links to files of the repository at the pages that include them."""
-    for file, page in FILES.items():
-        text[0] = text[0].replace(f"]({file}", f"]({page}")
+def _root_files(app, docname: str, text: list[str]) -> None:
+    """Fills the pages of these files, and points links at the pages."""
+    if docname in FILES:
+        file = DOCS.parent / f"{FILES[docname]}.md"
+        text[0] = file.read_text().replace("](docs/", "](")
+    for page, name in FILES.items():
+        for link in (f"]({name}.md", f"](../{name}.md"):
+            text[0] = text[0].replace(link, f"]({page}.md")
 
 
 def setup(app):
     """Connects what docs/reference.py does with docstrings and names."""
-    app.connect("source-read", _links)
+    app.connect("source-read", _root_files)
     reference.write(DOCS / "api")
     reference.connect(app)
