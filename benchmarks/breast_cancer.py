@@ -2,7 +2,7 @@
 
 scikit-learn's breast cancer records, standardised: 284 for training, 142 for
 validation, 143 for testing. Logistic regression with a penalty for each of its 30
-coefficients by the solver of the README's quick example, released as its last model or
+coefficients by `PenaltyBilevel`, released as its last model or
 the mean of them, and plain private descent on the training records, or on those of
 training and validation. Twenty keys each; test accuracies and how many answers were not
 finite.

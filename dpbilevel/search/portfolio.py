@@ -20,7 +20,7 @@ from .kernels import AbstractKernel, cast
 _DIAGONAL = 19  # points whose coordinates are all at the same share of their ranges
 # How far other points are from those, in shares of the ranges.
 _NEAR, _FAR = 0.05, 0.5
-# Mean losses that are this share of the clip range apart are to be told apart.
+# Mean losses that differ by this share of the clip range should be distinguished.
 _RESOLVED = 1 / 200
 # In place of an infinite epsilon, where there is no noise.
 _CERTAIN = 1e6
