@@ -34,7 +34,9 @@ PLACES = {
     SourceWeighting: '`[solver]`, for `task = "source_weighting"`',
     AbstractVariationalInequality: "`[solver]`, for games",
     GroupGame: '`[solver]`, for `task = "group_fair"` and `"group_robust"`',
-    AbstractFiniteSum: "`[solver.inner]` and `[refit]`",
+    AbstractFiniteSum: (
+        '`[solver]`, for `task = "training"`; `[solver.inner]` and `[refit]`'
+    ),
 }
 # Fields that the library fills in, or that a text file cannot hold.
 NOT_KEYS = ("noise", "sizes", "dtype", "scoring")

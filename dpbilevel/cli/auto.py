@@ -24,10 +24,11 @@ from .tasks import TASKS
 
 # What a plan writes.
 _SETTINGS = ("solver", "refit")
-# Stands in for the missing table, so that the rest of a config is checked.
-_STAND_IN = {
-    "type": "OneLevel",
-    "model": {"num_steps": 1, "clip_norm": 1.0, "step_size": 1.0},
+# Stand in for the missing table, so that the rest of a config is checked.
+_DESCENT = {"num_steps": 1, "clip_norm": 1.0, "step_size": 1.0}
+_STAND_INS = {
+    False: {"type": "NoisyGD", **_DESCENT},
+    True: {"type": "OneLevel", "model": _DESCENT},
 }
 
 
@@ -46,10 +47,11 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     tables, text = read_tables(path)
     place = Place(path)
     task = TASKS.get(str(tables.get("task")))
-    if task is not None and not task.two_levels():
+    if task is not None and task.is_game():
         raise place.error(
-            f'auto plans tasks of two levels; task = "{tables["task"]}" is a game. Its '
-            "settings follow from theorems, see docs/games.md."
+            f'missing table [solver]: dry runs plan no games, and task = "'
+            f'{tables["task"]}" is one. Its settings follow from theorems, see '
+            "docs/games.md."
         )
     kept = {k: v for k, v in tables.items() if k not in _SETTINGS}
     model = kept.get("model")
@@ -59,7 +61,8 @@ def read_unplanned(path: str) -> tuple[Config, str]:
         kept["model"] = model | missing
         lines = "".join(f"\n{key} = {_value(v)}" for key, v in missing.items())
         text = text[: header.end()] + lines + text[header.end() :]
-    return parse_config(kept | {"solver": _STAND_IN}, place), text
+    stand_in = _STAND_INS[task is None or task.two_levels()]
+    return parse_config(kept | {"solver": stand_in}, place), text
 
 
 def read_for_run(path: str) -> tuple[Config, bool]:

@@ -11,14 +11,13 @@ from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
 from ..core.outputs import AbstractOutput
 from ..core.solver import AbstractSolver
-from ..games.problem import SaddleProblem
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.sampling import AbstractSampling
 from .files import AbstractData
 from .tables import Place, Reader, check_choice, check_keys, check_table
-from .tasks import TASKS, AbstractTask
+from .tasks import TASKS, AbstractTask, Problem
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 
@@ -81,7 +80,7 @@ class Config:
         return Path(self.place.file).parent
 
     @property
-    def problem(self) -> BilevelProblem | SaddleProblem:
+    def problem(self) -> Problem:
         """The problem."""
         return self.task.problem(self.data.blocks)
 

@@ -58,6 +58,38 @@ def find_files(
     return file, held_out
 
 
+def check_files(
+    data: AbstractData,
+    people: People | None,
+    neighbours: Neighbours,
+    *,
+    base: Path,
+    override: Path | None = None,
+    validation: Path | None = None,
+) -> None:
+    """Refuses the files that `load_levels` or `load_records` would refuse.
+
+    Raises:
+        ValueError: As `find_files`; a file without a header, a missing column, too few
+            records.
+
+    Privacy:
+        Reads headers, and under replace-one the numbers of rows: both are public.
+    """
+    file, held_out = find_files(
+        data, people, base=base, override=override, validation=validation
+    )
+    rows = data.checked(file)
+    clean = None if held_out is None else without_sources(data).checked(held_out)
+    if rows is None or neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        return
+    if clean is None:
+        _check_rows(rows, data, people is People.SHARED)
+    else:
+        _check_level(rows, data, "training")
+        _check_level(clean, data, "validation")
+
+
 def load_levels(
     data: AbstractData,
     people: People,
@@ -101,10 +133,8 @@ def load_levels(
         training, rows = _split(records, data, neighbours, shared)
         upper = records.take(rows)
     else:
-        assert isinstance(data, TableData)
         training = _chosen(records, data, neighbours, "training")
-        clean = dataclasses.replace(data, sources=None)  # which they need not name
-        upper = _features(clean.load(held_out))
+        upper = _features(without_sources(data).load(held_out))
         upper = upper.take(_chosen(upper, data, neighbours, "validation"))
     lower = records.take(training)
     if data.sources is not None and data.sources.flip:
@@ -135,24 +165,35 @@ def load_records(
     return records.take(training).tree()
 
 
+def without_sources(data: AbstractData) -> TableData:
+    """The same for a file that need not name the sources."""
+    assert isinstance(data, TableData)
+    return dataclasses.replace(data, sources=None)
+
+
 def _features(records: AbstractRecords) -> Records:
     assert isinstance(records, Records)  # matrices are records of one level
     return records
 
 
 def _chosen(
-    records: Records, data: TableData, neighbours: Neighbours, level: str
+    records: Records, data: AbstractData, neighbours: Neighbours, level: str
 ) -> np.ndarray:
     """The row numbers of the records of a level that has a file of its own."""
     rows, wanted = len(records), getattr(data, level)
     if neighbours is Neighbours.ADD_OR_REMOVE_ONE:  # their number is private
         return np.arange(rows)
+    _check_level(rows, data, level)
+    return np.random.default_rng(data.split_seed).permutation(rows)[:wanted]  # public
+
+
+def _check_level(rows: int, data: AbstractData, level: str) -> None:
+    wanted = getattr(data, level)
     if rows < wanted:
         raise ValueError(
             f"there are {rows} {level} records, but [data] asks for {level} = "
             f"{wanted}. Use a smaller number or more records."
         )
-    return np.random.default_rng(data.split_seed).permutation(rows)[:wanted]  # public
 
 
 def _split(
@@ -166,8 +207,14 @@ def _split(
 
 
 def _split_by_row(records: AbstractRecords, data: AbstractData, shared: bool):
+    wanted = _check_rows(len(records), data, shared)
+    order = np.random.default_rng(data.split_seed).permutation(len(records))  # public
+    return order[: data.training], order[data.training : wanted]
+
+
+def _check_rows(rows: int, data: AbstractData, shared: bool) -> int:
+    """The number of records that one file must have for both levels, if it has them."""
     wanted = data.training if shared else data.training + data.validation
-    rows = len(records)
     if rows < wanted:
         asked = f"training = {data.training}"
         if not shared and data.validation:
@@ -176,8 +223,7 @@ def _split_by_row(records: AbstractRecords, data: AbstractData, shared: bool):
             f"there are {rows} records, but [data] asks for {asked}. Use smaller "
             "numbers or more records."
         )
-    order = np.random.default_rng(data.split_seed).permutation(rows)  # public
-    return order[: data.training], order[data.training : wanted]
+    return wanted
 
 
 def _split_by_hash(records: AbstractRecords, data: AbstractData):

@@ -1,16 +1,22 @@
 """Comma-separated files of records."""
 
 import abc
+import contextlib
 import csv
 import dataclasses
+import json
 import sys
+from collections.abc import Generator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from .columns import AbstractRecords, Table
+from .columns import AbstractRecords, Cells, Table
 from .sources import Groups, Sources
+
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+_UTF_16 = b"\xff\xfe", b"\xfe\xff"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,21 @@ class AbstractData(abc.ABC):
             )
         return None
 
+    def checked(self, file: Path | None) -> int | None:
+        """Checks the header of a file of records; returns its number of rows.
+
+        Returns:
+            `None` where the records are in no file.
+
+        Raises:
+            ValueError: There is no header, or it lacks a column.
+
+        Privacy:
+            Reads no cell. The number of rows may be shown under replace-one only.
+        """
+        del file
+        return None
+
     def validation_file(self, base: Path, override: Path | None) -> Path | None:
         """The file of validation records, where these have one of their own.
 
@@ -97,9 +118,11 @@ class CsvFile(AbstractData):
 
     Args:
         path: The file, relative to the config.
+        separator: What is between two cells of a row.
     """
 
     path: str = ""
+    separator: Literal[",", ";", "\t"] = ","
 
     @override
     def file(self, base: Path, override: Path | None) -> Path:
@@ -112,7 +135,15 @@ class CsvFile(AbstractData):
     @override
     def load(self, file: Path | None) -> AbstractRecords:
         assert file is not None
-        return self.encode(read_csv(file))
+        return self.encode(read_csv(file, self.separator))
+
+    @override
+    def checked(self, file: Path | None) -> int:
+        assert file is not None
+        names = read_header(file, self.separator)
+        self.encode(Table(str(file), dict.fromkeys(names, ()), 0))  # of no row
+        with contextlib.closing(_rows(file, self.separator)) as rows:
+            return sum(1 for _ in rows) - 1
 
     @abc.abstractmethod
     def encode(self, table: Table) -> AbstractRecords:
@@ -138,34 +169,64 @@ def existing(path: Path, what: str, flag: str) -> Path:
     return path
 
 
-def read_csv(path: Path) -> Table:
+def read_header(path: Path, separator: str) -> list[str]:
+    """The names of the columns of a file; no cell of a record is read.
+
+    Raises:
+        ValueError: There is no header, it is not in UTF-8, it has another separator, or
+            a name twice.
+    """
+    with path.open("rb") as file:
+        if file.read(2) in _UTF_16:
+            raise ValueError(
+                f"{path} is in UTF-16; save it as UTF-8 (in Excel: CSV UTF-8)."
+            )
+    with contextlib.closing(_rows(path, separator)) as rows:
+        header = [cell.strip() for cell in next(rows, [])]
+    if not header:
+        raise ValueError(f"{path} is empty; it needs a header and one row per record.")
+    other = next((s for s in SEPARATORS if len(header) == 1 and s in header[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{path} has one column only in its header, which is the first row, and "
+            f"{SEPARATORS[other]} in its name. If they are between the columns, set "
+            f"separator = {json.dumps(other)} in [data]."
+        )
+    if len(set(header)) < len(header):
+        raise ValueError(
+            f"{path} names a column twice in its header, which must be the first row."
+        )
+    return header
+
+
+def read_csv(path: Path, separator: str = ",") -> Table:
     """Reads a comma-separated file with a header; cells are stripped of spaces.
 
     Args:
         path: An existing file, in UTF-8.
+        separator: What is between two cells of a row.
 
     Returns:
         The table. A row that is too short has empty cells at its end.
 
     Raises:
-        ValueError: It has no header.
+        ValueError: As `read_header`.
     """
-    limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
-    try:
-        # No byte may raise; spreadsheets begin with a mark of the encoding.
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            rows = [row for row in csv.reader(file) if row]  # blank lines are none
-    finally:
-        csv.field_size_limit(limit)
-    if not rows:
-        raise ValueError(f"{path} is empty; it needs a header and one row per record.")
-    header, body = [cell.strip() for cell in rows[0]], rows[1:]
-    if len(set(header)) < len(header):
-        raise ValueError(
-            f"{path} names a column twice in its header, which must be the first row."
-        )
-    columns = {
+    header = read_header(path, separator)
+    body = list(_rows(path, separator))[1:]
+    columns: dict[str, Cells] = {
         name: [row[j].strip() if j < len(row) else "" for row in body]
         for j, name in enumerate(header)
     }
     return Table(str(path), columns, len(body))
+
+
+def _rows(path: Path, separator: str) -> Generator[list[str]]:
+    """The rows of a file, the header first; blank lines are none."""
+    limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
+    try:
+        # No byte may raise; spreadsheets begin with a mark of the encoding.
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            yield from (row for row in csv.reader(file, delimiter=separator) if row)
+    finally:
+        csv.field_size_limit(limit)

@@ -2,11 +2,13 @@
 
 import argparse
 import importlib.util
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -17,7 +19,7 @@ from ..core import checkpoint, interrupts, spending
 from ..core.progress import step_bar
 from ..core.solution import divergence
 from . import audit, auto, folder, results
-from .config import Config, read_config
+from .config import Config
 from .run import check, prepare, run
 
 
@@ -29,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 1 if an audit found a violation or the device failed its test, 2 after a
-        mistake of the user, 130 after a `KeyboardInterrupt`. In a process of its own
-        an interrupt ends that process (`dpbilevel.core.interrupts`).
+        mistake of the user, 130 after a `KeyboardInterrupt`, 141 where nobody reads
+        what is printed. In a process of its own an interrupt ends that process
+        (`dpbilevel.core.interrupts`).
 
     Privacy:
         What is printed is public or released, whatever the records hold.
@@ -40,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Records and starts of a run are float32, and so is what a plan assumes.
         with jax.enable_x64(False):
-            return arguments.command(arguments) or 0
+            code = arguments.command(arguments) or 0
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:  # who reads the output has enough of it, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"dpbilevel: error: {_sentence(error)}", file=sys.stderr)
         return 2
@@ -125,8 +133,24 @@ def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    report = prepare(read_config(arguments.config)).report
+    said = sys.stderr if arguments.json else sys.stdout
+    report = prepare(_planned(arguments.config, said)).report
     print(report.to_json() if arguments.json else report)
+
+
+def _planned(path: str, said: TextIO) -> Config:
+    """A config; settings that it lacks are chosen by dry runs and printed to `said`."""
+    config, is_planned = auto.read_for_run(path)
+    return config if is_planned else _completed(config, said)
+
+
+def _completed(config: Config, said: TextIO) -> Config:
+    """A config that was read without settings, with those that dry runs choose."""
+    _check_modules(["tqdm"])
+    found = auto.plan(config, "fast")
+    lines = [found.reason, *auto.tables(found.trials[0].solver), ""]
+    print(*lines, sep="\n", file=said, flush=True)
+    return auto.completed(config, found)
 
 
 def _auto(arguments: argparse.Namespace) -> None:
@@ -161,9 +185,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if not is_planned and arguments.resume:
         config = auto.as_before(config, arguments.out)
     elif not is_planned:
-        found = auto.plan(config, "fast")
-        print(found.reason, *auto.tables(found.trials[0].solver), "", sep="\n")
-        config = auto.completed(config, found)
+        config = _completed(config, sys.stdout)
     prepared = prepare(config)
     print(prepared.report, flush=True)  # before anything is spent
     with step_bar(prepared.solver.num_steps) as progress:
@@ -187,10 +209,10 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    config = read_config(arguments.config)
     if arguments.out is not None:
         _check_modules(["matplotlib"])
         audit.check_folder(arguments.out)
+    config = _planned(arguments.config, sys.stdout)
     print(f"{arguments.config}: {arguments.runs} runs a side ...", flush=True)
     outcomes = audit.audit_config(config, arguments.runs)
     print(*outcomes, sep="\n")

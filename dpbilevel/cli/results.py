@@ -17,6 +17,7 @@ RESULT = "result.json"
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
 _AUDIT = "audit.json"
+_MOST_NAMED = 16  # coefficients of a page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,13 @@ class Result:
     def model(self) -> np.ndarray | None:
         """The coefficients of the released model, where there is one."""
         task = TASKS[self.task]
-        model = self.y if task.two_levels() else self.x
+        model = self.y if task.two_levels() else self.x  # of a game the first player
         return model if task.has_model else None
+
+    @property
+    def shows_model(self) -> bool:
+        """Whether what is shown is the model itself."""
+        return TASKS[self.task].shows_model
 
     @property
     def has_moved(self) -> bool:
@@ -75,11 +81,27 @@ class Result:
         ]
         lines += [task.remark] if task.remark else []
         if self.model is not None:
-            lines += [f"released model: {self.model.size} coefficients in {ARRAYS}"]
+            lines += self._coefficients()
         remark = divergence(self.rejected_updates)
         if remark is not None:
             lines += [f"WARNING: {remark}"]
         return "\n".join(lines)
+
+    def _coefficients(self) -> list[str]:
+        """The model, in which the largest coefficients are named."""
+        model = np.ravel(self.model)
+        lines = [f"released model: {model.size} coefficients in {ARRAYS}"]
+        if self.shows_model or not self.features:
+            return lines
+        kept = largest(model)
+        width = max(len(self.features[i]) for i in kept)
+        lines[0] += ", the largest:" if len(kept) < model.size else ":"
+        return lines + [f"  {self.features[i]:<{width}}  {model[i]:.4f}" for i in kept]
+
+
+def largest(model: np.ndarray) -> np.ndarray:
+    """The positions of the largest coefficients, in the order of the config."""
+    return np.sort(np.argsort(-np.abs(model), kind="stable")[:_MOST_NAMED])
 
 
 def save(folder: Path, result: Result, figure: bytes) -> None:
@@ -92,6 +114,8 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         Released values and public ones only.
     """
     arrays = {"x": result.x, "trajectory": result.trajectory, "shown": result.shown}
+    arrays |= {"names": np.asarray(result.names, str)}
+    arrays |= {"features": np.asarray(result.features, str)}
     if result.y is not None:
         arrays["y"] = result.y
     checkpoint.replace(folder / ARRAYS, checkpoint.npz(arrays))

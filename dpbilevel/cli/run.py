@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..bilevel.problem import BilevelProblem
 from ..core import checkpoint, lock, spending
 from ..core.checkpoint import Checkpoint
 from ..core.interrupts import whole
@@ -27,14 +26,14 @@ from ..core.resume import (
     solution_of,
 )
 from ..core.solver import AbstractSolver
-from ..games.problem import SaddleProblem
 from ..privacy.noise import root_key
 from ..privacy.products import check_products
 from ..privacy.report import PrivacyReport
 from . import figure, folder, results
 from .config import Config
-from .data import find_files, load_levels, load_records
+from .data import check_files, load_levels, load_records
 from .results import Result
+from .tasks import Problem
 
 Progress = Callable[[int], None]
 
@@ -47,9 +46,9 @@ class Prepared:
     """A run that is planned and has not touched data."""
 
     config: Config
-    problem: BilevelProblem | SaddleProblem
+    problem: Problem
     solver: AbstractSolver  # calibrated
-    w0: tuple[PyTree, PyTree]  # public
+    w0: PyTree  # public
     report: PrivacyReport  # of one run
 
 
@@ -162,15 +161,15 @@ def check(
 
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
-            is in use, there is no file of records, or the device computes matrix
-            products too coarsely.
+            is in use, a file of records is missing, lacks a column or has too few rows,
+            or the device computes matrix products too coarsely.
         OSError: The folder cannot be made or written to.
     """
     check_products("run")
     with _opened(out, chunk, resume, restart), _data_errors(config):
-        find_files(
-            config.data, config.privacy.people, **_places(config, data, validation)
-        )
+        privacy = config.privacy
+        places = _places(config, data, validation)
+        check_files(config.data, privacy.people, privacy.neighbours, **places)
 
 
 @contextlib.contextmanager
@@ -233,14 +232,15 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
     """What the run releases, from its last state."""
     config = prepared.config
     found = solution_of(prepared.problem, prepared.solver, saved)
+    x, y = (found.value, None) if config.task.shows_model else found.value
     return Result(
         task=config.task_name,
         label=config.task.label,
         names=config.task.names(config.data),
         features=config.data.features,
         shown=config.task.shown(found.value),
-        x=found.x,
-        y=found.y,
+        x=x,
+        y=y,
         trajectory=config.task.shown(saved.path),
         report=prepared.report,
         versions=checkpoint.versions(),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
@@ -25,6 +26,7 @@ from ..games.matrix import matrix_game
 from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.linear_models import Logistic
 from ..onelevel.losses import logistic_loss, squared_loss
+from ..onelevel.problem import FiniteSum
 from .datasets import SOURCES
 from .files import AbstractData
 from .matrices import MATRICES
@@ -33,6 +35,7 @@ from .tables import Place
 
 _LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
 
+Problem = BilevelProblem | SaddleProblem | FiniteSum
 Start = tuple[Float[Array, " k"], Float[Array, " d"]]
 Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
 
@@ -44,7 +47,8 @@ class AbstractTask(abc.ABC):
         label: What an entry of the answer is called.
         of: What each entry belongs to.
         problem_type: The class of its problems.
-        has_model: Whether the solution holds a model besides what is shown.
+        has_model: Whether the solution holds a linear model.
+        shows_model: Whether that model is what is shown, and there is nothing besides.
         data_types: The sources of its records, by name.
         places: The table of `[data]` that says where records belong, if it needs one:
             `"sources"` or `"groups"`.
@@ -57,6 +61,7 @@ class AbstractTask(abc.ABC):
     of: ClassVar[str]
     problem_type: ClassVar[type]
     has_model: ClassVar[bool] = True
+    shows_model: ClassVar[bool] = False
     data_types: ClassVar[dict[str, type[AbstractData]]] = SOURCES
     places: ClassVar[str] = ""
     declared: ClassVar[str] = "{}"
@@ -67,6 +72,11 @@ class AbstractTask(abc.ABC):
     def two_levels(cls) -> bool:
         """Whether its problems have two levels."""
         return issubclass(cls.problem_type, BilevelProblem)
+
+    @classmethod
+    def is_game(cls) -> bool:
+        """Whether its problems are games, whose settings follow from theorems."""
+        return issubclass(cls.problem_type, AbstractVariationalInequality)
 
     @property
     def count(self) -> int:
@@ -97,11 +107,11 @@ class AbstractTask(abc.ABC):
                 )
 
     @abc.abstractmethod
-    def problem(self, blocks: Blocks) -> BilevelProblem | SaddleProblem:
+    def problem(self, blocks: Blocks) -> Problem:
         """The problem on records with these blocks of features."""
 
     @abc.abstractmethod
-    def start(self, blocks: Blocks) -> Start:
+    def start(self, blocks: Blocks) -> PyTree:
         """The starting point on records with these blocks of features."""
 
     @abc.abstractmethod
@@ -113,11 +123,53 @@ class AbstractTask(abc.ABC):
         """The entries of the answer in released variables.
 
         Args:
-            w: PyTree variables `(x, y)`, with any leading axes.
+            w: The variables, `(x, y)` but for training, with any leading axes.
 
         Privacy:
             A function of released values: free.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingTask(AbstractTask):
+    """Trains a linear model on all records: one level.
+
+    Args:
+        loss: The model's loss, `"logistic"` or `"squared"`.
+        ridge: The public ridge penalty of the model.
+    """
+
+    loss: Literal["logistic", "squared"]
+    ridge: float = 0.0
+
+    label = "coefficient"
+    of = "feature"
+    problem_type = FiniteSum
+    shows_model = True
+
+    def __post_init__(self):
+        _checks.non_negative("training", ridge=self.ridge)
+
+    @override
+    def problem(self, blocks: Blocks) -> FiniteSum:
+        ridge = self.ridge
+
+        def public(w: PyTree):
+            return ridge * optax.tree.norm(w, squared=True)
+
+        return FiniteSum(_LOSSES[self.loss], public=public if ridge else None)
+
+    @override
+    def start(self, blocks: Blocks) -> Float[Array, " d"]:
+        return jnp.zeros(_dimension(blocks), jnp.float32)
+
+    @override
+    def names(self, data: AbstractData) -> tuple[str, ...]:
+        return data.features
+
+    @override
+    def shown(self, w: PyTree) -> np.ndarray:
+        return np.asarray(w)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,6 +425,7 @@ class MatrixGameTask(AbstractTask):
 
 
 TASKS: dict[str, type[AbstractTask]] = {
+    "training": TrainingTask,
     "source_weighting": SourceWeightingTask,
     "penalty_tuning": PenaltyTuningTask,
     "group_fair": GroupFairTask,

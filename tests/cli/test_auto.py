@@ -112,9 +112,18 @@ def test_the_config_of_the_first_page_runs_on_two_files(few, tmp_path):
     assert (out / "figure.png").is_file()
 
 
-def test_other_commands_say_what_writes_the_settings(file, capsys):
-    said = failure(capsys, "calibrate", str(file))
-    assert "missing table [solver]. dpbilevel auto CONFIG --out NEW.toml" in said
+def test_calibrate_tells_the_guarantee_of_the_settings_that_a_run_takes(
+    file, few, capsys
+):
+    assert main(["calibrate", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert 'type = "SelectedSources"' in said
+    assert "ENFORCED: epsilon = " in said
+
+
+def test_the_reader_of_configs_says_what_writes_the_settings(file):
+    with pytest.raises(ValueError, match=r"missing table \[solver\]\. dpbilevel auto"):
+        read_config(file)
 
 
 def test_settings_of_a_config_are_replaced(few, tmp_path, capsys):

@@ -1,0 +1,160 @@
+"""Files of records: what is said of them before anything is planned or spent."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dpbilevel.cli import auto, results
+from dpbilevel.cli.files import read_csv
+from dpbilevel.cli.main import main
+from tests.cli.test_cli import failure
+from tests.cli.test_runner import rows_of, write_csv
+
+TRAINING = """
+task = "training"
+[privacy]
+epsilon = 1.0
+delta = 1e-5
+neighbours = "replace_one"
+[data]
+source = "csv"
+path = "people.csv"
+training = 60
+[data.label]
+column = "rich"
+positive = ["yes"]
+negative = ["no"]
+[[data.numeric]]
+name = "pay"
+columns = ["pay"]
+mean = [30]
+scale = [30]
+[[data.categorical]]
+column = "town"
+values = ["Ulm", "Rom"]
+[model]
+loss = "logistic"
+"""
+SETTINGS = """
+[solver]
+type = "NoisyGD"
+num_steps = 3
+clip_norm = 1.0
+step_size = 4.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A config of training with settings."""
+    path = tmp_path / "a.toml"
+    path.write_text(TRAINING + SETTINGS)
+    return path
+
+
+@pytest.fixture
+def unplanned(tmp_path, monkeypatch):
+    """A config without settings, which must not be planned."""
+
+    def plan(*arguments):
+        raise AssertionError("planned before the files were looked at")
+
+    monkeypatch.setattr(auto, "plan", plan)
+    path = tmp_path / "a.toml"
+    path.write_text(TRAINING)
+    return path
+
+
+def said_of(content, unplanned, capsys):
+    (unplanned.parent / "people.csv").write_bytes(content)
+    out = unplanned.parent / "out"
+    said = failure(capsys, "run", str(unplanned), "--out", str(out))
+    assert not out.exists()
+    return said
+
+
+HEADER = b"pay,town,clinic,rich\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty; it needs a header"),
+        (b"pay,city,rich\n" + b"1,Ulm,no\n" * 60, "has no column 'town'"),
+        (HEADER + b"1,Ulm,A,no\n" * 59, "there are 59 records"),
+        (HEADER + b"1,Ulm,A,no\n\n" * 59, "there are 59 records"),
+        (b"pay,pay,town,rich\n", "names a column twice"),
+        (b"pay;town;rich\n1;Ulm;no\n", 'set separator = ";"'),
+        (b"pay\ttown\trich\n", r'set separator = "\t"'),
+        ("pay,town,rich\n".encode("utf-16"), "is in UTF-16; save it as UTF-8"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_before_the_dry_runs(
+    content, said, unplanned, capsys
+):
+    assert said in said_of(content, unplanned, capsys)
+
+
+def test_quoted_separators_and_marks_of_the_encoding_are_no_mistakes(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_bytes(b'\xef\xbb\xbfpay,"town, of"\r\n1," Ulm,\nOld "\r\n')
+    table = read_csv(file)
+    assert table.columns == {"pay": ["1"], "town, of": ["Ulm,\nOld"]}
+
+
+def test_another_separator_gives_the_same_bits(file, tmp_path):
+    rows = rows_of(60)
+    write_csv(tmp_path, rows)
+    before = auto.read_for_run(str(file))[0].data
+    text = (tmp_path / "people.csv").read_text()
+    records = before.load(tmp_path / "people.csv")
+    (tmp_path / "people.csv").write_text(text.replace(",", ";"))
+    file.write_text(
+        file.read_text().replace("training =", 'separator = ";"\ntraining =')
+    )
+    again = auto.read_for_run(str(file))[0].data.load(tmp_path / "people.csv")
+    np.testing.assert_array_equal(again.features, records.features)
+    np.testing.assert_array_equal(again.label, records.label)
+
+
+def test_a_model_is_trained_on_one_level_and_named(file, tmp_path, capsys):
+    write_csv(tmp_path, rows_of(60))
+    out = tmp_path / "out"
+    assert main(["run", str(file), "--out", str(out)]) == 0
+    found = results.load(out)
+    assert found.names == ("pay", "town = Ulm", "town = Rom", "constant")
+    np.testing.assert_array_equal(found.shown, found.model)
+    assert found.trajectory.shape == (4, 4)
+    capsys.readouterr()
+    assert main(["report", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"  town = Ulm  {found.model[1]:.4f}" in said
+    with np.load(out / "solution.npz") as arrays:
+        assert tuple(arrays["features"]) == found.features
+
+
+def test_training_without_settings_is_planned_by_every_command(tmp_path, capsys):
+    file = tmp_path / "a.toml"
+    file.write_text(TRAINING.replace("training = 60", "training = 300"))
+    assert main(["calibrate", str(file), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "NoisyGD" in said.err
+    assert said.out.startswith("{")
+
+
+def test_nobody_who_reads_the_output_to_its_end_is_no_error(file, tmp_path):
+    write_csv(tmp_path, rows_of(60))
+    out = str(tmp_path / "out")
+    assert main(["run", str(file), "--out", out]) == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "dpbilevel", "report", out],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
