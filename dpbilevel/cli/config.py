@@ -139,6 +139,7 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     _check_levels(config)
     task.check(data, where)
     _check_corruption(config)
+    _check_test(config)
     return config
 
 
@@ -253,4 +254,22 @@ def _check_corruption(config: Config) -> None:
         raise config.place.child("data.sources").error(
             "flip corrupts labels by row number, which moves when a record is added or "
             'removed. Use neighbours = "replace_one", or column and values.'
+        )
+
+
+def _check_test(config: Config) -> None:
+    """Refuses a test file that the task or the relation has no use for."""
+    test, where = config.data.test, config.place.child("data.test")
+    if test is None:
+        return
+    if not config.task.has_model:
+        raise where.error(
+            f'task = "{config.task_name}" releases no model to test; remove it.'
+        )
+    if test.accuracy == "counted" and config.privacy.neighbours is not (
+        Neighbours.REPLACE_ONE
+    ):
+        raise where.error(
+            'accuracy = "counted" is for neighbours = "replace_one": it divides by the '
+            'number of records. Use a file of public records, accuracy = "public".'
         )

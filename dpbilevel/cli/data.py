@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 from ..bilevel.problem import Levels
 from ..privacy.budget import Neighbours, People
 from .columns import AbstractRecords, Records
-from .datasets import TableData
-from .files import AbstractData
+from .datasets import CsvData
+from .files import AbstractData, HeldOut, existing
 
 
 def find_files(
@@ -79,6 +79,8 @@ def check_files(
     file, held_out = find_files(
         data, people, base=base, override=override, validation=validation
     )
+    if data.test is not None:
+        _check_tested(data, data.test, _test_file(data.test, base, file, held_out))
     rows = data.checked(file)
     clean = None if held_out is None else without_sources(data).checked(held_out)
     if rows is None or neighbours is Neighbours.ADD_OR_REMOVE_ONE:
@@ -165,10 +167,59 @@ def load_records(
     return records.take(training).tree()
 
 
-def without_sources(data: AbstractData) -> TableData:
+def load_test(
+    data: AbstractData,
+    *,
+    base: Path,
+    override: Path | None = None,
+    validation: Path | None = None,
+) -> Records | None:
+    """The records of the test file; `None` where the config has none.
+
+    Raises:
+        ValueError: The file is missing, is that of other records, lacks a column or has
+            too few rows.
+
+    Privacy:
+        NON-PRIVATE: this is the data. No cell's content raises.
+    """
+    test = data.test
+    if test is None:
+        return None
+    others = data.file(base, override), data.validation_file(base, validation)
+    file = _test_file(test, base, *others)
+    _check_tested(data, test, file)
+    records = _features(without_sources(data).load(file))
+    if not test.records:
+        return records
+    order = np.random.default_rng(data.split_seed).permutation(len(records))  # public
+    return records.take(order[: test.records])
+
+
+def _test_file(test: HeldOut, base: Path, *others: Path | None) -> Path:
+    """The test file, which none of the others is."""
+    file = existing(base / test.path, "test records", "test.path in [data]: a")
+    if any(other is not None and file.samefile(other) for other in others):
+        raise ValueError(
+            f"{file} is named by [data.test] and holds training or validation records, "
+            "too. Keep some records in a file of their own to test the model on."
+        )
+    return file
+
+
+def _check_tested(data: AbstractData, test: HeldOut, file: Path) -> None:
+    rows = without_sources(data).checked(file)
+    if rows < test.records:
+        raise ValueError(
+            f"there are {rows} records in {file}, but [data.test] asks for records = "
+            f"{test.records}. Use a smaller number or more records."
+        )
+
+
+def without_sources(data: AbstractData) -> CsvData:
     """The same for a file that need not name the sources."""
-    assert isinstance(data, TableData)
-    return dataclasses.replace(data, sources=None)
+    assert isinstance(data, CsvData)
+    return dataclasses.replace(data, sources=None, groups=None)
 
 
 def _features(records: AbstractRecords) -> Records:

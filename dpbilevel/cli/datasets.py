@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
-from .files import AbstractData, CsvFile, existing
+from .files import AbstractData, CsvFile, HeldOut, existing
 from .sources import Groups, Sources
 
 CONSTANT = ("constant", 1)
@@ -74,6 +74,10 @@ class TableData(FeatureData):
     def listed(self) -> list[Numeric | Categorical]:
         return [*self.numeric, *self.categorical]
 
+    def design(self, table: Table) -> np.ndarray:
+        """The features of the rows of a table, which needs no label; as `encode`."""
+        return unit_rows(np.concatenate([b.features(table) for b in self.listed], 1))
+
     def encode(self, table: Table) -> Records:
         """The rows of a table as records.
 
@@ -83,8 +87,7 @@ class TableData(FeatureData):
         Privacy:
             Row by row, by constants of the config; a cell's content never raises.
         """
-        blocks = [b.features(table) for b in self.listed]
-        features = unit_rows(np.concatenate(blocks, 1))
+        features = self.design(table)
         label = self.label.values(table).astype(np.float32)
         group = None
         if self.groups is not None:
@@ -105,11 +108,13 @@ class CsvData(TableData, CsvFile):
         validation_path: A file of the validation records, relative to the config, with
             the same columns but that of the sources. Without it they are a random part
             of the one file.
+        test: The file on which the released model is tested.
     """
 
     source: ClassVar[str] = "csv"
 
     validation_path: str = ""
+    test: HeldOut | None = None
 
     @override
     def validation_file(self, base: Path, override: Path | None) -> Path | None:

@@ -19,6 +19,34 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _UTF_16 = b"\xff\xfe", b"\xfe\xff"
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """A file of records on which the released model is tested.
+
+    Args:
+        path: The file, relative to the config; it has the columns of the features and
+            the label.
+        accuracy: What protects its people: `"public"`, nothing has to; `"counted"`,
+            noise, within the budget of the config, which they spend on nothing else,
+            because they are in no other file; `"non_private"`, nothing does, and every
+            report says so.
+        records: How many records of the file are read; all where it is 0, which
+            `"counted"` does not take.
+    """
+
+    path: str
+    accuracy: Literal["public", "counted", "non_private"]
+    records: int = 0
+
+    def __post_init__(self):
+        least = 1 if self.accuracy == "counted" else 0
+        if self.records < least:
+            raise ValueError(
+                f'records must be at least {least} where accuracy = "{self.accuracy}", '
+                f"got {self.records}."
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractData(abc.ABC):
     """Where the records of a run come from: the table `[data]` of a config.
@@ -32,6 +60,7 @@ class AbstractData(abc.ABC):
         validation: The number of validation records; none for one level.
         sources: The sources of the training records.
         groups: The groups of the records.
+        test: The file on which the released model is tested.
         split_seed: The public seed of the split. Not a privacy seed.
     """
 
@@ -42,6 +71,7 @@ class AbstractData(abc.ABC):
     validation: ClassVar[int] = 0
     sources: ClassVar[Sources | None] = None
     groups: ClassVar[Groups | None] = None
+    test: ClassVar[HeldOut | None] = None
     split_seed: ClassVar[int]
 
     @property

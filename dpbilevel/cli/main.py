@@ -1,4 +1,4 @@
-"""The command line: `dpbilevel auto | calibrate | run | report | audit | device`."""
+"""The command line: `dpbilevel init | auto | calibrate | run | report | ...`."""
 
 import argparse
 import importlib.util
@@ -18,7 +18,7 @@ from ..audit.device import device_arithmetic
 from ..core import checkpoint, interrupts, spending
 from ..core.progress import step_bar
 from ..core.solution import divergence
-from . import audit, auto, folder, results
+from . import audit, auto, folder, predictions, results
 from .config import Config
 from .run import check, prepare, run
 
@@ -92,6 +92,17 @@ def _parser() -> argparse.ArgumentParser:
     holds = "print guarantee, released values and spending of a folder"
     add = command("report", _report, holds)
     add("folder", **folder, help="a result folder")
+    add = command(
+        "predict",
+        _predict,
+        "apply a released model to a file of new people; costs nothing",
+        description="Applies the released model of a result folder to the rows of a "
+        "file with the same columns; the label may be missing. Costs no budget; the "
+        "predictions are as private as that file.",
+    )
+    add("folder", **folder, help="a result folder")
+    add("data", metavar="DATA.csv", type=Path, help="the new people")
+    add("--out", metavar="FILE", type=Path, required=True, help="a new CSV file")
     add = command(
         "audit",
         _audit,
@@ -206,6 +217,16 @@ def _report(arguments: argparse.Namespace) -> None:
     finally:  # what was spent counts where no result came of it, too
         if spent:
             print(spent)
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    predictions.check_new(arguments.out)
+    found = predictions.predict(arguments.folder, arguments.data)
+    predictions.write(arguments.out, found)
+    empty = ""
+    if found.empty:
+        empty = f"; {found.empty} without an answer: text in the place of a number"
+    print(f"predictions: {arguments.out} ({found.rows} rows{empty})")
 
 
 def _audit(arguments: argparse.Namespace) -> int:

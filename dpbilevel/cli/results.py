@@ -11,6 +11,7 @@ from ..core import checkpoint, lock
 from ..core.checkpoint import SEARCH
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport
+from .evaluation import Evaluation
 from .tasks import TASKS
 
 RESULT = "result.json"
@@ -37,6 +38,7 @@ class Result:
         config: The config as it was given.
         rejected_updates: As in `Solution`.
         features: What each coefficient of the model belongs to.
+        test: What the model is worth on the test file, where the config names one.
     """
 
     task: str
@@ -51,6 +53,7 @@ class Result:
     config: dict[str, Any]
     rejected_updates: int = 0
     features: tuple[str, ...] = ()
+    test: Evaluation | None = None
 
     @property
     def model(self) -> np.ndarray | None:
@@ -82,6 +85,7 @@ class Result:
         lines += [task.remark] if task.remark else []
         if self.model is not None:
             lines += self._coefficients()
+        lines += [] if self.test is None else [str(self.test)]
         remark = divergence(self.rejected_updates)
         if remark is not None:
             lines += [f"WARNING: {remark}"]
@@ -131,6 +135,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         "x": result.x.tolist(),
         "y": None if result.y is None else result.y.tolist(),
         "features": result.features,
+        "test": None if result.test is None else dataclasses.asdict(result.test),
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
         "versions": result.versions,
@@ -188,6 +193,7 @@ def load(folder: Path) -> Result:
             config=page["config"],
             rejected_updates=page.get("rejected_updates", 0),
             features=tuple(page.get("features", ())),
+            test=Evaluation(**page["test"]) if page.get("test") else None,
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(

@@ -29,9 +29,10 @@ from ..core.solver import AbstractSolver
 from ..privacy.noise import root_key
 from ..privacy.products import check_products
 from ..privacy.report import PrivacyReport
-from . import figure, folder, results
+from . import evaluation, figure, folder, results
+from .columns import Records
 from .config import Config
-from .data import check_files, load_levels, load_records
+from .data import check_files, load_levels, load_records, load_test
 from .results import Result
 from .tasks import Problem
 
@@ -73,7 +74,8 @@ def prepare(config: Config) -> Prepared:
         )
     except ValueError as error:
         raise config.place.error(str(error)) from error
-    return Prepared(config, problem, plan.solver, w0, plan.report)
+    report = evaluation.reported(plan.report, config)
+    return Prepared(config, problem, plan.solver, w0, report)
 
 
 def run(
@@ -118,8 +120,9 @@ def run(
     """
     with _opened(out, chunk, resume, restart):
         before = checkpoint.read(out) if resume else None
-        levels = _load(prepared, data, validation)
-        fingerprint = _fingerprint(prepared, levels, _chunk(prepared, chunk, before))
+        levels, test = _load(prepared, data, validation)
+        read = levels if test is None else (levels, test.tree())
+        fingerprint = _fingerprint(prepared, read, _chunk(prepared, chunk, before))
         first = first_checkpoint(
             prepared.problem,
             prepared.solver,
@@ -134,7 +137,7 @@ def run(
             number = saved.fingerprint["run"]
             spending.begin(out, number, prepared.report, prepared.config.tables)
             saved = _steps(prepared, levels, saved, out, progress)
-            result = _result(prepared, saved)
+            result = _result(prepared, saved, test)
             picture = figure.draw(result)
             with whole():
                 results.save(out, result, picture)
@@ -228,11 +231,16 @@ def _begin(first: Checkpoint, out: Path) -> Checkpoint:
     return saved
 
 
-def _result(prepared: Prepared, saved: Checkpoint) -> Result:
-    """What the run releases, from its last state."""
+def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Result:
+    """What the run releases, from its last state, and on its test records."""
     config = prepared.config
     found = solution_of(prepared.problem, prepared.solver, saved)
     x, y = (found.value, None) if config.task.shows_model else found.value
+    tested = None
+    if test is not None:
+        # The key of the steps after the last one, which a resumed run has as well.
+        model = np.asarray(y if config.task.two_levels() else x)
+        tested = evaluation.evaluate(config, model, test, key=saved.key)
     return Result(
         task=config.task_name,
         label=config.task.label,
@@ -246,6 +254,7 @@ def _result(prepared: Prepared, saved: Checkpoint) -> Result:
         versions=checkpoint.versions(),
         config=config.tables,
         rejected_updates=int(found.rejected_updates),
+        test=tested,
     )
 
 
@@ -255,8 +264,10 @@ def _places(
     return {"base": config.folder, "override": data, "validation": validation}
 
 
-def _load(prepared: Prepared, data: Path | None, validation: Path | None) -> PyTree:
-    """The records on the device, checked against the plan."""
+def _load(
+    prepared: Prepared, data: Path | None, validation: Path | None
+) -> tuple[PyTree, Records | None]:
+    """The records on the device, checked against the plan, and those of the test."""
     config = prepared.config
     neighbours, people = config.privacy.neighbours, config.privacy.people
     places = _places(config, data, validation)
@@ -266,10 +277,11 @@ def _load(prepared: Prepared, data: Path | None, validation: Path | None) -> PyT
             levels = load_records(config.data, neighbours, **places)
         else:
             levels = load_levels(config.data, people, neighbours, **places)
+        test = load_test(config.data, **places)
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
         levels = planned_rows(prepared.solver, levels)  # no shape tells their number
-    return jax.tree.map(jnp.asarray, levels)
+    return jax.tree.map(jnp.asarray, levels), test
 
 
 def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> int:

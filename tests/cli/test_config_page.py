@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.cli import columns, datasets, matrices, sources, tasks
+from dpbilevel.cli import columns, datasets, files, matrices, sources, tasks
 from dpbilevel.cli.config import Privacy, parse_config
 from dpbilevel.cli.tables import Place
 from tests.cli.test_runner import GENERATED
@@ -25,6 +25,7 @@ WHERE = {
     matrices.CsvMatrices: ["`data` (csv_matrices)"],
     matrices.GeneratedMatrices: ["`data` (generated_matrices)"],
     datasets.Block: ["`data.block`"],
+    files.HeldOut: ["`data.test`"],
     sources.Groups: ["`data.groups`"],
     sources.Sources: ["`data.sources`"],
     columns.Numeric: ["`data.numeric`"],

@@ -1,0 +1,231 @@
+"""What the released model is worth on a file of other people: `[data.test]`."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from ..core.plan import least_multiplier
+from ..privacy.ledger import Ledger
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
+from ..privacy.report import PrivacyReport, describe
+from ..privacy.sampling import FullBatch
+from .columns import Label, Records
+from .config import Config
+from .datasets import CsvData
+from .files import HeldOut
+
+PEOPLE = "person of the test file"
+# The score of a record is in [0, 1]; less one half it is at most this long.
+_HALF = 0.5
+_ASSUMED = {
+    "public": "the records of the test file {} are public",
+    "counted": "nobody with a record in the test file {} has one in another file",
+    "non_private": "NOT protected: the people of the test file {}, on whom the exact "
+    "accuracy is computed",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What the released model is worth on the test file.
+
+    Attributes:
+        metric: What was computed.
+        value: Its value; `None` where all records are left out.
+        file: The test file, as in the config.
+        kind: `"public"`, `"counted"` or `"non_private"`.
+        records: How many records were read.
+        left_out: How many of them have no listed label or a feature that is no number;
+            `None` where that is private.
+        trivial: What the best constant answer reaches: that of the larger class, or of
+            the public mean; `None` where that is private.
+        noise_std: By how much noise of one standard deviation makes `value` larger; 0
+            where there is none.
+    """
+
+    metric: str
+    value: float | None
+    file: str
+    kind: str
+    records: int
+    left_out: int | None = None
+    trivial: float | None = None
+    noise_std: float = 0.0
+
+    def __str__(self) -> str:
+        """One line, which says what protects the people of the file."""
+        value = "no record to test on" if self.value is None else f"{self.value:.4g}"
+        text = f"test {self.metric}: {value}"
+        if self.kind == "counted":
+            return (
+                f"{text} +- {self.noise_std:.2g} (noise of one standard deviation) on "
+                f"{self.records} people of {self.file}, counted in the ledger"
+            )
+        if self.trivial is not None:
+            text += f" (of the best constant answer: {self.trivial:.4g})"
+        if self.kind == "public":
+            text += f" on {self.records} public records of {self.file}"
+        else:
+            text = (
+                f"NON-PRIVATE {text} on {self.records} records of {self.file}, whose "
+            )
+            text += "people are not protected"
+        if self.left_out:
+            text += (
+                f"; {self.left_out} left out: a label that the config does not list, "
+                "or text in the place of a number"
+            )
+        return text
+
+
+def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
+    """The report of a run, with what the test file adds to it.
+
+    Privacy:
+        Touches no data. A counted accuracy is charged to the people of the test file
+        alone, who are in no other file: each of them spends that one release, and
+        nobody else spends anything for it (parallel composition).
+    """
+    held_out = config.data.test
+    if held_out is None:
+        return report
+    assumed = _ASSUMED[held_out.accuracy].format(held_out.path)
+    report = dataclasses.replace(report, assumptions=(assumed, *report.assumptions))
+    if held_out.accuracy != "counted":
+        return report
+    tested = describe(ledger_of(config), config.privacy.budget, levels=False)
+    return dataclasses.replace(
+        report,
+        epsilon=max(report.epsilon, tested.epsilon),
+        epsilon_by_person=report.epsilon_by_person | {PEOPLE: tested.epsilon},
+        ledger=report.ledger + tested.ledger,
+        forecast=report.forecast + tested.forecast,
+    )
+
+
+def ledger_of(config: Config) -> Ledger:
+    """The one release of a counted accuracy, at the least noise within the budget."""
+    return Ledger((_release(config),))
+
+
+def evaluate(
+    config: Config, model: np.ndarray, records: Records, *, key: PRNGKey
+) -> Evaluation:
+    """The accuracy of a released linear model; its error where labels are numbers.
+
+    Args:
+        config: The config, with a test file.
+        model: The released coefficients.
+        records: The records of the test file.
+        key: A typed key for this release alone.
+
+    Privacy:
+        As `[data.test]` says: exact on public records and, NON-PRIVATE, on others; or
+        `noisy_score`.
+    """
+    held_out, label = _described(config)
+    metric = _metric(label)
+    tree = {"features": records.features, "label": records.label}
+    fields: dict[str, Any] = {"metric": _named(label), "kind": held_out.accuracy}
+    fields |= {"file": held_out.path, "records": len(records)}
+    if held_out.accuracy == "counted":
+        mean = np.clip(float(noisy_score(config, model, tree, key=key)), 0.0, 1.0)
+        std = _release(config).noise_std
+        more = metric(min(mean + std, 1.0)) - metric(mean)
+        return Evaluation(value=metric(mean), noise_std=more, **fields)
+    scores = np.asarray(_score(label)(jnp.asarray(model, jnp.float32), tree))
+    used = np.isfinite(scores)
+    if not used.any():
+        return Evaluation(value=None, left_out=len(scores), **fields)
+    return Evaluation(
+        value=metric(float(np.mean(scores[used]))),
+        left_out=int(np.sum(~used)),
+        trivial=metric(_trivial(label, records.label[used])),
+        **fields,
+    )
+
+
+def noisy_score(
+    config: Config, model: PyTree, records: PyTree, *, key: PRNGKey
+) -> Float[Array, ""]:
+    """The mean score of the records of the test file, each in [0, 1], plus noise.
+
+    Args:
+        config: The config, with a test file whose accuracy is counted.
+        model: The released coefficients.
+        records: As many records as the config says, with `features` and `label`.
+        key: A typed key for this release alone.
+
+    Privacy:
+        The one release of `ledger_of`. A record without a listed label, or with a
+        feature that is no number, counts as half right: their number stays private.
+    """
+    _, label = _described(config)
+    score, coefficients = _score(label), jnp.asarray(model, jnp.float32)
+    centered = {RECORDS: lambda record: score(coefficients, record) - _HALF}
+    return _release(config).of(centered, records, key=key) + _HALF
+
+
+def _release(config: Config) -> Release:
+    held_out, privacy = config.data.test, config.privacy
+    assert held_out is not None
+    size = held_out.records
+    multiplier = least_multiplier(FullBatch(), 1, size, privacy.budget)
+    noise = Gaussian(multiplier, privacy.neighbours, privacy.precision)
+    return Release("test accuracy", 1, (Query(RECORDS, size, _HALF),), noise)
+
+
+def _described(config: Config) -> tuple[HeldOut, Label]:
+    """The test file of a config, and its label."""
+    assert isinstance(config.data, CsvData)
+    assert config.data.test is not None
+    return config.data.test, config.data.label
+
+
+def _named(label: Label) -> str:
+    if label.positive:
+        return "accuracy"
+    of = f"log1p({label.column})" if label.transform == "log1p" else label.column
+    return f"root mean squared error of {of}"
+
+
+def _metric(label: Label) -> Callable[[float], float]:
+    """From the mean score to the metric."""
+    if label.positive:
+        return float
+    assert label.scale is not None
+    unit = 2 * label.clip * label.scale  # between the smallest and the largest label
+    return lambda mean: unit * math.sqrt(mean)
+
+
+def _score(label: Label) -> Callable[[Float[Array, " d"], PyTree], Array]:
+    return _is_right if label.positive else _squared_error
+
+
+def _is_right(model: Float[Array, " d"], record: PyTree) -> Array:
+    """1 where the sign is that of the label, 0 where not, NaN where one is missing."""
+    margin = record["features"] @ model
+    right = jnp.asarray((margin >= 0) == (record["label"] > 0), jnp.float32)
+    return jnp.where(jnp.isfinite(margin + record["label"]), right, jnp.nan)
+
+
+def _squared_error(model: Float[Array, " d"], record: PyTree) -> Array:
+    """In squares of the largest error: labels and answers are in [-1, 1]."""
+    margin = jnp.clip(record["features"] @ model, -1.0, 1.0)
+    return ((margin - record["label"]) / 2) ** 2
+
+
+def _trivial(label: Label, labels: np.ndarray) -> float:
+    """The mean score of the larger class, or of the public mean, for everybody."""
+    if label.positive:
+        share = float(np.mean(labels > 0))
+        return max(share, 1 - share)
+    return float(np.mean((labels / 2) ** 2))

@@ -1,0 +1,107 @@
+"""The command `dpbilevel predict`: a released model applied to a file of new people."""
+
+import csv
+import dataclasses
+import io
+from pathlib import Path
+
+import numpy as np
+
+from ..core import checkpoint
+from . import results
+from .columns import Label
+from .config import parse_config
+from .datasets import TableData
+from .files import CsvFile, existing, read_csv
+from .tables import Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """The model's answers, one a row of the file; empty where a feature is no number.
+
+    Attributes:
+        columns: By the name of the column.
+        rows: The number of rows.
+        empty: How many of them have no answer.
+    """
+
+    columns: dict[str, list[str]]
+    rows: int
+    empty: int
+
+
+def predict(folder: Path, file: Path) -> Predictions:
+    """Applies the released model of a result folder to the rows of a file.
+
+    Args:
+        folder: The folder of a finished run.
+        file: A file with the columns of the features; it needs no label.
+
+    Raises:
+        ValueError: There is no finished run, its model reads no table, or a column is
+            missing.
+        OSError: The file cannot be read.
+
+    Privacy:
+        Post-processing of the released model: costs nothing. What comes out is as
+        private as the rows of `file`.
+    """
+    result = results.load(folder)
+    config = parse_config(result.config, Place(str(folder / results.RESULT)))
+    if result.model is None or not isinstance(config.data, TableData):
+        raise ValueError(
+            f"{folder} has no model of the columns of a table: its task is "
+            f'"{result.task}", and its records have source = "{config.data.source}".'
+        )
+    data = config.data
+    separator = data.separator if isinstance(data, CsvFile) else ","
+    table = read_csv(existing(file, "new records", "another"), separator)
+    margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
+    columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
+    columns |= _answers(margin, data.label, getattr(config.task, "loss", "logistic"))
+    return Predictions(columns, table.rows, int(np.sum(np.isnan(margin))))
+
+
+def write(out: Path, predictions: Predictions) -> None:
+    """Writes predictions as a comma-separated file, whole or not at all.
+
+    Raises:
+        ValueError: The file exists.
+        OSError: The disk refuses.
+    """
+    check_new(out)
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(predictions.columns)
+    lines.writerows(zip(*predictions.columns.values(), strict=True))
+    checkpoint.replace(out, text.getvalue().encode())
+
+
+def check_new(out: Path) -> None:
+    """Raises `ValueError` where a file exists or has no folder to be written to."""
+    if out.exists():
+        raise ValueError(f"{out} exists; give --out the name of a new file.")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} for --out {out}; make it.")
+
+
+def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]]:
+    known = np.isfinite(margin)
+    if label.mean is not None and label.scale is not None:
+        values = label.mean + label.scale * label.clip * np.clip(margin, -1, 1)
+        values = np.expm1(values) if label.transform == "log1p" else values
+        return {label.column: _texts(values, known)}
+    classes = str(label.positive[0]), str(label.negative[0])
+    found = np.where(margin >= 0, *classes)
+    columns = {
+        label.column: [str(v) if k else "" for v, k in zip(found, known, strict=True)]
+    }
+    if loss == "logistic":
+        chance = 0.5 * (1 + np.tanh(margin / 2))  # of a logistic model; never overflows
+        columns[f"probability of {classes[0]}"] = _texts(chance, known)
+    return columns
+
+
+def _texts(values: np.ndarray, known: np.ndarray) -> list[str]:
+    return [f"{v:.6g}" if k else "" for v, k in zip(values, known, strict=True)]
