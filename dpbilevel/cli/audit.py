@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy
@@ -15,6 +16,9 @@ from ..core.interrupts import whole
 from ..privacy.noise import root_key
 from .config import Config
 from .run import Prepared, prepare
+
+if TYPE_CHECKING:  # an extra
+    from matplotlib.figure import Figure
 
 JSON, PICTURE = "audit.json", "audit.png"
 
@@ -96,15 +100,21 @@ def draw(outcomes: tuple[TradeOff, ...]) -> bytes:
     Scales are normal: Gaussian claims are straight lines.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    buffer = io.BytesIO()
+    FigureCanvasAgg(whole_figure(outcomes)).print_png(buffer)
+    return buffer.getvalue()
+
+
+def whole_figure(outcomes: tuple[TradeOff, ...]) -> "Figure":
+    """The figure of all outcomes, to be drawn in any format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(outcomes), 5.0), layout="constrained")
     panels = np.ravel(figure.subplots(1, len(outcomes)))
     for axes, outcome in zip(panels, outcomes, strict=True):
         _draw_one(axes, outcome)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    return figure
 
 
 _TICKS = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)

@@ -1,49 +1,136 @@
 """The figure of a result folder: released values over the steps, the model."""
 
+import contextlib
 import io
-from collections.abc import Callable
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .results import Result
+from .results import MOST_NAMED, Result, largest
 from .tasks import TASKS
 
-# Okabe and Ito's colors, told apart by color-blind readers; black comes last.
+if TYPE_CHECKING:  # an extra
+    from matplotlib.figure import Figure
+
+# All that is neither a bar nor a line, so that a page can change it for a dark screen.
+INK, SOFT, RULE, PAPER = "#222222", "#666666", "#dddddd", "#ffffff"
+# Okabe and Ito's colors, told apart by color-blind readers; the ink comes last.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
-_COLORS += ("#56B4E9", "#CC79A7", "#B59F00", "#000000")
-_MOST_NAMED = 16
+_COLORS += ("#56B4E9", "#CC79A7", "#B59F00", INK)
+_INKED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+_STYLE: Any = dict.fromkeys(_INKED, INK)
+# In inches and points.
+_PANEL, _LEAST_HEIGHT, _LINE, _AROUND = 4.6, 4.2, 0.165, 1.5
+_SMALL, _MEDIUM = 8, 10
+_NAME_WIDTH, _NAME_LINES = 24, 2
+
+Panel = Callable[[Any, Result], None]
 
 
 def draw(result: Result) -> bytes:
-    """Draws the released trajectory, values and coefficients, as PNG.
+    """Draws the released trajectory, values and coefficients side by side, as PNG.
 
     Privacy:
         A function of released values: free.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    panels: list[tuple[int, Callable]] = []
-    if len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any():
-        panels.append((3, _draw_path))
-    if result.has_moved or result.model is None:
-        panels.append((2, _draw_bars))
-    if result.model is not None:
-        panels.append((2, _draw_model))
-    width = 4.2 * len(panels) + 1.6
-    figure = Figure(figsize=(width, 4.6), layout="constrained")
-    figure.suptitle(_title(result), fontsize=11)
-    ratios = [share for share, _ in panels]
-    drawn = figure.subplots(1, len(panels), width_ratios=ratios, squeeze=False)[0]
-    for axes, (_, draw_panel) in zip(drawn, panels, strict=True):
-        draw_panel(axes, result)
-        axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
+    with _style():
+        FigureCanvasAgg(whole(result)).print_png(buffer)
     return buffer.getvalue()
 
 
-def _draw_path(axes, result: Result) -> None:
+def drawings(result: Result) -> dict[str, str]:
+    """The same panels as SVG elements, one each, by their titles.
+
+    Without a background; what is not in a color of a bar is in `INK`, `SOFT`, `RULE`
+    and `PAPER`.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    found = {}
+    for title, panel in _panels(result).items():
+        with _style(), rc_context({"svg.hashsalt": title}):  # the same every time
+            size = _PANEL, _height(result, panel)
+            figure = Figure(size, layout="constrained", facecolor="none")
+            panel(figure, result)
+            buffer = io.StringIO()
+            metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
+        text = buffer.getvalue()
+        found[title] = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)[
+            text.index("<svg") :
+        ]
+    return found
+
+
+def whole(result: Result) -> "Figure":
+    """The figure of all panels, to be drawn in any format."""
+    from matplotlib.figure import Figure
+
+    with _style():
+        panels = _panels(result)
+        width = _PANEL * len(panels)
+        size = width, 0.6 + _height(result, *panels.values())
+        figure = Figure(size, layout="constrained")
+        title = textwrap.fill(_title(result), int(10 * width))
+        figure.suptitle(title, fontsize=_MEDIUM + 1)
+        places = np.ravel(figure.subfigures(1, len(panels), squeeze=False))
+        for place, (name, panel) in zip(places, panels.items(), strict=True):
+            place.suptitle(name, fontsize=_MEDIUM, x=0.02, ha="left")
+            panel(place, result)
+    return figure
+
+
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE):
+        yield
+
+
+def _panels(result: Result) -> dict[str, Panel]:
+    """What is drawn, by its title."""
+    panels: dict[str, Panel] = {}
+    moves = len(result.trajectory) > 2 and np.ptp(result.trajectory, axis=0).any()
+    if moves:
+        panels[f"{result.label} at every step"] = _draw_path
+    if not result.shows_model and (result.has_moved or result.model is None):
+        panels["the released answer"] = _draw_bars
+    if result.model is not None:
+        few = result.model.size > MOST_NAMED
+        every = "coefficients of the released model"
+        largest = f"the {MOST_NAMED} largest of {result.model.size} coefficients"
+        panels[largest if few else every] = _draw_model
+    return panels
+
+
+def _height(result: Result, *panels: Panel) -> float:
+    """Of these panels: enough for a name of two lines beside every bar."""
+    model = 0 if result.model is None else result.model.size
+    bars: dict[Panel, int] = {_draw_path: 0, _draw_model: model}
+    bars[_draw_bars] = len(result.names)
+    count = min(MOST_NAMED, max(bars[panel] for panel in panels))
+    return max(_LEAST_HEIGHT, _AROUND + count * (_NAME_LINES * _LINE + 0.06))
+
+
+def _axes(parent: Any) -> Any:
+    axes = parent.subplots()
+    axes.set_facecolor("none")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=_SMALL)
+    return axes
+
+
+def _draw_path(parent: Any, result: Result) -> None:
+    axes = _axes(parent)
     steps = np.arange(len(result.trajectory))
     # In the colors of the bars, which have the names.
     for values, color in zip(result.trajectory.T, _colors(result), strict=True):
@@ -52,68 +139,70 @@ def _draw_path(axes, result: Result) -> None:
         steps_are = "step (the last one refits the model)"
     else:
         steps_are = "outer step" if TASKS[result.task].two_levels() else "step"
-    axes.set_xlabel(steps_are)
-    axes.set_ylabel(f"released {result.label}")
+    axes.set_xlabel(f"{steps_are}; colors as of the bars", fontsize=_SMALL + 1)
+    axes.set_ylabel(f"released {result.label}", fontsize=_SMALL + 1)
     axes.set_xlim(0, max(len(steps) - 1, 1))  # no empty axis where nothing was done
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_title("at every step", fontsize=10, loc="left")
-    axes.grid(axis="y", color="0.9")
+    axes.grid(axis="y", color=RULE)
 
 
-def _draw_bars(axes, result: Result) -> None:
+def _draw_bars(parent: Any, result: Result) -> None:
+    axes = _axes(parent)
     count = len(result.names)
     low, high = _range(result)
     bars = axes.barh(
         range(count), result.shown - low, left=low, color=_colors(result), height=0.7
     )
     axes.set_xlim(low, high)
-    places = TASKS[result.task].places
-    if places == "sources":  # where they all count alike
-        axes.axvline(1 / count, color="0.4", linestyle="--", linewidth=1)
-        axes.text(1 / count, -0.75, " uniform", color="0.4", fontsize=8, va="center")
-    if places == "groups":
+    task, what = TASKS[result.task], f"released {result.label}"
+    if task.places == "sources":
+        axes.axvline(1 / count, color=SOFT, linestyle="--", linewidth=1)
+        what += "; dashed: all alike"
+    if task.places == "groups":
         shares = result.config["model"]["shares"]
-        marks = {"color": "0.2", "marker": "|", "markersize": 16, "linestyle": ""}
-        axes.plot(shares, range(count), **marks, label="declared share")
-        axes.legend(fontsize=8, frameon=False, loc="upper right")
-    if count <= _MOST_NAMED:  # more would overlap
-        labels = [_labelled(result, i) for i in range(count)]
-        axes.set_yticks(range(count), labels, fontsize=8)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line
+        marks = {"color": INK, "marker": "|", "markersize": 16, "linestyle": ""}
+        axes.plot(shares, range(count), **marks)
+        what += "; marks: declared shares"
+    if count <= MOST_NAMED:  # more would overlap
+        _name(axes, [_labelled(result, i) for i in range(count)])
+        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}  # over the line
         texts = [f"{v:.3f}" for v in result.shown]
-        axes.bar_label(bars, texts, padding=4, fontsize=8, bbox=box)
+        axes.bar_label(bars, texts, padding=4, fontsize=_SMALL, bbox=box)
     else:
         axes.set_yticks([])
-        axes.set_ylabel(f"{count} groups of coefficients")
-    # From top to bottom, with room for the word above the first bar.
-    axes.set_ylim(count - 0.4, -1.1 if places == "sources" else -0.6)
-    axes.set_xlabel(f"released {result.label}")
-    axes.set_title("the released answer", fontsize=10, loc="left")
+        axes.set_ylabel(f"each {task.of} ({count})", fontsize=_SMALL + 1)
+    axes.set_ylim(count - 0.4, -0.6)  # from top to bottom
+    axes.set_xlabel(what, fontsize=_SMALL + 1)
 
 
-def _draw_model(axes, result: Result) -> None:
+def _draw_model(parent: Any, result: Result) -> None:
     """The largest coefficients, by name; all of them where they are few."""
+    axes = _axes(parent)
     model = np.ravel(result.model)
     names = result.features or [f"coefficient {i}" for i in range(model.size)]
-    order = np.argsort(-np.abs(model), kind="stable")[:_MOST_NAMED]
-    kept = np.sort(order)  # in the order of the config
-    axes.barh(range(len(kept)), model[kept], color="0.45", height=0.7)
-    axes.axvline(0, color="0.2", linewidth=1)
-    axes.set_yticks(range(len(kept)), [_short(names[i]) for i in kept], fontsize=8)
+    kept = largest(model)
+    colors = np.asarray(_colors(result))[kept] if result.shows_model else "#737373"
+    axes.barh(range(len(kept)), model[kept], color=colors, height=0.7)
+    axes.axvline(0, color=INK, linewidth=1)
+    _name(axes, [names[i] for i in kept])
     axes.set_ylim(len(kept) - 0.4, -0.6)
-    axes.grid(axis="x", color="0.9")
+    axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)
-    axes.set_xlabel("released coefficient")
-    few = f"the {len(kept)} largest of {model.size} coefficients"
-    every = "coefficients of the released model"
-    title = few if len(kept) < model.size else every
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("released coefficient", fontsize=_SMALL + 1)
 
 
-def _short(name: str) -> str:
-    """At most 28 characters, of which none begins a formula."""
-    text = name if len(name) <= 28 else f"{name[:27]}…"
-    return text.replace("$", r"\$")
+def _name(axes: Any, names: list[str]) -> None:
+    """Writes names beside the bars, broken into lines."""
+    axes.set_yticks(range(len(names)), map(_broken, names), fontsize=_SMALL)
+
+
+def _broken(name: str) -> str:
+    """At most two lines, of which none begins a formula."""
+    lines = textwrap.wrap(name, _NAME_WIDTH)
+    if len(lines) > _NAME_LINES:
+        lines = lines[:_NAME_LINES]
+        lines[-1] = f"{lines[-1][: _NAME_WIDTH - 1]}…"
+    return "\n".join(lines).replace("$", r"\$")
 
 
 def _range(result: Result) -> tuple[float, float]:
@@ -122,13 +211,13 @@ def _range(result: Result) -> tuple[float, float]:
     bounds = model.get("bounds", getattr(TASKS[result.task], "bounds", None))
     if bounds is not None:  # public, so that figures of two runs compare
         low, high = bounds
-        return low, high + 0.15 * (high - low)
-    return 0.0, 1.15 * float(np.max([*result.shown, *model.get("shares", ())]))
+        return low, high + 0.25 * (high - low)
+    return 0.0, 1.25 * float(np.max([*result.shown, *model.get("shares", ())]))
 
 
 def _labelled(result: Result, index: int) -> str:
     """The name, with the corruption that the config put there."""
-    name = _short(result.names[index])
+    name = result.names[index]
     flip = result.config["data"].get("sources", {}).get("flip")
     return f"{name} ({flip[index]:.0%} flipped)" if flip else name
 
@@ -150,5 +239,6 @@ def _colors(result: Result) -> list:
         return list(_COLORS[:count])
     # More cannot be told apart by name: a scale from the first to the last.
     from matplotlib import colormaps
+    from matplotlib.colors import to_hex
 
-    return list(colormaps["viridis"](np.linspace(0, 0.95, count)))
+    return [to_hex(c) for c in colormaps["viridis"](np.linspace(0, 0.95, count))]

@@ -18,7 +18,7 @@ RESULT = "result.json"
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
 _AUDIT = "audit.json"
-_MOST_NAMED = 16  # coefficients of a page
+MOST_NAMED = 16  # coefficients of a page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Result:
 
 def largest(model: np.ndarray) -> np.ndarray:
     """The positions of the largest coefficients, in the order of the config."""
-    return np.sort(np.argsort(-np.abs(model), kind="stable")[:_MOST_NAMED])
+    return np.sort(np.argsort(-np.abs(model), kind="stable")[:MOST_NAMED])
 
 
 def save(folder: Path, result: Result, figure: bytes) -> None:
