@@ -18,7 +18,7 @@ from ..audit.device import device_arithmetic
 from ..core import checkpoint, interrupts, spending
 from ..core.progress import step_bar
 from ..core.solution import divergence
-from . import audit, auto, folder, predictions, results
+from . import audit, auto, folder, page, predictions, results
 from .config import Config
 from .run import check, prepare, run
 
@@ -92,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     holds = "print guarantee, released values and spending of a folder"
     add = command("report", _report, holds)
     add("folder", **folder, help="a result folder")
+    page: Any = {"metavar": "FILE", "type": Path}
+    add("--html", **page, help="write a page of HTML that explains all of it")
     add = command(
         "predict",
         _predict,
@@ -211,9 +213,18 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    if arguments.html is not None:
+        predictions.check_new(arguments.html)
+        _check_modules(["matplotlib"])
     spent = folder.spent(arguments.folder)
     try:
-        print(results.load(arguments.folder))
+        result = results.load(arguments.folder)
+        if arguments.html is not None:
+            text = page.page(result, spent, f"Run in {arguments.folder}")
+            arguments.html.write_text(text, encoding="utf-8")
+            print(f"page: {arguments.html}")
+            return
+        print(result)
     finally:  # what was spent counts where no result came of it, too
         if spent:
             print(spent)

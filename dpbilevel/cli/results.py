@@ -39,6 +39,7 @@ class Result:
         rejected_updates: As in `Solution`.
         features: What each coefficient of the model belongs to.
         test: What the model is worth on the test file, where the config names one.
+        power: The largest power of any attack with 5 % false alarms, by the ledger.
     """
 
     task: str
@@ -54,6 +55,7 @@ class Result:
     rejected_updates: int = 0
     features: tuple[str, ...] = ()
     test: Evaluation | None = None
+    power: float | None = None
 
     @property
     def model(self) -> np.ndarray | None:
@@ -136,6 +138,7 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         "y": None if result.y is None else result.y.tolist(),
         "features": result.features,
         "test": None if result.test is None else dataclasses.asdict(result.test),
+        "power_at_5_percent_false_alarms": result.power,
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
         "versions": result.versions,
@@ -194,6 +197,7 @@ def load(folder: Path) -> Result:
             rejected_updates=page.get("rejected_updates", 0),
             features=tuple(page.get("features", ())),
             test=Evaluation(**page["test"]) if page.get("test") else None,
+            power=page.get("power_at_5_percent_false_alarms"),
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(

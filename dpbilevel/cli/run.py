@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from ..core.resume import (
     solution_of,
 )
 from ..core.solver import AbstractSolver
+from ..privacy.ledger import Ledger
 from ..privacy.noise import root_key
 from ..privacy.products import check_products
 from ..privacy.report import PrivacyReport
-from . import evaluation, figure, folder, results
+from . import attack, evaluation, figure, folder, results
 from .columns import Records
 from .config import Config
 from .data import check_files, load_levels, load_records, load_test
@@ -255,7 +256,16 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
         config=config.tables,
         rejected_updates=int(found.rejected_updates),
         test=tested,
+        power=attack.largest_power(*_ledgers(prepared)),
     )
+
+
+def _ledgers(prepared: Prepared) -> Iterator[Ledger]:
+    """What people are charged: those of the run, and those of a counted test file."""
+    config = prepared.config
+    yield prepared.solver.ledger(prepared.problem, config.sizes)
+    if config.data.test is not None and config.data.test.accuracy == "counted":
+        yield evaluation.ledger_of(config)
 
 
 def _places(

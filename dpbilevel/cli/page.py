@@ -1,0 +1,289 @@
+"""The report of a finished run as one page of HTML that needs nothing else."""
+
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from ..core.solution import divergence
+from ..privacy.report import PrivacyReport, Status, rounded_up
+from . import figure
+from .attack import FALSE_ALARMS, power_of_budget
+from .results import Result
+from .tasks import TASKS
+
+_PEOPLE = {
+    None: "Each person has one record.",
+    "disjoint": "Each person has one record, among those of the training or of the "
+    "validation, not among both.",
+    "overlapping": "One person may have a record among those of the training and one "
+    "among those of the validation: both together are protected.",
+    "shared": "Each person has one record, which is used in both levels: all its uses "
+    "together are protected.",
+}
+_CHANGE = {
+    "replace_one": "had the record of any one person been replaced by any other record",
+    "add_or_remove_one": "had the record of any one person been left out, or one more "
+    "been added",
+}
+_CANDIDATES = {
+    "replace_one": "which of two records a person gave",
+    "add_or_remove_one": "whether a person's record was used",
+}
+_GROUNDS = {
+    Status.ENFORCED: "Enforced: the influence of every record is bounded by clipping, "
+    "and noise is added to what is left. This holds whatever the records are.",
+    Status.CONDITIONAL: "Conditional: it rests on bounds that were declared or proved "
+    "for the problem, listed below. Where one of them is wrong, it need not hold.",
+    Status.HEURISTIC: "No guarantee is claimed: a random draw was cut short. No "
+    "epsilon belongs to this run.",
+}
+_COLORS = {
+    figure.INK: "var(--ink)",
+    figure.SOFT: "var(--soft)",
+    figure.RULE: "var(--rule)",
+    figure.PAPER: "var(--page)",
+}
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page(result: Result, spent: str, title: str) -> str:
+    """The page: guarantee, figures, ledger, settings and assumptions.
+
+    Args:
+        result: What the run published.
+        spent: What all runs of the folder have spent, as text.
+        title: What to call the run.
+
+    Privacy:
+        A function of released and public values: free. It loads nothing, so that nobody
+        learns who reads it.
+    """
+    parts = [
+        _head(result, title),
+        _section("The guarantee in plain words", _guarantee(result)),
+        _section("What was released", _released(result)),
+        _section("Where the budget went", _ledger(result.report), _spent(spent)),
+        _section("How it was computed", _computed(result)),
+        _section("What was assumed", _assumed(result)),
+    ]
+    style = resources.files("dpbilevel.cli").joinpath("page.css").read_text("utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{_text(title)}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{''.join(parts)}</main>\n</body>\n</html>\n"
+    )
+
+
+def _head(result: Result, title: str) -> str:
+    report = result.report
+    facts = {"guarantee": report.status.value.capitalize()}
+    if report.status is not Status.HEURISTIC:
+        facts |= {"epsilon": rounded_up(report.epsilon, 4)}
+        facts |= {"delta": rounded_up(report.delta, 4)}
+    if result.test is not None and result.test.value is not None:
+        name = f"test {result.test.metric}"
+        facts[name] = f"{result.test.value:.4g}"
+    shown = "".join(
+        f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in facts.items()
+    )
+    task = result.task.replace("_", " ")
+    return (
+        f"<header>\n<p>dpbilevel: {_text(task)}</p>\n<h1>{_text(title)}</h1>\n"
+        f'<dl class="facts">{shown}</dl>\n</header>\n'
+    )
+
+
+def _guarantee(result: Result) -> str:
+    report = result.report
+    change = _CHANGE[report.relation]
+    paragraphs = [
+        f"<p>{_text(_PEOPLE[report.people])} The guarantee compares what was released "
+        f"with what could have been released {change}: the two must be hard to tell "
+        "apart. Somebody with several records is protected less, about in proportion "
+        "to their number. So is everybody where more is released from the same "
+        "records: the numbers are those of this one run.</p>"
+    ]
+    if report.status is Status.HEURISTIC:
+        return "".join([*paragraphs, f"<p>{_GROUNDS[report.status]}</p>"])
+    odds = rounded_up(math.exp(report.epsilon), 3)
+    power = result.power
+    if power is None:
+        power = power_of_budget(report.epsilon, report.delta)
+    points = [
+        "<b>Odds.</b> Whoever sees all that was released, and knows all other "
+        "records, can thereby change the odds of anything about one person's record by "
+        f"a factor of at most {odds} (e to the power of epsilon, "
+        f"{rounded_up(report.epsilon, 4)}), but for a chance of about delta, "
+        f"{rounded_up(report.delta, 4)}, that more shows.",
+        f"<b>Attacks.</b> Somebody who knows all other records tries to tell "
+        f"{_CANDIDATES[report.relation]}. Whatever the method: with false alarms in "
+        f"{FALSE_ALARMS:.0%} of the cases it detects at most "
+        f"<strong>{_percent(power)}</strong>. Guessing detects {FALSE_ALARMS:.0%}.",
+        "<b>What it is not about.</b> What is true of many people may be learned, and "
+        "then be used about anybody, whether or not they are in the records.",
+    ]
+    kinds = report.epsilon_by_person
+    if len(kinds) > 1:
+        listed = ", ".join(f"{k}: {rounded_up(v, 4)}" for k, v in kinds.items())
+        points.append(f"<b>By kind of person</b>, epsilon is: {_text(listed)}.")
+    paragraphs.append(_list(points))
+    paragraphs.append(f"<p>{_GROUNDS[report.status]}</p>")
+    return "".join(paragraphs)
+
+
+def _released(result: Result) -> str:
+    task = TASKS[result.task]
+    parts = [
+        f"<p>The {_text(result.label)} of each {_text(task.of)}, and every value on "
+        "the way there. All of it is covered by the guarantee: it may be published and "
+        "used in any way.</p>"
+    ]
+    remark = divergence(result.rejected_updates)
+    parts += [] if remark is None else [f'<p class="warning">{_text(remark)}</p>']
+    if not result.has_moved and not result.shows_model:
+        parts.append(f"<p>Each {_text(result.label)} is where it started.</p>")
+    parts += [] if result.test is None else [_tested(result)]
+    parts.append('<div class="figures">')
+    for title, drawing in figure.drawings(result).items():
+        drawing = _recolored(drawing, title)
+        caption = f"<figcaption>{_text(title)}</figcaption>"
+        parts.append(f"<figure>{caption}\n{drawing}</figure>\n")
+    parts.append("</div>")
+    if task.remark:
+        parts.append(f"<p>{_text(task.remark.strip(' ()'))}.</p>")
+    values = zip(result.names, result.shown.tolist(), strict=True)
+    rows = [(name, f"{value:.4f}") for name, value in values]
+    parts.append(
+        _folded(f"Every {result.label}", _table((task.of, result.label), rows))
+    )
+    if result.model is not None and not result.shows_model and result.features:
+        model = zip(result.features, np.ravel(result.model).tolist(), strict=True)
+        rows = [(name, f"{value:.4f}") for name, value in model]
+        table = _table(("feature", "coefficient"), rows)
+        parts.append(_folded("Every coefficient of the released model", table))
+    return "".join(parts)
+
+
+def _tested(result: Result) -> str:
+    assert result.test is not None
+    kind = ' class="warning"' if result.test.kind == "non_private" else ""
+    text = str(result.test)
+    return f"<p{kind}>{_text(text[:1].upper() + text[1:])}.</p>"
+
+
+def _recolored(drawing: str, title: str) -> str:
+    """A drawing in the colors of the page, with a name for those who do not see it."""
+    for color, variable in _COLORS.items():
+        drawing = drawing.replace(color, variable)
+    label = f' role="img" aria-label="{_text(title)}"'
+    return drawing.replace("<svg", f"<svg{label}", 1)
+
+
+def _ledger(report: PrivacyReport) -> str:
+    rows = []
+    for row in report.ledger:
+        for role, part in row["roles"].items():
+            noise = row.get("noise_std")
+            rows.append(
+                (
+                    row["release"],
+                    f"{row['count']}",
+                    f"{role}: {part['records']}",
+                    part["sampling"],
+                    f"{part['sensitivity']:.3g}",
+                    f"{noise:.3g}" if noise is not None else "a draw",
+                )
+            )
+    heads = ("release", "times", "of records", "sampling", "sensitivity", "noise")
+    return (
+        "<p>All that was computed from records, and how much noise each of it got. "
+        "The sensitivity is the most that one record can change, and the noise the "
+        "standard deviation of what was added.</p>"
+        f"{_table(heads, rows)}"
+        f"<p>Composed by: {_text(report.accountant)}.</p>"
+    )
+
+
+def _spent(spent: str) -> str:
+    return f"<h3>All runs in this folder</h3><pre>{_text(spent)}</pre>" if spent else ""
+
+
+def _computed(result: Result) -> str:
+    config = result.config
+    settings = {k: config[k] for k in ("solver", "refit") if k in config}
+    versions = ", ".join(f"{k} {v}" for k, v in result.versions.items())
+    return (
+        f"<p>The settings of the method:</p><pre>{_text(_lines(settings))}</pre>"
+        f"<p>Random bits: {_text(result.report.prng)}. Software: {_text(versions)}.</p>"
+        + _folded("The whole config", f"<pre>{_text(_lines(config))}</pre>")
+    )
+
+
+def _assumed(result: Result) -> str:
+    report = result.report
+    parts = [
+        "<p>Public by declaration, and not protected: all that the config says, such "
+        "as columns, classes, bounds, names of sources and numbers of records; and how "
+        "long the run took. A record whose label or source the config does not list "
+        "counts for nothing; how many there are is private.</p>",
+        _list(map(_text, report.assumptions)),
+    ]
+    if report.certificates:
+        proved = _list(map(_text, report.certificates))
+        parts.append(f"<p>Proved for this run:</p>{proved}")
+    return "".join(parts)
+
+
+def _lines(table: dict[str, Any]) -> str:
+    """A config in TOML, one key a line."""
+    return "\n".join(f"{key} = {value}" for key, value in _flat(table, ""))
+
+
+def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _flat(part, f"{key}.{name}" if key else name)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, part in enumerate(value, 1):
+            yield from _flat(part, f"{key} {number}")
+    else:
+        yield key, json.dumps(value, ensure_ascii=False)
+
+
+def _percent(share: float) -> str:
+    """Rounded up, as a bound must be."""
+    return f"{math.ceil(1000 * share) / 10:g} %"
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section>\n<h2>{_text(title)}</h2>\n{''.join(parts)}\n</section>\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in heads)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide" tabindex="0">{table}</div>\n'
+
+
+def _folded(title: str, inside: str) -> str:
+    return f"<details><summary>{_text(title)}</summary>{inside}</details>\n"
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>\n"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
