@@ -1,0 +1,202 @@
+"""The page of a report: what it says, and how a browser shows it."""
+
+import dataclasses
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from dpbilevel.audit.claims import gaussian_claim
+from dpbilevel.cli import attack, page, results
+from dpbilevel.cli.config import read_config
+from dpbilevel.cli.main import main
+from dpbilevel.cli.run import prepare
+from tests.cli import chromium
+from tests.cli.test_cli import failure
+from tests.cli.test_figure import LONG, ONE_WORD, result_of
+from tests.cli.test_files import SETTINGS, TRAINING
+from tests.cli.test_runner import rows_of, write_csv
+
+TASKS = ["training", "source_weighting", "group_fair"]
+
+
+def page_of(result, spent="spending: 1 run"):
+    return page.page(result, spent, "Run in <out>")
+
+
+class Tags(HTMLParser):
+    """The elements that are open, where every one must be closed in order."""
+
+    EMPTY = ("meta", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        assert not {"src", "srcset", "action"} & {name for name, _ in attrs}
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"style", "svg"} & {*self.open}:
+            self.text.append(data)
+
+
+def text_of(html):
+    parser = Tags()
+    parser.feed(html)
+    assert parser.open == []
+    return " ".join(" ".join(parser.text).split())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_page_is_well_formed_and_needs_nothing_else(task):
+    html = page_of(result_of(task, "<script>alert(1)</script>{}", 3))
+    text_of(html)
+    assert "<script" not in html
+    assert not re.findall(r'(?:href|src)="(?!#|data:)', html.replace("xlink:", ""))
+    assert "url(http" not in html
+    assert "#222222" not in html  # colors that a dark screen would hide
+
+
+def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
+    result = dataclasses.replace(result_of("source_weighting"), power=0.0842)
+    said = text_of(page_of(result))
+    report = result.report
+    for assumption in report.assumptions:
+        assert " ".join(assumption.split()) in said
+    assert "replaced by any other record" in said
+    assert "among those of the training or of the validation, not among both" in said
+    assert "a factor of at most 2.72" in said
+    assert "detects at most 8.5 %" in said
+    for row in report.ledger:
+        assert row["release"] in said
+        assert f"{row['noise_std']:.3g}" in said
+    assert 'solver.inner.type = "NoisyGD"' in said
+    assert "spending: 1 run" in said
+    assert "Run in <out>" in said
+    for name in (*result.names, *result.features):
+        assert name in said
+
+
+def test_a_run_that_diverged_or_did_not_move_is_shown_as_such():
+    result = result_of("source_weighting")
+    still = dataclasses.replace(result, shown=result.trajectory[0], rejected_updates=3)
+    said = text_of(page_of(still))
+    assert "Each weight is where it started" in said
+    assert "the run diverged: 3 updates were left out" in said
+
+
+def test_the_power_of_an_attack_is_that_of_two_normals():
+    mu = 0.268
+    curve = attack.TradeOffCurve(gaussian_claim(mu))
+    from scipy.stats import norm
+
+    expected = norm.cdf(norm.ppf(0.05) + mu)
+    assert float(curve([0.05])[0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_power_of_a_run_is_below_that_of_its_budget(tmp_path):
+    (tmp_path / "a.toml").write_text(TRAINING + SETTINGS)
+    prepared = prepare(read_config(tmp_path / "a.toml"))
+    ledger = prepared.solver.ledger(prepared.problem, prepared.config.sizes)
+    power = attack.largest_power(ledger)
+    assert 0.05 < power < attack.power_of_budget(1.0, 1e-5)
+    assert power < attack.largest_power(ledger, ledger.repeat(4))
+    bound = min(math.e * 0.05 + 1e-5, 1 - (1 - 1e-5 - 0.05) / math.e)
+    assert attack.power_of_budget(1.0, 1e-5) == pytest.approx(bound)
+    assert attack.power_of_budget(1e6, 0.0) == 1.0
+
+
+def test_the_command_writes_a_page_into_a_new_file(tmp_path, capsys):
+    write_csv(tmp_path, rows_of(60))
+    (tmp_path / "a.toml").write_text(TRAINING + SETTINGS)
+    out, file = str(tmp_path / "out"), str(tmp_path / "a.html")
+    assert main(["run", str(tmp_path / "a.toml"), "--out", out]) == 0
+    assert main(["report", out, "--html", file]) == 0
+    assert capsys.readouterr().out.count(f"page: {file}") == 1
+    assert "exists" in failure(capsys, "report", out, "--html", file)
+    assert 0.05 < results.load(tmp_path / "out").power < 0.2
+    page_of_old = json.loads((tmp_path / "out" / "result.json").read_text())
+    del page_of_old["power_at_5_percent_false_alarms"]
+    (tmp_path / "out" / "result.json").write_text(json.dumps(page_of_old))
+    assert main(["report", out, "--html", str(tmp_path / "b.html")]) == 0
+    assert "13.6 %" in (tmp_path / "b.html").read_text()
+
+
+# The page is as wide as the window, no text is small or without contrast, and nothing
+# wider than the window can be reached only by scrolling the page.
+MEASURES = """(() => {
+  const page = document.documentElement, wide = [], small = [];
+  const inner = element => element.closest('.wide, pre, svg');
+  for (const element of document.body.querySelectorAll('*')) {
+    const box = element.getBoundingClientRect();
+    if (!inner(element) && box.right > page.clientWidth + 0.5)
+      wide.push(element.outerHTML);
+    const size = parseFloat(getComputedStyle(element).fontSize);
+    if (size < 12) small.push(element.tagName);
+  }
+  const style = getComputedStyle(document.body);
+  const bars = document.querySelectorAll('figure svg').length;
+  const widths = [...document.querySelectorAll('figure svg')].map(
+    s => s.getBoundingClientRect().width);
+  return {scroll: page.scrollWidth, client: page.clientWidth, window: innerWidth,
+          wide, small, bars, widths,
+          color: style.color, background: style.backgroundColor};
+})()"""
+
+
+def luminance(color):
+    parts = [int(v) / 255 for v in re.findall(r"\d+", color)[:3]]
+    parts = [v / 12.92 if v <= 0.04 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="no chromium is installed")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_browser_shows_the_page(task, width, scheme, tmp_path):
+    file = tmp_path / "a.html"
+    file.write_text(page_of(result_of(task, ONE_WORD, 16), f"spending: {LONG}" * 3))
+    seen = chromium.shown(
+        file, tmp_path / "p", width=width, scheme=scheme, expression=MEASURES
+    )
+    others = [url for url in seen.requests if not url.startswith("data:")]
+    assert others == [file.resolve().as_uri()]
+    assert seen.errors == []
+    found = seen.value
+    assert found["window"] == width
+    assert found["scroll"] == found["client"]
+    assert found["wide"] == []
+    assert found["small"] == []
+    assert found["bars"] >= 2
+    assert min(found["widths"]) >= min(300, width - 60)
+    light, dark = sorted(map(luminance, (found["color"], found["background"])))[::-1]
+    assert (light + 0.05) / (dark + 0.05) > 7
+    assert (luminance(found["background"]) < 0.1) == (scheme == "dark")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="no chromium is installed")
+def test_a_browser_reports_requests_errors_and_what_is_too_wide(tmp_path):
+    file = tmp_path / "a.html"
+    file.write_text(
+        '<!DOCTYPE html><meta name="viewport" content="width=device-width">'
+        '<title>a</title><body><img src="https://example.invalid/a.png">'
+        '<div style="width: 900px; font-size: 8px">wide</div><script>no()</script>'
+    )
+    seen = chromium.shown(
+        file, tmp_path / "p", width=390, scheme="light", expression=MEASURES
+    )
+    assert "https://example.invalid/a.png" in seen.requests
+    assert any("no is not defined" in text for text in seen.errors)
+    assert seen.value["wide"]
+    assert seen.value["small"]
