@@ -182,7 +182,9 @@ def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
     rounded = jnp.round(values)
     high = jnp.floor(rounded * 2.0**-_HALF)
     low = rounded - high * 2.0**_HALF  # exact: both are made of bits of one number
-    high, low = (jnp.sum(v.astype(jnp.int32), axis=0) for v in (high, low))
+    high, low = (
+        jnp.sum(v.astype(jnp.int32), axis=0, dtype=jnp.int32) for v in (high, low)
+    )
     high += low >> _HALF
     return Limbs(high >> _HALF, ((high & _HALF_MASK) << _HALF) | (low & _HALF_MASK))
 

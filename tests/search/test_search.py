@@ -503,7 +503,7 @@ def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypa
     docs = Path(__file__).parents[2] / "docs"
     # As the first block has them, so that nothing more is compiled.
     names = {"np": np, "dpb": dpb}
-    for page in ("search.md", "black_box.md"):
+    for page in ("private_search.md", "black_box.md"):
         for part in (docs / page).read_text().split("```python\n")[1:]:
             code = part.split("```")[0]
             code = re.sub(r"num_steps=2\d,", "num_steps=2,", code)
