@@ -61,8 +61,14 @@ def read_unplanned(path: str) -> tuple[Config, str]:
         kept["model"] = model | missing
         lines = "".join(f"\n{key} = {_value(v)}" for key, v in missing.items())
         text = text[: header.end()] + lines + text[header.end() :]
+    return parse_unplanned(kept, place), text
+
+
+def parse_unplanned(tables: dict[str, Any], place: Place) -> Config:
+    """A config with a stand-in for its solver; raises as `read_config`."""
+    task = TASKS.get(str(tables.get("task")))
     stand_in = _STAND_INS[task is None or task.two_levels()]
-    return parse_config(kept | {"solver": stand_in}, place), text
+    return parse_config(tables | {"solver": stand_in}, place)
 
 
 def read_for_run(path: str) -> tuple[Config, bool]:

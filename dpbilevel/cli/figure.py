@@ -24,6 +24,7 @@ _INKED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytic
 _STYLE: Any = dict.fromkeys(_INKED, INK)
 # In inches and points.
 _PANEL, _LEAST_HEIGHT, _LINE, _AROUND = 4.6, 4.2, 0.165, 1.5
+_NARROW = 3.7  # as wide as a telephone, where a page scales it
 _SMALL, _MEDIUM = 8, 10
 _NAME_WIDTH, _NAME_LINES = 24, 2
 
@@ -57,7 +58,7 @@ def drawings(result: Result) -> dict[str, str]:
     found = {}
     for title, panel in _panels(result).items():
         with _style(), rc_context({"svg.hashsalt": title}):  # the same every time
-            size = _PANEL, _height(result, panel)
+            size = _NARROW, _height(result, panel)
             figure = Figure(size, layout="constrained", facecolor="none")
             panel(figure, result)
             buffer = io.StringIO()

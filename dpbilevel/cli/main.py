@@ -18,7 +18,7 @@ from ..audit.device import device_arithmetic
 from ..core import checkpoint, interrupts, spending
 from ..core.progress import step_bar
 from ..core.solution import divergence
-from . import audit, auto, folder, page, predictions, results
+from . import audit, auto, draft, folder, init, page, predictions, results
 from .config import Config
 from .run import check, prepare, run
 
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=action)
         return added.add_argument
 
+    _add_init(command, flag)
     tells = "print the guarantee of a config; touches no data"
     add = command("calibrate", _calibrate, tells)
     add("config", **config)
@@ -126,6 +127,44 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_init(command, flag: Any) -> None:
+    add = command(
+        "init",
+        _init,
+        "ask for the public facts about a CSV file and write a config",
+        description="Asks for the public facts about a file of records and writes a "
+        "config with comments. Reads the header of the file and no record. What a flag "
+        "says is not asked; where the input is closed, defaults are taken.",
+    )
+    add("data", metavar="DATA.csv", type=Path, help="a file of records with a header")
+    add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")
+    add("--public", **flag, help="the values of the file are public: propose from them")
+    add("--task", metavar="TASK", help=", ".join(draft.TASKS))
+    add("--label", metavar="COLUMN", help="the column of the label")
+    add("--positive", metavar="VALUES", help="values of the positive class, by commas")
+    add("--negative", metavar="VALUES", help="those of the negative class")
+    add("--label-range", metavar="LOW..HIGH", help="of a numeric label, instead")
+    column: Any = {"action": "append", "metavar": "NAME=CONTENT"}
+    add(
+        "--column",
+        **column,
+        help="a feature: LOW..HIGH, or values by commas; repeat it",
+    )
+    add("--sources", metavar="COLUMN=VALUES", help="of source_weighting")
+    add("--clean", metavar="FILE", help="of source_weighting: clean records, or -")
+    add("--groups", metavar="COLUMN=VALUES", help="of group_fair and group_robust")
+    add("--shares", metavar="NUMBERS", help="of the groups, by commas")
+    add("--records", metavar="N", help="number of records, or count")
+    add("--validation", metavar="N", help="number of validation records, or count")
+    add("--people", metavar="WORD", help="disjoint or overlapping")
+    add("--neighbours", metavar="WORD", help="replace_one or add_or_remove_one")
+    add("--epsilon", metavar="E", help="1")
+    add("--delta", metavar="D", help="a tenth over the number of records at most")
+    add("--test", metavar="FILE", help="other people to test the model on, or -")
+    add("--test-accuracy", metavar="WORD", help="public, counted or non_private")
+    add("--test-records", metavar="N", help="of a counted accuracy, or count")
+
+
 def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
     add = command(
         "run",
@@ -143,6 +182,18 @@ def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     add("--restart", **flag, help=again)
     add("--chunk", metavar="N", type=int, help="steps between two checkpoints")
+
+
+def _init(arguments: argparse.Namespace) -> None:
+    out = arguments.out
+    predictions.check_new(out)
+    flags = {name.replace("_", "-"): value for name, value in vars(arguments).items()}
+    text = draft.written(init.draft(arguments.data, flags), out)
+    with interrupts.whole():
+        out.write_text(text, encoding="utf-8")
+    print(f"\nconfig: {out} (read it, and correct what is not so)")
+    print(f"  its guarantee, before any data: dpbilevel calibrate {out}")
+    print(f"  one run within the budget:      dpbilevel run {out} --out runs/a")
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
@@ -263,6 +314,8 @@ def _device(arguments: argparse.Namespace) -> int:
 def _interrupted(arguments: argparse.Namespace) -> str:
     """What is said after an interrupt: how to go on."""
     said = "dpbilevel: interrupted"
+    if arguments.command is _init:
+        return f"{said}; nothing was written"
     if arguments.command is not _run:
         return said
     out = arguments.out

@@ -159,7 +159,8 @@ def _released(result: Result) -> str:
         parts.append(f"<figure>{caption}\n{drawing}</figure>\n")
     parts.append("</div>")
     if task.remark:
-        parts.append(f"<p>{_text(task.remark.strip(' ()'))}.</p>")
+        remark = task.remark.strip(" ()")
+        parts.append(f"<p>Each {_text(result.label)} is {_text(remark)}.</p>")
     values = zip(result.names, result.shown.tolist(), strict=True)
     rows = [(name, f"{value:.4f}") for name, value in values]
     parts.append(
