@@ -116,6 +116,10 @@ def read_tables(path: str | Path) -> tuple[dict[str, Any], str]:
     except OSError as error:
         raise place.error(f"cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        if str(path).endswith(".csv"):
+            raise place.error(
+                f"is a file of records, not a config; dpbilevel init {path} writes one."
+            ) from error
         raise place.error(f"is not a TOML file: {error}.") from error
 
 

@@ -198,7 +198,7 @@ def load_test(
 
 def _test_file(test: HeldOut, base: Path, *others: Path | None) -> Path:
     """The test file, which none of the others is."""
-    file = existing(base / test.path, "test records", "test.path in [data]: a")
+    file = existing(base / test.path, "test records", "correct path in [data.test]")
     if any(other is not None and file.samefile(other) for other in others):
         raise ValueError(
             f"{file} is named by [data.test] and holds training or validation records, "

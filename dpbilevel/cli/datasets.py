@@ -121,7 +121,9 @@ class CsvData(TableData, CsvFile):
         if override is None and not self.validation_path:
             return None
         path = override or base / self.validation_path
-        return existing(path, "validation records", "--validation")
+        return existing(
+            path, "validation records", "name another with --validation PATH"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,8 @@ class CsvFile(AbstractData):
             raise ValueError(
                 "no file of records: set path in [data], or name one with --data PATH."
             )
-        return existing(override or base / self.path, "records", "--data")
+        file = override or base / self.path
+        return existing(file, "records", "name another with --data PATH")
 
     @override
     def load(self, file: Path | None) -> AbstractRecords:
@@ -180,22 +181,19 @@ class CsvFile(AbstractData):
         """The rows of a table as records; raises `ValueError` without a column."""
 
 
-def existing(path: Path, what: str, flag: str) -> Path:
+def existing(path: Path, what: str, remedy: str) -> Path:
     """The path of a file that is there.
 
     Args:
         path: The file.
         what: What it holds, in a few words.
-        flag: The option that names another.
+        remedy: How to name another.
 
     Raises:
         ValueError: It is not there.
     """
     if not path.is_file():
-        raise ValueError(
-            f"no file of {what} at {path}. Put it there, or name another with "
-            f"{flag} PATH."
-        )
+        raise ValueError(f"no file of {what} at {path}. Put it there, or {remedy}.")
     return path
 
 

@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
     except BrokenPipeError:  # who reads the output has enough of it, as head has
+        if arguments.command is _run:
+            print(
+                f"{_interrupted(arguments)}: nobody reads the output", file=sys.stderr
+            )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
@@ -277,7 +281,7 @@ def _report(arguments: argparse.Namespace) -> None:
             return
         print(result)
     finally:  # what was spent counts where no result came of it, too
-        if spent:
+        if spent and arguments.html is None:
             print(spent)
 
 

@@ -56,7 +56,7 @@ def predict(folder: Path, file: Path) -> Predictions:
         )
     data = config.data
     separator = data.separator if isinstance(data, CsvFile) else ","
-    table = read_csv(existing(file, "new records", "another"), separator)
+    table = read_csv(existing(file, "new records", "give its path"), separator)
     margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
     columns |= _answers(margin, data.label, getattr(config.task, "loss", "logistic"))

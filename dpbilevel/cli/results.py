@@ -231,4 +231,7 @@ def _why(folder: Path) -> str:
         return f": it is the folder of a search; read {folder / SEARCH}"
     if (folder / _AUDIT).is_file():
         return f": it is the folder of an audit; read {folder / _AUDIT}"
+    inside = [file.parent for file in sorted(folder.glob(f"*/{RESULT}"))]
+    if inside and not earlier:
+        return f": it is the folder of others; see dpbilevel report {inside[-1]}"
     return f": it has no {RESULT}{finished}"
