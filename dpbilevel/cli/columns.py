@@ -218,7 +218,7 @@ class Categorical:
     @property
     def names(self) -> tuple[str, ...]:
         """The name of each feature."""
-        return tuple(f"{self.column} = {value}" for value in self.values)
+        return tuple(f"{self.column} = {named(value)}" for value in self.values)
 
     def features(self, table: Table) -> np.ndarray:
         """The block's features, row by row."""
@@ -268,6 +268,12 @@ class Label(Standardized):
         positive = positions(cells, self.positive) >= 0
         negative = positions(cells, self.negative) >= 0  # neither: NaN
         return np.where(positive, 1.0, np.where(negative, -1.0, np.nan))
+
+
+def named(value: Value) -> str:
+    """The text of a value of a list, whole numbers without a point."""
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    return str(int(value) if whole else value)
 
 
 def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:

@@ -48,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except BrokenPipeError:  # who reads the output has enough of it, as head has
         if arguments.command is _run:
-            print(
-                f"{_interrupted(arguments)}: nobody reads the output", file=sys.stderr
-            )
+            said = f"{_interrupted(arguments)} (nobody reads the output)"
+            print(said, file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core import checkpoint
 from . import results
-from .columns import Label
+from .columns import Label, named
 from .config import parse_config
 from .datasets import TableData
 from .files import CsvFile, existing, read_csv
@@ -92,7 +92,7 @@ def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]
         values = label.mean + label.scale * label.clip * np.clip(margin, -1, 1)
         values = np.expm1(values) if label.transform == "log1p" else values
         return {label.column: _texts(values, known)}
-    classes = str(label.positive[0]), str(label.negative[0])
+    classes = named(label.positive[0]), named(label.negative[0])
     found = np.where(margin >= 0, *classes)
     columns = {
         label.column: [str(v) if k else "" for v, k in zip(found, known, strict=True)]

@@ -27,6 +27,7 @@ from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.linear_models import Logistic
 from ..onelevel.losses import logistic_loss, squared_loss
 from ..onelevel.problem import FiniteSum
+from .columns import named
 from .datasets import SOURCES
 from .files import AbstractData
 from .matrices import MATRICES
@@ -437,7 +438,7 @@ TASKS: dict[str, type[AbstractTask]] = {
 def _listed(places: Sources | Groups | None, kind: str, count: int) -> tuple[str, ...]:
     """The values of the column that names them, or numbers."""
     values = places.values if places is not None else ()
-    return tuple(map(str, values)) or tuple(f"{kind} {i}" for i in range(count))
+    return tuple(map(named, values)) or tuple(f"{kind} {i}" for i in range(count))
 
 
 def _dimension(blocks: Blocks) -> int:

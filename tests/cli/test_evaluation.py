@@ -247,6 +247,19 @@ def test_predictions_are_those_of_the_released_coefficients(finished, tmp_path):
     assert rows[2]["probability of yes"] == ""
 
 
+def test_classes_that_are_numbers_are_predicted_as_they_are_written(finished, tmp_path):
+    page = json.loads((finished / "result.json").read_text())
+    label = {"column": "rich", "positive": [1], "negative": [0]}
+    page["config"]["data"]["label"] = label
+    other = tmp_path / "out"
+    other.mkdir()
+    (other / "solution.npz").write_bytes((finished / "solution.npz").read_bytes())
+    (other / "result.json").write_text(json.dumps(page))
+    (row,) = predicted(other, tmp_path, "pay,town\n1,Ulm\n")
+    assert row["rich"] in ("0", "1")
+    assert "probability of 1" in row
+
+
 def test_predictions_of_a_numeric_label_are_in_its_unit(finished, tmp_path):
     found = results.load(finished)
     label = {"column": "rich", "mean": 2.0, "scale": 0.5, "transform": "log1p"}
