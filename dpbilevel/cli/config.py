@@ -17,7 +17,8 @@ from ..privacy.clipping import Precision
 from ..privacy.sampling import AbstractSampling
 from .files import AbstractData
 from .tables import Place, Reader, check_choice, check_keys, check_table
-from .tasks import TASKS, AbstractTask, Problem
+from .task import AbstractTask, Problem
+from .tasks import TASKS
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
 

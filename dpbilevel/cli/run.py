@@ -35,7 +35,7 @@ from .columns import Records
 from .config import Config
 from .data import check_files, load_levels, load_records, load_test
 from .results import Result
-from .tasks import Problem
+from .task import Problem
 
 Progress = Callable[[int], None]
 

@@ -27,108 +27,12 @@ from ..games.problem import AbstractVariationalInequality, SaddleProblem
 from ..onelevel.linear_models import Logistic
 from ..onelevel.losses import logistic_loss, squared_loss
 from ..onelevel.problem import FiniteSum
-from .columns import named
-from .datasets import SOURCES
 from .files import AbstractData
 from .matrices import MATRICES
-from .sources import Groups, Sources
 from .tables import Place
+from .task import AbstractTask, Blocks, Start, dimension, listed_names
 
 _LOSSES = {"logistic": logistic_loss, "squared": squared_loss}
-
-Problem = BilevelProblem | SaddleProblem | FiniteSum
-Start = tuple[Float[Array, " k"], Float[Array, " d"]]
-Blocks = tuple[tuple[str, int], ...]  # name and number of features of each block
-
-
-class AbstractTask(abc.ABC):
-    """What is solved: the table `[model]` of a config, one field per key.
-
-    Attributes:
-        label: What an entry of the answer is called.
-        of: What each entry belongs to.
-        problem_type: The class of its problems.
-        has_model: Whether the solution holds a linear model.
-        shows_model: Whether that model is what is shown, and there is nothing besides.
-        data_types: The sources of its records, by name.
-        places: The table of `[data]` that says where records belong, if it needs one:
-            `"sources"` or `"groups"`.
-        declared: How `[model]` says the number of these places.
-        planned: Keys of `[model]` that `dpbilevel auto` sets where they are missing.
-        remark: What the released values do not say, for every report.
-    """
-
-    label: ClassVar[str]
-    of: ClassVar[str]
-    problem_type: ClassVar[type]
-    has_model: ClassVar[bool] = True
-    shows_model: ClassVar[bool] = False
-    data_types: ClassVar[dict[str, type[AbstractData]]] = SOURCES
-    places: ClassVar[str] = ""
-    declared: ClassVar[str] = "{}"
-    planned: ClassVar[dict[str, Any]] = {}
-    remark: ClassVar[str] = ""
-
-    @classmethod
-    def two_levels(cls) -> bool:
-        """Whether its problems have two levels."""
-        return issubclass(cls.problem_type, BilevelProblem)
-
-    @classmethod
-    def is_game(cls) -> bool:
-        """Whether its problems are games, whose settings follow from theorems."""
-        return issubclass(cls.problem_type, AbstractVariationalInequality)
-
-    @property
-    def count(self) -> int:
-        """The number of places that `[model]` declares; 0 where records have none."""
-        return 0
-
-    def check(self, data: Any, place: Place) -> None:
-        """Raises `ValueError` where data lack what the task reads, or have more.
-
-        Args:
-            data: What `[data]` describes.
-            place: That table.
-        """
-        wanted = self.count
-        for name, kind in {"sources": Sources, "groups": Groups}.items():
-            found, where = getattr(data, name), place.child(name)
-            if found is None and name == self.places:
-                raise where.error(f"missing table. The task needs it: {kind.choice}.")
-            if found is not None and name != self.places:
-                tasks = [f'"{k}"' for k, v in TASKS.items() if v.places == name]
-                raise where.error(
-                    f"is for task = {' and '.join(tasks)} only; remove it."
-                )
-            if found is not None and found.count != wanted:
-                raise where.error(
-                    f"lists {found.count} {name}, but [model] has "
-                    f"{self.declared.format(wanted)}."
-                )
-
-    @abc.abstractmethod
-    def problem(self, blocks: Blocks) -> Problem:
-        """The problem on records with these blocks of features."""
-
-    @abc.abstractmethod
-    def start(self, blocks: Blocks) -> PyTree:
-        """The starting point on records with these blocks of features."""
-
-    @abc.abstractmethod
-    def names(self, data: AbstractData) -> tuple[str, ...]:
-        """What each entry of the answer belongs to, by name."""
-
-    @abc.abstractmethod
-    def shown(self, w: PyTree) -> np.ndarray:
-        """The entries of the answer in released variables.
-
-        Args:
-            w: The variables, `(x, y)` but for training, with any leading axes.
-
-        Privacy:
-            A function of released values: free.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +66,7 @@ class TrainingTask(AbstractTask):
 
     @override
     def start(self, blocks: Blocks) -> Float[Array, " d"]:
-        return jnp.zeros(_dimension(blocks), jnp.float32)
+        return jnp.zeros(dimension(blocks), jnp.float32)
 
     @override
     def names(self, data: AbstractData) -> tuple[str, ...]:
@@ -217,11 +121,11 @@ class SourceWeightingTask(AbstractTask):
     def start(self, blocks: Blocks) -> Start:
         k = self.num_sources
         x = jnp.full(k, 0.0 if self.parametrization == "logits" else 1 / k)
-        return x.astype(jnp.float32), jnp.zeros(_dimension(blocks), jnp.float32)
+        return x.astype(jnp.float32), jnp.zeros(dimension(blocks), jnp.float32)
 
     @override
     def names(self, data: AbstractData) -> tuple[str, ...]:
-        return _listed(data.sources, "source", self.num_sources)
+        return listed_names(data.sources, "source", self.num_sources)
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
@@ -272,9 +176,9 @@ class PenaltyTuningTask(AbstractTask):
     def _groups(self, blocks: Blocks) -> np.ndarray:
         """The number of the penalty of each coefficient."""
         return {
-            "single": np.zeros(_dimension(blocks), int),
+            "single": np.zeros(dimension(blocks), int),
             "per_block": np.repeat(np.arange(len(blocks)), [n for _, n in blocks]),
-            "per_feature": np.arange(_dimension(blocks)),
+            "per_feature": np.arange(dimension(blocks)),
         }[self.groups]
 
     @override
@@ -283,7 +187,7 @@ class PenaltyTuningTask(AbstractTask):
         low, high = self.bounds
         first = low if self.start_at == "low" else (low + high) / 2
         x = jnp.full(count, first, jnp.float32)
-        return x, jnp.zeros(_dimension(blocks), jnp.float32)
+        return x, jnp.zeros(dimension(blocks), jnp.float32)
 
     @override
     def names(self, data: AbstractData) -> tuple[str, ...]:
@@ -339,12 +243,12 @@ class GroupTask(AbstractTask):
 
     @override
     def start(self, blocks: Blocks) -> Start:
-        zeros = jnp.zeros(_dimension(blocks), jnp.float32)
+        zeros = jnp.zeros(dimension(blocks), jnp.float32)
         return group_start(self.problem(blocks), zeros, self.shares)
 
     @override
     def names(self, data: AbstractData) -> tuple[str, ...]:
-        return _listed(data.groups, "group", len(self.shares))
+        return listed_names(data.groups, "group", len(self.shares))
 
     @override
     def shown(self, w: PyTree) -> np.ndarray:
@@ -433,13 +337,3 @@ TASKS: dict[str, type[AbstractTask]] = {
     "group_robust": GroupRobustTask,
     "matrix_game": MatrixGameTask,
 }
-
-
-def _listed(places: Sources | Groups | None, kind: str, count: int) -> tuple[str, ...]:
-    """The values of the column that names them, or numbers."""
-    values = places.values if places is not None else ()
-    return tuple(map(named, values)) or tuple(f"{kind} {i}" for i in range(count))
-
-
-def _dimension(blocks: Blocks) -> int:
-    return sum(size for _, size in blocks)
