@@ -1,4 +1,4 @@
-"""The command line: `dpbilevel auto | calibrate | run | report | ...`."""
+"""The command line: `dpbilevel init | auto | calibrate | run | report | ...`."""
 
 import argparse
 import importlib.util
