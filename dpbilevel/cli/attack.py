@@ -1,7 +1,5 @@
 """What a guarantee leaves to an attacker: the largest power at few false alarms."""
 
-import math
-
 import numpy as np
 
 from ..audit.claims import TradeOffCurve, ledger_claims
@@ -27,22 +25,3 @@ def largest_power(*ledgers: Ledger) -> float:
     )
     rates = np.asarray([FALSE_ALARMS])
     return max((float(curve(rates)[0]) for curve in curves), default=FALSE_ALARMS)
-
-
-def power_of_budget(epsilon: float, delta: float) -> float:
-    r"""The same from one $(\varepsilon, \delta)$ alone.
-
-    $$\min(e^\varepsilon \alpha + \delta,\; 1 - e^{-\varepsilon} (1 - \delta - \alpha),
-    \; 1).$$
-
-    Args:
-        epsilon: $\varepsilon$.
-        delta: $\delta$.
-
-    References:
-        Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
-        ICML 2015, Theorem 2.1.
-    """
-    direct = math.exp(min(epsilon, 700.0)) * FALSE_ALARMS + delta
-    mirrored = 1 - math.exp(-epsilon) * (1 - delta - FALSE_ALARMS)
-    return min(direct, mirrored, 1.0)

@@ -27,6 +27,9 @@ PLACES = {
 }
 
 
+_IGNORED = "# Records of other values count for nothing, and no message says so."
+
+
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """What a config is written from.
@@ -86,28 +89,46 @@ def written(made: Draft, out: Path) -> str:
 
 
 def _lines(made: Draft, folder: Path) -> Iterator[str]:
-    numeric = isinstance(made.classes, Range)
     said = (
         "read from the file, which was declared public"
         if made.from_file
-        else ("typed for dpbilevel init, which read no value of a record")
+        else "typed for dpbilevel init, which read no value of a record"
     )
     yield f"# {TASKS[made.task][:1].upper()}{TASKS[made.task][1:]}."
     yield "# Everything in this file is public. Columns, classes, bounds and names were"
     yield f"# {said}."
     yield f'task = "{made.task}"'
+    yield from _privacy_lines(made)
+    yield from _data_lines(made, folder)
+    yield from _label_lines(made)
+    yield from _column_lines(made)
+    if made.places is not None:
+        yield ""
+        yield f"[data.{PLACES[made.task]}]"
+        yield f"column = {_quoted(made.places[0])}"
+        yield f"values = {_list(made.places[1])}"
+        yield _IGNORED
+    yield ""
+    yield from _test_lines(made, folder)
+    yield ""
+    yield from _model_lines(made)
+
+
+def _privacy_lines(made: Draft) -> Iterator[str]:
     yield ""
     yield "[privacy]"
     yield f"epsilon = {made.epsilon:g}  # of one run; smaller is more private"
     yield f"delta = {made.delta:g}  # far below one over the number of records"
     if made.people:
-        words = (
-            "one record in each part" if made.people == "overlapping" else "one record"
-        )
+        overlap = made.people == "overlapping"
+        words = "one record in each part" if overlap else "one record"
         yield f'people = "{made.people}"  # nobody has more than {words}'
-    words = "the numbers of records are public"
-    words = words if made.neighbours == "replace_one" else "they are private"
+    public = made.neighbours == "replace_one"
+    words = "the numbers of records are public" if public else "they are private"
     yield f'neighbours = "{made.neighbours}"  # {words}'
+
+
+def _data_lines(made: Draft, folder: Path) -> Iterator[str]:
     yield ""
     yield "[data]"
     yield 'source = "csv"'
@@ -119,6 +140,9 @@ def _lines(made: Draft, folder: Path) -> Iterator[str]:
     yield f"training = {made.training}"
     if made.validation:
         yield f"validation = {made.validation}"
+
+
+def _label_lines(made: Draft) -> Iterator[str]:
     yield ""
     yield "[data.label]"
     yield f"column = {_quoted(made.label)}"
@@ -127,7 +151,10 @@ def _lines(made: Draft, folder: Path) -> Iterator[str]:
     else:
         yield f"positive = {_list(made.classes[0])}"
         yield f"negative = {_list(made.classes[1])}"
-        yield "# A record of another value counts for nothing, and nobody is told so."
+        yield _IGNORED
+
+
+def _column_lines(made: Draft) -> Iterator[str]:
     for name, content in made.columns.items():
         yield ""
         if isinstance(content, Range):
@@ -139,16 +166,6 @@ def _lines(made: Draft, folder: Path) -> Iterator[str]:
             yield "[[data.categorical]]"
             yield f"column = {_quoted(name)}"
             yield f"values = {_list(content)}  # another value is none of them"
-    if made.places is not None:
-        yield ""
-        yield f"[data.{PLACES[made.task]}]"
-        yield f"column = {_quoted(made.places[0])}"
-        yield f"values = {_list(made.places[1])}"
-        yield "# A record of another value counts for nothing, and nobody is told so."
-    yield ""
-    yield from _test_lines(made, folder)
-    yield ""
-    yield from _model_lines(made, numeric)
 
 
 def _standardized(content: Range, form: str) -> Iterator[str]:
@@ -174,7 +191,7 @@ def _test_lines(made: Draft, folder: Path) -> Iterator[str]:
         yield f"records = {records}"
 
 
-def _model_lines(made: Draft, numeric: bool) -> Iterator[str]:
+def _model_lines(made: Draft) -> Iterator[str]:
     yield "[model]"
     if made.task in ("group_fair", "group_robust"):
         yield f"shares = [{', '.join(f'{v:g}' for v in made.shares)}]"
@@ -185,6 +202,7 @@ def _model_lines(made: Draft, numeric: bool) -> Iterator[str]:
         yield "[solver]"
         yield 'type = "GroupDescent"  # its settings follow from the sizes'
         return
+    numeric = isinstance(made.classes, Range)
     yield f'loss = "{"squared" if numeric else "logistic"}"'
     if made.task == "source_weighting" and made.places is not None:
         yield f"num_sources = {len(made.places[1])}"

@@ -131,7 +131,7 @@ def count_rows(header: Header) -> int:
 
 
 def proposed(header: Header) -> dict[str, Content]:
-    """What is in each column of a public file, where that can be told.
+    """What is in each column of a public file, where that is clear.
 
     Privacy:
         NON-PRIVATE: reads all values. For files that are public.

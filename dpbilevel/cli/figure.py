@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # an extra
 
 # All that is neither a bar nor a line, so that a page can change it for a dark screen.
 INK, SOFT, RULE, PAPER = "#222222", "#666666", "#dddddd", "#ffffff"
-# Okabe and Ito's colors, told apart by color-blind readers; the ink comes last.
+# Okabe and Ito's colors, which color-blind readers distinguish; the ink comes last.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
 _COLORS += ("#56B4E9", "#CC79A7", "#B59F00", INK)
 _INKED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
@@ -238,7 +238,7 @@ def _colors(result: Result) -> list:
     count = len(result.names)
     if count <= len(_COLORS):
         return list(_COLORS[:count])
-    # More cannot be told apart by name: a scale from the first to the last.
+    # More names cannot be distinguished: a scale from the first to the last.
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 

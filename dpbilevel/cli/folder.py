@@ -67,7 +67,7 @@ def _settle(out: Path) -> None:
         try:
             spending.finish(out, checkpoint.read(out).fingerprint["run"])
         except (ValueError, KeyError):
-            pass  # damaged: whose it was cannot be told, and it is deleted all the same
+            pass  # damaged: its owner is unknown, and it is deleted all the same
     checkpoint.remove(out)
 
 

@@ -186,12 +186,7 @@ def _columns(asked: Questions, header: Header, taken, hints) -> dict[str, Conten
     )
     for name in left:
         default = shown(hints[name]) if name in hints else "-"
-        content = asked.ask(
-            "column",
-            f"  {name}",
-            lambda t: None if t == "-" else content_of(t),
-            default,
-        )
+        content = asked.ask("column", f"  {name}", _content_or_none, default)
         if content is not None:
             found[name] = content
     if not found:

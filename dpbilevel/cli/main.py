@@ -80,35 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     add = command("calibrate", _calibrate, tells)
     add("config", **config)
     add("--json", **flag, help="print it as JSON")
-    add = command(
-        "auto",
-        _auto,
-        "choose solver and settings of a config by dry runs; touches no data",
-        description="Runs every method with several settings on synthetic records of "
-        "the sizes in a config, which needs no [solver], and says which is best and "
-        "whether two levels are better than one.",
-    )
-    add("config", **config)
-    add("--out", metavar="FILE", type=Path, help="write the config with its settings")
-    efforts: Any = {"choices": ("fast", "thorough"), "default": "fast"}
-    add("--effort", **efforts, help="how many dry runs (fast)")
+    _add_auto(command, config)
     _add_run(command, config, folder, flag)
     holds = "print guarantee, released values and spending of a folder"
     add = command("report", _report, holds)
     add("folder", **folder, help="a result folder")
     page: Any = {"metavar": "FILE", "type": Path}
     add("--html", **page, help="write a page of HTML that explains all of it")
-    add = command(
-        "predict",
-        _predict,
-        "apply a released model to a file of new people; costs nothing",
-        description="Applies the released model of a result folder to the rows of a "
-        "file with the same columns; the label may be missing. Costs no budget; the "
-        "predictions are as private as that file.",
-    )
-    add("folder", **folder, help="a result folder")
-    add("data", metavar="DATA.csv", type=Path, help="the new people")
-    add("--out", metavar="FILE", type=Path, required=True, help="a new CSV file")
+    _add_predict(command, folder)
     add = command(
         "audit",
         _audit,
@@ -166,6 +145,35 @@ def _add_init(command, flag: Any) -> None:
     add("--test", metavar="FILE", help="other people to test the model on, or -")
     add("--test-accuracy", metavar="WORD", help="public, counted or non_private")
     add("--test-records", metavar="N", help="of a counted accuracy, or count")
+
+
+def _add_auto(command, config: Any) -> None:
+    add = command(
+        "auto",
+        _auto,
+        "choose solver and settings of a config by dry runs; touches no data",
+        description="Runs every method with several settings on synthetic records of "
+        "the sizes in a config, which needs no [solver], and says which is best and "
+        "whether two levels are better than one.",
+    )
+    add("config", **config)
+    add("--out", metavar="FILE", type=Path, help="write the config with its settings")
+    efforts: Any = {"choices": ("fast", "thorough"), "default": "fast"}
+    add("--effort", **efforts, help="how many dry runs (fast)")
+
+
+def _add_predict(command, folder: Any) -> None:
+    add = command(
+        "predict",
+        _predict,
+        "apply a released model to a file of new people; costs nothing",
+        description="Applies the released model of a result folder to the rows of a "
+        "file with the same columns; the label may be missing. Costs no budget; the "
+        "predictions are as private as that file.",
+    )
+    add("folder", **folder, help="a result folder")
+    add("data", metavar="DATA.csv", type=Path, help="the new people")
+    add("--out", metavar="FILE", type=Path, required=True, help="a new CSV file")
 
 
 def _add_run(command, config: Any, folder: Any, flag: Any) -> None:

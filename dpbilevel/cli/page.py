@@ -12,7 +12,7 @@ import numpy as np
 from ..core.solution import divergence
 from ..privacy.report import PrivacyReport, Status, rounded_up
 from . import figure
-from .attack import FALSE_ALARMS, power_of_budget
+from .attack import FALSE_ALARMS
 from .results import Result
 from .tasks import TASKS
 
@@ -115,9 +115,6 @@ def _guarantee(result: Result) -> str:
     if report.status is Status.HEURISTIC:
         return "".join([*paragraphs, f"<p>{_GROUNDS[report.status]}</p>"])
     odds = rounded_up(math.exp(report.epsilon), 3)
-    power = result.power
-    if power is None:
-        power = power_of_budget(report.epsilon, report.delta)
     points = [
         "<b>Odds.</b> Whoever sees all that was released, and knows all other "
         "records, can thereby change the odds of anything about one person's record by "
@@ -127,7 +124,8 @@ def _guarantee(result: Result) -> str:
         f"<b>Attacks.</b> Somebody who knows all other records tries to tell "
         f"{_CANDIDATES[report.relation]}. Whatever the method: with false alarms in "
         f"{FALSE_ALARMS:.0%} of the cases it detects at most "
-        f"<strong>{_percent(power)}</strong>. Guessing detects {FALSE_ALARMS:.0%}.",
+        f"<strong>{_percent(result.power)}</strong>. "
+        f"Guessing detects {FALSE_ALARMS:.0%}.",
         "<b>What it is not about.</b> What is true of many people may be learned, and "
         "then be used about anybody, whether or not they are in the records.",
     ]

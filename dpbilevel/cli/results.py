@@ -36,10 +36,10 @@ class Result:
         report: The guarantee.
         versions: The software.
         config: The config as it was given.
+        power: The largest power of any attack with 5 % false alarms, by the ledger.
         rejected_updates: As in `Solution`.
         features: What each coefficient of the model belongs to.
         test: What the model is worth on the test file, where the config names one.
-        power: The largest power of any attack with 5 % false alarms, by the ledger.
     """
 
     task: str
@@ -52,10 +52,10 @@ class Result:
     report: PrivacyReport
     versions: dict[str, str]
     config: dict[str, Any]
+    power: float
     rejected_updates: int = 0
     features: tuple[str, ...] = ()
     test: Evaluation | None = None
-    power: float | None = None
 
     @property
     def model(self) -> np.ndarray | None:
@@ -197,7 +197,7 @@ def load(folder: Path) -> Result:
             rejected_updates=page.get("rejected_updates", 0),
             features=tuple(page.get("features", ())),
             test=Evaluation(**page["test"]) if page.get("test") else None,
-            power=page.get("power_at_5_percent_false_alarms"),
+            power=page["power_at_5_percent_false_alarms"],
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(

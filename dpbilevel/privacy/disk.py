@@ -30,7 +30,7 @@ class OnDisk(_checks.AbstractStored):
     `Levels(upper=..., lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only
     `FullBatch` draws from it. A pass reads chunks of a public number of rows in their
     order, the next one while one is worked on; no more than a few chunks are in memory,
-    of about 16 MiB on a CPU. Made by `OnDisk.arrays` and `OnDisk.parquet`, which read
+    of about 32 MiB on a CPU. Made by `OnDisk.arrays` and `OnDisk.parquet`, which read
     shapes, and whether there are nulls.
 
     Attributes:

@@ -164,21 +164,21 @@ def sum_rows(counts: Int32[Array, "n ..."]) -> Limbs:
     Raises:
         ValueError: There are more than 2^29 rows.
     """
-    if len(counts) > _MOST_ROWS:
-        raise ValueError(
-            f"sum_rows: at most {_MOST_ROWS} rows at once, got {len(counts)}; sum "
-            "parts of them and add."
-        )
+    _check_rows("sum_rows", len(counts), _MOST_ROWS)
     if len(counts) > _GROUP:
         return _sum(_sum_halves(split(counts, _GROUP), axis=1))
     return _sum_halves(counts, axis=0)
 
 
 def sum_floats(values: Float[Array, "n ..."]) -> Limbs:
-    """The sum of the nearest integers over the leading axis; of at most 2^32."""
+    """The sum of the nearest integers over the leading axis; of at most 2^32.
+
+    Raises:
+        ValueError: There are more than 2^28 rows.
+    """
+    _check_rows("sum_floats", len(values), _FEW * _GROUP)
     if len(values) > _FEW:
-        sums = jax.vmap(sum_floats)(split(values, _FEW))
-        return _sum(sums)
+        return _sum(jax.vmap(sum_floats)(split(values, _FEW)))
     rounded = jnp.round(values)
     high = jnp.floor(rounded * 2.0**-_HALF)
     low = rounded - high * 2.0**_HALF  # exact: both are made of bits of one number
@@ -241,6 +241,14 @@ def sum_over(value: Limbs, axes: str | tuple[str, ...]) -> Limbs:
     middle &= mask
     low = (low & mask) | ((middle << _PART) & _MASK)
     return _cut(Limbs((high << rest) | (middle >> rest), low))
+
+
+def _check_rows(owner: str, rows: int, most: int) -> None:
+    if rows > most:
+        raise ValueError(
+            f"{owner}: at most {most} rows at once, got {rows}; sum parts of them and "
+            "add."
+        )
 
 
 def _sum_halves(counts: Int32[Array, "..."], axis: int) -> Limbs:

@@ -385,7 +385,7 @@ def _parted(values: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
-    # Products run in reduced precision on accelerators unless told otherwise.
+    # Products run in reduced precision on accelerators by default.
     return jnp.einsum(
         "gr,gr...->g...",
         split(weights.astype(values.dtype), GROUP),

@@ -9,6 +9,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.loop import advance, planned_rows
+from dpbilevel.privacy import microbatches
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.rows import Padded, padded, padded_rows
 
@@ -93,9 +94,13 @@ def test_shapes_of_records_do_change_rounding(d):  # the control of the test abo
     assert distance(mean(jnp.asarray(rows)), mean(jnp.asarray(rows[1:]))) > 0.5
 
 
-@pytest.mark.parametrize("microbatch", [1, 7, 9, 17, 33, 64, "auto"])
+@pytest.mark.parametrize("microbatch", [1, 7, 9, 17, 33, 64, "auto", "cached"])
 @pytest.mark.parametrize("d", [64, 200])
-def test_a_row_contributes_the_same_in_every_place(d, microbatch):
+def test_a_row_contributes_the_same_in_every_place(d, microbatch, monkeypatch):
+    if microbatch == "cached":  # parts of records that do not fit in a cache
+        monkeypatch.setattr(microbatches, "_CACHED_BYTES", 2**16)
+        monkeypatch.setattr(microbatches, "_PART_BYTES", 2**15)
+        microbatch = "auto"
     w = jnp.asarray(np.random.default_rng(0).normal(size=d) * 3, jnp.float32)
     rows = jnp.asarray(records_of(1000, d) * math.sqrt(d))
 

@@ -91,6 +91,7 @@ def result_of(task, name="{}", count=4):
         report=prepare(config).report,
         versions={},
         config=config.tables,
+        power=0.0842,
         features=config.data.features,
     )
 

@@ -162,6 +162,10 @@ def test_a_scan_over_chunks_carries():
 def test_more_rows_than_fit_are_refused():
     with pytest.raises(ValueError, match="at most 536870912 rows"):
         jax.eval_shape(limbs.sum_rows, jax.ShapeDtypeStruct((2**29 + 1,), jnp.int32))
+    with pytest.raises(ValueError, match="at most 268435456 rows"):
+        jax.eval_shape(
+            limbs.sum_floats, jax.ShapeDtypeStruct((2**28 + 1,), jnp.float32)
+        )
 
 
 @pytest.mark.parametrize("n", [1, 3, 2**13, 2**13 + 1, 3 * 2**13])
