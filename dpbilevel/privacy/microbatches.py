@@ -1,6 +1,9 @@
 """How many records are clipped at once."""
 
+import contextlib
+import functools
 import math
+import pathlib
 from typing import Any, Literal
 
 import jax
@@ -17,7 +20,7 @@ _MICROBATCH_BYTES = {"cpu": 32 * 2**20}
 _MICROBATCH_BYTES_ACCELERATOR = 256 * 2**20
 # On a CPU more records than caches hold are read in parts that stay there while norms
 # and sums are taken of them.
-_CACHED_BYTES, _PART_BYTES = 16 * 2**20, 4 * 2**20
+_PART_BYTES = 4 * 2**20
 _SCALARS = 24  # bytes of a record's norm, weight and mask
 
 
@@ -49,13 +52,26 @@ def pass_rows(
     size = _bytes(jax.tree.leaves(record))
     if 2 * (_memory(value) + _SCALARS) > size:
         return n, _chunk_rows(n, fit)
-    if not on_disk and jax.default_backend() == "cpu" and n * size > _CACHED_BYTES:
+    if not on_disk and jax.default_backend() == "cpu" and n * size > cached_bytes():
         return n, _chunk_rows(n, max(GROUP, _PART_BYTES // size))
     # All at once takes less memory than the records do.
     leaves = jax.tree.leaves(value, is_leaf=is_structured)
     groups = [largest_group(v) for v in leaves if isinstance(v, Factored)]
     most = max(fit, GROUP, *groups) if on_disk else n
     return (n, _chunk_rows(n, n)) if n <= most else (-(-n // most) * most, most)
+
+
+@functools.cache
+def cached_bytes() -> int:
+    """Records of how many bytes the CPU's last cache keeps beside other data: half.
+
+    Of 32 MiB where the system does not say how large it is.
+    """
+    sizes = [32 * 2**20]
+    for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) * 2**10)
+    return max(sizes[1:] or sizes) // 2
 
 
 def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:

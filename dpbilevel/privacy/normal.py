@@ -48,8 +48,6 @@ _DOUBLINGS, _LATE_DOUBLINGS = 14, 28
 MOST_DOUBLINGS = _DOUBLINGS + _LATE_DOUBLINGS
 # Up to this many numbers, the words are drawn one by one.
 _FEW = 2**12
-# More numbers than two blocks are drawn block by block.
-_BLOCK = 2**14
 _FIXED_POINT = 192  # bits of the arithmetic that makes the table
 
 
@@ -85,7 +83,7 @@ def arrays_of_integers(
     """Arrays of `normal_integers`, from one flat draw."""
     check_key(key)
     sizes = [math.prod(shape) for shape in shapes]
-    value, added, late = _drawn(sum(sizes), doublings, key)
+    value, added, late = _from_words(_words(sum(sizes), key), doublings)
     parts = (jnp.split(v, np.cumsum(sizes)[:-1]) for v in (value, added))
     return [
         _joined(first.reshape(shape), second.reshape(shape), late)
@@ -162,30 +160,6 @@ def _joined(
 ) -> Limbs:
     """Values of at most 29 bits, doubled up to 28 times, and what is added to them."""
     return from_int32(value).doubled(late).plus(from_int32(added))
-
-
-def _drawn(
-    size: int, doublings: Int32[Array, ""], key: PRNGKey
-) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, ""]]:
-    """What `_from_words` makes of fresh words, of which none is stored at length."""
-
-    def block(key: PRNGKey, size: int):
-        return _from_words(_words(size, key), doublings)
-
-    if size <= 2 * _BLOCK:
-        return block(key, size)
-    blocks = -(-size // _BLOCK)
-    # As words: `jax.debug_key_reuse` counts moving an axis of typed keys as a use.
-    impl = jax.random.key_impl(key)
-    keys = jax.random.key_data(jax.random.split(key, blocks))
-
-    def one(words: UInt32[Array, " words"]):
-        return block(jax.random.wrap_key_data(words, impl=impl), _BLOCK)
-
-    # In turn where a block fits in a cache, at once where there are many cores.
-    in_turn = jax.default_backend() == "cpu"
-    value, added, late = jax.lax.map(one, keys) if in_turn else jax.vmap(one)(keys)
-    return value.reshape(-1)[:size], added.reshape(-1)[:size], late[0]
 
 
 def _words(size: int, key: PRNGKey) -> list[UInt32[Array, " size"]]:

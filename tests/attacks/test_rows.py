@@ -98,7 +98,7 @@ def test_shapes_of_records_do_change_rounding(d):  # the control of the test abo
 @pytest.mark.parametrize("d", [64, 200])
 def test_a_row_contributes_the_same_in_every_place(d, microbatch, monkeypatch):
     if microbatch == "cached":  # parts of records that do not fit in a cache
-        monkeypatch.setattr(microbatches, "_CACHED_BYTES", 2**16)
+        monkeypatch.setattr(microbatches, "cached_bytes", lambda: 2**16)
         monkeypatch.setattr(microbatches, "_PART_BYTES", 2**15)
         microbatch = "auto"
     w = jnp.asarray(np.random.default_rng(0).normal(size=d) * 3, jnp.float32)

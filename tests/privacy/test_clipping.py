@@ -328,7 +328,7 @@ def test_records_beyond_the_caches_are_read_in_parts_with_the_same_sum(
         return unsealed(bounded)
 
     whole = jax.jit(mean)()
-    monkeypatch.setattr(microbatches, "_CACHED_BYTES", 2**16)
+    monkeypatch.setattr(microbatches, "cached_bytes", lambda: 2**16)
     monkeypatch.setattr(microbatches, "_PART_BYTES", 2**15)
     jax.clear_caches()
     parts = jax.jit(mean)

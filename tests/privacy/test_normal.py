@@ -231,22 +231,6 @@ def test_draws_are_independent_over_places_keys_and_lanes(impl):
     np.testing.assert_array_equal(run(keys[0]), left)
 
 
-BLOCKS = 3 * module._BLOCK + 5
-
-
-def test_blocks_of_a_long_draw_differ_and_are_those_of_any_backend(monkeypatch):
-    key = jax.random.key(4, impl="threefry4x32")
-    sample = draws(BLOCKS, 20, key)
-    assert len(np.unique(sample)) > 0.99 * BLOCKS
-    block = sample[: module._BLOCK]
-    for start in (module._BLOCK, 2 * module._BLOCK):
-        other = sample[start : start + module._BLOCK]
-        assert abs(np.corrcoef(block, other)[0, 1]) < 4 / math.sqrt(module._BLOCK)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    jax.clear_caches()
-    np.testing.assert_array_equal(draws(BLOCKS, 20, jax.random.clone(key)), sample)
-
-
 def test_arrays_share_one_draw():
     key = jax.random.key(6, impl="threefry4x32")
     shapes = [(3, 2), (), (5,)]
