@@ -10,6 +10,7 @@ NAMES = (
     "calibration",
     "clip_norms",
     "utility",
+    "worst_runs",
     "utility_figure",
     "penalties",
     "meta_learning",

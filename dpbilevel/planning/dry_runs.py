@@ -177,13 +177,11 @@ def auto(
     _check_start_and_laws(problem, w0, laws)
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm)
-    *keys, key_noise = jax.random.split(jax.random.key(seed), len(laws) + 1)
-    drawn = [law.draw(problem, w0, sizes, k) for law, k in zip(laws, keys, strict=True)]
     options = {"sizes": sizes, "w0": w0}
-    dry = _DryRuns(problem, w0, drawn, key_noise, options | {"precision": "float"})
-    starts = [_start_loss(problem, w0, twin.test) for twin in drawn]
+    dry = _DryRuns(problem, w0, laws, seed, options | {"precision": "float"})
+    starts = [_start_loss(problem, w0, twin.test) for twin in dry.twins(0)]
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
-    losses, left = race(
+    left, losses = race(
         [method.name for method, _ in entries],
         ROUNDS[effort],
         lambda index, number: dry.losses(plans[index].solver, number),
@@ -191,7 +189,10 @@ def auto(
         progress,
     )
     regrets = regrets_of(losses, starts)
-    trials = {i: _trial(*entries[i], losses[i], regrets[i]) for i in left}
+    trials = {
+        i: _trial(*entries[i], runs, regret)
+        for i, runs, regret in zip(left, losses, regrets, strict=True)
+    }
     ranked = _ranked(trials)
     best = tuple(trials[i] for i in ranked)
     outlook = _outlook(best, starts, budget, dry.table)
@@ -264,26 +265,48 @@ def _feasible(
 
 @dataclasses.dataclass(frozen=True)
 class _DryRuns:
-    """Runs on twins: of one problem, from one start."""
+    """Runs on twins: of one problem, from one start.
+
+    Runs of one number have the same records and noise for all solvers, those of another
+    have others, because a method that needs luck needs it in both.
+    """
 
     problem: Any
     w0: PyTree
-    twins: list[Twin]
-    key: Key
+    laws: tuple[AbstractTwin, ...]
+    seed: int
     options: dict[str, Any]  # of `calibrate`
+
+    @functools.cached_property
+    def twins(self) -> Callable[[int], list[Twin]]:
+        """The twins of a run; those of the last one are kept."""
+
+        @functools.lru_cache(maxsize=1)
+        def drawn(number: int) -> list[Twin]:
+            keys = jax.random.split(self._key(number), len(self.laws))
+            sizes = self.options["sizes"]
+            return [
+                law.draw(self.problem, self.w0, sizes, key)
+                for law, key in zip(self.laws, keys, strict=True)
+            ]
+
+        return drawn
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
         return calibrate(self.problem, solver, budget, **self.options)
 
     def losses(self, solver: AbstractSolver, number: int) -> list[float]:
-        """The test losses of a calibrated solver on all twins, with one key."""
+        """The test losses of a calibrated solver on all twins, in one run."""
         found = []
-        for twin in self.twins:
-            key = jax.random.fold_in(self.key, number)
+        for place, twin in enumerate(self.twins(number), len(self.laws)):
+            key = jax.random.fold_in(self._key(number), place)
             value = _solve(self.problem, solver, twin.data, self.w0, key=key)
             loss = _loss(self.problem, value, twin.test)
             found.append(loss if np.isfinite(loss) else np.inf)
         return found
+
+    def _key(self, number: int) -> Key:
+        return jax.random.fold_in(jax.random.key(self.seed), number)
 
     def table(
         self, solvers: Sequence[AbstractSolver], budget: PrivacyBudget

@@ -7,9 +7,9 @@ import numpy as np
 
 Effort = Literal["fast", "thorough"]
 
-# How many keys each setting that is left runs with, round after round, and what share
-# of the settings goes on to the next round.
-ROUNDS = {"fast": (1, 2), "thorough": (2, 4, 8)}
+# How many runs each setting that is left makes, round after round, and what share of
+# the settings goes on to the next round.
+ROUNDS = {"fast": (1, 2, 4), "thorough": (2, 4, 8)}
 _KEPT = 0.25
 
 
@@ -19,36 +19,39 @@ def race(
     dry_run: Callable[[int, int], list[float]],
     starts: list[float],
     progress: Callable[[int, int], None],
-) -> tuple[list[list[list[float]]], list[int]]:
+) -> tuple[list[int], list[list[list[float]]]]:
     """Successive halving within each method: which is best is decided at the end.
 
     Args:
         names: The method of each setting.
-        rounds: How many keys each setting that is left runs with, round after round.
-        dry_run: The losses of a setting on all twins, by its index and the key's.
+        rounds: How many runs each setting that is left makes, round after round.
+        dry_run: The losses of a setting on all twins, by its index and the run's.
         starts: The losses of the starting point.
         progress: As for `auto`, in runs on all twins.
 
     Returns:
-        The losses of every setting by run and twin, and the settings that are left.
+        The settings that are left, and their losses by run and twin.
     """
-    losses: list[list[list[float]]] = [[] for _ in names]
-    left = [*range(len(names))]
+    losses: dict[int, list[list[float]]] = {index: [] for index in range(len(names))}
+    left = [*losses]
     done, total = 0, len(names) * rounds[0]
     for number, count in enumerate(rounds):
         if number:
-            regrets = regrets_of(losses, starts)
-            left = _survivors(names, left, regrets)
+            regrets = regrets_of([losses[index] for index in left], starts)
+            left = _survivors(names, left, dict(zip(left, regrets, strict=True)))
             total += count * len(left)
-        for index in left:
-            for _ in range(count):
-                losses[index].append(dry_run(index, len(losses[index])))
+        first = sum(rounds[:number])
+        for run in range(first, first + count):
+            for index in left:
+                losses[index].append(dry_run(index, run))
                 done += 1
                 progress(done, total)
-    return losses, left
+    return left, [losses[index] for index in left]
 
 
-def _survivors(names: list[str], left: list[int], regrets: list[float]) -> list[int]:
+def _survivors(
+    names: list[str], left: list[int], regrets: dict[int, float]
+) -> list[int]:
     """The best settings of each method."""
     survivors = []
     for name in dict.fromkeys(names[i] for i in left):
@@ -59,7 +62,7 @@ def _survivors(names: list[str], left: list[int], regrets: list[float]) -> list[
 
 
 def regrets_of(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
-    """The missed share of what there is to gain on the worst twin."""
+    """The missed share of what there is to gain on the worst twin, after equal runs."""
     # The mean, because a run that fails counts by how much it loses.
     table = np.asarray([np.mean(runs, 0) for runs in losses])
     best = np.minimum(np.min(table, 0), starts)

@@ -124,12 +124,16 @@ class AbstractTeacherTwin(AbstractTwin):
 
 
 class GoodOrBad(AbstractTeacherTwin):
-    """Of five sources two follow the population, two are random, one is opposite."""
+    """Of five sources two follow the population, two are random, one is opposite.
+
+    Labels are balanced: a model that predicts the more frequent one finds no source.
+    """
 
     @override
     def models(self, problem, shape, key):
-        target = _model(key, shape)
-        kinds = jnp.asarray([1.0, 1.0, 0.0, 0.0, -1.0])
+        target = _model(key, shape, features=self.features, intercept=False)
+        # In this order, so that of two sources one is opposite.
+        kinds = jnp.asarray([1.0, -1.0, 0.0, 1.0, 0.0])
         kinds = kinds[jnp.arange(_num_sources(problem)) % 5]
         return target, _spread(kinds, target) * target[None]
 
@@ -297,8 +301,19 @@ def _features(key, rows: int, columns: int) -> Float[Array, "n d"]:
     return features / jnp.linalg.norm(features, axis=1, keepdims=True)
 
 
-def _model(key, shape: tuple[int, ...], *, features=_features) -> Array:
-    """A random model whose margins have the standard deviation `_MARGIN`."""
+def _model(
+    key, shape: tuple[int, ...], *, features=_features, intercept: bool = True
+) -> Array:
+    """A random model whose margins have the standard deviation `_MARGIN`.
+
+    Args:
+        key: A typed key.
+        shape: Of its coefficients, with the features first.
+        features: The law of features.
+        intercept: Whether the constant, the last feature, has a coefficient.
+    """
     first, then = jax.random.split(key)
     model = jax.random.normal(first, shape)
+    if not intercept:
+        model = model.at[-1].set(0.0)
     return model * _MARGIN / jnp.std(features(then, 1000, shape[0]) @ model)

@@ -1,0 +1,204 @@
+"""The worst of twenty runs: `python -m benchmarks worst_runs`.
+
+One plan for every task and budget, by `dpb.auto` or with the settings that an example
+has, then a run for each of 20 keys. Printed are the median and the worst of the
+released models' losses on test records beside the loss of the starting point, and how
+many runs released a number that is not finite. `--task=T1b` runs the tasks that begin
+so, `--epsilon=1,3` these budgets; all of them write docs/worst_runs.md. NON-PRIVATE
+evaluation. Data as in `benchmarks utility`.
+"""
+
+import functools
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpbilevel as dpb
+from examples import meta_learning, tuned_training
+
+from . import games, penalties, utility
+from .census import ADULT, ROOT
+
+PAGE = ROOT / "docs/worst_runs.md"
+FOLDER = pathlib.Path("runs/worst_runs")
+EPSILONS = (0.3, 1.0, 3.0, 10.0)
+KEYS = 20
+WIDE = (-8.0, 2.0)  # the default bounds of `penalty_tuning`
+
+
+def values(problem, solver, budget, sizes, data, w0):
+    """What runs with all keys release, and the name of the solver."""
+    plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
+    run = jax.jit(lambda key: dpb.solve(problem, plan.solver, data, w0, key=key).value)
+    return [run(key) for key in jax.random.split(jax.random.key(0), KEYS)]
+
+
+def mean_loss(loss, test):
+    return jax.jit(lambda w: jnp.mean(jax.vmap(loss, (None, 0))(w, test)))
+
+
+def planned(task, problem, w0, budget, **options):
+    """Releases of the plan of `auto` for a task of two levels, and their losses."""
+    plan = dpb.auto(problem, budget, sizes=task.sizes, w0=w0, **options)
+    solver = plan.trials[0].solver
+    found = values(problem, solver, budget, task.sizes, task.data, w0)
+    loss = mean_loss(task.loss, task.test)
+    return plan.trials[0].method, found, [loss(y) for _, y in found], loss(w0[1])
+
+
+def sources(name, budget):
+    task = utility.TASKS[name]()
+    options = {"clip_norm": task.clip, "records": task.records}
+    return planned(task, task.problem, task.w0, budget, **options)
+
+
+def groups_of_features(bounds, make, budget):
+    """T3, from the lower ends of the bounds, or from the middle of the default ones."""
+    task = penalties.noisy("", make(), 10)
+    problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups, bounds=bounds)
+    x = bounds[0] if bounds != WIDE else np.mean(bounds)
+    return planned(task, problem, (jnp.full_like(task.w0[0], x), task.model), budget)
+
+
+def unset_penalties(make, budget):
+    """T3 by `PenaltyBilevel` with the settings of the census config."""
+    task = penalties.noisy("", make(), 10)
+    problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups)
+    inner = dpb.NoisyGD(8, 1.0, 1.0)
+    solver = dpb.PenaltyBilevel(15, 10.0, step_size=5.0, inner=inner)
+    w0 = (jnp.full_like(task.w0[0], np.mean(WIDE)), task.model)
+    found = values(problem, solver, budget, task.sizes, task.data, w0)
+    loss = mean_loss(task.loss, task.test)
+    return "PenaltyBilevel", found, [loss(y) for _, y in found], loss(w0[1])
+
+
+def worst_group(name, budget):
+    """T4, the loss of the group that is worst off."""
+    data, test, shares = games.TASKS[name]()
+    zeros = jnp.zeros(data["features"].shape[1])
+    problem = dpb.games.group_fair(dpb.Logistic(), shares, radius=games.RADIUS)
+    start = dpb.games.group_start(problem, zeros, shares)
+    solver, size = dpb.games.GroupDescent(), len(data["label"])
+    found = values(problem, solver, budget, size, data, start)
+
+    @jax.jit
+    def worst(x):
+        groups = len(shares)
+        return jnp.max(dpb.debug.group_losses(dpb.logistic_loss, x, test, groups))
+
+    return "GroupDescent", found, [worst(x) for x, _ in found], worst(zeros)
+
+
+def new_people(people, budget):
+    """T6, by `auto` for one level and by the example's settings."""
+    data, test = people()
+    start = meta_learning.identity(data)
+    problem, size = dpb.FiniteSum(meta_learning.meta_loss), len(data["label"])
+    found = values(problem, meta_learning.DESCENT, budget, size, data, start)
+    loss = mean_loss(meta_learning.meta_loss, test)
+    return "NoisyGD", found, [loss(w) for w in found], loss(start)
+
+
+def training(records, budget):
+    """T7, the error of the released model."""
+    data, test = tuned_training.split(*records(), (2000, 6000))
+    model = jnp.zeros(data.lower["features"].shape[1])
+    problem = tuned_training.problem_of(dpb.logistic_loss, tuned_training.error)
+    sizes, w0 = problem.sizes_of(data, "disjoint"), (jnp.zeros(0), model)
+    found = values(problem, tuned_training.TUNED, budget, sizes, data, w0)
+    error = mean_loss(tuned_training.error, test)
+    return "TunedTraining", found, [error(y) for _, y in found], error(model)
+
+
+def tasks():
+    """What gives method, releases, their losses and that of the start, by name."""
+    found = {}
+    for name in utility.TASKS:
+        needed = utility.NEEDS.get(name[:2])
+        if needed is None or needed.is_file():
+            found[name] = functools.partial(sources, name)
+    columns = {"generated": penalties.generated_columns}
+    columns |= {"census": penalties.census_columns} if ADULT.is_file() else {}
+    for name, make in columns.items():
+        low = (penalties.LOW, penalties.HIGH)
+        found[f"T3 {name}"] = functools.partial(groups_of_features, low, make)
+        found[f"T3 {name}, default bounds"] = functools.partial(
+            groups_of_features, WIDE, make
+        )
+        found[f"T3 {name}, default bounds, set by hand"] = functools.partial(
+            unset_penalties, make
+        )
+    for name in games.TASKS:
+        if ADULT.is_file() or name.startswith("generated"):
+            found[f"T4 {name}"] = functools.partial(worst_group, name)
+    people = functools.partial(meta_learning.generated, 3000 + meta_learning.TEST)
+    found["T6 generated"] = functools.partial(new_people, people)
+    if utility.MNIST.is_file():
+        people = functools.partial(meta_learning.digits, utility.MNIST)
+        found["T6 digits"] = functools.partial(new_people, people)
+    records = functools.partial(tuned_training.generated, 20_000)
+    found["T7 generated"] = functools.partial(training, records)
+    if ADULT.is_file():
+        records = functools.partial(tuned_training.census, ADULT)
+        found["T7 census"] = functools.partial(training, records)
+    return found
+
+
+def evaluate(name, task, epsilon):
+    """A row of the table."""
+    begin = time.perf_counter()
+    budget = dpb.PrivacyBudget(epsilon, utility.DELTA)
+    method, found, losses, start = task(budget)
+    broken = sum(
+        not all(np.isfinite(v).all() for v in jax.tree.leaves(value)) for value in found
+    )
+    row = {
+        "task": name,
+        "epsilon": epsilon,
+        "method": method,
+        "median": float(np.median(losses)),
+        "worst": float(np.max(losses)),
+        "start": float(start),
+        "not finite": broken,
+    }
+    print(f"{row}, {time.perf_counter() - begin:.0f} s", flush=True)
+    return row
+
+
+def table(rows):
+    """Those first whose worst run is worst beside the start."""
+    heads = "task", "epsilon", "method", "median", "worst", "start", "not finite"
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for row in sorted(rows, key=lambda r: r["start"] - r["worst"]):
+        cells = (
+            f"{row[head]:.3f}"
+            if head in ("median", "worst", "start")
+            else f"{row[head]:g}"
+            if head in ("epsilon", "not finite")
+            else row[head]
+            for head in heads
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main():
+    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+    prefix, rows = options.get("task", ""), []
+    chosen = options.get("epsilon", ",".join(map(str, EPSILONS)))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for epsilon in map(float, chosen.split(",")):
+        for name, task in tasks().items():
+            if not name.startswith(prefix):
+                continue
+            rows.append(evaluate(name, task, epsilon))
+            (FOLDER / f"{prefix or 'all'}.json").write_text(json.dumps(rows))
+            jax.clear_caches()
+    print(table(rows))
+    if not prefix and "epsilon" not in options:
+        utility.write(PAGE, [table(rows)])
