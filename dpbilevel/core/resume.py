@@ -61,12 +61,27 @@ def run_in_parts(
     while saved.done < num_steps:
         # The next checkpoint holds `key`, which does not tell the noise before it.
         key, keys = step_keys(saved.key, min(chunk, num_steps - saved.done))
-        # Through the host each time, as after a resume, so that no bit can differ.
-        state, rows = map(_on_host, part(saved, keys))
-        path = jax.tree.map(lambda *v: np.concatenate(v), saved.path, rows)
-        saved = Checkpoint(saved.done + len(keys), key, state, path, saved.fingerprint)
+        saved = after(saved, key, len(keys), *part(saved, keys))
         keep(saved)
     return saved
+
+
+def after(
+    saved: Checkpoint, key: PRNGKey, steps: int, state: PyTree, rows: PyTree
+) -> Checkpoint:
+    """The run after further steps.
+
+    Args:
+        saved: The run before them.
+        key: That of the steps to come.
+        steps: How many were made.
+        state: The state after them.
+        rows: The iterates that they released, one a row.
+    """
+    # Through the host each time, as after a resume, so that no bit can differ.
+    state, rows = _on_host(state), _on_host(rows)
+    path = jax.tree.map(lambda *v: np.concatenate(v), saved.path, rows)
+    return Checkpoint(saved.done + steps, key, state, path, saved.fingerprint)
 
 
 def resume_run(

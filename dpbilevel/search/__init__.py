@@ -1,5 +1,6 @@
 """Searches by losses alone: the problem has no derivatives."""
 
+from .ask_tell import AskTell
 from .base import AbstractAskTellSolver
 from .gibo import GradientInformativeBO
 from .kernels import RBF, AbstractKernel, Matern52, Quadratic
@@ -16,6 +17,7 @@ __all__ = [
     "RBF",
     "AbstractAskTellSolver",
     "AbstractKernel",
+    "AskTell",
     "BlackBox",
     "GradientInformativeBO",
     "Matern52",

@@ -4,12 +4,12 @@ import dataclasses
 import enum
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from ..core import checkpoint, spending
 from ..core.checkpoint import Checkpoint
@@ -30,7 +30,8 @@ _NOTICE = (
 # A folder has one search, so that its number in the spending record is this.
 _NUMBER = 1
 
-Evaluate = Callable[[np.ndarray], np.ndarray]  # everyone's losses at a point
+Point = Float[np.ndarray, " d"]
+Losses = Float[np.ndarray, " n"]  # everyone's, at a point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,32 +85,29 @@ class Folder:
         by_first(record)
         return saved
 
-    def losses(self, step: int, number: int, point: np.ndarray, evaluate: Evaluate):
-        """What was kept of this evaluation, or the evaluation, kept.
+    def losses(self, step: int, number: int, point: Point) -> Losses | None:
+        """What was kept of an evaluation; `None` where nothing was.
 
         Raises:
             ValueError: What was kept is damaged, or from another point.
             OSError: The disk refuses.
         """
-        file = self.path / f"evaluation-{step}-{number}.SECRET"
+        file = self._evaluation(step, number)
         content = by_first(lambda: _content(file))
-        if content is None:
-            losses = evaluate(point)
-            made = checkpoint.npz({"point": point, "losses": losses})
-            content = by_first(lambda: _kept(file, made))  # before the next evaluation
-        try:
-            with np.load(io.BytesIO(content or b""), allow_pickle=False) as arrays:
-                kept, losses = arrays["point"], arrays["losses"]
-        except Exception:
-            raise ValueError(
-                f"{file} is damaged; delete it, and its point is evaluated again."
-            ) from None
-        if not np.array_equal(kept, point):  # bit for bit
-            raise ValueError(
-                f"{file} holds the losses at another point than the run asks for, "
-                "as after a change of hardware. Go on where the run began."
-            )
-        return losses
+        return None if content is None else _parsed(file, content, point)
+
+    def keep_losses(
+        self, step: int, number: int, point: Point, losses: Losses
+    ) -> Losses:
+        """Keeps an evaluation; returns its losses, those of process 0.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        file = self._evaluation(step, number)
+        made = checkpoint.npz({"point": point, "losses": losses})
+        content = by_first(lambda: _kept(file, made))
+        return _parsed(file, content or b"", point)
 
     def keep(self, saved: Checkpoint) -> None:
         """Replaces the checkpoint, then forgets the evaluations of the steps done.
@@ -145,11 +143,14 @@ class Folder:
         with whole():
             by_first(write)
 
+    def _evaluation(self, step: int, number: int) -> Path:
+        return self.path / f"evaluation-{step}-{number}.SECRET"
+
     def _begun(self) -> bytes:
         """The checkpoint to go on from, as on the disk."""
         file = self.path / checkpoint.NAME
         if not file.is_file():
-            check_empty("minimize: folder", self.path)
+            check_empty("folder", self.path)
             checkpoint.write(self.path, self.first, notice=_NOTICE)
         return file.read_bytes()
 
@@ -182,6 +183,23 @@ class Folder:
         finish_run(self.path, _NUMBER)
         for file in self.path.glob(f"{_PATTERN}*"):
             file.unlink()
+
+
+def _parsed(file: Path, content: bytes, point: Point) -> Losses:
+    """The losses of an evaluation at a point, as kept in a file."""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            kept, losses = arrays["point"], arrays["losses"]
+    except Exception:
+        raise ValueError(
+            f"{file} is damaged; delete it, and its point is evaluated again."
+        ) from None
+    if not np.array_equal(kept, point):  # bit for bit
+        raise ValueError(
+            f"{file} holds the losses at another point than the run asks for, "
+            "as after a change of hardware. Go on where the run began."
+        )
+    return losses
 
 
 def _content(file: Path) -> bytes | None:

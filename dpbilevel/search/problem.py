@@ -24,12 +24,13 @@ class BlackBox(AbstractOneLevel):
         losses: Maps a point, a float64 array of shape `(d,)`, to the losses of all $n$
             records there, of shape `(n,)`: train a model with these hyperparameters,
             then return every validation record's loss. Called on the host, outside
-            every trace. Static.
+            every trace. `None` where losses are evaluated elsewhere, for `AskTell`.
+            Static.
         num_records: $n$, public. Static.
         w_set: Where it may be evaluated: a `Box` with both ends, for
             `GradientInformativeBO` any set.
         records: Text that identifies the records, their order and what is evaluated on
-            them, such as a hash; `minimize` needs it with `folder`, and compares it
+            them, such as a hash; needed with a `folder`, and compared
             before an interrupted run goes on. SECRET. Static.
         evaluates: What `losses` computes, in words, public: kept in a folder with the
             result, where another one is refused. Static.
@@ -48,8 +49,8 @@ class BlackBox(AbstractOneLevel):
         not protected.
     """
 
-    losses: Callable[[Float[np.ndarray, " d"]], Float[np.ndarray, " n"]] = eqx.field(
-        static=True
+    losses: Callable[[Float[np.ndarray, " d"]], Float[np.ndarray, " n"]] | None = (
+        eqx.field(static=True)
     )
     num_records: Count = eqx.field(static=True)
     w_set: AbstractSet = Box(-1.0, 1.0)
@@ -82,7 +83,7 @@ class BlackBox(AbstractOneLevel):
         return self.num_records
 
     def check(self, w0: PyTree, data: PyTree) -> None:
-        """Raises `TypeError`: only `minimize` runs a black box."""
+        """Raises `TypeError`: only `minimize` and `AskTell` run a black box."""
         raise TypeError(
             "BlackBox: calls Python between steps, which no compiled loop can; run it "
             "by dpbilevel.search.minimize(problem, solver, w0, budget=budget, key=key)."

@@ -17,7 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import dpbilevel as dpb
-from dpbilevel.search import loop as searching
+from dpbilevel.search import rounds as searching
 
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 RNG = np.random.default_rng(0)

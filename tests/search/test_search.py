@@ -17,7 +17,7 @@ import dpbilevel as dpb
 from dpbilevel.cli import results
 from dpbilevel.core import checkpoint, spending
 from dpbilevel.privacy import noise
-from dpbilevel.search import loop as searching
+from dpbilevel.search import rounds as searching
 from tests.attacks.test_secrets import children, holds, root_key
 
 RECORDS = 0.2 + 0.3 * np.random.default_rng(0).normal(size=(30, 2))

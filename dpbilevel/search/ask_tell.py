@@ -1,0 +1,127 @@
+"""A search whose points are evaluated elsewhere."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from ..core.solution import Solution
+from ..privacy.budget import PrivacyBudget
+from ..privacy.clipping import Precision
+from ..privacy.noise import PRNGKey
+from .base import AbstractAskTellSolver
+from .problem import BlackBox
+from .rounds import Rounds
+from .run import planned
+
+
+class AskTell:
+    """A search in steps: `ask` names points, `tell` takes everyone's losses there.
+
+    What `minimize` does, with evaluations that are made elsewhere: on a cluster, by
+    another process, days later. With the same losses and the same key it releases
+    what `minimize` does, bit for bit.
+
+    Args:
+        problem: The black box; its `losses` may be `None`, and are not called.
+        solver: As in `minimize`.
+        w0: Likewise.
+        key: Likewise.
+        budget: Likewise.
+        precision: Likewise.
+        folder: Where to keep losses as they are told, and a checkpoint of every step. A
+            later object with the same arguments and folder goes on where this one
+            stopped, in this process or another one; after the end it has the result.
+            It is locked until the search is done, closed or no longer referred to.
+
+    Raises:
+        TypeError: As `minimize`.
+        ValueError: As `minimize`; or the folder is in use.
+        OSError: The disk refuses.
+
+    Warns:
+        UserWarning: As `minimize`.
+
+    Privacy:
+        As `minimize`: one run under the solver's ledger, counted in the folder before
+        the first point is asked for, whether or not it is finished. Points are
+        functions of released values, and so is how many there are. The object is
+        SECRET: it holds losses and the key of noise to come. So is how long an
+        evaluation takes, and whatever else is done with losses outside.
+    """
+
+    def __init__(
+        self,
+        problem: BlackBox,
+        solver: AbstractAskTellSolver,
+        w0: Float[np.ndarray, " d"],
+        *,
+        key: PRNGKey,
+        budget: PrivacyBudget | None = None,
+        precision: Precision = "grid",
+        folder: Path | str | None = None,
+    ):
+        plan = planned(
+            "AskTell",
+            problem,
+            solver,
+            w0,
+            key=key,
+            budget=budget,
+            precision=precision,
+            folder=folder,
+        )
+        self._rounds = Rounds(plan, folder)
+        self._warn()
+
+    def ask(self) -> Float[np.ndarray, "k d"]:
+        """The points whose losses come next, float64; none when the search is done.
+
+        Until `tell` has taken losses, every call returns the same points.
+        """
+        found = self._rounds.ask()
+        self._warn()
+        return found
+
+    def tell(self, losses: Sequence[Float[np.ndarray, " n"]]) -> None:
+        """Takes losses at the points of `ask`, in their order.
+
+        Once all points have losses, the step is released.
+
+        Args:
+            losses: One row for each point, or for the first ones: a table of shape `(k,
+                n)`, or a sequence of vectors. A record's loss is at the same place in
+                every row. NaN counts as the worst loss there is.
+
+        Raises:
+            TypeError: They are no real numbers.
+            ValueError: Their shapes do not fit, or `ask` was not called. Nothing is
+                taken then; the message names shapes and no loss.
+            OSError: The disk refuses.
+        """
+        self._rounds.tell(losses)
+        self._warn()
+
+    @property
+    def result(self) -> Solution | None:
+        """What was released, with the report; `None` until the search is done.
+
+        The trajectory has one iterate a step.
+        """
+        return self._rounds.solution
+
+    def close(self) -> None:
+        """Unlocks the folder, so that another object can go on with the search."""
+        self._rounds.close()
+
+    def __enter__(self) -> "AskTell":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _warn(self) -> None:
+        while self._rounds.remarks:
+            warnings.warn(f"AskTell: {self._rounds.remarks.pop(0)}", stacklevel=3)

@@ -1,0 +1,244 @@
+"""The rounds of a search: points, everyone's losses there, and a release."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from ..core import lock
+from ..core.checkpoint import Checkpoint
+from ..core.resume import after, solution_of
+from ..core.solution import Solution, divergence
+from ..privacy.floats import double_precision
+from ..privacy.noise import PRNGKey, derive, step_keys
+from .base import Proposal
+from .folder import Folder
+from .run import Run
+
+
+@dataclasses.dataclass(repr=False)
+class _Round:
+    """A step that has asked; `losses` are SECRET."""
+
+    next_key: PRNGKey  # of the steps after this one
+    key: PRNGKey  # of what this step releases
+    proposal: Proposal
+    points: Float[np.ndarray, "q d"]
+    losses: Float[np.ndarray, "q n"]
+    open: list[int]  # the numbers of points without losses
+    after: Checkpoint | None = None  # the run once this step is released
+
+
+class Rounds:
+    """A search in progress on the host. SECRET: it holds losses and keys to come.
+
+    Under the lock of its folder until it is closed, finished or forgotten.
+
+    Args:
+        run: The plan.
+        folder: Where evaluations, checkpoint and result are kept; `None` keeps them in
+            memory alone.
+
+    Attributes:
+        solution: What was released, once the search is finished; until then `None`.
+        remarks: What to warn of then, from released values.
+        done: The number of steps made.
+
+    Raises:
+        ValueError: The folder holds something else or a run on other records.
+        OSError: The disk refuses.
+    """
+
+    def __init__(self, run: Run, folder: Path | str | None):
+        self.solution: Solution | None = None
+        self.remarks: list[str] = []
+        self._run, self._saved = run, run.first
+        self._round: _Round | None = None
+        self._folder: Folder | None = None
+        self._end = contextlib.ExitStack()
+        if folder is not None:
+            with contextlib.ExitStack() as end:
+                end.enter_context(lock.held(Path(folder)))
+                self._open(Path(folder))
+                if self.solution is None:
+                    self._end = end.pop_all()  # the lock stays
+
+    def _open(self, path: Path) -> None:
+        run = self._run
+        assert run.report is not None  # a folder without a budget was refused
+        self._folder = Folder(path, run.report, run.first)
+        found = self._folder.result()
+        if found is None:
+            self._saved = self._folder.begin()
+            if self.done == run.solver.num_steps:  # it stopped in its last moment
+                self._finish()
+            return
+        self.solution = dataclasses.replace(found, report=run.report)
+        self.remarks.append(
+            f"{path} holds a finished run, whose result is returned; nothing was "
+            "evaluated, whatever the records are now. For a new run, a second "
+            "release, give a new folder."
+        )
+
+    def __enter__(self) -> "Rounds":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets the folder go; the search can go on in another object."""
+        self._end.close()
+
+    @property
+    def done(self) -> int:
+        """The number of steps made."""
+        return self._saved.done
+
+    def ask(self) -> Float[np.ndarray, "k d"]:
+        """The points of this round that have no losses yet; at the end of all, none."""
+        while self.solution is None:
+            if self.done == self._run.solver.num_steps:
+                self._finish()
+                break
+            if self._round is None:
+                self._round = self._begin()
+            if self._round.open:
+                return self._round.points[self._round.open]
+            self._release(self._round)  # asks for nothing, or the disk refused
+        (start,) = jax.tree.leaves(self._run.first.path)
+        return np.zeros((0, start.shape[-1]))
+
+    def tell(self, losses: Sequence[Any]) -> None:
+        """Takes losses at the first points of `ask`, and releases at the last of them.
+
+        Args:
+            losses: For every point one vector with everyone's loss.
+
+        Raises:
+            TypeError: They are no real numbers.
+            ValueError: Their shapes do not fit, or no points were asked for. Nothing
+                is kept then.
+            OSError: The disk refuses.
+        """
+        current = self._round
+        if current is None or self.solution is not None:
+            raise ValueError(f"{self._run.owner}: no points to evaluate; call ask().")
+        owner, n = self._run.owner, self._run.problem.num_records
+        try:
+            len(losses)
+        except TypeError:
+            raise TypeError(
+                f"{owner}: tell takes one row of {n} losses for each point, got a "
+                "number or nothing."
+            ) from None
+        rows = [_checked(owner, row, n) for row in losses]
+        if not 0 < len(rows) <= len(current.open):
+            raise ValueError(
+                f"{owner}: got the losses at {len(rows)} points, where ask() returns "
+                f"{len(current.open)}; give one row for each of them, or for the first "
+                "ones."
+            )
+        for row in rows:
+            number = current.open[0]
+            if self._folder is not None:
+                at = self.done, number, current.points[number]
+                row = self._folder.keep_losses(*at, row)
+            current.losses[number] = row
+            del current.open[0]
+        if not current.open:
+            self._release(current)
+
+    def _begin(self) -> _Round:
+        """The next step's points, with the losses that a folder has."""
+        run, saved = self._run, self._saved
+        next_key, keys = step_keys(saved.key, 1)
+        with double_precision():
+            key_ask, key_tell = _keys(keys)
+            proposal = _ask(run.problem, run.solver, saved.state, key=key_ask)
+            points = np.asarray(proposal.points, np.float64)
+        losses = np.zeros((len(points), run.problem.num_records))
+        missing = []
+        for number in range(int(proposal.count)):  # public: by released values alone
+            at = saved.done, number, points[number]
+            kept = None if self._folder is None else self._folder.losses(*at)
+            if kept is None:
+                missing.append(number)
+            else:
+                losses[number] = kept
+        return _Round(next_key, key_tell, proposal, points, losses, missing)
+
+    def _release(self, current: _Round) -> None:
+        """Ends a round, and after the last one the search."""
+        if current.after is None:  # else the disk refused the release that was made
+            current.after = self._released(current)
+        if self._folder is not None:
+            self._folder.keep(current.after)
+        self._saved, self._round = current.after, None
+        if self.done == self._run.solver.num_steps:
+            self._finish()
+
+    def _released(self, current: _Round) -> Checkpoint:
+        run, saved = self._run, self._saved
+        with double_precision():
+            given = saved.state, current.proposal, current.losses.T
+            state = _tell(run.problem, run.solver, *given, key=current.key)
+            rows = run.solver.released(state)[None]
+        return after(saved, current.next_key, 1, state, rows)
+
+    def _finish(self) -> None:
+        run, state = self._run, self._saved.state
+        with double_precision():
+            solution = solution_of(run.problem, run.solver, self._saved)
+        said = run.solver.remark(state), divergence(int(solution.rejected_updates))
+        self.remarks += [remark for remark in said if remark is not None]
+        if self._folder is not None:
+            self._folder.finish(solution)
+        self.solution = dataclasses.replace(solution, report=run.report)
+        self.close()
+
+
+def _checked(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
+    """The losses at a point, checked without a word about their values."""
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError):
+        found = np.asarray(None)
+    if found.dtype.kind not in "fiub":
+        raise TypeError(
+            f"{owner}: the losses at a point must be a vector of {n} real numbers, got "
+            f"{type(value).__name__} of {found.dtype.type.__name__}; give "
+            "numpy.asarray(..., float)."
+        )
+    if found.shape != (n,):
+        raise ValueError(
+            f"{owner}: the losses at a point must be one per record, shape ({n},), got "
+            f"shape {found.shape}. Give no mean over records; where training on "
+            "data that are not protected fails, give NaN for every record."
+        )
+    with np.errstate(all="ignore"):  # a warning would tell something about a value
+        found = found.astype(np.float64)
+    # Under jax_debug_nans JAX would raise where one record's loss is NaN.
+    return np.where(np.isnan(found), np.inf, found)
+
+
+@jax.jit
+def _keys(keys):
+    """The keys of one step as `solve` has them."""
+    (key,) = keys
+    return derive(key, "ask", "tell")
+
+
+@jax.jit
+def _ask(problem, solver, state, *, key):
+    return solver.ask(problem, state, key=key)
+
+
+@jax.jit
+def _tell(problem, solver, state, asked, losses, *, key):
+    return solver.tell(problem, state, asked, losses, key=key)

@@ -1,0 +1,236 @@
+"""Ask and tell: what `minimize` does, with losses that are evaluated elsewhere."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.core import checkpoint, spending
+from tests.search import test_search as looped
+from tests.search.test_search import BUDGET, FINISHED, NAME, RECORDS, SOLVERS, START
+
+BOX = dpb.sets.Box(-1.0, 1.0)
+ROOT = Path(__file__).parents[2]
+SECRET = 0.123456789
+
+
+def losses_at(points):
+    return np.stack([np.sum((point - RECORDS) ** 2, axis=1) for point in points])
+
+
+def made(name=NAME, key=0, **options):
+    problem = dpb.search.BlackBox(None, 30, BOX, options.pop("records", "r"))
+    options = {"budget": BUDGET} | options
+    return dpb.search.AskTell(
+        problem, SOLVERS[name], START, key=jax.random.key(key), **options
+    )
+
+
+def finished(search, most=10**6):
+    """Told at most so many points, one by one; the number of points told."""
+    told = 0
+    while told < most and len(points := search.ask()):
+        search.tell(losses_at(points[:1]))
+        told += 1
+    return told
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_it_releases_what_minimize_does(name):
+    whole = looped.search(name, trajectory=True)
+    search = made(name)
+    while len(points := search.ask()):
+        assert search.result is None
+        np.testing.assert_array_equal(points, search.ask())
+        search.tell(losses_at(points))
+    assert looped.same(search.result, whole)
+    assert search.result.report == whole.report
+    assert search.ask().shape == (0, 2)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 5])
+def test_another_object_goes_on_bit_for_bit(stop, tmp_path):
+    name = "gradient_informative"
+    whole = looped.search(name, trajectory=True)
+    told = 0
+    while True:
+        # The key of the first object is used, not this one.
+        with made(name, key=told, folder=tmp_path) as search:
+            told += finished(search, stop + 1)
+            if search.result is not None:
+                break
+    assert told == looped.EVALUATIONS[name]
+    assert looped.same(search.result, whole)
+    assert sorted(p.name for p in tmp_path.iterdir()) == FINISHED
+    (run,) = spending.read(tmp_path).runs
+    assert run.finished
+    with pytest.warns(UserWarning, match="AskTell: .* holds a finished run"):
+        again = made(name, folder=tmp_path)
+    assert looped.same(again.result, whole)
+    assert len(again.ask()) == 0
+
+
+PROCESS = """
+import sys
+from tests.search.test_ask_tell import finished, made
+search = made("gradient_informative", key=int(sys.argv[2]), folder=sys.argv[1])
+print(finished(search, 4))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_end_in_the_middle_of_a_step_lose_nothing(tmp_path):
+    told = []
+    for number in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS, str(tmp_path), str(number)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        told.append(int(done.stdout))
+    assert told == [4, 4, 3]
+    page = json.loads((tmp_path / "search.json").read_text())
+    whole = looped.search("gradient_informative", trajectory=True)
+    # One pass over the cores of this process rounds as one of another does.
+    np.testing.assert_allclose(page["trajectory"], whole.trajectory, rtol=1e-12)
+
+
+def test_minimize_goes_on_where_it_stopped_and_the_other_way_around(tmp_path):
+    whole = looped.search(trajectory=True)
+    with made(folder=tmp_path / "a") as search:
+        finished(search, 2)
+    result = looped.search(folder=tmp_path / "a", trajectory=True)
+    assert looped.same(result, whole)
+    with pytest.raises(RuntimeError):
+        looped.search(losses=looped.Counted(1), folder=tmp_path / "b")
+    search = made(folder=tmp_path / "b")
+    assert finished(search) == looped.EVALUATIONS[NAME] - 1
+    assert looped.same(search.result, whole)
+
+
+def test_a_run_counts_before_its_first_point_is_asked_for(tmp_path):
+    with made(folder=tmp_path):
+        (run,) = spending.read(tmp_path).runs
+        assert not run.finished
+    assert spending.read(tmp_path).runs == (run,)
+
+
+def test_the_folder_is_locked_until_the_search_is_closed_or_forgotten(tmp_path):
+    first = made(folder=tmp_path)
+    with pytest.raises(ValueError, match="in use by another run"):
+        made(folder=tmp_path)
+    first.close()
+    second = made(folder=tmp_path)
+    with pytest.raises(ValueError, match="in use by another run"):
+        made(folder=tmp_path)
+    del second
+    gc.collect()
+    third = made(folder=tmp_path)
+    finished(third)
+    with pytest.warns(UserWarning, match="finished run"):
+        made(folder=tmp_path)  # it was let go at the end
+
+
+def test_losses_in_the_folder_are_the_owners_alone(tmp_path):
+    with made("random_search", folder=tmp_path) as search:
+        finished(search, 3)
+    kept = sorted(tmp_path.glob("evaluation-*"))
+    assert [p.name for p in kept] == [f"evaluation-0-{j}.SECRET" for j in range(3)]
+    kept.append(tmp_path / checkpoint.NAME)
+    assert {p.stat().st_mode & 0o777 for p in kept} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "words"),
+    [
+        (np.full((1, 29), SECRET), ValueError, r"shape \(30,\), got shape \(29,\)"),
+        (np.full(30, SECRET), ValueError, r"got shape \(\)"),
+        (np.full((13, 30), SECRET), ValueError, r"at 13 points, where ask\(\) .* 12;"),
+        (np.zeros((0, 30)), ValueError, "at 0 points"),
+        (np.full((1, 30), SECRET, complex), TypeError, "complex128"),
+        (np.full((1, 30), SECRET).astype(str), TypeError, "real numbers"),
+        ([[[SECRET], [SECRET, 2.0]]], TypeError, "got list"),
+        ([np.full(30, SECRET), np.full(29, SECRET)], ValueError, r"shape \(29,\)"),
+        (SECRET, TypeError, "got a number or nothing"),
+        (None, TypeError, "got a number or nothing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_without_a_loss_and_nothing_is_taken(
+    told, error, words
+):
+    search = made("random_search")
+    points = search.ask()
+    with pytest.raises(error, match=words) as caught:
+        search.tell(told)
+    assert str(SECRET)[2:6] not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    np.testing.assert_array_equal(search.ask(), points)
+
+
+def test_losses_that_nothing_asked_for_are_refused():
+    search = made("random_search")
+    with pytest.raises(ValueError, match=r"AskTell: no points .* call ask\(\)"):
+        search.tell(np.ones((1, 30)))
+    finished(search)
+    with pytest.raises(ValueError, match="no points to evaluate"):
+        search.tell(np.ones((1, 30)))
+
+
+def test_a_disk_that_refuses_a_checkpoint_leaves_the_release_to_be_made_again(
+    tmp_path, monkeypatch
+):
+    def refuses(*arguments, **options):
+        raise OSError("disk full")
+
+    whole = looped.search(trajectory=True)
+    search = made(folder=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", refuses)
+        with pytest.raises(OSError, match="disk full"):
+            search.tell(losses_at(search.ask()))
+    finished(search)
+    assert looped.same(search.result, whole)
+
+
+def test_other_records_are_refused(tmp_path):
+    with made(folder=tmp_path) as search:
+        finished(search, 1)
+    with pytest.raises(ValueError, match="are not those the run began with"):
+        made(folder=tmp_path, records="s")
+
+
+def test_points_that_are_changed_outside_change_nothing():
+    search = made("random_search")
+    points = search.ask()
+    points[:] = 7.0
+    assert np.abs(search.ask()).max() <= 1
+    search.tell(losses_at(search.ask()))
+    assert looped.same(search.result, looped.search("random_search", trajectory=True))
+
+
+def test_nothing_of_the_losses_is_shown():
+    search = made("random_search")
+    search.ask()
+    search.tell(np.full((3, 30), SECRET))
+    assert "0.12" not in repr(search) + str(vars(search))
+
+
+def test_a_search_without_a_guarantee_is_refused():
+    with pytest.raises(ValueError, match="AskTell: the solver is not calibrated"):
+        made(budget=None)
+
+
+def test_minimize_refuses_a_black_box_without_losses():
+    problem = dpb.search.BlackBox(None, 30, BOX)
+    with pytest.raises(TypeError, match=r"losses=None; .*search.AskTell"):
+        looped.searched(problem=problem)
