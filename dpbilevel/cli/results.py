@@ -14,7 +14,7 @@ from ..privacy.report import PrivacyReport
 from .evaluation import Evaluation
 from .tasks import TASKS
 
-RESULT = "result.json"
+RESULT = checkpoint.RESULT
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
 _AUDIT = "audit.json"

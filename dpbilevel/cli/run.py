@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..core import checkpoint, lock, spending
+from ..core import checkpoint, lock, odometer, spending
 from ..core.checkpoint import Checkpoint
 from ..core.interrupts import whole
 from ..core.loop import advance, bound_to, planned_rows
@@ -136,7 +136,7 @@ def run(
         progress(saved.done)
         try:
             number = saved.fingerprint["run"]
-            spending.begin(out, number, prepared.report, prepared.config.tables)
+            odometer.begin(out, number, prepared.report, prepared.config.tables)
             saved = _steps(prepared, levels, saved, out, progress)
             result = _result(prepared, saved, test)
             picture = figure.draw(result)

@@ -22,6 +22,7 @@ from .interrupts import whole
 
 NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
+RESULT = "result.json"  # the result of a run of the command line
 SEARCH = "search.json"  # the result of a search
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,10 @@ class Spending:
 
     def __str__(self) -> str:
         """The total by basic composition, and one line per run."""
-        lines, groups = [], {}
+        lines = []
         if not self.runs:
             lines += ["spending: no spending record: what earlier runs cost is unknown"]
-        for run in sorted(self.runs, key=lambda run: (run.relation, run.people)):
-            groups.setdefault((run.relation, run.people), []).append(run)
-        for (relation, people), group in groups.items():
-            runs = f"{len(group)} runs, together" if len(group) > 1 else "1 run,"
-            whose = f", people {people}" if people else ""
-            lines += [f"spending: {runs} {_cost(group)} ({relation}{whose})"]
-        if len(self.runs) > 1:
-            lines += ["  by basic composition, where they read the same records"]
-        if len(lines) > 2:
-            lines += ["  under different relations or people no total is stated"]
+        lines += totals(self.runs)
         if self.unreadable:
             lines += [f"  at least: damaged lines in {NAME}: {self.unreadable}"]
         if self.missing:
@@ -85,6 +77,11 @@ class Spending:
             lines += [f"  at least: no start is recorded of run {lost}"]
         lines += [f"  run {run.number}, {run}" for run in self.runs]
         return "\n".join(lines)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every run that any line tells of is on record with its cost."""
+        return not self.unreadable and not self.missing
 
     @property
     def last(self) -> int:
@@ -162,6 +159,27 @@ def finish(folder: Path, number: int) -> None:
         _append(folder, {"event": "finished", "run": number})
 
 
+def totals(runs: tuple[Run, ...]) -> list[str]:
+    """What runs cost together, in lines of text."""
+    lines, groups = [], {}
+    for run in sorted(runs, key=lambda run: (run.relation, run.people)):
+        groups.setdefault((run.relation, run.people), []).append(run)
+    for (relation, people), group in groups.items():
+        count = f"{len(group)} runs, together" if len(group) > 1 else "1 run,"
+        whose = f", people {people}" if people else ""
+        lines += [f"spending: {count} {_cost(group)} ({relation}{whose})"]
+    if len(runs) > 1:
+        lines += ["  by basic composition, where they read the same records"]
+    if len(groups) > 1:
+        lines += ["  under different relations or people no total is stated"]
+    return lines
+
+
+def total(costs: Iterable[float]) -> float:
+    """The sum of costs, rounded once."""
+    return math.fsum(costs)
+
+
 def _append(folder: Path, event: dict[str, Any]) -> None:
     """Adds a line; whole or not at all, and never at the cost of an earlier one."""
     file = folder / NAME
@@ -200,6 +218,6 @@ def _checked(run: Run) -> Run:
 
 
 def _cost(runs: list[Run]) -> str:
-    epsilon = sum(run.epsilon for run in runs)
-    delta = min(1.0, sum(run.delta for run in runs))
+    epsilon = total(run.epsilon for run in runs)
+    delta = min(1.0, total(run.delta for run in runs))
     return f"epsilon = {rounded_up(epsilon)} at delta = {rounded_up(delta)}"

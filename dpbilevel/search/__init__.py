@@ -1,5 +1,6 @@
 """Searches by losses alone: the problem has no derivatives."""
 
+from ..core.odometer import Spent, limit_spending, spent
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver
 from .gibo import GradientInformativeBO
@@ -27,6 +28,9 @@ __all__ = [
     "RandomSearch",
     "Range",
     "RepeatAndSelect",
+    "Spent",
     "TunedTraining",
+    "limit_spending",
     "minimize",
+    "spent",
 ]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..core import checkpoint, spending
+from ..core import checkpoint, odometer
 from ..core.checkpoint import Checkpoint
 from ..core.first import by_first
 from ..core.interrupts import whole
@@ -73,14 +73,21 @@ class Folder:
         """The interrupted run, or a new one before its first step; both on record.
 
         Raises:
-            ValueError: The folder holds another run or something else.
+            ValueError: The folder holds another run or something else, or the run would
+                take the total of folders above it over a limit.
             OSError: The disk refuses.
         """
         saved = self._resumed(by_first(self._begun))
 
         def record() -> None:
             self._forget(saved.done)
-            spending.begin(self.path, _NUMBER, self.report, self._public)
+            try:
+                odometer.begin(self.path, _NUMBER, self.report, self._public)
+            except ValueError:
+                if not list(self.path.glob(_PATTERN)) and saved.done == 0:
+                    # Nothing was evaluated: as if it had never begun.
+                    checkpoint.remove(self.path)
+                raise
 
         by_first(record)
         return saved
