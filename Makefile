@@ -16,7 +16,8 @@ DOCS_FLAGS ?=
 # For example jax==0.10.2: the newest that pip finds when empty.
 PINNED ?=
 
-.PHONY: install format check demo test test-short test-slow audit lint type bench docs clean
+.PHONY: install format check demo test test-short test-slow audit lint type bench docs \
+  dist try-wheel clean
 
 $(BIN)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 to 3.14 on the PATH" >&2; exit 1; }
@@ -70,6 +71,19 @@ docs: $(BIN)/.documented
 
 bench: $(BIN)/.installed
 	$(BIN)/python -m benchmarks
+
+# What would be uploaded, checked as an index checks it.
+dist: $(BIN)/.installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
+# The wheel of `make dist` alone, without extras, far from the sources.
+try-wheel:
+	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet dist/*.whl $(PINNED)
+	cp tests/installed.py $(VENV)-wheel/
+	cd $(VENV)-wheel && bin/python -I installed.py
 
 clean:
 	rm -rf .venv .venv-* build dist runs docs/api .ruff_cache .pytest_cache
