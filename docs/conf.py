@@ -42,7 +42,11 @@ nb_merge_streams = True
 # Formulas by the MathJax of sphinx-mathjax-offline: no request to another host.
 mathjax3_config = {"chtml": {"mtextInheritFont": True}}
 
+# The draft of a paper is no page.
+exclude_patterns = ["paper"]
+
 # Reference.
+templates_path = ["_templates"]
 autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
