@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates
-from .race import ROUNDS, Effort, race, regrets_of
+from .race import Effort, race, regrets_of, rounds_of
 from .twins import AbstractTwin, Twin
 from .twins import twins as default_twins
 
@@ -170,7 +170,7 @@ def auto(
     owner = "auto"
     _checks.instance(owner, AbstractProblem, problem=problem)
     _checks.instance(owner, PrivacyBudget, budget=budget)
-    _checks.one_of(owner, "effort", effort, tuple(ROUNDS))
+    _checks.one_of(owner, "effort", effort, get_args(Effort))
     _checks.positive(owner, clip_norm=clip_norm)
     problem.check_sizes(owner, sizes)
     laws = tuple(default_twins(problem, records) if twins is None else twins)
@@ -183,7 +183,7 @@ def auto(
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
     left, losses = race(
         [method.name for method, _ in entries],
-        ROUNDS[effort],
+        rounds_of(effort, len(laws)),
         lambda index, number: dry.losses(plans[index].solver, number),
         starts,
         progress,

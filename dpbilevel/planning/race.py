@@ -7,10 +7,17 @@ import numpy as np
 
 Effort = Literal["fast", "thorough"]
 
-# How many runs each setting that is left makes, round after round, and what share of
-# the settings goes on to the next round.
-ROUNDS = {"fast": (1, 2, 4), "thorough": (2, 4, 8)}
+# How many runs each setting that is left makes on every twin, round after round, but in
+# the last one on all twins together: there rare failures have to show. And what share
+# of the settings goes on to the next round.
+_ROUNDS = {"fast": (1, 2, 24), "thorough": (2, 4, 64)}
 _KEPT = 0.25
+
+
+def rounds_of(effort: Effort, twins: int) -> tuple[int, ...]:
+    """How many runs on every twin, round after round, for so many twins."""
+    *first, last = _ROUNDS[effort]
+    return (*first, -(-last // twins))
 
 
 def race(
