@@ -10,7 +10,7 @@ from .noisy_ucb import NoisyUCB
 from .portfolio import Portfolio
 from .problem import BlackBox
 from .random_search import RandomSearch
-from .ranges import Range
+from .ranges import Categorical, Range
 from .repeat_and_select import RepeatAndSelect
 from .tuned_training import TunedTraining
 
@@ -20,6 +20,7 @@ __all__ = [
     "AbstractKernel",
     "AskTell",
     "BlackBox",
+    "Categorical",
     "GradientInformativeBO",
     "Matern52",
     "NoisyUCB",

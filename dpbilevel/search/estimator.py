@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Float
 
 from .._extras import missing
@@ -24,18 +23,15 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key
 from ..sets import Box
 from .base import AbstractAskTellSolver
+from .default_losses import default_losses
+from .default_solver import default_solver
 from .gibo import GradientInformativeBO
 from .loop import minimize
-from .portfolio import Portfolio
 from .problem import BlackBox
-from .random_search import RandomSearch
+from .ranges import Categorical
 from .ranges import Range as Range
-from .row_losses import RowLosses, check_validation, count, default_losses
-
-# AdaGrad's first step would be as long for pure noise as for a steep slope, but for its
-# initial accumulator. One object, or every search would compile anew.
-_FEW = 3  # coordinates of which uniform points find as good ones as descent
-_RULE = optax.adagrad(0.2, initial_accumulator_value=0.01)
+from .row_losses import RowLosses, check_validation, count
+from .space import Space
 
 
 def _has(name: str) -> Callable[[Any], bool]:
@@ -54,16 +50,18 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
     Args:
         estimator: A scikit-learn estimator.
-        space: A `Range` per parameter, named as in `set_params`
-            (`"svr__C": Range(0.1, 10, log=True)`).
+        space: A `Range` or a `Categorical` per parameter, named as in `set_params`
+            (`"svr__C": Range(0.1, 10, log=True)`). One whose condition (`when`) does
+            not hold is left as the estimator has it.
         budget: The guarantee for the validation records.
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
             $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
-            default, where there are at most three coordinates or whole numbers, or
-            delta is 0, `RandomSearch` among `30 + 10 d` points, losses divided by what
-            99 in 100 losses of training records are below, which one training on half
-            of them tells, and clipped at 1. Else the draw of a start and 20 steps of
+            default, where there are at most three coordinates, whole numbers or
+            categories, or delta is 0, `RandomSearch` among `30 + 10 d` points, losses
+            divided by what 99 in 100 losses of training records are below, which one
+            training on half of them tells (with categories one for each choice), and
+            clipped at 1. Else the draw of a start and 20 steps of
             `GradientInformativeBO` with AdaGrad, losses divided by what 95 in 100
             gradients of a training record's loss are shorter than, which 2d trainings
             on one half tell, and gradients clipped at 1.
@@ -112,7 +110,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     def __init__(
         self,
         estimator: Any,
-        space: dict[str, Range],
+        space: dict[str, Range | Categorical],
         budget: PrivacyBudget,
         *,
         solver: AbstractAskTellSolver | None = None,
@@ -173,10 +171,10 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         check_key(key)
         self._check()
         check_validation(X, y, validation)
-        rows = self._rows(X, y)
-        size = sum(entry.coordinates for entry in self.space.values())
+        rows, space = self._rows(X, y), Space(self.space)
         if self.training_mu is None:
-            rows.check_apart(np.zeros(size))
+            for middle in space.middles():
+                rows.check_apart(middle)
         elif folder is not None:
             raise ValueError(
                 "PrivateSearch.fit: training_mu counts every training once, but with "
@@ -185,7 +183,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             )
         solver = self.solver
         if solver is None:
-            solver = self._default_solver(rows, size)
+            starts = [space.position(v) for v in (*self.starts, self._own())]
+            solver = default_solver(space, self.budget, rows, np.stack(starts))
         records = "" if folder is None else self._identity(X, y, validation)
         problem = BlackBox(
             rows.black_box(*validation),
@@ -199,7 +198,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         result = minimize(
             problem,
             solver,
-            jnp.zeros(size),
+            jnp.zeros(space.coordinates),
             key=key,
             budget=self.budget,
             folder=folder,
@@ -213,17 +212,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         return self
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
-        """The parameters at a point of the search.
+        """The parameters at a point of the search, where their conditions hold.
 
         Args:
             point: Coordinates in [-1, 1], in the order of the space.
         """
-        found, begin = {}, 0
-        for name, entry in self.space.items():
-            end = begin + entry.coordinates
-            found[name] = entry.value(np.asarray(point)[begin:end])
-            begin = end
-        return found
+        return Space(self.space).parameters(point)
 
     def predict(self, X: Any) -> Any:
         """The prediction of `best_estimator_`.
@@ -279,34 +273,16 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         Raises:
             ValueError: A name is not in the space, or a value outside of its range.
         """
-        unknown = sorted(parameters.keys() - self.space.keys())
-        if unknown:
-            raise ValueError(
-                f"PrivateSearch: the space has no {unknown[0]!r}; it has "
-                f"{sorted(self.space)}."
-            )
-        parts = [
-            entry.position(parameters[name])
-            if name in parameters
-            else np.zeros(entry.coordinates)
-            for name, entry in self.space.items()
-        ]
-        return np.concatenate(parts)
-
-    def _default_solver(self, rows: RowLosses, size: int) -> AbstractAskTellSolver:
-        """The method for so many coordinates, and its unit of the losses."""
-        whole = any(entry.integer for entry in self.space.values())
-        if size <= _FEW or whole or self.budget.delta == 0:
-            rows.unit = rows.usual_loss(size)
-            return RandomSearch(30 + 10 * size, 1.0)
-        rows.unit = rows.usual_slope(size)
-        starts = [self.position(start) for start in (*self.starts, self._own())]
-        return _default(size, np.stack(starts))
+        return Space(self.space).position(parameters)
 
     def _own(self) -> dict[str, Any]:
         """The estimator's parameters that are in their ranges."""
         known = self.estimator.get_params()
-        return {n: known[n] for n, entry in self.space.items() if known[n] in entry}
+        return {
+            name: known[name]
+            for name, entry in self.space.items()
+            if isinstance(entry, Range) and name in known and known[name] in entry
+        }
 
     def _identity(self, X: Any, y: Any, validation: tuple[Any, Any]) -> str:
         """Tells all that an evaluation reads from others; SECRET.
@@ -326,12 +302,18 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _rows(self, X: Any, y: Any) -> RowLosses:
         losses = self.losses or default_losses(self.estimator, y)
-        return RowLosses(self._make, X, y, losses)
+        return RowLosses(self._make, X, y, losses, Space(self.space).middle)
 
     def _make(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""
+        return self._with(self.parameters(point))
+
+    def _with(self, parameters: dict[str, Any]) -> Any:
+        """The estimator with some parameters; a choice is not fitted in place."""
         estimator = cast(BaseEstimator, clone(self.estimator))
-        return estimator.set_params(**self.parameters(point))
+        return estimator.set_params(
+            **{name: clone(v, safe=False) for name, v in parameters.items()}
+        )
 
     def _check(self) -> None:
         _checks.instance("PrivateSearch", PrivacyBudget, budget=self.budget)
@@ -355,25 +337,33 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "so no units may be taken from them; give losses=, and solver= with a "
                 "clip norm that is known to suit them."
             )
+        space = Space(self.space)
         for start in self.starts:
-            self.position(start)
-        known = estimator.get_params()
-        for name, entry in self.space.items():
-            if not isinstance(entry, Range):
-                raise TypeError(
-                    f"PrivateSearch: space[{name!r}] must be a Range, such as "
-                    "Range(0.1, 10, log=True), got an instance of "
-                    f"{type(entry).__name__}. Lists of candidates are not searched; "
-                    "for whole numbers give Range(1, 10, integer=True)."
-                )
-            if name not in known:
-                likely = [k for k in known if k.endswith(f"__{name}")]
-                likely = likely or difflib.get_close_matches(name, known, 3)
-                hint = f"did you mean {' or '.join(map(repr, likely))}? " * bool(likely)
-                raise ValueError(
-                    f"PrivateSearch: {type(estimator).__name__} has no parameter "
-                    f"{name!r}; {hint}It has {sorted(known)}."
-                )
+            space.position(start)
+        if space.categories and isinstance(self.solver, GradientInformativeBO):
+            raise ValueError(
+                "PrivateSearch: GradientInformativeBO follows slopes, which "
+                f"{space.categories[0]!r} has none of; give no solver, "
+                "RandomSearch(...) or RepeatAndSelect(...). Or search the parameters "
+                "of each choice by itself, each search with a budget of its own."
+            )
+        for name in space.names:
+            self._check_known(name, space)
+
+    def _check_known(self, name: str, space: Space) -> None:
+        """Raises where the estimator has no such parameter, with the categories set."""
+        parameters = space.parameters(space.within(name))
+        others = [v for v in parameters if v != name and v in space.categories]
+        known = self._with({v: parameters[v] for v in others}).get_params()
+        if name in known:
+            return
+        likely = [k for k in known if k.endswith(f"__{name}")]
+        likely = likely or difflib.get_close_matches(name, known, 3)
+        hint = f"did you mean {' or '.join(map(repr, likely))}? " * bool(likely)
+        raise ValueError(
+            f"PrivateSearch: {type(self.estimator).__name__} has no parameter "
+            f"{name!r}; {hint}It has {sorted(known)}."
+        )
 
 
 def _hash_or_name(value):
@@ -382,17 +372,3 @@ def _hash_or_name(value):
         return joblib.hash(value)
     except Exception:
         return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _default(size, starts):
-    """Descent along inferred gradients, in units of a record's usual slope."""
-    return GradientInformativeBO(
-        21,
-        1.0,
-        step_size=_RULE,
-        evaluation_noise=0.02,
-        max_batch=2 * size + 16,
-        keep=max(128, 4 * size),  # older points add little to the gradient
-        polish=0,
-        portfolio=Portfolio(60 + len(starts), starts),
-    )

@@ -2,14 +2,14 @@
 
 import contextlib
 import copy
+import functools
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from sklearn.base import is_classifier, is_regressor
 
 from .refusals import Refusals
 
@@ -18,6 +18,7 @@ _STEP = 0.3  # of the differences that tell the slope of a loss
 # Clipping at the median would ask what is better for most rows, not on average.
 _USUAL = 0.95
 _MOST = 0.99  # of losses that are not cut off
+_MASS = 0.5  # of the mean loss that is not
 
 Losses = Callable[[Any, Any, Any], Float[np.ndarray, " n"]]
 
@@ -30,13 +31,23 @@ class RowLosses:
         X: Training inputs.
         y: Training targets.
         losses: `losses(estimator, X, y)`, the loss of every row.
+        middle: The middle of the branch of a point: estimators of one branch refuse the
+            same numbers.
     """
 
-    def __init__(self, make: Callable[[np.ndarray], Any], X, y, losses: Losses):
-        self.make, self.losses = make, losses
+    def __init__(
+        self,
+        make: Callable[[np.ndarray], Any],
+        X: Any,
+        y: Any,
+        losses: Losses,
+        middle: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
+    ):
+        self.make, self.losses, self.middle = make, losses, middle
         self.unit = 1.0  # what losses are divided by
         self.training = _sliceable(X), _sliceable(y)
-        self._refusals = Refusals.untried()
+        self._refusals: dict[bytes, Refusals] = {}
+        self._tries = False  # numbers that are refused, on training rows
 
     def fit(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator fitted to the training rows."""
@@ -51,19 +62,33 @@ class RowLosses:
         Nor do rows with numbers that are refused change how often there is a
         prediction, once `check_apart` has tried them.
         """
-        private = _sliceable(X), _sliceable(y)
-        judged = np.setdiff1d(_all(private), self._refusals.rows(private))
+        private, judged = (_sliceable(X), _sliceable(y)), {}
+        return functools.partial(self._losses_at, private, judged)
 
-        def losses_at(point):
-            try:
-                fitted = self.fit(point)
-            except Exception:  # of the training rows, whatever the private ones are
-                return np.full(count(y), np.nan)
-            # What is said about a row would tell something about it.
-            with _silence():
-                return self._judge(fitted, private, judged)
+    def _losses_at(self, private, judged, point):
+        """The losses of private rows; `judged` keeps which are judged in a branch."""
+        middle = self.middle(point)
+        try:
+            fitted = self.fit(point)
+        except Exception:  # of the training rows, whatever the private ones are
+            return np.full(count(private[-1]), np.nan)
+        # What is said about a row would tell something about it.
+        with _silence():
+            branch = middle.tobytes()
+            if branch not in judged:
+                refused = self._refused(middle).rows(private)
+                judged[branch] = np.setdiff1d(_all(private), refused)
+            return self._judge(fitted, private, judged[branch])
 
-        return losses_at
+    def _refused(self, middle):
+        """The numbers that are refused in a branch, by its middle."""
+        branch = middle.tobytes()
+        if branch not in self._refusals:
+            self._refusals[branch] = Refusals.untried()
+            if self._tries:
+                with contextlib.suppress(Exception):  # cannot be fitted there
+                    self._try_numbers(middle, self.fit(middle))
+        return self._refusals[branch]
 
     def check_apart(self, point: Float[np.ndarray, " d"]) -> None:
         """Raises where a row's loss depends on the rows beside it: on training rows.
@@ -81,9 +106,10 @@ class RowLosses:
             losses = self._losses_of(fitted, *_parts(table, everyone))
         except Exception as error:
             raise ValueError(
-                f"PrivateSearch.fit: in the middle of the space, {self.make(point)!r} "
+                f"PrivateSearch.fit: in the middle of the space, {self._shown(point)} "
                 f"fails on training rows: {str(error).rstrip('.')}. Where a parameter "
-                "is a whole number, give Range(..., integer=True)."
+                "is a whole number, give Range(..., integer=True), and where one has "
+                "a meaning with some categories only, when={...}."
             ) from error
         with _silence():
             same = all(
@@ -98,11 +124,24 @@ class RowLosses:
                 "alone: no scaling, ranking or mean over the rows given, and no random "
                 "numbers that rows share."
             )
+        self._tries = True
         with _silence():
-            self._refusals = Refusals.tried(
-                lambda n: _parts(table, np.resize(everyone, max(n, len(everyone)))),
-                lambda tables: self._try(fitted, *tables) is not None,
-            )
+            self._try_numbers(self.middle(point), fitted)
+
+    def _shown(self, point):
+        try:
+            return repr(self.make(point))
+        except Exception:  # a parameter that the estimator does not have there
+            return "the estimator"
+
+    def _try_numbers(self, middle, fitted):
+        """Finds out what numbers are refused in a branch, on training rows."""
+        everyone = _all(self.training)[:_PROBED]
+        table = _parts(self.training, everyone)
+        self._refusals[middle.tobytes()] = Refusals.tried(
+            lambda n: _parts(table, np.resize(everyone, max(n, len(everyone)))),
+            lambda tables: self._try(fitted, *tables) is not None,
+        )
 
     def usual_slope(self, size: int) -> float:
         """What the gradient of a training row's loss is shorter than, 95 in 100.
@@ -129,23 +168,33 @@ class RowLosses:
             f"most have slopes below {found:.3g}", "steep", "gradients"
         )
 
-    def usual_loss(self, size: int) -> float:
+    def usual_loss(self, middles: Sequence[np.ndarray]) -> float:
         """What the loss of a training row is below, 99 in 100.
 
-        In the middle of a space of `size` parameters, with the estimator fitted to
-        every other training row and losses of the rest; 1 where that tells nothing.
+        More where less than half of the mean loss is below that: where nearly all rows
+        have no loss, the few others are what counts. In the middle of a branch, with
+        the estimator fitted to every other training row and losses of the rest; of
+        several branches the median, and 1 where none tells anything.
+
+        Args:
+            middles: The middles of the branches.
         """
         everyone = _all(self.training)
         known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
-        try:
-            fitted = self.make(np.zeros(size)).fit(*known)
-            losses = self._losses_of(fitted, *held)
-        except Exception as error:
-            return self._unknown(f"fitted to one half: {error}", "large", "losses")
-        found = float(np.nanquantile(losses, _MOST))
-        if 1e-6 < found < 1e6:
-            return found
-        return self._unknown(f"most are below {found:.3g}", "large", "losses")
+        found, why = [], ""
+        for middle in middles:
+            try:
+                fitted = self.make(middle).fit(*known)
+                losses = self._losses_of(fitted, *held)
+            except Exception as error:
+                why = f"fitted to one half: {error}"
+                continue
+            usual = _cut(losses)
+            why = f"most are below {usual:.3g}"
+            found += [usual] * (1e-6 < usual < 1e6)
+        if found:
+            return sorted(found)[(len(found) - 1) // 2]
+        return self._unknown(why, "large", "losses")
 
     def _unknown(self, why, how, what):
         warnings.warn(
@@ -224,32 +273,6 @@ class RowLosses:
         return found / self.unit
 
 
-def default_losses(estimator: Any, training_targets: Any) -> Losses:
-    """Brier or 0-1 loss of a classifier, squared error of a regressor.
-
-    The variance of the training targets is the unit of squared errors.
-
-    Raises:
-        ValueError: The estimator is neither, or targets have a shape that the losses
-            of classifiers are not for.
-    """
-    if is_classifier(estimator):
-        if np.ndim(training_targets) != 1:
-            raise ValueError(
-                "PrivateSearch: the default losses of a classifier need one label per "
-                f"row, got y of shape {np.shape(training_targets)}. Ravel a column, or "
-                "give losses(estimator, X, y)."
-            )
-        return _brier_loss if hasattr(estimator, "predict_proba") else _zero_one_loss
-    if is_regressor(estimator):
-        scale = float(np.var(np.asarray(training_targets, np.float64))) or 1.0
-        return lambda fitted, X, y: _square(fitted.predict(X), y) / scale
-    raise ValueError(
-        f"PrivateSearch: {type(estimator).__name__} is no classifier and no regressor; "
-        "give losses(estimator, X, y)."
-    )
-
-
 def check_validation(X: Any, y: Any, validation: Any) -> None:
     """Raises unless the private records look like the training ones: shapes only.
 
@@ -277,6 +300,17 @@ def check_validation(X: Any, y: Any, validation: Any) -> None:
                 f"PrivateSearch.fit: {name} of validation must have the columns of the "
                 f"training {name}, {kinds[0]}, got {kinds[1]}."
             )
+
+
+def _cut(losses: Float[np.ndarray, " n"]) -> float:
+    """A loss that most are below, and that half of the mean is below; 0 if all are."""
+    finite = np.sort(np.maximum(losses[np.isfinite(losses)], 0))
+    if not len(finite):
+        return 0.0
+    most = np.quantile(finite, _MOST, method="higher")
+    sums, above = np.cumsum(finite), np.arange(len(finite))[::-1]
+    kept = sums + above * finite  # the sum of all, clipped at each of them
+    return float(max(most, finite[np.argmax(kept >= _MASS * sums[-1])]))
 
 
 def count(table: Any) -> int:
@@ -329,34 +363,3 @@ def _silence():
     ):
         warnings.simplefilter("ignore")
         yield
-
-
-def _brier_loss(fitted, X, y):
-    """Half the squared distance from each row's chances to its class, in [0, 1].
-
-    Proper as the log loss is, but bounded: where few rows have nearly all of a loss,
-    clipping turns its mean around. A class that training did not know has no chance.
-    """
-    chances = fitted.predict_proba(X)
-    hits = _labels(y)[:, None] == np.asarray(fitted.classes_)[None, :]
-    known = np.any(hits, axis=1)
-    return np.sum((chances - hits) ** 2, axis=1) / 2 + ~known / 2
-
-
-def _zero_one_loss(fitted, X, y):
-    return (_labels(fitted.predict(X)) != _labels(y)).astype(float)
-
-
-def _labels(y):
-    """Labels as they are: in one array one of them could change the type of all."""
-    found = np.empty(len(y), object)
-    for row, label in enumerate(y if isinstance(y, list | tuple) else np.asarray(y)):
-        found[row] = label
-    return found
-
-
-def _square(prediction, y):
-    # Row by row: (n,) less (n, 1) would be all pairs of records.
-    rows = (count(y), -1)
-    errors = np.reshape(prediction, rows) - np.asarray(y, np.float64).reshape(rows)
-    return np.mean(errors**2, axis=1)

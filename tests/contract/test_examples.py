@@ -78,7 +78,7 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     # Fewer runs of the audit, fewer steps of the search, two methods to plan from and
     # one law of records.
     short = dpb.search.GradientInformativeBO(2, 1.0, step_size=0.2, max_batch=8)
-    monkeypatch.setattr("dpbilevel.search.estimator._default", lambda *_: short)
+    monkeypatch.setattr("dpbilevel.search.default_solver._descent", lambda *_: short)
     every = planning.dry_runs.candidates
 
     def few(*arguments):

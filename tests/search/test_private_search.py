@@ -18,6 +18,8 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import dpbilevel as dpb
 from dpbilevel.search import rounds as searching
+from dpbilevel.search.default_solver import default_solver
+from dpbilevel.search.space import Space
 
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 RNG = np.random.default_rng(0)
@@ -181,9 +183,10 @@ def test_the_method_follows_from_the_number_and_kind_of_the_parameters(
 ):
     space = {name: dpb.search.Range(-1, 1, **kw) for name, kw in space.items()}
     budget = dpb.PrivacyBudget(1.0, delta)
-    search = dpb.PrivateSearch(Flat(), space, budget, starts=[{"a": 1.0}])
-    size = sum(entry.coordinates for entry in space.values())
-    solver = search._default_solver(search._rows(*TRAINING), size)
+    search = dpb.PrivateSearch(Flat(), space, budget)
+    starts = [search.position(v) for v in ({"a": 1.0}, search._own())]
+    rows = search._rows(*TRAINING)
+    solver = default_solver(Space(space), budget, rows, np.stack(starts))
     assert type(solver) is kind
     if kind is dpb.search.GradientInformativeBO:
         np.testing.assert_allclose(solver.portfolio.starts[0], [1, 0, 0, 0])
@@ -488,7 +491,7 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
     with pytest.warns(UserWarning, match=r"do not tell how steep .*n_neighbors"):
         assert rows.usual_slope(1) == 1.0
     with pytest.warns(UserWarning, match=r"do not tell how large .*n_neighbors"):
-        assert rows.usual_loss(1) == 1.0
+        assert rows.usual_loss([np.zeros(1)]) == 1.0
 
 
 @pytest.mark.parametrize(
