@@ -26,7 +26,8 @@ from .base import AbstractAskTellSolver
 from .default_losses import default_losses
 from .default_solver import default_solver
 from .gibo import GradientInformativeBO
-from .loop import minimize
+from .loop import searched
+from .parallel import check_jobs, evaluations
 from .problem import BlackBox
 from .ranges import Categorical
 from .ranges import Range as Range
@@ -79,6 +80,10 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             included. Nothing else may be learned from the training records then: it
             needs `losses` and a `solver`, no `folder`, and no losses are tried on
             training rows first.
+        n_jobs: How many processes evaluate the points of a step, -1 for one on each
+            core; each evaluation then has one thread, so that the answer is the same
+            for any number. With `None` points are evaluated one after another in this
+            process, with as many threads as libraries take.
 
     Attributes:
         best_params_: The released parameters.
@@ -117,6 +122,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
         training_mu: float | None = None,
         starts: Sequence[dict[str, Any]] = (),
+        n_jobs: int | None = None,
     ):
         self.estimator = estimator
         self.space = space
@@ -125,6 +131,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.losses = losses
         self.training_mu = training_mu
         self.starts = starts
+        self.n_jobs = n_jobs
 
     def fit(
         self,
@@ -186,8 +193,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             starts = [space.position(v) for v in (*self.starts, self._own())]
             solver = default_solver(space, self.budget, rows, np.stack(starts))
         records = "" if folder is None else self._identity(X, y, validation)
+        losses = rows.black_box(*validation)
         problem = BlackBox(
-            rows.black_box(*validation),
+            losses,
             count(validation[0]),
             Box(-1.0, 1.0),
             records,
@@ -195,15 +203,16 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             training_mu=self.training_mu,
             trainings_after=1,  # `best_estimator_`
         )
-        result = minimize(
+        result = searched(
             problem,
             solver,
             jnp.zeros(space.coordinates),
+            evaluations(losses, self.n_jobs),
             key=key,
             budget=self.budget,
+            precision="grid",
             folder=folder,
             progress=progress,
-            trajectory=True,
         )
         self.best_params_ = self.parameters(result.value)
         self.trajectory_ = result.trajectory
@@ -337,6 +346,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "so no units may be taken from them; give losses=, and solver= with a "
                 "clip norm that is known to suit them."
             )
+        check_jobs("PrivateSearch", self.n_jobs)
         space = Space(self.space)
         for start in self.starts:
             space.position(start)
