@@ -7,6 +7,7 @@ from .gibo import GradientInformativeBO
 from .kernels import RBF, AbstractKernel, Matern52, Quadratic
 from .loop import minimize
 from .noisy_ucb import NoisyUCB
+from .optuna import StudyAnswer, optimize_study
 from .portfolio import Portfolio
 from .problem import BlackBox
 from .random_search import RandomSearch
@@ -30,8 +31,10 @@ __all__ = [
     "Range",
     "RepeatAndSelect",
     "Spent",
+    "StudyAnswer",
     "TunedTraining",
     "limit_spending",
     "minimize",
+    "optimize_study",
     "spent",
 ]

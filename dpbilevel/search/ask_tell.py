@@ -12,6 +12,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.noise import PRNGKey
 from .base import AbstractAskTellSolver
+from .folder import NoisyLosses
 from .problem import BlackBox
 from .rounds import Rounds
 from .run import planned
@@ -111,6 +112,14 @@ class AskTell:
         The trajectory has one iterate a step.
         """
         return self._rounds.solution
+
+    @property
+    def noisy_losses(self) -> NoisyLosses | None:
+        """Points whose noisy mean losses were released, and these, when it is done.
+
+        All of `NoisyUCB`, one of `RepeatAndSelect`; other solvers release no loss.
+        """
+        return self._rounds.noisy_losses
 
     def close(self) -> None:
         """Unlocks the folder, so that another object can go on with the search."""

@@ -70,6 +70,14 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
     def remark(self, state: State) -> str | None:
         """What `minimize` warns of at the end, from released values, or `None`."""
 
+    def noisy_losses(self, state: State) -> tuple[Array, Array]:
+        """The points whose noisy losses a finished run releases, and these; or none.
+
+        One row a point: shapes `(k, d)` and `(k,)`.
+        """
+        del state
+        return jnp.zeros((0, 0)), jnp.zeros(0)
+
     @override
     def step(self, problem, data, state, *, key) -> State:
         key_ask, key_tell = derive(key, "ask", "tell")

@@ -32,6 +32,9 @@ _NUMBER = 1
 
 Point = Float[np.ndarray, " d"]
 Losses = Float[np.ndarray, " n"]  # everyone's, at a point
+# Released: points, one a row, and the noisy mean losses there.
+NoisyLosses = tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]
+Result = tuple[Solution, NoisyLosses]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Folder:
     def _public(self) -> dict[str, Any]:
         return self.first.fingerprint["run"]
 
-    def result(self) -> Solution | None:
-        """The answer and the released iterates of a finished run, if there is one.
+    def result(self) -> Result | None:
+        """What a finished run released, if there is one: its noisy losses as well.
 
         Raises:
             ValueError: Another run finished here, or its result is damaged.
@@ -60,6 +63,8 @@ class Folder:
             page = json.loads(content)
             value, path = np.asarray(page["value"]), np.asarray(page["trajectory"])
             rejected = int(page.get("rejected_updates", 0))
+            noisy = page["noisy_losses"]
+            at, values = np.asarray(noisy["points"]), np.asarray(noisy["values"])
             check_same_run(self.path, page, {"run": self._public})
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
@@ -67,7 +72,8 @@ class Folder:
                 "a new folder: a second release, on top of what this one cost."
             ) from error
         by_first(self._close)
-        return Solution(value, path, rejected)
+        points = at.reshape(-1, value.size)  # also where there is none
+        return Solution(value, path, rejected), (points, values)
 
     def begin(self) -> Checkpoint:
         """The interrupted run, or a new one before its first step; both on record.
@@ -129,8 +135,12 @@ class Folder:
 
         by_first(write)
 
-    def finish(self, solution: Solution) -> None:
+    def finish(self, solution: Solution, noisy: NoisyLosses) -> None:
         """Writes the result; released values and public ones only.
+
+        Args:
+            solution: What was released.
+            noisy: The points whose noisy losses were, and these.
 
         Raises:
             OSError: The disk refuses; the last checkpoint is intact.
@@ -140,6 +150,7 @@ class Folder:
             "value": np.asarray(solution.value).tolist(),
             "trajectory": np.asarray(solution.trajectory).tolist(),
             "rejected_updates": solution.rejected_updates,
+            "noisy_losses": {"points": noisy[0].tolist(), "values": noisy[1].tolist()},
             "run": self._public,
         }
 

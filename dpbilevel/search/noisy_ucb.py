@@ -120,6 +120,10 @@ class NoisyUCB(
         return state.w, state.points, state.values
 
     @override
+    def noisy_losses(self, state: _State) -> tuple[Array, Array]:
+        return state.points, state.values
+
+    @override
     def release(self, problem: SearchProblem, sizes: int) -> Release:
         query = loss_query(self.clip_range, sizes)
         return Release(LOSS, 1, (query,), self.release_noise)

@@ -116,6 +116,12 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
         return state.w, state.value
 
     @override
+    def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
+        """That of the best run; none where nothing was repeated."""
+        shown = int(jnp.isfinite(state.best_value))
+        return state.w[None][:shown], state.value[None][:shown]
+
+    @override
     def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
         assumptions = self.assumptions(problem, sizes)
         return Ledger((self._selection(sizes),), assumptions=assumptions)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -17,7 +18,7 @@ from ..core.solution import Solution, divergence
 from ..privacy.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, step_keys
 from .base import Proposal
-from .folder import Folder
+from .folder import Folder, NoisyLosses
 from .run import Run
 
 
@@ -46,6 +47,7 @@ class Rounds:
 
     Attributes:
         solution: What was released, once the search is finished; until then `None`.
+        noisy_losses: Points and noisy mean losses that were, likewise.
         remarks: What to warn of then, from released values.
         done: The number of steps made.
 
@@ -56,6 +58,7 @@ class Rounds:
 
     def __init__(self, run: Run, folder: Path | str | None):
         self.solution: Solution | None = None
+        self.noisy_losses: NoisyLosses | None = None
         self.remarks: list[str] = []
         self._run, self._saved = run, run.first
         self._round: _Round | None = None
@@ -78,7 +81,8 @@ class Rounds:
             if self.done == run.solver.num_steps:  # it stopped in its last moment
                 self._finish()
             return
-        self.solution = dataclasses.replace(found, report=run.report)
+        solution, self.noisy_losses = found
+        self.solution = dataclasses.replace(solution, report=run.report)
         self.remarks.append(
             f"{path} holds a finished run, whose result is returned; nothing was "
             "evaluated, whatever the records are now. For a new run, a second "
@@ -195,10 +199,14 @@ class Rounds:
         run, state = self._run, self._saved.state
         with double_precision():
             solution = solution_of(run.problem, run.solver, self._saved)
+            found = run.solver.noisy_losses(jax.tree.map(jnp.asarray, state))
+        points, values = map(np.asarray, found)
+        noisy = points.reshape(-1, len(solution.value)), values
+        if self._folder is not None:
+            self._folder.finish(solution, noisy)
         said = run.solver.remark(state), divergence(int(solution.rejected_updates))
         self.remarks += [remark for remark in said if remark is not None]
-        if self._folder is not None:
-            self._folder.finish(solution)
+        self.noisy_losses = noisy
         self.solution = dataclasses.replace(solution, report=run.report)
         self.close()
 

@@ -24,7 +24,7 @@ scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 # Configs of the same games are run by test_games_config, tasks and searches by others.
 LONG = {"group_fair", "group_robust", "matrix_game", "equinox_network"}
 LONG |= {"private_search", "penalty_tuning", "optax_pipeline", "data_cleaning"}
-LONG |= {"meta_learning", "tuned_training"}
+LONG |= {"meta_learning", "tuned_training", "optuna_study"}
 short_scripts = pytest.mark.parametrize(
     "script",
     [

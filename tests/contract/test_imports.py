@@ -12,6 +12,7 @@ import dpbilevel as dpb
 
 ROOT = Path(__file__).parents[2]
 SLOW = {"dp_accounting", "scipy.stats", "sklearn", "matplotlib", "pandas", "tqdm"}
+SLOW |= {"optuna"}
 WITHOUT_SKLEARN = "import sys; sys.modules['sklearn'] = sys.modules['joblib'] = None\n"
 READ_ALL = "[getattr(dpbilevel, name) for name in dir(dpbilevel) if name != {!r}]\n"
 

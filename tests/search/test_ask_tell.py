@@ -218,6 +218,25 @@ def test_points_that_are_changed_outside_change_nothing():
     assert looped.same(search.result, looped.search("random_search", trajectory=True))
 
 
+@pytest.mark.parametrize("name", SOLVERS)
+def test_noisy_losses_are_those_that_the_solver_releases_and_are_kept(name, tmp_path):
+    count = {"noisy_ucb": 4, "repeat_and_select": 1}.get(name, 0)
+    search = made(name, folder=tmp_path)
+    assert search.noisy_losses is None
+    finished(search)
+    points, values = search.noisy_losses
+    assert points.shape == (count, 2)
+    assert values.shape == (count,)
+    scale = search.result.report.epsilon
+    for point, value in zip(points, values, strict=True):
+        exact = np.clip(losses_at(point[None]), 0, 2).mean()
+        assert 0 < abs(value - exact) < 10 * 2 / 30 / scale  # noise of some B / n
+    with pytest.warns(UserWarning, match="finished run"):
+        again = made(name, folder=tmp_path)
+    np.testing.assert_array_equal(again.noisy_losses[0], points)
+    np.testing.assert_array_equal(again.noisy_losses[1], values)
+
+
 def test_nothing_of_the_losses_is_shown():
     search = made("random_search")
     search.ask()

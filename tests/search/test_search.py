@@ -492,7 +492,8 @@ def test_the_report_says_what_a_black_box_must_keep_to(whole):
 def test_the_result_file_holds_released_and_public_values(whole, tmp_path):
     result = search(folder=tmp_path)
     page = json.loads((tmp_path / "search.json").read_text())
-    assert set(page) == {"format", "value", "trajectory", "rejected_updates", "run"}
+    names = {"format", "value", "trajectory", "rejected_updates", "noisy_losses"}
+    assert set(page) == names | {"run"}
     assert page["value"] == result.value.tolist()
     assert page["run"]["report"]["epsilon"] == result.report.epsilon
     assert page["trajectory"] == whole[NAME].trajectory.tolist()
