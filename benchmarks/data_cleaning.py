@@ -88,7 +88,7 @@ def linear(y, features):
 
 
 def network(y, features):
-    return jnp.tanh(features @ y["w1"]) @ y["w2"] + y["b2"]
+    return jax.nn.relu(features @ y["w1"]) @ y["w2"] + y["b2"]
 
 
 def start_of(model, num_features):
@@ -96,7 +96,7 @@ def start_of(model, num_features):
         return jnp.zeros((num_features, 10))
     first, second = jax.random.split(jax.random.key(0))
     return {
-        "w1": jax.random.normal(first, (num_features, 300)) / 10,
+        "w1": jax.random.normal(first, (num_features, 300)) * (2 / num_features) ** 0.5,
         "w2": jax.random.normal(second, (300, 10)) / 300**0.5,
         "b2": jnp.zeros(10),
     }
@@ -173,8 +173,8 @@ def candidates(problem):
 
 def for_networks(problem):
     """Steps of a fixed number: a network's Hessian need not be positive definite."""
-    lower = dpb.oracles.AcceleratedGradient(20, 0.3, 0.9, tolerance=None)
-    return {"ours": ours(problem, lower, dpb.oracles.Neumann(10, 0.3))}
+    lower = dpb.oracles.AcceleratedGradient(20, 0.1, 0.9, tolerance=None)
+    return {"ours": ours(problem, lower, dpb.oracles.Neumann(10, 0.1))}
 
 
 # ---------------------------------------------------------------------- the runs
@@ -252,4 +252,4 @@ def main():
     if options.get("model", "linear") == "linear":
         compare(task, linear, candidates(weighted(linear, 1e-3)), 40)
     if options.get("model", "network") == "network":
-        compare(task, network, for_networks(weighted(network, 1e-3)), 24)
+        compare(task, network, for_networks(weighted(network, 1e-3)), 80)

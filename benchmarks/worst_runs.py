@@ -4,7 +4,8 @@ One plan for every task and budget, by `dpb.auto` or with the settings that an e
 has, then a run for each of 20 keys. Printed are the median and the worst of the
 released models' losses on test records beside the loss of the starting point, and how
 many runs released a number that is not finite. `--task=T1b` runs the tasks that begin
-so, `--epsilon=1,3` these budgets; all of them write docs/worst_runs.md. NON-PRIVATE
+so, `--epsilon=1,3` these budgets. Rows are kept in runs/worst_runs/rows.json and not
+measured again; a call without options writes docs/worst_runs.md. NON-PRIVATE
 evaluation. Data as in `benchmarks utility`.
 """
 
@@ -25,7 +26,7 @@ from . import games, penalties, utility
 from .census import ADULT, ROOT
 
 PAGE = ROOT / "docs/worst_runs.md"
-FOLDER = pathlib.Path("runs/worst_runs")
+ROWS = pathlib.Path("runs/worst_runs/rows.json")
 EPSILONS = (0.3, 1.0, 3.0, 10.0)
 KEYS = 20
 WIDE = (-8.0, 2.0)  # the default bounds of `penalty_tuning`
@@ -189,16 +190,17 @@ def table(rows):
 
 def main():
     options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
-    prefix, rows = options.get("task", ""), []
+    prefix = options.get("task", "")
     chosen = options.get("epsilon", ",".join(map(str, EPSILONS)))
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    ROWS.parent.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(ROWS.read_text()) if ROWS.is_file() else []
     for epsilon in map(float, chosen.split(",")):
         for name, task in tasks().items():
-            if not name.startswith(prefix):
-                continue
-            rows.append(evaluate(name, task, epsilon))
-            (FOLDER / f"{prefix or 'all'}.json").write_text(json.dumps(rows))
-            jax.clear_caches()
+            done = any((r["task"], r["epsilon"]) == (name, epsilon) for r in rows)
+            if name.startswith(prefix) and not done:
+                rows.append(evaluate(name, task, epsilon))
+                ROWS.write_text(json.dumps(rows))
+                jax.clear_caches()
     print(table(rows))
-    if not prefix and "epsilon" not in options:
+    if not options:
         utility.write(PAGE, [table(rows)])
