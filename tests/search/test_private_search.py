@@ -17,9 +17,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import dpbilevel as dpb
-from dpbilevel.search import rounds as searching
+from dpbilevel.search import rounds
 from dpbilevel.search.default_solver import default_solver
 from dpbilevel.search.space import Space
+from tests.search.test_search import programs
 
 BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 RNG = np.random.default_rng(0)
@@ -152,10 +153,10 @@ def test_one_parameter_is_searched_at_random_in_units_of_the_losses_of_training_
     assert "without delta" in result.report_.accountant
     assert "40 public candidates" in str(result.report_)
     # In other units nothing changes, and nothing is compiled again.
-    before = searching._tell._cache_size()
+    before = programs()
     again = searched(solver=None, losses=lambda e, X, y: 1e3 * squares(e, X, y))
     np.testing.assert_allclose(again.trajectory_, result.trajectory_, rtol=1e-6)
-    assert searching._tell._cache_size() == before
+    assert programs() == before
 
 
 class Flat(RegressorMixin, BaseEstimator):
@@ -472,7 +473,7 @@ def test_a_search_does_not_go_on_with_something_else(change, tmp_path, monkeypat
         raise RuntimeError("the cluster went away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(searching, "_tell", stops)
+        patch.setattr(rounds, "_short_tell", stops)
         with pytest.raises(RuntimeError):
             searched(**stopped)
     with pytest.raises(ValueError, match=r"also the estimator|evaluates was"):

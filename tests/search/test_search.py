@@ -70,6 +70,12 @@ def search(name="noisy_ucb", losses=None, key=0, **options):
     )
 
 
+def programs():
+    """How many programs of steps were compiled in this process."""
+    parts = searching._ask, searching._tell, searching._short_ask, searching._short_tell
+    return [part._cache_size() for part in parts]
+
+
 def same(left, right):
     return np.array_equal(left.value, right.value) and np.array_equal(
         left.trajectory, right.trajectory
@@ -110,10 +116,19 @@ def test_the_number_of_evaluations_is_fixed(name):
 
 def test_nothing_is_compiled_twice():
     search("noisy_ucb")
-    before = searching._ask._cache_size(), searching._tell._cache_size()
+    before = programs()
     louder = dpb.PrivacyBudget(1.0, 1e-3)
     search("noisy_ucb", lambda point: np.ones(30), key=5, budget=louder)
-    assert before == (searching._ask._cache_size(), searching._tell._cache_size())
+    assert before == programs()
+
+
+@solvers
+def test_programs_that_are_optimized_less_release_the_same(name, whole, monkeypatch):
+    before = searching._ask._cache_size()
+    monkeypatch.setattr(searching, "_SHORT", 0)
+    found = search(name, trajectory=True)
+    assert searching._ask._cache_size() == before + 1  # the control
+    np.testing.assert_allclose(found.trajectory, whole[name].trajectory, rtol=1e-9)
 
 
 def test_the_black_box_sees_its_own_point_in_float64_under_the_callers_setting():
