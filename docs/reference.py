@@ -28,6 +28,7 @@ PACKAGES = {
     "draws": "One draw instead of many steps",
     "planning": "Plans without settings",
     "privacy": "Building blocks of guarantees",
+    "sklearn": "Estimators in scikit-learn's conventions",
     "audit": "Audits",
     "oracles": "Derivatives without privacy",
     "sets": "Constraint sets",

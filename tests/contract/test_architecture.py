@@ -11,7 +11,7 @@ LIBRARY = Path(__file__).parents[2] / "dpbilevel"
 # Lowest first. What stands in one entry of the list may not import each other.
 BELOW_ALL = ("_version", "_checks", "_extras", "sets")
 PACKAGES = ("privacy", "core", "onelevel", "bilevel", "games", "oracles")
-PACKAGES += ("draws", "search", "planning", "audit")
+PACKAGES += ("draws", "search", "planning", "audit", "sklearn")
 ORDER = (*BELOW_ALL, *PACKAGES, "_public", "cli", "__main__")
 
 

@@ -87,6 +87,24 @@ except ImportError as error:
     ]
 
 
+def test_estimators_are_not_imported_with_the_library():
+    code = "import dpbilevel\n" + READ_ALL.format("PrivateSearch")
+    assert "dpbilevel.sklearn" not in loaded(code)
+    assert "dpbilevel.sklearn.logistic" in loaded("import dpbilevel.sklearn")
+
+
+def test_estimators_without_scikit_learn_say_what_to_install():
+    code = f"""{WITHOUT_SKLEARN}
+try:
+    import dpbilevel.sklearn
+except ImportError as error:
+    print(error)"""
+    assert output(code) == (
+        "dpbilevel.sklearn needs scikit-learn: run pip install -e '.[sklearn]' in a "
+        "clone of dpbilevel, or pip install scikit-learn\n"
+    )
+
+
 def test_unknown_name_is_an_attribute_error():
     assert not hasattr(dpb, "NoisyGradient")
     assert not hasattr(dpb, "no.name")

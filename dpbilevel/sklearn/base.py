@@ -1,0 +1,269 @@
+"""What all private estimators share: how records, keys and budgets enter a fit."""
+
+import dataclasses
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int, PyTree
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_array, check_consistent_length
+from sklearn.utils.validation import column_or_1d, validate_data
+
+from .. import _checks
+from ..core.levels import Sizes
+from ..core.loop import solve
+from ..core.plan import calibrate
+from ..core.problem import AbstractProblem
+from ..core.solution import Plan, divergence
+from ..core.solver import AbstractSolver
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.noise import PRNGKey, check_key, root_key
+from ..privacy.report import PrivacyReport
+from ..privacy.rows import filler, padded_rows
+from .declared import Frame, declared, frame, index_of, numbers
+
+_run = jax.jit(lambda *run, key: solve(*run, key=key))
+_FLOATS: Any = (np.float64, np.float32)
+
+
+class PrivateEstimator(BaseEstimator):
+    """An estimator whose `fit` is one run of a planned solver.
+
+    Subclasses have the parameters `epsilon`, `delta`, `bounds` and `data_norm`.
+
+    Attributes:
+        privacy_report_: The guarantee of the last `fit`, with what it assumes.
+    """
+
+    privacy_report_: PrivacyReport
+    n_features_in_: int
+
+    def _budget(self) -> PrivacyBudget:
+        return PrivacyBudget(self._given("epsilon"), self._given("delta"))
+
+    def _given(self, name: str) -> Any:
+        """A parameter; parameters are those of the subclass's `__init__`."""
+        return getattr(self, name)
+
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    def _table(self, X: Any) -> Float[np.ndarray, "n d"]:
+        """The features as numbers, NaN where one is missing; sets `n_features_in_`.
+
+        Raises:
+            TypeError: They are sparse.
+            ValueError: They are no table, have no features, or no rows where the
+                number of rows is public.
+        """
+        relation = getattr(self, "neighbours", Neighbours.REPLACE_ONE.value)
+        array = check_array(
+            numbers(X),
+            dtype=_FLOATS,
+            ensure_all_finite=False,
+            ensure_min_samples=int(relation == Neighbours.REPLACE_ONE.value),
+            estimator=self,
+            input_name="X",
+        )
+        validate_data(self, X, skip_check_array=True)
+        return array
+
+    def _more_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
+        """Features of further protected records, of the columns of the first ones.
+
+        Raises:
+            TypeError: They are sparse.
+            ValueError: They are no table of as many columns.
+        """
+        array = check_array(
+            numbers(X), dtype=_FLOATS, ensure_all_finite=False, estimator=self
+        )
+        validate_data(self, X, reset=False, skip_check_array=True)
+        return array
+
+    def _column(self, y: Any, X: Float[np.ndarray, "n d"]) -> np.ndarray:
+        """A column beside the features, of any type."""
+        if y is None:
+            raise ValueError(
+                f"{self._owner} requires y to be passed, but the target y is None."
+            )
+        column = column_or_1d(y, warn=True)
+        check_consistent_length(X, column)
+        return column
+
+    def _frame(self) -> Frame:
+        """The units of the features."""
+        return frame(
+            self._owner,
+            self.n_features_in_,
+            self._given("bounds"),
+            self._given("data_norm"),
+            centered=self._constant,
+        )
+
+    @property
+    def _constant(self) -> bool:
+        """Whether the model has a constant."""
+        return bool(getattr(self, "fit_intercept", True))
+
+    def _test_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
+        """Features to predict, which are not protected: errors may tell of them."""
+        table: Any = validate_data(self, X, reset=False, dtype=_FLOATS)
+        return table
+
+    def _refuse(self, given: dict[str, Any]) -> None:
+        """Refuses arguments of `fit` that other estimators have.
+
+        Raises:
+            TypeError: There are any.
+        """
+        why = {
+            "sample_weight": "weights would let one record count for more than the "
+            "noise is made for. Repeat no records either: a repeated record is one "
+            "of a person with several.",
+            "random_state": "whoever guesses a seed can subtract the noise. Pass "
+            "key=, a typed key such as dpbilevel.root_key(), or nothing: then every "
+            "fit draws a new one from the operating system.",
+        }
+        for name in given:
+            reason = why.get(name, "there is no such argument.")
+            raise TypeError(f"{self._owner}.fit: {name} is refused: {reason}")
+
+    def _solved(
+        self,
+        problem: AbstractProblem,
+        plan: Plan[Any],
+        records: PyTree,
+        w0: PyTree,
+        key: PRNGKey,
+    ) -> PyTree:
+        """Runs a plan once and keeps its report.
+
+        Warns:
+            RuntimeWarning: The run diverged.
+        """
+        solution = _run(problem, plan.solver, records, w0, key=key)
+        self.privacy_report_ = plan.report
+        remark = divergence(int(solution.rejected_updates))
+        if remark is not None:
+            warnings.warn(f"{self._owner}.fit: {remark}", RuntimeWarning, stacklevel=3)
+        return jax.tree.map(np.asarray, solution.value)
+
+
+class PrivateClassifier(PrivateEstimator):
+    """A private estimator of declared classes.
+
+    Attributes:
+        classes_: The declared classes, sorted.
+    """
+
+    classes_: np.ndarray
+
+    def _declared_classes(self) -> np.ndarray:
+        return declared(
+            self._owner, "classes", self._given("classes"), 'classes=["no", "yes"]'
+        )
+
+    def _labels(self, y: np.ndarray) -> Int[np.ndarray, " n"]:
+        """The number of each record's class; -1 where it is none that is declared."""
+        return index_of(self._owner, "classes", self.classes_, y)
+
+
+def key_or_fresh(key: PRNGKey | None) -> PRNGKey:
+    """The key of a fit: the one given, or a new one of the operating system's."""
+    return root_key() if key is None else check_key(key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Who is a neighbour, and for how many records a fit is planned.
+
+    Attributes:
+        relation: The neighbouring relation.
+        size: The public number of records.
+    """
+
+    relation: Neighbours
+    size: int
+
+    @classmethod
+    def of(cls, owner: str, neighbours: str, size: int | None, rows: int) -> "Planned":
+        """From the parameters of an estimator and the number of rows of a fit.
+
+        Raises:
+            ValueError: An unknown relation, or a size that is missing or known.
+        """
+        names = tuple(relation.value for relation in Neighbours)
+        _checks.one_of(owner, "neighbours", neighbours, names)
+        relation = Neighbours(neighbours)
+        if relation is Neighbours.REPLACE_ONE:
+            if size is not None:
+                raise ValueError(
+                    f"{owner}: size= is for neighbours='add_or_remove_one'; under "
+                    "replace_one the number of records is public and taken from X."
+                )
+            return cls(relation, rows)
+        if size is None:
+            raise ValueError(
+                f"{owner}: under neighbours='add_or_remove_one' the number of records "
+                "is private; give size=, a public number not far from it."
+            )
+        _checks.count(owner, size=size)
+        return cls(relation, int(size))
+
+    def rows(self, records: PyTree) -> PyTree:
+        """Records in a public number of rows: where theirs is private, NaN follow.
+
+        So no shape tells how many there are, and no program is compiled for it.
+        """
+        if self.relation is Neighbours.REPLACE_ONE:
+            return records
+        rows = padded_rows(self.size)
+
+        def filled(column):
+            missing = max(rows - len(column), 0)  # `solve` refuses too many
+            widths = [(0, missing)] + [(0, 0)] * (column.ndim - 1)
+            return np.pad(column, widths, constant_values=filler(column.dtype))
+
+        return jax.tree.map(filled, records)
+
+
+def with_nan(
+    rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"]
+) -> Float[np.ndarray, "n d"]:
+    """Rows for the library; NaN, so that they contribute nothing, where asked for.
+
+    Args:
+        rows: Features in the units of a `Frame`.
+        counts: Which records have a target.
+    """
+    rows = np.where(counts[:, None], rows, np.nan)
+    return rows.astype(jnp.result_type(float))
+
+
+@functools.lru_cache(maxsize=128)
+def plan_of(
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    budget: PrivacyBudget,
+    sizes: Sizes | int,
+    shapes: tuple[tuple[int, ...], ...],
+) -> Plan[Any]:
+    """The calibrated solver; kept for the next fit of records of these sizes.
+
+    Args:
+        problem: The problem.
+        solver: The solver, of the relation that is meant.
+        budget: The budget.
+        sizes: The numbers of records.
+        shapes: Those of the leaves of the start.
+    """
+    dtype = jnp.result_type(float)
+    w0 = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    start = w0[0] if len(w0) == 1 else w0
+    return calibrate(problem, solver, budget, sizes=sizes, w0=start)

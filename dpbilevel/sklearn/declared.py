@@ -1,0 +1,216 @@
+"""Public facts that estimators are given, and records in units of them.
+
+Everything here works on one record at a time, and raises by shapes, types and declared
+facts alone: a row with an entry that is no finite number becomes a row of NaN, a label
+that is not declared has the index -1. Such records count for nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from .. import _checks
+
+# Entries of a feature that is uniform in its bounds have this mean square.
+_UNIFORM = 1 / 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    r"""Rows in units in which their length is about 1, and coefficients back from them.
+
+    With bounds an entry is cut to them, and $z = (x - c) / h \cdot \sqrt{3 / d}$ with
+    $c = 0$ where the bounds hold it, else their middle, and $h$ the distance of the
+    farther one from $c$. With a norm $z = x / R$, and longer rows are
+    shortened to 1. Models without a constant have $c = 0$.
+
+    Attributes:
+        lower: Bounds of the features, or `None`.
+        upper: Likewise.
+        center: $c$.
+        scale: What a feature is divided by.
+        norm: $R$, or `None`.
+    """
+
+    lower: Float[np.ndarray, " d"] | None
+    upper: Float[np.ndarray, " d"] | None
+    center: Float[np.ndarray, " d"]
+    scale: Float[np.ndarray, " d"]
+    norm: float | None
+
+    @property
+    def longest(self) -> float:
+        """The length of the longest row."""
+        return 1.0 if self.norm is not None else _UNIFORM**-0.5
+
+    def rows(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+        """Rows in these units; NaN where an entry is not finite."""
+        finite = np.isfinite(X).all(axis=1, keepdims=True)
+        X = np.where(finite, X, 0)
+        if self.norm is None:
+            rows = (np.clip(X, self.lower, self.upper) - self.center) / self.scale
+        else:
+            # Squares of huge entries would overflow.
+            largest = np.maximum(np.abs(X).max(axis=1, keepdims=True), self.norm)
+            unit = X / largest
+            length = np.linalg.norm(unit, axis=1, keepdims=True)
+            with np.errstate(all="ignore"):  # a warning would tell of a record
+                rows = unit * np.minimum(largest / self.norm, 1 / length)
+            rows = np.where(length > 0, rows, 0)
+        return np.where(finite, rows, np.nan)
+
+    def coefficients(
+        self, weights: Float[np.ndarray, "k d"], intercept: Float[np.ndarray, " k"]
+    ) -> tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]:
+        """Coefficients of features as they came, from those of `rows`."""
+        weights = weights / self.scale
+        return weights, intercept - weights @ self.center
+
+
+def frame(
+    owner: str, width: int, bounds: Any, data_norm: Any, *, centered: bool = True
+) -> Frame:
+    """The units of records with declared bounds or a declared norm.
+
+    Args:
+        owner: Whose parameters they are.
+        width: The number of features.
+        bounds: `(lower, upper)`, each a number or one for each feature.
+        data_norm: The largest length of a row.
+        centered: Whether entries may be moved, for models with a constant.
+
+    Raises:
+        ValueError: Both or none are given, or one is out of range.
+    """
+    if (bounds is None) == (data_norm is None):
+        raise ValueError(
+            f"{owner}: declare bounds=(lower, upper), numbers or one for each feature, "
+            "or data_norm=, the largest length of a row, and not both. They must come "
+            "from public knowledge: the smallest and largest value in the records "
+            "would be a release that nobody counted."
+        )
+    if bounds is None:
+        _checks.positive(owner, data_norm=data_norm)
+        norm = float(data_norm)
+        return Frame(None, None, np.zeros(width), np.full(width, norm), norm)
+    lower, upper = interval(owner, "bounds", bounds, width)
+    inside = (lower <= 0) & (upper >= 0)
+    center = np.where(inside | (not centered), 0.0, lower + (upper - lower) / 2)
+    reach = np.maximum(upper - center, center - lower)
+    return Frame(lower, upper, center, reach * np.sqrt(width * _UNIFORM), None)
+
+
+def interval(
+    owner: str, name: str, bounds: Any, width: int
+) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
+    """Lower and upper bounds of so many numbers.
+
+    Raises:
+        ValueError: They are not finite and increasing, or of another number.
+    """
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise ValueError(
+            f"{owner}: {name} must be a pair (lower, upper), got "
+            f"{_checks.shown(bounds)}."
+        )
+    try:
+        lower, upper = (np.asarray(v, float) for v in bounds)
+        lower, upper = (np.broadcast_to(v, (width,)).copy() for v in (lower, upper))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{owner}: {name} must be two numbers or two lists of {width} numbers, one "
+            "for each feature."
+        ) from None
+    with np.errstate(over="ignore"):
+        widths = upper - lower
+    if not (np.isfinite(widths).all() and (widths > 0).all()):
+        raise ValueError(
+            f"{owner}: the lower end of {name} must be below the upper one, and both "
+            "finite, for every feature."
+        )
+    return lower, upper
+
+
+def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
+    """The declared values of a column, sorted.
+
+    Args:
+        owner: Whose parameter it is.
+        name: The parameter.
+        values: What was given.
+        example: How it may be given.
+
+    Raises:
+        ValueError: They are missing, fewer than two, not of one kind, or not distinct.
+    """
+    if values is None or isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(
+            f"{owner}: declare {name}=, every value that a record may have, from "
+            f"public knowledge, such as {example}. Those found in the records would be "
+            "a release that nobody counted: one that a single person has would give "
+            "them away."
+        )
+    listed = [v.item() if isinstance(v, np.generic) else v for v in values]
+    texts = [isinstance(v, str) for v in listed]
+    if any(texts) and not all(texts):
+        raise ValueError(f"{owner}: {name} must be all texts or all numbers.")
+    array = np.asarray(listed)
+    if array.ndim != 1 or len(set(listed)) != len(listed) or len(listed) < 2:
+        raise ValueError(
+            f"{owner}: {name} must be distinct values, at least two: with one class "
+            f"there is nothing to learn; got {_checks.shown(values)}."
+        )
+    return np.sort(array)
+
+
+def index_of(
+    owner: str, name: str, declared: np.ndarray, column: np.ndarray
+) -> Int[np.ndarray, " n"]:
+    """Where each entry of a column is among the declared values; -1 where it is not.
+
+    Raises:
+        ValueError: One are texts and the others numbers, by their dtypes.
+    """
+    texts = declared.dtype.kind == "U"
+    if column.dtype.kind != "O" and (column.dtype.kind in "US") != texts:
+        raise ValueError(
+            f"{owner}: {name} was declared with values of {declared.dtype}, but the "
+            f"records have {column.dtype}."
+        )
+    places = {value: place for place, value in enumerate(declared.tolist())}
+
+    def place(value: Any) -> int:
+        try:
+            return places.get(value, -1)
+        except TypeError:  # no hash: it is none of them
+            return -1
+
+    return np.fromiter(map(place, column.tolist()), np.int32, len(column))
+
+
+def numbers(table: Any) -> Any:
+    """A table as an array of numbers; NaN where an object is none.
+
+    Sparse matrices, and arrays that are numbers already, are passed on.
+    """
+    if hasattr(table, "tocsr") or not _has_rows(table):
+        return table
+    array = np.asarray(table)
+    if array.dtype.kind not in "OUS":
+        return array
+    flat = [_number(value) for value in array.ravel().tolist()]
+    return np.asarray(flat, float).reshape(array.shape)
+
+
+def _has_rows(table: Any) -> bool:
+    return hasattr(table, "__len__") or hasattr(table, "__array__")
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except Exception:  # whatever an object raises that stands for a number
+        return np.nan

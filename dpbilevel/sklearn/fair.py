@@ -1,0 +1,175 @@
+"""A linear classifier for the group that is worst off."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import _checks
+from ..games.group_descent import GroupDescent
+from ..games.group_game import GroupGame
+from ..games.groups import group_fair, group_start, group_weights
+from ..privacy.noise import PRNGKey
+from .base import Planned, key_or_fresh, plan_of
+from .declared import Frame, declared, index_of
+from .linear import SHARE, LinearClassifier
+
+EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
+
+
+class FairClassifier(LinearClassifier):
+    r"""A linear classifier that minimizes the loss of the group that is worst off.
+
+    The problem is `games.group_fair`, the solver `games.GroupDescent`: weights of the
+    groups rise where the loss is large, and the model follows them.
+
+    Args:
+        epsilon: $\varepsilon$.
+        delta: $\delta$, well below one over the number of records.
+        classes: Declared: every label that a record may have.
+        shares: Declared: the groups, each with its share of the records, of sum at most
+            1; from a census or a sampling plan. A wrong share multiplies the loss of
+            its group by true over declared share.
+        bounds: Declared: `(lower, upper)`, numbers or one for each feature.
+        data_norm: Declared instead of bounds: the largest length of a row.
+        fit_intercept: Whether to fit a constant, too.
+        radius: Of the ball of models about the origin, in units of the rows.
+        max_iter: The number of steps.
+        neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
+        size: A public number of records to plan for, where theirs is private.
+
+    Attributes:
+        coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
+        intercept_: Of shape `(1,)` or `(k,)`.
+        classes_: The declared classes, sorted.
+        groups_: The declared groups, sorted.
+        group_weights_: The released weight of each, of sum 1: of the group that is
+            worst off the largest, where that is worth its noise.
+        n_iter_: The number of steps.
+        privacy_report_: The `PrivacyReport`.
+        n_features_in_: $d$.
+        feature_names_in_: The names of the columns, where X has any.
+
+    Privacy:
+        `max_iter` releases of gradient and losses, enforced by clipping. Under
+        replace-one the number of records is public; so is whatever was declared. The
+        group of a record is part of it and protected. A record with a missing number,
+        or a label or group that was not declared, counts for nothing, in silence.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        classes: Any = None,
+        shares: Any = None,
+        bounds: Any = None,
+        data_norm: float | None = None,
+        fit_intercept: bool = True,
+        radius: float = 20.0,
+        max_iter: int = 200,
+        neighbours: str = "replace_one",
+        size: int | None = None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.classes = classes
+        self.shares = shares
+        self.bounds = bounds
+        self.data_norm = data_norm
+        self.fit_intercept = fit_intercept
+        self.radius = radius
+        self.max_iter = max_iter
+        self.neighbours = neighbours
+        self.size = size
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        groups: Any = None,
+        *,
+        key: PRNGKey | None = None,
+        **refused: Any,
+    ) -> "FairClassifier":
+        """Plans without records, then runs the plan once: one release.
+
+        Args:
+            X: Features, of shape `(n, d)`.
+            y: Labels.
+            groups: The group of each record.
+            key: One typed key; by default a new one of the operating system's.
+            **refused: Nothing; says why `sample_weight` is refused.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            TypeError: A key that is not typed, sparse features, other arguments.
+            ValueError: Something is not declared, or shapes do not fit.
+        """
+        self._refuse(refused)
+        if groups is None:
+            raise ValueError(f"{self._owner}.fit: give groups=, that of each record.")
+        budget, key = self._budget(), key_or_fresh(key)
+        table, units = self._table(X), self._frame()
+        labels_of = self._column(y, table)
+        self.classes_ = self._declared_classes()
+        self.groups_, shares = self._groups()
+        _checks.positive(self._owner, radius=self.radius)
+        _checks.count(self._owner, max_iter=self.max_iter)
+        planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
+        records = self._records(units.rows(table), self._labels(labels_of))
+        group = index_of(
+            self._owner, "shares", self.groups_, self._column(groups, table)
+        )
+        records["group"] = group
+        game = self._game(shares, units)
+        w0 = group_start(game, self._start(), shares)
+        solver = GroupDescent(num_steps=int(self.max_iter))
+        solver = solver.with_neighbours(planned.relation)
+        shapes = tuple(v.shape for v in w0)
+        plan = plan_of(game, solver, budget, planned.size, shapes)
+        model, weights = self._solved(game, plan, planned.rows(records), w0, key)
+        self.group_weights_ = np.asarray(group_weights(game, weights))
+        self.n_iter_ = solver.num_steps
+        self._keep(model, units)
+        return self
+
+    def _game(self, shares: tuple[float, ...], units: Frame) -> GroupGame:
+        """The game; steps follow from how curved the loss of the longest row may be.
+
+        The second derivative of a logistic loss is at most 1/4 of the squared length of
+        a row, that of a softmax at most 1/2.
+        """
+        count = len(self.classes_)
+        square = units.longest**2
+        if self._constant:
+            square = SHARE**2 * (square + 1)
+        smoothness = (0.25 if count == 2 else 0.5) * square
+        bound = 2 * math.log(count)  # twice the loss of no model
+        return _game(self._loss, shares, float(self.radius), smoothness, bound)
+
+    def _groups(self) -> tuple[np.ndarray, tuple[float, ...]]:
+        """The declared groups, sorted, and their shares."""
+        if not isinstance(self.shares, Mapping):
+            raise ValueError(
+                f"{self._owner}: declare shares=, the groups and their shares of the "
+                f"records from public knowledge, such as {EXAMPLE}. Shares that are "
+                "counted in the records would be a release that nobody counted."
+            )
+        names = declared(self._owner, "shares", [*self.shares], EXAMPLE)
+        return names, tuple(float(self.shares[name]) for name in names.tolist())
+
+
+@functools.lru_cache(maxsize=64)
+def _game(
+    loss: Any, shares: tuple[float, ...], radius: float, smoothness: float, most: float
+) -> GroupGame:
+    """The game of a loss with its constants; one object for each, compiled once."""
+    game = group_fair(loss, shares, radius=radius)
+    return dataclasses.replace(game, smoothness=smoothness, loss_bound=most)

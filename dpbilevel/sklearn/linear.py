@@ -1,0 +1,155 @@
+"""Linear classifiers: losses, records and what their estimators predict."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Int
+from sklearn.base import ClassifierMixin
+from sklearn.utils.validation import check_is_fitted
+
+from ..onelevel.losses import Record, example, logistic_loss, score
+from .base import PrivateClassifier, with_nan
+from .declared import Frame
+
+# The constant feature is as long as a typical row: together they have length 1.
+SHARE = 0.5**0.5
+
+
+def softmax_loss(weights: Float[Array, "d k"], record: Record) -> Float[Array, ""]:
+    r"""$-\log \mathrm{softmax}(W^\top a)_b$ for features $a$ and a class number $b$.
+
+    Args:
+        weights: $W$, a column for each class.
+        record: `{"features": a, "label": b}` or `(a, b)`.
+    """
+    row, label = example(record)
+    return optax.losses.softmax_cross_entropy_with_integer_labels(
+        score(weights, row), label.astype(jnp.int32)
+    )
+
+
+def with_constant(
+    rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"], constant: bool
+) -> Float[np.ndarray, "n p"]:
+    """Rows for the library, with a constant feature; NaN where one does not count.
+
+    Args:
+        rows: Features in the units of a `Frame`.
+        counts: Which records have a target.
+        constant: Whether the model has one.
+    """
+    if constant:
+        ones = np.ones((len(rows), 1), rows.dtype)
+        rows = SHARE * np.concatenate([rows, ones], axis=1)
+    return with_nan(rows, counts)
+
+
+def split(
+    model: Float[np.ndarray, "k p"], constant: bool
+) -> tuple[Float[np.ndarray, "k d"], Float[np.ndarray, " k"]]:
+    """Coefficients and constants of features in the units of a `Frame`."""
+    if not constant:
+        return model, np.zeros(len(model))
+    return SHARE * model[:, :-1], SHARE * model[:, -1]
+
+
+@functools.lru_cache(maxsize=64)
+def ridge_on(
+    weight: float, constant: bool
+) -> Callable[[Float[Array, "d ..."]], Float[Array, ""]] | None:
+    """The public penalty, not on the constant; one object for each, compiled once."""
+    if weight == 0:
+        return None
+
+    def penalty(model):
+        weights = model[:-1] if constant else model
+        return weight * jnp.sum(weights * weights)
+
+    return penalty
+
+
+class LinearClassifier(ClassifierMixin, PrivateClassifier):
+    """Predictions of `coef_` and `intercept_`, and how they come from a fit.
+
+    Attributes:
+        coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
+        intercept_: Of shape `(1,)` or `(k,)`.
+    """
+
+    coef_: Float[np.ndarray, "k d"]
+    intercept_: Float[np.ndarray, " k"]
+
+    @property
+    def _loss(self) -> Any:
+        return logistic_loss if len(self.classes_) == 2 else softmax_loss
+
+    def _start(self) -> Float[Array, "d ..."]:
+        """Coefficients of zero."""
+        width = self.n_features_in_ + self._constant
+        count = len(self.classes_)
+        return jnp.zeros((width,) if count == 2 else (width, count))
+
+    def _records(
+        self, rows: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
+    ) -> dict[str, np.ndarray]:
+        """Records of the losses; without influence where a label is not declared."""
+        features = with_constant(rows, labels >= 0, self._constant)
+        label = np.maximum(labels, 0)
+        binary = len(self.classes_) == 2
+        label = 2 * label - 1 if binary else label
+        return {
+            "features": features,
+            "label": label.astype(features.dtype if binary else np.int32),
+        }
+
+    def _keep(self, model: Float[np.ndarray, "d ..."], units: Frame) -> None:
+        """Sets coefficients and intercept, in units of the features as they came."""
+        model = np.atleast_2d(np.asarray(model, float).T)
+        weights, constant = split(model, self._constant)
+        self.coef_, self.intercept_ = units.coefficients(weights, constant)
+
+    def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
+        """`X @ coef_.T + intercept_`; one number a row for two classes.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        check_is_fitted(self)
+        scores = self._test_rows(X) @ self.coef_.T + self.intercept_
+        return scores[:, 0] if len(self.classes_) == 2 else scores
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The class with the largest score.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        scores = self.decision_function(X)
+        if scores.ndim == 1:
+            return self.classes_[(scores > 0).astype(int)]
+        return self.classes_[np.argmax(scores, axis=1)]
+
+    def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """The chances of the classes, in the order of `classes_`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        scores = self.decision_function(X)
+        if scores.ndim == 1:
+            scores = np.stack([np.zeros_like(scores), scores], axis=1)
+        exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return exponents / exponents.sum(axis=1, keepdims=True)
+
+    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """The logarithms of `predict_proba`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))

@@ -1,0 +1,246 @@
+"""A network for classification, trained by DP-SGD."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+from sklearn.base import ClassifierMixin
+from sklearn.utils.validation import check_is_fitted
+
+from .. import _checks
+from ..core.outputs import TailMean
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import FiniteSum
+from ..privacy.noise import PRNGKey
+from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
+from .base import Planned, PrivateClassifier, key_or_fresh, plan_of, with_nan
+
+Layers = tuple[tuple[Float[Array, "p q"], Float[Array, " q"]], ...]
+_ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "identity": lambda v: v}
+# From so many records on, batches of this many are drawn instead of all.
+_BATCH = 2048
+
+
+class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
+    r"""A network of dense layers with a softmax, trained by DP-SGD.
+
+    Args:
+        epsilon: $\varepsilon$.
+        delta: $\delta$, well below one over the number of records.
+        classes: Declared: every label that a record may have.
+        bounds: Declared: `(lower, upper)`, numbers or one for each feature.
+        data_norm: Declared instead of bounds: the largest length of a row.
+        hidden_layer_sizes: The widths of the hidden layers.
+        activation: `"relu"`, `"tanh"` or `"identity"`.
+        max_iter: The number of steps, each of one batch.
+        batch_size: The expected number of records of a batch, which is drawn by
+            `Poisson`; all of them where there are no more. `"auto"`: 2048.
+        learning_rate_init: The step size of Adam, which is fed with noisy gradients.
+        clip_norm: The bound on one record's gradient.
+        neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
+        size: A public number of records to plan for, where theirs is private.
+
+    Attributes:
+        coefs_: The matrices of the layers.
+        intercepts_: Their constants.
+        classes_: The declared classes, sorted.
+        n_iter_: The number of steps.
+        n_layers_: The number of layers, those of features and classes included.
+        privacy_report_: The `PrivacyReport`.
+        n_features_in_: $d$.
+        feature_names_in_: The names of the columns, where X has any.
+
+    Privacy:
+        `max_iter` noisy gradients, each clipped record by record. Under replace-one the
+        number of records is public; so is whatever was declared. Parameters start at
+        random numbers of the key. A record with a missing number, or a label that was
+        not declared, counts for nothing, in silence.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        classes: Any = None,
+        bounds: Any = None,
+        data_norm: float | None = None,
+        hidden_layer_sizes: Sequence[int] = (64,),
+        activation: str = "relu",
+        max_iter: int = 100,
+        batch_size: int | str = "auto",
+        learning_rate_init: float = 0.01,
+        clip_norm: float = 1.0,
+        neighbours: str = "replace_one",
+        size: int | None = None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.classes = classes
+        self.bounds = bounds
+        self.data_norm = data_norm
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.max_iter = max_iter
+        self.batch_size = batch_size
+        self.learning_rate_init = learning_rate_init
+        self.clip_norm = clip_norm
+        self.neighbours = neighbours
+        self.size = size
+
+    def fit(
+        self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
+    ) -> "DPMLPClassifier":
+        """Plans without records, then runs the plan once: one release.
+
+        Args:
+            X: Features, of shape `(n, d)`.
+            y: Labels.
+            key: One typed key; by default a new one of the operating system's.
+            **refused: Nothing; says why `sample_weight` is refused.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            TypeError: A key that is not typed, sparse features, other arguments.
+            ValueError: Something is not declared, or shapes do not fit.
+        """
+        self._refuse(refused)
+        budget, key = self._budget(), key_or_fresh(key)
+        table, units = self._table(X), self._frame()
+        column = self._column(y, table)
+        self.classes_ = self._declared_classes()
+        widths = self._widths()
+        planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
+        rows, labels = units.rows(table), self._labels(column)
+        records = {
+            "features": with_nan(self._entry * rows, labels >= 0),
+            "label": np.maximum(labels, 0),
+        }
+        first, then = jax.random.split(key)
+        start = initial(widths, key=first)
+        shapes = tuple(v.shape for v in jax.tree.leaves(start))
+        problem = FiniteSum(_loss_of(self.activation))
+        solver = self._solver(planned.size).with_neighbours(planned.relation)
+        plan = plan_of(problem, solver, budget, planned.size, shapes)
+        layers = self._solved(problem, plan, planned.rows(records), start, then)
+        self.coefs_ = [self._entry / units.scale[:, None] * layers[0][0]]
+        self.coefs_ += [weights for weights, _ in layers[1:]]
+        self.intercepts_ = [constants for _, constants in layers]
+        self.intercepts_[0] = self.intercepts_[0] - units.center @ self.coefs_[0]
+        self.n_iter_, self.n_layers_ = int(self.max_iter), len(widths)
+        return self
+
+    @property
+    def _entry(self) -> float:
+        """Of rows of norm about 1, so that an entry has a mean square of about 1."""
+        return math.sqrt(self.n_features_in_)
+
+    def _widths(self) -> tuple[int, ...]:
+        """From features to classes."""
+        hidden = self.hidden_layer_sizes
+        hidden = tuple(np.atleast_1d(np.asarray(hidden, object)).tolist())
+        for width in hidden:
+            _checks.count(self._owner, hidden_layer_sizes=width)
+        _checks.one_of(self._owner, "activation", self.activation, tuple(_ACTIVATIONS))
+        return (self.n_features_in_, *map(int, hidden), len(self.classes_))
+
+    def _solver(self, size: int) -> NoisyGD:
+        owner = self._owner
+        _checks.count(owner, max_iter=self.max_iter)
+        _checks.positive(
+            owner, learning_rate_init=self.learning_rate_init, clip_norm=self.clip_norm
+        )
+        batch: Any = _BATCH if self.batch_size == "auto" else self.batch_size
+        _checks.count(owner, batch_size=batch)
+        sampling: AbstractSampling = FullBatch()
+        if batch < size:
+            sampling = Poisson(batch / size)
+        return NoisyGD(
+            int(self.max_iter),
+            float(self.clip_norm),
+            _adam(float(self.learning_rate_init)),
+            sampling=sampling,
+            output=TailMean(),
+        )
+
+    def predict_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """The chances of the classes, in the order of `classes_`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        scores = self._scores(X)
+        exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return exponents / exponents.sum(axis=1, keepdims=True)
+
+    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n k"]:
+        """The logarithms of `predict_proba`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The class with the largest score.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        return self.classes_[np.argmax(self._scores(X), axis=1)]
+
+    def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
+        check_is_fitted(self)
+        layers = [*zip(self.coefs_, self.intercepts_, strict=True)]
+        return np.asarray(scores(self.activation, layers, self._test_rows(X)))
+
+
+def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
+    """Layers of normal numbers of variance 2 over the width before, as for ReLUs."""
+    keys = jax.random.split(key, len(widths) - 1)
+    return tuple(
+        (math.sqrt(2 / p) * jax.random.normal(k, (p, q)), jnp.zeros(q))
+        for k, p, q in zip(keys, widths[:-1], widths[1:], strict=True)
+    )
+
+
+def scores(activation: str, layers: Any, rows: Any) -> Any:
+    """The scores of the classes.
+
+    Args:
+        activation: Its name.
+        layers: Matrices and constants.
+        rows: One row of features, or several.
+    """
+    for weights, constants in layers[:-1]:
+        rows = _ACTIVATIONS[activation](rows @ weights + constants)
+    weights, constants = layers[-1]
+    return rows @ weights + constants
+
+
+@functools.lru_cache(maxsize=8)
+def _loss_of(activation: str) -> Any:
+    """The loss of a record; one object for each activation, compiled once."""
+
+    def loss(layers: Layers, record: Any) -> Float[Array, ""]:
+        found = scores(activation, layers, record["features"])
+        return optax.losses.softmax_cross_entropy_with_integer_labels(
+            found, record["label"]
+        )
+
+    return loss
+
+
+@functools.lru_cache(maxsize=64)
+def _adam(step_size: float) -> optax.GradientTransformation:
+    """One object for each step size, or every fit would compile anew."""
+    return optax.adam(step_size)

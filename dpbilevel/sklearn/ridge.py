@@ -1,0 +1,162 @@
+"""Ridge regression by noisy descent."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from sklearn.base import RegressorMixin
+from sklearn.utils.validation import check_is_fitted
+
+from .. import _checks
+from ..onelevel.losses import squared_loss
+from ..onelevel.problem import FiniteSum
+from ..privacy.noise import PRNGKey
+from .base import Planned, PrivateEstimator, key_or_fresh
+from .declared import interval, numbers
+from .descent import planned_descent
+from .linear import ridge_on, split, with_constant
+
+# docs/estimators.md, "Settings": for rows of length 1 and targets in [-1, 1].
+_CLIP_NORM, _WALK, _LONGEST = 0.1, 0.5, 8.0
+
+
+class DPRidge(RegressorMixin, PrivateEstimator):
+    r"""Linear regression with a ridge and a guarantee.
+
+    Minimizes $\frac12$ the mean square plus $\rho \|w\|^2$ by noisy gradient descent,
+    `NoisyGD` on full batches; nothing has to be set. Large residuals are shortened by
+    the clip norm, as by a Huber loss.
+
+    Args:
+        epsilon: $\varepsilon$.
+        delta: $\delta$, well below one over the number of records.
+        bounds: Declared: `(lower, upper)`, numbers or one for each feature. Entries
+            outside are cut to them in `fit`.
+        target_bounds: Declared: `(lower, upper)` of the target, cut likewise.
+        data_norm: Declared instead of `bounds`: the largest length of a row; longer
+            ones are shortened to it in `fit`.
+        fit_intercept: Whether to fit a constant, too; without one the target is not
+            centered.
+        ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
+        max_iter: The number of steps.
+        clip_norm: The bound on one record's gradient, in units of half the width of
+            `target_bounds`.
+        neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
+        size: A public number of records to plan for, where theirs is private.
+
+    Attributes:
+        coef_: Of shape `(d,)`.
+        intercept_: A number.
+        n_iter_: The number of steps.
+        privacy_report_: The `PrivacyReport`.
+        n_features_in_: $d$.
+        feature_names_in_: The names of the columns, where X has any.
+
+    Privacy:
+        As `DPLogisticRegression`; a record whose target is no finite number counts for
+        nothing.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        bounds: Any = None,
+        target_bounds: Any = None,
+        data_norm: float | None = None,
+        fit_intercept: bool = True,
+        ridge: float = 0.0,
+        max_iter: int = 100,
+        clip_norm: float = _CLIP_NORM,
+        neighbours: str = "replace_one",
+        size: int | None = None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.bounds = bounds
+        self.target_bounds = target_bounds
+        self.data_norm = data_norm
+        self.fit_intercept = fit_intercept
+        self.ridge = ridge
+        self.max_iter = max_iter
+        self.clip_norm = clip_norm
+        self.neighbours = neighbours
+        self.size = size
+
+    def fit(
+        self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
+    ) -> "DPRidge":
+        """Plans without records, then runs the plan once: one release.
+
+        Args:
+            X: Features, of shape `(n, d)`.
+            y: Targets, numbers.
+            key: One typed key; by default a new one of the operating system's.
+            **refused: Nothing; says why `sample_weight` is refused.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            TypeError: A key that is not typed, sparse features, other arguments.
+            ValueError: Something is not declared, or shapes do not fit.
+        """
+        self._refuse(refused)
+        owner, budget, key = self._owner, self._budget(), key_or_fresh(key)
+        table, units = self._table(X), self._frame()
+        column = numbers(self._column(y, table)).astype(float)
+        ends, center, half = self._target_units()
+        planned = Planned.of(owner, self.neighbours, self.size, len(table))
+        _checks.count(owner, max_iter=self.max_iter)
+        _checks.positive(owner, clip_norm=self.clip_norm)
+        _checks.non_negative(owner, ridge=self.ridge)
+        counts = np.isfinite(column)
+        inside = np.clip(np.where(counts, column, center), *ends)
+        features = with_constant(units.rows(table), counts, self._constant)
+        label = ((inside - center) / half).astype(features.dtype)
+        start = jnp.zeros(features.shape[1])
+        penalty = ridge_on(float(self.ridge), self._constant)
+        problem = FiniteSum(squared_loss, public=penalty)
+        plan = planned_descent(
+            problem,
+            start.shape,
+            budget,
+            planned,
+            steps=int(self.max_iter),
+            clip_norm=float(self.clip_norm),
+            walk=_WALK,
+            longest=_LONGEST,
+        )
+        records = {"features": features, "label": label}
+        model = self._solved(problem, plan, planned.rows(records), start, key)
+        weights, constant = split(half * model[None].astype(float), self._constant)
+        coef, intercept = units.coefficients(weights, constant + center)
+        self.coef_, self.intercept_ = coef[0], float(intercept[0])
+        self.n_iter_ = int(self.max_iter)
+        return self
+
+    def _target_units(self) -> tuple[tuple[float, float], float, float]:
+        """The bounds of targets, and what is taken off them and divides them."""
+        if self.target_bounds is None:
+            raise ValueError(
+                f"{self._owner}: declare target_bounds=(lower, upper), from public "
+                "knowledge: the smallest and largest target in the records would be a "
+                "release that nobody counted."
+            )
+        pair = interval(self._owner, "target_bounds", self.target_bounds, 1)
+        lower, upper = (float(v[0]) for v in pair)
+        if not self._constant:
+            return (lower, upper), 0.0, max(abs(lower), abs(upper))
+        half = (upper - lower) / 2
+        return (lower, upper), lower + half, half
+
+    def predict(self, X: Any) -> Float[np.ndarray, " n"]:
+        """`X @ coef_ + intercept_`.
+
+        Args:
+            X: Features, of shape `(n, d)`; not protected.
+        """
+        check_is_fitted(self)
+        return self._test_rows(X) @ self.coef_ + self.intercept_

@@ -1,0 +1,194 @@
+"""Training records of several sources, weighed by clean records."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _checks
+from ..bilevel.applications import SourceWeighting, source_weighting, source_weights
+from ..bilevel.problem import Levels, Sizes
+from ..core.solution import Plan
+from ..core.solver import AbstractSolver
+from ..planning.dry_runs import AutoPlan, auto
+from ..planning.race import Effort
+from ..privacy.budget import PrivacyBudget
+from ..privacy.noise import PRNGKey
+from .base import key_or_fresh, plan_of
+from .declared import declared, index_of
+from .linear import LinearClassifier
+
+EXAMPLE = 'sources=["north", "south"]'
+
+
+class DPSourceReweighting(LinearClassifier):
+    r"""A linear classifier of training sources that clean records weigh.
+
+    The problem is `source_weighting`: the sources' weights are chosen so that a model
+    of the weighted training records fits the clean ones. `dpbilevel.auto` compares
+    methods of two levels and of one on synthetic records of these sizes, which takes
+    about a minute at the first fit of its sizes and is kept for the next ones of the
+    process.
+
+    Args:
+        epsilon: $\varepsilon$ of everybody.
+        delta: $\delta$, well below one over the number of people.
+        classes: Declared: every label that a record may have.
+        sources: Declared: the names of the sources.
+        bounds: Declared: `(lower, upper)`, numbers or one for each feature.
+        data_norm: Declared instead of bounds: the largest length of a row.
+        fit_intercept: Whether to fit a constant, too.
+        ridge: $\rho$, the public penalty of `source_weighting`, in units of the rows.
+        solver: `"auto"`, or a solver of `source_weighting` such as
+            `bilevel.SelectedSources`, which needs no dry runs.
+        effort: `"fast"` or `"thorough"`, of the dry runs.
+
+    Attributes:
+        coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
+        intercept_: Of shape `(1,)` or `(k,)`.
+        classes_: The declared classes, sorted.
+        sources_: The declared sources, sorted.
+        source_weights_: The released weight of each, of sum 1; all alike where the
+            method has one level.
+        plan_: The `planning.AutoPlan`, which says why, or the `Plan` of `solver`.
+        two_levels_pay_: Whether the dry runs chose a method of two levels; `None` with
+            a `solver` that was given.
+        privacy_report_: The `PrivacyReport`.
+        n_features_in_: $d$.
+        feature_names_in_: The names of the columns, where X has any.
+
+    Privacy:
+        One run of the planned solver. Training and clean records are both protected,
+        under replace-one: how many there are of either is public, and so is whatever
+        was declared. `people` of `fit` says whether somebody may be in both. A record
+        with a missing number, or a label or source that was not declared, counts for
+        nothing, in silence.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        classes: Any = None,
+        sources: Any = None,
+        bounds: Any = None,
+        data_norm: float | None = None,
+        fit_intercept: bool = True,
+        ridge: float = 1e-4,
+        solver: AbstractSolver | str = "auto",
+        effort: Effort = "fast",
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.classes = classes
+        self.sources = sources
+        self.bounds = bounds
+        self.data_norm = data_norm
+        self.fit_intercept = fit_intercept
+        self.ridge = ridge
+        self.solver = solver
+        self.effort = effort
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        sources: Any = None,
+        clean: tuple[Any, Any] | None = None,
+        *,
+        people: str = "overlapping",
+        key: PRNGKey | None = None,
+        **refused: Any,
+    ) -> "DPSourceReweighting":
+        """Plans without records, then runs the plan once: one release.
+
+        Args:
+            X: Features of the training records, of shape `(n, d)`.
+            y: Their labels.
+            sources: The source of each training record.
+            clean: `(X, y)` of the clean records.
+            people: `"disjoint"` where nobody has a training record and a clean one,
+                else `"overlapping"`. Nobody checks it.
+            key: One typed key; by default a new one of the operating system's.
+            **refused: Nothing; says why `sample_weight` is refused.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            TypeError: A key that is not typed, sparse features, other arguments.
+            ValueError: Something is not declared, or shapes do not fit.
+        """
+        self._refuse(refused)
+        if sources is None or clean is None:
+            raise ValueError(
+                f"{self._owner}.fit: give sources=, the source of each record, and "
+                "clean=(X, y), the clean records."
+            )
+        budget, key = self._budget(), key_or_fresh(key)
+        table, units = self._table(X), self._frame()
+        column = self._column(y, table)
+        self.classes_ = self._declared_classes()
+        self.sources_ = declared(self._owner, "sources", self.sources, EXAMPLE)
+        _checks.non_negative(self._owner, ridge=self.ridge)
+        rows, labels = units.rows(table), self._labels(column)
+        lower = self._records(rows, labels)
+        source = index_of(
+            self._owner, "sources", self.sources_, self._column(sources, table)
+        )
+        counts = np.isfinite(rows).all(axis=1) & (labels >= 0)
+        lower["source"] = np.where(counts, source, -1).astype(np.int32)
+        upper = self._clean(clean, units)
+        problem = _problem(self._loss, len(self.sources_), float(self.ridge))
+        start = jnp.zeros(len(self.sources_)), self._start()
+        sizes = Sizes(len(upper["label"]), len(table), people)
+        self.plan_ = self._plan(problem, budget, sizes, start)
+        self.two_levels_pay_ = (
+            self.plan_.pays if isinstance(self.plan_, AutoPlan) else None
+        )
+        found = self._solved(problem, self.plan_, Levels(upper, lower), start, key)
+        self.source_weights_ = np.asarray(source_weights(found[0]))
+        self._keep(found[1], units)
+        return self
+
+    def _clean(self, clean: Any, units: Any) -> dict[str, Any]:
+        """The clean records."""
+        if not isinstance(clean, tuple | list) or len(clean) != 2:
+            raise ValueError(
+                f"{self._owner}.fit: clean must be a pair (X, y), got "
+                f"{_checks.shown(clean)}."
+            )
+        X, y = clean
+        table = self._more_rows(X)
+        labels = self._labels(self._column(y, table))
+        return self._records(units.rows(table), labels)
+
+    def _plan(
+        self, problem: SourceWeighting, budget: PrivacyBudget, sizes: Sizes, start: Any
+    ) -> Plan[Any]:
+        shapes = tuple(v.shape for v in start)
+        if isinstance(self.solver, AbstractSolver):
+            return plan_of(problem, self.solver, budget, sizes, shapes)
+        _checks.one_of(self._owner, "solver", self.solver, ("auto",))
+        return _auto(problem, budget, sizes, shapes, self.effort)
+
+
+@functools.lru_cache(maxsize=64)
+def _problem(loss: Any, count: int, ridge: float) -> SourceWeighting:
+    """One object for each, so that it is compiled once."""
+    return source_weighting(loss, count, ridge=ridge)
+
+
+@functools.lru_cache(maxsize=64)
+def _auto(
+    problem: SourceWeighting,
+    budget: PrivacyBudget,
+    sizes: Sizes,
+    shapes: tuple[tuple[int, ...], ...],
+    effort: Effort,
+) -> AutoPlan:
+    """The plan by dry runs; kept for the next fit of records of these sizes."""
+    start = tuple(jnp.zeros(shape) for shape in shapes)
+    return auto(problem, budget, sizes=sizes, w0=start, effort=effort)
