@@ -116,6 +116,12 @@ class PrivateEstimator(BaseEstimator):
         table: Any = validate_data(self, X, reset=False, dtype=_FLOATS)
         return table
 
+    def __sklearn_tags__(self):
+        """Two fits of the same records differ, by their noise."""
+        tags = super().__sklearn_tags__()
+        tags.non_deterministic = True
+        return tags
+
     def _refuse(self, given: dict[str, Any]) -> None:
         """Refuses arguments of `fit` that other estimators have.
 
@@ -263,7 +269,6 @@ def plan_of(
         sizes: The numbers of records.
         shapes: Those of the leaves of the start.
     """
-    dtype = jnp.result_type(float)
-    w0 = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    w0 = tuple(jnp.zeros(shape) for shape in shapes)
     start = w0[0] if len(w0) == 1 else w0
     return calibrate(problem, solver, budget, sizes=sizes, w0=start)

@@ -5,7 +5,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ..core.outputs import TailMean
@@ -45,11 +44,9 @@ def planned_descent(
         walk: $a$.
         longest: $\eta_{\max}$.
     """
-    start = jax.ShapeDtypeStruct(shape, jnp.result_type(float))
-
     solver = NoisyGD(steps, clip_norm, longest, output=TailMean())
     solver = solver.with_neighbours(planned.relation)
-    plan = calibrate(problem, solver, budget, sizes=planned.size, w0=start)
+    plan = calibrate(problem, solver, budget, sizes=planned.size, w0=jnp.zeros(shape))
     noise: Any = plan.report.ledger[0]["noise_std"]  # s
     step_size = min(longest, walk / (noise * math.sqrt(steps)))
     # What is released does not depend on it, so that the report stays true.

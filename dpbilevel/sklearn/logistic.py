@@ -10,7 +10,7 @@ from .descent import planned_descent
 from .linear import LinearClassifier, ridge_on
 
 # docs/estimators.md, "Settings": for rows of length 1.
-_CLIP_NORM, _WALK, _LONGEST = 0.35, 4.0, 64.0
+_CLIP_NORM, _WALK, _LONGEST = 0.35, 5.0, 64.0
 
 
 class DPLogisticRegression(LinearClassifier):

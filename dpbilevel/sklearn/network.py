@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,12 @@ from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
 from .base import Planned, PrivateClassifier, key_or_fresh, plan_of, with_nan
 
 Layers = tuple[tuple[Float[Array, "p q"], Float[Array, " q"]], ...]
-_ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "identity": lambda v: v}
+# By the module of the arrays: on the host predictions need no program for each shape.
+_ACTIVATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "relu": lambda module, v: module.maximum(v, 0),
+    "tanh": lambda module, v: module.tanh(v),
+    "identity": lambda module, v: v,
+}
 # From so many records on, batches of this many are drawn instead of all.
 _BATCH = 2048
 
@@ -196,12 +201,13 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         Args:
             X: Features, of shape `(n, d)`; not protected.
         """
-        return self.classes_[np.argmax(self._scores(X), axis=1)]
+        found = np.argmax(self._scores(X), axis=1)
+        return self.classes_[found]
 
     def _scores(self, X: Any) -> Float[np.ndarray, "n k"]:
         check_is_fitted(self)
         layers = [*zip(self.coefs_, self.intercepts_, strict=True)]
-        return np.asarray(scores(self.activation, layers, self._test_rows(X)))
+        return scores(self.activation, layers, self._test_rows(X), np)
 
 
 def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
@@ -213,16 +219,17 @@ def initial(widths: tuple[int, ...], *, key: PRNGKey) -> Layers:
     )
 
 
-def scores(activation: str, layers: Any, rows: Any) -> Any:
+def scores(activation: str, layers: Any, rows: Any, module: Any = jnp) -> Any:
     """The scores of the classes.
 
     Args:
         activation: Its name.
         layers: Matrices and constants.
         rows: One row of features, or several.
+        module: `numpy` for arrays of the host.
     """
     for weights, constants in layers[:-1]:
-        rows = _ACTIVATIONS[activation](rows @ weights + constants)
+        rows = _ACTIVATIONS[activation](module, rows @ weights + constants)
     weights, constants = layers[-1]
     return rows @ weights + constants
 

@@ -1,4 +1,4 @@
-"""Estimators that are given the public facts about the records of scikit-learn's checks.
+"""Estimators that are given public facts about the records of scikit-learn's checks.
 
 Those records are generated, so that their classes and bounds are nobody's secret. The
 checks call `fit(X, y)` alone; an estimator of the library refuses to read such facts
@@ -20,6 +20,8 @@ from dpbilevel.sklearn import (
 def bounds_of(table):
     """Bounds of each column, or some where there are none."""
     try:
+        if np.iscomplexobj(table):
+            return -1.0, 1.0
         table = np.asarray(table, float)
         if table.ndim == 2 and table.size and np.isfinite(table).all():
             return table.min(axis=0) - 0.1, table.max(axis=0) + 0.1
@@ -62,8 +64,7 @@ def facts_of_classes(X, y):
 
 
 def facts_of_numbers(X, y):
-    target = np.asarray(y, float).reshape(-1, 1) if y is not None else None
-    low, high = bounds_of(target)
+    low, high = bounds_of(np.reshape(y, (-1, 1)))
     return {
         "bounds": bounds_of(X),
         "target_bounds": (float(np.min(low)), float(np.max(high))),
@@ -72,7 +73,7 @@ def facts_of_numbers(X, y):
 
 def halves(X, y):
     """Two groups or sources."""
-    return np.arange(len(np.asarray(X))) % 2
+    return np.arange(X.shape[0] if hasattr(X, "shape") else len(X)) % 2
 
 
 # A public number of records, so that one program fits all tables of as many columns.

@@ -1,0 +1,271 @@
+"""What the estimators learn, predict, refuse and keep."""
+
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from sklearn.base import clone
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+import dpbilevel as dpb
+from dpbilevel.sklearn import (
+    DPLogisticRegression,
+    DPMLPClassifier,
+    DPRidge,
+    DPSourceReweighting,
+    FairClassifier,
+)
+
+NAMES = np.asarray(["left", "right"])
+BOX = {"bounds": ([-1, 2, -3], [1, 4, 5])}
+LABELS = {"classes": ["left", "right"], **BOX}
+
+
+def records(n=2000, seed=0):
+    """Features in their bounds, and a number that is linear in them."""
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(*BOX["bounds"], (n, 3))
+    return X, 3 * X[:, 0] - (X[:, 1] - 3) + 0.25 * (X[:, 2] - 1)
+
+
+def labelled(n=2000, seed=0):
+    X, margin = records(n, seed)
+    return X, NAMES[(margin > 0).astype(int)]
+
+
+def test_a_classifier_of_two_texts_learns_the_direction():
+    X, y = labelled()
+    model = DPLogisticRegression(**LABELS, epsilon=10.0).fit(X, y)
+    assert model.score(*labelled(seed=1)) > 0.93
+    direction = model.coef_[0] / np.linalg.norm(model.coef_)
+    assert direction @ [3, -1, 0.25] / np.sqrt(9 + 1 + 1 / 16) > 0.95
+    assert model.coef_.shape == (1, 3)
+    assert model.intercept_.shape == (1,)
+    assert model.n_iter_ == 100
+
+
+def test_scores_chances_and_predictions_agree():
+    X, margin = records()
+    y = np.digitize(margin, [-1, 1]) * 10
+    model = DPLogisticRegression(**BOX, classes=[20, 0, 10], epsilon=10.0).fit(X, y)
+    np.testing.assert_array_equal(model.classes_, [0, 10, 20])
+    scores = model.decision_function(X)
+    np.testing.assert_allclose(scores, X @ model.coef_.T + model.intercept_)
+    chances = model.predict_proba(X)
+    np.testing.assert_allclose(np.exp(model.predict_log_proba(X)), chances)
+    softmax = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(chances, softmax)
+    np.testing.assert_array_equal(model.predict(X), 10 * np.argmax(scores, axis=1))
+    assert model.score(X, y) > 0.7
+
+
+def test_without_a_constant_the_model_is_zero_at_zero():
+    X, y = labelled()
+    for model in (
+        DPLogisticRegression(**LABELS, fit_intercept=False).fit(X, y),
+        DPRidge(**BOX, target_bounds=(1, 9), fit_intercept=False).fit(X, records()[1]),
+    ):
+        assert np.all(np.asarray(model.intercept_) == 0)
+
+
+def test_a_regression_finds_coefficients_and_constant():
+    X, target = records(20_000)
+    model = DPRidge(**BOX, target_bounds=(0, 10), epsilon=10.0).fit(X, 5 + target / 2)
+    assert model.score(X, 5 + target / 2) > 0.95
+    np.testing.assert_allclose(model.coef_, [1.5, -0.5, 0.125], atol=0.2)
+
+
+@pytest.mark.reuses_keys
+def test_units_of_the_features_do_not_matter(getkey):
+    X, target = records()
+    key, factor = getkey(), np.asarray([100.0, 0.01, 7.0])
+    bounds = [np.asarray(v, float) for v in BOX["bounds"]]
+    fits = [
+        DPRidge(bounds=(bounds[0] * units, bounds[1] * units), target_bounds=(-6, 6))
+        .fit(X * units, target, key=key)
+        .predict(X * units)
+        for units in (np.ones(3), factor)
+    ]
+    np.testing.assert_allclose(*fits, rtol=1e-3, atol=1e-3)
+
+
+def test_a_ridge_shortens_the_model():
+    X, y = labelled()
+    lengths = [
+        np.linalg.norm(DPLogisticRegression(**LABELS, ridge=ridge).fit(X, y).coef_)
+        for ridge in (0.0, 0.1)
+    ]
+    assert lengths[1] < lengths[0] / 2
+
+
+def test_a_network_learns_what_no_linear_model_does():
+    X, _ = records(3000)
+    y = NAMES[(np.abs(X[:, 0]) > 0.5).astype(int)]
+    model = DPMLPClassifier(**LABELS, hidden_layer_sizes=16, epsilon=20.0).fit(X, y)
+    assert model.score(X, y) > 0.9
+    assert [w.shape for w in model.coefs_] == [(3, 16), (16, 2)]
+    np.testing.assert_allclose(model.predict_proba(X).sum(axis=1), 1)
+
+
+def test_batches_are_those_that_are_charged():
+    X, y = labelled(3000)
+    few = {"batch_size": 300, "hidden_layer_sizes": 2, "max_iter": 50}
+    model = DPMLPClassifier(**LABELS, **few).fit(X, y)
+    (row,) = model.privacy_report_.ledger
+    assert row["count"] == 50
+    assert "Poisson(rate=0.1" in row["roles"]["records"]["sampling"]
+
+
+def test_a_fair_model_serves_the_small_group_better():
+    X, y = labelled(6000)
+    small = np.arange(6000) % 8 == 0
+    y = np.where(small, NAMES[(X[:, 2] > 1).astype(int)], y)
+    groups = np.where(small, "small", "large")
+    shares = {"small": 1 / 8, "large": 7 / 8}
+    fair = FairClassifier(**LABELS, shares=shares, epsilon=10.0)
+    fair.fit(X, y, groups=groups)
+    plain = DPLogisticRegression(**LABELS, epsilon=10.0).fit(X, y)
+    assert fair.score(X[small], y[small]) > plain.score(X[small], y[small]) + 0.05
+    np.testing.assert_array_equal(fair.groups_, ["large", "small"])
+    assert fair.group_weights_[1] > 0.25
+    assert fair.group_weights_.sum() == pytest.approx(1)
+
+
+def sources(n=1200):
+    X, y = labelled(n)
+    names = np.asarray(["a", "b", "c"])[np.arange(n) % 3]
+    other = NAMES[(y == "left").astype(int)]
+    return X, np.where(names == "b", other, y), names
+
+
+SOLVER = dpb.bilevel.SelectedSources(
+    dpb.NoisyGD(10, 1.0, 2.0), dpb.NoisyGD(30, 1.0, 8.0)
+)
+
+
+def test_a_wrong_source_loses_its_weight():
+    X, y, names = sources()
+    model = DPSourceReweighting(
+        **LABELS, sources=["c", "b", "a"], solver=SOLVER, epsilon=5.0
+    )
+    model.fit(X, y, sources=names, clean=labelled(300, seed=1), people="disjoint")
+    np.testing.assert_array_equal(model.sources_, ["a", "b", "c"])
+    np.testing.assert_allclose(model.source_weights_, [0.5, 0, 0.5], atol=1e-6)
+    assert model.score(*labelled(seed=2)) > 0.85
+    assert model.two_levels_pay_ is None
+    assert "people disjoint" in str(model.privacy_report_)
+
+
+@pytest.mark.slow
+def test_sources_are_planned_by_dry_runs_and_the_plan_is_kept():
+    X, y, names = sources(3000)
+    model = DPSourceReweighting(**LABELS, sources=["a", "b", "c"], epsilon=5.0)
+    fit = {"sources": names, "clean": labelled(100, seed=1), "people": "disjoint"}
+    plan = model.fit(X, y, **fit).plan_
+    assert model.two_levels_pay_ is plan.pays is True
+    assert model.source_weights_[1] < 0.1
+    assert clone(model).fit(X, y, **fit).plan_ is plan
+
+
+def fitted():
+    X, y = labelled(200)
+    few = {"max_iter": 2}
+    shares = {0: 0.5, 1: 0.5}
+    half = np.arange(200) % 2
+    yield DPLogisticRegression(**LABELS, **few).fit(X, y), X
+    yield DPRidge(**BOX, target_bounds=(-6, 6), **few).fit(X, records(200)[1]), X
+    yield DPMLPClassifier(**LABELS, **few).fit(X, y), X
+    yield FairClassifier(**LABELS, shares=shares, **few).fit(X, y, groups=half), X
+    one = dpb.bilevel.OneLevel(dpb.NoisyGD(2, 1.0, 1.0))
+    model = DPSourceReweighting(**LABELS, sources=[0, 1], solver=one)
+    yield model.fit(X, y, sources=half, clean=(X, y)), X
+
+
+def test_estimators_are_cloned_pickled_and_shown():
+    for model, X in fitted():
+        copy = pickle.loads(pickle.dumps(model))
+        np.testing.assert_array_equal(copy.predict(X), model.predict(X))
+        assert copy.privacy_report_ == model.privacy_report_
+        assert "ENFORCED: epsilon = 1 at delta = 1e-05" in str(model.privacy_report_)
+        fresh = clone(model)
+        assert repr(fresh) == repr(clone(fresh))
+        assert fresh.get_params().keys() == model.get_params().keys()
+        assert not hasattr(fresh, "privacy_report_")
+        assert type(model).__name__ in model._repr_html_()
+        for refused in ("sample_weight", "random_state", "sample_weights"):
+            with pytest.raises(TypeError, match=f"fit: {refused} is refused"):
+                model.fit(X, X[:, 0], **{refused: 0})
+        with pytest.raises(TypeError, match="must be a typed key"):
+            model.set_params(epsilon=2.0).fit(X, X[:, 0], key=0, **needed(model, X))
+
+
+def needed(model, X):
+    """The arguments of `fit` that this estimator cannot do without."""
+    if isinstance(model, FairClassifier):
+        return {"groups": X[:, 0]}
+    if isinstance(model, DPSourceReweighting):
+        return {"sources": X[:, 0], "clean": (X, X[:, 0])}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("model", "declare"),
+    [
+        (DPLogisticRegression(**BOX), "declare classes="),
+        (DPLogisticRegression(classes=NAMES), "declare bounds="),
+        (DPLogisticRegression(**LABELS, data_norm=1.0), "and not both"),
+        (DPLogisticRegression(**BOX, classes=["left"]), "at least two"),
+        (DPLogisticRegression(**BOX, classes=["left", 1]), "all texts or all numbers"),
+        (DPLogisticRegression(**BOX, classes=[0, 1]), "was declared with values of"),
+        (DPLogisticRegression(classes=NAMES, bounds=(1, 1)), "below the upper one"),
+        (DPLogisticRegression(classes=NAMES, bounds=(0, [1, 2])), "3 numbers"),
+        (DPLogisticRegression(classes=NAMES, bounds=3), "must be a pair"),
+        (DPLogisticRegression(**LABELS, size=5), "size= is for"),
+        (DPLogisticRegression(**LABELS, neighbours="add_or_remove_one"), "give size="),
+        (DPLogisticRegression(**LABELS, epsilon=0.0), "epsilon must be positive"),
+        (DPRidge(**BOX), "declare target_bounds="),
+        (FairClassifier(**LABELS), "give groups="),
+        (DPSourceReweighting(**LABELS), "give sources="),
+    ],
+)
+def test_what_is_not_declared_is_asked_for(model, declare):
+    X, y = labelled(20)
+    with pytest.raises(ValueError, match=declare):
+        model.fit(X, y)
+
+
+def test_groups_without_shares_are_asked_for():
+    X, y = labelled(20)
+    with pytest.raises(ValueError, match="declare shares="):
+        FairClassifier(**LABELS).fit(X, y, groups=y)
+    with pytest.raises(ValueError, match="declare sources="):
+        DPSourceReweighting(**LABELS).fit(X, y, sources=y, clean=(X, y))
+
+
+def test_names_of_columns_are_kept():
+    X, y = labelled(200)
+    table = pa.table({name: column for name, column in zip("abc", X.T, strict=True)})
+    pytest.importorskip("pandas")
+    frame = table.to_pandas()
+    model = DPLogisticRegression(**LABELS, max_iter=2).fit(frame, y)
+    np.testing.assert_array_equal(model.feature_names_in_, ["a", "b", "c"])
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(frame[["c", "b", "a"]])
+
+
+def test_a_norm_may_be_declared_instead_of_bounds():
+    X, y = labelled()
+    rows = X - [0, 3, 1]
+    model = DPLogisticRegression(classes=NAMES, data_norm=4.0, epsilon=10.0)
+    assert model.fit(rows, y).score(rows, y) > 0.9
+
+
+def test_pipelines_and_cross_validation_fit_it():
+    X, y = labelled(600)
+    model = DPLogisticRegression(classes=NAMES, bounds=(-1, 1), epsilon=20.0)
+    middle, half = np.asarray([0, 3, 1]), np.asarray([1, 1, 4])
+    scale = FunctionTransformer(lambda X: (X - middle) / half)  # public constants
+    assert cross_val_score(make_pipeline(scale, model), X, y, cv=3).min() > 0.8

@@ -1,0 +1,264 @@
+"""What estimators release; one record moves nothing but its own contribution."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+import scipy.stats
+
+import dpbilevel as dpb
+from dpbilevel.sklearn import (
+    DPLogisticRegression,
+    DPMLPClassifier,
+    DPRidge,
+    DPSourceReweighting,
+    FairClassifier,
+    base,
+    declared,
+)
+
+N = 64
+BOX = {"bounds": (-1, 1)}
+LABELS = {"classes": [0, 1], **BOX}
+STEP = {"max_iter": 1}
+
+
+def table(seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(-1, 1, (N, 3))
+    return X, (X[:, 0] > 0).astype(float)
+
+
+def fits():
+    """A function of (X, y, key) for each estimator, one step long."""
+    half = np.arange(N) % 2
+    one = dpb.bilevel.OneLevel(dpb.NoisyGD(1, 1.0, 1.0), reads="both")
+    clean = table(seed=1)
+    return {
+        "logistic": lambda X, y, key: DPLogisticRegression(**LABELS, **STEP).fit(
+            X, y, key=key
+        ),
+        "ridge": lambda X, y, key: DPRidge(**BOX, **STEP, target_bounds=(0, 1)).fit(
+            X, y, key=key
+        ),
+        "network": lambda X, y, key: DPMLPClassifier(
+            **LABELS, **STEP, hidden_layer_sizes=3
+        ).fit(X, y, key=key),
+        "fair": lambda X, y, key: FairClassifier(
+            **LABELS, **STEP, shares={0: 0.5, 1: 0.5}
+        ).fit(X, y, groups=half, key=key),
+        "sources": lambda X, y, key: DPSourceReweighting(
+            **LABELS, sources=[0, 1], solver=one
+        ).fit(X, y, sources=half, clean=clean, key=key),
+    }
+
+
+estimators = pytest.mark.parametrize("name", list(fits()))
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What passes from estimators into the library, run by run."""
+    seen = []
+    run = base._run
+
+    def spy(problem, solver, records, w0, *, key):
+        solution = run(problem, solver, records, w0, key=key)
+        seen.append((solver, jax.tree.map(np.asarray, (records, w0)), solution.value))
+        return solution
+
+    monkeypatch.setattr(base, "_run", spy)
+    return seen
+
+
+def replaced(X, y, row, label):
+    X, y = X.astype(object), y.astype(object)
+    X[0], y[0] = row, label
+    return X, y
+
+
+# Rows and labels of one person: out of bounds, not numbers, not declared.
+STRANGE = {
+    "far": ([1e300, -1e300, 5.0], 1.0),
+    "infinite": ([np.inf, 0.0, 0.0], 1.0),
+    "missing": ([np.nan, 0.0, 0.0], 0.0),
+    "none": ([None, 0.0, 0.0], 0.0),
+    "text": (["secret", 0.0, 0.0], 0.0),
+    "object": ([{}, 0.0, 0.0], 0.0),
+    "other label": ([0.1, 0.2, 0.3], 7.0),
+    "text as label": ([0.1, 0.2, 0.3], "secret"),
+    "list as label": ([0.1, 0.2, 0.3], None),
+    "missing label": ([0.1, 0.2, 0.3], np.nan),
+}
+
+
+def others(records):
+    """All rows but the first of every leaf."""
+    return [leaf[1:] for leaf in jax.tree.leaves(records)]
+
+
+def same_but_for_one_row(name, runs, getkey):
+    """Whether strange records of one person leave all other records as they were."""
+    X, y = table()
+    fit = fits()[name]
+    fit(X, y, getkey())
+    for row, label in STRANGE.values():
+        fit(*replaced(X, y, row, label), getkey())
+    solvers, given, _ = zip(*runs, strict=True)
+    (first, *rest), starts = [r for r, _ in given], [w for _, w in given]
+    if name != "network":  # whose start is drawn from the key
+        flat = [jax.flatten_util.ravel_pytree(w)[0] for w in starts]
+        assert all(np.array_equal(flat[0], w) for w in flat)
+    assert all(solver == solvers[0] for solver in solvers)
+    return all(
+        all(map(np.array_equal, others(first), others(records))) for records in rest
+    )
+
+
+@estimators
+def test_no_record_raises_warns_or_moves_another(name, runs, getkey):
+    assert same_but_for_one_row(name, runs, getkey)
+
+
+@pytest.mark.parametrize("name", ["logistic", "ridge"])
+def test_units_from_the_records_are_found_out(name, runs, getkey, monkeypatch):
+    rows = declared.Frame.rows
+
+    def leaky(frame, X):  # as a scaler that is fitted to the records
+        finite = X[np.isfinite(X).all(axis=1)]
+        return rows(frame, X / np.abs(finite).max(axis=0))
+
+    monkeypatch.setattr(declared.Frame, "rows", leaky)
+    assert not same_but_for_one_row(name, runs, getkey)
+
+
+def contributions_of(fit, key, runs):
+    """The models of one step on data sets that differ in the first record."""
+    X, y = table()
+    for row in ([1e6, 1e6, 1e6], [1e6, -1e6, 1e6]):
+        for label in (0.0, 1.0):
+            fit(*replaced(X, y, row, label), jax.random.clone(key))
+    return [jax.flatten_util.ravel_pytree(value)[0] for *_, value in runs]
+
+
+@pytest.mark.reuses_keys
+@pytest.mark.parametrize("name", ["logistic", "ridge"])
+def test_one_record_moves_a_step_by_the_sensitivity_at_most(name, runs, getkey):
+    models = contributions_of(fits()[name], getkey(), runs)
+    solver = runs[0][0]
+    most = solver.step_size * 2 * solver.clip_norm / N
+    moves = [np.linalg.norm(m - models[0]) for m in models]
+    assert max(moves) <= most * (1 + 1e-4)
+    assert max(moves) > 0.98 * most  # as by two opposite gradients
+
+
+@pytest.mark.reuses_keys
+def test_a_gradient_whose_constant_is_not_clipped_moves_more(runs, getkey, monkeypatch):
+    """A mutant: the constant's part of the gradient is taken out of the clip."""
+    gradients = dpb.FiniteSum.record_gradients
+
+    def unclipped(problem, w):
+        (of_record,) = gradients(problem, w).values()
+
+        def shrunk(record):
+            return of_record(record).at[-1].multiply(0.01)
+
+        return {"records": shrunk}
+
+    answer = dpb.NoisyGD.answer
+
+    def restored(solver, problem, state):
+        return answer(solver, problem, state).at[-1].multiply(100.0)
+
+    monkeypatch.setattr(dpb.FiniteSum, "record_gradients", unclipped)
+    monkeypatch.setattr(dpb.NoisyGD, "answer", restored)
+    jax.clear_caches()
+    models = contributions_of(fits()["logistic"], getkey(), runs)
+    jax.clear_caches()
+    solver = runs[0][0]
+    most = solver.step_size * 2 * solver.clip_norm / N
+    assert max(np.linalg.norm(m - models[0]) for m in models) > 1.01 * most
+
+
+@pytest.mark.reuses_keys
+@pytest.mark.parametrize("name", ["logistic", "ridge", "network", "fair"])
+def test_records_that_count_for_nothing_are_all_alike(name, runs, getkey):
+    X, y = table()
+    key = getkey()
+    for kind in ("missing", "text", "infinite", "missing label"):
+        fits()[name](*replaced(X, y, *STRANGE[kind]), jax.random.clone(key))
+    first, *rest = (jax.tree.leaves(value) for *_, value in runs)
+    for other in rest:
+        assert all(map(np.array_equal, first, other))
+
+
+@estimators
+def test_two_fits_never_share_noise(name, runs):
+    X, y = table()
+    for _ in range(2):
+        estimator = fits()[name](X, y, None)
+        kept = jax.tree.leaves(list(vars(estimator).values()))
+        assert not any(is_key(leaf) for leaf in kept)
+    first, second = (jax.flatten_util.ravel_pytree(value)[0] for *_, value in runs)
+    assert (first != second).sum() >= 4  # but for weights that nothing moves
+
+
+def is_key(leaf):
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 3.0])
+def test_the_claim_is_that_of_as_many_gaussian_releases(epsilon):
+    X, y = table()
+    model = DPLogisticRegression(**LABELS, epsilon=epsilon, max_iter=7).fit(X, y)
+    (row,) = model.privacy_report_.ledger
+    assert row["count"] == 7
+    assert row["roles"]["records"]["records"] == N
+    mu = math.sqrt(7) / row["noise_multiplier"]
+    normal = scipy.stats.norm.cdf
+    delta = normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(
+        -mu / 2 - epsilon / mu
+    )
+    assert delta == pytest.approx(1e-5, rel=1e-3)
+    assert delta <= 1e-5
+    solver = dpb.NoisyGD(7, model.clip_norm, 1.0)
+    problem = dpb.FiniteSum(dpb.logistic_loss)
+    budget = dpb.PrivacyBudget(epsilon, 1e-5)
+    plan = dpb.calibrate(problem, solver, budget, sizes=N)
+    assert plan.report.ledger == model.privacy_report_.ledger
+    assert plan.report.epsilon == model.privacy_report_.epsilon
+
+
+@pytest.mark.parametrize("kind", [DPLogisticRegression, DPRidge])
+def test_the_solver_that_runs_is_the_one_that_is_charged(kind, runs):
+    more = {"target_bounds": (0, 1)} if kind is DPRidge else {"classes": [0, 1]}
+    model = kind(**BOX, **more).fit(*table())
+    (solver, _, _) = runs[0]
+    ledger = solver.ledger(dpb.FiniteSum(dpb.squared_loss), N)
+    assert [r.row() for r in ledger.releases] == [*model.privacy_report_.ledger]
+    assert solver.num_steps == model.n_iter_ == 100
+
+
+def test_a_private_number_of_records_shows_in_no_shape(runs):
+    X, y = table()
+    model = DPLogisticRegression(
+        **LABELS, **STEP, neighbours="add_or_remove_one", size=50
+    )
+    for rows in (N, N - 1, 0):
+        model.fit(X[:rows], y[:rows])
+    shapes = [jax.tree.map(np.shape, records) for _, (records, _), _ in runs]
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert model.privacy_report_.relation == "add_or_remove_one"
+    with pytest.raises(ValueError, match="more records than the 64 rows"):
+        model.fit(*(np.concatenate([v, v]) for v in (X, y)))
+
+
+def test_a_plan_is_kept_for_the_sizes_alone():
+    X, y = table()
+    first = DPLogisticRegression(**LABELS, **STEP).fit(X, y)
+    again = DPLogisticRegression(**LABELS, **STEP).fit(-X, 1 - y)
+    other = DPLogisticRegression(**LABELS, **STEP).fit(X[1:], y[1:])
+    assert again.privacy_report_ is first.privacy_report_
+    assert other.privacy_report_.ledger != first.privacy_report_.ledger
