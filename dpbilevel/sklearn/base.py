@@ -24,7 +24,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key, root_key
 from ..privacy.report import PrivacyReport
 from ..privacy.rows import filler, padded_rows
-from .declared import Frame, declared, frame, index_of, numbers
+from .declared import Frame, cells, declared, frame, index_of, numbers
 
 _run = jax.jit(lambda *run, key: solve(*run, key=key))
 _FLOATS: Any = (np.float64, np.float32)
@@ -92,7 +92,7 @@ class PrivateEstimator(BaseEstimator):
             raise ValueError(
                 f"{self._owner} requires y to be passed, but the target y is None."
             )
-        column = column_or_1d(y, warn=True)
+        column = column_or_1d(cells(y), warn=True)
         check_consistent_length(X, column)
         return column
 
@@ -242,12 +242,13 @@ class Planned:
 def with_nan(
     rows: Float[np.ndarray, "n d"], counts: Bool[np.ndarray, " n"]
 ) -> Float[np.ndarray, "n d"]:
-    """Rows for the library; NaN, so that they contribute nothing, where asked for.
+    """Rows for the library; of NaN, which contribute nothing, where one does not count.
 
     Args:
-        rows: Features in the units of a `Frame`.
+        rows: Features, NaN where one is missing.
         counts: Which records have a target.
     """
+    counts = counts & np.isfinite(rows).all(axis=1)
     rows = np.where(counts[:, None], rows, np.nan)
     return rows.astype(jnp.result_type(float))
 

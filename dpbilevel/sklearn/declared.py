@@ -198,11 +198,20 @@ def numbers(table: Any) -> Any:
     """
     if hasattr(table, "tocsr") or not _has_rows(table):
         return table
-    array = np.asarray(table)
+    array = cells(table)
     if array.dtype.kind not in "OUS":
         return array
     flat = [_number(value) for value in array.ravel().tolist()]
     return np.asarray(flat, float).reshape(array.shape)
+
+
+def cells(table: Any) -> Any:
+    """An array of a table or column, in which no entry changes the type of others.
+
+    NumPy would make texts of all numbers of a list that holds one text.
+    """
+    listed = isinstance(table, list | tuple)
+    return np.asarray(table, object) if listed else np.asarray(table)
 
 
 def _has_rows(table: Any) -> bool:

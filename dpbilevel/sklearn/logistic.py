@@ -6,11 +6,11 @@ from .. import _checks
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from .base import Planned, key_or_fresh
-from .descent import planned_descent
+from .descent import Settings, planned_descent
 from .linear import LinearClassifier, ridge_on
 
-# docs/estimators.md, "Settings": for rows of length 1.
-_CLIP_NORM, _WALK, _LONGEST = 0.35, 5.0, 64.0
+# docs/estimators.md, "Settings".
+_SETTINGS = Settings(steps=200, walk=5.0, longest=24.0, clip_norm=(0.25, 1.0))
 
 
 class DPLogisticRegression(LinearClassifier):
@@ -31,7 +31,8 @@ class DPLogisticRegression(LinearClassifier):
         fit_intercept: Whether to fit a constant, too.
         ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
         max_iter: The number of steps.
-        clip_norm: The bound on one record's gradient, in the same units.
+        clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
+            large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, where theirs is private.
 
@@ -72,8 +73,8 @@ class DPLogisticRegression(LinearClassifier):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = 100,
-        clip_norm: float = _CLIP_NORM,
+        max_iter: int = _SETTINGS.steps,
+        clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
     ):
@@ -113,23 +114,13 @@ class DPLogisticRegression(LinearClassifier):
         column = self._column(y, table)
         self.classes_ = self._declared_classes()
         planned = Planned.of(owner, self.neighbours, self.size, len(table))
-        _checks.count(owner, max_iter=self.max_iter)
-        _checks.positive(owner, clip_norm=self.clip_norm)
+        settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         records = self._records(units.rows(table), self._labels(column))
         start = self._start()
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(self._loss, public=penalty)
-        plan = planned_descent(
-            problem,
-            start.shape,
-            budget,
-            planned,
-            steps=int(self.max_iter),
-            clip_norm=float(self.clip_norm),
-            walk=_WALK,
-            longest=_LONGEST,
-        )
+        plan = planned_descent(problem, start.shape, budget, planned, settings)
         model = self._solved(problem, plan, planned.rows(records), start, key)
         self.n_iter_ = int(self.max_iter)
         self._keep(model, units)

@@ -14,11 +14,11 @@ from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from .base import Planned, PrivateEstimator, key_or_fresh
 from .declared import interval, numbers
-from .descent import planned_descent
+from .descent import Settings, planned_descent
 from .linear import ridge_on, split, with_constant
 
-# docs/estimators.md, "Settings": for rows of length 1 and targets in [-1, 1].
-_CLIP_NORM, _WALK, _LONGEST = 0.1, 0.5, 8.0
+# docs/estimators.md, "Settings"; for targets in [-1, 1].
+_SETTINGS = Settings(steps=300, walk=0.5, longest=3.0, clip_norm=(0.1, 1.0))
 
 
 class DPRidge(RegressorMixin, PrivateEstimator):
@@ -41,7 +41,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
         max_iter: The number of steps.
         clip_norm: The bound on one record's gradient, in units of half the width of
-            `target_bounds`.
+            `target_bounds`. `"auto"`: as large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, where theirs is private.
 
@@ -68,8 +68,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = 100,
-        clip_norm: float = _CLIP_NORM,
+        max_iter: int = _SETTINGS.steps,
+        clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
     ):
@@ -109,8 +109,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         column = numbers(self._column(y, table)).astype(float)
         ends, center, half = self._target_units()
         planned = Planned.of(owner, self.neighbours, self.size, len(table))
-        _checks.count(owner, max_iter=self.max_iter)
-        _checks.positive(owner, clip_norm=self.clip_norm)
+        settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         counts = np.isfinite(column)
         inside = np.clip(np.where(counts, column, center), *ends)
@@ -119,16 +118,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         start = jnp.zeros(features.shape[1])
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(squared_loss, public=penalty)
-        plan = planned_descent(
-            problem,
-            start.shape,
-            budget,
-            planned,
-            steps=int(self.max_iter),
-            clip_norm=float(self.clip_norm),
-            walk=_WALK,
-            longest=_LONGEST,
-        )
+        plan = planned_descent(problem, start.shape, budget, planned, settings)
         records = {"features": features, "label": label}
         model = self._solved(problem, plan, planned.rows(records), start, key)
         weights, constant = split(half * model[None].astype(float), self._constant)
