@@ -27,6 +27,12 @@ from ..privacy.rows import filler, padded_rows
 from .declared import Frame, cells, declared, frame, index_of, numbers
 
 _run = jax.jit(lambda *run, key: solve(*run, key=key))
+DECLARED = (
+    "what was declared of the records (classes, bounds and the like), their columns "
+    "and types hold no private data",
+    "rows came into the table one by one: where a text makes a column of texts, one "
+    "record has changed all",
+)
 _FLOATS: Any = (np.float64, np.float32)
 
 
@@ -154,7 +160,9 @@ class PrivateEstimator(BaseEstimator):
             RuntimeWarning: The run diverged.
         """
         solution = _run(problem, plan.solver, records, w0, key=key)
-        self.privacy_report_ = plan.report
+        self.privacy_report_ = dataclasses.replace(
+            plan.report, assumptions=(*plan.report.assumptions, *DECLARED)
+        )
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
             warnings.warn(f"{self._owner}.fit: {remark}", RuntimeWarning, stacklevel=3)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,29 +21,30 @@ class Settings:
     r"""How a descent follows from the noise, for rows of length about 1.
 
     Attributes:
-        steps: $T$.
         walk: $a$: the noise of a run moves no coordinate by much more.
-        longest: $\eta_{\max}$, which the curvature of the loss admits.
+        longest: $\eta_{\max}$: what the curvature of the loss admits.
+        steps: The range of the number of steps $T$.
         clip_norm: The range of the bound $C$ on one record's gradient.
     """
 
-    steps: int
     walk: float
     longest: float
+    steps: tuple[int, int]
     clip_norm: tuple[float, float]
 
-    def with_parameters(self, owner: str, steps: Any, clip_norm: Any) -> "Settings":
+    def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
         """With those that an estimator was given.
 
         Raises:
             ValueError: One is out of range.
         """
-        _checks.count(owner, max_iter=steps)
+        _checks.count(owner, max_iter=max_iter)
+        steps = min(self.steps[0], int(max_iter)), int(max_iter)
         given = self.clip_norm
         if clip_norm != "auto":
             _checks.positive(owner, clip_norm=clip_norm)
             given = (float(clip_norm), float(clip_norm))
-        return dataclasses.replace(self, steps=int(steps), clip_norm=given)
+        return dataclasses.replace(self, steps=steps, clip_norm=given)
 
 
 @functools.lru_cache(maxsize=128)
@@ -57,10 +57,11 @@ def planned_descent(
 ) -> Plan[NoisyGD]:
     r"""A calibrated descent on full batches; kept for the next fit of these sizes.
 
-    With $s C$ the deviation of the noise of a step: the clip norm $C$ is the largest in
-    its range at which $T$ steps of size $\eta_{\max}$ walk no farther than $a$ by noise
-    alone, $\eta_{\max} s C \sqrt T \le a$, and the step size is $\min(\eta_{\max},\ a /
-    (s C \sqrt T))$. Both depend on public numbers alone.
+    A single release has noise of the deviation $s C$, and each of $T$ has $s C \sqrt
+    T$, so that steps of size $\eta$ walk by $\eta s C T$ by noise alone. Of that $a$
+    is spent on as many steps of the longest size as there may be, then on a larger clip
+    norm, which biases the model less. Where $a$ is too little for the fewest steps and
+    the least clip norm, steps are shorter. All depend on public numbers alone.
 
     Args:
         problem: The problem.
@@ -69,16 +70,17 @@ def planned_descent(
         planned: The public number of records and the neighbouring relation.
         settings: What the steps follow from.
     """
-    steps, longest = settings.steps, settings.longest
 
-    def plan(clip_norm: float, step_size: float) -> Plan[NoisyGD]:
+    def plan(steps: int, clip_norm: float, step_size: float) -> Plan[NoisyGD]:
         solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
         solver = solver.with_neighbours(planned.relation)
         start = jnp.zeros(shape)
         return calibrate(problem, solver, budget, sizes=planned.size, w0=start)
 
-    noise: Any = plan(1.0, longest).report.ledger[0]["noise_std"]  # s
-    reach = settings.walk / (noise * math.sqrt(steps))  # the size of C times the step
+    noise: Any = plan(1, 1.0, 1.0).report.ledger[0]["noise_std"]  # s
+    reach = settings.walk / noise  # of the product of all three
     least, most = settings.clip_norm
-    clip_norm = min(most, max(least, reach / longest))
-    return plan(clip_norm, min(longest, reach / clip_norm))
+    steps = int(reach / (least * settings.longest))
+    steps = min(max(steps, settings.steps[0]), settings.steps[1])
+    clip_norm = min(max(reach / (settings.longest * steps), least), most)
+    return plan(steps, clip_norm, min(settings.longest, reach / (clip_norm * steps)))

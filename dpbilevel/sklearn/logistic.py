@@ -10,7 +10,7 @@ from .descent import Settings, planned_descent
 from .linear import LinearClassifier, ridge_on
 
 # docs/estimators.md, "Settings".
-_SETTINGS = Settings(steps=200, walk=5.0, longest=24.0, clip_norm=(0.25, 1.0))
+_SETTINGS = Settings(5.0, 24.0, steps=(200, 2000), clip_norm=(0.25, 1.0))
 
 
 class DPLogisticRegression(LinearClassifier):
@@ -30,7 +30,7 @@ class DPLogisticRegression(LinearClassifier):
             are shortened to it in `fit`.
         fit_intercept: Whether to fit a constant, too.
         ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
-        max_iter: The number of steps.
+        max_iter: The most steps: as many as the noise admits, a public number.
         clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
             large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
@@ -46,7 +46,7 @@ class DPLogisticRegression(LinearClassifier):
         feature_names_in_: The names of the columns, where X has any.
 
     Privacy:
-        `max_iter` noisy gradients, enforced by clipping. Under replace-one the number
+        `n_iter_` noisy gradients, enforced by clipping. Under replace-one the number
         of records is public; so is whatever was declared, the columns and their types.
         A record with a missing number, or a label that was not declared, counts for
         nothing, in silence: an error would tell of it. Every `fit` is a release of its
@@ -73,7 +73,7 @@ class DPLogisticRegression(LinearClassifier):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = _SETTINGS.steps,
+        max_iter: int = 2000,
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
@@ -122,6 +122,6 @@ class DPLogisticRegression(LinearClassifier):
         problem = FiniteSum(self._loss, public=penalty)
         plan = planned_descent(problem, start.shape, budget, planned, settings)
         model = self._solved(problem, plan, planned.rows(records), start, key)
-        self.n_iter_ = int(self.max_iter)
+        self.n_iter_ = plan.solver.num_steps
         self._keep(model, units)
         return self

@@ -80,8 +80,8 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         activation: str = "relu",
         max_iter: int = 100,
         batch_size: int | str = "auto",
-        learning_rate_init: float = 0.01,
-        clip_norm: float = 1.0,
+        learning_rate_init: float = 0.03,
+        clip_norm: float = 0.5,
         neighbours: str = "replace_one",
         size: int | None = None,
     ):

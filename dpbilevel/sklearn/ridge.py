@@ -18,7 +18,7 @@ from .descent import Settings, planned_descent
 from .linear import ridge_on, split, with_constant
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
-_SETTINGS = Settings(steps=300, walk=0.5, longest=3.0, clip_norm=(0.1, 1.0))
+_SETTINGS = Settings(0.5, 3.0, steps=(300, 2000), clip_norm=(0.1, 1.0))
 
 
 class DPRidge(RegressorMixin, PrivateEstimator):
@@ -39,7 +39,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         fit_intercept: Whether to fit a constant, too; without one the target is not
             centered.
         ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
-        max_iter: The number of steps.
+        max_iter: The most steps: as many as the noise admits, a public number.
         clip_norm: The bound on one record's gradient, in units of half the width of
             `target_bounds`. `"auto"`: as large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
@@ -68,7 +68,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = _SETTINGS.steps,
+        max_iter: int = 2000,
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
@@ -124,7 +124,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         weights, constant = split(half * model[None].astype(float), self._constant)
         coef, intercept = units.coefficients(weights, constant + center)
         self.coef_, self.intercept_ = coef[0], float(intercept[0])
-        self.n_iter_ = int(self.max_iter)
+        self.n_iter_ = plan.solver.num_steps
         return self
 
     def _target_units(self) -> tuple[tuple[float, float], float, float]:
