@@ -108,8 +108,8 @@ def spent(folder: Path | str) -> Spent:
         found = spending.read(path)
         if (path / NAME).is_file():
             records[str(path)] = found
-        elif _has_run(path):
-            unknown.append(str(path))
+        if found.whole and not found.runs and _has_run(path):
+            unknown.append(str(path))  # the record is lost, or empty
     return Spent(records, tuple(unknown))
 
 
@@ -117,9 +117,11 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
     """Refuses runs below a folder that would take its total above a budget.
 
     From now on a run of a search with `folder=`, or of the command line, in this folder
-    or in any folder below it starts only if what `spent` adds up, with that run
-    included, is at most the budget. Several processes may start runs at once. The limit
-    is a file in the folder, `spending_limit.json`; another call replaces it.
+    or in any folder below it starts or goes on only if what `spent` adds up, with that
+    run included, is at most the budget. Several processes may start runs at once. The
+    limit is a file in the folder, `spending_limit.json`; another call replaces it.
+    Where a link below the folder leads elsewhere, runs have to be given the path with
+    the link: those that are given another path count, but are not refused.
 
     Args:
         folder: The folder; created if need be.
@@ -153,18 +155,18 @@ def begin(
 
     Raises:
         ValueError: It would take the total above a limit; the record is as before.
-        OSError: The disk refuses; the record is as before.
+        OSError: The disk refuses, or a folder below a limit cannot be read; the record
+            is as before.
     """
     file = folder / NAME
     before = file.read_bytes() if file.is_file() else None
-    known = any(run.number == number for run in spending.read(folder).runs)
+    goes_on = any(run.number == number for run in spending.read(folder).runs)
     # On record first: of two runs that start at once, at least one sees the other.
     spending.begin(folder, number, report, config)
-    if known:
-        return  # one that goes on is counted already
     try:
-        _check_limits(folder, report)
-    except ValueError:
+        # Also where it goes on: it may have been killed right here, or moved since.
+        _check_limits(folder, report, goes_on=goes_on)
+    except BaseException:  # or a second attempt would find it on record
         if before is None:
             file.unlink()
         else:
@@ -209,7 +211,7 @@ def _has_run(folder: Path) -> bool:
         return True
 
 
-def _check_limits(folder: Path, report: PrivacyReport) -> None:
+def _check_limits(folder: Path, report: PrivacyReport, *, goes_on: bool) -> None:
     """Raises `ValueError` where a run that is on record leads above a limit."""
     absolute = Path(os.path.abspath(folder))
     above = [p for end in (absolute, folder.resolve()) for p in (end, *end.parents)]
@@ -229,17 +231,20 @@ def _check_limits(folder: Path, report: PrivacyReport) -> None:
         found = spent(place)
         pairs = zip((found.epsilon, found.delta), limits, strict=True)
         if not all(cost <= limit * (1 + _ROUNDING) for cost, limit in pairs):
-            raise ValueError(_over(place, found, limits, report))
+            raise ValueError(_over(place, found, limits, report, goes_on))
 
 
-def _over(place, found, limits, report) -> str:
+def _over(place, found, limits, report, goes_on) -> str:
     known = math.isfinite(found.epsilon)
     unknown = f"what was spent there is unknown, or for other neighbours:\n{found}\n"
     together = f"epsilon = {found.epsilon:.6g} at delta = {found.delta:.3g}"
+    advice = "Give a smaller budget. Nothing was spent."
+    if goes_on:
+        advice = "It goes on where limit_spending declares a larger one."
     return (
         f"this run of epsilon = {report.epsilon:.6g} at delta = "
         f"{report.delta:.3g} is refused by the limit of {place}, epsilon = "
         f"{limits[0]:.6g} at delta = {limits[1]:.3g}: with it "
         f"{f'the runs there cost {together}. ' if known else unknown}"
-        "Give a smaller budget. Nothing was spent."
+        f"{advice}"
     )

@@ -100,9 +100,15 @@ class Spending:
 
 
 def read(folder: Path) -> Spending:
-    """Reads the record of a folder, which may not exist; no runs without one."""
-    file = folder / NAME
-    lines = file.read_bytes().splitlines() if file.is_file() else []
+    """Reads the record of a folder, which may not exist; no runs without one.
+
+    Raises:
+        OSError: There is one that cannot be read.
+    """
+    try:
+        lines = (folder / NAME).read_bytes().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        lines = []
     runs: list[Run] = []
     unreadable = highest = 0
     for line in lines:

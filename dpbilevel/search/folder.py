@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..core import checkpoint, odometer
+from ..core import checkpoint, odometer, spending
 from ..core.checkpoint import Checkpoint
 from ..core.first import by_first
 from ..core.interrupts import whole
@@ -90,7 +90,8 @@ class Folder:
             try:
                 odometer.begin(self.path, _NUMBER, self.report, self._public)
             except ValueError:
-                if not list(self.path.glob(_PATTERN)) and saved.done == 0:
+                kept = spending.read(self.path).runs or list(self.path.glob(_PATTERN))
+                if saved.done == 0 and not kept:
                     # Nothing was evaluated: as if it had never begun.
                     checkpoint.remove(self.path)
                 raise

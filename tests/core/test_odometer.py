@@ -79,12 +79,14 @@ def test_runs_of_other_processes_count(tmp_path):
     assert cost(tmp_path) == pytest.approx((1.0, 2e-6), rel=1e-9)
 
 
-@pytest.mark.parametrize("lost", ["removed", "damaged", "first line"])
+@pytest.mark.parametrize("lost", ["removed", "damaged", "first line", "all lines"])
 def test_a_lost_record_makes_the_total_infinite(lost, tmp_path):
     looped.search(NAME, folder=tmp_path / "a")
     file = tmp_path / "a" / spending.NAME
     if lost == "removed":
         file.unlink()
+    elif lost == "all lines":
+        file.write_bytes(b"")
     elif lost == "damaged":
         file.write_bytes(file.read_bytes() + b'{"event": "sta')
     else:
@@ -173,8 +175,8 @@ def test_a_run_that_starts_while_another_is_checked_sees_it(tmp_path, monkeypatc
     dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(0.9, 1e-5))
     check = odometer._check_limits
 
-    def interleaved(*arguments):
-        check(*arguments)
+    def interleaved(*arguments, **options):
+        check(*arguments, **options)
         with monkeypatch.context() as patch:
             patch.setattr(odometer, "_check_limits", check)
             with pytest.raises(ValueError, match="refused by the limit"):
@@ -183,6 +185,48 @@ def test_a_run_that_starts_while_another_is_checked_sees_it(tmp_path, monkeypatc
     monkeypatch.setattr(odometer, "_check_limits", interleaved)
     started(tmp_path / "a")
     assert cost(tmp_path) == pytest.approx((0.5, 1e-6), rel=1e-9)
+
+
+@pytest.mark.parametrize("how", [PermissionError, KeyboardInterrupt, "killed"])
+def test_a_run_that_stopped_before_it_was_checked_is_checked_when_it_goes_on(
+    how, tmp_path, monkeypatch
+):
+    file = tmp_path / "b" / spending.NAME
+    error, recorded = KeyboardInterrupt if how == "killed" else how, []
+
+    def stops(*arguments, **options):
+        recorded.append(file.read_bytes())
+        raise error
+
+    dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(0.9, 1e-5))
+    started(tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(odometer, "_check_limits", stops)
+        with pytest.raises(error):
+            started(tmp_path / "b")
+    assert not file.exists()
+    if how == "killed":  # then nothing was undone
+        file.write_bytes(*recorded)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused by the limit"):
+            started(tmp_path / "b")
+    dpb.search.limit_spending(tmp_path, dpb.PrivacyBudget(1.0, 1e-5))
+    started(tmp_path / "b")
+
+
+def test_a_run_from_elsewhere_goes_on_within_the_limit_alone(tmp_path):
+    with made(NAME, folder=tmp_path / "c") as search:
+        finished(search, 1)
+    dpb.search.limit_spending(tmp_path / "a", dpb.PrivacyBudget(1.5, 1e-3))
+    (tmp_path / "c").rename(tmp_path / "a" / "c")
+    before = sorted(p.name for p in (tmp_path / "a" / "c").iterdir())
+    with pytest.raises(ValueError, match="goes on where limit_spending declares"):
+        made(NAME, folder=tmp_path / "a" / "c")
+    assert sorted(p.name for p in (tmp_path / "a" / "c").iterdir()) == before
+    dpb.search.limit_spending(tmp_path / "a", dpb.PrivacyBudget(2.0, 1e-3))
+    with made(NAME, folder=tmp_path / "a" / "c") as search:
+        finished(search)
+    assert search.result is not None
 
 
 def test_a_limit_needs_a_budget(tmp_path):
