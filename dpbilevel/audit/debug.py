@@ -121,6 +121,11 @@ def random_search(
         key: A typed key.
     """
     check_key(key)
+    if problem.losses is None:
+        raise TypeError(
+            "random_search: the black box has losses=None; give a function of the "
+            "point."
+        )
     with jax.enable_x64(True):
         box = box_of("random_search", problem)
         like = start_of("random_search", problem, np.asarray(w0, np.float64))

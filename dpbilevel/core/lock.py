@@ -23,7 +23,8 @@ def held(folder: Path) -> Iterator[None]:
 
     A killed process leaves its file behind but no lock; the next run takes it over.
     Where there are no file locks a warning says so, and nothing is locked. A folder
-    that was created here and is empty at the end is removed.
+    that was created here and is empty at the end is removed. A process that is forked
+    inside leaves the lock as it is.
 
     In a program of several processes (`jax.distributed`) all call this together, and
     process 0 holds the lock.
@@ -34,18 +35,20 @@ def held(folder: Path) -> Iterator[None]:
     """
     made: list[Path] = []
     taken: list[int] = []
+    process = os.getpid()
 
     def take() -> None:
         made.extend(path for path in (folder, *folder.parents) if not path.exists())
         taken.extend(_take(folder))
 
     def leave() -> None:
+        forked = os.getpid() != process  # the lock is still that of the other process
         for descriptor in taken:
             with contextlib.suppress(OSError):  # the lock itself goes last
-                if _is_at(descriptor, folder / NAME):
+                if not forked and _is_at(descriptor, folder / NAME):
                     (folder / NAME).unlink()
             os.close(descriptor)
-        for path in made:
+        for path in made if not forked else ():
             with contextlib.suppress(OSError):
                 path.rmdir()
 

@@ -13,9 +13,8 @@ from .. import _checks
 from ..privacy.budget import PrivacyBudget
 from ..privacy.report import PrivacyReport
 from . import checkpoint, spending
-from .spending import NAME, Run, Spending, total, totals
+from .spending import LIMIT, NAME, Run, Spending, total, totals
 
-LIMIT = "spending_limit.json"
 _ROUNDING = 1e-12  # of a sum, relative
 
 

@@ -136,8 +136,8 @@ def solution_of(
 
 
 def check_empty(name: str, folder: Path) -> None:
-    """Raises `ValueError` where a folder holds more than what a crash leaves."""
-    ours = (checkpoint.TEMPORARY, lock.NAME)
+    """Raises `ValueError` where a folder has more than a limit or a crash leaves."""
+    ours = (checkpoint.TEMPORARY, lock.NAME, spending.LIMIT)
     others = sorted(p.name for p in folder.glob("*") if p.name not in ours)
     if others:
         raise ValueError(

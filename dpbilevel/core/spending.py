@@ -14,6 +14,7 @@ from ..privacy.report import PrivacyReport, Status, rounded_up
 from . import checkpoint
 
 NAME = "spending.jsonl"
+LIMIT = "spending_limit.json"  # of all runs in a folder and below it
 
 
 @dataclasses.dataclass(frozen=True)

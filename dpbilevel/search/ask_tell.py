@@ -49,8 +49,10 @@ class AskTell:
         As `minimize`: one run under the solver's ledger, counted in the folder before
         the first point is asked for, whether or not it is finished. Points are
         functions of released values, and so is how many there are. The object is
-        SECRET: it holds losses and the key of noise to come. So is how long an
-        evaluation takes, and whatever else is done with losses outside.
+        SECRET: it holds losses and the key of noise to come. It cannot be copied,
+        pickled or used after `os.fork`: two objects would release with the same noise.
+        How long evaluations take, and whatever else is done with losses outside, is not
+        covered.
     """
 
     def __init__(
@@ -81,6 +83,11 @@ class AskTell:
         """The points whose losses come next, float64; none when the search is done.
 
         Until `tell` has taken losses, every call returns the same points.
+
+        Raises:
+            ValueError: The search was closed, or is that of a process from which this
+                one was forked.
+            OSError: The disk refuses.
         """
         found = self._rounds.ask()
         self._warn()
@@ -98,8 +105,8 @@ class AskTell:
 
         Raises:
             TypeError: They are no real numbers.
-            ValueError: Their shapes do not fit, or `ask` was not called. Nothing is
-                taken then; the message names shapes and no loss.
+            ValueError: Their shapes do not fit, `ask` was not called, or as in `ask`.
+                Nothing is taken then; the message names shapes and no loss.
             OSError: The disk refuses.
         """
         self._rounds.tell(losses)
@@ -122,7 +129,10 @@ class AskTell:
         return self._rounds.noisy_losses
 
     def close(self) -> None:
-        """Unlocks the folder, so that another object can go on with the search."""
+        """Unlocks the folder, so that another object can go on, and this one cannot.
+
+        Without a folder it does nothing.
+        """
         self._rounds.close()
 
     def __enter__(self) -> "AskTell":

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,9 @@ class _Round:
 class Rounds:
     """A search in progress on the host. SECRET: it holds losses and keys to come.
 
-    Under the lock of its folder until it is closed, finished or forgotten.
+    Under the lock of its folder until it is closed, finished or forgotten. Whatever
+    else could make a step twice is refused, because both would have the same noise:
+    going on after it was closed, in a copy, or in a process that was forked.
 
     Args:
         run: The plan.
@@ -68,6 +72,8 @@ class Rounds:
         self._round: _Round | None = None
         self._folder: Folder | None = None
         self._end = contextlib.ExitStack()
+        self._process, self._turn = os.getpid(), threading.Lock()
+        self._closed = False
         if folder is not None:
             with contextlib.ExitStack() as end:
                 end.enter_context(lock.held(Path(folder)))
@@ -100,8 +106,17 @@ class Rounds:
         self.close()
 
     def close(self) -> None:
-        """Lets the folder go; the search can go on in another object."""
+        """Lets the folder go; the search can go on in another object, not in this."""
+        self._closed = self._folder is not None
         self._end.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises `TypeError`: a copy would use the same noise."""
+        raise TypeError(
+            f"{self._run.owner}: a search in progress cannot be copied or pickled, "
+            "since both would release with the same noise; go on by folder=, in one "
+            "object at a time."
+        )
 
     @property
     def done(self) -> int:
@@ -109,7 +124,15 @@ class Rounds:
         return self._saved.done
 
     def ask(self) -> Float[np.ndarray, "k d"]:
-        """The points of this round that have no losses yet; at the end of all, none."""
+        """The points of this round that have no losses yet; at the end of all, none.
+
+        Raises:
+            ValueError: It was closed, or is that of another process.
+        """
+        with self._in_turn():
+            return self._asked()
+
+    def _asked(self) -> Float[np.ndarray, "k d"]:
         while self.solution is None:
             if self.done == self._run.solver.num_steps:
                 self._finish()
@@ -130,10 +153,31 @@ class Rounds:
 
         Raises:
             TypeError: They are no real numbers.
-            ValueError: Their shapes do not fit, or no points were asked for. Nothing
-                is kept then.
+            ValueError: Their shapes do not fit, no points were asked for, or as
+                `ask`. Nothing is kept then.
             OSError: The disk refuses.
         """
+        with self._in_turn():
+            self._told(losses)
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One thread at a time, and only where no other object can go on."""
+        owner = self._run.owner
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"{owner}: this search is that of process {self._process}, from which "
+                "this one was forked; call ask and tell there."
+            )
+        with self._turn:
+            if self._closed and self.solution is None:
+                raise ValueError(
+                    f"{owner}: the search was closed; make another object with the "
+                    "same arguments and folder, which goes on."
+                )
+            yield
+
+    def _told(self, losses: Sequence[Any]) -> None:
         current = self._round
         if current is None or self.solution is not None:
             raise ValueError(f"{self._run.owner}: no points to evaluate; call ask().")

@@ -176,9 +176,10 @@ def index_of(
     """
     texts = declared.dtype.kind == "U"
     if column.dtype.kind != "O" and (column.dtype.kind in "US") != texts:
+        kinds = ("texts", "numbers") if texts else ("numbers", "texts")
         raise ValueError(
-            f"{owner}: {name} was declared with values of {declared.dtype}, but the "
-            f"records have {column.dtype}."
+            f"{owner}: {name} was declared with {kinds[0]}, but the records have "
+            f"{kinds[1]}. Declare the values as they are in the records."
         )
     places = {value: place for place, value in enumerate(declared.tolist())}
 
@@ -194,24 +195,54 @@ def index_of(
 def numbers(table: Any) -> Any:
     """A table as an array of numbers; NaN where an object is none.
 
-    Sparse matrices, and arrays that are numbers already, are passed on.
+    Sparse matrices are passed on.
+
+    Raises:
+        ValueError: The entries are of a type that stands for no number, or it is no
+            table. scikit-learn says the same with the records in its message.
     """
     if hasattr(table, "tocsr") or not _has_rows(table):
         return table
     array = cells(table)
+    if array.ndim != 2:
+        raise ValueError(
+            f"Expected 2D array, got {array.ndim}D array instead. Reshape your data by "
+            "array.reshape(-1, 1) if it has one feature, by array.reshape(1, -1) if it "
+            "is one record."
+        )
     if array.dtype.kind not in "OUS":
         return array
-    flat = [_number(value) for value in array.ravel().tolist()]
-    return np.asarray(flat, float).reshape(array.shape)
+    return _numbers(array)
+
+
+def targets(column: np.ndarray) -> Float[np.ndarray, " n"]:
+    """A column as numbers; NaN where an entry is none."""
+    return _numbers(column) if column.dtype.kind in "OUS" else column.astype(float)
 
 
 def cells(table: Any) -> Any:
     """An array of a table or column, in which no entry changes the type of others.
 
     NumPy would make texts of all numbers of a list that holds one text.
+
+    Raises:
+        ValueError: The entries are of a type that stands for no number or text.
     """
     listed = isinstance(table, list | tuple)
-    return np.asarray(table, object) if listed else np.asarray(table)
+    array = np.asarray(table, object) if listed else np.asarray(table)
+    if array.dtype.kind == "c":
+        raise ValueError("Complex data not supported: give real numbers.")
+    if array.dtype.kind not in "biufOUS":
+        raise ValueError(
+            f"{array.dtype.name} is a type of no numbers or texts: convert the columns "
+            "of X, and y, by a rule that reads each entry alone."
+        )
+    return array
+
+
+def _numbers(array: np.ndarray) -> Float[np.ndarray, "..."]:
+    flat = [_number(value) for value in array.ravel().tolist()]
+    return np.asarray(flat, float).reshape(array.shape)
 
 
 def _has_rows(table: Any) -> bool:

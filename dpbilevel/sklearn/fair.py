@@ -152,7 +152,7 @@ class FairClassifier(LinearClassifier):
             square = SHARE**2 * (square + 1)
         smoothness = (0.25 if count == 2 else 0.5) * square
         bound = 2 * math.log(count)  # twice the loss of no model
-        return _game(self._loss, shares, float(self.radius), smoothness, bound)
+        return _made(self._loss, shares, float(self.radius), smoothness, bound)
 
     def _groups(self) -> tuple[np.ndarray, tuple[float, ...]]:
         """The declared groups, sorted, and their shares."""
@@ -167,7 +167,7 @@ class FairClassifier(LinearClassifier):
 
 
 @functools.lru_cache(maxsize=64)
-def _game(
+def _made(
     loss: Any, shares: tuple[float, ...], radius: float, smoothness: float, most: float
 ) -> GroupGame:
     """The game of a loss with its constants; one object for each, compiled once."""

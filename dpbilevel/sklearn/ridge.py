@@ -13,7 +13,7 @@ from ..onelevel.losses import squared_loss
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from .base import Planned, PrivateEstimator, key_or_fresh
-from .declared import interval, numbers
+from .declared import interval, targets
 from .descent import Settings, planned_descent
 from .linear import ridge_on, split, with_constant
 
@@ -106,7 +106,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         self._refuse(refused)
         owner, budget, key = self._owner, self._budget(), key_or_fresh(key)
         table, units = self._table(X), self._frame()
-        column = numbers(self._column(y, table)).astype(float)
+        column = targets(self._column(y, table))
         ends, center, half = self._target_units()
         planned = Planned.of(owner, self.neighbours, self.size, len(table))
         settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)

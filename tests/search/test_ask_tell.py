@@ -1,10 +1,15 @@
 """Ask and tell: what `minimize` does, with losses that are evaluated elsewhere."""
 
+import copy
 import gc
 import json
 import os
+import pickle
+import signal
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 
 import jax
@@ -139,6 +144,78 @@ def test_the_folder_is_locked_until_the_search_is_closed_or_forgotten(tmp_path):
     finished(third)
     with pytest.warns(UserWarning, match="finished run"):
         made(folder=tmp_path)  # it was let go at the end
+
+
+def test_what_is_closed_does_not_go_on_beside_another(tmp_path):
+    first = made("noisy_ucb", folder=tmp_path)
+    first.ask()
+    first.close()
+    second = made("noisy_ucb", folder=tmp_path)
+    points = second.ask()
+    for call in (first.ask, lambda: first.tell(losses_at(points))):
+        with pytest.raises(ValueError, match="the search was closed"):
+            call()
+    finished(second)
+    assert first.result is None
+    second.close()
+    assert len(second.ask()) == 0
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_copies_are_refused(folder, tmp_path):
+    search = made("noisy_ucb", folder=tmp_path if folder else None)
+    search.ask()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(search)
+    assert finished(search) == looped.EVALUATIONS["noisy_ucb"]
+
+
+def test_a_forked_process_neither_goes_on_nor_unlocks_the_folder(tmp_path):
+    search = made("noisy_ucb", folder=tmp_path)
+    points = search.ask()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of JAX; the child computes nothing
+        process = os.fork()
+    if process == 0:
+        signal.alarm(20)  # what would compute here may hang
+        refused = 0
+        for call in (search.ask, lambda: search.tell(losses_at(points))):
+            try:
+                call()
+            except ValueError:
+                refused += 1
+        search.close()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 2
+    with pytest.raises(ValueError, match="in use by another run"):
+        made("noisy_ucb", folder=tmp_path)
+    assert finished(search) == looped.EVALUATIONS["noisy_ucb"]
+
+
+def test_threads_take_turns(monkeypatch):
+    """Two that ask at once would each begin the step."""
+    whole = looped.search("noisy_ucb", trajectory=True)
+    search, begun = made("noisy_ucb"), []
+    begin, both = search._rounds._begin, threading.Barrier(2)
+
+    def slowly():
+        begun.append(1)
+        try:
+            both.wait(0.5)  # for another thread in here
+        except threading.BrokenBarrierError:
+            pass
+        return begin()
+
+    monkeypatch.setattr(search._rounds, "_begin", slowly)
+    threads = [threading.Thread(target=search.ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(begun) == 1
+    finished(search)
+    assert looped.same(search.result, whole)
 
 
 def test_losses_in_the_folder_are_the_owners_alone(tmp_path):

@@ -219,7 +219,7 @@ def needed(model, X):
         (DPLogisticRegression(**LABELS, data_norm=1.0), "and not both"),
         (DPLogisticRegression(**BOX, classes=["left"]), "at least two"),
         (DPLogisticRegression(**BOX, classes=["left", 1]), "all texts or all numbers"),
-        (DPLogisticRegression(**BOX, classes=[0, 1]), "was declared with values of"),
+        (DPLogisticRegression(**BOX, classes=[0, 1]), "was declared with numbers"),
         (DPLogisticRegression(classes=NAMES, bounds=(1, 1)), "below the upper one"),
         (DPLogisticRegression(classes=NAMES, bounds=(0, [1, 2])), "3 numbers"),
         (DPLogisticRegression(classes=NAMES, bounds=3), "must be a pair"),

@@ -134,6 +134,19 @@ def test_units_from_the_records_are_found_out(name, runs, getkey, monkeypatch):
     assert not same_but_for_one_row(name, runs, getkey)
 
 
+@pytest.mark.parametrize(
+    "X", [[0.7654], np.full((3, 2), 0.7654j), [[[0.7654]]], 0.7654]
+)
+def test_no_message_has_a_value_of_a_record(X):
+    with pytest.raises((ValueError, TypeError)) as error:
+        DPLogisticRegression(**LABELS).fit(X, [0, 0.7654, 1])
+    assert "7654" not in str(error.value)
+    with pytest.raises(ValueError, match="declared with numbers") as error:
+        DPLogisticRegression(**LABELS).fit(np.zeros((2, 1)), np.asarray(["b", "long"]))
+    assert "long" not in str(error.value)
+    assert "4" not in str(error.value)  # the length of the longest label
+
+
 def test_a_text_in_a_list_leaves_numbers_and_labels_of_others(runs):
     X, y = table()
     X, y = (X > 0).tolist(), y.astype(int).tolist()
