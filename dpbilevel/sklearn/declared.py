@@ -201,8 +201,13 @@ def numbers(table: Any) -> Any:
         ValueError: The entries are of a type that stands for no number, or it is no
             table. scikit-learn says the same with the records in its message.
     """
-    if hasattr(table, "tocsr") or not _has_rows(table):
+    if hasattr(table, "tocsr"):
         return table
+    if not _has_rows(table):
+        raise ValueError(
+            f"Expected 2D array, got {type(table).__name__} instead: give a table with "
+            "a row for each record."
+        )
     array = cells(table)
     if array.ndim != 2:
         raise ValueError(
