@@ -31,7 +31,11 @@ def evaluations(losses: Callable[[np.ndarray], Any], n_jobs: int | None) -> Eval
         # Large records go to the processes by files; in a folder that others can enter
         # each would be readable for a moment.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-            run: Any = Parallel(n_jobs=n_jobs, return_as="generator", temp_folder=own)
+            # Threads, or the machines of a cluster, are not taken where a caller's
+            # `joblib.parallel_config` names them.
+            run: Any = Parallel(
+                n_jobs=n_jobs, return_as="generator", temp_folder=own, backend="loky"
+            )
             yield from run(delayed(_by_one_thread)(losses, v) for v in points)
 
     return found

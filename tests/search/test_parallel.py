@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import joblib
 import numpy as np
 import pytest
 from sklearn.base import BaseEstimator, RegressorMixin
@@ -100,11 +101,14 @@ class Talking(RegressorMixin, BaseEstimator):
         return X[:, 0] / self.alpha
 
 
-def test_processes_say_nothing_about_rows_and_raise_nothing(capfd):
+@pytest.mark.parametrize("backend", [None, "threading"])
+def test_processes_say_nothing_about_rows_and_raise_nothing(backend, capfd):
+    """Nor where the caller's own loops are to run in threads, whose words are shown."""
     hostile = PRIVATE[0].copy()
     hostile[3] = 1e6
     for n_jobs in (1, 2):
-        result = searched(Talking(), n_jobs, validation=(hostile, PRIVATE[1]))
+        with joblib.parallel_config(backend or "loky"):
+            result = searched(Talking(), n_jobs, validation=(hostile, PRIVATE[1]))
         assert np.isfinite(result.best_params_["alpha"])
     assert "secret" not in "".join(capfd.readouterr())
 
