@@ -1,7 +1,8 @@
 """Plans without settings: solvers are chosen by dry runs on synthetic records."""
 
 from .candidates import Candidate, candidates
-from .dry_runs import AutoPlan, Trial, auto
+from .conclusions import Trial
+from .dry_runs import AutoPlan, auto
 from .records import Classes
 from .twins import (
     AbstractTeacherTwin,

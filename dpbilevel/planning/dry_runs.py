@@ -20,41 +20,13 @@ from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates
+from .conclusions import Trial, outlook_of, ranked_best, reason_of
 from .race import Effort, race, regrets_of, rounds_of
 from .twins import AbstractTwin, Twin
 from .twins import twins as default_twins
 
-# By how much of what there is to gain a method of two levels has to be better than one
-# level: less is the noise of so few dry runs.
-_WORTH = 0.03
-# Multiples of epsilon tried where two levels do not pay.
-_MORE = (2, 4, 8, 16)
-
 # At the top, so that settings that differ in numbers share one compiled program.
 _solve = jax.jit(lambda *run, key: solve(*run, key=key).value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """What dry runs found for one setting.
-
-    Attributes:
-        method: The candidate's name.
-        solver: The solver, not calibrated.
-        levels: How many levels it uses.
-        losses: The mean test loss of the released model on each twin.
-        regret: The share of what there is to gain that it misses on its worst twin: 0
-            for the best of all settings on every twin, 1 for one that is no better
-            than the starting point somewhere.
-        runs: How many dry runs this rests on.
-    """
-
-    method: str
-    solver: AbstractSolver
-    levels: int
-    losses: tuple[float, ...]
-    regret: float
-    runs: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,14 +165,14 @@ def auto(
         i: _trial(*entries[i], runs, regret)
         for i, runs, regret in zip(left, losses, regrets, strict=True)
     }
-    ranked = _ranked(trials)
+    ranked = ranked_best(trials)
     best = tuple(trials[i] for i in ranked)
-    outlook = _outlook(best, starts, budget, dry.table)
+    outlook = outlook_of(best, starts, budget, dry.table)
     plan = calibrate(problem, best[0].solver, budget, precision=precision, **options)
     return AutoPlan(
         plan.solver,
         plan.report,
-        _reason(best, budget, [law.name for law in laws]) + outlook,
+        reason_of(best, budget, [law.name for law in laws]) + outlook,
         best,
         tuple(law.name for law in laws),
         tuple(starts),
@@ -313,77 +285,6 @@ class _DryRuns:
     ) -> list[list[list[float]]]:
         """The losses of solvers within a budget: by solver, run (of one) and twin."""
         return [[self.losses(self.plan(s, budget).solver, 0)] for s in solvers]
-
-
-def _ranked(trials: dict[int, Trial]) -> list[int]:
-    """The best setting of each method, best first; one level first where it is near."""
-    best: dict[str, int] = {}
-    for index in sorted(trials, key=lambda i: trials[i].regret):
-        best.setdefault(trials[index].method, index)
-    least = trials[next(iter(best.values()))].regret
-
-    def order(index: int) -> tuple[bool, float]:
-        trial = trials[index]
-        return not (trial.levels == 1 and trial.regret < least + _WORTH), trial.regret
-
-    return sorted(best.values(), key=order)
-
-
-def _reason(ranked: Sequence[Trial], budget: PrivacyBudget, twins: list[str]) -> str:
-    first = ranked[0]
-    single, double = (
-        next((trial for trial in ranked if trial.levels == levels), None)
-        for levels in (1, 2)
-    )
-    if first.regret >= 1:
-        return (
-            f"No method improves on the starting point on every twin at {budget}. More "
-            f"records or a larger epsilon are needed; the best is {first.method}."
-        )
-    text = (
-        f"{first.method} misses at most {first.regret:.0%} of the possible improvement "
-        f"on synthetic records ({', '.join(twins)}; where yours differ from all of "
-        "these, pass twins=)."
-    )
-    if first.levels == 2 and single is not None:
-        best = f" The best method of one level, {single.method}, misses up to"
-        return f"{text}{best} {single.regret:.0%}."
-    if double is None or first.levels == 2:
-        return text
-    if double.regret < first.regret:
-        gained = first.regret - double.regret
-        text += f" {double.method} misses {gained:.1%} less, too little to tell."
-    return f"{text} Two levels do not pay here: one level is as good, or nearly."
-
-
-def _outlook(
-    ranked: Sequence[Trial],
-    starts: list[float],
-    budget: PrivacyBudget,
-    table: Callable[..., list[list[list[float]]]],
-) -> str:
-    """From which epsilon on two levels would pay, where they do not.
-
-    Args:
-        ranked: The best setting of each method.
-        starts: The losses of the starting point.
-        budget: The budget.
-        table: As `_DryRuns.table`.
-    """
-    if ranked[0].levels == 2 or all(trial.levels == 1 for trial in ranked):
-        return ""
-    solvers = [trial.solver for trial in ranked]
-    for epsilon in (factor * budget.epsilon for factor in _MORE):
-        larger = PrivacyBudget(epsilon, budget.delta)
-        regrets = regrets_of(table(solvers, larger), starts)
-        again = {
-            i: dataclasses.replace(trial, regret=regret)
-            for i, (trial, regret) in enumerate(zip(ranked, regrets, strict=True))
-        }
-        if again[_ranked(again)[0]].levels == 2:
-            return f" Two levels would pay from about epsilon = {epsilon:g} on."
-    most = _MORE[-1] * budget.epsilon
-    return f" Nor would they at epsilon = {most:g}."
 
 
 def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:

@@ -6,6 +6,7 @@ that is not declared has the index -1. Such records count for nothing.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -246,7 +247,9 @@ def cells(table: Any) -> Any:
 
 
 def _numbers(array: np.ndarray) -> Float[np.ndarray, "..."]:
-    flat = [_number(value) for value in array.ravel().tolist()]
+    with warnings.catch_warnings():  # one would tell of an entry
+        warnings.simplefilter("ignore")
+        flat = [_number(value) for value in array.ravel().tolist()]
     return np.asarray(flat, float).reshape(array.shape)
 
 

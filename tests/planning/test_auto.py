@@ -10,7 +10,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.bilevel import MixedSources, OneLevel, SelectedSources
-from dpbilevel.planning import dry_runs, race
+from dpbilevel.planning import conclusions, dry_runs, race
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
@@ -83,7 +83,7 @@ def test_one_level_is_planned_where_all_records_are_alike():
 
 
 def trial(levels, loss):
-    return dry_runs.Trial(f"of {levels}", OneLevel(FIT), levels, (loss,), 0.0, 1)
+    return conclusions.Trial(f"of {levels}", OneLevel(FIT), levels, (loss,), 0.0, 1)
 
 
 def outlook(one, two):
@@ -95,24 +95,27 @@ def outlook(one, two):
         assert len(solvers) == 2
         return [[[loss]] for loss in found[budget.epsilon]]
 
-    return dry_runs._outlook(ranked, [1.0], dpb.PrivacyBudget(1.0, 1e-5), table)
+    return conclusions.outlook_of(ranked, [1.0], dpb.PrivacyBudget(1.0, 1e-5), table)
 
 
 def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
     assert outlook(one, two) == " Two levels would pay from about epsilon = 4 on."
     assert outlook(one, one) == " Nor would they at epsilon = 16."
-    assert dry_runs._outlook([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None) == ""
+    assert (
+        conclusions.outlook_of([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None)
+        == ""
+    )
 
 
 def test_a_better_method_of_two_levels_is_named_where_one_level_is_planned():
     ranked = [
-        dry_runs.Trial(f"of {levels}", OneLevel(FIT), levels, (0.5,), regret, 1)
+        conclusions.Trial(f"of {levels}", OneLevel(FIT), levels, (0.5,), regret, 1)
         for levels, regret in ((1, 0.02), (2, 0.0))
     ]
-    reason = dry_runs._reason(ranked, BUDGET, ["Alike"])
+    reason = conclusions.reason_of(ranked, BUDGET, ["Alike"])
     assert "of 2 misses 2.0% less" in reason
-    reason = dry_runs._reason([ranked[0]], BUDGET, ["Alike"])
+    reason = conclusions.reason_of([ranked[0]], BUDGET, ["Alike"])
     assert "less" not in reason
 
 

@@ -335,3 +335,12 @@ def test_records_beyond_the_caches_are_read_in_parts_with_the_same_sum(
     assert "while" in str(parts.lower().as_text())
     # A record's own gradient may be rounded differently by another program.
     np.testing.assert_allclose(parts(), whole, rtol=0, atol=1e-7)
+
+
+def test_parts_follow_the_cache_of_one_machine_and_of_no_machine_of_several(
+    monkeypatch,
+):
+    alone = microbatches.cached_bytes.__wrapped__()
+    assert alone > 0
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert microbatches.cached_bytes.__wrapped__() == 16 * 2**20

@@ -1,6 +1,7 @@
 """What estimators release; one record moves nothing but its own contribution."""
 
 import math
+import warnings
 
 import jax
 import numpy as np
@@ -145,6 +146,25 @@ def test_no_message_has_a_value_of_a_record(X):
         DPLogisticRegression(**LABELS).fit(np.zeros((2, 1)), np.asarray(["b", "long"]))
     assert "long" not in str(error.value)
     assert "4" not in str(error.value)  # the length of the longest label
+
+
+class Warns:
+    """An entry that becomes a number with a warning, as some arrays do."""
+
+    def __float__(self):
+        warnings.warn("of a record", stacklevel=1)
+        return 2.0
+
+
+def test_an_entry_that_warns_where_it_becomes_a_number_is_silent():
+    entries = np.empty((2, 1), object)
+    entries[:, 0] = [1.0, Warns()]
+    with pytest.warns(UserWarning, match="of a record"):  # the control
+        float(entries[1, 0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = declared.numbers(entries)
+    np.testing.assert_array_equal(found, [[1.0], [2.0]])
 
 
 def test_a_text_in_a_list_leaves_numbers_and_labels_of_others(runs):

@@ -1,0 +1,109 @@
+"""What follows from dry runs: which method is best, and whether two levels pay."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from ..core.solver import AbstractSolver
+from ..privacy.budget import PrivacyBudget
+from .race import regrets_of
+
+# By how much of what there is to gain a method of two levels has to be better than one
+# level: less is the noise of so few dry runs.
+_WORTH = 0.03
+# Multiples of epsilon tried where two levels do not pay.
+_MORE = (2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What dry runs found for one setting.
+
+    Attributes:
+        method: The candidate's name.
+        solver: The solver, not calibrated.
+        levels: How many levels it uses.
+        losses: The mean test loss of the released model on each twin.
+        regret: The share of what there is to gain that it misses on its worst twin: 0
+            for the best of all settings on every twin, 1 for one that is no better
+            than the starting point somewhere.
+        runs: How many dry runs this rests on.
+    """
+
+    method: str
+    solver: AbstractSolver
+    levels: int
+    losses: tuple[float, ...]
+    regret: float
+    runs: int
+
+
+def ranked_best(trials: dict[int, Trial]) -> list[int]:
+    """The best setting of each method, best first; one level first where it is near."""
+    best: dict[str, int] = {}
+    for index in sorted(trials, key=lambda i: trials[i].regret):
+        best.setdefault(trials[index].method, index)
+    least = trials[next(iter(best.values()))].regret
+
+    def order(index: int) -> tuple[bool, float]:
+        trial = trials[index]
+        return not (trial.levels == 1 and trial.regret < least + _WORTH), trial.regret
+
+    return sorted(best.values(), key=order)
+
+
+def reason_of(ranked: Sequence[Trial], budget: PrivacyBudget, twins: list[str]) -> str:
+    """Why the first method is planned, in a few sentences."""
+    first = ranked[0]
+    single, double = (
+        next((trial for trial in ranked if trial.levels == levels), None)
+        for levels in (1, 2)
+    )
+    if first.regret >= 1:
+        return (
+            f"No method improves on the starting point on every twin at {budget}. More "
+            f"records or a larger epsilon are needed; the best is {first.method}."
+        )
+    text = (
+        f"{first.method} misses at most {first.regret:.0%} of the possible improvement "
+        f"on synthetic records ({', '.join(twins)}; where yours differ from all of "
+        "these, pass twins=)."
+    )
+    if first.levels == 2 and single is not None:
+        best = f" The best method of one level, {single.method}, misses up to"
+        return f"{text}{best} {single.regret:.0%}."
+    if double is None or first.levels == 2:
+        return text
+    if double.regret < first.regret:
+        gained = first.regret - double.regret
+        text += f" {double.method} misses {gained:.1%} less, too little to tell."
+    return f"{text} Two levels do not pay here: one level is as good, or nearly."
+
+
+def outlook_of(
+    ranked: Sequence[Trial],
+    starts: list[float],
+    budget: PrivacyBudget,
+    table: Callable[..., list[list[list[float]]]],
+) -> str:
+    """From which epsilon on two levels would pay, where they do not.
+
+    Args:
+        ranked: The best setting of each method.
+        starts: The losses of the starting point.
+        budget: The budget.
+        table: As `_DryRuns.table`.
+    """
+    if ranked[0].levels == 2 or all(trial.levels == 1 for trial in ranked):
+        return ""
+    solvers = [trial.solver for trial in ranked]
+    for epsilon in (factor * budget.epsilon for factor in _MORE):
+        larger = PrivacyBudget(epsilon, budget.delta)
+        regrets = regrets_of(table(solvers, larger), starts)
+        again = {
+            i: dataclasses.replace(trial, regret=regret)
+            for i, (trial, regret) in enumerate(zip(ranked, regrets, strict=True))
+        }
+        if again[ranked_best(again)[0]].levels == 2:
+            return f" Two levels would pay from about epsilon = {epsilon:g} on."
+    most = _MORE[-1] * budget.epsilon
+    return f" Nor would they at epsilon = {most:g}."
