@@ -66,13 +66,14 @@ FULL = Sizes(
     gradients=(
         *(
             logistic(n, d)
-            for n in (10_000, 100_000, 1_000_000)
-            for d in (16, 128, 512, 4096)
+            for n in (10_000, 25_000, 100_000, 1_000_000)
+            for d in (16, 32, 128, 512, 4096)
             if n * d <= 1.3e8
         ),
         mlp(1024, *small),
         mlp(8192, *small),
         mlp(512, *wide),
+        mlp(4096, *wide),
         later(workloads.cnn, 256),
         later(workloads.attention, 64),
     ),
