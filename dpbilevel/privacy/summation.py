@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from . import limbs
 from .factored import Factored, SparseRows, is_structured
-from .floats import floor_log2, folded, power_of_two, two_sum
+from .floats import floor_log2, folded, nearest_integer, power_of_two, two_sum
 from .grid import Grid
 from .limbs import split
 from .shards import Axes
@@ -34,6 +34,7 @@ _LARGE = 2**16  # entries
 _STRETCH = 16.0
 # C / m in steps of the grid.
 _BITS = 23
+_COARSE = 4  # steps of multiples of rows: at most 2**22 of them
 _HIGHEST = jax.lax.Precision.HIGHEST
 _ROOM = 30  # bits between a contribution and what of it is flushed to zero
 # Below these a contribution, or the step of a grid for it, may not be a normal number.
@@ -175,7 +176,8 @@ class GridSum(AbstractSum):
 
     The step is the power of two $2^e \in (2^{-24}, 2^{-23}] \, C / m$; every record's
     scaled value is rounded to whole steps. The clip norm is tightened by the largest
-    rounding, $\sqrt d / 2$ steps, so that the rounded value keeps within $C / m$.
+    rounding, $\sqrt d / 2$ steps, so that the rounded value keeps within $C / m$; the
+    entries of a row times a number are rounded to 4 steps, which counts four times.
     Products of factors are added in floating point first, in groups of few records,
     and every group's sum is rounded; the clip norm is tightened by what one record may
     move it by, where the other records keep their places.
@@ -186,7 +188,7 @@ class GridSum(AbstractSum):
     def share(self) -> float:
         """One less all roundings."""
         # Of both of two neighbours: their records' values or their groups' sums.
-        size = sum(math.prod(_rows_of(v).shape) for v in self.leaves)
+        size = sum(math.prod(_rows_of(v).shape) * _coarse(v) ** 2 for v in self.leaves)
         rounded = math.sqrt(size) * 2.0 ** -(_BITS + 1)
         return 1 - rounded - self.rounding - 2.0**-20
 
@@ -345,7 +347,7 @@ def _multiples(
 ) -> Int[Array, "groups p 1"]:
     """Sums of the rounded multiples of rows, of which no copy is made."""
     rows = jax.lax.stop_gradient(value.left[:, 0])
-    numbers = weights * jax.lax.stop_gradient(value.right[:, 0, 0])
+    numbers = weights / _COARSE * jax.lax.stop_gradient(value.right[:, 0, 0])
     used, numbers = (weights > 0)[:, None], numbers[:, None]
     whole = len(rows) // _NARROW_GROUP * _NARROW_GROUP
 
@@ -354,10 +356,10 @@ def _multiples(
 
         def nth(k: int) -> Int[Array, "groups p"]:
             place = slice(start + k, stop, size)
+            part = (numbers[place] * rows[place]).astype(jnp.float32)
+            counts = nearest_integer(part, largest // _COARSE)
             # What is not used may hold anything.
-            part = jnp.where(used[place], numbers[place] * rows[place], 0)
-            counts = jax.lax.round(part, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-            return jax.lax.clamp(-largest, counts.astype(jnp.int32), largest)
+            return jnp.where(used[place], counts, 0)
 
         return functools.reduce(jnp.add, map(nth, range(size)))
 
@@ -366,12 +368,17 @@ def _multiples(
         parts.append((whole, len(rows), len(rows) - whole))
     counts = jnp.concatenate([sums(*part) for part in parts])
     groups = split(jax.lax.optimization_barrier(counts), GROUP // _NARROW_GROUP)
-    return jnp.sum(groups, axis=1, dtype=jnp.int32)[..., None]
+    return _COARSE * jnp.sum(groups, axis=1, dtype=jnp.int32)[..., None]
 
 
 def _is_grouped(value: Any) -> bool:
     """Whether values of several records are added before they are rounded."""
     return isinstance(value, Factored) and not value.narrow
+
+
+def _coarse(value: Any) -> int:
+    """Steps that entries are rounded to."""
+    return _COARSE if isinstance(value, Factored) and value.narrow else 1
 
 
 def _rows_of(value: Any) -> Any:

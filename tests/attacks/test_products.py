@@ -223,6 +223,26 @@ def test_groups_that_are_too_large_for_their_margin_are_seen(broken):
     assert worst_rounding(2**17) > 2
 
 
+def multiple_that_rounds_up():
+    """The length, in shares, of a row of ones whose entries are rounded upwards."""
+    # Entries of 2**21 / sqrt(d) coarse steps: .75 of one is rounded up, .25 is not.
+    d = next(d for d in range(4000, 5000) if 0.72 < 2**21 / d**0.5 % 1 < 0.78)
+    row = Factored(jnp.ones((1, d)), jnp.ones((1, 1)), (d,), (0,), ())
+    rule = summation.GridSum(row, jnp.float32(1), jnp.float32(1), 1, 1)
+    row = jax.tree.map(lambda v: v[None], row)
+    counts = rule.add(rule.empty(), jnp.asarray([rule.share / d**0.5]), row)
+    return distance(counts, 0)
+
+
+def test_the_rounding_of_a_multiple_of_a_row_stays_within_the_share():
+    assert 1 - 1e-4 < multiple_that_rounds_up() <= 1
+
+
+def test_coarse_rounding_that_is_not_paid_for_is_seen(broken):
+    broken(summation, "_coarse", lambda value: 1)
+    assert multiple_that_rounds_up() > 1
+
+
 def without_cross_terms(honest, leaf, clip_norm):
     part = honest(leaf, clip_norm)
     squares = jnp.sum(part.value.left**2, 1) * jnp.sum(part.value.right**2, 1)

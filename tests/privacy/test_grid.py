@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpbilevel as dpb
+from dpbilevel.privacy import floats
 from dpbilevel.privacy.grid import Grid
 from dpbilevel.privacy.limbs import Limbs
 from dpbilevel.privacy.mechanisms import ROUNDING_MARGIN
@@ -46,6 +47,17 @@ def grid_of(counts, exponent=0):
         jnp.float32(2.0 ** (exponent + 23)),
         (jnp.dtype(jnp.float32),),
     )
+
+
+@pytest.mark.parametrize("most", [2**21 + 3, 2**22])
+def test_the_nearest_integer_is_that_of_numpy_and_cut(most):
+    edges = [0.5, 1.5, 2.5, most - 0.5, most + 1, 2e7, 1e38, math.inf]
+    sample = np.random.default_rng(0).normal(size=(3, 1000)) * [[1], [1e3], [1e6]]
+    values = np.append(sample, np.append(edges, np.negative(edges))).astype(np.float32)
+    found = jax.jit(floats.nearest_integer)(values, jnp.int32(most))
+    assert np.array_equal(found, np.clip(np.rint(values), -most, most))
+    beyond = floats.nearest_integer(jnp.float32([math.nan, -math.nan]), jnp.int32(most))
+    assert np.array_equal(beyond, [-most, -most])
 
 
 @pytest.mark.parametrize("n", [0, 1, 63, 1000])
