@@ -187,7 +187,7 @@ def role_ratios(certificate: AbstractCertificate, sizes: Sizes) -> Levels:
     bounds = certificate.bounds(sizes)
     error = 2 * solve_error(bounds, step_counts(certificate, sizes))
     upper, lower = float(bounds.upper + error), float(bounds.lower + error)
-    # A role whose records move nothing sees but rounding; it must not ask for much.
+    # Of a role whose records move nothing only rounding is left; it must not cost much.
     least = 1e-3 * max(upper, lower)
     upper, lower = max(upper, least), max(lower, least)
     if certificate.varies:  # each by its own factor

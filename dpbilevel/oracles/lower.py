@@ -33,7 +33,7 @@ def lower_solution(
     The derivative is the implicit one, $dy^* = -[\nabla^2_{yy} g]^{-1} d(\nabla_y
     g)$, in forward and reverse mode, to any order, under `jax.jit` and `jax.vmap`; in
     `x`, in `data` and in what the functions of the problem close over. It is as exact
-    as the solve: `lower_solve` tells how that ended.
+    as the solve: `lower_solve` returns how that ended.
 
     Args:
         problem: The problem, strongly convex in $y$.

@@ -22,7 +22,7 @@ class BestRun(eqx.Module):
     Attributes:
         w: The start, until the last run; then what the best run found.
         value: Its noisy loss; zero, until the last run.
-        best: SECRET, as all below: who sees it, knows K.
+        best: SECRET, as all below: it reveals K.
         best_value: Its noisy loss.
         repeats: K.
         t: The number of runs made.

@@ -238,7 +238,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
 
     @available_if(_has("predict_proba"))
     def predict_proba(self, X: Any) -> Any:
-        """The chances of the classes by `best_estimator_`, where it tells them.
+        """The chances of the classes by `best_estimator_`, where it has them.
 
         Args:
             X: Inputs.

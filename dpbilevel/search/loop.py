@@ -71,8 +71,8 @@ def minimize(
             black box returns something else than real numbers.
         ValueError: The solver is not calibrated or planned for another number of
             records, `w0` does not fit, the black box returns another shape, or the
-            folder holds something else or a run on other records, or nothing tells
-            which they are.
+            folder holds something else or a run on other records, or there is no
+            text by which to compare them.
         OSError: The disk refuses.
 
     Warns:
@@ -87,7 +87,7 @@ def minimize(
         their owner alone, and deleted at the end; the result holds released values
         only. A resumed run makes the releases of the interrupted one, bit for bit on
         the same machine, and spends nothing more: if the records are the same in the
-        same order, which `BlackBox.records` tells, and if the folder is no copy of one
+        same order, which `BlackBox.records` says, and if the folder is no copy of one
         that another run goes on with, whose noise it would use again.
     """
     if getattr(problem, "losses", minimize) is None:

@@ -148,7 +148,7 @@ class RowLosses:
 
         In the middle of a space of `size` parameters, by differences, with the
         estimator fitted to every other training row and losses of the rest; 1 where
-        that tells nothing.
+        there is nothing to estimate it from.
         """
         everyone = _all(self.training)
 
@@ -174,7 +174,7 @@ class RowLosses:
         More where less than half of the mean loss is below that: where nearly all rows
         have no loss, the few others are what counts. In the middle of a branch, with
         the estimator fitted to every other training row and losses of the rest; of
-        several branches the median, and 1 where none tells anything.
+        several branches the median, and 1 where there is none.
 
         Args:
             middles: The middles of the branches.

@@ -135,9 +135,9 @@ class MeanLoss(AbstractScore):
     def _check_public(self) -> None:
         if self.problem.public is not None:
             raise ValueError(
-                "FiniteSum: a regularized draw knows the slope of its potential, but "
-                "not that of a public term. Leave public out; a quadratic one is "
-                "RegularizedExponentialMechanism(regularizer=)."
+                "FiniteSum: a regularized draw needs the slope of its potential, and "
+                "that of a public term is not declared. Leave public out; a quadratic "
+                "one is RegularizedExponentialMechanism(regularizer=)."
             )
 
     def _declared(self) -> float:
