@@ -1,0 +1,74 @@
+"""The pages of the documentation site, as a browser shows them."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import chromium
+
+ROOT = Path(__file__).parents[2]
+BUILT_WITH = "sphinx", "furo", "myst_nb", "sphinx_design", "sphinx_copybutton"
+PAGES = "index", "getting_started", "choosing", "coming_from", "utility", "privacy"
+MEASURES = """(() => {
+  const page = document.documentElement;
+  const pictures = [...document.querySelectorAll('img')];
+  return {over: page.scrollWidth - page.clientWidth,
+          broken: pictures.filter(i => !i.naturalWidth).map(i => i.src)};
+})()"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium.PROGRAM is None, reason="no chromium is installed"),
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, BUILT_WITH)),
+        reason='needs pip install -e ".[docs]"',
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site without the results of notebooks."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--quiet", "-D", "nb_execution_mode=off"]
+    subprocess.run([*command, ROOT / "docs", folder], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_fits_and_loads_nothing_from_other_hosts(
+    page, width, scheme, site, tmp_path
+):
+    seen = chromium.shown(
+        site / f"{page}.html",
+        tmp_path / "p",
+        width=width,
+        scheme=scheme,
+        expression=MEASURES,
+    )
+    assert [
+        url for url in seen.requests if not url.startswith(("file:", "data:"))
+    ] == []
+    assert seen.errors == []
+    assert seen.value == {"over": 0, "broken": []}
+
+
+def test_a_page_that_does_not_fit_or_asks_another_host_is_seen(tmp_path):
+    file = tmp_path / "a.html"
+    file.write_text(
+        '<!DOCTYPE html><meta name="viewport" content="width=device-width">'
+        '<body><img src="https://example.invalid/a.png">'
+        '<div style="width: 900px">wide</div><script>no()</script>'
+    )
+    seen = chromium.shown(
+        file, tmp_path / "p", width=390, scheme="light", expression=MEASURES
+    )
+    assert "https://example.invalid/a.png" in seen.requests
+    assert any("no is not defined" in text for text in seen.errors)
+    assert seen.value["over"] > 0
+    assert seen.value["broken"] == ["https://example.invalid/a.png"]
