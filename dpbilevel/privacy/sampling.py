@@ -148,16 +148,18 @@ class FullBatch(AbstractSampling):
 class Poisson(AbstractSampling):
     r"""Every record independently with probability `rate`.
 
-    The batch has a fixed shape of `capacity` rows and a mask. A draw of more records
-    drops the last ones; the probability of that event over the run is added to
-    $\delta$ (times $1 + e^\varepsilon$), so a truncated draw never goes unaccounted.
+    The batch has a fixed shape, of room for `capacity` records, and a mask. A draw of
+    more records drops the last ones; the probability of that event over the run is
+    added to $\delta$ (times $1 + e^\varepsilon$), so a truncated draw never goes
+    unaccounted.
     Sums are divided by the public `rate * size`.
 
     Args:
         rate: In (0, 1); realised to 32 bits, and accounted for as realised. Static.
-        capacity: Rows of the batch; replace-one only, because how often it overflows
-            depends on the number of records. When omitted, the smallest multiple of 64
-            that overflows with probability at most 1e-12 a draw.
+        capacity: The most records of a batch, whose rows are the next multiple of 64;
+            replace-one only, because how often it overflows depends on the number of
+            records. When omitted, the smallest multiple of 64 that overflows with
+            probability at most 1e-12 a draw.
     """
 
     rate: float = eqx.field(static=True)
@@ -206,15 +208,17 @@ class Poisson(AbstractSampling):
             )
         bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
-        # Slots beyond those of the chosen rows are filled with nothing.
-        rows = self._capacity(max(n, padded_rows(size)))
-        members = jnp.flatnonzero(chosen, size=rows, fill_value=n)
+        # Slots beyond those of the chosen rows are filled with nothing, up to whole
+        # blocks: in others a row that is moved on may be rounded otherwise.
+        most = self._capacity(max(n, padded_rows(size)))
+        members = jnp.flatnonzero(chosen, size=most, fill_value=n)
+        members = jnp.pad(members, (0, -most % BLOCK), constant_values=n)
         batch, members, shards = taken(records, members)
         mask = members < n
         if present is not None:
             mask &= present.at[members].get(mode="fill", fill_value=False)
         # A record that is drawn moves all that come after it by a row.
-        return Batch(batch, mask, self.denominator(size), False, rows, shards)
+        return Batch(batch, mask, self.denominator(size), False, most, shards)
 
     def denominator(self, size: int) -> float:
         """The expected number of records in a batch."""

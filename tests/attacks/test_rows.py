@@ -209,6 +209,28 @@ def test_a_record_that_goes_leaves_every_other_in_its_slot():
     assert (one.mask != other.mask).sum() == 1
 
 
+@pytest.mark.parametrize("capacity", [None, 33])
+def test_a_record_that_is_drawn_changes_the_rounding_of_no_other(capacity):
+    sampling = dpb.Poisson(1 - 2.0**-32, capacity)  # all that are there
+    w = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
+
+    def loss(w, z):
+        return jnp.sin(10 * STEEP * jnp.dot(w, jnp.tanh(z)))
+
+    @jax.jit
+    def counts(rows):
+        batch = sampling.draw(rows, 33, key=jax.random.key(0))
+        return dpb.privacy.clipped_mean(
+            lambda z: jax.grad(loss)(w, z), batch, clip_norm=1.0, precision="grid"
+        ).raw.counts
+
+    rows = jnp.asarray(records_of(33, 200) * math.sqrt(200))
+    for turn in range(32):  # each record comes last once
+        others = jnp.roll(rows[1:], turn, axis=0)
+        with_it = jnp.concatenate([rows[:1], others])
+        np.testing.assert_array_equal(counts(with_it), counts(others))
+
+
 def test_the_number_of_rows_is_that_of_the_plan():
     assert [padded_rows(n) for n in (1, 63, 64, 65, 1000)] == [64, 64, 128, 128, 1024]
     records = {"x": jnp.ones((3, 2)), "k": jnp.arange(3), "b": jnp.ones(3, bool)}
