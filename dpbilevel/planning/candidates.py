@@ -88,7 +88,7 @@ def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate,
 
 @candidates.register
 def _(problem: PenaltyTuning, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
-    fits = (_descent(0.7 * clip_norm, 50, 0.5 * s) for s in (6.0, 12.0, 24.0, 48.0))
+    fits = (_descent(0.7 * clip_norm, 50, 0.5 * s) for s in (6.0, 12.0, 24.0, 48.0, 96.0))
     scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
     return (scaled, *of_two_levels(problem, w0, clip_norm))
@@ -109,7 +109,7 @@ def _descent(clip_norm: float, steps: int, size: float) -> NoisyGD:
 
 def _one_level(clip_norm: float) -> tuple[Candidate, ...]:
     fit = functools.partial(_descent, clip_norm)
-    many = (1.0, 2.0, 4.0, 8.0, 16.0)
+    many = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     # From a few hundred validation records, where noise admits few steps, to many.
     upper = [fit(10, s) for s in (0.5, 1.0, 2.0)] + [fit(100, s) for s in (2.0, 8.0)]
     return (
