@@ -3,15 +3,21 @@
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from sklearn.base import is_classifier, is_regressor
 
 from .row_losses import Losses, count
 
 
-def default_losses(estimator: Any, training_targets: Any) -> Losses:
+def default_losses(
+    estimator: Any, training_targets: Any
+) -> tuple[Losses, float | None]:
     """Brier or 0-1 loss of a classifier, squared error of a regressor.
 
     The variance of the training targets is the unit of squared errors.
+
+    Returns:
+        The losses, and what none is above, where there is such a number.
 
     Raises:
         ValueError: The estimator is neither, or targets have a shape that the losses
@@ -24,10 +30,11 @@ def default_losses(estimator: Any, training_targets: Any) -> Losses:
                 f"row, got y of shape {np.shape(training_targets)}. Ravel a column, or "
                 "give losses(estimator, X, y)."
             )
-        return _brier_loss if hasattr(estimator, "predict_proba") else _zero_one_loss
+        chances = hasattr(estimator, "predict_proba")
+        return _brier_loss if chances else zero_one_loss, 1.0
     if is_regressor(estimator):
         scale = float(np.var(np.asarray(training_targets, np.float64))) or 1.0
-        return lambda fitted, X, y: _square(fitted.predict(X), y) / scale
+        return lambda fitted, X, y: _square(fitted.predict(X), y) / scale, None
     raise ValueError(
         f"PrivateSearch: {type(estimator).__name__} is no classifier and no regressor; "
         "give losses(estimator, X, y)."
@@ -46,7 +53,8 @@ def _brier_loss(fitted, X, y):
     return np.sum((chances - hits) ** 2, axis=1) / 2 + ~known / 2
 
 
-def _zero_one_loss(fitted, X, y):
+def zero_one_loss(fitted: Any, X: Any, y: Any) -> Float[np.ndarray, " n"]:
+    """1 for rows of another class than is predicted; it has no slopes."""
     return (_labels(fitted.predict(X)) != _labels(y)).astype(float)
 
 

@@ -59,16 +59,19 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
             $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
             default, where there are at most three coordinates, whole numbers or
-            categories, or delta is 0, `RandomSearch` among `30 + 10 d` points, losses
-            divided by what 99 in 100 losses of training records are below, which one
-            training on half of them tells (with categories one for each choice), and
-            clipped at 1. Else the draw of a start and 20 steps of
+            categories, 0-1 losses or delta 0, `RandomSearch` among `30 + 10 d` points,
+            losses clipped at their bound, or at what 99 in 100 losses of training
+            records are below, which one training on half of them tells (with categories
+            one for each choice). Else the draw of a start and 20 steps of
             `GradientInformativeBO` with AdaGrad, losses divided by what 95 in 100
             gradients of a training record's loss are shorter than, which 2d trainings
-            on one half tell, and gradients clipped at 1.
+            on one half tell, and gradients clipped at 1. From four coordinates on, half
+            of the points of `RandomSearch` and 60 starts of the descent are, of six
+            times as many uniform ones, those of the least loss of one half of the
+            training records with the estimator fitted to the other half.
         starts: Likely parameters, dictionaries with values for some or all names of the
-            space, in their ranges; the others are in the middle. The default's
-            portfolio has them, and the estimator's own parameters, among its points.
+            space, in their ranges; the others are in the middle. The default has them,
+            and the estimator's own parameters, among its points.
         losses: `losses(estimator, X, y)`, the loss of every row, shape `(n,)`, each
             from its own row alone. By default half the Brier score for classifiers with
             `predict_proba`, else 0-1 loss, both in [0, 1]; for regressors the squared
@@ -191,7 +194,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         solver = self.solver
         if solver is None:
             starts = [space.position(v) for v in (*self.starts, self._own())]
-            solver = default_solver(space, self.budget, rows, np.stack(starts))
+            solver = default_solver(
+                space, self.budget, rows, np.stack(starts), self.n_jobs
+            )
         records = "" if folder is None else self._identity(X, y, validation)
         losses = rows.black_box(*validation)
         problem = BlackBox(
@@ -310,8 +315,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         return str(joblib.hash((private, *(_hash_or_name(v) for v in public))))
 
     def _rows(self, X: Any, y: Any) -> RowLosses:
-        losses = self.losses or default_losses(self.estimator, y)
-        return RowLosses(self._make, X, y, losses, Space(self.space).middle)
+        losses, largest = self.losses, None
+        if losses is None:
+            losses, largest = default_losses(self.estimator, y)
+        middle = Space(self.space).middle
+        return RowLosses(self._make, X, y, losses, middle, largest)
 
     def _make(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator with the parameters at a point, not fitted."""

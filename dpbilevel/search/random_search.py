@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any, Self
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from .._checks import Count, Number, Positive
+from .._checks import Count, Number, Positive, check_fields
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
 from ..privacy.budget import Neighbours
@@ -28,15 +29,20 @@ class _State(eqx.Module):
 class RandomSearch(AbstractAskTellSolver[_State]):
     r"""Draws one of $M$ random points with a probability $\propto \exp(-k f(w))$.
 
-    The points are uniform in the problem's box; $f$ is the mean of the losses clipped
-    to $[0, B]$, plus the public term. One step: all candidates are evaluated, and one
-    is drawn and released, without its loss.
+    The points are uniform in the problem's box, but for `starts`; $f$ is the mean of
+    the losses clipped to $[0, B]$, plus the public term. One step: all candidates are
+    evaluated, and one is drawn and released, without its loss.
 
     Args:
         num_candidates: $M$, the number of evaluations. Static.
         clip_range: $B$: losses below 0 count as 0, above $B$ and NaN as $B$.
         mechanism: The mechanism and its epsilon.
+        starts: Points of one's own among the candidates, one a row, such as good ones
+            on public data; at most $M$.
         sizes: The planned number of records; set by `calibrate`. Static.
+
+    Raises:
+        ValueError: There are more starts than candidates.
 
     Privacy:
         One draw, $\varepsilon$-DP without $\delta$, with $k = \varepsilon / o$: one
@@ -51,7 +57,17 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     num_candidates: Count = eqx.field(static=True)
     clip_range: Positive
     mechanism: Exponential = Exponential()
+    starts: Any = None
     sizes: Any = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        check_fields(self)
+        own = 0 if self.starts is None else len(self.starts)
+        if own > self.num_candidates:
+            raise ValueError(
+                f"RandomSearch: num_candidates={self.num_candidates} are too few for "
+                f"{own} starts; give num_candidates={own} or more."
+            )
 
     @property
     @override
@@ -76,7 +92,11 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         box = box_of("RandomSearch", problem)
-        points = uniform(box, state.start, self.num_candidates, key=key)
+        starts = state.start[None, :][:0]
+        if self.starts is not None:
+            starts = jax.vmap(box.project)(jnp.asarray(self.starts, starts.dtype))
+        rest = self.num_candidates - len(starts)
+        points = jnp.concatenate([starts, uniform(box, state.start, rest, key=key)])
         return Proposal(points, jnp.asarray(self.num_candidates, jnp.int32))
 
     @override

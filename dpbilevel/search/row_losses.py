@@ -33,6 +33,7 @@ class RowLosses:
         losses: `losses(estimator, X, y)`, the loss of every row.
         middle: The middle of the branch of a point: estimators of one branch refuse the
             same numbers.
+        largest: What no loss is above, where that is known.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class RowLosses:
         y: Any,
         losses: Losses,
         middle: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
+        largest: float | None = None,
     ):
         self.make, self.losses, self.middle = make, losses, middle
+        self.largest = largest
         self.unit = 1.0  # what losses are divided by
         self.training = _sliceable(X), _sliceable(y)
         self._refusals: dict[bytes, Refusals] = {}
@@ -169,8 +172,10 @@ class RowLosses:
         )
 
     def usual_loss(self, middles: Sequence[np.ndarray]) -> float:
-        """What the loss of a training row is below, 99 in 100.
+        """What no loss is above; else what a training row's is below, 99 in 100.
 
+        Of losses with a bound nothing is cut off: the few largest ones are those of
+        wrong predictions that are sure, and without them such models seem good.
         More where less than half of the mean loss is below that: where nearly all rows
         have no loss, the few others are what counts. In the middle of a branch, with
         the estimator fitted to every other training row and losses of the rest; of
@@ -179,6 +184,8 @@ class RowLosses:
         Args:
             middles: The middles of the branches.
         """
+        if self.largest is not None:
+            return self.largest
         everyone = _all(self.training)
         known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
         found, why = [], ""
@@ -195,6 +202,22 @@ class RowLosses:
         if found:
             return sorted(found)[(len(found) - 1) // 2]
         return self._unknown(why, "large", "losses")
+
+    def held_out(self, point: Float[np.ndarray, " d"], most: float) -> float:
+        """The mean loss of every other training row, fitted to the rest.
+
+        Args:
+            point: Where.
+            most: Losses count as this where they are above, or where there is none.
+        """
+        everyone = _all(self.training)
+        known, held = (_parts(self.training, everyone[i::2]) for i in (0, 1))
+        with _silence():
+            try:
+                losses = self._losses_of(self.make(point).fit(*known), *held)
+            except Exception:
+                return most
+        return float(np.mean(np.clip(np.nan_to_num(losses, nan=most), 0, most)))
 
     def _unknown(self, why, how, what):
         warnings.warn(

@@ -121,6 +121,23 @@ def test_a_random_search_is_pure_and_any_number_of_candidates_costs_the_same():
         np.testing.assert_allclose(temperatures, 2 * 2.0 / 100, rtol=2e-3)
 
 
+def test_points_of_ones_own_are_candidates_and_cost_nothing():
+    own = np.asarray([[0.25, 0.0], [9.0, 0.0]])  # the second one is outside
+    problem = box_problem()
+    solvers = [dpb.search.RandomSearch(5, RANGE, starts=v) for v in (own, None)]
+    state = solvers[0].init(problem, jnp.zeros(2))
+    proposals = [s.ask(problem, state, key=jax.random.key(3)) for s in solvers]
+    points = proposals[0].points
+    np.testing.assert_allclose(points[:2], [own[0], problem.w_set.project(own[1])])
+    assert points.shape == proposals[1].points.shape == (5, 2)
+    assert len(np.unique(points, axis=0)) == 5
+    budget = dpb.PrivacyBudget(1.0, 0.0)
+    plans = [dpb.calibrate(problem, s, budget, sizes=10) for s in solvers]
+    assert plans[0].report.epsilon == plans[1].report.epsilon
+    rates = [p.solver.ledger(problem, 10).releases[0].rate for p in plans]
+    assert rates[0] == rates[1]
+
+
 def test_adding_or_removing_a_record_moves_scores_half_as_far():
     added = dpb.search.RandomSearch(5, 2.0, dpb.draws.Exponential(1.0, ADD_OR_REMOVE))
     replaced = dpb.search.RandomSearch(5, 2.0, dpb.draws.Exponential(1.0))
@@ -308,6 +325,10 @@ def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best()
     [
         (lambda: dpb.search.RandomSearch(0, 1.0), "num_candidates"),
         (lambda: dpb.search.RandomSearch(5, 0.0), "clip_range"),
+        (
+            lambda: dpb.search.RandomSearch(2, 1.0, starts=np.zeros((3, 2))),
+            "too few for 3 starts; give num_candidates=3",
+        ),
         (lambda: dpb.search.NoisyUCB(5, 1.0, lengthscale=-1.0), "lengthscale"),
         (lambda: dpb.search.NoisyUCB(5, 1.0, exploration=-1.0), "exploration"),
         (lambda: dpb.search.NoisyUCB(5, 1.0, variance=0.0), "variance"),

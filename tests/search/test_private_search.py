@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import scipy.sparse
-from sklearn.base import BaseEstimator, RegressorMixin, clone
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.datasets import make_classification
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -192,6 +192,78 @@ def test_the_method_follows_from_the_number_and_kind_of_the_parameters(
     if kind is dpb.search.GradientInformativeBO:
         np.testing.assert_allclose(solver.portfolio.starts[0], [1, 0, 0, 0])
         np.testing.assert_allclose(solver.portfolio.starts[1], [0, 0.5, 0.5, 0.5])
+
+
+class Better(ClassifierMixin, BaseEstimator):
+    """A classifier whose chances are the better, the larger its parameters are."""
+
+    def __init__(self, goods=0.0):
+        self.goods = goods
+
+    def fit(self, X, y):
+        self.classes_ = np.asarray([False, True])
+        return self
+
+    def predict(self, X):
+        return X[:, 0] > 0
+
+    def predict_proba(self, X):
+        right = 0.5 + 0.4 * np.mean(self.goods)
+        chances = np.where(X[:, 0] > 0, right, 1 - right)
+        return np.stack([1 - chances, chances], axis=1)
+
+
+class Rigid(Better):
+    """Without chances."""
+
+    predict_proba = property()
+
+
+def planned_default(estimator, delta):
+    labels = TRAINING[0][:, 0] > 0
+    space = Space({"goods": dpb.search.Range(-1, 1, size=4)})
+    search = dpb.PrivateSearch(estimator, space.entries, BUDGET)
+    rows = search._rows(TRAINING[0], labels)
+    budget = dpb.PrivacyBudget(1.0, delta)
+    return default_solver(space, budget, rows, np.zeros((1, 4))), rows
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-5])
+def test_points_that_training_rows_favour_are_among_those_of_the_default(delta):
+    solver, _ = planned_default(Better(), delta)
+    starts = solver.starts if delta == 0 else solver.portfolio.starts
+    np.testing.assert_allclose(starts[0], 0)
+    means = np.mean(starts[1:], axis=1)
+    assert len(means) == (35 if delta == 0 else 60)
+    # The best sixth of points whose means have a standard deviation of 12**-.5.
+    assert np.min(means) > 0.8 * 12**-0.5
+    assert np.all(np.diff(means) <= 1e-12)
+    if delta == 0:
+        assert solver.num_candidates == 70
+
+
+def test_losses_with_a_bound_are_not_cut_below_it():
+    solver, rows = planned_default(Better(), 0.0)
+    assert rows.unit * solver.clip_range == 1.0
+    solver, rows = planned_default(Better(), 1e-5)
+    assert rows.unit * solver.portfolio.clip_range == pytest.approx(1.0)
+    rows.largest = None  # the control
+    assert rows.unit * rows.usual_loss([np.zeros(4)]) == pytest.approx(0.25)
+
+
+def test_losses_of_zero_or_one_are_not_descended_along():
+    assert isinstance(planned_default(Rigid(), 1e-5)[0], dpb.search.RandomSearch)
+
+
+def test_training_rows_that_fail_favour_no_point():
+    class Failing(Better):
+        def fit(self, X, y):
+            if self.goods[0] > 0:
+                raise ValueError
+            return super().fit(X, y)
+
+    starts = planned_default(Failing(), 0.0)[0].starts
+    assert np.max(starts[:, 0]) <= 0
 
 
 @pytest.mark.parametrize(
