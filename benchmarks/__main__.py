@@ -15,6 +15,7 @@ NAMES = (
     "penalties",
     "meta_learning",
     "tuned_training",
+    "tuned_estimators",
     "estimators",
     "census",
     "single_loop",

@@ -1,0 +1,278 @@
+"""Private searches of parameters of estimators: docs/private_search.md.
+
+Three estimators of scikit-learn on generated records: 300 training rows, which are
+public, 1 200 private validation rows, and 10 000 test rows for the table alone; five
+splits, each with a key and an order of the columns. `PrivateSearch` without a solver
+beside `RandomSearch` and `RepeatAndSelect` with as many evaluations at epsilon 1 and
+delta 1e-6, and beside what needs no budget: the estimator's own parameters, and the
+best of fewer points by cross-validation of the training rows, with as many trainings.
+The NON-PRIVATE bound is the least mean validation loss of as many points. Writes tables
+into the page: `python -m benchmarks tuned_estimators`; `--task=vectors` prints one.
+"""
+
+import collections
+import math
+import sys
+import time
+import warnings
+
+import jax
+import numpy as np
+from sklearn.base import BaseEstimator, TransformerMixin, clone
+from sklearn.datasets import make_classification
+from sklearn.ensemble import GradientBoostingClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.svm import SVC
+from threadpoolctl import threadpool_limits
+
+import dpbilevel as dpb
+from dpbilevel.search.default_losses import default_losses
+from dpbilevel.search.space import Space
+
+from .census import ROOT
+from .utility import write
+
+PAGE = ROOT / "docs/private_search.md"
+BUDGET = dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)
+TRAINING, VALIDATION, TEST = 300, 1_200, 10_000
+SPLITS, FOLDS = 5, 3
+Range = dpb.search.Range
+
+
+COUNT = collections.Counter()
+
+
+def counted(X):
+    """The rows; counts evaluations of the validation rows."""
+    COUNT["evaluations"] += len(X) == VALIDATION
+    return X
+
+
+class Logistic(LogisticRegression):
+    """Counts evaluations."""
+
+    def predict_proba(self, X):
+        """The chances of the classes."""
+        return super().predict_proba(counted(X))
+
+
+class Boosting(GradientBoostingClassifier):
+    """Counts evaluations."""
+
+    def predict_proba(self, X):
+        """The chances of the classes."""
+        return super().predict_proba(counted(X))
+
+
+class Vectors(SVC):
+    """Counts evaluations."""
+
+    def predict(self, X):
+        """The classes."""
+        return super().predict(counted(X))
+
+
+class GroupScales(TransformerMixin, BaseEstimator):
+    """Multiplies groups of neighbouring columns, one scale for each group.
+
+    A penalty of the coefficients then is one for each group.
+    """
+
+    def __init__(self, scales=1.0):
+        self.scales = scales
+
+    def fit(self, X, y=None):
+        """Learns nothing."""
+        return self
+
+    def transform(self, X):
+        """The columns times the scales of their groups."""
+        scales = np.atleast_1d(self.scales)
+        return X * np.repeat(scales, X.shape[1] // len(scales))
+
+
+def records(seed, features, width=1, **options):
+    """Training, validation and test rows in units of the training rows.
+
+    The seed is that of the split and of the order of the groups of `width` columns.
+    """
+    X, y = make_classification(
+        TRAINING + VALIDATION + TEST,
+        features,
+        shuffle=False,  # the columns: those that matter are the first
+        **options,
+    )
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(y))
+    groups = rng.permutation(np.arange(features).reshape(-1, width)).ravel()
+    X, y = X[order][:, groups], y[order]
+    X = (X - X[:TRAINING].mean(axis=0)) / X[:TRAINING].std(axis=0)
+    ends = (TRAINING, TRAINING + VALIDATION)
+    return list(zip(np.split(X, ends), np.split(y, ends), strict=True))
+
+
+def logistic(seed):
+    """Ten groups of four columns, of which three groups matter, and C."""
+    estimator = make_pipeline(GroupScales(), Logistic(solver="newton-cholesky"))
+    space = {
+        "groupscales__scales": Range(0.03, 3, log=True, size=10),
+        "logistic__C": Range(0.01, 100, log=True),
+    }
+    facts = {"n_informative": 12, "n_redundant": 0, "class_sep": 0.8, "flip_y": 0.05}
+    return estimator, space, records(seed, 40, 4, random_state=0, **facts)
+
+
+def vectors(seed):
+    """A scale for each of ten columns, of which four matter, C and gamma."""
+    space = {
+        "groupscales__scales": Range(0.03, 3, log=True, size=10),
+        "vectors__C": Range(0.1, 100, log=True),
+        "vectors__gamma": Range(0.01, 1, log=True),
+    }
+    facts = {"n_informative": 4, "n_redundant": 0, "n_clusters_per_class": 3}
+    estimator = make_pipeline(GroupScales(), Vectors())
+    return estimator, space, records(seed, 10, random_state=1, flip_y=0.02, **facts)
+
+
+def boosting(seed):
+    """Six parameters of gradient boosting, of which three are whole numbers."""
+    space = {
+        "n_estimators": Range(10, 100, log=True, integer=True),
+        "max_depth": Range(1, 6, integer=True),
+        "min_samples_leaf": Range(1, 50, log=True, integer=True),
+        "learning_rate": Range(0.01, 1, log=True),
+        "subsample": Range(0.3, 1),
+        "max_features": Range(0.1, 1),
+    }
+    facts = {"n_informative": 6, "n_redundant": 4, "n_clusters_per_class": 3}
+    estimator = Boosting(random_state=0)
+    # The points that training rows choose from are fixed: here in another order.
+    names = np.random.default_rng(seed).permutation(list(space))
+    space = {str(name): space[name] for name in names}
+    return estimator, space, records(seed, 20, random_state=2, flip_y=0.1, **facts)
+
+
+TASKS = {
+    "Logistic regression, 11 parameters: half the Brier score": logistic,
+    "Support vector classifier, 12 parameters: 0-1 loss": vectors,
+    "Gradient boosting, 6 parameters, 3 of them whole: half the Brier score": boosting,
+}
+
+
+class Task:
+    """One estimator with its rows, and what was found."""
+
+    def __init__(self, made, found):
+        self.estimator, self.space, parts = made
+        self.training, self.validation, self.test = parts
+        self.losses, _ = default_losses(self.estimator, self.training[1])
+        self.found = found
+
+    def fitted(self, parameters, rows=None):
+        """The estimator with parameters, on the training rows or on some."""
+        X, y = self.training
+        kept = slice(None) if rows is None else rows
+        return clone(self.estimator).set_params(**parameters).fit(X[kept], y[kept])
+
+    def judge(self, name, search, key):
+        """Adds the loss and accuracy on test rows, the evaluations and the seconds."""
+        COUNT.clear()
+        began = time.process_time()
+        parameters = search(key)
+        seconds, evaluations = time.process_time() - began, COUNT["evaluations"]
+        fitted, (X, y) = self.fitted(parameters), self.test
+        loss = np.mean(self.losses(fitted, X, y))
+        result = loss, fitted.score(X, y), evaluations, seconds
+        self.found.setdefault(name, []).append(result)
+        print(f"  {name}: {loss:.4f}, {evaluations}, {seconds:.1f} s", flush=True)
+        return evaluations
+
+    def private(self, solver):
+        """A search by `PrivateSearch`, as a function of the key."""
+
+        def search(key):
+            chosen = dpb.PrivateSearch(
+                self.estimator, self.space, BUDGET, solver=solver
+            )
+            chosen.fit(*self.training, validation=self.validation, key=key)
+            return chosen.best_params_
+
+        return search
+
+    def best_of(self, count, loss):
+        """The least loss of parameters at uniform points, as a function of the key."""
+
+        def search(key):
+            space = Space(self.space)
+            rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+            points = rng.uniform(-1, 1, (count, space.coordinates))
+            return min(map(space.parameters, points), key=loss)
+
+        return search
+
+    def of_validation(self, parameters):
+        """NON-PRIVATE: the mean validation loss."""
+        return np.mean(self.losses(self.fitted(parameters), *self.validation))
+
+    def of_folds(self, parameters):
+        """The loss of training rows, each by a fit without its fold."""
+        X, y = self.training
+        folds = StratifiedKFold(FOLDS).split(X, y)
+        return np.mean(
+            [
+                np.mean(self.losses(self.fitted(parameters, fit), X[held], y[held]))
+                for fit, held in folds
+            ]
+        )
+
+
+def compare(make):
+    """The results of every method, one a split, with a key of its own."""
+    found = {}
+    for seed in range(SPLITS):
+        task = Task(make(seed), found)
+        task.judge("the estimator's own parameters, no search", lambda key: {}, None)
+        keys = jax.random.split(jax.random.key(seed), 5)
+        default = task.private(None)
+        count = task.judge("`PrivateSearch`, no solver given", default, keys[0])
+        solver = dpb.search.RandomSearch(count, 1.0)
+        task.judge("`RandomSearch`", task.private(solver), keys[1])
+        # The Poisson law wastes the fewest evaluations.
+        solver = dpb.search.RepeatAndSelect(count, 1.0, count / 2 - 15, math.inf)
+        task.judge("`RepeatAndSelect`", task.private(solver), keys[2])
+        by_folds = task.best_of(count // FOLDS, task.of_folds)
+        task.judge("cross-validation of the training rows", by_folds, keys[3])
+        bound = task.best_of(count, task.of_validation)
+        task.judge("best validation loss, not private", bound, keys[4])
+    return found
+
+
+def table(title, found):
+    """Medians over keys, and the worst one of the loss."""
+    head = "| method | test loss | worst | accuracy | evaluations | seconds |"
+    lines = [f"#### {title}", "", head, "|---" * 6 + "|"]
+    for name, results in found.items():
+        losses, accuracies, counts, seconds = np.transpose(results)
+        lines.append(
+            f"| {name} | {np.median(losses):.4f} | {losses.max():.4f} | "
+            f"{np.median(accuracies):.3f} | {np.median(counts):.0f} | "
+            f"{np.median(seconds):.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main():
+    warnings.simplefilter("ignore")
+    threadpool_limits(1)
+    tables = []
+    chosen = [v.split("=")[1] for v in sys.argv if v.startswith("--task=")]
+    for title, make in TASKS.items():
+        if chosen and make.__name__ not in chosen:
+            continue
+        print(title, flush=True)
+        tables.append(table(title, compare(make)))
+        print(tables[-1], flush=True)
+    if not chosen:
+        write(PAGE, tables)
