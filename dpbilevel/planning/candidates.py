@@ -88,8 +88,9 @@ def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate,
 
 @candidates.register
 def _(problem: PenaltyTuning, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
-    fits = (_descent(0.7 * clip_norm, 50, 0.5 * s) for s in (6.0, 12.0, 24.0, 48.0, 96.0))
-    scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
+    fit = functools.partial(_descent, 0.7 * clip_norm, 50)
+    solvers = tuple(ScaledGroups(fit(s)) for s in (3.0, 6.0, 12.0, 24.0, 48.0))
+    scaled = Candidate("ScaledGroups", solvers, 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
     return (scaled, *of_two_levels(problem, w0, clip_norm))
 

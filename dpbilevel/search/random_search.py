@@ -6,6 +6,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 from typing_extensions import override
 
@@ -94,6 +95,11 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         box = box_of("RandomSearch", problem)
         starts = state.start[None, :][:0]
         if self.starts is not None:
+            if np.ndim(self.starts) != 2 or np.shape(self.starts)[1] != starts.shape[1]:
+                raise ValueError(
+                    f"RandomSearch: starts must have shape (k, {starts.shape[1]}), one "
+                    f"point a row, got {np.shape(self.starts)}."
+                )
             starts = jax.vmap(box.project)(jnp.asarray(self.starts, starts.dtype))
         rest = self.num_candidates - len(starts)
         points = jnp.concatenate([starts, uniform(box, state.start, rest, key=key)])

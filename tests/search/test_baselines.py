@@ -299,6 +299,16 @@ def test_with_hardly_any_noise_the_best_point_is_found(name):
     assert np.median(away) < (0.05 if name == "noisy_ucb" else 0.25)
 
 
+def test_starts_of_another_length_are_refused_with_their_shape():
+    problem = dpb.search.BlackBox(lambda p: np.zeros(30), 30, dpb.sets.Box(-1.0, 1.0))
+    solver = dpb.search.RandomSearch(5, 1.0, starts=np.zeros((1, 3)))
+    budget = dpb.PrivacyBudget(1.0, 0.0)
+    with pytest.raises(ValueError, match=r"shape \(k, 2\), one point a row"):
+        dpb.search.minimize(
+            problem, solver, np.zeros(2), budget=budget, key=jax.random.key(0)
+        )
+
+
 def test_the_non_private_reference_evaluates_as_many_points_and_keeps_the_best():
     points = []
 
