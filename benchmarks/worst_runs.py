@@ -63,7 +63,8 @@ def groups_of_features(bounds, make, budget):
     task = penalties.noisy("", make(), 10)
     problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups, bounds=bounds)
     x = bounds[0] if bounds != WIDE else np.mean(bounds)
-    return planned(task, problem, (jnp.full_like(task.w0[0], x), task.model), budget)
+    w0, norm = (jnp.full_like(task.w0[0], x), task.model), np.hypot(1, penalties.NOISE)
+    return planned(task, problem, w0, budget, clip_norm=float(norm))
 
 
 def unset_penalties(make, budget):
