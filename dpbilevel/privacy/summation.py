@@ -358,8 +358,7 @@ def _multiples(
             place = slice(start + k, stop, size)
             part = (numbers[place] * rows[place]).astype(jnp.float32)
             counts = nearest_integer(part, largest // _COARSE)
-            # What is not used may hold anything.
-            return jnp.where(used[place], counts, 0)
+            return jnp.where(used[place], counts, 0)  # others may hold anything
 
         return functools.reduce(jnp.add, map(nth, range(size)))
 
