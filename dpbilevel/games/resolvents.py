@@ -21,8 +21,8 @@ from ..bilevel.sensitivities import UNITS
 from ..privacy.clipping import Basis, Precision
 from ..privacy.floats import check_rounding
 from ..privacy.grid import ROUNDED_BITS
+from ..privacy.grouped import GROUP
 from ..privacy.sampling import Batch
-from ..privacy.summation import GROUP
 from ..sets import AbstractSet, Ball, Box, Product, Simplex
 from .problem import AbstractVariationalInequality
 

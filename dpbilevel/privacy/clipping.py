@@ -24,10 +24,8 @@ from .products import check_products
 from .sampling import Batch
 from .shards import Shards, shards_of
 from .structure import opened
-from .summation import AbstractSum, FloatSum, GridSum
+from .summation import MOST_ROUNDING, AbstractSum, FloatSum, GridSum
 
-# The most of the clip norm that is given up for the rounding of sums of products.
-_MOST_ROUNDING = 2.0**-4
 Precision = Literal["float", "grid"]
 SUMS: dict[str, type[AbstractSum]] = {"float": FloatSum, "grid": GridSum}
 
@@ -259,7 +257,7 @@ def clipped_mean(
         cheap, value = _cheapest(plain, constants, record, products=products)
         own, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
         rule = SUMS[precision](_widened(value), *numbers, size, rows, in_place, own)
-        if in_place or rule.rounding <= _MOST_ROUNDING:
+        if in_place or rule.rounding <= MOST_ROUNDING:
             break
     if rule.rounding:
         check_products("clipped_mean")

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from .factored import Factored, is_structured
-from .summation import GROUP, largest_group
+from .grouped import GROUP, largest_group
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see docs/performance.md.

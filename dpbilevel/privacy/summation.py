@@ -2,40 +2,40 @@
 
 import abc
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from . import limbs
 from .factored import Factored, SparseRows, is_structured
-from .floats import floor_log2, folded, nearest_integer, power_of_two, two_sum
+from .floats import floor_log2, folded, power_of_two, two_sum
 from .grid import Grid
+from .grouped import (
+    COARSE,
+    GROUP,
+    HIGHEST,
+    largest_group,
+    multiples,
+    products,
+    relative_error,
+)
 from .limbs import split
 from .shards import Axes
 
 # Sums of so many counts of 25 bits, which need no cut, stay within 60 bits.
 _MOST_RECORDS = 2**34
-# Rows that are summed plainly. In floating point, one record changes the rounding of
-# such a sum by at most GROUP**2 * 2**-24 of the clip norm, which the margin of the
-# mechanisms covers; on the grid, that many counts of 25 bits fit in 32.
-GROUP = 64
-# Products with rows of one number are added one by one, where more rows would meet in
-# the same lines of a cache; large products are written to memory less often.
-_NARROW_GROUP, _LARGE_GROUP = 8, 256
-_LARGE = 2**16  # entries
 # How much longer the places of a record may be together than its value, before they
 # count for less.
 _STRETCH = 16.0
 # C / m in steps of the grid.
 _BITS = 23
-_COARSE = 4  # steps of multiples of rows: at most 2**22 of them
-_HIGHEST = jax.lax.Precision.HIGHEST
+# The most of the clip norm that is given up for the rounding of sums in any order.
+MOST_ROUNDING = 2.0**-4
 _ROOM = 30  # bits between a contribution and what of it is flushed to zero
 # Below these a contribution, or the step of a grid for it, may not be a normal number.
 _LEAST_CONTRIBUTION = {jnp.dtype("float32"): 2.0**-126, jnp.dtype("float64"): 2.0**-900}
@@ -102,24 +102,35 @@ class AbstractSum(abc.ABC):
         else $2 \Lambda n \max_l \gamma_l + \sqrt{\sum_l g_l^2 d_l} 2^{-23}$ with $g_l$
         groups in all. The derivation is in docs/privacy.md.
         """
+        if not self.in_place:
+            return self._moved(self._together)
         leaves = self._grouped
         sizes = [self.group_size(v) for v in leaves]
-        pairs = list(zip(sizes, leaves, strict=True))
-        gammas = [1.001 * (k * v.places + 4) * 2.0**-24 for k, v in pairs]
-        if self.in_place:
-            roots = [g * math.sqrt(k) for g, k in zip(gammas, sizes, strict=True)]
-            largest = max(sizes, default=0)
-            return self.stretch * math.sqrt(largest) * max(roots, default=0.0)
-        groups = [self.groups(k) for k in sizes]
-        shapes = [math.prod(v.shape) for v in leaves]
-        steps = sum(g**2 * d for g, d in zip(groups, shapes, strict=True))
-        worst = self.stretch * self.n * max(gammas, default=0.0)
-        return 2 * worst + math.sqrt(steps) * 2.0**-_BITS
+        pairs = zip(sizes, leaves, strict=True)
+        roots = [relative_error(k, v) * math.sqrt(k) for k, v in pairs]
+        largest = max(sizes, default=0)
+        return self.stretch * math.sqrt(largest) * max(roots, default=0.0)
 
     def group_size(self, value: Factored) -> int:
         """How many records' products are added before their sum is rounded."""
-        few = max(1, GROUP // value.places)
-        return min(largest_group(value) if self.in_place else few, self.rows)
+        few = self._few(value, self._together)
+        return min(largest_group(value), self.rows) if self.in_place else few
+
+    def _few(self, value: Factored, places: int) -> int:
+        return min(max(1, places // value.places), self.rows)
+
+    @property
+    def _together(self) -> int:
+        """Places of a group, of sums in any order: as many as their margin admits."""
+        most = (GROUP >> k for k in range(4))
+        return next((k for k in most if self._moved(k) <= MOST_ROUNDING), GROUP)
+
+    def _moved(self, places: int) -> float:
+        """The margin of sums in any order, in groups of so many places."""
+        pairs = [(self._few(v, places), v) for v in self._grouped]
+        worst = max((relative_error(k, v) for k, v in pairs), default=0.0)
+        steps = sum(self.groups(k) ** 2 * math.prod(v.shape) for k, v in pairs)
+        return 2 * self.stretch * self.n * worst + math.sqrt(steps) * 2.0**-_BITS
 
     def groups(self, size: int) -> int:
         """How many groups of all parts may hold a record."""
@@ -215,12 +226,12 @@ class GridSum(AbstractSum):
         def add(v, total):
             if _is_grouped(v):
                 size = self.group_size(v)
-                products = _products(weights, v, size)
+                sums_of = products(weights, v, size)
                 # Nor has a sum of them, times their number.
-                products = jnp.clip(products, -size * steps, size * steps)
-                return total.plus(limbs.sum_floats(products))
+                sums_of = jnp.clip(sums_of, -size * steps, size * steps)
+                return total.plus(limbs.sum_floats(sums_of))
             if isinstance(v, Factored):
-                counts = limbs.sum_rows(_multiples(weights, v, largest))
+                counts = limbs.sum_rows(multiples(weights, v, largest))
                 return total.plus(jax.tree.map(v.folded, counts))
             rows = _rows_of(v)
             weight = jnp.expand_dims(weights.astype(rows.dtype), range(1, rows.ndim))
@@ -317,59 +328,6 @@ class FloatSum(AbstractSum):
         return eqx.combine(means, counted)
 
 
-def largest_group(value: Factored) -> int:
-    """The group size where all other records keep their rows."""
-    if value.places > 1:
-        return 2 ** int(math.log2(2**11 / value.places) / 2)
-    return GROUP if math.prod(value.shape) <= _LARGE else _LARGE_GROUP
-
-
-def _products(
-    weights: Float[Array, " n"], value: Factored, size: int
-) -> Float[Array, "groups ..."]:
-    """The weighted sums of products of factors over groups of `size` records.
-
-    Where a weight is zero, factors may hold anything.
-    """
-    used, weights = (v[:, None, None] for v in (weights > 0, weights))
-    left = split(jnp.where(used, value.left, 0), size)
-    right = split(jnp.where(used, weights * value.right, 0), size)
-    if value.right_axes < value.left_axes:  # so that no product is transposed
-        value, left, right = value.turned(), right, left
-    product = jnp.einsum("gktp,gktq->gpq", left, right, precision=_HIGHEST)
-    # Computed once for all who read it.
-    product = jax.lax.optimization_barrier(jax.lax.stop_gradient(product))
-    return value.folded(product)
-
-
-def _multiples(
-    weights: Float[Array, " n"], value: Factored, largest: Int[Array, ""]
-) -> Int[Array, "groups p 1"]:
-    """Sums of the rounded multiples of rows, of which no copy is made."""
-    rows = jax.lax.stop_gradient(value.left[:, 0])
-    numbers = weights / _COARSE * jax.lax.stop_gradient(value.right[:, 0, 0])
-    used, numbers = (weights > 0)[:, None], numbers[:, None]
-    whole = len(rows) // _NARROW_GROUP * _NARROW_GROUP
-
-    def sums(start: int, stop: int, size: int) -> Int[Array, "..."]:
-        """Over groups of rows: all rows of one place of a group at a time."""
-
-        def nth(k: int) -> Int[Array, "groups p"]:
-            place = slice(start + k, stop, size)
-            part = (numbers[place] * rows[place]).astype(jnp.float32)
-            counts = nearest_integer(part, largest // _COARSE)
-            return jnp.where(used[place], counts, 0)  # others may hold anything
-
-        return functools.reduce(jnp.add, map(nth, range(size)))
-
-    parts = [(0, whole, _NARROW_GROUP)] if whole else []
-    if whole < len(rows):
-        parts.append((whole, len(rows), len(rows) - whole))
-    counts = jnp.concatenate([sums(*part) for part in parts])
-    groups = split(jax.lax.optimization_barrier(counts), GROUP // _NARROW_GROUP)
-    return _COARSE * jnp.sum(groups, axis=1, dtype=jnp.int32)[..., None]
-
-
 def _is_grouped(value: Any) -> bool:
     """Whether values of several records are added before they are rounded."""
     return isinstance(value, Factored) and not value.narrow
@@ -377,7 +335,7 @@ def _is_grouped(value: Any) -> bool:
 
 def _coarse(value: Any) -> int:
     """Steps that entries are rounded to."""
-    return _COARSE if isinstance(value, Factored) and value.narrow else 1
+    return COARSE if isinstance(value, Factored) and value.narrow else 1
 
 
 def _rows_of(value: Any) -> Any:
@@ -396,5 +354,5 @@ def _group_sums(weights: Float[Array, " n"], values: Array) -> Array:
         "gr,gr...->g...",
         split(weights.astype(values.dtype), GROUP),
         split(values, GROUP),
-        precision=_HIGHEST,
+        precision=HIGHEST,
     )

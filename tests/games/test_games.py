@@ -168,7 +168,7 @@ def test_robust_value_is_the_mean_plus_the_variance_over_twice_the_strength():
 
 def noiseless(problem, data, steps=200, step_size=1.0):
     solver = dpb.games.NoisyExtragradient(
-        steps, 1e6, step_size, noise=dpb.privacy.Gaussian(0.0)
+        steps, 1e3, step_size, noise=dpb.privacy.Gaussian(0.0)
     )
     w0 = dpb.games.group_start(problem, jnp.zeros(4), (0.8, 0.2))
     return jax.jit(dpb.solve)(problem, solver, data, w0, key=jax.random.key(0)).value
@@ -182,7 +182,7 @@ def on_average(data):
     problem = dpb.FiniteSum(dpb.logistic_loss, w_set=dpb.sets.Ball(5.0))
     solver = dpb.NoisyGD(
         200,
-        1e6,
+        1e3,
         step_size=1.0,
         noise=dpb.privacy.Gaussian(0.0),
         output=dpb.outputs.Mean(),
