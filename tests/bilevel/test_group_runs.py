@@ -138,7 +138,7 @@ def test_with_equal_scales_it_is_one_level_on_both():
     theirs = jax.jit(dpb.solve)(
         one_group, baseline.with_precision("float"), DATA, w0, key=jax.random.key(0)
     ).value[1]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_one_level_on_both_descends_on_the_mean_over_all_records():
     # In units of the lower mean: 90 records over 60.
     (_, y), _ = runs(OneLevel(long(20), "both"))
     expected = alone(pooled, long(20, 0.5 * 90 / 60), ridge=RIDGE * 60 / 90)
-    np.testing.assert_allclose(y, expected, rtol=1e-5)
+    np.testing.assert_allclose(y, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("people", ["disjoint", "overlapping"])
@@ -253,7 +253,7 @@ def test_another_model_scores_the_sources_and_is_not_released():
         return jnp.mean(jax.vmap(SCORING.loss, (None, 0))({"w": w}, records))
 
     model = descend(lambda w: mean(w, DATA.upper), SCORING.start["w"], 20)
-    np.testing.assert_allclose(found["model"]["w"], model, rtol=1e-5)
+    np.testing.assert_allclose(found["model"]["w"], model, rtol=1e-4)
     expected = scores({"w": model}, SCORING.loss, SCORING.start)
     np.testing.assert_allclose(found["score"], expected, 1e-5, 1e-7)
     np.testing.assert_allclose(source_weights(x), [0.5, 0.5, 0.0], atol=1e-12)

@@ -11,6 +11,7 @@ import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.bilevel import MixedSources, OneLevel, SelectedSources
 from dpbilevel.planning import conclusions, dry_runs, race
+from dpbilevel.planning.twins import _features, _model
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
 SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
@@ -343,3 +344,12 @@ def test_a_solver_that_cannot_serve_a_relation_refuses_it():
     planned = certified.with_noise(1.0).with_sizes(sizes)
     with pytest.raises(ValueError, match="proved under replace-one only"):
         planned.with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 30])
+def test_labels_of_many_classes_follow_the_features_as_closely_as_of_two(classes):
+    key = jax.random.key(0)
+    features = _features(key, 4000, 20)
+    model = _model(jax.random.key(1), (20, classes))
+    chances = jax.nn.softmax(features @ model)
+    assert 0.7 < float(jnp.mean(jnp.max(chances, 1))) < 0.92
