@@ -63,8 +63,8 @@ def nearest_integer(
     like a number below all others.
     """
     bound = most.astype(value.dtype)
-    # One operation each, as `jnp.clip` is not where it keeps NaN; the first also keeps
-    # a product and the sum from being one operation with one rounding.
+    # One operation each; `jnp.clip` takes more, to keep NaN. Without them some programs
+    # would round a product and this sum once, and others twice.
     value = jnp.where(value > -bound, value, -bound)
     value = jnp.where(value < bound, value, bound)
     zero = np.float32(1.5 * 2.0**23)

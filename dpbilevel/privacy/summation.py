@@ -113,8 +113,9 @@ class AbstractSum(abc.ABC):
 
     def group_size(self, value: Factored) -> int:
         """How many records' products are added before their sum is rounded."""
-        few = self._few(value, self._together)
-        return min(largest_group(value), self.rows) if self.in_place else few
+        if self.in_place:
+            return min(largest_group(value), self.rows)
+        return self._few(value, self._together)
 
     def _few(self, value: Factored, places: int) -> int:
         return min(max(1, places // value.places), self.rows)

@@ -38,13 +38,13 @@ def default_solver(
     Args:
         space: The space.
         budget: The guarantee.
-        rows: The losses; training rows tell their unit and likely points.
+        rows: The losses; their unit and likely points come from training rows.
         starts: Likely points.
         n_jobs: As in `PrivateSearch`, for trainings on some of the training rows.
     """
     size, entries = space.coordinates, space.entries.values()
     steps = any(isinstance(v, Categorical) or v.integer for v in entries)
-    steps |= rows.losses is zero_one_loss  # a record's gradient is 0 or tells little
+    steps |= rows.losses is zero_one_loss  # without slopes
     usual = rows.usual_loss(space.middles())
     judge = evaluations(functools.partial(rows.held_out, most=usual), n_jobs)
     likely = functools.partial(_likely, size, judge)

@@ -61,11 +61,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             default, where there are at most three coordinates, whole numbers or
             categories, 0-1 losses or delta 0, `RandomSearch` among `30 + 10 d` points,
             losses clipped at their bound, or at what 99 in 100 losses of training
-            records are below, which one training on half of them tells (with categories
+            records are below, by one training on half of them (with categories
             one for each choice). Else the draw of a start and 20 steps of
             `GradientInformativeBO` with AdaGrad, losses divided by what 95 in 100
-            gradients of a training record's loss are shorter than, which 2d trainings
-            on one half tell, and gradients clipped at 1. From four coordinates on, half
+            gradients of a training record's loss are shorter than, by 2d trainings
+            on one half, and gradients clipped at 1. From four coordinates on, half
             of the points of `RandomSearch` and 60 starts of the descent are, of six
             times as many uniform ones, those of the least loss of one half of the
             training records with the estimator fitted to the other half.
@@ -175,7 +175,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 as tried on training records.
 
         Warns:
-            UserWarning: As `search`; or training records do not tell the default
+            UserWarning: As `search`; or training records do not give the default
                 solver the unit of losses.
         """
         check_key(key)

@@ -221,9 +221,9 @@ class RowLosses:
 
     def _unknown(self, why, how, what):
         warnings.warn(
-            f"PrivateSearch.fit: training rows do not tell how {how} losses are in the "
-            f"middle of the space ({why}); {what} are clipped at 1. Give solver=, "
-            "or a space around the values that are likely.",
+            f"PrivateSearch.fit: it is not known from training rows how {how} losses "
+            f"are in the middle of the space ({why}); {what} are clipped at 1. Give "
+            "solver=, or a space around the values that are likely.",
             stacklevel=5,
         )
         return 1.0

@@ -561,9 +561,13 @@ def test_a_middle_that_cannot_be_fitted_is_told_with_its_parameters():
         searched(KNeighborsRegressor(), space)
     halves = {"n_neighbors": dpb.search.Range(1, 99, integer=True)}
     rows = dpb.PrivateSearch(KNeighborsRegressor(), halves, BUDGET)._rows(*TRAINING)
-    with pytest.warns(UserWarning, match=r"do not tell how steep .*n_neighbors"):
+    with pytest.warns(
+        UserWarning, match=r"not known from training rows how steep .*n_neighbors"
+    ):
         assert rows.usual_slope(1) == 1.0
-    with pytest.warns(UserWarning, match=r"do not tell how large .*n_neighbors"):
+    with pytest.warns(
+        UserWarning, match=r"not known from training rows how large .*n_neighbors"
+    ):
         assert rows.usual_loss([np.zeros(1)]) == 1.0
 
 

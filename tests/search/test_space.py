@@ -306,5 +306,5 @@ def test_the_unit_of_losses_of_zero_or_one_is_one(errors):
     if errors:
         assert rows.usual_loss([np.zeros(1)]) == 1.0
     else:
-        with pytest.warns(UserWarning, match="do not tell how large"):
+        with pytest.warns(UserWarning, match="not known from training rows how large"):
             assert rows.usual_loss([np.zeros(1)]) == 1.0
