@@ -88,9 +88,10 @@ def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate,
 
 @candidates.register
 def _(problem: PenaltyTuning, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
-    fit = functools.partial(_descent, 0.7 * clip_norm, 50)
-    solvers = tuple(ScaledGroups(fit(s)) for s in (3.0, 6.0, 12.0, 24.0, 48.0))
-    scaled = Candidate("ScaledGroups", solvers, 2)
+    # Gradients are shorter without the groups that are dropped; how many are not known.
+    settings = itertools.product((0.2, 0.4, 0.7), (3.0, 6.0, 12.0, 24.0, 48.0))
+    fits = [_descent(part * clip_norm, 50, size) for part, size in settings]
+    scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
     return (scaled, *of_two_levels(problem, w0, clip_norm))
 
@@ -164,11 +165,14 @@ def _selected(clip_norm: float) -> Candidate:
 def _mixed(clip_norm: float) -> Candidate:
     def solver(first: float, size: float, then: float) -> MixedSources:
         mixture = _descent(4.0 * clip_norm, 10, 16 * size)
-        models = _descent(_OF_BOTH * clip_norm, 100, _OF_BOTH**2 * first)
+        # A step reads every record with every source's model: half of the usual number.
+        models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
-    settings = [*itertools.product((15.0, 30.0, 60.0), (0.03, 0.06, 0.12), (8.0,))]
-    settings += [(15.0, 0.03, 16.0), (30.0, 0.06, 16.0)]
+    sizes = [(30.0, 0.03), (30.0, 0.06), (60.0, 0.03), (60.0, 0.06)]
+    sizes += [(60.0, 0.12), (120.0, 0.06), (120.0, 0.12)]
+    settings = [(*pair, 8.0) for pair in sizes]
+    settings += [(30.0, 0.03, 16.0), (60.0, 0.06, 16.0)]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 

@@ -38,15 +38,20 @@ class Trial:
 
 
 def ranked_best(trials: dict[int, Trial]) -> list[int]:
-    """The best setting of each method, best first; one level first where it is near."""
+    """The best setting of each method, best first; one level first where it is near.
+
+    Methods that were left out after few runs come last.
+    """
     best: dict[str, int] = {}
     for index in sorted(trials, key=lambda i: trials[i].regret):
         best.setdefault(trials[index].method, index)
-    least = trials[next(iter(best.values()))].regret
+    most = max(trial.runs for trial in trials.values())
+    least = min(trials[i].regret for i in best.values() if trials[i].runs == most)
 
-    def order(index: int) -> tuple[bool, float]:
+    def order(index: int) -> tuple[bool, bool, float]:
         trial = trials[index]
-        return not (trial.levels == 1 and trial.regret < least + _WORTH), trial.regret
+        near = trial.levels == 1 and trial.regret < least + _WORTH
+        return trial.runs < most, not near, trial.regret
 
     return sorted(best.values(), key=order)
 
@@ -100,7 +105,7 @@ def outlook_of(
         larger = PrivacyBudget(epsilon, budget.delta)
         regrets = regrets_of(table(solvers, larger), starts)
         again = {
-            i: dataclasses.replace(trial, regret=regret)
+            i: dataclasses.replace(trial, regret=regret, runs=1)
             for i, (trial, regret) in enumerate(zip(ranked, regrets, strict=True))
         }
         if again[ranked_best(again)[0]].levels == 2:

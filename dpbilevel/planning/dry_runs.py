@@ -154,7 +154,7 @@ def auto(
     starts = [_start_loss(problem, w0, twin.test) for twin in dry.twins(0)]
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
     left, losses = race(
-        [method.name for method, _ in entries],
+        [method for method, _ in entries],
         rounds_of(effort, len(laws)),
         lambda index, number: dry.losses(plans[index].solver, number),
         starts,

@@ -5,13 +5,17 @@ from typing import Literal
 
 import numpy as np
 
+from .candidates import Candidate
+
 Effort = Literal["fast", "thorough"]
 
 # How many runs each setting that is left makes on every twin, round after round, but in
 # the last one on all twins together: there rare failures have to show. And what share
 # of the settings goes on to the next round.
-_ROUNDS = {"fast": (1, 2, 24), "thorough": (2, 4, 64)}
+_ROUNDS = {"fast": (1, 2, 20), "thorough": (2, 4, 64)}
 _KEPT = 0.25
+# By how much more than the best method one has to miss to be left out.
+_HOPELESS = 0.25
 
 
 def rounds_of(effort: Effort, twins: int) -> tuple[int, ...]:
@@ -21,31 +25,36 @@ def rounds_of(effort: Effort, twins: int) -> tuple[int, ...]:
 
 
 def race(
-    names: list[str],
+    methods: list[Candidate],
     rounds: tuple[int, ...],
     dry_run: Callable[[int, int], list[float]],
     starts: list[float],
     progress: Callable[[int, int], None],
 ) -> tuple[list[int], list[list[list[float]]]]:
-    """Successive halving within each method: which is best is decided at the end.
+    """Successive halving within each method, and of methods that are far behind.
+
+    The best method of one level stays: what two levels are worth is beside it.
 
     Args:
-        names: The method of each setting.
+        methods: The method of each setting.
         rounds: How many runs each setting that is left makes, round after round.
         dry_run: The losses of a setting on all twins, by its index and the run's.
         starts: The losses of the starting point.
         progress: As for `auto`, in runs on all twins.
 
     Returns:
-        The settings that are left, and their losses by run and twin.
+        The best settings of every method, and their losses by run and twin: fewer runs
+        of methods that were left out.
     """
-    losses: dict[int, list[list[float]]] = {index: [] for index in range(len(names))}
-    left = [*losses]
-    done, total = 0, len(names) * rounds[0]
+    losses: dict[int, list[list[float]]] = {index: [] for index in range(len(methods))}
+    left, behind = [*losses], []
+    done, total = 0, len(methods) * rounds[0]
     for number, count in enumerate(rounds):
         if number:
             regrets = regrets_of([losses[index] for index in left], starts)
-            left = _survivors(names, left, dict(zip(left, regrets, strict=True)))
+            by_index = dict(zip(left, regrets, strict=True))
+            left, out = _survivors(methods, left, by_index)
+            behind += out
             total += count * len(left)
         first = sum(rounds[:number])
         for run in range(first, first + count):
@@ -53,23 +62,35 @@ def race(
                 losses[index].append(dry_run(index, run))
                 done += 1
                 progress(done, total)
+    left += behind
     return left, [losses[index] for index in left]
 
 
 def _survivors(
-    names: list[str], left: list[int], regrets: dict[int, float]
-) -> list[int]:
-    """The best settings of each method."""
-    survivors = []
-    for name in dict.fromkeys(names[i] for i in left):
-        members = [i for i in left if names[i] == name]
-        members.sort(key=regrets.__getitem__)
-        survivors += members[: max(1, round(_KEPT * len(members)))]
-    return survivors
+    methods: list[Candidate], left: list[int], regrets: dict[int, float]
+) -> tuple[list[int], list[int]]:
+    """The best settings of each method, and the best ones of those left out."""
+    by_method: dict[str, list[int]] = {}
+    for index in sorted(left, key=regrets.__getitem__):
+        by_method.setdefault(methods[index].name, []).append(index)
+    firsts = [members[0] for members in by_method.values()]
+    single = min(
+        (i for i in firsts if methods[i].levels == 1),
+        key=regrets.__getitem__,
+        default=None,
+    )
+    limit = min(regrets.values()) + _HOPELESS
+    survivors, out = [], []
+    for members in by_method.values():
+        if members[0] == single or regrets[members[0]] <= limit:
+            survivors += members[: max(1, round(_KEPT * len(members)))]
+        else:
+            out.append(members[0])
+    return survivors, out
 
 
 def regrets_of(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
-    """The missed share of what there is to gain on the worst twin, after equal runs."""
+    """The missed share of what there is to gain on the worst twin."""
     # The mean, because a run that fails counts by how much it loses.
     table = np.asarray([np.mean(runs, 0) for runs in losses])
     best = np.minimum(np.min(table, 0), starts)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 from typing_extensions import override
 
-from .._checks import Count, Positive
+from .._checks import Count, Fraction, Positive
 from ..bilevel.applications import PenaltyTuning, SourceWeighting
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
@@ -212,7 +212,18 @@ class Alike(AbstractTeacherTwin):
 
 
 class NoiseGroups(AbstractTeacherTwin):
-    """Labels depend on the features of every other group of coefficients alone."""
+    """Labels depend on the features of some groups of coefficients alone.
+
+    Args:
+        useful: The share of these groups, at least one.
+    """
+
+    useful: Fraction = 0.5
+
+    @property
+    @override
+    def name(self) -> str:
+        return f"{self.useful:.0%} useful"
 
     @override
     def features(self, key, rows, columns):
@@ -224,9 +235,11 @@ class NoiseGroups(AbstractTeacherTwin):
         first, then = jax.random.split(key)
         target = _model(first, shape, features=self.features)
         group = _groups(problem, shape[0])
-        # A random half of the groups, and the scale of the margins as it was.
-        order = jax.random.permutation(then, int(np.max(group)) + 1)
-        useful = (order % 2 == 0)[group].astype(target.dtype)
+        # Some groups, and the scale of the margins as it was.
+        count = int(np.max(group)) + 1
+        order = jax.random.permutation(then, count)
+        useful = (order < max(1, round(self.useful * count)))[group]
+        useful = useful.astype(target.dtype)
         useful = useful * jnp.sqrt(len(useful) / jnp.maximum(jnp.sum(useful), 1))
         target = _spread(useful, target[0]) * target
         return target, target[None]
@@ -236,18 +249,20 @@ def twins(problem: AbstractProblem, records: PyTree = None) -> tuple[AbstractTwi
     """The default twins of a problem.
 
     For sources `GoodOrBad`, `Shifted`, `Tables` and `Alike`; for penalties
-    `NoiseGroups` and `Alike`; for other problems `Alike`.
+    `NoiseGroups` with half and an eighth of the groups useful, and `Alike`; for other
+    problems `Alike`.
 
     Args:
         problem: The problem.
         records: What a record looks like, as for `auto`; `None` for linear models.
     """
-    kinds: tuple[type[AbstractTeacherTwin], ...] = (Alike,)
+    alike = Alike(records)
     if isinstance(problem, SourceWeighting):
-        kinds = GoodOrBad, Shifted, Tables, Alike
-    elif isinstance(problem, PenaltyTuning):
-        kinds = NoiseGroups, Alike
-    return tuple(kind(records) for kind in kinds)
+        return GoodOrBad(records), Shifted(records), Tables(records), alike
+    if isinstance(problem, PenaltyTuning):
+        few = NoiseGroups(records, useful=0.125)
+        return NoiseGroups(records), few, alike
+    return (alike,)
 
 
 def _model_of(problem: AbstractProblem, w0: PyTree) -> PyTree:

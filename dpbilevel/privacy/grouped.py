@@ -37,20 +37,19 @@ def largest_group(value: Factored) -> int:
 
 def products(
     weights: Float[Array, " n"], value: Factored, size: int
-) -> Float[Array, "groups ..."]:
+) -> Float[Array, "groups q p"]:
     """The weighted sums of products of factors over groups of `size` records.
 
-    Where a weight is zero, factors may hold anything.
+    To be folded as products of `value.turned()`. Where a weight is zero, factors may
+    hold anything.
     """
     used, weights = (v[:, None, None] for v in (weights > 0, weights))
     left = split(jnp.where(used, value.left, 0), size)
     right = split(jnp.where(used, weights * value.right, 0), size)
-    if value.right_axes < value.left_axes:  # so that no product is transposed
-        value, left, right = value.turned(), right, left
-    product = jnp.einsum("gktp,gktq->gpq", left, right, precision=HIGHEST)
+    # The shorter rows first: those of the first factor are transposed in memory.
+    product = jnp.einsum("gktq,gktp->gqp", right, left, precision=HIGHEST)
     # Computed once for all who read it.
-    product = jax.lax.optimization_barrier(jax.lax.stop_gradient(product))
-    return value.folded(product)
+    return jax.lax.optimization_barrier(jax.lax.stop_gradient(product))
 
 
 def multiples(

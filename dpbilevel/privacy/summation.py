@@ -230,7 +230,8 @@ class GridSum(AbstractSum):
                 sums_of = products(weights, v, size)
                 # Nor has a sum of them, times their number.
                 sums_of = jnp.clip(sums_of, -size * steps, size * steps)
-                return total.plus(limbs.sum_floats(sums_of))
+                counts = limbs.sum_floats(sums_of)
+                return total.plus(jax.tree.map(v.turned().folded, counts))
             if isinstance(v, Factored):
                 counts = limbs.sum_rows(multiples(weights, v, largest))
                 return total.plus(jax.tree.map(v.folded, counts))

@@ -134,6 +134,36 @@ def test_the_worst_twin_decides():
     assert race.regrets_of([[[1.2, 0.5]]], [1.0, 1.0])[0] > 1
 
 
+METHODS = [
+    planning.Candidate(name, (), levels)
+    for name, levels in (("ahead", 2), ("far behind", 2), ("one level", 1))
+]
+
+
+def test_methods_far_behind_are_left_out_early_but_for_one_level():
+    losses, made = [0.1, 0.5, 0.8], [0, 0, 0]
+
+    def dry_run(index, number):
+        made[index] += 1
+        return [losses[index]]
+
+    left, found = race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
+    assert left == [0, 2, 1]
+    assert made == [6, 1, 6]
+    assert [len(runs) for runs in found] == [6, 6, 1]
+    losses[1] = 0.2
+    race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
+    assert made == [12, 7, 12]
+
+
+def test_a_method_of_few_runs_is_not_planned():
+    lucky, sure = (
+        conclusions.Trial(f"{runs} runs", None, 2, (0.5,), regret, runs)
+        for runs, regret in ((1, 0.0), (9, 0.4))
+    )
+    assert conclusions.ranked_best({0: lucky, 1: sure}) == [1, 0]
+
+
 def test_candidates_for_networks_leave_out_mixtures():
     network = (jnp.zeros(5), {"w1": jnp.zeros((6, 3)), "w2": jnp.zeros(3)})
     kinds = [
@@ -226,12 +256,14 @@ def test_a_population_of_tables_is_none_of_the_sources_and_near_a_mixture_of_the
     assert entries[0] < 10
 
 
-def test_half_of_the_groups_of_noise_groups_do_not_matter():
+@pytest.mark.parametrize(("useful", "count"), [(0.5, 5), (0.3, 3), (0.01, 1)])
+def test_a_share_of_the_groups_of_noise_groups_matters(useful, count):
     groups = np.arange(40) // 4
     problem = dpb.penalty_tuning(dpb.logistic_loss, groups)
-    target, _ = planning.NoiseGroups().models(problem, (40,), jax.random.key(0))
+    law = planning.NoiseGroups(useful=useful)
+    target, _ = law.models(problem, (40,), jax.random.key(0))
     matters = np.abs(np.asarray(target)).reshape(10, 4).max(1) > 0
-    assert matters.sum() == 5
+    assert matters.sum() == count
 
 
 LAYOUT = {
