@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Mapping
 
 import jax
 from jaxtyping import PyTree
@@ -21,6 +22,7 @@ from ..core.solver import AbstractSolver
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from .certified import certified
+from .records import Layout
 
 # The norm of a record's gradients in the model of its source and, at the default weight
 # of one half, in the common one: the root of 1 + 1/4.
@@ -44,7 +46,7 @@ class Candidate:
 
 @functools.singledispatch
 def candidates(
-    problem: AbstractProblem, w0: PyTree, clip_norm: float
+    problem: AbstractProblem, w0: PyTree, clip_norm: float, records: PyTree = None
 ) -> tuple[Candidate, ...]:
     """The candidates for a problem, by its class.
 
@@ -56,6 +58,7 @@ def candidates(
         clip_norm: The clip norm of a record's gradient in the model. Step sizes are in
             units of its inverse square: features of norm $C$ have gradients of norm
             $C$ and curvatures of $C^2$.
+        records: What a record looks like, as for `auto`; `None` for linear models.
 
     Raises:
         TypeError: None are known for this class.
@@ -68,7 +71,10 @@ def candidates(
 
 
 @candidates.register
-def _(problem: FiniteSum, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
+def _(
+    problem: FiniteSum, w0: PyTree, clip_norm: float, records: PyTree = None
+) -> tuple[Candidate, ...]:
+    del records
     fit = functools.partial(_descent, clip_norm)
     sizes = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     return (
@@ -78,7 +84,10 @@ def _(problem: FiniteSum, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]
 
 
 @candidates.register
-def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
+def _(
+    problem: BilevelProblem, w0: PyTree, clip_norm: float, records: PyTree = None
+) -> tuple[Candidate, ...]:
+    del records
     found = (*_one_level(clip_norm), _refitted(clip_norm))
     if not isinstance(problem.constants, AbstractCertificate):
         return found
@@ -87,7 +96,10 @@ def _(problem: BilevelProblem, w0: PyTree, clip_norm: float) -> tuple[Candidate,
 
 
 @candidates.register
-def _(problem: PenaltyTuning, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
+def _(
+    problem: PenaltyTuning, w0: PyTree, clip_norm: float, records: PyTree = None
+) -> tuple[Candidate, ...]:
+    del records
     # Gradients are shorter without the groups that are dropped; how many are not known.
     settings = itertools.product((0.2, 0.4, 0.7), (3.0, 6.0, 12.0, 24.0, 48.0))
     fits = [_descent(part * clip_norm, 50, size) for part, size in settings]
@@ -97,10 +109,14 @@ def _(problem: PenaltyTuning, w0: PyTree, clip_norm: float) -> tuple[Candidate, 
 
 
 @candidates.register
-def _(problem: SourceWeighting, w0: PyTree, clip_norm: float) -> tuple[Candidate, ...]:
-    found = [*_one_level(clip_norm), _selected(clip_norm), _refitted(clip_norm)]
-    if len(jax.tree.leaves(w0[1])) == 1:  # mixtures of networks are no mixtures
-        found.append(_mixed(clip_norm))
+def _(
+    problem: SourceWeighting, w0: PyTree, clip_norm: float, records: PyTree = None
+) -> tuple[Candidate, ...]:
+    found = [*_one_level(clip_norm), _refitted(clip_norm)]
+    if len(jax.tree.leaves(w0[1])) == 1:
+        found += [_selected(clip_norm), _mixed(clip_norm)]
+    else:  # mixtures of networks are no mixtures
+        found.append(_selected_for_network(clip_norm, records))
     return tuple(found)
 
 
@@ -158,6 +174,28 @@ def _selected(clip_norm: float) -> Candidate:
 
     settings = itertools.product((0.5, 1.0, 2.0), (8.0, 16.0))
     both = itertools.product((0.03, 0.1), (8.0, 16.0))
+    solvers = _each(solver, settings) + _each(of_both, both)
+    return Candidate("SelectedSources", solvers, 2)
+
+
+def _selected_for_network(clip_norm: float, records: PyTree) -> Candidate:
+    """A linear model finds the sources on few validation records, if one is known."""
+    scoring, first_clip = None, clip_norm
+    if isinstance(records, Mapping):
+        scoring, first_clip = Layout(records).linear(), 1.0
+
+    def solver(first: float, then: float) -> SelectedSources:
+        model, fit = _descent(first_clip, 10, first), _descent(clip_norm, 100, then)
+        return SelectedSources(model, fit, scoring=scoring)
+
+    def of_both(split: float, then: float) -> SelectedSources:
+        shares = (split, split, 1.0)
+        lower = solver(1.0, then)
+        return dataclasses.replace(lower, fit_reads="both", budget_split=shares)
+
+    sizes = (1.0, 2.0, 4.0)
+    settings = itertools.product((0.5, 2.0), sizes)
+    both = itertools.product((0.03, 0.1), sizes)
     solvers = _each(solver, settings) + _each(of_both, both)
     return Candidate("SelectedSources", solvers, 2)
 

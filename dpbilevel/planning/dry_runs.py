@@ -148,7 +148,7 @@ def auto(
     laws = tuple(default_twins(problem, records) if twins is None else twins)
     _check_start_and_laws(problem, w0, laws)
     w0 = jax.tree.map(jnp.asarray, w0)
-    offered = candidates(problem, w0, clip_norm)
+    offered = candidates(problem, w0, clip_norm, records)
     options = {"sizes": sizes, "w0": w0}
     dry = _DryRuns(problem, w0, laws, seed, options | {"precision": "float"})
     starts = [_start_loss(problem, w0, twin.test) for twin in dry.twins(0)]

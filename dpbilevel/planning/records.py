@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _checks
+from ..bilevel.source_runs import ScoringModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +99,19 @@ class Layout:
         return next(leaf for leaf in leaves if isinstance(leaf, Classes))
 
     @property
-    def teacher(self) -> tuple[int, ...]:
-        """The shape of a linear model: from three classes on a column for each."""
-        width = sum(
+    def width(self) -> int:
+        """The number of features."""
+        return sum(
             int(np.prod(leaf.shape))
             for leaf in jax.tree.leaves(self.record)
             if not isinstance(leaf, Classes)
         )
+
+    @property
+    def teacher(self) -> tuple[int, ...]:
+        """The shape of a linear model: from three classes on a column for each."""
         count = len(self.classes.of)
-        return (width,) if count == 2 else (width, count)
+        return (self.width,) if count == 2 else (self.width, count)
 
     def labelled(
         self,
@@ -129,6 +135,28 @@ class Layout:
             scores = jnp.stack([jnp.zeros_like(scores), scores], 1)
         label = self.classes.labels(jax.random.categorical(key, scores))
         return self._filled(features, label)
+
+    def linear(self) -> ScoringModel:
+        """A softmax regression of the label, on features of norm 1 and a constant."""
+        values = self.classes.labels(jnp.arange(len(self.classes.of)))
+
+        def linear_loss(y: Float[Array, "d k"], record: PyTree) -> Float[Array, ""]:
+            # Records of two levels have further leaves, such as their source.
+            own = {name: record[name] for name in self.record}
+            described = zip(
+                jax.tree.leaves(self.record), jax.tree.leaves(own), strict=True
+            )
+            leaves = [(isinstance(leaf, Classes), value) for leaf, value in described]
+            (label,) = (value for is_label, value in leaves if is_label)
+            parts = [jnp.ravel(value) for is_label, value in leaves if not is_label]
+            features = jnp.concatenate(parts).astype(y.dtype)
+            features /= jnp.maximum(jnp.linalg.norm(features), 1e-6)
+            scores = features @ y[:-1] + y[-1]
+            return optax.losses.softmax_cross_entropy_with_integer_labels(
+                scores, jnp.argmax(values == label)
+            )
+
+        return ScoringModel(linear_loss, jnp.zeros((self.width + 1, len(values))))
 
     def _filled(self, features: Float[Array, "n d"], label: Array) -> PyTree:
         leaves, tree = jax.tree.flatten(self.record)

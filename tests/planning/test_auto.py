@@ -21,7 +21,7 @@ ONE = dpb.FiniteSum(dpb.logistic_loss)
 FIT = dpb.NoisyGD(20, 1.0, 4.0)
 
 
-def few(problem, w0, clip_norm):
+def few(problem, w0, clip_norm, records=None):
     """One setting of a method of one level and one of two."""
     fit = dpb.NoisyGD(20, clip_norm, 4.0)
     return (
@@ -296,6 +296,33 @@ def test_a_network_is_planned_on_records_of_the_declared_layout():
     twin = planning.Alike(LAYOUT).draw(problem, (jnp.zeros(5), start), SIZES, key)
     assert twin.data.lower["features"].shape == (3000, 3, 2)
     assert twin.data.upper["label"].dtype == jnp.int32
+
+
+def test_sources_of_a_network_are_scored_by_a_linear_model_of_its_records():
+    layout = {
+        "features": jax.ShapeDtypeStruct((3, 2), jnp.float32),
+        "label": planning.Classes((-1.0, 0.5, 1.0)),
+    }
+    network = {"in": jnp.zeros((6, 8)), "out": jnp.zeros((8, 3))}
+    w0 = jnp.zeros(5), network
+    found = planning.candidates(SOURCES, w0, 2.0, layout)
+    (selected,) = (c for c in found if c.name == "SelectedSources")
+    scoring = selected.solvers[0].scoring
+    assert scoring.start.shape == (7, 3)
+    y = jax.random.normal(jax.random.key(0), (7, 3))
+    rows = jnp.arange(6.0).reshape(3, 2)
+    record = {"features": rows, "label": jnp.asarray(0.5), "source": 1}
+    unit = np.append(np.ravel(rows) / np.linalg.norm(rows), 1)
+    expected = -jax.nn.log_softmax(unit @ y)[1]
+    np.testing.assert_allclose(scoring.loss(y, record), expected, rtol=1e-5)
+    # Its gradients are not clipped at the norm of the network's.
+    assert selected.solvers[0].model.clip_norm == 1.0
+    assert selected.solvers[0].fit.clip_norm == 2.0
+    (alone,) = (
+        c for c in planning.candidates(SOURCES, w0, 2.0) if c.name == "SelectedSources"
+    )
+    assert alone.solvers[0].scoring is None
+    assert alone.solvers[0].model.clip_norm == 2.0
 
 
 @pytest.mark.slow
