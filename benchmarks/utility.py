@@ -339,7 +339,7 @@ def descent(task, steps, size, clip=1.0):
 def one_level(reads):
     settings = {
         "upper": ((10, 2), (10, 4), (30, 1), (100, 0.5), (100, 2), (100, 8)),
-        "lower": ((30, 8), (100, 2), (100, 4), (100, 8), (100, 16), (200, 8)),
+        "lower": ((100, 2), (100, 4), (100, 8), (100, 16), (100, 32), (100, 64)),
     }
     pairs = settings["upper" if reads == "upper" else "lower"]
 
@@ -509,8 +509,8 @@ def oracle(task):
             for name in ("features", "label")
         } | {"weight": jnp.concatenate([of_record, ones])}
         share = float(jnp.mean(records["weight"]))
-        for steps, size in ((100, 4.0), (100, 8.0), (100, 15.0)):
-            solver = descent(task, steps, size / share)
+        for size in (4.0, 8.0, 15.0, 30.0):
+            solver = descent(task, 100, size / share)
             candidates.append((problem, solver, records))
     return candidates, weights
 

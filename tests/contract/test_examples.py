@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dpbilevel as dpb
@@ -104,3 +105,103 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     correct = (margins > 0) == names["outcome"]
     assert np.mean(correct) > 0.75
     assert "ENFORCED: epsilon = 1" in capsys.readouterr().out
+
+
+def _digits():
+    """A network and images, as `docs/coming_from.md` names them."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    digits = jax.random.randint(keys[0], (400,), 0, 3)
+    images = jax.nn.one_hot(digits, 12) + 0.1 * jax.random.normal(keys[1], (400, 12))
+    params = {
+        "in": jax.random.normal(keys[2], (12, 8)) / 4,
+        "out": jnp.zeros((8, 3)),
+    }
+
+    def apply(params, image):
+        return jnp.tanh(image @ params["in"]) @ params["out"]
+
+    return {"images": images, "digits": digits, "params": params, "apply": apply}
+
+
+def _two_levels():
+    """Ridge regression and its penalty, as the page's section on JAXopt names them."""
+    keys = jax.random.split(jax.random.key(1), 2)
+
+    def g(x, y, record):
+        error = record["a"] @ y - record["b"]
+        return 0.5 * error**2 + 0.5 * jnp.exp(x) * jnp.sum(y * y)
+
+    def f(x, y, record):
+        return 0.5 * (record["a"] @ y - record["b"]) ** 2
+
+    def records(key):
+        a = jax.random.normal(key, (50, 3)) / 2
+        return {"a": a, "b": jnp.sum(a, axis=1)}
+
+    data = dpb.Levels(records(keys[0]), records(keys[1]))
+
+    def mean(loss, level):
+        return lambda x, y: jnp.mean(jax.vmap(lambda r: loss(x, y, r))(level))
+
+    def lower_mean(y, x):
+        return mean(g, data.lower)(x, y)
+
+    solver = dpb.PenaltyBilevel(2, 2.0, dpb.NoisyGD(2, 1.0, 0.5), step_size=0.1)
+    return {
+        "f": f,
+        "g": g,
+        "x": jnp.asarray(-1.0),
+        "y0": jnp.zeros(3),
+        "data": data,
+        "lower_mean": lower_mean,
+        "upper_mean": mean(f, data.upper),
+        "solver": solver,
+        "budget": dpb.PrivacyBudget(8.0, 1e-5),
+    }
+
+
+def _people():
+    """Rows, labels and validation records, as the sections on searches name them."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(300, 4)).clip(-3, 3)
+    label = np.where(rows[:, 0] + 0.3 * rng.normal(size=300) > 0, "yes", "no")
+    return {
+        "X": rows[:200],
+        "y": label[:200],
+        "X_people": rows[200:],
+        "y_people": label[200:],
+        "lower": np.full(4, -3.0),
+        "upper": np.full(4, 3.0),
+    }
+
+
+def test_code_for_users_of_other_libraries_runs_and_agrees_with_theirs():
+    jaxopt, optuna = map(pytest.importorskip, ("jaxopt", "optuna"))
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.svm import SVC
+
+    names = {"dpb": dpb, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
+    names |= {"jaxopt": jaxopt, "optuna": optuna, "GridSearchCV": GridSearchCV}
+    names |= {"LogisticRegression": LogisticRegression, "SVC": SVC}
+    text = (ROOT / "docs/coming_from.md").read_text()
+    gradients, ran = [], 0
+    # The same names stand for other things in other sections.
+    for section in re.split(r"^## ", text, flags=re.M):
+        made = {"Opacus": _digits, "JAXopt": _two_levels}
+        names |= made.get(section.split("\n")[0], _people)()
+        for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            if not code.startswith("# Opacus"):
+                exec(compile(code, "docs/coming_from.md", "exec"), names)
+                ran += 1
+            if "gradient = " in code or "gradient, _" in code:
+                gradients.append(names["gradient"])
+            if "dp_sgd" in code:
+                network = names["result"]
+    assert ran == 9
+    np.testing.assert_allclose(*gradients, rtol=1e-3)
+    scores = jax.vmap(names["apply"], (None, 0))(network.value, names["images"])
+    assert jnp.mean(jnp.argmax(scores, 1) == names["digits"]) > 0.9
+    assert names["search"].score(names["X_people"], names["y_people"]) > 0.8
+    assert len(names["study"].trials) == 15
