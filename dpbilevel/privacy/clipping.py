@@ -157,10 +157,11 @@ def clipped_mean(
     where $\|v_i\|_2$ runs over the whole returned pytree. A record whose $v_i$ is not
     finite contributes zero; so does every record where $C$ is outside (1e-25, 1e30) or
     $m$ below 1e-25. Entries beyond $\pm 2^{40} C$ count as that, so that no norm
-    overflows. Norm and sum are taken in float32 at least. Memory does not grow with
-    $n$: a `lax.scan` walks over micro-batches. Where values take less than half of the
-    memory of the records, an accelerator takes all records at once, and a CPU those
-    that its caches hold.
+    overflows; a factor of a product longer than 1.8e19 in float32, whose square
+    overflows, makes its record contribute zero. Norm and sum are taken in float32 at
+    least. Memory does not grow with $n$: a `lax.scan` walks over micro-batches. Where
+    values take less than half of the memory of the records, an accelerator takes all
+    records at once, and a CPU those that its caches hold.
 
     Gradients of layers and of tables are not formed for every record: they are found as
     products of factors and as sparse rows in the jaxpr of `fun`; see
