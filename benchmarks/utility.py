@@ -353,12 +353,12 @@ def one_level(reads):
 
 def selected(task):
     kind = dpb.bilevel.SelectedSources
-    grid = [(first, fit) for first in (0.5, 2.0) for fit in (8.0, 16.0)]
+    grid = [(0.5, 8.0), (0.5, 32.0), (0.5, 64.0), (2.0, 16.0)]
     alone = [kind(descent(task, 30, a), descent(task, 100, b)) for a, b in grid]
     both = {"fit_reads": "both", "budget_split": (0.03, 0.02, 0.95)}
     both["scoring"] = task.scoring
     first = descent(task, 10, 0.5)
-    return alone + [kind(first, descent(task, 100, b), **both) for b in (8.0, 16.0)]
+    return alone + [kind(first, descent(task, 100, b), **both) for b in (8.0, 32.0)]
 
 
 def mixed(task, models=22.0, size=0.031, fit=8.0):
@@ -369,7 +369,7 @@ def mixed(task, models=22.0, size=0.031, fit=8.0):
 
 def mixtures(task):
     grid = [(12.0, size, 8.0) for size in (0.031, 0.06)]
-    grid += [(22.0, size, fit) for size in (0.031, 0.06) for fit in (8.0, 16.0)]
+    grid += [(22.0, 0.031, fit) for fit in (8.0, 16.0, 64.0)] + [(22.0, 0.06, 8.0)]
     return [mixed(task, *settings) for settings in grid]
 
 

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
+from ..privacy.floats import is_finite
 from ..sets import AbstractSet, Euclidean
 from .penalized import AbstractLevel, PenalizedLevel, levels_queries
 from .problem import BilevelProblem, Levels
@@ -24,7 +25,8 @@ class Scores(AbstractLevel):
     for those of source $s$, plus where the model has a smaller loss than the starting
     point has, and of 0 for others; entry $(1, s)$ is $b = 0.28$ times the share of
     records of source $s$. As $a^2 + b^2 = 1$ a record is a vector of norm 1: the sizes
-    of the sources cost the signs 4 % of their precision.
+    of the sources cost the signs 4 % of their precision. A record whose source is not
+    known, or whose loss is not finite, is the vector 0.
     """
 
     problem: BilevelProblem
@@ -45,7 +47,9 @@ class Scores(AbstractLevel):
             before, after = (problem.loss(y, record) for y in (self.start, self.model))
             sign = jnp.where(after < before, 1, -1)
             row = jnp.stack([_OF_SIGN * sign, jnp.asarray(_OF_SHARE)]).astype(w.dtype)
-            return jnp.where(known, -jnp.zeros_like(w).at[:, index].set(row), 0)
+            # What no model can be fitted to says nothing about its source either.
+            counts = known & is_finite(before) & is_finite(after)
+            return jnp.where(counts, -jnp.zeros_like(w).at[:, index].set(row), 0)
 
         return {"lower": lower}
 

@@ -95,9 +95,9 @@ class TableData(FeatureData):
         if self.sources is None or not self.sources.column:
             return Records(features, label, group=group)
         found = positions(table.column(self.sources.column), self.sources.values)
-        # A record of no known source has no influence: its features are NaN.
+        # A record of no known source, -1, has no influence on any model of any method.
         features = np.where(found[:, None] < 0, np.float32(np.nan), features)
-        return Records(features, label, np.maximum(found, 0), group)  # in range
+        return Records(features, label, found, group)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

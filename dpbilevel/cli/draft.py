@@ -118,7 +118,7 @@ def _privacy_lines(made: Draft) -> Iterator[str]:
     yield ""
     yield "[privacy]"
     yield f"epsilon = {made.epsilon:g}  # of one run; smaller is more private"
-    yield f"delta = {made.delta:g}  # far below one over the number of records"
+    yield f"delta = {made.delta:g}  # less than one over the number of records"
     if made.people:
         overlap = made.people == "overlapping"
         words = "one record in each part" if overlap else "one record"

@@ -19,12 +19,17 @@ from ..privacy.report import PrivacyReport, describe
 from ..privacy.sampling import FullBatch
 from .columns import Label, Records
 from .config import Config
-from .datasets import CsvData
+from .datasets import CsvData, TableData
 from .files import HeldOut
 
 PEOPLE = "person of the test file"
 # The score of a record is in [0, 1]; less one half it is at most this long.
 _HALF = 0.5
+_UNLISTED = (
+    "a record whose label or source the config does not list has no influence, in no "
+    "file, and how many there are is private: compare the spellings with those of all "
+    "files"
+)
 _ASSUMED = {
     "public": "the records of the test file {} are public",
     "counted": "nobody with a record in the test file {} has one in another file",
@@ -87,18 +92,19 @@ class Evaluation:
 
 
 def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
-    """The report of a run, with what the test file adds to it.
+    """The report of a run, with what files of records and the test file add to it.
 
     Privacy:
         Touches no data. A counted accuracy is charged to the people of the test file
         alone, who are in no other file: each of them spends that one release, and
         nobody else spends anything for it (parallel composition).
     """
+    if isinstance(config.data, TableData):
+        report = _assuming(report, _UNLISTED)
     held_out = config.data.test
     if held_out is None:
         return report
-    assumed = _ASSUMED[held_out.accuracy].format(held_out.path)
-    report = dataclasses.replace(report, assumptions=(assumed, *report.assumptions))
+    report = _assuming(report, _ASSUMED[held_out.accuracy].format(held_out.path))
     if held_out.accuracy != "counted":
         return report
     tested = describe(ledger_of(config), config.privacy.budget, levels=False)
@@ -109,6 +115,11 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         ledger=report.ledger + tested.ledger,
         forecast=report.forecast + tested.forecast,
     )
+
+
+def _assuming(report: PrivacyReport, text: str) -> PrivacyReport:
+    """The report with one more assumption, the first one."""
+    return dataclasses.replace(report, assumptions=(text, *report.assumptions))
 
 
 def ledger_of(config: Config) -> Ledger:

@@ -70,7 +70,10 @@ def draft(file: Path, flags: dict[str, Any]) -> Draft:
     sizes = _sizes(asked, header, task, neighbours)
     epsilon = asked.ask("epsilon", "epsilon of the budget", number(0), "1")
     delta = asked.ask(
-        "delta", "delta of the budget", number(0, 1), _delta(sizes["training"])
+        "delta",
+        "delta of the budget",
+        _below_one_over(sizes["training"]),
+        _delta(sizes["training"]),
     )
     test = _test(asked, label, columns, header)
     return Draft(
@@ -94,7 +97,7 @@ def _column(header: Header, taken: list[str] | tuple[()]):
     def read(text: str) -> str:
         if text not in header.names or text in taken:
             left = [name for name in header.names if name not in taken]
-            raise ValueError(f"give one of the columns {', '.join(left)}")
+            raise ValueError(f"no column {text!r}; give one of {', '.join(left)}")
         return text
 
     return read
@@ -175,9 +178,11 @@ def _columns(asked: Questions, header: Header, taken, hints) -> dict[str, Conten
     given = asked.given.get("column") or []
     for text in given:
         column, separator, content = text.partition("=")
-        one = Questions({"column": content if separator else ""})
-        name = _column(header, taken)(column.strip())
-        found[name] = one.ask("column", "", content_of)
+        try:
+            name = _column(header, taken)(column.strip())
+            found[name] = content_of(content if separator else "")
+        except ValueError as error:
+            raise ValueError(f"--column {text}: {error}.") from error
     if given:
         return found
     print(
@@ -254,6 +259,21 @@ def _file(text: str) -> Path | None:
     if not Path(text).is_file():
         raise ValueError(f"there is no file {text}")
     return Path(text)
+
+
+def _below_one_over(records: int):
+    """Reads a delta that does not allow for the publication of a record."""
+
+    def read(text: str) -> float:
+        value = number(0, 1)(text)
+        if value * records >= 1:
+            raise ValueError(
+                f"give less than one over the number of records, {1 / records:.2g}: a "
+                "method that publishes a random record would be admitted by more"
+            )
+        return value
+
+    return read
 
 
 def _delta(records: int) -> str:

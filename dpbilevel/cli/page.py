@@ -42,6 +42,7 @@ _GROUNDS = {
     Status.HEURISTIC: "No guarantee is claimed: a random draw was cut short. No "
     "epsilon belongs to this run.",
 }
+_OF_LEVEL = {"lower": "of the training records", "upper": "of the validation records"}
 _COLORS = {
     figure.INK: "var(--ink)",
     figure.SOFT: "var(--soft)",
@@ -131,7 +132,9 @@ def _guarantee(result: Result) -> str:
     ]
     kinds = report.epsilon_by_person
     if len(kinds) > 1:
-        listed = ", ".join(f"{k}: {rounded_up(v, 4)}" for k, v in kinds.items())
+        listed = "; ".join(
+            f"{_OF_LEVEL.get(k, k)}: {rounded_up(v, 4)}" for k, v in kinds.items()
+        )
         points.append(f"<b>By kind of person</b>, epsilon is: {_text(listed)}.")
     paragraphs.append(_list(points))
     paragraphs.append(f"<p>{_GROUNDS[report.status]}</p>")
@@ -232,8 +235,7 @@ def _assumed(result: Result) -> str:
     parts = [
         "<p>Public by declaration, and not protected: all that the config says, such "
         "as columns, classes, bounds, names of sources and numbers of records; and how "
-        "long the run took. A record whose label or source the config does not list "
-        "counts for nothing; how many there are is private.</p>",
+        "long the run took.</p>",
         _list(map(_text, report.assumptions)),
     ]
     if report.certificates:

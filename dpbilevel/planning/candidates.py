@@ -172,7 +172,7 @@ def _selected(clip_norm: float) -> Candidate:
         shares = (split, split, 1.0)
         return SelectedSources(model, fit, fit_reads="both", budget_split=shares)
 
-    settings = itertools.product((0.5, 1.0, 2.0), (8.0, 16.0))
+    settings = itertools.product((0.5, 2.0), (8.0, 16.0, 32.0))
     both = itertools.product((0.03, 0.1), (8.0, 16.0))
     solvers = _each(solver, settings) + _each(of_both, both)
     return Candidate("SelectedSources", solvers, 2)

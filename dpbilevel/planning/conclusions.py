@@ -71,7 +71,7 @@ def reason_of(ranked: Sequence[Trial], budget: PrivacyBudget, twins: list[str]) 
     text = (
         f"{first.method} misses at most {first.regret:.0%} of the possible improvement "
         f"on synthetic records ({', '.join(twins)}; where yours differ from all of "
-        "these, pass twins=)."
+        "these, pass twins= in Python)."
     )
     if first.levels == 2 and single is not None:
         best = f" The best method of one level, {single.method}, misses up to"

@@ -16,6 +16,7 @@ from dpbilevel.bilevel import (
     OneLevel,
     ScoringModel,
     SelectedSources,
+    source_levels,
     source_weights,
 )
 from dpbilevel.privacy import accounting
@@ -217,6 +218,28 @@ def scores(model, loss=dpb.logistic_loss, start=W0[1]):
 def test_sources_are_scored_by_signs_of_improvement_and_their_sizes():
     _, found = selected()
     np.testing.assert_allclose(found["score"], scores(found["model"]), 1e-5, 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("label", jnp.nan), ("features", jnp.inf), ("source", -1), ("source", K)],
+)
+def test_records_that_no_model_is_fitted_to_say_nothing_about_their_source(
+    field, value
+):
+    spoilt = {**DATA.lower, field: DATA.lower[field].at[:30].set(value)}
+    with_them = scored_by(jax.tree.map(jnp.asarray, spoilt))
+    rest = jax.tree.map(lambda v: v[30:], DATA.lower)
+    np.testing.assert_allclose(with_them, scored_by(rest), rtol=1e-5)
+    # The control: they count where nothing is wrong with them.
+    assert not np.allclose(scored_by(DATA.lower), scored_by(rest), rtol=1e-2)
+
+
+def scored_by(lower):
+    """The sums of the scores of training records by a fixed model."""
+    level = source_levels.Scores(WEIGHTING, jnp.array([1.0, -2.0, 0.5]), W0[1])
+    value_of = level.record_gradients(jnp.zeros((2, K)))["lower"]
+    return jnp.sum(jax.vmap(value_of)(lower), axis=0)
 
 
 def test_a_source_is_kept_for_its_own_score_whatever_its_size():

@@ -40,7 +40,7 @@ def file(tmp_path):
 def few(monkeypatch):
     """One candidate with one setting, one law of records."""
 
-    def candidates(problem, w0, clip_norm):
+    def candidates(problem, w0, clip_norm, records=None):
         return (planning.Candidate("selected", (SelectedSources(FIT, FIT),), 2),)
 
     monkeypatch.setattr(dry_runs, "candidates", candidates)

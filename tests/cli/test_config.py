@@ -180,7 +180,7 @@ def test_numbers_of_a_config_are_the_cells_that_read_as_them():
     np.testing.assert_array_equal(records.label, [1, 1, -1, -1, np.nan])
     np.testing.assert_array_equal(records.features[:4, 0] > 0, [True, True, 0, 0])
     np.testing.assert_array_equal(records.features[:4, 1] > 0, [0, 0, True, 0])
-    np.testing.assert_array_equal(records.source[:4], [0, 1, 0, 1])
+    np.testing.assert_array_equal(records.source, [0, 1, 0, 1, -1])
     assert np.isnan(records.features[4]).all()  # of no known source
 
 

@@ -85,7 +85,7 @@ def test_typed_answers_are_checked_and_asked_again(folder, monkeypatch, capsys):
     )  # fmt: skip
     config, _, _ = config_of(folder)
     said = capsys.readouterr().out
-    assert "give one of the columns age, dose, ward, site, sick" in said
+    assert "give one of age, dose, ward, site, sick" in said
     assert "an answer is needed" in said
     assert "no value can be in both classes" in said
     assert "a range must be increasing" in said
@@ -207,11 +207,18 @@ def test_paths_are_relative_to_the_config(folder):
     ("flags", "said"),
     [
         ([], "nobody answers 'column of the label'; give --label"),
-        (["--label", "sik"], "--label sik: give one of the columns age, dose"),
+        (["--label", "sik"], "--label sik: no column 'sik'; give one of age, dose"),
         (["--task", "classify"], "--task classify: give one of training"),
         (TRAINING, "no column was given as a feature"),
-        ([*TRAINING, "--column", "age"], "--column : give LOW..HIGH"),
-        ([*TRAINING, "--column", "sick=A,B"], "give one of the columns age, dose"),
+        ([*TRAINING, "--column", "age"], "--column age: give LOW..HIGH"),
+        (
+            [*TRAINING, "--column", "sick=A,B"],
+            "--column sick=A,B: no column 'sick'; give one of age, dose",
+        ),
+        (
+            [*TRAINING, *FEATURES, "--delta", "0.1"],
+            "--delta 0.1: give less than one over the number of records, 0.025",
+        ),
         ([*TRAINING, *FEATURES, "--delta", "2"], "above 0 and below 1"),
         ([*TRAINING, *FEATURES, "--test", "no.csv"], "there is no file no.csv"),
         ([*TRAINING, *FEATURES, "--out", "no/a.toml"], "there is no folder no"),

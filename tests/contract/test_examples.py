@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +193,7 @@ def test_code_for_users_of_other_libraries_runs_and_agrees_with_theirs():
         made = {"Opacus": _digits, "JAXopt": _two_levels}
         names |= made.get(section.split("\n")[0], _people)()
         for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            code = textwrap.dedent(code)
             if not code.startswith("# Opacus"):
                 exec(compile(code, "docs/coming_from.md", "exec"), names)
                 ran += 1
@@ -199,7 +201,8 @@ def test_code_for_users_of_other_libraries_runs_and_agrees_with_theirs():
                 gradients.append(names["gradient"])
             if "dp_sgd" in code:
                 network = names["result"]
-    assert ran == 9
+    assert ran == 10
+    assert names["plan"].report.relation == "add_or_remove_one"
     np.testing.assert_allclose(*gradients, rtol=1e-3)
     scores = jax.vmap(names["apply"], (None, 0))(network.value, names["images"])
     assert jnp.mean(jnp.argmax(scores, 1) == names["digits"]) > 0.9
