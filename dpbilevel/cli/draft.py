@@ -162,6 +162,7 @@ def _column_lines(made: Draft) -> Iterator[str]:
             yield f"name = {_quoted(name)}"
             yield f"columns = [{_quoted(name)}]"
             yield from _standardized(content, "[{:.6g}]")
+            yield "# An empty cell counts as the mean; text leaves out the record."
         else:
             yield "[[data.categorical]]"
             yield f"column = {_quoted(name)}"

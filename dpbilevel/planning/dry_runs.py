@@ -21,7 +21,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates
 from .conclusions import Trial, outlook_of, ranked_best, reason_of
-from .race import Effort, race, regrets_of, rounds_of
+from .race import Effort, race, rounds_of
 from .twins import AbstractTwin, Twin
 from .twins import twins as default_twins
 
@@ -59,9 +59,11 @@ class AutoPlan(Plan[Any]):
         width = max(width, len("starting point"))
         lines = [self.reason, "", "test loss on synthetic twins:"]
         lines.append(f"  {'':{width}}  " + "  ".join(f"{n:>10}" for n in self.twins))
+        most = max(trial.runs for trial in self.trials)
         for trial in self.trials:
             losses = "  ".join(f"{v:10.4f}" for v in trial.losses)
-            lines.append(f"  {trial.method:{width}}  {losses}")
+            few = f"  ({trial.runs} runs, then left out)" if trial.runs < most else ""
+            lines.append(f"  {trial.method:{width}}  {losses}{few}")
         losses = "  ".join(f"{v:10.4f}" for v in self.start_losses)
         lines.append(f"  {'starting point':{width}}  {losses}")
         lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
@@ -153,18 +155,14 @@ def auto(
     dry = _DryRuns(problem, w0, laws, seed, options | {"precision": "float"})
     starts = [_start_loss(problem, w0, twin.test) for twin in dry.twins(0)]
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
-    left, losses = race(
+    found = race(
         [method for method, _ in entries],
         rounds_of(effort, len(laws)),
         lambda index, number: dry.losses(plans[index].solver, number),
         starts,
         progress,
     )
-    regrets = regrets_of(losses, starts)
-    trials = {
-        i: _trial(*entries[i], runs, regret)
-        for i, runs, regret in zip(left, losses, regrets, strict=True)
-    }
+    trials = {i: _trial(*entries[i], runs, regret) for i, runs, regret in found}
     ranked = ranked_best(trials)
     best = tuple(trials[i] for i in ranked)
     outlook = outlook_of(best, starts, budget, dry.table)

@@ -30,7 +30,7 @@ def race(
     dry_run: Callable[[int, int], list[float]],
     starts: list[float],
     progress: Callable[[int, int], None],
-) -> tuple[list[int], list[list[list[float]]]]:
+) -> list[tuple[int, list[list[float]], float]]:
     """Successive halving within each method, and of methods that are far behind.
 
     The best method of one level stays: what two levels are worth is beside it.
@@ -43,18 +43,18 @@ def race(
         progress: As for `auto`, in runs on all twins.
 
     Returns:
-        The best settings of every method, and their losses by run and twin: fewer runs
-        of methods that were left out.
+        The best settings of every method, their losses by run and twin, and what they
+        miss: of methods that were left out as it was then, from fewer runs.
     """
     losses: dict[int, list[list[float]]] = {index: [] for index in range(len(methods))}
-    left, behind = [*losses], []
+    left, behind = [*losses], {}
     done, total = 0, len(methods) * rounds[0]
     for number, count in enumerate(rounds):
         if number:
             regrets = regrets_of([losses[index] for index in left], starts)
             by_index = dict(zip(left, regrets, strict=True))
             left, out = _survivors(methods, left, by_index)
-            behind += out
+            behind |= {index: by_index[index] for index in out}
             total += count * len(left)
         first = sum(rounds[:number])
         for run in range(first, first + count):
@@ -62,8 +62,10 @@ def race(
                 losses[index].append(dry_run(index, run))
                 done += 1
                 progress(done, total)
-    left += behind
-    return left, [losses[index] for index in left]
+    # Among those of equal runs: what few runs show depends on whose records they had.
+    regrets = regrets_of([losses[index] for index in left], starts)
+    missed = dict(zip(left, regrets, strict=True)) | behind
+    return [(index, losses[index], regret) for index, regret in missed.items()]
 
 
 def _survivors(

@@ -129,14 +129,11 @@ class GoodOrBad(AbstractTeacherTwin):
     """Of five sources two follow the population, two are random, one is opposite.
 
     Labels are balanced: a model that predicts the more frequent one finds no source.
-    They depend most on the features that vary most, as those of images do.
     """
 
     @override
     def models(self, problem, shape, key):
-        target = _model(
-            key, shape, features=self.features, intercept=False, aligned=True
-        )
+        target = _model(key, shape, features=self.features, intercept=False)
         # In this order, so that of two sources one is opposite.
         kinds = jnp.asarray([1.0, -1.0, 0.0, 1.0, 0.0])
         kinds = kinds[jnp.arange(_num_sources(problem)) % 5]
@@ -322,12 +319,7 @@ def _features(key, rows: int, columns: int) -> Float[Array, "n d"]:
 
 
 def _model(
-    key,
-    shape: tuple[int, ...],
-    *,
-    features=_features,
-    intercept: bool = True,
-    aligned: bool = False,
+    key, shape: tuple[int, ...], *, features=_features, intercept: bool = True
 ) -> Array:
     """A random model that labels follow as closely for many classes as for two.
 
@@ -336,15 +328,11 @@ def _model(
         shape: Of its coefficients, with the features first.
         features: The law of features.
         intercept: Whether the constant, the last feature, has a coefficient.
-        aligned: Whether features that vary more have larger coefficients.
     """
     first, then = jax.random.split(key)
     model = jax.random.normal(first, shape)
-    rows = features(then, 1000, shape[0])
-    if aligned:
-        model *= _spread(jnp.std(rows, axis=0), model[0])
     if not intercept:
         model = model.at[-1].set(0.0)
     # Of more scores the largest one has to stand out among more.
     margin = _MARGIN if len(shape) == 1 else 2.1 * math.log2(shape[1]) ** 0.9
-    return model * margin / jnp.std(rows @ model)
+    return model * margin / jnp.std(features(then, 1000, shape[0]) @ model)

@@ -147,13 +147,28 @@ def test_methods_far_behind_are_left_out_early_but_for_one_level():
         made[index] += 1
         return [losses[index]]
 
-    left, found = race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
-    assert left == [0, 2, 1]
+    found = race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
     assert made == [6, 1, 6]
-    assert [len(runs) for runs in found] == [6, 6, 1]
+    assert [(index, len(runs)) for index, runs, _ in found] == [(0, 6), (2, 6), (1, 1)]
+    np.testing.assert_allclose([regret for *_, regret in found], [0, 7 / 9, 4 / 9])
     losses[1] = 0.2
     race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
     assert made == [12, 7, 12]
+
+
+def test_what_a_method_showed_on_easy_records_is_no_measure_of_later_runs():
+    def dry_run(index, number):
+        easy, later = (0.05, 0.4, 0.1), (0.5, None, 0.6)
+        return [(later if number else easy)[index]]
+
+    found = race.race(METHODS, (1, 9), dry_run, [1.0], lambda *_: None)
+    assert [(index, len(runs)) for index, runs, _ in found] == [
+        (0, 10),
+        (2, 10),
+        (1, 1),
+    ]
+    assert np.mean(found[2][1]) < np.mean(found[0][1])
+    assert found[0][2] == 0
 
 
 def test_a_method_of_few_runs_is_not_planned():
