@@ -61,9 +61,11 @@ class AutoPlan(Plan[Any]):
         lines.append(f"  {'':{width}}  " + "  ".join(f"{n:>10}" for n in self.twins))
         most = max(trial.runs for trial in self.trials)
         for trial in self.trials:
-            losses = "  ".join(f"{v:10.4f}" for v in trial.losses)
-            few = f"  ({trial.runs} runs, then left out)" if trial.runs < most else ""
-            lines.append(f"  {trial.method:{width}}  {losses}{few}")
+            # Of fewer runs, which had other records, losses are not comparable.
+            shown = "  ".join(f"{v:10.4f}" for v in trial.losses)
+            if trial.runs < most:
+                shown = f"  far behind after {trial.runs} runs"
+            lines.append(f"  {trial.method:{width}}  {shown}")
         losses = "  ".join(f"{v:10.4f}" for v in self.start_losses)
         lines.append(f"  {'starting point':{width}}  {losses}")
         lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
