@@ -71,7 +71,7 @@ class Records(AbstractRecords):
     Attributes:
         features: One row per record.
         label: One label per record.
-        source: The source of each record, or `None`.
+        source: The source of each record, -1 for one that is not listed, or `None`.
         group: The group of each record, -1 for an unknown one, or `None`.
     """
 

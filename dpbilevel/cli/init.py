@@ -268,8 +268,8 @@ def _below_one_over(records: int):
         value = number(0, 1)(text)
         if value * records >= 1:
             raise ValueError(
-                f"give less than one over the number of records, {1 / records:.2g}: a "
-                "method that publishes a random record would be admitted by more"
+                f"give less than one over the number of records, {1 / records:.2g}: "
+                "with more, publishing one record at random would meet the guarantee"
             )
         return value
 

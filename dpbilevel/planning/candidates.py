@@ -15,7 +15,7 @@ from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
 from ..bilevel.refitted import Refitted
-from ..bilevel.source_runs import MixedSources, SelectedSources
+from ..bilevel.source_runs import MixedSources, ScoringModel, SelectedSources
 from ..core.outputs import TailMean
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
@@ -114,9 +114,12 @@ def _(
 ) -> tuple[Candidate, ...]:
     found = [*_one_level(clip_norm), _refitted(clip_norm)]
     if len(jax.tree.leaves(w0[1])) == 1:
-        found += [_selected(clip_norm), _mixed(clip_norm)]
+        found += [_selected(clip_norm, (8.0, 16.0, 32.0)), _mixed(clip_norm)]
     else:  # mixtures of networks are no mixtures
-        found.append(_selected_for_network(clip_norm, records))
+        # Few validation records are enough for a linear model to find the sources.
+        described = isinstance(records, Mapping)
+        scoring = Layout(records).linear() if described else None
+        found.append(_selected(clip_norm, (1.0, 2.0, 4.0), scoring))
     return tuple(found)
 
 
@@ -161,41 +164,23 @@ def _refitted(clip_norm: float) -> Candidate:
     return Candidate("PenaltyBilevel, refitted", _each(solver, settings), 2)
 
 
-def _selected(clip_norm: float) -> Candidate:
-    def solver(first: float, then: float) -> SelectedSources:
-        return SelectedSources(
-            _descent(clip_norm, 10, first), _descent(clip_norm, 100, then)
-        )
-
-    def of_both(split: float, then: float) -> SelectedSources:
-        model, fit = _descent(clip_norm, 10, 1.0), _descent(clip_norm, 100, then)
-        shares = (split, split, 1.0)
-        return SelectedSources(model, fit, fit_reads="both", budget_split=shares)
-
-    settings = itertools.product((0.5, 2.0), (8.0, 16.0, 32.0))
-    both = itertools.product((0.03, 0.1), (8.0, 16.0))
-    solvers = _each(solver, settings) + _each(of_both, both)
-    return Candidate("SelectedSources", solvers, 2)
-
-
-def _selected_for_network(clip_norm: float, records: PyTree) -> Candidate:
-    """A linear model finds the sources on few validation records, if one is known."""
-    scoring, first_clip = None, clip_norm
-    if isinstance(records, Mapping):
-        scoring, first_clip = Layout(records).linear(), 1.0
+def _selected(
+    clip_norm: float, sizes: tuple[float, ...], scoring: ScoringModel | None = None
+) -> Candidate:
+    # Gradients of a model of the library's own do not depend on the user's clip norm.
+    first_clip_norm = clip_norm if scoring is None else 1.0
 
     def solver(first: float, then: float) -> SelectedSources:
-        model, fit = _descent(first_clip, 10, first), _descent(clip_norm, 100, then)
-        return SelectedSources(model, fit, scoring=scoring)
+        model = _descent(first_clip_norm, 10, first)
+        return SelectedSources(model, _descent(clip_norm, 100, then), scoring=scoring)
 
     def of_both(split: float, then: float) -> SelectedSources:
         shares = (split, split, 1.0)
         lower = solver(1.0, then)
         return dataclasses.replace(lower, fit_reads="both", budget_split=shares)
 
-    sizes = (1.0, 2.0, 4.0)
     settings = itertools.product((0.5, 2.0), sizes)
-    both = itertools.product((0.03, 0.1), sizes)
+    both = itertools.product((0.03, 0.1), sizes[:2])
     solvers = _each(solver, settings) + _each(of_both, both)
     return Candidate("SelectedSources", solvers, 2)
 

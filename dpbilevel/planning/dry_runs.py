@@ -95,7 +95,7 @@ def auto(
     judged on further records of the twin. Settings are dropped by successive halving.
     Methods that clip and methods that rest on the certificate of a problem run alike;
     those that the budget or the relation does not admit are left out.
-    Some 50 short runs on each twin: time grows with the sizes.
+    Some 90 short runs on each twin: time grows with the sizes.
     The setting that misses least of what there is to gain on its worst twin is planned,
     because nobody knows which twin the records are like. A method of two levels is
     planned only where it is better than one level; where it is not, dry runs with more
