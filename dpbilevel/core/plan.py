@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import scipy
 from jaxtyping import PyTree
 
 from .. import _checks
@@ -41,9 +42,10 @@ def calibrate(
     r"""Finds the least noise at which one run of `solver` stays within `budget`.
 
     Everything that decides the guarantee is public and on the host: the ledger of the
-    whole run is composed for a common noise scale, and the scale is bisected on
-    $\delta$ at the target $\varepsilon$. The safe end of the bracket is returned, so
-    the reported epsilon never exceeds the budget.
+    whole run is composed for a common noise scale, and $\delta$ at the target
+    $\varepsilon$ is solved for the scale, by Brent's method. A scale is returned only
+    where its $\delta$ is at most the target, so the reported epsilon never exceeds the
+    budget.
 
     Args:
         problem: A `BilevelProblem` or `FiniteSum`.
@@ -238,25 +240,29 @@ def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
 def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> float:
     exact = all(map(accounting.is_exact, ledger(1.0).events().values()))
 
-    def excess(interval: float) -> Callable[[float], bool]:
-        def unsafe(scale: float) -> bool:
-            return (
-                ledger(scale).delta_if_proved(budget.epsilon, interval) > budget.delta
-            )
-
-        return unsafe
+    def delta(interval: float) -> Callable[[float], float]:
+        return lambda scale: ledger(scale).delta_if_proved(budget.epsilon, interval)
 
     if exact:
-        return _bisect(excess(accounting.FINE), 1.0, 1e-12)
+        return _least_safe(delta(accounting.FINE), budget.delta, 1.0, 1e-12)
     # A coarse accountant is safe and fast; the fine one then wins back its slack.
-    coarse = _bisect(excess(accounting.COARSE), 1.0, 2e-3)
-    return _bisect(excess(accounting.FINE), coarse, 5e-4, step=1.005)
+    coarse = _least_safe(delta(accounting.COARSE), budget.delta, 1.0, 2e-3)
+    fine = delta(accounting.FINE)
+    return _least_safe(fine, budget.delta, coarse, 5e-4, step=1.005)
 
 
-def _bisect(
-    unsafe: Callable[[float], bool], start: float, tolerance: float, step: float = 2.0
+def _least_safe(
+    delta: Callable[[float], float],
+    allowed: float,
+    start: float,
+    tolerance: float,
+    step: float = 2.0,
 ) -> float:
-    """The safe end of a bracket of `unsafe`, decreasing in its argument."""
+    """The least argument, up to the tolerance, at which a falling delta is allowed."""
+
+    def unsafe(scale: float) -> bool:
+        return not delta(scale) <= allowed  # NaN is not safe
+
     low = high = start
     while unsafe(high):
         low, high = high, high * step  # more noise is needed
@@ -274,10 +280,17 @@ def _bisect(
             step = step**2
             if low < 1 / _LARGEST_SCALE:
                 return high
-    while high > low * (1 + tolerance):
-        middle = math.sqrt(low * high)  # scales may be orders of magnitude apart
-        if unsafe(middle):
-            low = middle
-        else:
-            high = middle
-    return high
+
+    def excess(log_scale: float) -> float:
+        found = delta(math.exp(log_scale))
+        if found > 0 and allowed > 0:  # nearly linear in the logarithm of the scale
+            return math.log(found / allowed)
+        return -1.0 if found <= allowed else 1.0
+
+    ends = math.log(low), math.log(high)
+    scale = math.exp(
+        scipy.optimize.brentq(excess, *ends, xtol=tolerance / 4, maxiter=500)
+    )
+    while unsafe(scale):
+        scale *= 1 + tolerance / 2
+    return min(scale, high)

@@ -180,7 +180,7 @@ def _selected(
         return dataclasses.replace(lower, fit_reads="both", budget_split=shares)
 
     settings = itertools.product((0.5, 2.0), sizes)
-    both = itertools.product((0.03, 0.1), sizes[:2])
+    both = itertools.product((0.03, 0.1), sizes)
     solvers = _each(solver, settings) + _each(of_both, both)
     return Candidate("SelectedSources", solvers, 2)
 

@@ -14,8 +14,9 @@ Effort = Literal["fast", "thorough"]
 # of the settings goes on to the next round.
 _ROUNDS = {"fast": (1, 2, 20), "thorough": (2, 4, 64)}
 _KEPT = 0.25
-# By how much more than the best method one has to miss to be left out.
-_HOPELESS = 0.25
+# By how much more than the best method one has to miss to be left out, after the first
+# round and after the second.
+_HOPELESS = (0.25, 0.1)
 
 
 def rounds_of(effort: Effort, twins: int) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ def race(
         if number:
             regrets = regrets_of([losses[index] for index in left], starts)
             by_index = dict(zip(left, regrets, strict=True))
-            left, out = _survivors(methods, left, by_index)
+            left, out = _survivors(methods, left, by_index, _HOPELESS[number - 1])
             behind |= {index: by_index[index] for index in out}
             total += count * len(left)
         first = sum(rounds[:number])
@@ -69,9 +70,19 @@ def race(
 
 
 def _survivors(
-    methods: list[Candidate], left: list[int], regrets: dict[int, float]
+    methods: list[Candidate],
+    left: list[int],
+    regrets: dict[int, float],
+    hopeless: float,
 ) -> tuple[list[int], list[int]]:
-    """The best settings of each method, and the best ones of those left out."""
+    """The best settings of each method, and the best ones of those left out.
+
+    Args:
+        methods: The method of each setting.
+        left: The settings that are left.
+        regrets: What they miss, by setting.
+        hopeless: By how much more than the best a method that is left out misses.
+    """
     by_method: dict[str, list[int]] = {}
     for index in sorted(left, key=regrets.__getitem__):
         by_method.setdefault(methods[index].name, []).append(index)
@@ -81,7 +92,7 @@ def _survivors(
         key=regrets.__getitem__,
         default=None,
     )
-    limit = min(regrets.values()) + _HOPELESS
+    limit = min(regrets.values()) + hopeless
     survivors, out = [], []
     for members in by_method.values():
         if members[0] == single or regrets[members[0]] <= limit:

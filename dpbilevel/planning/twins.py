@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 
@@ -23,6 +22,11 @@ from .records import Layout, of_linear_model, shapes_of
 # The standard deviation of the margins of two classes: no model has an accuracy much
 # above .8.
 _MARGIN = 2.5
+# That of the scores of two of several classes, over the 0.9th power of log2 of their
+# number.
+_MARGIN_OF_CLASSES = 3.0
+# A column of two categories and a constant one.
+_FEWEST_OF_TABLES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,69 @@ class AbstractTeacherTwin(AbstractTwin):
         """Rows of norm 1: by default normal entries of decaying scale, a constant."""
         return _features(key, rows, columns)
 
+    def blocks(self, columns: int) -> list[int]:
+        """Widths of the blocks of features before a constant one: by default 1."""
+        return [1] * (columns - 1)
+
+    def prototypes(self, shape: tuple[int, ...]) -> Float[Array, "c d"]:
+        """What the records of each class are like: rows that follow the same law."""
+        return self.features(jax.random.key(0), shape[1], shape[0])
+
+    def gathered(
+        self, key: Key, rows: int, shape: tuple[int, ...]
+    ) -> Float[Array, "n d"]:
+        """Features, which of several classes gather around their prototypes.
+
+        Each block of a record is, with a chance of one half, that of a prototype.
+
+        Args:
+            key: A typed key.
+            rows: How many.
+            shape: Of the hidden linear model, as `Layout.teacher`.
+        """
+        if len(shape) == 1:
+            return self.features(key, rows, shape[0])
+        first, then, last = jax.random.split(key, 3)
+        free, prototypes = self.features(first, rows, shape[0]), self.prototypes(shape)
+        widths = np.asarray([*self.blocks(shape[0]), 1])
+        same = jax.random.bernoulli(last, shape=(rows, len(widths)))
+        same = jnp.repeat(same, widths, axis=1, total_repeat_length=shape[0])
+        own = prototypes[jax.random.randint(then, (rows,), 0, shape[1])]
+        mixed = jnp.where(same, own, free)
+        return mixed / jnp.linalg.norm(mixed, axis=1, keepdims=True)
+
+    def teachers(
+        self, key: Key, count: int, shape: tuple[int, ...], *, intercept: bool = True
+    ) -> Array:
+        """Random linear models; of several classes the prototypes in random order.
+
+        Args:
+            key: A typed key.
+            count: How many.
+            shape: Of the coefficients of one, with the features first.
+            intercept: Whether the constant, the last feature, has a coefficient.
+        """
+        first, then, last = jax.random.split(key, 3)
+        # Flat, because shapes of three axes take seconds to compile.
+        models = jax.random.normal(first, (count, math.prod(shape)))
+        models, margin = models.reshape(count, *shape), _MARGIN
+        if len(shape) > 1:
+            prototypes = self.prototypes(shape)
+            centred = (prototypes - jnp.mean(prototypes, 0, keepdims=True)).T
+            orders = [
+                jax.random.permutation(order, centred, axis=1)
+                for order in jax.random.split(then, count)
+            ]
+            # With something to tell classes apart whose prototypes are the same.
+            models = jnp.stack(orders) + 0.01 * models
+            # Of more scores the largest one has to stand out among more.
+            margin = _MARGIN_OF_CLASSES * math.log2(shape[-1]) ** 0.9
+        if not intercept and models.shape[1] > 1:
+            models = models.at[:, -1].set(0.0)
+        scores = jnp.tensordot(self.gathered(last, 1000, shape), models, (1, 1))
+        spread = jnp.std(jnp.moveaxis(scores, 1, 0).reshape(count, -1), 1)
+        return models * margin / _spread(spread, models[0])
+
     def sources(self, key: Key, rows: int, num_sources: int) -> Int[Array, " n"]:
         """The source of each training record: by default all are as likely."""
         return jax.random.randint(key, (rows,), 0, num_sources)
@@ -102,20 +169,18 @@ class AbstractTeacherTwin(AbstractTwin):
         upper, lower = (
             (sizes.upper, sizes.lower) if isinstance(sizes, Sizes) else (0, sizes)
         )
-        keys = jax.random.split(key, 6)
-        total = upper + self.test_size
-        width = layout.teacher[0]
+        keys = jax.random.split(key, 4)
+        held, total = upper + self.test_size, upper + self.test_size + lower
         target, sources = self.models(problem, layout.teacher, keys[0])
         source = self.sources(keys[1], lower, len(sources))
-        clean = layout.labelled(
-            self.features(keys[2], total, width),
-            target[None],
-            jnp.zeros(total, int),
+        records = layout.labelled(
+            self.gathered(keys[2], total, layout.teacher),
+            jnp.concatenate([target[None], sources]),
+            jnp.concatenate([jnp.zeros(held, source.dtype), source + 1]),
             keys[3],
         )
-        training = layout.labelled(
-            self.features(keys[4], lower, width), sources, source, keys[5]
-        )
+        clean = jax.tree.map(lambda v: v[:held], records)
+        training = jax.tree.map(lambda v: v[held:], records)
         if isinstance(problem, SourceWeighting):
             training = _with_source(training, source)
         test = jax.tree.map(lambda v: v[upper:], clean)
@@ -133,7 +198,7 @@ class GoodOrBad(AbstractTeacherTwin):
 
     @override
     def models(self, problem, shape, key):
-        target = _model(key, shape, features=self.features, intercept=False)
+        (target,) = self.teachers(key, 1, shape, intercept=False)
         # In this order, so that of two sources one is opposite.
         kinds = jnp.asarray([1.0, -1.0, 0.0, 1.0, 0.0])
         kinds = kinds[jnp.arange(_num_sources(problem)) % 5]
@@ -151,12 +216,10 @@ class Shifted(AbstractTeacherTwin):
 
     @override
     def models(self, problem, shape, key):
-        first, then = jax.random.split(key)
         count = _num_sources(problem)
-        target = _model(first, shape)
-        others = jax.vmap(lambda k: _model(k, shape))(jax.random.split(then, count))
+        target, *others = self.teachers(key, count + 1, shape)
         far = self.shift * jnp.arange(1.0, count + 1) / count
-        return target, target[None] + _spread(far, target) * others
+        return target, target[None] + _spread(far, target) * jnp.stack(others)
 
 
 class Tables(AbstractTeacherTwin):
@@ -174,14 +237,22 @@ class Tables(AbstractTeacherTwin):
 
     @override
     def features(self, key, rows, columns):
-        parts = []
-        blocks = _blocks(columns)
-        for k, width in zip(jax.random.split(key, len(blocks)), blocks, strict=True):
-            rarity = -jnp.log(jnp.arange(1.0, width + 1))
-            drawn = jax.random.categorical(k, rarity, shape=(rows,))
-            parts.append(jax.nn.one_hot(drawn, width))
-        features = jnp.concatenate([*parts, jnp.ones((rows, 1))], 1)
+        if columns < _FEWEST_OF_TABLES:
+            return super().features(key, rows, columns)
+        # All blocks at once, padded with categories that do not occur.
+        widths = np.asarray(_blocks(columns))
+        rank = np.arange(max(widths))
+        rarity = np.where(rank < widths[:, None], -np.log(rank + 1.0), -np.inf)
+        drawn = jax.random.categorical(key, rarity, shape=(rows, len(widths)))
+        places = drawn + (np.cumsum(widths) - widths)[None]
+        chosen = jnp.zeros((rows, columns - 1))
+        chosen = chosen.at[jnp.arange(rows)[:, None], places].set(1.0)
+        features = jnp.concatenate([chosen, jnp.ones((rows, 1))], 1)
         return features / jnp.linalg.norm(features, axis=1, keepdims=True)
+
+    @override
+    def blocks(self, columns):
+        return _blocks(columns)
 
     @override
     def sources(self, key, rows, num_sources):
@@ -190,16 +261,14 @@ class Tables(AbstractTeacherTwin):
 
     @override
     def models(self, problem, shape, key):
-        first, then, last = jax.random.split(key, 3)
+        first, then = jax.random.split(key)
         count, blocks = _num_sources(problem), np.asarray([*_blocks(shape[0]), 1])
-        draw = functools.partial(_model, shape=shape, features=self.features)
-        target = draw(first)
-        others = jax.vmap(draw)(jax.random.split(then, count))
-        differs = jax.random.bernoulli(last, 0.5, (count, len(blocks)))
+        target, *others = self.teachers(first, count + 1, shape)
+        differs = jax.random.bernoulli(then, 0.5, (count, len(blocks)))
         differs = jnp.repeat(differs, blocks, axis=1, total_repeat_length=shape[0])
         differs = differs.reshape(*differs.shape, *[1] * (target.ndim - 1))
         differs = differs.astype(target.dtype)
-        return target, target[None] + self.shift * differs * others
+        return target, target[None] + self.shift * differs * jnp.stack(others)
 
 
 class Alike(AbstractTeacherTwin):
@@ -207,7 +276,7 @@ class Alike(AbstractTeacherTwin):
 
     @override
     def models(self, problem, shape, key):
-        target = _model(key, shape)
+        (target,) = self.teachers(key, 1, shape)
         return target, jnp.stack([target] * _num_sources(problem))
 
 
@@ -227,13 +296,15 @@ class NoiseGroups(AbstractTeacherTwin):
 
     @override
     def features(self, key, rows, columns):
-        features = jax.random.normal(key, (rows, columns)).at[:, -1].set(1.0)
+        features = jax.random.normal(key, (rows, columns))
+        if columns > 1:
+            features = features.at[:, -1].set(1.0)
         return features / jnp.linalg.norm(features, axis=1, keepdims=True)
 
     @override
     def models(self, problem, shape, key):
         first, then = jax.random.split(key)
-        target = _model(first, shape, features=self.features)
+        (target,) = self.teachers(first, 1, shape)
         group = _groups(problem, shape[0])
         # Some groups, and the scale of the margins as it was.
         count = int(np.max(group)) + 1
@@ -311,28 +382,10 @@ def _blocks(columns: int) -> list[int]:
 
 
 def _features(key, rows: int, columns: int) -> Float[Array, "n d"]:
+    if columns == 1:
+        return jax.random.rademacher(key, (rows, 1), jnp.result_type(float))
     spectrum = 1 / jnp.sqrt(jnp.arange(1, columns))
     free = jax.random.normal(key, (rows, columns - 1)) * spectrum[None]
     constant = jnp.full((rows, 1), jnp.linalg.norm(spectrum))
     features = jnp.concatenate([free, constant], 1)
     return features / jnp.linalg.norm(features, axis=1, keepdims=True)
-
-
-def _model(
-    key, shape: tuple[int, ...], *, features=_features, intercept: bool = True
-) -> Array:
-    """A random model that labels follow as closely for many classes as for two.
-
-    Args:
-        key: A typed key.
-        shape: Of its coefficients, with the features first.
-        features: The law of features.
-        intercept: Whether the constant, the last feature, has a coefficient.
-    """
-    first, then = jax.random.split(key)
-    model = jax.random.normal(first, shape)
-    if not intercept:
-        model = model.at[-1].set(0.0)
-    # Of more scores the largest one has to stand out among more.
-    margin = _MARGIN if len(shape) == 1 else 2.1 * math.log2(shape[1]) ** 0.9
-    return model * margin / jnp.std(features(then, 1000, shape[0]) @ model)
