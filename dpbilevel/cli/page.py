@@ -50,6 +50,32 @@ _COLORS = {
     figure.PAPER: "var(--page)",
 }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# Words of ledgers; names of releases are those of the solvers' documentation.
+_TERMS = {
+    "records": "the records",
+    "upper": "the validation records",
+    "lower": "the training records",
+    "FullBatch": "every record is read, each time",
+    "Poisson": "each record is read with the same chance, drawn anew each time",
+    "FixedSize": "so many records are read, drawn anew each time",
+    "gradient": "a step of the model",
+    "model": "a model: the released one, or a first one that scores the sources",
+    "models": "a model for each source, and one for all of them",
+    "mixture": "how much each of these models counts",
+    "score": "how well a model fits each source",
+    "screen": "how much each group of features matters",
+    "fit": "a model of the sources, or of the groups of features, that are kept",
+    "remixture": "how much each model counts in the released one",
+    "lower solution": "the model of the training records at the current weights",
+    "penalized solution": "the same, which fits the validation records as well",
+    "outer gradient": "a step of the weights, or of the penalties",
+    "hypergradient": "a step of the weights, or of the penalties",
+    "refit": "the released model, at the weights or penalties that were found",
+    "gradient and losses": "a step of the model, and the losses of the groups",
+    "operator": "a step of both players",
+    "resolvent": "a step of both players",
+    "test accuracy": "how many test records the released model labels correctly",
+}
 
 
 def page(result: Result, spent: str, title: str) -> str:
@@ -210,9 +236,19 @@ def _ledger(report: PrivacyReport) -> str:
         "<p>All that was computed from records, and how much noise each of it got. "
         "The sensitivity is the most that one record can change, and the noise the "
         "standard deviation of what was added.</p>"
-        f"{_table(heads, rows)}"
+        f"{_table(heads, rows)}{_folded('What these words mean', _terms(report))}"
         f"<p>Composed by: {_text(report.accountant)}.</p>"
     )
+
+
+def _terms(report: PrivacyReport) -> str:
+    """The meaning of the roles, releases and sampling schemes in the ledger."""
+    used = []
+    for row in report.ledger:
+        used += [row["release"].split(": ")[0], *row["roles"]]
+        used += [part["sampling"].split("(")[0] for part in row["roles"].values()]
+    found = [(term, _TERMS[term]) for term in dict.fromkeys(used) if term in _TERMS]
+    return _table(("word", "meaning"), found)
 
 
 def _spent(spent: str) -> str:

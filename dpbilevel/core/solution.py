@@ -24,6 +24,10 @@ class Plan(Generic[Solver]):
     solver: Solver
     report: PrivacyReport
 
+    def __str__(self) -> str:
+        """The calibrated solver and the guarantee."""
+        return f"solver: {self.solver}\n\n{self.report}"
+
 
 class Solution(eqx.Module, Generic[Report]):
     """What a run releases.

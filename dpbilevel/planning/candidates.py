@@ -192,8 +192,7 @@ def _mixed(clip_norm: float) -> Candidate:
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
-    sizes = [(30.0, 0.03), (30.0, 0.06), (60.0, 0.03), (60.0, 0.06)]
-    sizes += [(60.0, 0.12), (120.0, 0.06), (120.0, 0.12)]
+    sizes = [(30.0, 0.03), (30.0, 0.06), (60.0, 0.03), (60.0, 0.06), (60.0, 0.12)]
     settings = [(*pair, 8.0) for pair in sizes]
     settings += [(30.0, 0.03, 16.0), (60.0, 0.06, 16.0)]
     return Candidate("MixedSources", _each(solver, settings), 2)

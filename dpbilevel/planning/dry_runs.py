@@ -172,7 +172,7 @@ def auto(
     return AutoPlan(
         plan.solver,
         plan.report,
-        reason_of(best, budget, [law.name for law in laws]) + outlook,
+        reason_of(best, budget, [law.name for law in laws], starts) + outlook,
         best,
         tuple(law.name for law in laws),
         tuple(starts),

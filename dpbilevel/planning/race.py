@@ -17,6 +17,8 @@ _KEPT = 0.25
 # By how much more than the best method one has to miss to be left out, after the first
 # round and after the second.
 _HOPELESS = (0.25, 0.1)
+# What there is to gain counts as at least this share of the loss of the start.
+_LEAST = 0.15
 
 
 def rounds_of(effort: Effort, twins: int) -> tuple[int, ...]:
@@ -103,9 +105,12 @@ def _survivors(
 
 
 def regrets_of(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
-    """The missed share of what there is to gain on the worst twin."""
+    """The missed share of what there is to gain on the worst twin.
+
+    Where there is hardly anything to gain, in shares of the least that counts.
+    """
     # The mean, because a run that fails counts by how much it loses.
     table = np.asarray([np.mean(runs, 0) for runs in losses])
     best = np.minimum(np.min(table, 0), starts)
-    room = np.maximum(np.asarray(starts) - best, 1e-9)
+    room = np.maximum(np.asarray(starts) - best, _LEAST * np.abs(starts) + 1e-9)
     return np.max(np.minimum((table - best) / room, 1e6), 1).tolist()

@@ -125,7 +125,7 @@ class AbstractTeacherTwin(AbstractTwin):
         return mixed / jnp.linalg.norm(mixed, axis=1, keepdims=True)
 
     def teachers(
-        self, key: Key, count: int, shape: tuple[int, ...], *, intercept: bool = True
+        self, key: Key, count: int, shape: tuple[int, ...], *, aligned: bool = False
     ) -> Array:
         """Random linear models; of several classes the prototypes in random order.
 
@@ -133,7 +133,9 @@ class AbstractTeacherTwin(AbstractTwin):
             key: A typed key.
             count: How many.
             shape: Of the coefficients of one, with the features first.
-            intercept: Whether the constant, the last feature, has a coefficient.
+            aligned: Of two classes, whether coefficients are as large as their features
+                vary, and that of the constant is 0: few features decide most labels.
+                Prototypes are aligned as they are.
         """
         first, then, last = jax.random.split(key, 3)
         # Flat, because shapes of three axes take seconds to compile.
@@ -150,9 +152,11 @@ class AbstractTeacherTwin(AbstractTwin):
             models = jnp.stack(orders) + 0.01 * models
             # Of more scores the largest one has to stand out among more.
             margin = _MARGIN_OF_CLASSES * math.log2(shape[-1]) ** 0.9
-        if not intercept and models.shape[1] > 1:
-            models = models.at[:, -1].set(0.0)
-        scores = jnp.tensordot(self.gathered(last, 1000, shape), models, (1, 1))
+        rows = self.gathered(last, 1000, shape)
+        if aligned and len(shape) == 1:
+            spread = jnp.std(rows, 0)
+            models *= (spread.at[-1].set(0.0) if len(spread) > 1 else spread)[None]
+        scores = jnp.tensordot(rows, models, (1, 1))
         spread = jnp.std(jnp.moveaxis(scores, 1, 0).reshape(count, -1), 1)
         return models * margin / _spread(spread, models[0])
 
@@ -191,16 +195,17 @@ class AbstractTeacherTwin(AbstractTwin):
 
 
 class GoodOrBad(AbstractTeacherTwin):
-    """Of five sources two follow the population, two are random, one is opposite.
+    """Of five sources two follow the population, two are opposite, one is random.
 
-    Labels are balanced: a model that predicts the more frequent one finds no source.
+    All of them together say nothing. Labels are balanced: a model that predicts the
+    more frequent one finds no source. They follow the features that vary most.
     """
 
     @override
     def models(self, problem, shape, key):
-        (target,) = self.teachers(key, 1, shape, intercept=False)
+        (target,) = self.teachers(key, 1, shape, aligned=True)
         # In this order, so that of two sources one is opposite.
-        kinds = jnp.asarray([1.0, -1.0, 0.0, 1.0, 0.0])
+        kinds = jnp.asarray([1.0, -1.0, 0.0, 1.0, -1.0])
         kinds = kinds[jnp.arange(_num_sources(problem)) % 5]
         return target, _spread(kinds, target) * target[None]
 

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from dpbilevel.audit.claims import gaussian_claim
+from dpbilevel.bilevel import MixedSources, ScaledGroups, SelectedSources
 from dpbilevel.cli import attack, page, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
@@ -82,6 +83,23 @@ def test_a_page_says_the_guarantee_the_ledger_and_the_assumptions():
     assert "Run in <out>" in said
     for name in (*result.names, *result.features):
         assert name in said
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_word_of_the_ledger_is_explained(task):
+    result = result_of(task)
+    said = text_of(page_of(result))
+    for row in result.report.ledger:
+        for role, part in row["roles"].items():
+            scheme = part["sampling"].split("(")[0]
+            for word in (row["release"].split(": ")[0], role, scheme):
+                assert f"{word} {page._TERMS[word]}" in said
+    assert page._TERMS["screen"] not in said  # a word of none of these ledgers
+
+
+def test_every_run_of_a_method_of_the_command_line_is_explained():
+    methods = MixedSources, SelectedSources, ScaledGroups
+    assert not {name for m in methods for name in m.stages} - page._TERMS.keys()
 
 
 def test_a_run_that_diverged_or_did_not_move_is_shown_as_such():

@@ -114,9 +114,9 @@ def test_a_better_method_of_two_levels_is_named_where_one_level_is_planned():
         conclusions.Trial(f"of {levels}", OneLevel(FIT), levels, (0.5,), regret, 1)
         for levels, regret in ((1, 0.02), (2, 0.0))
     ]
-    reason = conclusions.reason_of(ranked, BUDGET, ["Alike"])
+    reason = conclusions.reason_of(ranked, BUDGET, ["Alike"], [1.0])
     assert "of 2 misses 2.0% less" in reason
-    reason = conclusions.reason_of([ranked[0]], BUDGET, ["Alike"])
+    reason = conclusions.reason_of([ranked[0]], BUDGET, ["Alike"], [1.0])
     assert "less" not in reason
 
 
@@ -132,6 +132,21 @@ def test_the_worst_twin_decides():
     np.testing.assert_allclose(regrets, [0.75, 1 / 3])
     # Worse than the start on one twin, and best on the other.
     assert race.regrets_of([[[1.2, 0.5]]], [1.0, 1.0])[0] > 1
+
+
+def test_a_twin_with_nothing_to_gain_decides_nothing():
+    # All of a gain of a hundredth, against a third of a large gain.
+    tiny, large = [[0.99, 0.7]], [[1.0, 0.55]]
+    assert np.argmin(race.regrets_of([tiny, large], [1.0, 1.0])) == 1
+    # The control: as much is nearly all that can be gained where the start is better.
+    assert np.argmin(race.regrets_of([[[0.01, 0.7]], [[0.1, 0.55]]], [0.1, 1.0])) == 0
+
+
+def test_a_plan_that_is_worse_than_the_start_somewhere_says_so():
+    for loss, said in ((0.9, "misses at most"), (1.0, "No method improves")):
+        found = conclusions.Trial("a", OneLevel(FIT), 1, (0.2, loss), 0.3, 1)
+        reason = conclusions.reason_of([found], BUDGET, ["b", "c"], [1.0, 1.0])
+        assert said in reason
 
 
 METHODS = [
