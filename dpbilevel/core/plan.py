@@ -281,16 +281,17 @@ def _least_safe(
             if low < 1 / _LARGEST_SCALE:
                 return high
 
+    ends = {math.log(scale): scale for scale in (low, high)}
+
     def excess(log_scale: float) -> float:
-        found = delta(math.exp(log_scale))
+        # The ends as they were found: an exponential of a logarithm is rounded.
+        found = delta(ends.get(log_scale, math.exp(log_scale)))
         if found > 0 and allowed > 0:  # nearly linear in the logarithm of the scale
             return math.log(found / allowed)
         return -1.0 if found <= allowed else 1.0
 
-    ends = math.log(low), math.log(high)
-    scale = math.exp(
-        scipy.optimize.brentq(excess, *ends, xtol=tolerance / 4, maxiter=500)
-    )
+    root = scipy.optimize.brentq(excess, *ends, xtol=tolerance / 4, maxiter=500)
+    scale = math.exp(root)
     while unsafe(scale):
         scale *= 1 + tolerance / 2
     return min(scale, high)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.core import plan
 
 N = 1000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -154,3 +155,32 @@ def test_calibration_is_deterministic_and_touches_no_arrays():
     assert first.solver == second.solver
     assert isinstance(first.solver.noise.noise_multiplier, float)
     assert not isinstance(first.report.epsilon, jnp.ndarray)
+
+
+@pytest.mark.parametrize("tolerance", [1e-12, 5e-4])
+@pytest.mark.parametrize("least", [1.0, 0.37, 1.005, 1 / 3, 2.0**20, 1e-7])
+@pytest.mark.parametrize("start", [1.0, 1 / 3])
+@pytest.mark.parametrize("step", [2.0, 1.005])
+def test_the_least_scale_is_safe_and_hardly_above_the_least(
+    least, start, tolerance, step
+):
+    def delta(scale):
+        return 1e-5 * (least / scale) ** 3  # at the allowed one where they are equal
+
+    scale = plan._least_safe(delta, 1e-5, start, tolerance, step)
+    assert delta(scale) <= 1e-5
+    assert scale <= least * (1 + 2 * tolerance)
+    # A second search from the answer, as the fine accountant makes, keeps it.
+    again = plan._least_safe(delta, 1e-5, scale, tolerance, 1.005)
+    assert delta(again) <= 1e-5
+    assert again <= least * (1 + 2 * tolerance)
+
+
+@pytest.mark.parametrize("above", [0.0, 1.0])
+def test_a_delta_that_jumps_is_left_on_the_safe_side(above):
+    def delta(scale):
+        return (0.5 if above else math.nan) if scale < 3.0 else 0.0
+
+    for allowed in (0.0, 1e-6):
+        scale = plan._least_safe(delta, allowed, 1.0, 1e-9)
+        assert 3.0 <= scale <= 3.0 * (1 + 1e-8)
