@@ -1,5 +1,6 @@
 """Plans: the least noise that reaches a budget, before any data is seen."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from .solution import Plan, Solution, Solver, divergence
 from .solver import AbstractSolver
 
 _LARGEST_SCALE = 2.0**60
+_TINY = 1e-300
 
 
 def calibrate(
@@ -259,6 +261,7 @@ def _least_safe(
     step: float = 2.0,
 ) -> float:
     """The least argument, up to the tolerance, at which a falling delta is allowed."""
+    delta = functools.cache(delta)  # with sampled batches one takes a second
 
     def unsafe(scale: float) -> bool:
         return not delta(scale) <= allowed  # NaN is not safe
@@ -285,13 +288,16 @@ def _least_safe(
 
     def excess(log_scale: float) -> float:
         # The ends as they were found: an exponential of a logarithm is rounded.
-        found = delta(ends.get(log_scale, math.exp(log_scale)))
-        if found > 0 and allowed > 0:  # nearly linear in the logarithm of the scale
-            return math.log(found / allowed)
-        return -1.0 if found <= allowed else 1.0
+        scale = ends.get(log_scale, math.exp(log_scale))
+        if delta(scale) > 0 and allowed > 0:  # nearly linear in the logarithm
+            ratio = math.log(delta(scale) / allowed)
+        else:
+            ratio = 1.0 if unsafe(scale) else -1.0
+        # Never 0, where the search would stop: delta may be the same for less noise.
+        return max(ratio, _TINY) if unsafe(scale) else min(ratio, -_TINY)
 
     root = scipy.optimize.brentq(excess, *ends, xtol=tolerance / 4, maxiter=500)
     scale = math.exp(root)
-    while unsafe(scale):
+    while scale < high and unsafe(scale):
         scale *= 1 + tolerance / 2
     return min(scale, high)

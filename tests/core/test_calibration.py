@@ -176,6 +176,24 @@ def test_the_least_scale_is_safe_and_hardly_above_the_least(
     assert again <= least * (1 + 2 * tolerance)
 
 
+def test_no_more_noise_is_taken_where_less_has_the_same_delta():
+    scale = plan._least_safe(
+        lambda s: 1e-5 if s > 0.3 else 1.0, 1e-5, 1.0, 1e-12, 1.005
+    )
+    assert 0.3 < scale < 0.3 * (1 + 1e-11)
+
+
+def test_each_delta_is_computed_once():
+    asked = []
+
+    def delta(scale):
+        asked.append(scale)
+        return 1e-5 * (0.7 / scale) ** 3
+
+    plan._least_safe(delta, 1e-5, 1.0, 2e-3)
+    assert len(asked) == len(set(asked)) < 12
+
+
 @pytest.mark.parametrize("above", [0.0, 1.0])
 def test_a_delta_that_jumps_is_left_on_the_safe_side(above):
     def delta(scale):
