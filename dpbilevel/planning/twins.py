@@ -98,7 +98,10 @@ class AbstractTeacherTwin(AbstractTwin):
         return [1] * (columns - 1)
 
     def prototypes(self, shape: tuple[int, ...]) -> Float[Array, "c d"]:
-        """What the records of each class are like: rows that follow the same law."""
+        """What the records of each class are like: rows that follow the same law.
+
+        The same for everybody; their key protects nothing.
+        """
         return self.features(jax.random.key(0), shape[1], shape[0])
 
     def gathered(
@@ -154,8 +157,8 @@ class AbstractTeacherTwin(AbstractTwin):
             margin = _MARGIN_OF_CLASSES * math.log2(shape[-1]) ** 0.9
         rows = self.gathered(last, 1000, shape)
         if aligned and len(shape) == 1:
-            spread = jnp.std(rows, 0)
-            models *= (spread.at[-1].set(0.0) if len(spread) > 1 else spread)[None]
+            sizes = jnp.std(rows, 0)
+            models *= (sizes.at[-1].set(0.0) if len(sizes) > 1 else sizes)[None]
         scores = jnp.tensordot(rows, models, (1, 1))
         spread = jnp.std(jnp.moveaxis(scores, 1, 0).reshape(count, -1), 1)
         return models * margin / _spread(spread, models[0])
