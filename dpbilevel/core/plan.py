@@ -29,7 +29,7 @@ from .solution import Plan, Solution, Solver, divergence
 from .solver import AbstractSolver
 
 _LARGEST_SCALE = 2.0**60
-_TINY = 1e-300
+_TINY = 1e-300  # a sign that a root search sees, and nothing else
 
 
 def calibrate(

@@ -200,7 +200,7 @@ class AbstractTeacherTwin(AbstractTwin):
 class GoodOrBad(AbstractTeacherTwin):
     """Of five sources two follow the population, two are opposite, one is random.
 
-    All of them together say nothing. Labels are balanced: a model that predicts the
+    The five together say nothing. Labels are balanced: a model that predicts the
     more frequent one finds no source. They follow the features that vary most.
     """
 
