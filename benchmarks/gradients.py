@@ -111,7 +111,9 @@ def least_time(work):
     """What reading the records once, or the plain gradient's operations, must take."""
     bandwidth, rate = hardware()
     lowered = jax.jit(plain(work.loss)).lower(*arguments(work))
-    return max(work.read / bandwidth, lowered.cost_analysis()["flops"] / rate)
+    # A GPU knows the cost of compiled programs only.
+    cost = lowered.cost_analysis() or lowered.compile().cost_analysis()
+    return max(work.read / bandwidth, cost["flops"] / rate)
 
 
 def arguments(work):

@@ -1,7 +1,8 @@
 """Time and memory beside plain gradients and other libraries: docs/performance.md.
 
 Run by `python -m benchmarks performance`, which prints the tables and writes them into
-the page; `--quick` prints small ones within about a minute. On a GPU sizes are larger.
+the page; `--quick` prints small ones within about a minute. On a GPU sizes are larger,
+and the page is docs/performance_gpu.md.
 Columns of libraries that are missing stay empty: the extra `test` brings JAXopt and
 optimistix, `pip install jax-privacy opacus torch` the others. On a GPU that PyTorch
 shares set XLA_PYTHON_CLIENT_PREALLOCATE=false.
@@ -21,7 +22,8 @@ import jax
 
 from . import gradients, private_peers, solver_steps, workloads
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs/performance.md"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+PAGE, GPU_PAGE = DOCS / "performance.md", DOCS / "performance_gpu.md"
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 PEERS = ("optax", "jax-privacy", "torch", "opacus", "jaxopt", "optimistix")
 
@@ -290,13 +292,15 @@ def written(page, generated):
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"docs/performance.md: needs the lines {BEGIN} and {END}.")
+        raise ValueError(f"The page needs the lines {BEGIN} and {END}.")
     return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
 
 
 def main():
     quick = "--quick" in sys.argv
-    sizes = QUICK if quick else FULL if jax.default_backend() == "cpu" else GPU
+    on_cpu = jax.default_backend() == "cpu"
+    sizes = QUICK if quick else FULL if on_cpu else GPU
+    page = PAGE if on_cpu else GPU_PAGE
     parts = [machine()]
     print(parts[0], flush=True)
     if not private_peers.has_jax_privacy():
@@ -306,4 +310,4 @@ def main():
         parts.append(str(table))
         print(f"\n{table}", flush=True)
     if not quick:
-        PAGE.write_text(written(PAGE.read_text(), "\n\n".join(parts)))
+        page.write_text(written(page.read_text(), "\n\n".join(parts)))

@@ -15,7 +15,6 @@ The oracle, which knows the clean groups, and the accuracies are NON-PRIVATE.
 
 import argparse
 import datetime
-import sys
 from pathlib import Path
 
 import jax
@@ -200,7 +199,7 @@ def draw(found, epsilon, out):
     print(f"Figure: {out / 'figure.png'}")
 
 
-def main() -> int:
+def main() -> None:
     """Runs all methods and compares what they release."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -215,8 +214,7 @@ def main() -> int:
     if out is None and not arguments.smoke:
         out = Path("runs") / f"data_cleaning-{now}"
     if out is not None and out.exists():
-        print(f"data_cleaning: {out} exists; give --out the name of a new folder.")
-        return 2
+        parser.error(f"{out} exists; give --out the name of a new folder")
     if arguments.mnist and Path(arguments.mnist).is_file():
         print(f"Images: MNIST in {arguments.mnist}.")
         images, label = mnist(Path(arguments.mnist))
@@ -232,9 +230,7 @@ def main() -> int:
     show(found)
     if out is not None:
         draw(found, arguments.epsilon, out)
-    return 0
 
 
 if __name__ == "__main__":
-    if code := main():
-        sys.exit(code)
+    main()

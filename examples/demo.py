@@ -14,7 +14,6 @@ The oracle and the accuracies are NON-PRIVATE: they show what the methods are wo
 import argparse
 import dataclasses
 import datetime
-import sys
 from pathlib import Path
 
 import jax
@@ -178,7 +177,7 @@ def show(found, constant, out):
     print(f"Figure: {out / 'figure.png'}")
 
 
-def main() -> int:
+def main() -> None:
     """Runs all methods and compares what they release."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -189,8 +188,7 @@ def main() -> int:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     out = arguments.out or Path("runs") / f"demo-{now}"
     if out.exists():
-        print(f"demo: {out} exists; give --out the name of a new folder.")
-        return 2
+        parser.error(f"{out} exists; give --out the name of a new folder")
     if arguments.adult and Path(arguments.adult).is_file():
         print(f"Records: the Adult census data in {arguments.adult}.")
         names, data, test = census(Path(arguments.adult))
@@ -203,8 +201,7 @@ def main() -> int:
     found = compare(names, data, test, 2 if arguments.smoke else 40)
     positive = float(jnp.mean(test["label"] > 0))
     show(found, max(positive, 1 - positive), out)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,6 @@ an image; otherwise the people are generated.
 
 import argparse
 import datetime
-import sys
 from pathlib import Path
 
 import jax
@@ -245,7 +244,7 @@ def show(found, out):
     print(f"Figure: {out / 'figure.png'}")
 
 
-def main() -> int:
+def main() -> None:
     """Runs all methods on the same people and compares what they are worth."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -256,8 +255,7 @@ def main() -> int:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     out = arguments.out or Path("runs") / f"meta-learning-{now}"
     if out.exists():
-        print(f"meta_learning: {out} exists; give --out the name of a new folder.")
-        return 2
+        parser.error(f"{out} exists; give --out the name of a new folder")
     if arguments.mnist and Path(arguments.mnist).is_file():
         data, test = digits(arguments.mnist)
     else:
@@ -274,8 +272,7 @@ def main() -> int:
         np.median(found[name]) for name in ("new person from scratch", "meta-learning")
     )
     assert learned > scratch + 0.02
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,7 +20,6 @@ import argparse
 import datetime
 import itertools
 import math
-import sys
 from pathlib import Path
 
 import jax
@@ -180,7 +179,7 @@ def show(found, out):
     print(f"Figure: {out / 'figure.png'}")
 
 
-def main() -> int:
+def main() -> None:
     """Runs all methods and compares what they release."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -191,8 +190,7 @@ def main() -> int:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     out = arguments.out or Path("runs") / f"tuned-training-{now}"
     if out.exists():
-        print(f"tuned_training: {out} exists; give --out the name of a new folder.")
-        return 2
+        parser.error(f"{out} exists; give --out the name of a new folder")
     if arguments.adult and Path(arguments.adult).is_file():
         records = census(Path(arguments.adult))
     else:
@@ -205,8 +203,7 @@ def main() -> int:
     show(found, out)
     default = found["default setting, all records"]
     assert np.median(found["tuned privately"]) < np.median(default)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

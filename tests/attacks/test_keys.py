@@ -52,11 +52,16 @@ APART = dataclasses.replace(
 )
 
 # The same of one record of no known source, whose models have `SIZE` coordinates each.
-SOURCES = dpb.source_weighting(
-    lambda y, z: 0.0 * (jnp.sum(y) + z), SIZE, source=lambda z: -jnp.ones_like(z, int)
-)
 
-TUNING = dpb.penalty_tuning(lambda y, z: 0.0 * (jnp.sum(y) + z), np.zeros(SIZE, int))
+
+def no_loss(y, z):
+    return 0.0 * (jnp.sum(y) + z)
+
+
+SOURCES = dpb.source_weighting(no_loss, SIZE, source=lambda z: -jnp.ones_like(z, int))
+SCORING = dpb.bilevel.ScoringModel(no_loss, ZERO)
+
+TUNING = dpb.penalty_tuning(no_loss, np.zeros(SIZE, int))
 
 # So small a set that a released point is its noise.
 INEQUALITY = dpb.games.VariationalInequality(
@@ -121,6 +126,8 @@ def wide(name):
     if people is None:
         return ONE_LEVEL, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
     if solver.problem_type is SourceWeighting:
+        if getattr(solver, "scoring", None) is not None:
+            solver = dataclasses.replace(solver, scoring=SCORING)
         sizes, records = dpb.Sizes(1, 1, people), dpb.Levels(ZERO[:1], ZERO[:1] + 0)
         return SOURCES, solver.with_noise(1.0).with_sizes(sizes), records, (ZERO, ZERO)
     shared = people == "shared"

@@ -26,7 +26,8 @@ N = 1984  # rows that a program treats alike: a multiple of 64
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks of few records, of parts and batches that do not divide them."""
-    monkeypatch.setattr(microbatches, "_MICROBATCH_BYTES", {"cpu": 40_000})
+    budget = {jax.default_backend(): 40_000}
+    monkeypatch.setattr(microbatches, "_MICROBATCH_BYTES", budget)
     monkeypatch.setattr(stores, "_PART", 50)
     monkeypatch.setattr(stores, "_BATCH", 130)
 

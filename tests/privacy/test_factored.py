@@ -326,7 +326,7 @@ def test_rows_of_a_table_add_up_and_those_out_of_range_are_none(precision):
         return jax.grad(lambda w: jnp.sum(jnp.sin(w[record])))(w)
 
     found, expected = mean(gradient), mean(lambda r: opaque(gradient(r)))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(found, expected, atol=3e-6)
     assert np.flatnonzero(np.any(np.asarray(found) != 0, axis=1)).tolist() == [3, 7, 49]
 
 
