@@ -1,6 +1,7 @@
 """Means of losses and private descent on them."""
 
 from .adaptive_clip import AdaptiveClipGD
+from .allocated import AllocatedGD
 from .linear_models import Logistic, PseudoHuber
 from .linear_risk import linear_risk
 from .localized import LocalizedGD
@@ -10,6 +11,7 @@ from .problem import FiniteSum
 
 __all__ = [
     "AdaptiveClipGD",
+    "AllocatedGD",
     "FiniteSum",
     "LocalizedGD",
     "Logistic",

@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from . import pure, renyi
+from . import allocation_loss, pure, renyi
 from ._lazy import dp_accounting
+from .allocation import RandomAllocationEvent
 from .best_of import BestOf
 from .budget import Neighbours
 from .gaussian import Profile, gaussian_delta, gaussian_epsilon
@@ -253,6 +254,9 @@ def _single(part, neighbours: Neighbours, interval: float) -> _Pld:
             event=dp_accounting.GaussianDpEvent(noise_multiplier=multiplier),
         ) if neighbours is Neighbours.REPLACE_ONE:
             return _without_replacement(sample / size, multiplier, interval)
+        case RandomAllocationEvent(batches, event):
+            mu = 1 / (event.noise_multiplier * neighbours.contributions)
+            return _allocated(neighbours, mu, batches, interval)
     raise ValueError(
         f"accounting: {type(part).__name__} is not accounted for under {neighbours}."
     )
@@ -270,6 +274,24 @@ def _without_replacement(fraction: float, multiplier: float, interval: float) ->
     pld = dp_accounting.pld
     pmf = pld.pld_pmf.create_pmf_pessimistic_connect_dots(interval, steps, deltas)
     return pld.privacy_loss_distribution.PrivacyLossDistribution(pmf)
+
+
+@functools.lru_cache(maxsize=64)
+def _allocated(
+    neighbours: Neighbours, mu: float, batches: int, interval: float
+) -> _Pld:
+    """Connects the dots between points of the profiles of a pass, from above."""
+    pld = dp_accounting.pld
+    masses = []
+    for ratios, found in allocation_loss.profiles(neighbours, mu, batches):
+        top = math.ceil(math.log(max(ratios[-1], 1 / ratios[1])) / interval)
+        steps = np.arange(-top, top + 1)
+        deltas = np.interp(np.exp(steps * interval), ratios, found)
+        deltas = np.clip(np.minimum.accumulate(deltas), 0.0, 1.0)
+        masses.append(
+            pld.pld_pmf.create_pmf_pessimistic_connect_dots(interval, steps, deltas)
+        )
+    return pld.privacy_loss_distribution.PrivacyLossDistribution(*masses)
 
 
 def _flatten(event, count: int = 1) -> "list[tuple[dp_accounting.DpEvent, int]]":

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from ._lazy import dp_accounting
+from .allocation import RandomAllocation
 from .budget import Neighbours, People, PrivacyBudget
 from .clipping import Basis, Bounded
 from .limbs import MOST_PLACES
@@ -175,7 +176,13 @@ class AbstractGaussianRelease(AbstractRelease):
             )
 
     def of(
-        self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
+        self,
+        what: Any,
+        data: PyTree,
+        *,
+        key: PRNGKey,
+        index: Index = None,
+        places: Mapping[str, Int[Array, " n"]] | None = None,
     ) -> PyTree:
         """One of these releases: what it reads, and the noise.
 
@@ -185,9 +192,11 @@ class AbstractGaussianRelease(AbstractRelease):
             key: A typed key for the batches and the noise of this release alone.
             index: The number of the release in the run, for samplings that are
                 numbered.
+            places: Those of this pass, for samplings `by_pass`.
 
         Raises:
-            ValueError: What is read rests on less than `basis` says.
+            ValueError: What is read rests on less than `basis` says, or batches are
+                drawn by the pass and there are no `places`.
 
         Privacy:
             What `charges` counts for one of `count`.
@@ -195,7 +204,7 @@ class AbstractGaussianRelease(AbstractRelease):
         key_batch, key_noise = None, key
         if any(query.sampling.needs_key for query in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
-        bounded = self.read(what, data, key=key_batch, index=index)
+        bounded = self.read(what, data, key=key_batch, index=index, places=places)
         if bounded.basis.worse(self.basis) is not self.basis:
             raise ValueError(
                 f"{type(self).__name__}: {self.name!r} is charged as {self.basis}, but "
@@ -203,8 +212,33 @@ class AbstractGaussianRelease(AbstractRelease):
             )
         return self.mechanism.release(bounded, key=key_noise)
 
+    def places(self, data: PyTree, *, key: PRNGKey) -> dict[str, Int[Array, " n"]]:
+        """Which batch of a pass every record is in, by role, for samplings `by_pass`.
+
+        The queries of other samplings have none. What releases of one pass share; as
+        secret as the noise.
+
+        Args:
+            data: The records, as in `of`.
+            key: A typed key for this pass alone.
+        """
+        queries = self.queries[-1:] if self.joint else self.queries
+        roles = [query.role for query in queries]
+        keys = [key] if roles == [RECORDS] else derive(check_key(key), *roles)
+        return {
+            query.role: query.sampling.places(_of_role(data, query.role), key=key)
+            for query, key in zip(queries, keys, strict=True)
+            if isinstance(query.sampling, RandomAllocation)
+        }
+
     def read(
-        self, what: Any, data: PyTree, *, key: PRNGKey | None, index: Index = None
+        self,
+        what: Any,
+        data: PyTree,
+        *,
+        key: PRNGKey | None,
+        index: Index = None,
+        places: Mapping[str, Int[Array, " n"]] | None = None,
     ) -> Bounded:
         """The sum of one clipped mean per query, sealed; arguments are those of `of`.
 
@@ -231,11 +265,12 @@ class AbstractGaussianRelease(AbstractRelease):
         means = [
             query.read(
                 fun,
-                data if query.role == RECORDS else getattr(data, query.role),
+                _of_role(data, query.role),
                 precision=self.mechanism.precision,
                 neighbours=self.mechanism.neighbours,
                 key=key_of.get(query.role),
                 index=index,
+                places=(places or {}).get(query.role),
             )
             for query, fun in parts
         ]
@@ -278,6 +313,10 @@ class AbstractGaussianRelease(AbstractRelease):
             row["coordinates"] = coordinates
             row["noise_norm_over_clip_norm"] = ratio * math.sqrt(coordinates)
         return row
+
+
+def _of_role(data: PyTree, role: str) -> PyTree:
+    return data if role == RECORDS else getattr(data, role)
 
 
 def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:
@@ -364,11 +403,18 @@ class Release(AbstractGaussianRelease):
     @property
     def notes(self) -> tuple[str, ...]:
         """How often a record is charged, where that is not every time."""
-        return tuple(
-            f"{self.name}: batches are disjoint, so a record is charged for "
-            f"{charged} of {self.count} releases"
+        notes = (
+            (query.sampling.by_pass, query.sampling.charged(self.count, query.size))
             for query in self.queries
-            if (charged := query.sampling.charged(self.count, query.size)) < self.count
+        )
+        return tuple(
+            f"{self.name}: a record is in one batch of a pass, drawn at random, and "
+            f"charged for {charged} passes"
+            if by_pass
+            else f"{self.name}: batches are disjoint, so a record is charged for "
+            f"{charged} of {self.count} releases"
+            for by_pass, charged in notes
+            if by_pass or charged < self.count
         )
 
     @override

@@ -20,7 +20,7 @@ from .shards import Shards, taken
 
 # The chance, per draw, that a Poisson batch outgrows a capacity chosen by us, and that
 # a subset of fixed size has too few different members.
-_OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
+OVERFLOW, _EXHAUSTED = 1e-12, 1e-30
 
 Index = int | Int[Array, ""] | None
 
@@ -55,11 +55,14 @@ class AbstractSampling(eqx.Module):
         needs_key: Whether `draw` draws at random.
         numbered: Whether a batch depends on its number in the run, so that only solvers
             that number their batches can use it.
+        by_pass: Whether the batches of a pass are drawn at once, so that only solvers
+            that draw whole passes can use it.
         assumptions: What its accounting takes for granted.
     """
 
     needs_key: ClassVar[bool] = True
     numbered: ClassVar[bool] = False
+    by_pass: ClassVar[bool] = False
     assumptions: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
@@ -186,8 +189,7 @@ class Poisson(AbstractSampling):
     def _capacity(self, trials: int) -> int:
         if self.capacity is not None:
             return self.capacity
-        least = int(scipy.stats.binom(trials, self.realised_rate).isf(_OVERFLOW))
-        return max(1, -(-least // BLOCK)) * BLOCK
+        return roomy(trials, self.realised_rate)
 
     def draw(self, records, size, *, key, index=None) -> Batch:
         """Draws the batch as fixed-shape rows with a mask.
@@ -208,17 +210,8 @@ class Poisson(AbstractSampling):
             )
         bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
-        # Slots beyond those of the chosen rows are filled with nothing, up to whole
-        # blocks: in others a row that is moved on may be rounded otherwise.
         most = self._capacity(max(n, padded_rows(size)))
-        members = jnp.flatnonzero(chosen, size=most, fill_value=n)
-        members = jnp.pad(members, (0, -most % BLOCK), constant_values=n)
-        batch, members, shards = taken(records, members)
-        mask = members < n
-        if present is not None:
-            mask &= present.at[members].get(mode="fill", fill_value=False)
-        # A record that is drawn moves all that come after it by a row.
-        return Batch(batch, mask, self.denominator(size), False, most, shards)
+        return masked_batch(records, present, chosen, most, self.denominator(size))
 
     def denominator(self, size: int) -> float:
         """The expected number of records in a batch."""
@@ -235,7 +228,7 @@ class Poisson(AbstractSampling):
                 "Poisson: under add-or-remove-one the number of records is private, so "
                 "the overflow of a fixed capacity cannot be accounted for; leave "
                 "capacity out, and it follows the records with overflow at most "
-                f"{_OVERFLOW} a draw."
+                f"{OVERFLOW} a draw."
             )
         return dp_accounting.PoissonSampledDpEvent(
             self.realised_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -244,8 +237,43 @@ class Poisson(AbstractSampling):
     def failure(self, neighbours: Neighbours, size: int) -> float:
         """The probability that more than `capacity` records are chosen."""
         if self.capacity is None:
-            return _OVERFLOW
+            return OVERFLOW
         return float(scipy.stats.binom(size, self.realised_rate).sf(self.capacity))
+
+
+def roomy(trials: int, rate: float) -> int:
+    """Room that independent members outgrow with probability at most `OVERFLOW`."""
+    least = int(scipy.stats.binom(trials, rate).isf(OVERFLOW))
+    return max(1, -(-least // BLOCK)) * BLOCK
+
+
+def masked_batch(
+    records: PyTree,
+    present: Bool[Array, " n"] | None,
+    chosen: Bool[Array, " n"],
+    most: int,
+    denominator: float,
+) -> Batch:
+    """The chosen rows with a mask, the first `most` of them.
+
+    Args:
+        records: All rows.
+        present: Which of them are records; None when all are.
+        chosen: Which rows are in the batch.
+        most: The room of the batch.
+        denominator: That of the batch.
+    """
+    n = len(chosen)
+    # Slots beyond those of the chosen rows are filled with nothing, up to whole
+    # blocks: in others a row that is moved on may be rounded otherwise.
+    members = jnp.flatnonzero(chosen, size=most, fill_value=n)
+    members = jnp.pad(members, (0, -most % BLOCK), constant_values=n)
+    batch, members, shards = taken(records, members)
+    mask = members < n
+    if present is not None:
+        mask &= present.at[members].get(mode="fill", fill_value=False)
+    # A record that is drawn moves all that come after it by a row.
+    return Batch(batch, mask, denominator, False, most, shards)
 
 
 class AbstractFixedBatch(AbstractSampling):

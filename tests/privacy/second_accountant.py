@@ -9,6 +9,7 @@ import collections
 import math
 
 import dpbilevel as dpb
+from dpbilevel.privacy.allocation import RandomAllocation
 from dpbilevel.privacy.releases import Release
 from dpbilevel.privacy.sampling import FixedSize, FullBatch, Poisson
 from dpbilevel.privacy.single_pass import SinglePass
@@ -68,6 +69,10 @@ def _part(release, query, shift):
             return "poisson, replace", float(sampling.rate), shift, count
         case FixedSize():
             return "subset", sampling.size / size, shift, count
+        case RandomAllocation(batches=2) if release.neighbours is ADD_OR_REMOVE:
+            return "allocation, add or remove", 0.5, shift, math.ceil(count / 2)
+        case RandomAllocation(batches=2):
+            return "allocation, replace", 0.5, shift, math.ceil(count / 2)
     raise TypeError(f"no law is known for batches of {sampling}")
 
 
@@ -78,6 +83,8 @@ def _records(query):
             return query.size
         case Poisson():
             return float(query.sampling.rate) * query.size
+        case RandomAllocation():
+            return query.size / query.sampling.batches
     return query.sampling.size
 
 
@@ -111,10 +118,16 @@ def _delta(parts, epsilon):
     return max(_composed(gaussian, others, epsilon, way) for way in (0, 1))
 
 
+def _allocated(kind, factor=1.0):
+    return lambda _, m: reference.allocated_losses(factor * m)[kind]
+
+
 LOSSES = {
     "poisson, replace": (reference.replaced_loss,) * 2,
     "poisson, add or remove": (reference.removed_loss, reference.added_loss),
     "subset": (reference.subset_loss,) * 2,
+    "allocation, replace": (_allocated("replaced", 0.5),) * 2,
+    "allocation, add or remove": (_allocated("removed"), _allocated("added")),
     "pure": (lambda _, epsilon: reference.pure_loss(epsilon),) * 2,
 }
 

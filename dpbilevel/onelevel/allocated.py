@@ -1,0 +1,130 @@
+"""Noisy gradient descent over passes with randomly allocated records."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+from typing_extensions import override
+
+from .._checks import Count, Positive
+from ..core.descent import StepSize, as_rule
+from ..core.levels import Sizes
+from ..core.outputs import AbstractOutput, Last, check_output
+from ..core.solver import AbstractNoisySolver
+from ..privacy.allocation import RandomAllocation
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import derive, step_keys
+from ..privacy.releases import Release
+from .noisy_gd import NoisyGD, _State, gradient_release
+from .problem import AbstractFiniteSum
+
+
+class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
+    r"""DP-SGD in passes: every record is in one batch of each pass, at random.
+
+    At the start of a pass each record is put into one of $t$ batches, uniformly and
+    independently. Then one update of `NoisyGD` is made for each batch in turn,
+
+    $$w_{k+1} = \Pi_W\bigl(w_k - \eta\,(\tilde g_k + \nabla r(w_k))\bigr), \qquad
+    \tilde g_k = \frac{t}{n} \sum_{i \in B_k} \mathrm{clip}_C(\nabla \ell(w_k, z_i)) +
+    \mathcal N(0, s^2 I).$$
+
+    As training by shuffled epochs it reads every record once a pass, which Poisson
+    batches do on average only; the price is about that of Poisson batches of rate
+    $1 / t$.
+
+    A step of this solver is a pass: the trajectory has one iterate for each.
+
+    Args:
+        num_passes: The number of passes. Static.
+        batches: $t$, the batches of a pass. Static.
+        clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
+        step_size: As in `NoisyGD`.
+        noise: The mechanism of the whole run, seen as one release on full batches.
+        output: Which iterate is the answer: `Last()`, or `Mean()` of all.
+        sizes: The planned number of records; set by `calibrate`. Static.
+
+    Privacy:
+        `num_passes` compositions of `RandomAllocation`: a pass makes $t$ Gaussian
+        releases, and a record influences one of them, whose number is secret. Enforced
+        by clipping for any loss, under both relations.
+
+    References:
+        Chua, Ghazi, Harrison, Leeman, Kamath, Kumar, Manurangsi, Sinha and Zhang,
+        "Balls-and-bins sampling for DP-SGD", AISTATS 2025; Feldman and Shenfeld,
+        "Privacy amplification by random allocation", NeurIPS 2025.
+    """
+
+    num_passes: Count = eqx.field(static=True)
+    batches: Count = eqx.field(static=True)
+    clip_norm: Positive
+    step_size: StepSize = eqx.field(converter=as_rule)
+    noise: Gaussian = Gaussian()
+    output: AbstractOutput = Last()
+    sizes: Any = eqx.field(static=True, default=None)
+    problem_type: ClassVar[type] = AbstractFiniteSum
+
+    def __check_init__(self):
+        check_output(type(self).__name__, self.output)
+
+    @property
+    def num_steps(self) -> int:
+        """The passes, each of which `step` makes as a whole."""
+        return self.num_passes
+
+    @property
+    @override
+    def releases_per_step(self) -> int:
+        return self.batches
+
+    @property
+    def sampling(self) -> RandomAllocation:
+        """How the batches of a pass are drawn."""
+        return RandomAllocation(self.batches)
+
+    @property
+    def _updates(self) -> NoisyGD:
+        """What moves the iterate by the released gradients of the whole run."""
+        count = self.num_releases
+        return NoisyGD(count, self.clip_norm, self.step_size, output=self.output)
+
+    def init(self, problem: AbstractFiniteSum, w0: PyTree) -> _State:
+        """Starts at `w0`, projected onto the set."""
+        return self._updates.init(problem, w0)
+
+    def step(self, problem, data, state, *, key) -> _State:
+        """One pass: every record into a batch, one noisy update for each batch."""
+        release = self.release(problem, self.sizes)
+        key_places, key_noise = derive(key, "sampling", "noise")
+        places = release.places(data, key=key_places)
+        _, keys = step_keys(key_noise, self.batches)
+
+        def update(state, batch):
+            index, key = batch
+            gradients = problem.record_gradients(state.w)
+            gradient = release.of(gradients, data, key=key, index=index, places=places)
+            gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
+            return self._updates.moved(problem, gradient, state), None
+
+        numbers = jnp.arange(self.batches)
+        state, _ = jax.lax.scan(update, state, (numbers, keys))
+        return state
+
+    @override
+    def released(self, state: _State) -> PyTree:
+        return state.w
+
+    @override
+    def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
+        return self.output.answer(state.kept, state.w)
+
+    @override
+    def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
+        return gradient_release(self, problem, sizes)
+
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        """The gradient has as many coordinates as `w0`."""
+        return self._updates.dimensions(w0)

@@ -1,0 +1,296 @@
+r"""The privacy of passes over records that are spread over batches at random.
+
+A pass makes $t$ Gaussian releases. Each record is in one of them, drawn uniformly and
+independently of all others. Given the places of the others, and whatever earlier
+releases decide, the releases with and without a record are compared through
+
+$$
+r_i = e^{\mu z_i - \mu^2 / 2}, \qquad r'_i = e^{-\mu z_i - \mu^2 / 2}, \qquad
+z_i \sim \mathcal N(0, 1),
+$$
+
+the density ratios of release $i$ with the record, or the one that replaces it, to that
+without any, where $\mu$ is the clip norm over the standard deviation of the noise.
+
+**Add-or-remove-one.** For each $a \ge 0$ the hockey-stick divergence is at most
+
+$$
+H_a = \mathbb E \Bigl(\frac1t \sum_i r_i - a\Bigr)_+ ,
+$$
+
+and $\mathbb E (1 - a \frac1t \sum_i r_i)_+$ in the other direction. The ratio of an
+adaptive release given the past has mean 1 and is less spread, in convex order, than
+that of a full shift: replace the ratios from the last to the first.
+
+**Replace-one.** It is at most
+
+$$
+H_a = \mathbb E \Bigl(\frac1t \sum_i (r_i - a\, r'_i)\Bigr)_+ ,
+$$
+
+the shifts of the two records opposite in every release. Given the past, let release $i$
+shift by $g$ with the one record and by $g'$ with the other, in units of the noise, of
+norms at most $\mu$. With $X = \langle g, z \rangle - \|g\|^2/2$, $Y = \langle g', z
+\rangle - \|g'\|^2/2$ and any $c$, consider $F = (c + e^X - a\, e^Y)_+$. A longer $g$
+with a part orthogonal to all else multiplies $e^X$ by an independent factor of mean 1,
+so by Jensen's inequality $\mathbb E F$ does not fall: both norms are $\mu$. Then
+$\frac{d}{d\rho} \mathbb E F = \mathbb E\, \partial_X \partial_Y F \le 0$ for the
+covariance $\rho$ of $X$ and $Y$ (Plackett's identity), as $\partial_X \partial_Y F = -a
+e^{X + Y} \phi''$ with the convex $\phi = (c + \cdot)_+$: $g' = -g$ is the worst. So
+$e^X - a\, e^Y$ is less spread, in convex order, than $r_i - a\, r'_i$, and both have
+mean $1 - a$: replace them from the last release to the first.
+
+These are the profiles of fixed pairs of laws, which dominate a pass. So passes with
+fresh places compose as their privacy losses add.
+
+The law of a sum of $t$ independent terms is a power of a Fourier transform of a
+discretized term. Terms are spread over two neighbours of a grid each with their mean
+kept, which no expectation of a convex function falls by, and weighed by $e^{\theta w}$
+so that small values are computed to relative accuracy.
+
+References:
+    Feldman and Shenfeld, "Privacy amplification by random allocation", NeurIPS 2025
+    (add-or-remove-one); Chua et al., "Balls-and-bins sampling for DP-SGD", AISTATS
+    2025. The bound for replace-one is derived here.
+"""
+
+import math
+from typing import Literal
+
+import numpy as np
+import scipy
+
+from .budget import Neighbours
+
+Way = Literal["replace", "remove", "add"]
+
+# Of a term: cells of the grid, where its tails are cut off; of the sum: what is outside
+# of the window.
+_POINTS, _TAIL, _OUTSIDE = 2**15, 9.0, 1e-20
+_LARGEST = 50.0  # losses beyond it count as infinite
+_LEAST = 1e-14  # a divergence below which all larger losses count as infinite
+
+
+class _Term:
+    r"""The law of $w(z)$, $z \sim \mathcal N(0, 1)$, increasing: one release's share.
+
+    `replace`: $r - a r'$; `remove`: $r - a$; `add`: $1 - a r$, with $-z$ for $z$.
+    """
+
+    def __init__(self, way: Way, mu: float, a: float):
+        self.mu = mu
+        # w = up r(z) - down r(-z) + constant
+        self.up, self.down, self.constant = {
+            "replace": (1.0, a, 0.0),
+            "remove": (1.0, 0.0, -a),
+            "add": (0.0, a, 1.0),
+        }[way]
+
+    def __call__(self, z):
+        mu = self.mu
+        ups = self.up * np.exp(mu * z - mu**2 / 2)
+        return ups - self.down * np.exp(-mu * z - mu**2 / 2) + self.constant
+
+    def inverse(self, w):
+        r"""The $z$ at which the term is $w$, infinite where it never is."""
+        # With s = e^{mu z}: up s - down / s = e^{mu^2/2} (w - constant).
+        v = np.exp(self.mu**2 / 2) * (np.asarray(w) - self.constant)
+        if not self.down:
+            root = np.maximum(v, 0.0)
+        elif not self.up:
+            root = np.where(v < 0, self.down / np.maximum(-v, 1e-300), np.inf)
+        else:
+            size = np.hypot(v, 2 * math.sqrt(self.down))
+            # The stable one of the two forms of the positive root.
+            small = 2 * self.down / np.where(v < 0, size - v, 1.0)
+            root = np.where(v < 0, small, (v + size) / 2)
+        with np.errstate(divide="ignore"):
+            return np.log(root) / self.mu
+
+    def cells(self, edges):
+        r"""Probability and part of the mean of each cell between `edges` in z.
+
+        The mean of $e^{\mu z - \mu^2/2}$ over a cell is the probability of the cell for
+        a law that is moved by $\mu$.
+        """
+        mass = _cells(edges)
+        mean = self.constant * mass
+        if self.up:
+            mean += self.up * _cells(edges - self.mu)
+        if self.down:
+            mean -= self.down * _cells(edges + self.mu)
+        return mass, mean
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation."""
+        spread, shared = math.expm1(self.mu**2), math.expm1(-(self.mu**2))
+        alone = (self.up - self.down) ** 2 * spread
+        return math.sqrt(alone + 2 * self.up * self.down * (spread - shared))
+
+
+def _cells(edges):
+    """The standard normal probability between neighbours, accurate in both tails."""
+    below, above = scipy.special.ndtr(edges), scipy.special.ndtr(-edges)
+    return np.where(edges[:-1] > 0, -np.diff(above), np.diff(below))
+
+
+def divergence(way: Way, mu: float, batches: int, epsilon: float) -> float:
+    r"""$H_a$ at $a = e^\varepsilon$: an upper bound, tight to about three digits.
+
+    Args:
+        way: The worst pair: `replace`, or `remove` and `add` for its two directions.
+        mu: $\mu$, one record's clip norm over the noise.
+        batches: $t$, the number of batches of a pass.
+        epsilon: $\varepsilon$, of any sign.
+    """
+    term = _Term(way, mu, math.exp(epsilon))
+    if term(_TAIL + mu) <= 0:  # a positive term is too rare to be discretized
+        _, (mean,) = term.cells(np.array([term.inverse(0.0), np.inf]))
+        return max(0.0, float(mean))
+    values, masses, cut = _discretized(term, batches)
+    tilt = _saddle(values, masses)
+    end, outside = _window(tilt, values, masses, batches)
+    logs = tilt * values + _log(masses)
+    total = scipy.special.logsumexp(logs)
+    weights = np.exp(logs - total)
+    mean = weights @ values
+    spread = 12 * math.sqrt(batches * (weights @ (values - mean) ** 2))
+    step = values[1] - values[0]
+    size = scipy.fft.next_fast_len(int((end + max(spread, end)) / step) + 2, real=True)
+    # The sum modulo the window: what falls below it comes in again from above.
+    law = np.bincount(np.arange(len(values)) % size, weights, minlength=size)
+    power = scipy.fft.irfft(scipy.fft.rfft(law) ** batches, size)
+    first = math.ceil(-batches * values[0] / step)  # the first sum that is not negative
+    steps = first + np.arange(int(end / step) + 1)
+    sums = batches * values[0] + steps * step
+    chances = np.maximum(power[steps % size], 0.0)
+    untilted = np.exp(np.minimum(batches * total - tilt * sums, 700.0))
+    found = np.sum(chances * sums * untilted)
+    return float(min(1.0, (found + outside) / batches + cut))
+
+
+def _window(tilt: float, values, masses, batches: int) -> tuple[float, float]:
+    r"""An end $b$, and a bound on $\mathbb E[S; S > b]$ by a steeper tilt.
+
+    With the moment $M(\tau)^t$ of $e^{\tau S}$ it is at most $b\, e^{-\tau b}
+    M(\tau)^t$ where $b \ge 1 / \tau$.
+    """
+    weights = scipy.special.softmax(tilt * values + _log(masses))
+    deviation = math.sqrt(batches * (weights @ values**2))
+    tilts = tilt + np.geomspace(1e-2, 1e2, 16) / max(deviation, values[-1])
+    logs = np.array([_log_moment(t, values, masses) for t in tilts])
+    ends = (batches * logs - math.log(_OUTSIDE)) / tilts
+    best = int(np.argmin(ends))
+    end = max(ends[best], 1 / tilts[best], values[-1])
+    log_bound = batches * logs[best] - tilts[best] * end
+    return end, end * math.exp(log_bound)
+
+
+def _discretized(term: _Term, batches: int):
+    r"""Values on a grid, their probabilities, and the mean of what is cut off above.
+
+    With $w' = \min(w, b)$ it holds that $(\sum w_i)_+ \le (\sum w'_i)_+ + \sum (w_i -
+    b)_+$, with equality where the sum is positive whenever a term exceeds $b$. A term
+    that is raised to a lower end raises the sum.
+    """
+    edge, deviation = _TAIL + term.mu, term.deviation
+    far = 20 * deviation * batches**0.5
+    high = min(float(term(edge)), batches * max(term.down, -term.constant, 1.0) + far)
+    low = max(float(term(-edge)), -batches - far)
+    step = max((high - low) / _POINTS, min(deviation, high) / 200)
+    values = low + step * np.arange(math.ceil((high - low) / step) + 1)
+    inner = term.inverse(values)
+    inner[0] = max(inner[0], -edge)
+    mass, mean = term.cells(np.append(inner, np.inf))
+    (mass, above), (mean, mean_above) = ((v[:-1], v[-1]) for v in (mass, mean))
+    # A cell's mass on its two ends, with the mean kept.
+    upper = np.clip((mean - values[:-1] * mass) / step, 0.0, mass)
+    masses = np.zeros(len(values))
+    masses[:-1] += mass - upper
+    masses[1:] += upper
+    masses[0] += scipy.special.ndtr(inner[0])
+    masses[-1] += above
+    cut = max(0.0, float(mean_above - values[-1] * above))
+    return values, masses, cut
+
+
+def _log(masses):
+    with np.errstate(divide="ignore"):
+        return np.log(masses)
+
+
+def _log_moment(tilt: float, values, masses) -> float:
+    return float(scipy.special.logsumexp(tilt * values + _log(masses)))
+
+
+def _saddle(values, masses) -> float:
+    """The tilt at which a term has mean zero; none where its mean is positive."""
+    logs = _log(masses)
+
+    def mean(tilt):
+        return float(scipy.special.softmax(tilt * values + logs) @ values)
+
+    if mean(0.0) >= 0:
+        return 0.0
+    high = 1 / values[-1]
+    while mean(high) < 0:
+        high *= 2
+    return float(scipy.optimize.brentq(mean, 0.0, high, rtol=1e-3))
+
+
+def profiles(
+    neighbours: Neighbours, mu: float, batches: int
+) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    r"""Points $(a, H_a)$ of the profiles of a pass, one for each direction.
+
+    Straight lines between them are above the profile, which is convex.
+
+    Args:
+        neighbours: The relation.
+        mu: As in `divergence`.
+        batches: As in `divergence`.
+
+    Returns:
+        Increasing $a$ and decreasing $H_a$, from $a = 0$; one pair under replace-one,
+        of removal and of addition under add-or-remove-one.
+    """
+    if neighbours is Neighbours.REPLACE_ONE:
+        one = _at_positive_losses("replace", mu, batches)
+        return (_both_sides(one, one),)
+    removed = _at_positive_losses("remove", mu, batches)
+    added = _at_positive_losses("add", mu, batches)
+    return _both_sides(removed, added), _both_sides(added, removed)
+
+
+def _at_positive_losses(way: Way, mu: float, batches: int):
+    r"""$a \ge 1$ and $H_a$, until it vanishes."""
+    level = divergence(way, mu, batches, 0.0)
+    scale = max(2.5 * level, 1e-6)  # of a Gaussian's loss, were it one
+    losses, found = [0.0], [level]
+    while found[-1] > _LEAST and losses[-1] < _LARGEST:
+        losses.append(losses[-1] + max(scale / 12, losses[-1] / 24))
+        found.append(divergence(way, mu, batches, losses[-1]))
+    return np.exp(losses), np.array(found)
+
+
+def _both_sides(one, other):
+    r"""The lower hull of all points, with $H_{1/a} = 1 - 1/a + H'_a / a$ of the other.
+
+    A convex function below all points is below their hull.
+    """
+    (ratios, found), (a, reverse) = one, other
+    ratios = np.concatenate([[0.0], 1 / a[:0:-1], ratios])
+    found = np.concatenate([[1.0], (1 - 1 / a + reverse / a)[:0:-1], found])
+    kept: list[int] = []
+    for i in range(len(ratios)):
+        while len(kept) > 1 and _above(ratios, found, kept[-2], kept[-1], i):
+            kept.pop()
+        kept.append(i)
+    return ratios[kept], np.minimum.accumulate(found[kept])
+
+
+def _above(x, y, first: int, middle: int, last: int) -> bool:
+    """Whether the middle point is on or above the line through the others."""
+    rise = (y[last] - y[first]) * (x[middle] - x[first])
+    return (y[middle] - y[first]) * (x[last] - x[first]) >= rise
