@@ -118,6 +118,11 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         return state.w
 
     @override
+    def adversary_view(self, state: _State) -> PyTree:
+        """The last iterate, and what is kept of all."""
+        return state.w, state.kept
+
+    @override
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
         return self.output.answer(state.kept, state.w)
 

@@ -84,11 +84,17 @@ class AbstractRelease(abc.ABC):
         """The releases of `count` runs.
 
         Numbered batches begin anew in every run, so a record of the first batches is
-        charged in each of them: such runs are not counted as one long run.
+        charged in each of them: such runs are not counted as one long run, unless each
+        ends with a pass.
         """
-        if any(query.sampling.numbered for query in self.queries):
+        total = count * self.count
+        if any(
+            query.sampling.charged(total, query.size)
+            != count * query.sampling.charged(self.count, query.size)
+            for query in self.queries
+        ):
             return (self,) * count
-        return (dataclasses.replace(self, count=count * self.count),)
+        return (dataclasses.replace(self, count=total),)
 
     @property
     @abc.abstractmethod

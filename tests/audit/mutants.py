@@ -19,7 +19,9 @@ from dpbilevel.bilevel.penalized import PenalizedLevel
 from dpbilevel.bilevel.source_levels import Kept, Scores
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
-from dpbilevel.onelevel import AdaptiveClipGD
+from dpbilevel.onelevel import AdaptiveClipGD, AllocatedGD
+from dpbilevel.onelevel.noisy_gd import gradient_release
+from dpbilevel.privacy.allocation import RandomAllocation
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.normal import standard_normal
 from dpbilevel.privacy.queries import Query
@@ -40,6 +42,7 @@ from tests.games.test_extragradient import planned_extragradient, planned_once
 from tests.games.test_group_descent import planned_group_descent
 from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
 from tests.onelevel.test_adaptive_clip import planned_adaptive
+from tests.onelevel.test_allocated import planned_allocated
 from tests.onelevel.test_inner_solvers import ADD_OR_REMOVE, planned_noisy_gd, sampled
 
 
@@ -65,6 +68,35 @@ class CountedAside(AdaptiveClipGD):
 @functools.cache
 def adaptive_clip(kind=AdaptiveClipGD):
     return audited(planned_adaptive(kind), runs=20_000)
+
+
+class InOrder(RandomAllocation):
+    """The batch of a record follows from its row."""
+
+    def places(self, records, *, key):
+        return jnp.arange(len(jax.tree.leaves(records)[0])) % self.batches
+
+
+class AllocatedInOrder(AllocatedGD):
+    """Batches that everybody knows, charged as if they were secret."""
+
+    def step(self, problem, data, state, *, key):
+        def known(release):
+            queries = tuple(
+                dataclasses.replace(q, sampling=InOrder(self.batches))
+                for q in release.queries
+            )
+            return dataclasses.replace(release, queries=queries)
+
+        with mock.patch.object(
+            AllocatedGD, "release", lambda s, *a: known(gradient_release(s, *a))
+        ):
+            return AllocatedGD.step(self, problem, data, state, key=key)
+
+
+@functools.cache
+def allocated(kind=AllocatedGD):
+    return audited(planned_allocated(kind))
 
 
 @functools.cache
@@ -843,6 +875,9 @@ MUTANTS = {
     ),
     "a coordinate of the clip norm that is not charged": Mutant(
         "AdaptiveClipGD", lambda: adaptive_clip(CountedAside), adaptive_clip
+    ),
+    "batches of a pass in the order of the records": Mutant(
+        "AllocatedGD", lambda: allocated(AllocatedInOrder), allocated
     ),
     "a score charged at half of its clip norm": of_selected(ScoresAtHalf),
     "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),

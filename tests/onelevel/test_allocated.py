@@ -10,7 +10,7 @@ import dpbilevel as dpb
 from dpbilevel.onelevel import AllocatedGD
 from dpbilevel.privacy.allocation import RandomAllocation
 from tests.cases import Audited, Case
-from tests.problems import LOWER, ONE_LEVEL, Y0
+from tests.problems import LEVELS, LOWER, ONE_LEVEL, WEIGHTING, X0, Y0
 
 N = 60
 POINTS = np.random.default_rng(0).normal(size=(N, 3))
@@ -29,12 +29,19 @@ CONTRACT = {
         LOWER,
         Y0,
     ),
+    "penalty_allocated": Case(
+        WEIGHTING,
+        dpb.PenaltyBilevel(2, 10.0, step_size=1.0, inner=AllocatedGD(1, 2, 1.0, 0.1)),
+        LEVELS,
+        (X0, Y0),
+        "overlapping",
+    ),
 }
 
 
 def planned_allocated(kind=AllocatedGD, relation=dpb.Neighbours.REPLACE_ONE):
-    noise = dpb.privacy.Gaussian(0.5, relation)
-    return kind(1, 2, 0.7, 0.1, noise=noise).with_sizes(10)
+    noise, output = dpb.privacy.Gaussian(0.5, relation), dpb.outputs.Mean()
+    return kind(1, 2, 0.7, 0.1, noise=noise, output=output).with_sizes(10)
 
 
 AUDITS = {
