@@ -120,6 +120,9 @@ def test_float64_in_float64_out(name):
     with jax.enable_x64(True):
         wide, start = jax.tree.map(widened, (data, w0))
         problem = jax.tree.map(lambda v: widened(v) if eqx.is_array(v) else v, problem)
+        if getattr(solver, "scoring", None) is not None:  # it has a start of its own
+            scoring = jax.tree.map(widened, solver.scoring)
+            solver = dataclasses.replace(solver, scoring=scoring)
         assert dtypes(problem, solver, wide, start) == {jnp.dtype("f8")}
 
 

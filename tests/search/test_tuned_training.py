@@ -31,13 +31,16 @@ def tuned(kind=dpb.search.TunedTraining, candidates=TRAININGS, **fields):
 
 
 CONTRACT = {
-    "tuned_training": Case(WEIGHTING, tuned(), LEVELS, (X0, Y0), "disjoint"),
+    "tuned_training": Case(
+        WEIGHTING, tuned(), LEVELS, (X0, Y0), "disjoint", keeps_x=True
+    ),
     "tuned_training_overlapping": Case(
         WEIGHTING,
         tuned(shape=math.inf, budget_split=(0.8, 0.2)),
         LEVELS,
         (X0, Y0),
         "overlapping",
+        keeps_x=True,
     ),
 }
 
