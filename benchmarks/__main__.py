@@ -9,6 +9,7 @@ NAMES = (
     "precision",
     "calibration",
     "clip_norms",
+    "passes",
     "utility",
     "worst_runs",
     "utility_figure",

@@ -58,6 +58,7 @@ _TERMS = {
     "FullBatch": "every record is read, each time",
     "Poisson": "each record is read with the same chance, drawn anew each time",
     "FixedSize": "so many records are read, drawn anew each time",
+    "RandomAllocation": "each record is read once a pass, in a batch drawn anew",
     "gradient": "a step of the model",
     "model": "a model: the released one, or a first one that scores the sources",
     "models": "a model for each source, and one for all of them",
