@@ -9,7 +9,7 @@ from .. import _checks
 from ..core.outputs import AbstractOutput, Mean, check_output
 from ..core.solver import AbstractNoisySolver, State
 from ..privacy.budget import PrivacyBudget
-from ..privacy.sampling import AbstractSampling
+from ..privacy.sampling import AbstractSampling, not_by_pass
 from .problem import AbstractVar, AbstractVariationalInequality
 from .rates import TheoremConstants
 
@@ -33,7 +33,9 @@ class AbstractSaddleSolver(AbstractNoisySolver[AbstractVariationalInequality, St
     output: AbstractVar[AbstractOutput]
 
     def __check_init__(self):
-        check_output(type(self).__name__, self.output)
+        owner = type(self).__name__
+        check_output(owner, self.output)
+        not_by_pass(owner, self.sampling)
 
     @classmethod
     def from_theorem(

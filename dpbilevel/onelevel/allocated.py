@@ -43,7 +43,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     Args:
         num_passes: The number of passes. Static.
-        batches: $t$, the batches of a pass. Static.
+        batches: $t$, the batches of a pass, at most 65 536. Static.
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         step_size: As in `NoisyGD`.
         noise: The mechanism of the whole run, seen as one release on full batches.

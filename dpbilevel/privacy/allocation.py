@@ -15,6 +15,9 @@ from .noise import PRNGKey, check_key
 from .rows import padded_rows, unpacked
 from .sampling import OVERFLOW, AbstractSampling, Batch, masked_batch, roomy
 
+# `jax.random.randint` reads 64 bits for spans up to here, and 32 beyond.
+MOST_BATCHES = 2**16
+
 
 @dataclasses.dataclass(frozen=True)
 class RandomAllocationEvent:
@@ -37,7 +40,7 @@ class RandomAllocation(AbstractSampling):
     $n / t$.
 
     Args:
-        batches: $t$, the batches of a pass. Static.
+        batches: $t$, the batches of a pass, at most 65 536. Static.
 
     Privacy:
         Which batch a record is in is secret, and amplifies privacy about as much as
@@ -55,6 +58,11 @@ class RandomAllocation(AbstractSampling):
 
     def __check_init__(self):
         _checks.count("RandomAllocation", batches=self.batches)
+        if self.batches > MOST_BATCHES:
+            raise ValueError(
+                f"RandomAllocation: batches must be at most {MOST_BATCHES}, so that "
+                f"places are drawn as accounted for, got {self.batches}."
+            )
 
     @override
     def rows(self, size: int) -> int:
@@ -104,5 +112,5 @@ class RandomAllocation(AbstractSampling):
 
     @override
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        # Of 64 random bits modulo the number of batches, some are more frequent.
+        # Places are 64 random bits modulo t, of which some are more frequent.
         return OVERFLOW + self.batches / 2**64

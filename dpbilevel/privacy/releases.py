@@ -198,7 +198,8 @@ class AbstractGaussianRelease(AbstractRelease):
             key: A typed key for the batches and the noise of this release alone.
             index: The number of the release in the run, for samplings that are
                 numbered.
-            places: Those of this pass, for samplings `by_pass`.
+            places: Those of this pass, for samplings `by_pass`; drawn by `places`
+                anew for each pass, or more is spent than charged.
 
         Raises:
             ValueError: What is read rests on less than `basis` says, or batches are

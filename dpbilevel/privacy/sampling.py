@@ -396,10 +396,25 @@ def unnumbered(owner: str, sampling: AbstractSampling) -> None:
         TypeError: It is no sampling scheme.
         ValueError: It needs the number of the batch, which the solver does not give.
     """
-    _checks.instance(owner, AbstractSampling, sampling=sampling)
+    not_by_pass(owner, sampling)
     if sampling.numbered:
         raise ValueError(
             f"{owner}: {type(sampling).__name__} needs a solver that numbers its "
             "batches, as NoisyExtragradient and InexactProximalPoint do. Use Poisson, "
             "FixedSize or FullBatch."
+        )
+
+
+def not_by_pass(owner: str, sampling: AbstractSampling) -> None:
+    """Raises unless `sampling` is a scheme whose batches are drawn one by one.
+
+    Raises:
+        TypeError: It is no sampling scheme.
+        ValueError: Its batches are drawn for whole passes.
+    """
+    _checks.instance(owner, AbstractSampling, sampling=sampling)
+    if sampling.by_pass:
+        raise ValueError(
+            f"{owner}: {type(sampling).__name__} needs a solver that draws whole "
+            "passes, AllocatedGD. Use Poisson, FixedSize or FullBatch."
         )

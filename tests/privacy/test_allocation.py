@@ -1,5 +1,7 @@
 """Random allocation: its divergences against quadrature, and how passes are drawn."""
 
+import dataclasses
+import itertools
 import math
 
 import dp_accounting
@@ -15,6 +17,7 @@ from dpbilevel.privacy.allocation import RandomAllocation, RandomAllocationEvent
 from dpbilevel.privacy.mechanisms import Gaussian
 from dpbilevel.privacy.queries import Query
 from dpbilevel.privacy.releases import Release
+from tests import cases
 from tests.privacy import reference_accounting as reference
 
 WAYS = "replace", "remove", "add"
@@ -44,13 +47,37 @@ def of_two(way, mu, epsilon):
     return float(weights @ values @ weights)
 
 
-@pytest.mark.parametrize("mu", [0.2, 1.0, 2.0])
 @pytest.mark.parametrize("way", WAYS)
-def test_one_batch_is_a_gaussian_release(way, mu):
-    for epsilon in EPSILONS:
-        found = allocation_loss.divergence(way, mu, 1, epsilon)
-        exact = reference.gaussian(2 * mu if way == "replace" else mu, epsilon)
-        assert exact * (1 - 1e-9) <= found <= 1.01 * exact
+def test_a_sum_of_one_term_is_a_gaussian_release_at_every_noise(way):
+    draw = np.random.default_rng(3)
+    shifts = np.concatenate([np.geomspace(1e-7, 0.1, 8), draw.uniform(0.1, 4.0, 40)])
+    compared = 0
+    for mu in map(float, shifts):
+        for epsilon in (1e-6, float(draw.uniform(0, 1.5 * mu)), draw.uniform(0, 10)):
+            exact = reference.gaussian(2 * mu if way == "replace" else mu, epsilon)
+            if exact > 1e-13:
+                term = allocation_loss._Term(way, mu, math.exp(epsilon))
+                found = allocation_loss._of_the_sum(term, 1)
+                assert exact * (1 - 1e-9) <= found <= 1.02 * exact + 1e-14
+                compared += 1
+    assert compared > 60
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pass_costs_no_more_than_one_gaussian_release(way):
+    for mu, batches in itertools.product((1e-6, 0.5, 3.0, 7.0), (1, 3, 5000)):
+        shift = 2 * mu if way == "replace" else mu
+        for epsilon in (1e-3, 0.5, 3.0, 20.0):
+            found = allocation_loss.divergence(way, mu, batches, epsilon)
+            assert 0 <= found <= reference.gaussian(shift, epsilon) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("multiplier", [0.15, 0.4, 0.7])
+@pytest.mark.parametrize("relation", dpb.Neighbours)
+def test_an_epsilon_of_little_noise_is_found(relation, multiplier):
+    base = dp_accounting.GaussianDpEvent(multiplier)
+    found = epsilon_of(RandomAllocationEvent(3, base), relation, 1e-5)
+    assert found < epsilon_of(base, relation, 1e-5) * 1.02
 
 
 @pytest.mark.parametrize("mu", [0.2, 1.0, 2.0])
@@ -247,3 +274,16 @@ def test_a_release_outside_of_a_pass_is_refused():
 def test_solvers_that_draw_no_passes_refuse_the_scheme(made):
     with pytest.raises(ValueError, match="RandomAllocation needs a solver"):
         made(SCHEME)
+
+
+@pytest.mark.parametrize("name", ["extragradient", "proximal_point"])
+def test_solvers_that_number_batches_refuse_the_scheme(name):
+    solver = cases.found("CONTRACT")[name].solver
+    with pytest.raises(ValueError, match="RandomAllocation needs a solver that draws"):
+        dataclasses.replace(solver, sampling=SCHEME)
+
+
+def test_more_batches_than_places_are_drawn_for_are_refused():
+    with pytest.raises(ValueError, match="batches must be at most 65536"):
+        RandomAllocation(65_537)
+    assert jax.random.randint(jax.random.key(0), (9,), 0, 65_536).max() < 65_536
