@@ -276,7 +276,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
-        predictions.check_new(arguments.html)
+        predictions.check_new(arguments.html, "--html")
         _check_modules(["matplotlib"])
     spent = folder.spent(arguments.folder)
     try:

@@ -78,12 +78,14 @@ def write(out: Path, predictions: Predictions) -> None:
     checkpoint.replace(out, text.getvalue().encode())
 
 
-def check_new(out: Path) -> None:
+def check_new(out: Path, option: str = "--out") -> None:
     """Raises `ValueError` where a file exists or has no folder to be written to."""
     if out.exists():
-        raise ValueError(f"{out} exists; give --out the name of a new file.")
+        raise ValueError(f"{out} exists; give {option} the name of a new file.")
     if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent} for --out {out}; make it.")
+        raise ValueError(
+            f"there is no folder {out.parent} for {option} {out}; make it."
+        )
 
 
 def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]]:

@@ -78,7 +78,7 @@ class Result:
         """The report and the released values as a page of text."""
         width = max(map(len, self.names))
         task = TASKS[self.task]
-        stays = "" if self.has_moved else " (where it started: it was not optimized)"
+        stays = "" if self.has_moved else " (as at the start)"
         lines = [str(self.report), f"released {self.label} of each {task.of}{stays}:"]
         lines += [
             f"  {name:<{width}}  {value:.4f}"

@@ -39,7 +39,8 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     1.38 by 20 passes of 16 batches, 1.40 by Poisson batches, and .95 by 100 steps of
     `NoisyGD` on full batches; at 3 it was .754, .756 and .54 (`benchmarks/passes.py`).
 
-    A step of this solver is a pass: the trajectory has one iterate for each.
+    A step of this solver is a pass: the trajectory has one iterate for each. To
+    calibrate it takes some seconds, and up to half a minute for one or two passes.
 
     Args:
         num_passes: The number of passes. Static.

@@ -101,8 +101,17 @@ class RandomAllocation(AbstractSampling):
         return size / self.batches
 
     def event(self, noise_multiplier, neighbours, size) -> Any:
-        """The event of a whole pass, `RandomAllocationEvent`."""
-        del neighbours, size
+        """The event of a whole pass, `RandomAllocationEvent`.
+
+        Raises:
+            ValueError: There are more batches than records.
+        """
+        del neighbours
+        if self.batches > size:
+            raise ValueError(
+                f"RandomAllocation: {self.batches} batches of {size} records; give "
+                "batches= records over the size of a batch."
+            )
         base = dp_accounting.GaussianDpEvent(noise_multiplier)
         return RandomAllocationEvent(self.batches, base)
 

@@ -283,6 +283,13 @@ def test_solvers_that_number_batches_refuse_the_scheme(name):
         dataclasses.replace(solver, sampling=SCHEME)
 
 
+def test_more_batches_than_records_are_refused():
+    solver = dpb.onelevel.AllocatedGD(2, 300, 1.0, 0.1)
+    problem = dpb.FiniteSum(lambda w, z: w[0] * z)
+    with pytest.raises(ValueError, match=r"300 batches of 200 records; give batches="):
+        dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=200)
+
+
 def test_more_batches_than_places_are_drawn_for_are_refused():
     with pytest.raises(ValueError, match="batches must be at most 65536"):
         RandomAllocation(65_537)
