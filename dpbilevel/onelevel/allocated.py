@@ -40,7 +40,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     `NoisyGD` on full batches; at 3 it was .754, .756 and .54 (`benchmarks/passes.py`).
 
     A step of this solver is a pass: the trajectory has one iterate for each. To
-    calibrate it takes some seconds, and up to half a minute for one or two passes.
+    calibrate it takes some seconds, the more the fewer passes there are.
 
     Args:
         num_passes: The number of passes. Static.
