@@ -101,15 +101,14 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     def step(self, problem, data, state, *, key) -> _State:
         """One pass: every record into a batch, one noisy update for each batch."""
-        release = self.release(problem, self.sizes)
-        key_places, key_noise = derive(key, "sampling", "noise")
-        places = release.places(data, key=key_places)
+        key_pass, key_noise = derive(key, "sampling", "noise")
+        release = self.release(problem, self.sizes).in_pass(data, key=key_pass)
         _, keys = step_keys(key_noise, self.batches)
 
         def update(state, batch):
             index, key = batch
             gradients = problem.record_gradients(state.w)
-            gradient = release.of(gradients, data, key=key, index=index, places=places)
+            gradient = release.of(gradients, data, key=key, index=index)
             gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
             return self._updates.moved(problem, gradient, state), None
 
@@ -128,7 +127,7 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     @override
     def answer(self, problem: AbstractFiniteSum, state: _State) -> PyTree:
-        return self.output.answer(state.kept, state.w)
+        return self._updates.answer(problem, state)
 
     @override
     def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:

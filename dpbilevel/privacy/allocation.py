@@ -41,6 +41,8 @@ class RandomAllocation(AbstractSampling):
 
     Args:
         batches: $t$, the batches of a pass, at most 65 536. Static.
+        places: The batch of every row in one pass, as secret as the noise; set by
+            `in_pass`.
 
     Privacy:
         Which batch a record is in is secret, and amplifies privacy about as much as
@@ -52,6 +54,7 @@ class RandomAllocation(AbstractSampling):
     """
 
     batches: int = eqx.field(static=True)
+    places: Int[Array, " n"] | None = None
     needs_key: ClassVar[bool] = False  # but for the places of a pass
     numbered: ClassVar[bool] = True
     by_pass: ClassVar[bool] = True
@@ -68,32 +71,28 @@ class RandomAllocation(AbstractSampling):
     def rows(self, size: int) -> int:
         return roomy(padded_rows(size), 1 / self.batches)
 
-    def places(self, records: PyTree, *, key: PRNGKey) -> Int[Array, " n"]:
-        """The batch of every row in one pass; as secret as the noise.
-
-        Args:
-            records: All rows.
-            key: A typed key for this pass alone.
-        """
+    @override
+    def in_pass(self, records: PyTree, *, key: PRNGKey) -> "RandomAllocation":
         records, _ = unpacked(records)
         n = _checks.leading_axis("RandomAllocation: records", records)
-        return jax.random.randint(check_key(key), (n,), 0, self.batches)
+        places = jax.random.randint(check_key(key), (n,), 0, self.batches)
+        return dataclasses.replace(self, places=places)
 
-    def draw(self, records, size, *, key, index=None, places=None) -> Batch:
-        """Returns batch `index`, modulo their number, of the pass of these `places`.
+    def draw(self, records, size, *, key, index=None) -> Batch:
+        """Returns batch `index`, modulo their number, of the pass that was drawn.
 
         Raises:
-            ValueError: No `index` or no `places`: the solver does not draw passes.
+            ValueError: No `index`, or no pass: the solver does not draw passes.
         """
-        if index is None or places is None:
+        if index is None or self.places is None:
             raise ValueError(
-                "RandomAllocation.draw: needs index=, the number of the batch, and "
-                "places= of the pass; AllocatedGD draws whole passes."
+                "RandomAllocation.draw: needs index=, the number of the batch, and a "
+                "pass drawn by in_pass; AllocatedGD draws whole passes."
             )
         del key  # the places are drawn already
         records, present = unpacked(records)
-        chosen = places == index % self.batches
-        most = self.rows(max(len(places), size))
+        chosen = self.places == index % self.batches
+        most = self.rows(max(len(self.places), size))
         return masked_batch(records, present, chosen, most, self.denominator(size))
 
     def denominator(self, size: int) -> float:

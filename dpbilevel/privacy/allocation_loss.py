@@ -12,46 +12,26 @@ $$
 the density ratios of release $i$ with the record, or the one that replaces it, to that
 without any, where $\mu$ is the clip norm over the standard deviation of the noise.
 
-**Add-or-remove-one.** For each $a \ge 0$ the hockey-stick divergence is at most
+For each $a \ge 0$ the hockey-stick divergence of a pass is at most
 
 $$
-H_a = \mathbb E \Bigl(\frac1t \sum_i r_i - a\Bigr)_+ ,
+\mathbb E \Bigl(\frac1t \sum_i (r_i - a\, r'_i)\Bigr)_+ , \qquad \mathbb E \Bigl(\frac1t
+\sum_i r_i - a\Bigr)_+ , \qquad \mathbb E \Bigl(1 - \frac at \sum_i r_i\Bigr)_+
 $$
 
-and $\mathbb E (1 - a \frac1t \sum_i r_i)_+$ in the other direction. The ratio of an
-adaptive release given the past has mean 1 and is less spread, in convex order, than
-that of a full shift: replace the ratios from the last to the first.
+where a record is replaced, removed and added; docs/privacy.md has the proof. These are
+the profiles of fixed pairs of laws, so that passes with fresh places compose as their
+privacy losses add.
 
-**Replace-one.** It is at most
-
-$$
-H_a = \mathbb E \Bigl(\frac1t \sum_i (r_i - a\, r'_i)\Bigr)_+ ,
-$$
-
-the shifts of the two records opposite in every release. Given the past, let release $i$
-shift by $g$ with the one record and by $g'$ with the other, in units of the noise, of
-norms at most $\mu$. With $X = \langle g, z \rangle - \|g\|^2/2$, $Y = \langle g', z
-\rangle - \|g'\|^2/2$ and any $c$, consider $F = (c + e^X - a\, e^Y)_+$. A longer $g$
-with a part orthogonal to all else multiplies $e^X$ by an independent factor of mean 1,
-so by Jensen's inequality $\mathbb E F$ does not fall: both norms are $\mu$. Then
-$\frac{d}{d\rho} \mathbb E F = \mathbb E\, \partial_X \partial_Y F \le 0$ for the
-covariance $\rho$ of $X$ and $Y$ (Plackett's identity), as $\partial_X \partial_Y F = -a
-e^{X + Y} \phi''$ with the convex $\phi = (c + \cdot)_+$: $g' = -g$ is the worst. So
-$e^X - a\, e^Y$ is less spread, in convex order, than $r_i - a\, r'_i$, and both have
-mean $1 - a$: replace them from the last release to the first.
-
-These are the profiles of fixed pairs of laws, which dominate a pass. So passes with
-fresh places compose as their privacy losses add.
-
-The law of a sum of $t$ independent terms is a power of a Fourier transform of a
-discretized term. Terms are spread over two neighbours of a grid each with their mean
-kept, which no expectation of a convex function falls by, and weighed by $e^{\theta w}$
-so that small values are computed to relative accuracy.
+The law of a sum of $t$ independent terms is a power of a Fourier transform of one term
+on a grid. A term is rounded to the grid at random with its mean kept, which can only
+raise the mean of a convex function, and weighed by $e^{\theta w}$, so that small values
+are computed to relative accuracy.
 
 References:
     Feldman and Shenfeld, "Privacy amplification by random allocation", NeurIPS 2025
     (add-or-remove-one); Chua et al., "Balls-and-bins sampling for DP-SGD", AISTATS
-    2025. The bound for replace-one is derived here.
+    2025. The bound for replace-one is derived in docs/privacy.md.
 """
 
 import math

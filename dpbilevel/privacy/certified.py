@@ -94,7 +94,6 @@ class CertifiedRelease(Release):
         super().__post_init__()
 
     @override
-    def read(self, what, data, *, key, index=None, places=None) -> Bounded:
-        del places  # of passes, which no certified query is drawn by
+    def read(self, what, data, *, key, index=None) -> Bounded:
         precision = self.mechanism.precision
         return self.query.read(what, data, precision=precision, key=key, index=index)

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Self
 
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
-from .allocation import RandomAllocation
 from .budget import Neighbours
 from .clipping import Bounded, Precision, clipped_mean
 from .noise import PRNGKey
@@ -70,7 +69,6 @@ class Query:
         key: PRNGKey | None,
         neighbours: Neighbours = Neighbours.REPLACE_ONE,
         index: Index = None,
-        places: Int[Array, " n"] | None = None,
     ) -> Bounded:
         """The clipped mean of a per-record function on a fresh batch.
 
@@ -81,14 +79,11 @@ class Query:
             key: A typed key for the draw of the batch, where `sampling` needs one.
             neighbours: The relation of the release, as in `clipped_mean`.
             index: The number of the batch in the run, for samplings that are numbered.
-            places: The batch of every row in this pass, for samplings `by_pass`.
 
         Privacy:
             Sealed with this query's `contribution`.
         """
-        passes = isinstance(self.sampling, RandomAllocation)
-        drawn = {"places": places} if passes else {}
-        batch = self.sampling.draw(records, self.size, key=key, index=index, **drawn)
+        batch = self.sampling.draw(records, self.size, key=key, index=index)
         return clipped_mean(
             fun,
             batch,

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 from typing_extensions import override
 
 from .. import _checks
 from ._lazy import dp_accounting
-from .allocation import RandomAllocation
 from .budget import Neighbours, People, PrivacyBudget
 from .clipping import Basis, Bounded
 from .limbs import MOST_PLACES
@@ -182,13 +181,7 @@ class AbstractGaussianRelease(AbstractRelease):
             )
 
     def of(
-        self,
-        what: Any,
-        data: PyTree,
-        *,
-        key: PRNGKey,
-        index: Index = None,
-        places: Mapping[str, Int[Array, " n"]] | None = None,
+        self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> PyTree:
         """One of these releases: what it reads, and the noise.
 
@@ -198,12 +191,9 @@ class AbstractGaussianRelease(AbstractRelease):
             key: A typed key for the batches and the noise of this release alone.
             index: The number of the release in the run, for samplings that are
                 numbered.
-            places: Those of this pass, for samplings `by_pass`; drawn by `places`
-                anew for each pass, or more is spent than charged.
 
         Raises:
-            ValueError: What is read rests on less than `basis` says, or batches are
-                drawn by the pass and there are no `places`.
+            ValueError: What is read rests on less than `basis` says.
 
         Privacy:
             What `charges` counts for one of `count`.
@@ -211,7 +201,7 @@ class AbstractGaussianRelease(AbstractRelease):
         key_batch, key_noise = None, key
         if any(query.sampling.needs_key for query in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
-        bounded = self.read(what, data, key=key_batch, index=index, places=places)
+        bounded = self.read(what, data, key=key_batch, index=index)
         if bounded.basis.worse(self.basis) is not self.basis:
             raise ValueError(
                 f"{type(self).__name__}: {self.name!r} is charged as {self.basis}, but "
@@ -219,33 +209,34 @@ class AbstractGaussianRelease(AbstractRelease):
             )
         return self.mechanism.release(bounded, key=key_noise)
 
-    def places(self, data: PyTree, *, key: PRNGKey) -> dict[str, Int[Array, " n"]]:
-        """Which batch of a pass every record is in, by role, for samplings `by_pass`.
-
-        The queries of other samplings have none. What releases of one pass share; as
-        secret as the noise.
+    def in_pass(self, data: PyTree, *, key: PRNGKey) -> Self:
+        """This release with the batches of one pass drawn, for samplings `by_pass`.
 
         Args:
             data: The records, as in `of`.
             key: A typed key for this pass alone.
+
+        Privacy:
+            As secret as the noise. Draw anew for every pass, or more is spent than
+            charged.
         """
         queries = self.queries[-1:] if self.joint else self.queries
         roles = [query.role for query in queries]
         keys = [key] if roles == [RECORDS] else derive(check_key(key), *roles)
-        return {
-            query.role: query.sampling.places(_of_role(data, query.role), key=key)
+        drawn = [
+            query.sampling.in_pass(_of_role(data, query.role), key=key)
             for query, key in zip(queries, keys, strict=True)
-            if isinstance(query.sampling, RandomAllocation)
-        }
+        ]
+        if self.joint:  # one batch for both
+            drawn *= len(self.queries)
+        bound = tuple(
+            dataclasses.replace(query, sampling=sampling)
+            for query, sampling in zip(self.queries, drawn, strict=True)
+        )
+        return dataclasses.replace(self, queries=bound)
 
     def read(
-        self,
-        what: Any,
-        data: PyTree,
-        *,
-        key: PRNGKey | None,
-        index: Index = None,
-        places: Mapping[str, Int[Array, " n"]] | None = None,
+        self, what: Any, data: PyTree, *, key: PRNGKey | None, index: Index = None
     ) -> Bounded:
         """The sum of one clipped mean per query, sealed; arguments are those of `of`.
 
@@ -277,7 +268,6 @@ class AbstractGaussianRelease(AbstractRelease):
                 neighbours=self.mechanism.neighbours,
                 key=key_of.get(query.role),
                 index=index,
-                places=(places or {}).get(query.role),
             )
             for query, fun in parts
         ]

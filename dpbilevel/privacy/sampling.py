@@ -105,6 +105,16 @@ class AbstractSampling(eqx.Module):
             ValueError: No accountant supports this scheme under `neighbours`.
         """
 
+    def in_pass(self, records: PyTree, *, key: PRNGKey) -> "AbstractSampling":
+        """The scheme with the batches of one pass drawn; this one, unless `by_pass`.
+
+        Args:
+            records: All rows.
+            key: A typed key for this pass alone.
+        """
+        del records, key
+        return self
+
     def charged(self, count: int, size: int) -> int:
         """How many of the `count` releases of one run a record is charged for.
 

@@ -73,8 +73,9 @@ def adaptive_clip(kind=AdaptiveClipGD):
 class InOrder(RandomAllocation):
     """The batch of a record follows from its row."""
 
-    def places(self, records, *, key):
-        return jnp.arange(len(jax.tree.leaves(records)[0])) % self.batches
+    def in_pass(self, records, *, key):
+        rows = jnp.arange(len(jax.tree.leaves(records)[0]))
+        return dataclasses.replace(self, places=rows % self.batches)
 
 
 class AllocatedInOrder(AllocatedGD):

@@ -1,5 +1,7 @@
 """AllocatedGD: its updates against a loop, and its cases."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,11 +60,18 @@ def run(solver, key=0, **options):
     return solved(PROBLEM, solver, RECORDS, w0, key=jax.random.key(key), **options)
 
 
+def placed(places):
+    """A pass whose batches are given."""
+
+    def in_pass(self, records, *, key):
+        return dataclasses.replace(self, places=jnp.asarray(places))
+
+    return in_pass
+
+
 def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
     drawn = np.arange(N) * 7 % 5
-    monkeypatch.setattr(
-        RandomAllocation, "places", lambda self, records, *, key: jnp.asarray(drawn)
-    )
+    monkeypatch.setattr(RandomAllocation, "in_pass", placed(drawn))
     solver = AllocatedGD(2, 5, 1e6, 0.1, noise=QUIET)
     jax.clear_caches()
     found = run(solver, trajectory=True)
@@ -79,8 +88,7 @@ def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
 
 def test_the_mean_is_that_of_all_updates(monkeypatch):
     one = AllocatedGD(1, 4, 1e6, 0.1, noise=QUIET, output=dpb.outputs.Mean())
-    everybody = lambda self, records, *, key: jnp.zeros(N, int)  # noqa: E731
-    monkeypatch.setattr(RandomAllocation, "places", everybody)
+    monkeypatch.setattr(RandomAllocation, "in_pass", placed(np.zeros(N, int)))
     jax.clear_caches()
     w, visited = np.full(3, 2.0), []
     for batch in range(4):

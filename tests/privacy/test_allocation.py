@@ -212,11 +212,8 @@ SCHEME = RandomAllocation(BATCHES)
 
 
 def a_pass(key):
-    places = SCHEME.places(RECORDS, key=key)
-    return [
-        SCHEME.draw(RECORDS, N, key=None, index=i, places=places)
-        for i in range(BATCHES)
-    ]
+    drawn = SCHEME.in_pass(RECORDS, key=key)
+    return [drawn.draw(RECORDS, N, key=None, index=i) for i in range(BATCHES)]
 
 
 def test_every_record_is_in_one_batch_of_a_pass():
@@ -230,7 +227,7 @@ def test_every_record_is_in_one_batch_of_a_pass():
 
 def test_batches_of_records_are_uniform_and_fresh_in_every_pass():
     keys = jax.random.split(jax.random.key(1), 400)
-    places = np.asarray(jax.vmap(lambda k: SCHEME.places(RECORDS, key=k))(keys))
+    places = np.asarray(jax.vmap(lambda k: SCHEME.in_pass(RECORDS, key=k).places)(keys))
     counts = np.stack([np.sum(places == i, axis=0) for i in range(BATCHES)])
     assert scipy.stats.chisquare(counts.ravel()).pvalue > 1e-3
     together = np.mean(places[1:] == places[:-1])
