@@ -215,6 +215,11 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
             ValueError: The problem lacks what the sensitivity rests on.
         """
 
+    def counted_release(self, problem: Problem, sizes: Any) -> AbstractRelease:
+        """That of a step, as often as a run makes it."""
+        release = self.release(problem, sizes)
+        return dataclasses.replace(release, count=self.num_releases)
+
     def assumptions(self, problem: Problem, sizes: Any) -> tuple[str, ...]:
         """What the guarantee rests on besides clipping; by default nothing.
 
@@ -227,10 +232,8 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
 
     @override
     def ledger(self, problem: Problem, sizes: Any) -> Ledger:
-        release = self.release(problem, sizes)
-        release = dataclasses.replace(release, count=self.num_releases)
         return Ledger(
-            (release,),
+            (self.counted_release(problem, sizes),),
             people_of(sizes) or People.OVERLAPPING,  # without effect for one level
             self.assumptions(problem, sizes),
         )

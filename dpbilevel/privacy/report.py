@@ -30,6 +30,8 @@ IDEALISED = {
     "epsilon and (1 + exp(epsilon)) 2^-81 of delta",
     "draw": "draws are made in floating point and stand for draws from the exact "
     "density",
+    "declared": "training by another program is what is declared: its clipping, its "
+    "batches and its noise",
     "float": "precision float, for research: floating-point noise and sums stand for "
     "real ones",
 }
@@ -218,7 +220,7 @@ def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
     """How many records there may be where their number is private."""
     if ledger.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
         return ()
-    sizes = {q.role: q.size for release in ledger.releases for q in release.reads}
+    sizes = {role: n for r in ledger.releases for role, n in r.sizes.items()}
     rows = ", ".join(f"{role}: {padded_rows(n)}" for role, n in sizes.items())
     return (
         f"there are no more records than the rows they are padded to ({rows}); not "
@@ -227,7 +229,7 @@ def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
 
 
 def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
-    sizes = [q.size for release in ledger.releases for q in release.reads]
+    sizes = [n for release in ledger.releases for n in release.sizes.values()]
     if not sizes or budget.delta < 1 / max(sizes):
         return ()
     return (
@@ -244,6 +246,12 @@ _STATUS = {
 
 
 def _ledger_line(row: dict[str, Any]) -> str:
+    if "declared" in row:
+        ((role, part),) = row["roles"].items()
+        return (
+            f"  {row['count']} x {row['release']}: declared, {row['declared']} | "
+            f"{role}: n = {part['records']}"
+        )
     roles = "; ".join(
         f"{role}: n = {part['records']}, {part['sampling']}, "
         f"sensitivity {part['sensitivity']:.3g}"
@@ -258,6 +266,8 @@ def _ledger_line(row: dict[str, Any]) -> str:
 
 
 def _forecast_line(row: dict[str, Any]) -> str:
+    if "declared" in row:
+        return f"  {row['release']}: what its signal is, the declaration leaves open"
     if "multiplied_noise_over_signal" in row:
         ratio = row["multiplied_noise_over_signal"]
         text = (

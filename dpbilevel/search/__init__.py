@@ -3,6 +3,7 @@
 from ..core.odometer import Spent, limit_spending, spent
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver
+from .declared import DeclaredTraining
 from .gibo import GradientInformativeBO
 from .kernels import RBF, AbstractKernel, Matern52, Quadratic
 from .loop import minimize
@@ -22,6 +23,7 @@ __all__ = [
     "AskTell",
     "BlackBox",
     "Categorical",
+    "DeclaredTraining",
     "GradientInformativeBO",
     "Matern52",
     "NoisyUCB",

@@ -12,8 +12,12 @@ from typing_extensions import override
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
+from ..privacy.budget import People
+from ..privacy.ledger import Ledger
 from ..privacy.noise import PRNGKey, derive
+from ..privacy.releases import AbstractRelease
 from ..privacy.rows import Padded, unpacked
+from .declared import TRAINING, Trainings
 from .problem import BlackBox, SearchProblem
 
 State = TypeVar("State")
@@ -86,13 +90,40 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         losses = _losses_at(problem, proposal, data)
         return self.tell(problem, state, proposal, losses, key=key_tell)
 
-    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        """What a guarantee on a black box takes for granted.
+    @abc.abstractmethod
+    def releases(
+        self, problem: SearchProblem, sizes: int
+    ) -> tuple[AbstractRelease, ...]:
+        """What a run releases of the losses.
+
+        Args:
+            problem: The problem.
+            sizes: The planned number of records.
+        """
+
+    @override
+    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
+        """Its own releases, and the trainings that the problem declares.
 
         Raises:
-            ValueError: Training is declared private, but there is no public bound on
-                the number of trainings.
+            ValueError: There is no public bound on the number of trainings.
         """
+        releases = self.releases(problem, sizes)
+        assumptions = self.assumptions(problem, sizes)
+        if not isinstance(problem, BlackBox) or problem.training is None:
+            return Ledger(releases, assumptions=assumptions)
+        most, training = self.most_evaluations, problem.training
+        if most is None:
+            raise ValueError(
+                "BlackBox: training is charged once for every evaluation, so there "
+                "must be a public bound on their number; give the solver batch= or "
+                "max_batch=."
+            )
+        trainings = Trainings(TRAINING, most + problem.trainings_after, (), training)
+        return Ledger((*releases, trainings), training.people, assumptions)
+
+    def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
+        """What a guarantee on a black box takes for granted."""
         if not isinstance(problem, BlackBox):
             return ()
         rows = (
@@ -100,25 +131,18 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
             "unprotected: how long an evaluation takes, which may depend on records, "
             "as where a model refuses one",
         )
-        mu, most = problem.training_mu, self.most_evaluations
-        if mu is None:
+        if problem.training is None:
             return (
                 *rows,
                 "what the losses are computed from besides the records, such as "
                 "training data, is not protected",
             )
-        if most is None:
-            raise ValueError(
-                "BlackBox: training_mu is charged once for every evaluation, so there "
-                "must be a public bound on their number; give the solver batch= or "
-                "max_batch=."
-            )
-        count = most + problem.trainings_after
+        apart = problem.training.people is People.DISJOINT
         return (
             *rows,
-            f"declared: one training is {mu:.4g}-GDP towards its records; {count} of "
-            f"them, the most there can be, are {mu * count**0.5:.4g}-GDP towards them, "
-            "on top of the guarantee above for a person who has records on both sides",
+            "every training, at any point, releases no more than is declared",
+            f"{'nobody has' if apart else 'somebody may have'} a record among those "
+            "that are trained on and one among those that are evaluated",
         )
 
 

@@ -23,6 +23,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key
 from ..sets import Box
 from .base import AbstractAskTellSolver
+from .declared import DeclaredTraining, check_fits
 from .default_losses import default_losses
 from .default_solver import default_solver
 from .gibo import GradientInformativeBO
@@ -77,12 +78,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             `predict_proba`, else 0-1 loss, both in [0, 1]; for regressors the squared
             error in units of the training targets' variance. Heavy tails mislead:
             what is clipped may have the best mean where the losses have the worst.
-        training_mu: Declared, for an estimator that trains privately: one `fit` is
-            `training_mu`-GDP towards the training records at any point of the space.
-            The report then says what all fits together are, that of `best_estimator_`
-            included. Nothing else may be learned from the training records then: it
-            needs `losses` and a `solver`, no `folder`, and no losses are tried on
-            training rows first.
+        training: Declared, for an estimator that trains privately: what one `fit`
+            releases of the training records, at any point of the space, as a
+            `dpbilevel.search.DeclaredTraining`. The budget then pays for all fits, that
+            of `best_estimator_` included. Nothing else may be learned from the
+            training records: it needs `losses` and a `solver`, no `folder`, and no
+            losses are tried on training rows first.
         n_jobs: How many processes evaluate the points of a step, -1 for one on each
             core; each evaluation then has one thread, so that the answer is the same
             for any number. With `None` points are evaluated one after another in this
@@ -101,18 +102,18 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
     Privacy:
         The unit is one validation record, $n$ is public, and the relation is the
         solver's. The training records are NOT protected: parameters, and the fitted
-        estimator above all, are functions of them. Where the estimator trains
-        privately, `training_mu` declares it. No validation loss is shown, logged or
-        kept; a score of the answer on the same records is another release. A record
-        that makes the estimator or the losses raise has the loss NaN, stops nothing and
-        changes nothing that others are computed with; what is printed or warned about
-        validation records is silent. Numbers that are refused, such as NaN, are found
-        before any prediction; rows refused for something else, such as a category that
-        training did not know, cost further ones: time is unprotected. Records must be
-        read without each other: where a stray text in a column has made texts of all
-        its numbers, one record has moved every other, and so it has where an estimator
-        predicts rows by each other, which a trial on training rows refuses where it
-        shows there.
+        estimator above all, are functions of them; but where the estimator trains
+        privately and `training` declares it, the guarantee covers them. No validation
+        loss is shown, logged or kept; a score of the answer on the same records is
+        another release. A record that makes the estimator or the losses raise has the
+        loss NaN, stops nothing and changes nothing that others are computed with; what
+        is printed or warned about validation records is silent. Numbers that are
+        refused, such as NaN, are found before any prediction; rows refused for
+        something else, such as a category that training did not know, cost further
+        ones: time is unprotected. Records must be read without each other: where a
+        stray text in a column has made texts of all its numbers, one record has moved
+        every other, and so it has where an estimator predicts rows by each other, which
+        a trial on training rows refuses where it shows there.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         *,
         solver: AbstractAskTellSolver | None = None,
         losses: Callable[[Any, Any, Any], Float[np.ndarray, " n"]] | None = None,
-        training_mu: float | None = None,
+        training: DeclaredTraining | None = None,
         starts: Sequence[dict[str, Any]] = (),
         n_jobs: int | None = None,
     ):
@@ -132,7 +133,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self.budget = budget
         self.solver = solver
         self.losses = losses
-        self.training_mu = training_mu
+        self.training = training
         self.starts = starts
         self.n_jobs = n_jobs
 
@@ -170,7 +171,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             TypeError: The estimator, the space, the budget, the losses or the key is of
                 another kind.
             ValueError: An unknown parameter, rows of different numbers or columns, a
-                folder with `training_mu` or of another search, an estimator that fails
+                folder with `training` or of another search, an estimator that fails
                 in the middle of the space, or losses that depend on each other's rows,
                 as tried on training records.
 
@@ -182,15 +183,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         self._check()
         check_validation(X, y, validation)
         rows, space = self._rows(X, y), Space(self.space)
-        if self.training_mu is None:
+        if self.training is None:
             for middle in space.middles():
                 rows.check_apart(middle)
-        elif folder is not None:
-            raise ValueError(
-                "PrivateSearch.fit: training_mu counts every training once, but with "
-                "folder= a later call trains again; give no folder, or search a "
-                "BlackBox by dpbilevel.search.minimize and train the answer yourself."
-            )
+        else:
+            check_fits(self.training, count(X), folder)
         solver = self.solver
         if solver is None:
             starts = [space.position(v) for v in (*self.starts, self._own())]
@@ -205,7 +202,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             Box(-1.0, 1.0),
             records,
             f"{type(self.estimator).__name__} in {self.space}",
-            training_mu=self.training_mu,
+            training=self.training,
             trainings_after=1,  # `best_estimator_`
         )
         result = searched(
@@ -348,9 +345,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 "PrivateSearch: losses must be a function of (estimator, X, y) that "
                 f"returns every row's loss, got {_checks.shown(self.losses)}."
             )
-        if self.training_mu is not None and None in (self.solver, self.losses):
+        if self.training is not None:
+            _checks.instance("PrivateSearch", DeclaredTraining, training=self.training)
+        if self.training is not None and None in (self.solver, self.losses):
             raise ValueError(
-                "PrivateSearch: with training_mu the training records are protected, "
+                "PrivateSearch: with training the training records are protected, "
                 "so no units may be taken from them; give losses=, and solver= with a "
                 "clip norm that is known to suit them."
             )

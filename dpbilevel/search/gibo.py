@@ -20,11 +20,10 @@ from ..draws.base import DRAW
 from ..onelevel.noisy_gd import GRADIENT
 from ..onelevel.problem import check_start
 from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
-from ..privacy.releases import Release
+from ..privacy.releases import AbstractRelease, Release
 from ..privacy.sampling import FullBatch
 from .base import AbstractAskTellSolver, Proposal
 from .choice import Choice
@@ -314,12 +313,13 @@ class GradientInformativeBO(
         return self.portfolio.choice(self.clip_norm, self.kernel)
 
     @override
-    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        ledger = super().ledger(problem, sizes)
+    def releases(
+        self, problem: SearchProblem, sizes: int
+    ) -> tuple[AbstractRelease, ...]:
+        gradients = self.counted_release(problem, sizes)
         if self.portfolio is None:
-            return ledger
-        draw = self._choice.release(problem, sizes)
-        return dataclasses.replace(ledger, releases=(draw, *ledger.releases))
+            return (gradients,)
+        return self._choice.release(problem, sizes), gradients
 
     @override
     def with_noise(self, scale: Number) -> Self:

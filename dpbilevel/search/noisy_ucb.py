@@ -13,7 +13,7 @@ from .._checks import Count, NonNegative, Positive
 from ..core.solver import AbstractNoisySolver
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import Release
+from ..privacy.releases import AbstractRelease, Release
 from .base import AbstractAskTellSolver, Proposal
 from .candidates import LOSS, box_of, ends, start_of, uniform
 from .gp import solved
@@ -127,6 +127,12 @@ class NoisyUCB(
     def release(self, problem: SearchProblem, sizes: int) -> Release:
         query = loss_query(self.clip_range, sizes)
         return Release(LOSS, 1, (query,), self.release_noise)
+
+    @override
+    def releases(
+        self, problem: SearchProblem, sizes: int
+    ) -> tuple[AbstractRelease, ...]:
+        return (self.counted_release(problem, sizes),)
 
     @override
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from ..privacy.report import PrivacyReport, rounded_up
 from ..sets import Box
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver
+from .declared import DeclaredTraining
 from .gibo import GradientInformativeBO
 from .problem import BlackBox
 from .ranges import Categorical, Range
@@ -58,6 +59,8 @@ def optimize_study(
     key: PRNGKey,
     folder: Path | str | None = None,
     records: str = "",
+    training: DeclaredTraining | None = None,
+    trainings_after: int = 0,
 ) -> StudyAnswer:
     """Runs an objective of Optuna privately, and adds what is released to its study.
 
@@ -90,6 +93,9 @@ def optimize_study(
             done is not added to the study a second time.
         records: Text that tells the records from others, as in `BlackBox`; needed with
             `folder`.
+        training: What one call of the objective releases of other records that it
+            trains on, as in `BlackBox`.
+        trainings_after: As in `BlackBox`.
 
     Returns:
         The answer.
@@ -117,7 +123,15 @@ def optimize_study(
             "RepeatAndSelect."
         )
     of = ", ".join(f"{name}: {entry}" for name, entry in distributions.items())
-    problem = BlackBox(None, num_records, Box(-1.0, 1.0), records, f"a study of {of}")
+    problem = BlackBox(
+        None,
+        num_records,
+        Box(-1.0, 1.0),
+        records,
+        f"a study of {of}",
+        training,
+        trainings_after,
+    )
     start = np.zeros(space.coordinates)
     with AskTell(
         problem, solver, start, key=key, budget=budget, folder=folder

@@ -10,11 +10,12 @@ from jaxtyping import Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from .._checks import Count, Positive, check_fields
+from .._checks import Count, check_fields
 from ..core.problem import AbstractOneLevel
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import People
 from ..sets import AbstractSet, Box
+from .declared import DeclaredTraining
 
 
 class BlackBox(AbstractOneLevel):
@@ -34,9 +35,9 @@ class BlackBox(AbstractOneLevel):
             before an interrupted run goes on. SECRET. Static.
         evaluates: What `losses` computes, in words, public: kept in a folder with the
             result, where another one is refused. Static.
-        training_mu: Declared, where `losses` trains privately on other records: one
-            training is `training_mu`-GDP towards them, whatever the point. The report
-            then says what all trainings of a search together are. Static.
+        training: Declared, where `losses` trains privately on other records, such as
+            `DeclaredTraining([(1.1, 0.01, 1_000)], num_records=50_000)`: every training
+            that a search may run is in its ledger, and the budget pays for it. Static.
         trainings_after: How many trainings on the same records follow the search, such
             as that of the final model; counted with the others. Static.
 
@@ -46,7 +47,7 @@ class BlackBox(AbstractOneLevel):
         rows change places, or are scaled, centred or otherwise computed from other
         records, one record moves many rows and no guarantee holds; nothing can check
         that from outside. Whatever else `losses` reads, training data above all, is
-        not protected.
+        protected only where `training` declares it.
     """
 
     losses: Callable[[Float[np.ndarray, " d"]], Float[np.ndarray, " n"]] | None = (
@@ -56,7 +57,7 @@ class BlackBox(AbstractOneLevel):
     w_set: AbstractSet = Box(-1.0, 1.0)
     records: str = eqx.field(static=True, default="", repr=False)
     evaluates: str = eqx.field(static=True, default="", repr=False)
-    training_mu: Positive | None = eqx.field(static=True, default=None)
+    training: DeclaredTraining | None = eqx.field(static=True, default=None)
     trainings_after: int = eqx.field(static=True, default=0)
     public: ClassVar[None] = None  # what a `FiniteSum` may have
 
@@ -64,6 +65,8 @@ class BlackBox(AbstractOneLevel):
         check_fields(self)
         if self.trainings_after != 0:
             _checks.count("BlackBox", trainings_after=self.trainings_after)
+        if self.training is not None:
+            _checks.instance("BlackBox", DeclaredTraining, training=self.training)
         for name, example in (
             ("records", "hashlib.sha256(X.tobytes()).hexdigest()"),
             ("evaluates", "'digits, two layers'"),

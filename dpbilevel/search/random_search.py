@@ -13,8 +13,8 @@ from typing_extensions import override
 from .._checks import Count, Number, Positive, check_fields
 from ..draws.base import DRAW
 from ..draws.mechanisms import Exponential
+from ..draws.release import Draw
 from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger
 from ..privacy.noise import PRNGKey
 from .base import AbstractAskTellSolver, Proposal
 from .candidates import box_of, start_of, uniform
@@ -116,9 +116,8 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         return state.w
 
     @override
-    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        draw = self._choice.release(problem, sizes)
-        return Ledger((draw,), assumptions=self.assumptions(problem, sizes))
+    def releases(self, problem: SearchProblem, sizes: int) -> tuple[Draw]:
+        return (self._choice.release(problem, sizes),)
 
     @override
     def with_noise(self, scale: Number) -> Self:

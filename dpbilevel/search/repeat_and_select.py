@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
 from ..privacy.budget import Neighbours
-from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.selection import Repetitions, Selection
@@ -122,9 +121,8 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
         return state.w[None][:shown], state.value[None][:shown]
 
     @override
-    def ledger(self, problem: SearchProblem, sizes: int) -> Ledger:
-        assumptions = self.assumptions(problem, sizes)
-        return Ledger((self._selection(sizes),), assumptions=assumptions)
+    def releases(self, problem: SearchProblem, sizes: int) -> tuple[Selection]:
+        return (self._selection(sizes),)
 
     @override
     def with_noise(self, scale: Number) -> Self:

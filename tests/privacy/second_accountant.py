@@ -13,6 +13,7 @@ from dpbilevel.privacy.allocation import RandomAllocation
 from dpbilevel.privacy.releases import Release
 from dpbilevel.privacy.sampling import FixedSize, FullBatch, Poisson
 from dpbilevel.privacy.single_pass import SinglePass
+from dpbilevel.search.declared import Trainings
 from tests.privacy import reference_accounting as reference
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -23,6 +24,7 @@ def deltas(ledger, epsilons):
     parts = collections.defaultdict(list)
     for release in ledger.releases:
         of = _of_gaussian if isinstance(release, Release) else _of_draw
+        of = _of_trainings if isinstance(release, Trainings) else of
         for person, part in of(release, ledger.people):
             parts[person].append(part)
     # An output within `off` in total variation of a private one.
@@ -54,6 +56,15 @@ def _of_gaussian(release, people):
             yield query.role, _part(release, query, shift)
         else:  # two releases whose variances add up to that of the noise
             yield "person", _part(release, query, math.sqrt(shift * total))
+
+
+def _of_trainings(release, people):
+    """As `_of_gaussian`, for trainings that are declared."""
+    apart = people is dpb.People.DISJOINT
+    for multiplier, rate, steps in release.mechanism.history:
+        kind = "poisson, replace" if rate < 1 else "gaussian"
+        part = kind, rate, 2 / multiplier, steps * release.count
+        yield "training records" if apart else "records", part
 
 
 def _part(release, query, shift):

@@ -151,6 +151,15 @@ def test_a_study_that_stopped_goes_on_and_is_added_once(tmp_path):
     assert len(study.get_trials()) == 10
 
 
+def test_the_ledger_of_a_study_has_its_trainings():
+    training = dpb.search.DeclaredTraining.gdp(0.01, 1_000)
+    report = studied(
+        optuna.create_study(), Objective(), training=training, trainings_after=1
+    ).report
+    (row,) = (row for row in report.ledger if "declared" in row)
+    assert row["count"] == RANDOM.num_candidates + 1
+
+
 def test_every_value_of_a_distribution_comes_up_and_no_other():
     space = {
         "a": Float(0.1, 1.0, step=0.3),

@@ -43,7 +43,7 @@ FEW = dpb.search.GradientInformativeBO(
 
 
 def searched(estimator=None, space=SPACE, key=0, **options):
-    training = options.pop("training", TRAINING)
+    training = options.pop("public", TRAINING)
     private = options.pop("validation", PRIVATE)
     fitting = {k: options.pop(k) for k in ("folder",) if k in options}
     search = dpb.PrivateSearch(
@@ -57,6 +57,9 @@ def searched(estimator=None, space=SPACE, key=0, **options):
 
 def squares(estimator, X, y):
     return (estimator.predict(X) - y) ** 2
+
+
+TRAINED = dpb.search.DeclaredTraining.gdp(0.1, 60)
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +99,18 @@ def test_private_trainings_are_counted_at_most_once_an_evaluation():
             trained.append(len(y))
             return super().fit(X, y)
 
-    text = str(searched(Counting(), training_mu=0.1, losses=squares).report_)
-    assert "9 of them" in text
-    assert f"{0.1 * math.sqrt(9):.4g}-GDP" in text
+    report = searched(Counting(), training=TRAINED, losses=squares).report_
+    (row,) = (row for row in report.ledger if "declared" in row)
+    assert row["count"] == 9
     assert trained == 9 * [60]
-    assert "is not protected" not in text
+    assert report.status is dpb.privacy.Status.CONDITIONAL
+    assert "is not protected" not in str(report)
 
 
 def test_trainings_without_a_public_bound_are_refused():
     unbounded = dpb.search.GradientInformativeBO(4, 1.0, step_size=0.4)
     with pytest.raises(ValueError, match="give the solver batch= or max_batch="):
-        searched(solver=unbounded, losses=squares, training_mu=0.1)
+        searched(solver=unbounded, losses=squares, training=TRAINED)
 
 
 def test_protected_training_records_decide_about_no_refusal(tmp_path):
@@ -115,18 +119,21 @@ def test_protected_training_records_decide_about_no_refusal(tmp_path):
             raise RuntimeError("training rows are judged")
         return squares(estimator, X, y)
 
-    searched(training_mu=0.1, losses=picky)
+    searched(training=TRAINED, losses=picky)
     with pytest.raises(ValueError, match=r"fails on training rows: training rows are"):
         searched(losses=picky)  # the control
     with pytest.raises(ValueError, match="a later call trains again; give no folder"):
-        searched(training_mu=0.1, losses=squares, folder=tmp_path / "a")
+        searched(training=TRAINED, losses=squares, folder=tmp_path / "a")
+    other = dpb.search.DeclaredTraining.gdp(0.1, 50)
+    with pytest.raises(ValueError, match="num_records=50, but X has 60 rows"):
+        searched(training=other, losses=squares)
     assert not (tmp_path / "a").exists()
 
 
 def test_protected_training_records_tell_no_units():
     for options in ({"losses": squares, "solver": None}, {}):
         with pytest.raises(ValueError, match="no units may be taken from them"):
-            searched(training_mu=0.1, **options)
+            searched(training=TRAINED, **options)
 
 
 @pytest.mark.slow
@@ -382,7 +389,7 @@ def test_parameters_that_cannot_be_fitted_lose_every_row():
 
 def test_sparse_inputs_are_searched_as_dense_ones_are(found):
     as_sparse = searched(
-        training=(scipy.sparse.coo_array(TRAINING[0]), TRAINING[1]),
+        public=(scipy.sparse.coo_array(TRAINING[0]), TRAINING[1]),
         validation=(scipy.sparse.coo_array(PRIVATE[0]), PRIVATE[1]),
     )
     assert np.abs(as_sparse.trajectory_ - found.trajectory_).max() < 0.05
@@ -397,7 +404,7 @@ def test_data_frames_are_read_by_position_and_must_have_the_same_columns():
 
     kinds = Frame(["a", "b"]), Frame(["a", "c"])
     with pytest.raises(ValueError, match="must have the columns of the training X"):
-        searched(training=(kinds[0], [0, 1]), validation=(kinds[1], [0, 1]))
+        searched(public=(kinds[0], [0, 1]), validation=(kinds[1], [0, 1]))
 
 
 def test_a_column_of_labels_is_refused_by_the_default_losses():
@@ -406,7 +413,7 @@ def test_a_column_of_labels_is_refused_by_the_default_losses():
         searched(
             LogisticRegression(),
             {"C": dpb.search.Range(0.1, 1.0)},
-            training=(TRAINING[0], labels[:60]),
+            public=(TRAINING[0], labels[:60]),
             validation=(PRIVATE[0], labels[60:]),
         )
 
@@ -473,7 +480,7 @@ def test_a_heavy_tail_does_not_lead_the_default_the_wrong_way(losses, better):
     result = searched(
         KNeighborsClassifier(),
         {"n_neighbors": dpb.search.Range(1, 100, log=True, integer=True)},
-        training=(inputs[:300], labels[:300]),
+        public=(inputs[:300], labels[:300]),
         validation=(inputs[300:], labels[300:]),
         solver=None,
         losses=losses,
@@ -488,7 +495,7 @@ def test_classifiers_are_searched_and_an_unknown_class_is_a_label_like_any():
     result = searched(
         make_pipeline(StandardScaler(), LogisticRegression()),
         {"logisticregression__C": dpb.search.Range(1e-3, 1e2, log=True)},
-        training=(INPUTS[:60], labels[:60]),
+        public=(INPUTS[:60], labels[:60]),
         validation=(PRIVATE[0], private),
     )
     assert result.best_params_["logisticregression__C"] < 10**-0.5
@@ -533,7 +540,7 @@ def test_a_folder_ends_with_released_values_only(tmp_path):
         {"estimator": Ridge(fit_intercept=False)},
         {"space": {"alpha": dpb.search.Range(1.0, 2.0)}},
         {"losses": squares},
-        {"training": (TRAINING[0], 2 * TRAINING[1])},
+        {"public": (TRAINING[0], 2 * TRAINING[1])},
         {"validation": (PRIVATE[0][::-1], PRIVATE[1])},
     ],
 )
