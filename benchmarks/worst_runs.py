@@ -30,6 +30,7 @@ ROWS = pathlib.Path("runs/worst_runs/rows.json")
 EPSILONS = (0.3, 1.0, 3.0, 10.0)
 KEYS = 20
 WIDE = (-8.0, 2.0)  # the default bounds of `penalty_tuning`
+MIDDLE = -3.0  # of these
 
 
 def values(problem, solver, budget, sizes, data, w0):
@@ -58,12 +59,12 @@ def sources(name, budget):
     return planned(task, task.problem, task.w0, budget, **options)
 
 
-def groups_of_features(bounds, make, budget):
-    """T3, from the lower ends of the bounds, or from the middle of the default ones."""
+def groups_of_features(bounds, start, make, budget):
+    """T3 by the plan of `auto`, for penalties that all start at one place."""
     task = penalties.noisy("", make(), 10)
     problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups, bounds=bounds)
-    x = bounds[0] if bounds != WIDE else np.mean(bounds)
-    w0, norm = (jnp.full_like(task.w0[0], x), task.model), np.hypot(1, penalties.NOISE)
+    x, norm = jnp.full_like(task.w0[0], start), np.hypot(1, penalties.NOISE)
+    w0 = x, task.model
     return planned(task, problem, w0, budget, clip_norm=float(norm))
 
 
@@ -73,7 +74,7 @@ def unset_penalties(make, budget):
     problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups)
     inner = dpb.NoisyGD(8, 1.0, 1.0)
     solver = dpb.PenaltyBilevel(15, 10.0, step_size=5.0, inner=inner)
-    w0 = (jnp.full_like(task.w0[0], np.mean(WIDE)), task.model)
+    w0 = (jnp.full_like(task.w0[0], MIDDLE), task.model)
     found = values(problem, solver, budget, task.sizes, task.data, w0)
     loss = mean_loss(task.loss, task.test)
     return "PenaltyBilevel", found, [loss(y) for _, y in found], loss(w0[1])
@@ -127,13 +128,18 @@ def tasks():
     columns = {"generated": penalties.generated_columns}
     columns |= {"census": penalties.census_columns} if ADULT.is_file() else {}
     for name, make in columns.items():
-        low = (penalties.LOW, penalties.HIGH)
-        found[f"T3 {name}"] = functools.partial(groups_of_features, low, make)
-        found[f"T3 {name}, default bounds"] = functools.partial(
-            groups_of_features, WIDE, make
-        )
-        found[f"T3 {name}, default bounds, set by hand"] = functools.partial(
-            unset_penalties, make
+        low, high = penalties.LOW, penalties.HIGH
+        starts = {
+            "": ((low, high), low),
+            ", default bounds": (WIDE, WIDE[0]),
+            ", default bounds, from their middle": (WIDE, MIDDLE),
+        }
+        for words, place in starts.items():
+            found[f"T3 {name}{words}"] = functools.partial(
+                groups_of_features, *place, make
+            )
+        found[f"T3 {name}, default bounds, from their middle, set by hand"] = (
+            functools.partial(unset_penalties, make)
         )
     for name in games.TASKS:
         if ADULT.is_file() or name.startswith("generated"):

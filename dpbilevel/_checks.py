@@ -1,8 +1,10 @@
 """Checks of arguments and of annotated fields: one wording for every refusal."""
 
 import dataclasses
+import difflib
 import enum
 import functools
+import inspect
 import math
 import os
 import types
@@ -151,10 +153,14 @@ def one_of(owner: str, name: str, value: object, allowed: Iterable[object]) -> N
 # What to write where an instance of a class is expected.
 _SUCH_AS = {
     "AbstractSampling": "dpb.Poisson(rate=0.1) or dpb.FullBatch()",
+    "AbstractFiniteSum": "dpb.FiniteSum(loss)",
+    "AbstractProblem": "dpb.FiniteSum(loss) or dpb.BilevelProblem(upper, lower)",
     "AbstractOutput": "dpb.outputs.Mean() or dpb.outputs.Last()",
     "PrivacyBudget": "dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)",
     "Sizes": 'dpb.Sizes(upper=1000, lower=5000, people="disjoint")',
     "AbstractSet": "dpb.sets.Ball(1.0)",
+    "BilevelProblem": "dpb.BilevelProblem(upper, lower)",
+    "FiniteSum": "dpb.FiniteSum(loss)",
     "Gaussian": "dpb.privacy.Gaussian()",
     "PenaltyTuning": "dpb.penalty_tuning(loss, groups)",
     "SourceWeighting": "dpb.source_weighting(loss, num_sources)",
@@ -255,7 +261,10 @@ def _require(owner, values, holds, words) -> None:
         known = concrete(value) and not isinstance(value, bool)
         # On the host: comparing a device array inside a trace would not give a truth.
         if not known or not (math.isfinite(float(value)) and holds(float(value))):
-            raise ValueError(f"{owner}: {name} must be {words}, got {shown(value)}.")
+            kind = "" if known else "a number, "
+            raise ValueError(
+                f"{owner}: {name} must be {kind}{words}, got {shown(value)}."
+            )
 
 
 # Known on the host, or inside a program.
@@ -278,8 +287,51 @@ class Checked(eqx.Module):
     where they rely on it.
     """
 
+    def __new__(cls, *args: Any, **options: Any):
+        check_names(cls, options)
+        return super().__new__(cls)
+
     def __check_init__(self):
         check_fields(self)
+
+
+# What other libraries call an argument, and what does the same here.
+_ELSEWHERE = {
+    "batch_size": "sampling=dpb.Poisson(rate), whose batches have rate * n records",
+    "epochs": "num_steps",
+    "l2_clip_norm": "clip_norm",
+    "l2_norm_clip": "clip_norm",
+    "learning_rate": "step_size",
+    "lr": "step_size",
+    "max_grad_norm": "clip_norm",
+    "max_iter": "num_steps",
+    "noise_multiplier": "noise, which dpb.calibrate finds for a budget",
+    "optimizer": "step_size, such as step_size=optax.adam(0.1)",
+    "sample_rate": "sampling=dpb.Poisson(rate)",
+}
+
+
+def check_names(cls: type, options: Iterable[str]) -> None:
+    """Raises `TypeError` where a class has no argument of such a name."""
+    names = _arguments(cls)
+    for name in options:
+        if name in names:
+            continue
+        other = _ELSEWHERE.get(name, "")
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        if other.split("=")[0].split(",")[0] in names:
+            hint = f" Use {other}."
+        raise TypeError(
+            f"{cls.__name__}: there is no argument {name!r}.{hint} It has "
+            f"{', '.join(names)}."
+        )
+
+
+@functools.cache
+def _arguments(cls: type) -> tuple[str, ...]:
+    """The names of what a class is made of."""
+    return tuple(inspect.signature(cls.__init__).parameters)[1:]
 
 
 def check_fields(module: Any) -> None:

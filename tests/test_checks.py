@@ -122,3 +122,35 @@ def test_a_start_of_half_precision_is_refused_with_the_remedy(dtype):
 def test_a_part_of_a_wrong_class_is_refused_with_the_remedy(field, value, remedy):
     with pytest.raises(TypeError, match=remedy):
         dpb.NoisyGD(3, 1.0, step_size=0.1, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batch_size", r"Use sampling=dpb\.Poisson\(rate\), whose batches"),
+        ("max_grad_norm", r"Use clip_norm\. It has num_steps, clip_norm"),
+        ("clipnorm", "Did you mean clip_norm"),
+        ("zebra", r"zebra.\. It has num_steps"),
+    ],
+)
+def test_an_argument_of_another_library_is_refused_with_the_name_it_has_here(
+    name, hint
+):
+    with pytest.raises(TypeError, match=f"NoisyGD: there is no argument .*{hint}"):
+        dpb.NoisyGD(num_steps=3, step_size=0.1, **{name: 1.0})
+
+
+def test_a_loss_in_the_place_of_a_problem_is_refused_with_the_remedy():
+    with pytest.raises(TypeError, match=r"got function as problem\. Give dpb\.Finite"):
+        dpb.calibrate(dpb.logistic_loss, DESCENT, BUDGET, sizes=4)
+
+
+@pytest.mark.parametrize("value", ["1", None])
+def test_what_is_no_number_is_refused_as_that(value):
+    with pytest.raises(ValueError, match="epsilon must be a number, positive and fin"):
+        dpb.PrivacyBudget(value, 1e-5)
+
+
+def test_the_name_of_an_optimizer_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"step_size must be .* optax\.adam.*'adam'"):
+        dpb.NoisyGD(3, 1.0, step_size="adam")

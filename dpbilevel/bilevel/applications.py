@@ -278,8 +278,24 @@ class PenaltyTuning(BilevelProblem):
     num_groups: int = eqx.field(static=True, kw_only=True)
 
 
+def penalty_start(problem: PenaltyTuning, model: PyTree) -> tuple[PyTree, PyTree]:
+    """The start of `penalty_tuning`: the least penalties.
+
+    Args:
+        problem: The problem.
+        model: The parameters that the model starts from, public.
+
+    Returns:
+        The pair $(x, y)$.
+    """
+    _checks.instance("penalty_start", PenaltyTuning, problem=problem)
+    box = problem.x_set
+    assert isinstance(box, Box)  # that of `penalty_tuning`
+    return box.lower, model
+
+
 def penalty_tuning(
-    loss: ModelLoss, groups: PyTree, *, bounds: tuple[float, float] = (-4.0, 2.0)
+    loss: ModelLoss, groups: PyTree, *, bounds: tuple[float, float] = (-8.0, 2.0)
 ) -> PenaltyTuning:
     r"""Tunes one quadratic penalty per group of coefficients on validation records.
 
@@ -293,9 +309,8 @@ def penalty_tuning(
     Args:
         loss: $\ell(y, z)$: the model's loss on one record.
         groups: $g$: a pytree like $y$ of integers in $[0, k)$; public.
-        bounds: $(l, u)$, the box of the log-penalties. The default suits features of
-            about unit variance; lower ends invite noise, which drives penalties down
-            where records are few.
+        bounds: $(l, u)$, the box of the log-penalties. Methods that penalize little
+            or nothing of themselves start at its lower end (`penalty_start`).
 
     Returns:
         A problem over `Levels(upper=validation, lower=training)` whose $x$ has one

@@ -22,6 +22,12 @@ from .config import Config, parse_config, read_tables
 from .tables import Place
 from .tasks import TASKS
 
+# What a config says that has no settings.
+UNPLANNED = (
+    "# There is no table [solver]: settings are chosen by dry runs on synthetic",
+    "# records. dpbilevel auto CONFIG --out NEW.toml writes them.",
+)
+
 # What a plan writes.
 _SETTINGS = ("solver", "refit")
 # Stand in for the missing table, so that the rest of a config is checked.
@@ -141,7 +147,7 @@ def written(text: str, found: AutoPlan) -> str:
         table = re.match(r"\s*\[+\s*([A-Za-z_-]+)", line)
         if table:
             kept = table[1] not in _SETTINGS
-        if kept:
+        if kept and line not in UNPLANNED:
             lines.append(line)
     while lines and not lines[-1].strip():
         lines.pop()

@@ -178,10 +178,10 @@ def load_test(
 
     Raises:
         ValueError: The file is missing, is that of other records, lacks a column or has
-            too few rows.
+            too few rows; or its records are public and lack a class.
 
     Privacy:
-        NON-PRIVATE: this is the data. No cell's content raises.
+        NON-PRIVATE: this is the data. No cell's content raises unless it is public.
     """
     test = data.test
     if test is None:
@@ -190,6 +190,8 @@ def load_test(
     file = _test_file(test, base, *others)
     _check_tested(data, test, file)
     records = _features(without_sources(data).load(file))
+    if test.accuracy == "public":
+        _check_classes(data, records, file)
     if not test.records:
         return records
     order = np.random.default_rng(data.split_seed).permutation(len(records))  # public
@@ -214,6 +216,22 @@ def _check_tested(data: AbstractData, test: HeldOut, file: Path) -> None:
             f"there are {rows} records in {file}, but [data.test] asks for records = "
             f"{test.records}. Use a smaller number or more records."
         )
+
+
+def _check_classes(data: AbstractData, records: Records, file: Path) -> None:
+    """Refuses public labels of which no record has a listed class: it is misspelt."""
+    assert isinstance(data, CsvData)
+    label = data.label
+    unlisted = int(np.isnan(records.label).sum())
+    classes = {"positive": (label.positive, 1), "negative": (label.negative, -1)}
+    for name, (values, sign) in classes.items():
+        if values and unlisted and not np.any(records.label == sign):
+            raise ValueError(
+                f"no record of {file} has a {label.column!r} that is listed as {name}, "
+                f"{list(values)}, and {unlisted} have one that is not listed at all. "
+                "Correct the lists in [data.label] before a run spends a budget on "
+                "them."
+            )
 
 
 def without_sources(data: AbstractData) -> CsvData:

@@ -27,7 +27,7 @@ PLACES = {
 }
 
 
-_IGNORED = "# Records of other values count for nothing, and no message says so."
+_IGNORED = "# Records with other values have no influence, and no message reports them."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +209,7 @@ def _model_lines(made: Draft) -> Iterator[str]:
         yield f"num_sources = {len(made.places[1])}"
         yield "ridge = 1e-4"
     yield ""
-    yield "# There is no table [solver]: settings are chosen by dry runs on synthetic"
-    yield "# records. dpbilevel auto CONFIG --out NEW.toml writes them."
+    yield from auto.UNPLANNED
 
 
 def _relative(file: Path, folder: Path) -> str:

@@ -204,6 +204,7 @@ def _init(arguments: argparse.Namespace) -> None:
         out.write_text(text, encoding="utf-8")
     print(f"\nconfig: {out} (read it, and correct what is not so)")
     print(f"  its guarantee, before any data: dpbilevel calibrate {out}")
+    print(f"  its settings, by dry runs:      dpbilevel auto {out} --out planned.toml")
     print(f"  one run within the budget:      dpbilevel run {out} --out runs/a")
 
 

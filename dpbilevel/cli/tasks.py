@@ -152,7 +152,7 @@ class PenaltyTuningTask(AbstractTask):
 
     loss: Literal["logistic", "squared"]
     groups: Literal["single", "per_block", "per_feature"] = "per_block"
-    bounds: tuple[float, float] = (-4.0, 2.0)
+    bounds: tuple[float, float] = (-8.0, 2.0)
     start_at: Literal["middle", "low"] = "middle"
 
     planned: ClassVar[dict[str, Any]] = {"start_at": "low"}

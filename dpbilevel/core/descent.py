@@ -32,11 +32,12 @@ def check_step_sizes(owner: str, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, Rule):
             continue
-        if callable(value):
+        if callable(value) or isinstance(value, str):
+            schedule = f" Pass a schedule as {name}=optax.sgd(schedule)."
             raise ValueError(
                 f"{owner}: {name} must be a positive number or an optax optimizer such "
-                f"as optax.adam(0.1), got {_checks.shown(value)}. Pass a schedule as "
-                f"{name}=optax.sgd(schedule)."
+                f"as optax.adam(0.1), got {_checks.shown(value)}."
+                f"{schedule if callable(value) else ''}"
             )
         if value is None:
             raise ValueError(

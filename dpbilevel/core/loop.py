@@ -146,7 +146,7 @@ def bound_to(
         raise ValueError(
             f"{owner}: the plan is for {solver.sizes}, but the data have {found}. The "
             "guarantee holds for the planned numbers only; calibrate again with "
-            "sizes= these."
+            f"sizes={found}."
         )
     return solver
 

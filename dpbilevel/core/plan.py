@@ -20,7 +20,7 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.report import PrivacyReport, describe
+from ..privacy.report import PrivacyReport, describe, large_delta
 from ..privacy.sampling import AbstractSampling, FullBatch
 from .levels import Levels, Sizes, people_of
 from .loop import solve, solver_for
@@ -69,6 +69,9 @@ def calibrate(
             delta smaller than the chance of an overflowing batch; scores that are
             computed too coarsely for the budget.
 
+    Warns:
+        UserWarning: Delta is not below one over the number of records.
+
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
         is, on this problem and data of these sizes. A second run is a second release,
@@ -90,8 +93,11 @@ def calibrate(
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
     calibrated = planned.with_noise(scale).with_counts(problem)  # which follow from it
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
+    counted = calibrated.ledger(problem, sizes)
+    for text in large_delta(counted, budget):
+        warnings.warn(f"calibrate: {text}.", stacklevel=2)
     report = describe(
-        calibrated.ledger(problem, sizes),
+        counted,
         budget,
         levels=people_of(sizes) is not None,
         dimensions=dimensions,
@@ -275,7 +281,8 @@ def _least_safe(
                 "calibrate: no amount of noise reaches the budget. Epsilon or delta is "
                 "too small: with Poisson batches delta must exceed the chance that one "
                 "overflows, and with any sampled batches the rounding of their "
-                "composition, about 1e-15 a release."
+                "composition, about 1e-15 a release. A training that is declared may "
+                "not cost the budget by itself."
             )
     if low == high:
         while not unsafe(low):

@@ -75,10 +75,12 @@ def reason_of(
             f"No method improves on the starting point on every twin at {budget}. More "
             f"records or a larger epsilon are needed; the best is {first.method}."
         )
+    found = f"misses at most {first.regret:.0%} of the possible improvement"
+    if len(twins) == 1:
+        found = "releases the model of the least test loss"
     text = (
-        f"{first.method} misses at most {first.regret:.0%} of the possible improvement "
-        f"on synthetic records ({', '.join(twins)}; where yours differ from all of "
-        "these, pass twins= in Python)."
+        f"{first.method} {found} on synthetic records ({', '.join(twins)}; where yours "
+        "differ, pass twins= in Python)."
     )
     if first.levels == 2 and single is not None:
         best = f" The best method of one level, {single.method}, misses up to"
@@ -118,4 +120,4 @@ def outlook_of(
         if again[ranked_best(again)[0]].levels == 2:
             return f" Two levels would pay from about epsilon = {epsilon:g} on."
     most = _MORE[-1] * budget.epsilon
-    return f" Nor would they at epsilon = {most:g}."
+    return f" They would not pay at epsilon = {most:g} either."

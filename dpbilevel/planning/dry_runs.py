@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Key, PyTree
 
 from .. import _checks
+from ..bilevel.applications import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.loop import solve
 from ..core.plan import calibrate
@@ -172,7 +173,9 @@ def auto(
     return AutoPlan(
         plan.solver,
         plan.report,
-        reason_of(best, budget, [law.name for law in laws], starts) + outlook,
+        reason_of(best, budget, [law.name for law in laws], starts)
+        + outlook
+        + _remark_on(problem, w0),
         best,
         tuple(law.name for law in laws),
         tuple(starts),
@@ -203,6 +206,19 @@ def _check_start_and_laws(
         raise ValueError("auto: twins must hold at least one law of records.")
     for law in laws:
         _checks.instance("auto", AbstractTwin, twins=law)
+
+
+def _remark_on(problem: AbstractProblem, w0: PyTree) -> str:
+    """What to change about the start."""
+    if not isinstance(problem, PenaltyTuning):
+        return ""
+    least, _ = penalty_start(problem, None)
+    if not np.any(w0[0] > least):
+        return ""
+    return (
+        " x starts above the least penalties, where most methods find less: start at "
+        "bilevel.penalty_start(problem, model)."
+    )
 
 
 def _feasible(

@@ -173,7 +173,7 @@ def describe(
             *ledger.assumptions,
             *_of_sampling(ledger),
             *_bounded_numbers(ledger),
-            *_large_delta(ledger, budget),
+            *large_delta(ledger, budget),
             TRUSTED,
             *(IDEALISED[name] for name in sorted(precisions)),
             GENERATOR,
@@ -190,8 +190,8 @@ def _certificates(ledger: Ledger) -> tuple[str, ...]:
     overflow = sum(release.overflow for release in ledger.releases)
     if overflow:
         notes.append(
-            "some sampled batch overflows, or a subset lacks members, with probability "
-            f"at most {rounded_up(overflow, 3)}, counted in delta"
+            "some batch is not drawn as accounted for, as where one overflows, with "
+            f"probability at most {rounded_up(overflow, 3)}, counted in delta"
         )
     return tuple(notes)
 
@@ -228,7 +228,8 @@ def _bounded_numbers(ledger: Ledger) -> tuple[str, ...]:
     )
 
 
-def _large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
+def large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
+    """What a delta allows that is no smaller than one over the number of records."""
     sizes = [n for release in ledger.releases for n in release.sizes.values()]
     if not sizes or budget.delta < 1 / max(sizes):
         return ()

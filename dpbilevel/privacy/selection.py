@@ -74,6 +74,12 @@ class Selection(AbstractGaussianRelease):
         return *self.queries, *trained
 
     @property
+    @override
+    def sizes(self) -> dict[str, int]:
+        trained = (r.sizes for part in self.trainings for r in part)
+        return dict(collections.ChainMap(super().sizes, *trained))
+
+    @property
     def failure(self) -> float:
         """The chance of more repetitions than there are runs."""
         return self.count * float(self.repetitions.beyond(self.runs)[-1])
@@ -92,7 +98,8 @@ class Selection(AbstractGaussianRelease):
             f"{mu:.4g}-GDP towards {role} records"
             for role, mu in self.run_mus(People.DISJOINT).items()
         )
-        trainings = f"one of {len(self.trainings)} trainings and the release of a value"
+        kind = f"one of {len(self.trainings)} trainings" * (len(self.trainings) > 1)
+        trainings = f"{kind or 'a training'} and the release of a value"
         return law, f"{self.name}: a run is {trainings}, together {run}"
 
     def run_mus(self, people: People) -> dict[str, float]:

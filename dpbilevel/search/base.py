@@ -112,15 +112,25 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         assumptions = self.assumptions(problem, sizes)
         if not isinstance(problem, BlackBox) or problem.training is None:
             return Ledger(releases, assumptions=assumptions)
-        most, training = self.most_evaluations, problem.training
-        if most is None:
+        training = problem.training
+        count = self.charged_trainings() + problem.trainings_after
+        if count:
+            releases = *releases, Trainings(TRAINING, count, (), training)
+        return Ledger(releases, training.people, assumptions)
+
+    def charged_trainings(self) -> int:
+        """How many trainings are charged besides `releases`: one an evaluation.
+
+        Raises:
+            ValueError: There is no public bound on the number of evaluations.
+        """
+        if self.most_evaluations is None:
             raise ValueError(
                 "BlackBox: training is charged once for every evaluation, so there "
                 "must be a public bound on their number; give the solver batch= or "
                 "max_batch=."
             )
-        trainings = Trainings(TRAINING, most + problem.trainings_after, (), training)
-        return Ledger((*releases, trainings), training.people, assumptions)
+        return self.most_evaluations
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
         """What a guarantee on a black box takes for granted."""
@@ -140,7 +150,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         apart = problem.training.people is People.DISJOINT
         return (
             *rows,
-            "every training, at any point, releases no more than is declared",
+            f"every training, at any point, is as declared: {problem.training}",
             f"{'nobody has' if apart else 'somebody may have'} a record among those "
             "that are trained on and one among those that are evaluated",
         )

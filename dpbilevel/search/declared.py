@@ -40,11 +40,11 @@ class DeclaredTraining:
     Privacy:
         Nothing here can check a declaration, and the status of the report is never
         better than `CONDITIONAL`. It has to hold for every training that the search may
-        run: where the noise or the number of steps depends on the point, declare the
-        least noise and the most steps. Every training has to draw noise and batches of
-        its own: one fixed seed would repeat them. Batches of a fixed size, or of
-        shuffled records, are not those of a chance. A record that is replaced changes
-        the sum of a batch by at most twice the clip norm.
+        run: where noise, rate or number of steps depend on the point, declare the least
+        noise, the largest rate and the most steps. Every training has to draw noise and
+        batches of its own: one fixed seed would repeat them. Batches of a fixed size,
+        or of shuffled records, are not those of a chance. A record that is replaced
+        changes the sum of a batch by at most twice the clip norm.
     """
 
     history: tuple[tuple[float, float, int], ...]
@@ -64,8 +64,10 @@ class DeclaredTraining:
         if not phases:
             raise ValueError(f"{owner}: history names no phase of a training.")
         _checks.count(owner, num_records=num_records)
-        if not isinstance(people, People):
-            _checks.one_of(owner, "people", people, ["overlapping", "disjoint"])
+        allowed = [People.OVERLAPPING, People.DISJOINT]
+        if people not in allowed:
+            values = [known.value for known in allowed]
+            _checks.one_of(owner, "people", people, values)
         fields = {"history": phases, "num_records": int(num_records)}
         for name, value in (fields | {"people": People(people)}).items():
             object.__setattr__(self, name, value)  # frozen
@@ -140,10 +142,11 @@ class Trainings(AbstractRelease):
         basis: A declaration.
 
     Privacy:
-        Whoever has a record on both sides is charged for the trainings and for what is
-        released of the losses. Disjoint people are charged for one of both: the models
-        are all that a loss reads of the training records, and no training reads the
-        others but by points that were released.
+        As if all models were released, which is an adaptive composition with what is
+        released of the losses: a loss reads the training records by its model alone,
+        and a training the others by released points alone. Whoever has a record on both
+        sides is charged for both, disjoint people for one of them. Runs of a selection
+        must stay secret, so there a training is part of what is selected instead.
     """
 
     mechanism: DeclaredTraining
@@ -220,6 +223,31 @@ def check_fits(training: DeclaredTraining, num_records: int, folder: Any) -> Non
             f"{training.num_records}, but X has {num_records} rows; declare the "
             "training of these records."
         )
+
+
+def check_search(training: Any, estimator: Any, solver: Any, losses: Any) -> None:
+    """Refuses a search of an estimator that would not be as declared.
+
+    Raises:
+        TypeError: `training` is no declaration.
+        ValueError: Losses or their units would be taken from training records, or all
+            fits would draw the same noise.
+    """
+    owner = "PrivateSearch"
+    _checks.instance(owner, DeclaredTraining, training=training)
+    if solver is None or losses is None:
+        raise ValueError(
+            f"{owner}: with training the training records are protected, so neither "
+            "losses nor their units may be taken from them; give losses=, and solver= "
+            "with a clip norm that is known to suit them."
+        )
+    for name, value in estimator.get_params().items():
+        if name.split("__")[-1] == "random_state" and value is not None:
+            raise ValueError(
+                f"{owner}: {name} is set, so that all private trainings would draw "
+                "the same noise, and a difference of two models would be without any; "
+                f"leave {name}=None."
+            )
 
 
 def _phase(owner: str, phase: Any) -> tuple[float, float, int]:

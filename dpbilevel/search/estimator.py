@@ -23,7 +23,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key
 from ..sets import Box
 from .base import AbstractAskTellSolver
-from .declared import DeclaredTraining, check_fits
+from .declared import DeclaredTraining, check_fits, check_search
 from .default_losses import default_losses
 from .default_solver import default_solver
 from .gibo import GradientInformativeBO
@@ -55,7 +55,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         space: A `Range` or a `Categorical` per parameter, named as in `set_params`
             (`"svr__C": Range(0.1, 10, log=True)`). One whose condition (`when`) does
             not hold is left as the estimator has it.
-        budget: The guarantee for the validation records.
+        budget: The guarantee for the validation records, and with `training` for those
+            that are trained on.
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
             $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
@@ -188,6 +189,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 rows.check_apart(middle)
         else:
             check_fits(self.training, count(X), folder)
+            rows.quiet = True
         solver = self.solver
         if solver is None:
             starts = [space.position(v) for v in (*self.starts, self._own())]
@@ -346,13 +348,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
                 f"returns every row's loss, got {_checks.shown(self.losses)}."
             )
         if self.training is not None:
-            _checks.instance("PrivateSearch", DeclaredTraining, training=self.training)
-        if self.training is not None and None in (self.solver, self.losses):
-            raise ValueError(
-                "PrivateSearch: with training the training records are protected, "
-                "so no units may be taken from them; give losses=, and solver= with a "
-                "clip norm that is known to suit them."
-            )
+            check_search(self.training, estimator, self.solver, self.losses)
         check_jobs("PrivateSearch", self.n_jobs)
         space = Space(self.space)
         for start in self.starts:

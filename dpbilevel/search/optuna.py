@@ -87,7 +87,7 @@ def optimize_study(
         solver: What searches, as in `minimize`, in one coordinate in [-1, 1] for each
             parameter; with categories no `GradientInformativeBO`.
         num_records: The number of validation records, public.
-        budget: The guarantee for them.
+        budget: The guarantee for them, and with `training` for those trained on.
         key: One typed key.
         folder: As in `AskTell`: a study that was interrupted goes on, and one that is
             done is not added to the study a second time.

@@ -10,14 +10,16 @@ from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
 from ..privacy.budget import Neighbours
+from ..privacy.clipping import Basis
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.selection import Repetitions, Selection
 from .base import AbstractAskTellSolver, Proposal
 from .best_run import BestRun, check_enough
 from .candidates import LOSS, box_of, start_of, uniform
+from .declared import TRAINING, Trainings
 from .losses import loss_query, noisy_loss
-from .problem import SearchProblem
+from .problem import BlackBox, SearchProblem
 
 BEST = f"point of the least {LOSS}"
 
@@ -51,7 +53,8 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
         $B / (2 n)$ under add-or-remove-one, enforced by clipping; accounted by its
         Renyi divergences (`docs/privacy.md`, "Private selection"). $P(K >$
         `num_steps`$)$ is paid for in delta. Points are drawn from a public law and none
-        is left out by its loss.
+        is left out by its loss. All runs but the best stay secret: their points, their
+        losses and the models that were trained there.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
@@ -122,7 +125,25 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
 
     @override
     def releases(self, problem: SearchProblem, sizes: int) -> tuple[Selection]:
-        return (self._selection(sizes),)
+        """One selection; a declared training is part of every run."""
+        selection = self._selection(sizes)
+        training = problem.training if isinstance(problem, BlackBox) else None
+        if training is None:
+            return (selection,)
+        if any(rate < 1 for _, rate, _ in training.history):
+            raise ValueError(
+                "RepeatAndSelect: training on Poisson batches is not accounted for "
+                "together with private selection; declare a training on full batches "
+                "or DeclaredTraining.gdp, or search by RandomSearch or NoisyUCB."
+            )
+        run = (Trainings(TRAINING, 1, (), training),)
+        basis = Basis.CONSTANTS
+        return (dataclasses.replace(selection, trainings=(run,), basis=basis),)
+
+    @override
+    def charged_trainings(self) -> int:
+        """None: those of its runs are part of what is selected."""
+        return 0
 
     @override
     def with_noise(self, scale: Number) -> Self:

@@ -51,10 +51,13 @@ class RowLosses:
         self.training = _sliceable(X), _sliceable(y)
         self._refusals: dict[bytes, Refusals] = {}
         self._tries = False  # numbers that are refused, on training rows
+        self.quiet = False  # whether nothing is printed of training rows either
 
     def fit(self, point: Float[np.ndarray, " d"]) -> Any:
         """The estimator fitted to the training rows."""
-        return self.make(point).fit(*_parts(self.training, _all(self.training)))
+        table = _parts(self.training, _all(self.training))
+        with _silence() if self.quiet else contextlib.nullcontext():
+            return self.make(point).fit(*table)
 
     def black_box(self, X: Any, y: Any) -> Callable[[np.ndarray], np.ndarray]:
         """The losses of private rows as a function of the point, which never raises.

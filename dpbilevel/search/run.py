@@ -117,6 +117,12 @@ def _check(owner, problem, solver, key, budget, folder) -> None:
             f"{owner}: a black box states its number of records, which "
             "add-or-remove-one keeps private; use Neighbours.REPLACE_ONE."
         )
+    if problem.training is not None and folder is None and jax.process_count() > 1:
+        raise ValueError(
+            f"{owner}: in a program of several processes each would train by itself "
+            "and release the same noise on losses of other models; give folder=, "
+            "with which one process evaluates for all."
+        )
     if folder is not None and budget is None:
         raise ValueError(
             f"{owner}: folder= keeps the report and the spending of the run, so it "

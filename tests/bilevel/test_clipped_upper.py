@@ -271,5 +271,5 @@ def test_the_report_says_what_rests_on_clipping_and_what_on_constants(x64):
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), "1"])
 def test_a_norm_that_is_none_is_refused(norm):
-    with pytest.raises(ValueError, match="upper_clip_norm must be positive"):
+    with pytest.raises(ValueError, match=r"upper_clip_norm must be .*positive"):
         implicit(upper_clip_norm=norm)

@@ -187,9 +187,18 @@ def test_a_numeric_label_is_tested_by_its_error_in_its_own_unit(tmp_path):
 def test_a_file_of_nothing_to_test_on_says_so(folder):
     text = (folder / "test.csv").read_text().replace("yes", "1").replace("no", "0")
     (folder / "test.csv").write_text(text)
-    found = run(prepare(read_config(config_of(folder, "public"))), folder / "out")
+    found = run(prepare(read_config(config_of(folder, "non_private"))), folder / "out")
     assert "no record to test on" in str(found.test)
     assert results.load(folder / "out").test == found.test
+
+
+def test_a_misspelt_class_is_found_in_public_records_before_anything_is_spent(folder):
+    text = (folder / "test.csv").read_text().replace("yes", "Yes")
+    (folder / "test.csv").write_text(text)
+    prepared = prepare(read_config(config_of(folder, "public")))
+    with pytest.raises(ValueError, match=r"no record of .*test.csv has a .* positive"):
+        run(prepared, folder / "out")
+    assert not list((folder / "out").glob("*.json*"))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_one_level_is_planned_where_all_records_are_alike():
     assert not plan.pays
     assert isinstance(plan.solver, OneLevel)
     assert "Two levels do not pay here" in plan.reason
-    assert "Nor would they at epsilon = 32." in plan.reason
+    assert "They would not pay at epsilon = 32 either." in plan.reason
 
 
 def trial(levels, loss):
@@ -102,7 +102,7 @@ def outlook(one, two):
 def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
     assert outlook(one, two) == " Two levels would pay from about epsilon = 4 on."
-    assert outlook(one, one) == " Nor would they at epsilon = 16."
+    assert outlook(one, one) == " They would not pay at epsilon = 16 either."
     assert (
         conclusions.outlook_of([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None)
         == ""
@@ -297,6 +297,15 @@ def test_a_share_of_the_groups_of_noise_groups_matters(useful, count):
     target, _ = law.models(problem, (40,), jax.random.key(0))
     matters = np.abs(np.asarray(target)).reshape(10, 4).max(1) > 0
     assert matters.sum() == count
+
+
+def test_a_start_above_the_least_penalties_is_remarked():
+    problem = dpb.penalty_tuning(dpb.logistic_loss, np.arange(4) // 2)
+    start = dpb.bilevel.penalty_start(problem, jnp.zeros(4))
+    assert np.array_equal(start[0], [-8.0, -8.0])
+    assert dry_runs._remark_on(problem, start) == ""
+    above = start[0].at[1].set(-4.0), start[1]
+    assert "start at bilevel.penalty_start" in dry_runs._remark_on(problem, above)
 
 
 LAYOUT = {

@@ -11,7 +11,13 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.privacy.gaussian import gaussian_delta
-from dpbilevel.search import BlackBox, DeclaredTraining, NoisyUCB, RandomSearch
+from dpbilevel.search import (
+    BlackBox,
+    DeclaredTraining,
+    NoisyUCB,
+    RandomSearch,
+    RepeatAndSelect,
+)
 from tests.privacy import second_accountant
 from tests.privacy.test_second_accountant import is_right
 
@@ -113,12 +119,10 @@ def test_the_report_has_a_row_for_the_trainings_and_survives_json():
     assert "nobody has a record among those that are trained on" in str(again)
 
 
-def test_a_delta_that_is_large_for_the_training_records_is_noticed():
-    few = planned(DeclaredTraining(HISTORY, 99_999))[0].report
-    many = planned(DeclaredTraining(HISTORY, 100_001))[0].report
-    shown = "is not below one over the number of records"
-    assert shown not in str(few)
-    assert shown in str(many)
+def test_a_delta_that_is_large_for_the_training_records_is_warned_of():
+    planned(DeclaredTraining(HISTORY, 99_999))
+    with pytest.warns(UserWarning, match="is not below one over the number of records"):
+        planned(DeclaredTraining(HISTORY, 100_001))
 
 
 def test_a_search_with_declared_trainings_runs():
@@ -137,6 +141,27 @@ def test_a_search_with_declared_trainings_runs():
     assert any("declared" in row for row in found.report.ledger)
 
 
+SELECT = RepeatAndSelect(200, 1.0, mean=10.0)
+
+
+def test_a_selection_has_the_training_in_every_run():
+    for people, with_both in (("overlapping", True), ("disjoint", False)):
+        training = DeclaredTraining.gdp(0.1, 50_000, people)
+        plan, ledger = planned(training, SELECT)
+        selection, last = ledger.releases
+        assert last.count == 1  # that of the final model
+        value = 1 / plan.solver.noise.event().noise_multiplier
+        mus = selection.run_mus(ledger.people)
+        assert mus["records"] == pytest.approx(
+            math.hypot(value, 0.1) if with_both else value
+        )
+        assert ledger.epsilon(BUDGET.delta) <= BUDGET.epsilon
+        assert plan.report.status is dpb.privacy.Status.CONDITIONAL
+    assert mus["training records"] == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="not accounted for together with private sel"):
+        planned(DeclaredTraining(HISTORY, 50_000), SELECT)
+
+
 def test_trainings_that_cost_more_than_the_budget_are_refused():
     with pytest.raises(ValueError, match="11 declared trainings, the most that"):
         planned(DeclaredTraining([(1.0, 0.02, 1_000)], 50_000))
@@ -153,6 +178,7 @@ def test_trainings_that_cost_more_than_the_budget_are_refused():
         (([(1.0, 0.1, 10.0)], 10), "num_steps must be an integer"),
         (([(1.0, 0.1, 10)], 0), "num_records must be an integer"),
         (([(1.0, 0.1, 10)], 10, "shared"), "people must be one of"),
+        (([(1.0, 0.1, 10)], 10, dpb.People.SHARED), "people must be one of"),
     ],
 )
 def test_what_is_no_training_is_refused(arguments, message):

@@ -130,9 +130,23 @@ def test_protected_training_records_decide_about_no_refusal(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_private_trainings_draw_noise_of_their_own_and_print_nothing(capsys):
+    class Loud(Ridge):
+        def fit(self, X, y):
+            print("loss of training", np.mean(y))
+            return super().fit(X, y)
+
+    searched(Loud(), training=TRAINED, losses=squares)
+    assert capsys.readouterr().out == ""
+    searched(Loud(), losses=squares)  # the control
+    assert "loss of training" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="random_state is set, so that all private"):
+        searched(Ridge(random_state=0), training=TRAINED, losses=squares)
+
+
 def test_protected_training_records_tell_no_units():
     for options in ({"losses": squares, "solver": None}, {}):
-        with pytest.raises(ValueError, match="no units may be taken from them"):
+        with pytest.raises(ValueError, match="nor their units may be taken from them"):
             searched(training=TRAINED, **options)
 
 
