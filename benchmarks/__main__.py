@@ -1,6 +1,12 @@
-"""Runs the named benchmarks, or all, each in a process of its own."""
+"""Runs the named benchmarks, or all, each in a process of its own.
 
+`python -m benchmarks --help` lists them, and `python -m benchmarks NAME --help` says
+what one of them measures and what options it has.
+"""
+
+import ast
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -45,11 +51,24 @@ def run(name, cores, options):
     subprocess.run(command, preexec_fn=lambda: pin(0, cores), check=True)
 
 
+def described(name):
+    """What the file of a benchmark says about it, without running it."""
+    file = pathlib.Path(__file__).with_name(f"{name}.py")
+    return ast.get_docstring(ast.parse(file.read_text()))
+
+
 def main():
     options = [text for text in sys.argv[1:] if text.startswith("--")]
-    for name in [text for text in sys.argv[1:] if text not in options] or NAMES:
+    named = [text for text in sys.argv[1:] if text not in options]
+    for name in named:
         if name not in NAMES:
             sys.exit(f"benchmarks: unknown name {name!r}; choose from {NAMES}.")
+    if "--help" in options:
+        for name in named or NAMES:
+            text = described(name)
+            print(f"{name}: {text if named else text.splitlines()[0]}")
+        return
+    for name in named or NAMES:
         cores = set(range(os.cpu_count() or 1))
         if name == "hypergradient":
             cores = {max(cores)}

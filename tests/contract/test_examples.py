@@ -201,7 +201,7 @@ def test_code_for_users_of_other_libraries_runs_and_agrees_with_theirs():
                 gradients.append(names["gradient"])
             if "dp_sgd" in code:
                 network = names["result"]
-    assert ran == 10
+    assert ran == 11
     assert names["plan"].report.relation == "add_or_remove_one"
     np.testing.assert_allclose(*gradients, rtol=1e-3)
     scores = jax.vmap(names["apply"], (None, 0))(network.value, names["images"])
