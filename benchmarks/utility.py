@@ -450,7 +450,7 @@ METHODS = {
     "`auto`": planned,
 }
 BASELINES = tuple(METHODS)[:3]
-TWO_STAGES, LINEAR = tuple(METHODS)[3], tuple(METHODS)[7:]
+TWO_STAGES, LINEAR = tuple(METHODS)[3], tuple(METHODS)[7:9]
 ONE_SETTING = tuple(METHODS)[8]
 
 
