@@ -66,7 +66,8 @@ def main():
     axes.axvline(1, color="black", linewidth=1, linestyle="--")
     for edge in np.arange(len(found) - 1) + 0.5:
         axes.axhline(edge, color="#dddddd", linewidth=0.8)
-    names = [t if e == "1" else f"{t}, epsilon {e}" for t, e, _ in found]
+    several = len({e for _, e, _ in found}) > 1
+    names = [f"{t}, epsilon {e}" if several else t for t, e, _ in found]
     axes.set_yticks(range(len(found)), names)
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(LEAST - 0.05, MOST + 0.05)
