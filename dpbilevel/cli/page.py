@@ -228,8 +228,8 @@ def _ledger(report: PrivacyReport) -> str:
                     f"{row['count']}",
                     f"{role}: {part['records']}",
                     part["sampling"],
-                    f"{part['sensitivity']:.3g}" if "sensitivity" in part else "",
-                    row.get("declared", f"{noise:.3g}" if noise else "a draw"),
+                    f"{part['sensitivity']:.3g}",
+                    f"{noise:.3g}" if noise is not None else "a draw",
                 )
             )
     heads = ("release", "times", "of records", "sampling", "sensitivity", "noise")
