@@ -23,8 +23,6 @@ CONSTANTS = dpb.bilevel.Constants(
 )
 ELL, KAPPA, GAP = 2.0, 4.0, 2.0
 RECORDS = 10**7
-# So many records that delta is not below one over their number.
-pytestmark = pytest.mark.filterwarnings("ignore:calibrate. delta = 1e-06 is not below")
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 INNER = dpb.NoisyGD(3, 2.0, step_size=0.2)
 DIMENSIONS = {"dimension_x": 3, "dimension_y": 9}

@@ -227,7 +227,10 @@ def test_mixed_precisions_are_clipped_to_the_norm_of_the_coarser():
         ({"clip_norm": 0.0}, "clip_norm must be positive and finite, got 0.0"),
         ({"clip_norm": math.nan}, "clip_norm must be positive and finite, got nan"),
         ({"clip_norm": math.inf}, "clip_norm must be positive and finite, got inf"),
-        ({"clip_norm": None}, "clip_norm must be positive and finite, got None"),
+        (
+            {"clip_norm": None},
+            "clip_norm must be a number, positive and finite, got None",
+        ),
         ({"denominator": 0.0}, "denominator must be positive"),
         (
             {"microbatch": 0},

@@ -11,6 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.privacy.gaussian import gaussian_delta
+from dpbilevel.privacy.ledger import Ledger
 from dpbilevel.search import (
     BlackBox,
     DeclaredTraining,
@@ -18,6 +19,7 @@ from dpbilevel.search import (
     RandomSearch,
     RepeatAndSelect,
 )
+from dpbilevel.search.declared import Trainings
 from tests.privacy import second_accountant
 from tests.privacy.test_second_accountant import is_right
 
@@ -98,15 +100,11 @@ def test_an_event_is_the_history_it_is_made_of():
     found = DeclaredTraining.of_event(event, 50_000)
     assert found.history == (HISTORY[0], *3 * [(40.0, 1.0, 1)])
     events = [
-        dpb.privacy.ledger.Ledger((dataclasses.replace(_trainings(t), count=2),))
+        Ledger((Trainings("training", 2, (), t),))
         for t in (found, DeclaredTraining(HISTORY, 50_000))
     ]
     first, second = (ledger.epsilon(1e-5) for ledger in events)
     assert first == pytest.approx(second, rel=1e-9)
-
-
-def _trainings(training):
-    return planned(training, budget=dpb.PrivacyBudget(8.0, 1e-5))[1].releases[-1]
 
 
 def test_the_report_has_a_row_for_the_trainings_and_survives_json():
