@@ -295,19 +295,20 @@ class Checked(eqx.Module):
         check_fields(self)
 
 
-# What other libraries call an argument, and what does the same here.
+# What other libraries call an argument: the field that does the same, and how.
+_POISSON = "=dpb.Poisson(rate), whose batches have rate * n records"
 _ELSEWHERE = {
-    "batch_size": "sampling=dpb.Poisson(rate), whose batches have rate * n records",
-    "epochs": "num_steps",
-    "l2_clip_norm": "clip_norm",
-    "l2_norm_clip": "clip_norm",
-    "learning_rate": "step_size",
-    "lr": "step_size",
-    "max_grad_norm": "clip_norm",
-    "max_iter": "num_steps",
-    "noise_multiplier": "noise, which dpb.calibrate finds for a budget",
-    "optimizer": "step_size, such as step_size=optax.adam(0.1)",
-    "sample_rate": "sampling=dpb.Poisson(rate)",
+    "batch_size": ("sampling", _POISSON),
+    "epochs": ("num_steps", ""),
+    "l2_clip_norm": ("clip_norm", ""),
+    "l2_norm_clip": ("clip_norm", ""),
+    "learning_rate": ("step_size", ""),
+    "lr": ("step_size", ""),
+    "max_grad_norm": ("clip_norm", ""),
+    "max_iter": ("num_steps", ""),
+    "noise_multiplier": ("noise", ", which dpb.calibrate finds for a budget"),
+    "optimizer": ("step_size", ", such as step_size=optax.adam(0.1)"),
+    "sample_rate": ("sampling", _POISSON),
 }
 
 
@@ -317,11 +318,11 @@ def check_names(cls: type, options: Iterable[str]) -> None:
     for name in options:
         if name in names:
             continue
-        other = _ELSEWHERE.get(name, "")
+        field, how = _ELSEWHERE.get(name, ("", ""))
         near = difflib.get_close_matches(name, names, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        if other.split("=")[0].split(",")[0] in names:
-            hint = f" Use {other}."
+        if field in names:
+            hint = f" Use {field}{how}."
         raise TypeError(
             f"{cls.__name__}: there is no argument {name!r}.{hint} It has "
             f"{', '.join(names)}."

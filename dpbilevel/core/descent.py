@@ -33,11 +33,10 @@ def check_step_sizes(owner: str, **values: Any) -> None:
         if isinstance(value, Rule):
             continue
         if callable(value) or isinstance(value, str):
-            schedule = f" Pass a schedule as {name}=optax.sgd(schedule)."
             raise ValueError(
                 f"{owner}: {name} must be a positive number or an optax optimizer such "
-                f"as optax.adam(0.1), got {_checks.shown(value)}."
-                f"{schedule if callable(value) else ''}"
+                f"as optax.adam(0.1), got {_checks.shown(value)}. Pass a schedule as "
+                f"{name}=optax.sgd(schedule)."
             )
         if value is None:
             raise ValueError(
