@@ -33,6 +33,7 @@ NAMES = (
     "rates_in_y",
     "selection",
     "draws",
+    "draw_times",
     "saddle",
     "games",
     "breast_cancer",

@@ -49,6 +49,9 @@ MODEL, MODELS, MIXTURE, SCORE, FIT, REMIXTURE = (
 _DROPPED = -30.0
 # Sources below a tenth of the mean size count as of that size: noise is no denominator.
 _LEAST_SIZE = 0.1
+# Where few records are kept, steps as long as on these alone would multiply the noise,
+# which is that of all records: at most so many times as long as on all of them.
+_LONGEST = 4.0
 # A noisy mean of vectors of norm 1 as one step of descent on a linear function.
 _ONE_MEAN = NoisyGD(1, clip_norm=1.0, step_size=1.0)
 
@@ -86,8 +89,8 @@ class _AbstractSourceRuns(AbstractRuns):
         if name != FIT or isinstance(step_size, Rule):
             return solver
         # The gradient is a mean over all records: as long a step as on the kept alone.
-        share = self.of_kept(None, None, found).share
-        return dataclasses.replace(solver, step_size=step_size / share)
+        longer = jnp.minimum(1 / self.of_kept(None, None, found).share, _LONGEST)
+        return dataclasses.replace(solver, step_size=step_size * longer)
 
     def scored(self, problem, w0, model) -> AbstractFiniteSum:
         """The one-level problem whose answer is the sources' mean scores."""
@@ -145,7 +148,8 @@ class SelectedSources(_AbstractSourceRuns):
     Args:
         model: The one-level solver of the validation records.
         fit: That of the training records. A step size that is a number refers to the
-            mean over the records that are kept.
+            mean over the records that are kept; steps are at most four times as long
+            as on all records.
         keep_above: The least score of a source that is kept, in [-1, 1]: the share of
             its records on which the model is better, less the share of the others.
             A source below a tenth of the mean size counts as of that size.
@@ -238,7 +242,8 @@ class MixedSources(_AbstractSourceRuns):
         models: The one-level solver of line 1.
         mixture: That of line 2, in the coefficients.
         fit: That of line 4. A step size that is a number refers to the mean over the
-            records that are kept.
+            records that are kept; steps are at most four times as long as on all
+            records.
         remixture: That of line 5.
         shared: $a > 0$, the weight of the common model, as in `source_mixing`.
         keep_above: As in `SelectedSources`.

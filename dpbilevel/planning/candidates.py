@@ -114,7 +114,7 @@ def _(
 ) -> tuple[Candidate, ...]:
     found = [*_one_level(clip_norm), _refitted(clip_norm)]
     if len(jax.tree.leaves(w0[1])) == 1:
-        found += [_selected(clip_norm, (8.0, 16.0, 32.0)), _mixed(clip_norm)]
+        found += [_selected(clip_norm, (4.0, 8.0, 16.0, 32.0)), _mixed(clip_norm)]
     else:  # mixtures of networks are no mixtures
         # Few validation records are enough for a linear model to find the sources.
         described = isinstance(records, Mapping)

@@ -12,11 +12,11 @@ Effort = Literal["fast", "thorough"]
 # How many runs each setting that is left makes on every twin, round after round, but in
 # the last one on all twins together: there rare failures have to show. And what share
 # of the settings goes on to the next round.
-_ROUNDS = {"fast": (1, 2, 20), "thorough": (2, 4, 64)}
+_ROUNDS = {"fast": (1, 3, 20), "thorough": (2, 6, 64)}
 _KEPT = 0.25
 # By how much more than the best method one has to miss to be left out, after the first
-# round and after the second.
-_HOPELESS = (0.25, 0.1)
+# round and after the second: few runs say little where the budget is small.
+_HOPELESS = (1.0, 0.3)
 # What there is to gain counts as at least this share of the loss of the start.
 _LEAST = 0.15
 
