@@ -306,6 +306,17 @@ def test_a_step_on_kept_sources_is_one_of_the_mean_over_their_records():
     np.testing.assert_allclose(y, expected, rtol=1e-4)
 
 
+def test_a_step_on_few_kept_records_is_at_most_four_times_as_long():
+    data = levels(counts=(6, 24, 30), flipped=(1, 2))
+    (x, y), _ = runs(LONG, data)
+    np.testing.assert_allclose(source_weights(x), [1.0, 0.0, 0.0], atol=1e-12)
+    # A tenth of the records is kept: four tenths of a step on these alone.
+    expected = alone(of_sources(data, [0]), long(30, 0.4 * 0.5))
+    np.testing.assert_allclose(y, expected, rtol=1e-4)
+    unlimited = alone(of_sources(data, [0]), long(30))
+    assert not np.allclose(y, unlimited, rtol=1e-2)
+
+
 @pytest.mark.slow
 def test_steps_of_an_optax_rule_are_taken_as_they_are():
     rule = dpb.NoisyGD(3, 100.0, optax.sgd(0.5))

@@ -156,7 +156,7 @@ METHODS = [
 
 
 def test_methods_far_behind_are_left_out_early_but_for_one_level():
-    losses, made = [0.1, 0.5, 0.8], [0, 0, 0]
+    losses, made = [0.1, 1.2, 0.8], [0, 0, 0]
 
     def dry_run(index, number):
         made[index] += 1
@@ -165,20 +165,21 @@ def test_methods_far_behind_are_left_out_early_but_for_one_level():
     found = race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
     assert made == [6, 1, 6]
     assert [(index, len(runs)) for index, runs, _ in found] == [(0, 6), (2, 6), (1, 1)]
-    np.testing.assert_allclose([regret for *_, regret in found], [0, 7 / 9, 4 / 9])
-    losses[1] = 0.25  # by a sixth, which is only too much after the second round
+    np.testing.assert_allclose([regret for *_, regret in found], [0, 7 / 9, 11 / 9])
+    losses[1] = 0.5  # by four ninths, which is only too much after the second round
     race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
     assert made == [12, 4, 12]
-    losses[1] = 0.15
+    losses[1] = 0.3
     race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
     assert made == [18, 10, 18]
 
 
-def test_what_a_method_showed_on_easy_records_is_no_measure_of_later_runs():
+def test_what_a_method_showed_on_easy_records_is_no_measure_of_later_runs(monkeypatch):
     def dry_run(index, number):
         easy, later = (0.05, 0.4, 0.1), (0.5, None, 0.6)
         return [(later if number else easy)[index]]
 
+    monkeypatch.setattr(race, "_HOPELESS", (0.25, 0.1))
     found = race.race(METHODS, (1, 9), dry_run, [1.0], lambda *_: None)
     assert [(index, len(runs)) for index, runs, _ in found] == [
         (0, 10),
