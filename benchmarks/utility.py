@@ -331,8 +331,11 @@ NEEDS = {"T1": ADULT, "T2": MNIST}
 # ---------------------------------------------------------------------- the methods
 
 
-def descent(task, steps, size, clip=1.0):
-    """Noisy descent, averaged over its second half; sizes in units of the task."""
+def descent(task, steps, size, clip=0.5):
+    """Noisy descent, averaged over its second half; sizes in units of the task.
+
+    Gradients are clipped at half of their largest norm, that of a logistic one at 0.
+    """
     return dpb.NoisyGD(steps, clip * task.clip, size * task.step, output=TAIL)
 
 
@@ -363,7 +366,7 @@ def selected(task):
 
 def mixed(task, models=22.0, size=0.031, fit=8.0):
     steps = descent(task, 10, size, clip=4)
-    both = descent(task, 100, models, clip=1.118)
+    both = descent(task, 100, models, clip=0.559)
     return dpb.bilevel.MixedSources(both, steps, descent(task, 100, fit), steps)
 
 
@@ -509,7 +512,7 @@ def oracle(task):
             for name in ("features", "label")
         } | {"weight": jnp.concatenate([of_record, ones])}
         share = float(jnp.mean(records["weight"]))
-        for size in (4.0, 8.0, 15.0, 30.0):
+        for size in (8.0, 15.0, 30.0, 60.0):
             solver = descent(task, 100, size / share)
             candidates.append((problem, solver, records))
     return candidates, weights

@@ -27,6 +27,10 @@ from .records import Layout
 # The norm of a record's gradients in the model of its source and, at the default weight
 # of one half, in the common one: the root of 1 + 1/4.
 _OF_BOTH = 1.118
+# Clip norms in largest norms of a gradient. A logistic gradient has half of its largest
+# norm where both labels are as likely: less noise by a half, and only records on the
+# wrong side are clipped.
+_CLIPPED = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +59,9 @@ def candidates(
     Args:
         problem: The problem.
         w0: Its starting point.
-        clip_norm: The clip norm of a record's gradient in the model. Step sizes are in
-            units of its inverse square: features of norm $C$ have gradients of norm
-            $C$ and curvatures of $C^2$.
+        clip_norm: The largest norm of a record's gradient in the model; descent clips
+            at half of it. Step sizes are in units of its inverse square: features of
+            norm $C$ have gradients of norm $C$ and curvatures of $C^2$.
         records: What a record looks like, as for `auto`; `None` for linear models.
 
     Raises:
@@ -102,7 +106,7 @@ def _(
     del records
     # Gradients are shorter without the groups that are dropped; how many are not known.
     settings = itertools.product((0.2, 0.4, 0.7), (3.0, 6.0, 12.0, 24.0, 48.0))
-    fits = [_descent(part * clip_norm, 50, size) for part, size in settings]
+    fits = [_clipped(part * clip_norm, 50, size) for part, size in settings]
     scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
     return (scaled, *of_two_levels(problem, w0, clip_norm))
@@ -114,18 +118,21 @@ def _(
 ) -> tuple[Candidate, ...]:
     found = [*_one_level(clip_norm), _refitted(clip_norm)]
     if len(jax.tree.leaves(w0[1])) == 1:
-        found += [_selected(clip_norm, (4.0, 8.0, 16.0, 32.0)), _mixed(clip_norm)]
+        found += [_selected(clip_norm, (8.0, 16.0, 32.0, 64.0)), _mixed(clip_norm)]
     else:  # mixtures of networks are no mixtures
         # Few validation records are enough for a linear model to find the sources.
         described = isinstance(records, Mapping)
         scoring = Layout(records).linear() if described else None
-        found.append(_selected(clip_norm, (1.0, 2.0, 4.0), scoring))
+        found.append(_selected(clip_norm, (2.0, 4.0, 8.0), scoring))
     return tuple(found)
 
 
 def _descent(clip_norm: float, steps: int, size: float) -> NoisyGD:
-    step_size = size / clip_norm**2
-    return NoisyGD(steps, clip_norm, step_size, output=TailMean())
+    return _clipped(_CLIPPED * clip_norm, steps, _CLIPPED**2 * size)
+
+
+def _clipped(clip_norm: float, steps: int, size: float) -> NoisyGD:
+    return NoisyGD(steps, clip_norm, size / clip_norm**2, output=TailMean())
 
 
 def _one_level(clip_norm: float) -> tuple[Candidate, ...]:
@@ -186,15 +193,17 @@ def _selected(
 
 
 def _mixed(clip_norm: float) -> Candidate:
-    def solver(first: float, size: float, then: float) -> MixedSources:
-        mixture = _descent(4.0 * clip_norm, 10, 16 * size)
+    def solver(first: float, size: float, clipped: float) -> MixedSources:
+        # A record's gradient in the coefficients has an entry for every model.
+        mixture = _clipped(clipped * clip_norm, 10, clipped**2 * size)
         # A step reads every record with every source's model: half of the usual number.
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
-        return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
+        return MixedSources(models, mixture, _descent(clip_norm, 100, 16.0), mixture)
 
     sizes = [(30.0, 0.03), (30.0, 0.06), (60.0, 0.03), (60.0, 0.06), (60.0, 0.12)]
-    settings = [(*pair, 8.0) for pair in sizes]
-    settings += [(30.0, 0.03, 16.0), (60.0, 0.06, 16.0)]
+    # Shorter clip norms bend a mixture of few records, longer ones add noise.
+    settings = [(*pair, 4.0) for pair in sizes]
+    settings += [(30.0, 0.06, 2.0), (60.0, 0.06, 2.0)]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 

@@ -107,9 +107,9 @@ def auto(
         budget: The guarantee to reach.
         sizes: As for `calibrate`.
         w0: The starting point.
-        clip_norm: The largest norm of a record's gradient in the model that is left as
-            it is, from public knowledge: 1 for logistic regression on features of
-            norm at most 1.
+        clip_norm: The largest norm of a record's gradient in the model, from public
+            knowledge: 1 for logistic regression on features of norm at most 1. Most
+            candidates clip at half of it.
         records: What a record looks like, for models other than one vector or one
             matrix: a pytree of shapes with `planning.Classes` for the label, such as
             `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":

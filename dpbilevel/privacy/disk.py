@@ -24,7 +24,7 @@ _MOST_PASSES = 4  # at a time, by one compiled program
 
 
 class OnDisk(_checks.AbstractStored):
-    """Records that every pass reads from disk, for data that no memory holds.
+    """Records that every pass reads from disk, for data larger than memory.
 
     It stands where records stand: `fit(problem, solver, OnDisk.parquet(...), w0, ...)`,
     `Levels(upper=..., lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only
