@@ -27,10 +27,10 @@ from .records import Layout
 # The norm of a record's gradients in the model of its source and, at the default weight
 # of one half, in the common one: the root of 1 + 1/4.
 _OF_BOTH = 1.118
-# Clip norms in largest norms of a gradient. A logistic gradient has half of its largest
-# norm where both labels are as likely: less noise by a half, and only records on the
-# wrong side are clipped.
-_CLIPPED = 0.5
+# Clip norms in largest norms of a gradient, which only records far on the wrong side
+# have: a logistic gradient at 0 has half of it. A model for the signs of losses alone
+# may be biased more.
+_CLIPPED, _CLIPPED_FIRST = 0.7, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def candidates(
         problem: The problem.
         w0: Its starting point.
         clip_norm: The largest norm of a record's gradient in the model; descent clips
-            at half of it. Step sizes are in units of its inverse square: features of
+            at 0.7 of it. Step sizes are in units of its inverse square: features of
             norm $C$ have gradients of norm $C$ and curvatures of $C^2$.
         records: What a record looks like, as for `auto`; `None` for linear models.
 
@@ -178,7 +178,8 @@ def _selected(
     first_clip_norm = clip_norm if scoring is None else 1.0
 
     def solver(first: float, then: float) -> SelectedSources:
-        model = _descent(first_clip_norm, 10, first)
+        clipped = _CLIPPED_FIRST * first_clip_norm
+        model = _clipped(clipped, 10, _CLIPPED_FIRST**2 * first)
         return SelectedSources(model, _descent(clip_norm, 100, then), scoring=scoring)
 
     def of_both(split: float, then: float) -> SelectedSources:
