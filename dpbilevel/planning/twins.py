@@ -214,20 +214,21 @@ class GoodOrBad(AbstractTeacherTwin):
 
 
 class Shifted(AbstractTeacherTwin):
-    """Every source differs from the population, one more than the other.
+    """Every source differs from the population, in part as all the others do.
 
     Args:
         shift: The largest distance of a source's model, in norms of the population's.
     """
 
-    shift: Positive = 1.5
+    shift: Positive = 1.2
 
     @override
     def models(self, problem, shape, key):
         count = _num_sources(problem)
-        target, *others = self.teachers(key, count + 1, shape)
-        far = self.shift * jnp.arange(1.0, count + 1) / count
-        return target, target[None] + _spread(far, target) * jnp.stack(others)
+        target, common, *others = self.teachers(key, count + 2, shape)
+        far = self.shift * (1 + jnp.arange(1.0, count + 1) / count) / 2
+        own = (common[None] + jnp.stack(others)) / math.sqrt(2)
+        return target, target[None] + _spread(far, target) * own
 
 
 class Tables(AbstractTeacherTwin):
