@@ -132,7 +132,9 @@ def _descent(clip_norm: float, steps: int, size: float) -> NoisyGD:
 
 
 def _clipped(clip_norm: float, steps: int, size: float) -> NoisyGD:
-    return NoisyGD(steps, clip_norm, size / clip_norm**2, output=TailMean())
+    # As they are shown: a plan can be copied from what it prints.
+    clip, step_size = (float(f"{v:.6g}") for v in (clip_norm, size / clip_norm**2))
+    return NoisyGD(steps, clip, step_size, output=TailMean())
 
 
 def _one_level(clip_norm: float) -> tuple[Candidate, ...]:
