@@ -214,7 +214,7 @@ class GoodOrBad(AbstractTeacherTwin):
 
 
 class Shifted(AbstractTeacherTwin):
-    """Every source differs from the population, in part as all the others do.
+    """Every source differs from the population, partly in the same way as all others.
 
     Args:
         shift: The largest distance of a source's model, in norms of the population's.
