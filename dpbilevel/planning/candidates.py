@@ -106,7 +106,7 @@ def _(
     del records
     # Gradients are shorter without the groups that are dropped; how many are not known.
     settings = itertools.product((0.2, 0.4, 0.7), (3.0, 6.0, 12.0, 24.0, 48.0))
-    fits = [_clipped(part * clip_norm, 50, size) for part, size in settings]
+    fits = [_descent(part * clip_norm, 50, size, 1.0) for part, size in settings]
     scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
     return (scaled, *of_two_levels(problem, w0, clip_norm))
@@ -127,13 +127,12 @@ def _(
     return tuple(found)
 
 
-def _descent(clip_norm: float, steps: int, size: float) -> NoisyGD:
-    return _clipped(_CLIPPED * clip_norm, steps, _CLIPPED**2 * size)
-
-
-def _clipped(clip_norm: float, steps: int, size: float) -> NoisyGD:
+def _descent(
+    clip_norm: float, steps: int, size: float, clipped: float = _CLIPPED
+) -> NoisyGD:
     # As they are shown: a plan can be copied from what it prints.
-    clip, step_size = (float(f"{v:.6g}") for v in (clip_norm, size / clip_norm**2))
+    clip = float(f"{clipped * clip_norm:.6g}")
+    step_size = float(f"{size / clip_norm**2:.6g}")
     return NoisyGD(steps, clip, step_size, output=TailMean())
 
 
@@ -180,8 +179,7 @@ def _selected(
     first_clip_norm = clip_norm if scoring is None else 1.0
 
     def solver(first: float, then: float) -> SelectedSources:
-        clipped = _CLIPPED_FIRST * first_clip_norm
-        model = _clipped(clipped, 10, _CLIPPED_FIRST**2 * first)
+        model = _descent(first_clip_norm, 10, first, _CLIPPED_FIRST)
         return SelectedSources(model, _descent(clip_norm, 100, then), scoring=scoring)
 
     def of_both(split: float, then: float) -> SelectedSources:
@@ -198,7 +196,7 @@ def _selected(
 def _mixed(clip_norm: float) -> Candidate:
     def solver(first: float, size: float, clipped: float) -> MixedSources:
         # A record's gradient in the coefficients has an entry for every model.
-        mixture = _clipped(clipped * clip_norm, 10, clipped**2 * size)
+        mixture = _descent(clip_norm, 10, size, clipped)
         # A step reads every record with every source's model: half of the usual number.
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, 16.0), mixture)
