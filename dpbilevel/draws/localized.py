@@ -93,13 +93,14 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         budget: PrivacyBudget,
         sizes: int,
         *,
-        num_rounds: int = 3,
+        num_rounds: int = 5,
     ) -> Self:
         r"""With radii that shrink evenly, from $D / 2$ to what the noise allows.
 
-        The last round has $\mu = 2 G / D$, as if the slope $G$ of the loss changed by
-        itself over half the diameter: a quadratic term that bends about as much as the
-        loss does draws best. Its radius is then $m S \sqrt{2 d} / \mu$.
+        Every round has twice the squared budget of the one before. The last round has
+        $\mu = G / D$, as if the slope $G$ of the loss changed by itself over the
+        diameter: a quadratic term that bends about as much as the loss does draws best.
+        Its radius is then $m S \sqrt{2 d} / \mu$.
 
         Args:
             draw: What a round draws.
@@ -115,11 +116,13 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
         one = calibrate(problem, draw, budget, sizes=sizes).solver
         noise, bend, _ = one.promises(problem)  # d / k and mu
         slope = one.plan(problem, sizes).regularity.lipschitz
-        half, d = float(problem.w_set.diameter) / 2, draw.coordinates()
-        multiple = (num_rounds * bend * noise / d) ** 0.5  # m S of a round
-        last = min(half, multiple * (2 * d) ** 0.5 * half / slope)
+        diameter, d = float(problem.w_set.diameter), draw.coordinates()
+        split = tuple(2.0**m for m in range(num_rounds))
+        multiple = (sum(split) / split[-1] * bend * noise / d) ** 0.5  # m S, last round
+        half = diameter / 2
+        last = min(half, multiple * (2 * d) ** 0.5 * diameter / slope)
         powers = (m / max(num_rounds - 1, 1) for m in range(num_rounds))
-        return cls(draw, tuple(half * (last / half) ** power for power in powers))
+        return cls(draw, tuple(half * (last / half) ** p for p in powers), split)
 
     @property
     def num_steps(self) -> int:

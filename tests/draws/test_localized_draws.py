@@ -103,11 +103,12 @@ def test_tuned_radii_end_where_the_quadratic_term_bends_as_the_loss_may():
         solver = LocalizedDraws.tuned(localized((1.0,)).draw, smooth(), budget, 400)
         plan = dpb.calibrate(smooth(), solver, budget, sizes=400)
         last = plan.solver.rounds[-1].plan(smooth(), 400)
-    first, middle, end = solver.radii
-    assert first == 1.0
-    assert middle**2 == pytest.approx(first * end)
-    # 2 G / D
-    assert last.potential.quadratic / last.rate == pytest.approx(0.5, rel=1e-2)
+    radii, shares = np.asarray(solver.radii), np.asarray(solver.budget_split)
+    assert radii[0] == 1.0
+    assert radii[1:-1] ** 2 == pytest.approx(radii[:-2] * radii[2:])
+    assert shares[1:] == pytest.approx(2 * shares[:-1])
+    # G / D
+    assert last.potential.quadratic / last.rate == pytest.approx(0.25, rel=1e-2)
 
 
 def test_what_is_no_radius_or_no_split_is_refused():
@@ -144,6 +145,6 @@ def test_localized_draws_end_nearer_to_the_minimum_than_one_draw():
 
         one = mean_loss(localized((2.0,), None, UNTIMED, 5))
         draw = localized((1.0,), None, UNTIMED, 5).draw
-        three = mean_loss(LocalizedDraws.tuned(draw, problem, budget, 500))
+        rounds = mean_loss(LocalizedDraws.tuned(draw, problem, budget, 500))
         noiseless = loss(jnp.full(5, 0.3))
-    assert three - noiseless < 0.5 * (one - noiseless)
+    assert rounds - noiseless < 0.25 * (one - noiseless)

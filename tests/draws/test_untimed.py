@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,34 @@ def test_a_try_has_its_law_at_any_center_and_step(center):
     assert pvalue(exponent - 5 * (grid - 0.6) ** 2) < ALPHA  # without the step
 
 
+def test_a_step_of_the_walk_has_the_law_of_noise_and_then_of_the_density_near_by():
+    law, start = ProximalLaw(Corner(), LINE, 0.3), 0.9
+    oracle = ConvexEnvelope().without_counts(
+        ProximalPlan(Regularity(1, 11.0, 3.0), LINE, 0.3)
+    )
+
+    def one(key):
+        x0 = jnp.asarray([start], jnp.float32)
+        return _untimed.walk(oracle, law, x0, jnp.asarray(1), key=key)[0]
+
+    keys = jax.random.split(jax.random.key(7), 20_000)
+    sample = np.asarray(jax.jit(jax.vmap(one))(keys))
+    grid, wide = np.linspace(-1, 1, 2001), np.linspace(-3, 5, 801)
+
+    def pvalue(start):
+        exponent = 8 * np.abs(grid - 0.3) + 1.5 * grid**2
+        near = exponent + (grid - wide[:, None]) ** 2 / 0.6
+        density = np.exp(near.min(1, keepdims=True) - near)
+        density /= density.sum(1, keepdims=True)
+        mass = np.cumsum(np.exp(-((wide - start) ** 2) / 0.6) @ density)
+        return scipy.stats.kstest(
+            sample, lambda v: np.interp(v, grid, mass / mass[-1])
+        ).pvalue
+
+    assert pvalue(start) > ALPHA
+    assert pvalue(start - 0.1) < ALPHA  # the control
+
+
 class WithoutGradient(AbstractPotential):
     """|x - 0.3|, of which JAX's gradient is NaN everywhere."""
 
@@ -171,6 +200,13 @@ def test_a_record_without_gradient_lowers_the_tangent_by_its_share_alone():
     for x in others:
         assert float(terms(x) - value - slope @ (x - center)) >= 0
     assert np.isnan(jax.grad(terms)(center)).all()  # the control
+    # A walk computes it record by record only there.
+    quick = _untimed._Quick(terms).value_and_gradient(center)
+    chex.assert_trees_all_close(quick, (value, slope), rtol=1e-5)
+    smooth = mean_loss._Terms(problem, records[1:], jnp.zeros(2), half, n - 1)
+    quick = _untimed._Quick(smooth).value_and_gradient(others[0])
+    sums = jax.value_and_grad(smooth)(others[0])
+    chex.assert_trees_all_close(quick, sums, rtol=1e-5)
 
 
 @pytest.mark.parametrize("step_size", [1e-3, 0.05, 1.0, 20.0])
