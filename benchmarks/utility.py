@@ -74,7 +74,7 @@ class Task:
         correct: Whether a model labels a record correctly.
         linear: Whether models are linear in their parameters.
         step: The unit of step sizes.
-        clip: The clip norm of a record's gradient.
+        clip: The largest norm of a record's gradient, or the clip norm of a network.
         ridge: The ridge penalty of the lower level.
         scoring: What scores sources instead of the model, or `None`.
         records: What a record looks like, for `auto`, where the model does not say it.
@@ -331,12 +331,14 @@ NEEDS = {"T1": ADULT, "T2": MNIST}
 # ---------------------------------------------------------------------- the methods
 
 
-def descent(task, steps, size, clip=0.7):
+def descent(task, steps, size, clip=None):
     """Noisy descent, averaged over its second half; sizes in units of the task.
 
-    Gradients are clipped at 0.7 of the task's norm: at all of it the losses of T1, T2
-    softmax and generated are larger, those of T1b (b) and the network smaller.
+    Gradients of linear models are clipped at 0.7 of the largest norm: at all of it the
+    losses of T1, T2 softmax and generated are larger, those of T1b (b) smaller. Those
+    of a network, which have no largest norm, are clipped at the task's norm.
     """
+    clip = clip or (0.7 if task.linear else 1.0)
     return dpb.NoisyGD(steps, clip * task.clip, size * task.step, output=TAIL)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from jaxtyping import PyTree
@@ -29,8 +29,12 @@ from .records import Layout
 _OF_BOTH = 1.118
 # Clip norms in largest norms of a gradient, which only records far on the wrong side
 # have: a logistic gradient at 0 has half of it. A model for the signs of losses alone
-# may be biased more.
-_CLIPPED, _CLIPPED_FIRST = 0.7, 0.5
+# may be biased more. Gradients of a network have no largest norm to take a part of.
+_CLIPPED, _CLIPPED_FIRST, _CLIPPED_NETWORK = 0.7, 0.5, 1.0
+
+
+# Descent of a number of steps of a size.
+_Fit = Callable[[int, float], NoisyGD]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +63,10 @@ def candidates(
     Args:
         problem: The problem.
         w0: Its starting point.
-        clip_norm: The largest norm of a record's gradient in the model; descent clips
-            at 0.7 of it. Step sizes are in units of its inverse square: features of
-            norm $C$ have gradients of norm $C$ and curvatures of $C^2$.
+        clip_norm: The largest norm of a record's gradient in a linear model, at 0.7 of
+            which descent clips; the clip norm of a network. Step sizes are in units of
+            its inverse square: features of norm $C$ have gradients of norm $C$ and
+            curvatures of $C^2$.
         records: What a record looks like, as for `auto`; `None` for linear models.
 
     Raises:
@@ -79,7 +84,7 @@ def _(
     problem: FiniteSum, w0: PyTree, clip_norm: float, records: PyTree = None
 ) -> tuple[Candidate, ...]:
     del records
-    fit = functools.partial(_descent, clip_norm)
+    fit = _fit(clip_norm, w0)
     sizes = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     return (
         Candidate("NoisyGD, 30 steps", tuple(fit(30, s) for s in sizes), 1),
@@ -92,7 +97,8 @@ def _(
     problem: BilevelProblem, w0: PyTree, clip_norm: float, records: PyTree = None
 ) -> tuple[Candidate, ...]:
     del records
-    found = (*_one_level(clip_norm), _refitted(clip_norm))
+    fit = _fit(clip_norm, w0[1])
+    found = (*_one_level(fit), _refitted(clip_norm, fit))
     if not isinstance(problem.constants, AbstractCertificate):
         return found
     proved = certified(problem, w0, _descent(clip_norm, 100, 8.0))
@@ -116,14 +122,15 @@ def _(
 def _(
     problem: SourceWeighting, w0: PyTree, clip_norm: float, records: PyTree = None
 ) -> tuple[Candidate, ...]:
-    found = [*_one_level(clip_norm), _refitted(clip_norm)]
-    if len(jax.tree.leaves(w0[1])) == 1:
-        found += [_selected(clip_norm, (8.0, 16.0, 32.0, 64.0)), _mixed(clip_norm)]
+    fit = _fit(clip_norm, w0[1])
+    found = [*_one_level(fit), _refitted(clip_norm, fit)]
+    if _is_linear(w0[1]):
+        found += [_selected(clip_norm, fit, (8.0, 16.0, 32.0, 64.0)), _mixed(clip_norm)]
     else:  # mixtures of networks are no mixtures
         # Few validation records are enough for a linear model to find the sources.
         described = isinstance(records, Mapping)
         scoring = Layout(records).linear() if described else None
-        found.append(_selected(clip_norm, (2.0, 4.0, 8.0), scoring))
+        found.append(_selected(clip_norm, fit, (2.0, 4.0, 8.0), scoring))
     return tuple(found)
 
 
@@ -136,8 +143,16 @@ def _descent(
     return NoisyGD(steps, clip, step_size, output=TailMean())
 
 
-def _one_level(clip_norm: float) -> tuple[Candidate, ...]:
-    fit = functools.partial(_descent, clip_norm)
+def _is_linear(model: PyTree) -> bool:
+    return len(jax.tree.leaves(model)) == 1
+
+
+def _fit(clip_norm: float, model: PyTree) -> _Fit:
+    clipped = _CLIPPED if _is_linear(model) else _CLIPPED_NETWORK
+    return functools.partial(_descent, clip_norm, clipped=clipped)
+
+
+def _one_level(fit: _Fit) -> tuple[Candidate, ...]:
     many = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     # From a few hundred validation records, where noise admits few steps, to many.
     upper = [fit(10, s) for s in (0.5, 1.0, 2.0)] + [fit(100, s) for s in (2.0, 8.0)]
@@ -156,7 +171,7 @@ def _one_level(clip_norm: float) -> tuple[Candidate, ...]:
     )
 
 
-def _refitted(clip_norm: float) -> Candidate:
+def _refitted(clip_norm: float, fit: _Fit) -> Candidate:
     def solver(outer: float, size: float) -> Refitted:
         search = PenaltyBilevel(
             20,
@@ -166,21 +181,24 @@ def _refitted(clip_norm: float) -> Candidate:
             upper_clip_norm=0.5 * clip_norm,
             step_size=outer,
         )
-        return Refitted(search, _descent(clip_norm, 100, size), (0.5, 0.5))
+        return Refitted(search, fit(100, size), (0.5, 0.5))
 
     settings = itertools.product((5.0, 20.0), (4.0, 8.0))
     return Candidate("PenaltyBilevel, refitted", _each(solver, settings), 2)
 
 
 def _selected(
-    clip_norm: float, sizes: tuple[float, ...], scoring: ScoringModel | None = None
+    clip_norm: float,
+    fit: _Fit,
+    sizes: tuple[float, ...],
+    scoring: ScoringModel | None = None,
 ) -> Candidate:
     # Gradients of a model of the library's own do not depend on the user's clip norm.
     first_clip_norm = clip_norm if scoring is None else 1.0
 
     def solver(first: float, then: float) -> SelectedSources:
         model = _descent(first_clip_norm, 10, first, _CLIPPED_FIRST)
-        return SelectedSources(model, _descent(clip_norm, 100, then), scoring=scoring)
+        return SelectedSources(model, fit(100, then), scoring=scoring)
 
     def of_both(split: float, then: float) -> SelectedSources:
         shares = (split, split, 1.0)

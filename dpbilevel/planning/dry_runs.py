@@ -107,9 +107,10 @@ def auto(
         budget: The guarantee to reach.
         sizes: As for `calibrate`.
         w0: The starting point.
-        clip_norm: The largest norm of a record's gradient in the model, from public
-            knowledge: 1 for logistic regression on features of norm at most 1. Most
-            candidates clip at 0.7 of it.
+        clip_norm: The largest norm of a record's gradient in a linear model, from
+            public knowledge: 1 for logistic regression on features of norm at most 1.
+            Most candidates clip at 0.7 of it. The clip norm of a network, whose
+            gradients have no largest norm.
         records: What a record looks like, for models other than one vector or one
             matrix: a pytree of shapes with `planning.Classes` for the label, such as
             `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
