@@ -16,7 +16,7 @@ from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.sampling import AbstractSampling
 from .files import AbstractData
-from .tables import Place, Reader, check_choice, check_keys, check_table
+from .tables import Place, Reader, check_choice, check_keys, check_table, together
 from .task import AbstractTask, Problem
 from .tasks import TASKS
 
@@ -134,17 +134,20 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
     check_keys(tables, place, allowed=_TABLES, required=_TABLES[:-1])
     task_name = check_choice(tables["task"], TASKS, place, "task")
     reader = Reader({}, {}, frozenset())  # tables without solvers
-    privacy = reader.build(Privacy, tables["privacy"], place.child("privacy"))
-    model = place.child("model")
-    task: AbstractTask = reader.build(TASKS[task_name], tables["model"], model)
-    where = place.child("data")
-    data = reader.build_named(task.data_types, tables["data"], where, "source")
-    solver = _solver(tables, place, privacy.neighbours, task.problem_type)
+    kind, where = TASKS[task_name], place.child("data")
+    privacy, task, data = together(
+        lambda: reader.build(Privacy, tables["privacy"], place.child("privacy")),
+        lambda: reader.build(kind, tables["model"], place.child("model")),
+        lambda: reader.build_named(kind.data_types, tables["data"], where, "source"),
+    )
+    solver = _solver(tables, place, privacy.neighbours, kind.problem_type)
     config = Config(place, task_name, task, privacy, data, solver, tables)
-    _check_levels(config)
-    task.check(data, where)
-    _check_corruption(config)
-    _check_test(config)
+    together(
+        lambda: _check_levels(config),
+        lambda: task.check(data, where),
+        lambda: _check_corruption(config),
+        lambda: _check_test(config),
+    )
     return config
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import difflib
 import enum
+import functools
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Built = TypeVar("Built")
@@ -71,10 +72,18 @@ class Reader:
         given = {k: self.supplied[hints[k]] for k in fields if self._fills(hints[k])}
         keys = [k for k in fields if k not in given and self._is_key(k, hints[k])]
         required = [k for k in keys if _has_no_default(fields[k])]
-        check_keys(table, place, allowed=keys, required=required)
-        values = {k: self.convert(hints[k], v, place, k) for k, v in table.items()}
+        known = [k for k in table if k in keys]
+        _, *values = together(
+            functools.partial(
+                check_keys, table, place, allowed=keys, required=required
+            ),
+            *(
+                functools.partial(self.convert, hints[k], table[k], place, k)
+                for k in known
+            ),
+        )
         try:
-            return cls(**given, **values)
+            return cls(**given, **dict(zip(known, values, strict=True)))
         except (ValueError, TypeError) as error:
             raise place.error(str(error)) from error
 
@@ -119,10 +128,11 @@ class Reader:
                 f"{key} must be a list of {len(members)} values, got {len(value)}."
             )
         kinds = members[:1] * len(value) if repeated else members
-        return tuple(
-            self.convert(kind, item, place, f"{key} (entry {i})")
+        parts = (
+            functools.partial(self.convert, kind, item, place, f"{key} (entry {i})")
             for i, (kind, item) in enumerate(zip(kinds, value, strict=True), 1)
         )
+        return tuple(together(*parts))
 
     def _fills(self, hint: Any) -> bool:
         return isinstance(hint, type) and hint in self.supplied
@@ -152,25 +162,48 @@ def check_keys(
     allowed: Sequence[str],
     required: Sequence[str],
 ) -> None:
-    """Raises `ValueError` where a key is not allowed, or a required one is missing."""
+    """Raises `ValueError` where keys are not allowed, or required ones are missing."""
     listed = ", ".join(allowed)
+    wrong, meant = [], set()
     for key in table:
         if key in _SECRETS and key not in allowed:
-            raise place.error(
+            wrong.append(
                 f"unknown key {key!r}: the noise is keyed from the operating system's "
                 "entropy and never from a file, because whoever knows the key can "
                 "subtract the noise. Remove it."
             )
-        if key not in allowed:
-            raise place.error(
+        elif key not in allowed:
+            meant |= _matches(key, allowed)
+            wrong.append(
                 f"unknown key {key!r}{_close(key, allowed)}. Allowed keys: {listed}."
             )
-    missing = [key for key in required if key not in table]
+    missing = [key for key in required if key not in table and key not in meant]
     if missing:
-        raise place.error(
+        wrong.append(
             f"missing key{'s' if len(missing) > 1 else ''} "
             f"{', '.join(map(repr, missing))}. Allowed keys: {listed}."
         )
+    if wrong:
+        raise ValueError("\n".join(str(place.error(message)) for message in wrong))
+
+
+def together(*parts: Callable[[], Any]) -> list[Any]:
+    """What all parts return.
+
+    Raises:
+        ValueError: Some raise one; with the messages of all of them, one a line.
+    """
+    found, errors = [], []
+    for part in parts:
+        try:
+            found.append(part())
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ValueError("\n".join(map(str, errors))) from errors[0]
+    return found
 
 
 def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> Any:
@@ -214,8 +247,11 @@ def _has_no_default(field: dataclasses.Field) -> bool:
 
 
 def _close(word: str, options: Iterable[str]) -> str:
-    match = difflib.get_close_matches(word, options, n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    return "".join(f" (did you mean {m!r}?)" for m in _matches(word, options))
+
+
+def _matches(word: str, options: Iterable[str]) -> set[str]:
+    return set(difflib.get_close_matches(word, options, n=1))
 
 
 def _shown(value: object) -> str:

@@ -119,6 +119,27 @@ def test_missing_key_names_its_table():
     assert "[privacy]: missing key 'delta'" in refusal(("privacy.delta", None))
 
 
+def test_all_mistakes_of_the_public_facts_are_named_at_once():
+    text = refusal(
+        ("privacy.delta", None),
+        ("privacy.epsilon", "one"),
+        ("model.ridgee", 1.0),
+        ("model.loss", None),
+        ("data.training", "many"),
+    )
+    said = (
+        "[privacy]: missing key 'delta'",
+        '[privacy]: epsilon must be a number, got the string "one"',
+        "[model]: unknown key 'ridgee' (did you mean 'ridge'?)",
+        "[model]: missing key 'loss'",
+        "[data]: training must be an integer",
+    )
+    lines = text.splitlines()
+    assert len(lines) == len(said)
+    for line, expected in zip(lines, said, strict=True):
+        assert expected in line
+
+
 def test_wrong_type_says_what_was_wanted():
     text = refusal(("solver.step_size", "fast"))
     assert '[solver]: step_size must be a number, got the string "fast"' in text
