@@ -125,7 +125,10 @@ def _(
     fit = _fit(clip_norm, w0[1])
     found = [*_one_level(fit), _refitted(clip_norm, fit)]
     if _is_linear(w0[1]):
-        found += [_selected(clip_norm, fit, (8.0, 16.0, 32.0, 64.0)), _mixed(clip_norm)]
+        found += [
+            _selected(clip_norm, fit, (4.0, 8.0, 16.0, 32.0, 64.0)),
+            _mixed(clip_norm),
+        ]
     else:  # mixtures of networks are no mixtures
         # Few validation records are enough for a linear model to find the sources.
         described = isinstance(records, Mapping)
