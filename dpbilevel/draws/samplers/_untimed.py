@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from ...privacy.noise import PRNGKey, computed_once, derive
+from ...privacy.noise import PRNGKey, computed_once, derive, standard_exponential
 from ...privacy.normal import standard_normal
 from .base import AbstractPotential
 from .proximal import (
@@ -223,20 +223,29 @@ def walk(
         y = plus(chain.x, law.step_size**0.5, noise)
 
         def attempts(tries):
-            after, now = derive(_advanced(tries.key), "next", "restart")
-            one = functools.partial(oracle.attempt, law, y, tries.common)
-            keys = jax.random.split(now, _TOGETHER)
-            points, accepted, _ = jax.vmap(lambda key: one(key=key))(keys)
-            first = jnp.argmax(accepted)  # the later ones are not looked at
+            keys = derive(_advanced(tries.key), "next", "proposal", "accept")
+            one = functools.partial(oracle.proposal, law, y, tries.common)
+            lanes = jax.random.split(keys[1], _TOGETHER)
+            points, exponents = jax.vmap(lambda key: one(key=key))(lanes)
+            coins = standard_exponential((_TOGETHER,), exponents.dtype, key=keys[2])
+            # Side by side values may be rounded otherwise than alone, which would be a
+            # law for each place. So they only reject what is rejected alone, too, and
+            # the first one that is left is computed anew; those after it are not used.
+            left = coins >= exponents - oracle.margin
+            first = jnp.argmax(left)
             x = jax.tree.map(lambda v: v[first], points)
-            found = accepted[first]
+            found = jax.lax.cond(
+                left[first],
+                lambda: coins[first] >= oracle.exponent(law, tries.common, x),
+                lambda: jnp.zeros((), bool),
+            )
             # What tries have in common may depend on those that were rejected.
             moved = jax.lax.cond(
                 found,
                 lambda: tries.common,
                 lambda: oracle.moved(law, y, tries.common),
             )
-            return _Tries(x, moved, found, after)
+            return _Tries(x, moved, found, keys[0])
 
         # Its Line 1, x_t given y_t.
         none = jnp.zeros((), bool)
