@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
-from .race import regrets_of
+from .race import missed, regrets_of
 
 # By how much of what there is to gain a method of two levels has to be better than one
 # level: less is the noise of so few dry runs.
@@ -38,21 +40,29 @@ class Trial:
     runs: int
 
 
-def ranked_best(trials: dict[int, Trial]) -> list[int]:
+def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     """The best setting of each method, best first; one level first where it is near.
 
-    Methods that were left out after few runs come last.
+    On the worst twin and in the mean of all: what misses as much as another method on
+    one twin may be far behind on the others. Methods that were left out after few runs
+    come last.
     """
     best: dict[str, int] = {}
     for index in sorted(trials, key=lambda i: trials[i].regret):
         best.setdefault(trials[index].method, index)
     most = max(trial.runs for trial in trials.values())
-    least = min(trials[i].regret for i in best.values() if trials[i].runs == most)
+    full = [i for i in best.values() if trials[i].runs == most]
+    table = np.asarray([trials[i].losses for i in full])
+    means = dict(zip(full, np.mean(missed(table, starts), 1), strict=True))
+    least = min(trials[i].regret for i in full), min(means.values())
 
     def order(index: int) -> tuple[bool, bool, float]:
         trial = trials[index]
-        near = trial.levels == 1 and trial.regret < least + _WORTH
-        return trial.runs < most, not near, trial.regret
+        if index not in means:
+            return True, True, trial.regret
+        found = trial.regret, means[index]
+        near = all(v < low + _WORTH for v, low in zip(found, least, strict=True))
+        return False, not (near and trial.levels == 1), trial.regret
 
     return sorted(best.values(), key=order)
 
@@ -112,12 +122,15 @@ def outlook_of(
     solvers = [trial.solver for trial in ranked]
     for epsilon in (factor * budget.epsilon for factor in _MORE):
         larger = PrivacyBudget(epsilon, budget.delta)
-        regrets = regrets_of(table(solvers, larger), starts)
+        losses = table(solvers, larger)
+        regrets = regrets_of(losses, starts)
         again = {
-            i: dataclasses.replace(trial, regret=regret, runs=1)
-            for i, (trial, regret) in enumerate(zip(ranked, regrets, strict=True))
+            i: dataclasses.replace(trial, losses=tuple(found), regret=regret, runs=1)
+            for i, (trial, (found,), regret) in enumerate(
+                zip(ranked, losses, regrets, strict=True)
+            )
         }
-        if again[ranked_best(again)[0]].levels == 2:
+        if again[ranked_best(again, starts)[0]].levels == 2:
             return f" Two levels would pay from about epsilon = {epsilon:g} on."
     most = _MORE[-1] * budget.epsilon
     return f" They would not pay at epsilon = {most:g} either."

@@ -167,7 +167,7 @@ def auto(
         progress,
     )
     trials = {i: _trial(*entries[i], runs, regret) for i, runs, regret in found}
-    ranked = ranked_best(trials)
+    ranked = ranked_best(trials, starts)
     best = tuple(trials[i] for i in ranked)
     outlook = outlook_of(best, starts, budget, dry.table)
     plan = calibrate(problem, best[0].solver, budget, precision=precision, **options)

@@ -1,9 +1,10 @@
 """Successive halving of settings, by what they miss on synthetic twins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Float
 
 from .candidates import Candidate
 
@@ -105,12 +106,19 @@ def _survivors(
 
 
 def regrets_of(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
-    """The missed share of what there is to gain on the worst twin.
+    """The missed share of what there is to gain on the worst twin."""
+    # The mean, because a run that fails counts by how much it loses.
+    table = np.asarray([np.mean(runs, 0) for runs in losses])
+    return np.max(missed(table, starts), 1).tolist()
+
+
+def missed(
+    table: Float[np.ndarray, "settings twins"], starts: Sequence[float]
+) -> Float[np.ndarray, "settings twins"]:
+    """The missed shares of what there is to gain.
 
     Where there is hardly anything to gain, in shares of the least that counts.
     """
-    # The mean, because a run that fails counts by how much it loses.
-    table = np.asarray([np.mean(runs, 0) for runs in losses])
     best = np.minimum(np.min(table, 0), starts)
     room = np.maximum(np.asarray(starts) - best, _LEAST * np.abs(starts) + 1e-9)
-    return np.max(np.minimum((table - best) / room, 1e6), 1).tolist()
+    return np.minimum((table - best) / room, 1e6)

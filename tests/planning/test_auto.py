@@ -195,7 +195,15 @@ def test_a_method_of_few_runs_is_not_planned():
         conclusions.Trial(f"{runs} runs", None, 2, (0.5,), regret, runs)
         for runs, regret in ((1, 0.0), (9, 0.4))
     )
-    assert conclusions.ranked_best({0: lucky, 1: sure}) == [1, 0]
+    assert conclusions.ranked_best({0: lucky, 1: sure}, [1.0]) == [1, 0]
+
+
+@pytest.mark.parametrize(("elsewhere", "first"), [(0.31, 1), (0.5, 2)])
+def test_one_level_is_planned_where_it_is_near_on_the_other_twins_too(elsewhere, first):
+    one = conclusions.Trial("one", None, 1, (0.62, elsewhere), 0.21, 5)
+    two = conclusions.Trial("two", None, 2, (0.61, 0.30), 0.20, 5)
+    ranked = conclusions.ranked_best({1: one, 2: two}, [1.0, 1.0])
+    assert ranked[0] == first
 
 
 def test_candidates_for_networks_leave_out_mixtures():
