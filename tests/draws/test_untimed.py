@@ -125,24 +125,10 @@ def test_a_try_has_its_law_at_any_center_and_step(center):
     assert pvalue(exponent - 5 * (grid - 0.6) ** 2) < ALPHA  # without the step
 
 
-class Rounded(ConvexEnvelope):
-    """Exponents of tries side by side are off, by as much as the margin admits."""
-
-    @property
-    def margin(self):
-        return 0.5
-
-    def proposal(self, law, y, common, *, key):
-        x, exponent = super().proposal(law, y, common, key=key)
-        return x, exponent + 0.5 * jnp.sin(20 * x[0])
-
-
-@pytest.mark.parametrize("oracle", [ConvexEnvelope(), Rounded()])
-def test_a_step_of_the_walk_has_the_law_of_noise_and_then_of_the_density_near_by(
-    oracle,
-):
+def test_a_step_of_the_walk_has_the_law_of_noise_and_then_of_the_density_near_by():
     law, start = ProximalLaw(Corner(), LINE, 0.3), 0.9
-    oracle = oracle.without_counts(ProximalPlan(Regularity(1, 11.0, 3.0), LINE, 0.3))
+    plan = ProximalPlan(Regularity(1, 11.0, 3.0), LINE, 0.3)
+    oracle = ConvexEnvelope().without_counts(plan)
 
     def one(key):
         x0 = jnp.asarray([start], jnp.float32)
@@ -152,8 +138,8 @@ def test_a_step_of_the_walk_has_the_law_of_noise_and_then_of_the_density_near_by
     sample = np.asarray(jax.jit(jax.vmap(one))(keys))
     grid, wide = np.linspace(-1, 1, 2001), np.linspace(-3, 5, 801)
 
-    def pvalue(start, off=0.0):
-        exponent = 8 * np.abs(grid - 0.3) + 1.5 * grid**2 + off * np.sin(20 * grid)
+    def pvalue(start):
+        exponent = 8 * np.abs(grid - 0.3) + 1.5 * grid**2
         near = exponent + (grid - wide[:, None]) ** 2 / 0.6
         density = np.exp(near.min(1, keepdims=True) - near)
         density /= density.sum(1, keepdims=True)
@@ -163,8 +149,7 @@ def test_a_step_of_the_walk_has_the_law_of_noise_and_then_of_the_density_near_by
         ).pvalue
 
     assert pvalue(start) > ALPHA
-    assert pvalue(start - 0.1) < ALPHA  # controls
-    assert pvalue(start, 0.5) < ALPHA
+    assert pvalue(start - 0.1) < ALPHA  # the control
 
 
 class WithoutGradient(AbstractPotential):

@@ -1,6 +1,5 @@
 """The alternating sampler with the step size and the tries that records ask for."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from ...privacy.noise import PRNGKey, computed_once, derive, standard_exponential
+from ...privacy.noise import PRNGKey, computed_once, derive
 from ...privacy.normal import standard_normal
 from .base import AbstractPotential
 from .proximal import (
@@ -24,7 +23,8 @@ from .proximal import (
 
 _DESCENT_STEPS = 200
 _PARTICLES = 16
-_TOGETHER = 4  # tries whose potentials are computed side by side
+_GRADIENT = 2.0  # what a gradient costs, in values
+_PATIENCE = 4  # tries before what they have in common is moved
 _WORSE = 0.5  # of the best efficiency: larger steps are not looked at
 
 
@@ -54,6 +54,7 @@ class _Tries(eqx.Module):
     x: PyTree
     common: PyTree
     accepted: Bool[Array, ""]
+    count: Int[Array, ""]
     key: PRNGKey
 
 
@@ -162,11 +163,11 @@ def best_step(
     *,
     key: PRNGKey,
 ) -> Float[Array, ""]:
-    r"""The $\eta$ with most progress for the time near `center`. NON-PRIVATE.
+    r"""The $\eta$ with most progress per evaluation near `center`. NON-PRIVATE.
 
     From the law's own $\eta$ on it is doubled, up to about `longest`. A few particles
     estimate which part of the tries is accepted; progress is $\eta$ over the number of
-    times that a step makes them.
+    evaluations that a step takes.
     """
     potential, feasible, least = law
     least = jnp.asarray(least, jnp.result_type(*jax.tree.leaves(center)))
@@ -184,9 +185,8 @@ def best_step(
         key, key_tries = derive(_advanced(ladder.key), "next", "step")
         keys = jax.random.split(key_tries, _PARTICLES)
         points, chances = jax.vmap(one)(ladder.points, keys)
-        # A step is done by some of the tries that are computed side by side.
-        chance = jnp.mean(1 - (1 - chances) ** _TOGETHER)
-        return key, points, ladder.step_size * chance
+        tries = 1 / jnp.maximum(jnp.mean(chances), 1e-6)
+        return key, points, ladder.step_size / (_GRADIENT + tries)
 
     def worth(ladder):
         return (ladder.last >= _WORSE * ladder.efficiency) & (
@@ -222,35 +222,29 @@ def walk(
         noise = standard_normal(chain.x, key=keys[1])
         y = plus(chain.x, law.step_size**0.5, noise)
 
-        def attempts(tries):
-            keys = derive(_advanced(tries.key), "next", "proposal", "accept")
-            one = functools.partial(oracle.proposal, law, y, tries.common)
-            lanes = jax.random.split(keys[1], _TOGETHER)
-            points, exponents = jax.vmap(lambda key: one(key=key))(lanes)
-            coins = standard_exponential((_TOGETHER,), exponents.dtype, key=keys[2])
-            # Side by side values may be rounded otherwise than alone, which would be a
-            # law for each place. So they only reject what is rejected alone, too, and
-            # the first one that is left is computed anew; those after it are not used.
-            left = coins >= exponents - oracle.margin
-            first = jnp.argmax(left)
-            x = jax.tree.map(lambda v: v[first], points)
-            found = jax.lax.cond(
-                left[first],
-                lambda: coins[first] >= oracle.exponent(law, tries.common, x),
-                lambda: jnp.zeros((), bool),
-            )
+        def attempt(tries):
+            after, now = derive(_advanced(tries.key), "next", "restart")
+            x, accepted, _ = oracle.attempt(law, y, tries.common, key=now)
+            return _Tries(x, tries.common, accepted, tries.count + 1, after)
+
+        def goes_on(tries):
+            return ~tries.accepted & (tries.count < _PATIENCE)
+
+        def block(tries):
+            tries = jax.lax.while_loop(goes_on, attempt, tries)
             # What tries have in common may depend on those that were rejected.
             moved = jax.lax.cond(
-                found,
+                tries.accepted,
                 lambda: tries.common,
                 lambda: oracle.moved(law, y, tries.common),
             )
-            return _Tries(x, moved, found, keys[0])
+            zero = jnp.zeros_like(tries.count)
+            return _Tries(tries.x, moved, tries.accepted, zero, tries.key)
 
         # Its Line 1, x_t given y_t.
-        none = jnp.zeros((), bool)
-        tries = _Tries(chain.x, oracle.prepare(law, y), none, keys[2])
-        tries = jax.lax.while_loop(lambda t: ~t.accepted, attempts, tries)
+        zero = jnp.zeros((), jnp.int32)
+        tries = _Tries(chain.x, oracle.prepare(law, y), zero > 0, zero, keys[2])
+        tries = jax.lax.while_loop(lambda t: ~t.accepted, block, tries)
         return _Walk(tries.x, chain.done + 1, keys[0])
 
     chain = _Walk(start, jnp.zeros((), jnp.int32), key)

@@ -104,9 +104,7 @@ class AlternatingSampler(AbstractSampler):
     tries there find the step worth its tries, never below the planned one; $T$ follows
     from it, and every step takes as many tries as it needs. Given the step size the law
     is within the bound, and so it is on average; mixing has all of `distance`, and
-    nothing runs out. Tries are made side by side; of those that differences in rounding
-    leave undecided the first is decided by itself, so that accepted tries have the law
-    of one computed potential. How long a draw takes depends on the records.
+    nothing runs out. How long a draw takes depends on the records.
 
     Args:
         oracle: `StochasticRejection` or `ConvexEnvelope`.

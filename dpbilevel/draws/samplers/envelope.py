@@ -11,7 +11,6 @@ import optax
 from jaxtyping import Array, PyTree
 from typing_extensions import override
 
-from ..._checks import Number
 from ...privacy.noise import derive, standard_exponential
 from ...sets import AbstractSet
 from . import restricted
@@ -28,7 +27,6 @@ from .proximal import (
 
 _MOST_GRADIENT_STEPS = 12
 _FEW_DRAWS = 4
-_ARITHMETIC = 1e-3
 
 
 class _Tangent(eqx.Module):
@@ -218,31 +216,22 @@ class ConvexEnvelope(AbstractExactOracle):
 
     @override
     def proposal(self, law, y, common, *, key) -> tuple[PyTree, Array]:
+        potential, feasible, step_size = law
         curvature = 0.0 if self.curvature is None else self.curvature
+        slack, c = 0.0 if self.slack is None else self.slack, common.point
         x, found = restricted.tried_normal(
-            law.feasible,
+            feasible,
             self._middle(law, y, common),
-            (law.step_size / (1 + curvature * law.step_size)) ** 0.5,
+            (step_size / (1 + curvature * step_size)) ** 0.5,
             self.draw_tries or 1,
             key=key,
         )
-        return x, jnp.where(found, self.exponent(law, common, x), jnp.inf)
-
-    @property
-    @override
-    def margin(self) -> Number:
-        """The slack, and what the arithmetic of the tangent may round."""
-        return _ARITHMETIC + (0.0 if self.slack is None else self.slack)
-
-    @override
-    def exponent(self, law, common, x) -> Array:
-        r"""$R(x) + \kappa$."""
-        curvature = 0.0 if self.curvature is None else self.curvature
-        slack = 0.0 if self.slack is None else self.slack
-        offset = optax.tree.sub(x, common.point)
+        # Accepted with probability exp(-R(x) - kappa).
+        offset = optax.tree.sub(x, c)
         support = optax.tree.vdot(common.gradient, offset)
         support = support + 0.5 * curvature * optax.tree.vdot(offset, offset)
-        return finite_part(law.potential(x)) - common.value - support + slack
+        above = finite_part(potential(x)) - common.value - support + slack
+        return x, jnp.where(found, above, jnp.inf)
 
     def _tangent(self, law: ProximalLaw, point: PyTree) -> _Tangent:
         """The support at a point; below the whole potential without a gradient."""

@@ -13,7 +13,6 @@ import optax
 import scipy
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ..._checks import Number
 from ...privacy.noise import PRNGKey
 from ...sets import AbstractSet, Ball
 from . import restricted
@@ -232,19 +231,7 @@ class AbstractExactOracle(AbstractProximalOracle):
     def proposal(
         self, law: ProximalLaw, y: PyTree, common: PyTree, *, key: PRNGKey
     ) -> tuple[PyTree, Float[Array, ""]]:
-        r"""What `attempt` proposes, and the $r$ with which $e^{-r}$ accepts it.
-
-        Infinity where no point was found.
-        """
-
-    @property
-    @abc.abstractmethod
-    def margin(self) -> Number:
-        """More than two computed values of `exponent` at one point differ."""
-
-    @abc.abstractmethod
-    def exponent(self, law: ProximalLaw, common: PyTree, x: PyTree) -> Float[Array, ""]:
-        """That $r$ at a point."""
+        r"""What `attempt` proposes, and the $r$ with which $e^{-r}$ accepts it."""
 
     @abc.abstractmethod
     def moved(self, law: ProximalLaw, y: PyTree, common: PyTree) -> PyTree:
