@@ -164,27 +164,26 @@ def check_keys(
 ) -> None:
     """Raises `ValueError` where keys are not allowed, or required ones are missing."""
     listed = ", ".join(allowed)
-    wrong, meant = [], set()
+    wrong: list[ValueError] = []
+    meant: list[str] = []
     for key in table:
         if key in _SECRETS and key not in allowed:
-            wrong.append(
+            secret = (
                 f"unknown key {key!r}: the noise is keyed from the operating system's "
                 "entropy and never from a file, because whoever knows the key can "
                 "subtract the noise. Remove it."
             )
+            wrong.append(place.error(secret))
         elif key not in allowed:
-            meant |= _matches(key, allowed)
-            wrong.append(
-                f"unknown key {key!r}{_close(key, allowed)}. Allowed keys: {listed}."
-            )
+            meant += difflib.get_close_matches(key, allowed, n=1)
+            close = _close(key, allowed)
+            unknown = f"unknown key {key!r}{close}. Allowed keys: {listed}."
+            wrong.append(place.error(unknown))
     missing = [key for key in required if key not in table and key not in meant]
     if missing:
-        wrong.append(
-            f"missing key{'s' if len(missing) > 1 else ''} "
-            f"{', '.join(map(repr, missing))}. Allowed keys: {listed}."
-        )
-    if wrong:
-        raise ValueError("\n".join(str(place.error(message)) for message in wrong))
+        keys = f"key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+        wrong.append(place.error(f"missing {keys}. Allowed keys: {listed}."))
+    _raise(wrong)
 
 
 def together(*parts: Callable[[], Any]) -> list[Any]:
@@ -199,11 +198,16 @@ def together(*parts: Callable[[], Any]) -> list[Any]:
             found.append(part())
         except ValueError as error:
             errors.append(error)
+    _raise(errors)
+    return found
+
+
+def _raise(errors: list[ValueError]) -> None:
+    """One error with the messages of all, if there are any."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise ValueError("\n".join(map(str, errors))) from errors[0]
-    return found
 
 
 def check_choice(value: Any, options: Iterable[str], place: Place, key: str) -> Any:
@@ -247,11 +251,8 @@ def _has_no_default(field: dataclasses.Field) -> bool:
 
 
 def _close(word: str, options: Iterable[str]) -> str:
-    return "".join(f" (did you mean {m!r}?)" for m in _matches(word, options))
-
-
-def _matches(word: str, options: Iterable[str]) -> set[str]:
-    return set(difflib.get_close_matches(word, options, n=1))
+    match = difflib.get_close_matches(word, options, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def _shown(value: object) -> str:

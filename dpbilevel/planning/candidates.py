@@ -32,7 +32,6 @@ _OF_BOTH = 1.118
 # may be biased more. Gradients of a network have no largest norm to take a part of.
 _CLIPPED, _CLIPPED_FIRST, _CLIPPED_NETWORK = 0.7, 0.5, 1.0
 
-
 # Descent of a number of steps of a size.
 _Fit = Callable[[int, float], NoisyGD]
 
@@ -101,7 +100,7 @@ def _(
     found = (*_one_level(fit), _refitted(clip_norm, fit))
     if not isinstance(problem.constants, AbstractCertificate):
         return found
-    proved = certified(problem, w0, _descent(clip_norm, 100, 8.0))
+    proved = certified(problem, w0, fit(100, 8.0))
     return (*found, *(Candidate(name, solvers, 2) for name, solvers in proved.items()))
 
 

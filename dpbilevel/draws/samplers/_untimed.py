@@ -73,20 +73,16 @@ def exact(oracle: AbstractProximalOracle) -> AbstractExactOracle:
 
 
 class _Quick(AbstractPotential):
-    """A potential whose tangent is that of the sum wherever all gradients are finite.
+    """A potential with the gradient of the sum, which is faster, where that is finite.
 
-    Which takes half of the time of gradients record by record; under `jax.vmap` both
-    are computed. NON-PRIVATE: how long it takes depends on the records.
+    Elsewhere its tangent is that of the potential; under `jax.vmap` both are computed.
+    NON-PRIVATE: how long it takes depends on the records.
     """
 
     potential: AbstractPotential
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
         return self.potential(x)
-
-    @override
-    def many(self, xs: PyTree) -> Float[Array, " m"]:
-        return self.potential.many(xs)
 
     @override
     def value_and_gradient(self, x: PyTree) -> tuple[Float[Array, ""], PyTree]:
