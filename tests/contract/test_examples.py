@@ -190,21 +190,22 @@ def test_code_for_users_of_other_libraries_runs_and_agrees_with_theirs():
     gradients, ran = [], 0
     # The same names stand for other things in other sections.
     for section in re.split(r"^## ", text, flags=re.M):
-        made = {"Opacus": _digits, "JAXopt": _two_levels}
+        made = {"Opacus": _digits, "jax_privacy": _digits, "JAXopt": _two_levels}
         names |= made.get(section.split("\n")[0], _people)()
         for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
             code = textwrap.dedent(code)
-            if not code.startswith("# Opacus"):
+            if not code.startswith(("# Opacus", "# jax_privacy")):
                 exec(compile(code, "docs/coming_from.md", "exec"), names)
                 ran += 1
             if "gradient = " in code or "gradient, _" in code:
                 gradients.append(names["gradient"])
             if "dp_sgd" in code:
                 network = names["result"]
-    assert ran == 11
+    assert ran == 12
     assert names["plan"].report.relation == "add_or_remove_one"
     np.testing.assert_allclose(*gradients, rtol=1e-3)
-    scores = jax.vmap(names["apply"], (None, 0))(network.value, names["images"])
-    assert jnp.mean(jnp.argmax(scores, 1) == names["digits"]) > 0.9
+    for params in (network.value, names["trained"]):
+        scores = jax.vmap(names["apply"], (None, 0))(params, names["images"])
+        assert jnp.mean(jnp.argmax(scores, 1) == names["digits"]) > 0.9
     assert names["search"].score(names["X_people"], names["y_people"]) > 0.8
     assert len(names["study"].trials) == 15
