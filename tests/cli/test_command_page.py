@@ -30,7 +30,7 @@ def test_every_flag_of_init_is_on_the_page(capsys):
     with pytest.raises(SystemExit, match="0"):
         _parser().parse_args(["init", "--help"])
     flags = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
-    listed = PAGE.split("| flag | what it says |")[1].split("\n\n")[0]
+    listed = PAGE.split("| flag | meaning |")[1].split("\n\n")[0]
     assert flags == set(re.findall(r"--[a-z][a-z-]*", listed))
 
 
