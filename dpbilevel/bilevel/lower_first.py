@@ -92,7 +92,7 @@ def _check_apart(problem: BilevelProblem, w0: PyTree) -> None:
 def _check_records(problem: BilevelProblem) -> None:
     if problem.reads_x(LOWER):
         raise ValueError(
-            "LowerFirst: the lower level's records meet x (x_in_records="
+            "LowerFirst: the lower level's losses read x (x_in_records="
             f"{problem.x_in_records}), so its solution depends on x. Use "
             "PenaltyBilevel, SingleLoopBilevel or bilevel.F2SA; or declare "
             'x_in_records="upper" where lower does not read x.'

@@ -53,9 +53,9 @@ class BilevelProblem(AbstractProblem):
         x_set: The feasible set of $x$.
         y_set: The feasible set of $y$.
         x_in_records: Which per-record losses read $x$: `True` (both), `False`
-            (neither), or a level's name, as in `("lower",)`. Where no record meets
-            $x$ the outer gradient is public and its release costs nothing. A claim
-            that a level does not read $x$ is verified by tracing before anything
+            (neither), or a level's name, as in `("lower",)`. Where no record's loss
+            reads $x$ the outer gradient is public and its release costs no budget. A
+            claim that a level does not read $x$ is verified by tracing before anything
             runs; `traced` fills it in. Static.
         constants: Declared bounds: `Constants` to choose parameters by, or a
             certificate such as `SecondOrderConstants` for a solver whose guarantee
@@ -114,7 +114,7 @@ class BilevelProblem(AbstractProblem):
         if undeclared:
             raise ValueError(
                 f"BilevelProblem: x_in_records={self.x_in_records} leaves out "
-                f"{sorted(undeclared)}, but tracing shows that x meets the records "
+                f"{sorted(undeclared)}, but tracing shows that losses read x "
                 "there. Declare it, or move the part that reads x to a public term."
             )
 
@@ -182,7 +182,7 @@ class BilevelProblem(AbstractProblem):
             check_apart(data)
 
     def reads_x(self, role: str) -> bool:
-        """Whether the records of level `role` are declared to meet x."""
+        """Whether the losses of level `role` are declared to read x."""
         return role in _role_names(self.x_in_records)
 
     def _x_readers(self, w0: PyTree, data: Levels) -> tuple[str, ...]:

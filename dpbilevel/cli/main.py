@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 1 if an audit found a violation or the device failed its test, 2 after a
-        mistake of the user, 130 after a `KeyboardInterrupt`, 141 where nobody reads
-        what is printed. In a process of its own an interrupt ends that process
+        mistake of the user, 130 after a `KeyboardInterrupt`, 141 where the reader of
+        the output has closed it. In a process of its own an interrupt ends that process
         (`dpbilevel.core.interrupts`).
 
     Privacy:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except BrokenPipeError:  # who reads the output has enough of it, as head has
         if arguments.command is _run:
-            said = f"{_interrupted(arguments)} (nobody reads the output)"
+            said = f"{_interrupted(arguments)} (the output was closed)"
             print(said, file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -115,8 +115,8 @@ def _add_init(command, flag: Any) -> None:
         _init,
         "ask for the public facts about a CSV file and write a config",
         description="Asks for the public facts about a file of records and writes a "
-        "config with comments. Reads the header of the file and no record. What a flag "
-        "says is not asked; where the input is closed, defaults are taken.",
+        "config with comments. Reads the header of the file and no record. A flag "
+        "replaces its question. Without a terminal, defaults are used.",
     )
     add("data", metavar="DATA.csv", type=Path, help="a file of records with a header")
     add("--out", metavar="FILE", type=Path, default=Path("task.toml"), help="task.toml")

@@ -88,8 +88,8 @@ def page(result: Result, spent: str, title: str) -> str:
         title: What to call the run.
 
     Privacy:
-        A function of released and public values: free. It loads nothing, so that nobody
-        learns who reads it.
+        A function of released and public values: free. It loads nothing from the
+        network, so that no server learns who reads it.
     """
     parts = [
         _head(result, title),
@@ -136,8 +136,8 @@ def _guarantee(result: Result) -> str:
     paragraphs = [
         f"<p>{_text(_PEOPLE[report.people])} The guarantee compares what was released "
         f"with what could have been released {change}: the two must be hard to tell "
-        "apart. Somebody with several records is protected less, about in proportion "
-        "to their number. So is everybody where more is released from the same "
+        "apart. A person with several records is protected less, about in proportion "
+        "to their number. So is every person if more is released from the same "
         "records: the numbers are those of this one run.</p>"
     ]
     if report.status is Status.HEURISTIC:
@@ -147,15 +147,15 @@ def _guarantee(result: Result) -> str:
         "<b>Odds.</b> Whoever sees all that was released, and knows all other "
         "records, can thereby change the odds of anything about one person's record by "
         f"a factor of at most {odds} (e to the power of epsilon, "
-        f"{rounded_up(report.epsilon, 4)}), but for a chance of about delta, "
-        f"{rounded_up(report.delta, 4)}, that more shows.",
+        f"{rounded_up(report.epsilon, 4)}), except with a probability of about delta, "
+        f"{rounded_up(report.delta, 4)}.",
         f"<b>Attacks.</b> Somebody who knows all other records tries to tell "
         f"{_CANDIDATES[report.relation]}. Whatever the method: with false alarms in "
         f"{FALSE_ALARMS:.0%} of the cases it detects at most "
         f"<strong>{_percent(result.power)}</strong>. "
         f"Guessing detects {FALSE_ALARMS:.0%}.",
-        "<b>What it is not about.</b> What is true of many people may be learned, and "
-        "then be used about anybody, whether or not they are in the records.",
+        "<b>What is not protected.</b> Facts that hold for many people may be learned "
+        "and used about any person, whether or not they are in the records.",
     ]
     kinds = report.epsilon_by_person
     if len(kinds) > 1:

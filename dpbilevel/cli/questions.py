@@ -1,4 +1,4 @@
-"""Questions of `dpbilevel init`: answered by flags, by who types, or by defaults."""
+"""Questions of `dpbilevel init`: answered by flags, by the user, or by defaults."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Questions:
             default: The answer of who types nothing, and of a closed input.
 
         Raises:
-            ValueError: The text of the flag cannot be read, or nobody answers.
+            ValueError: The text of the flag cannot be read, or there is no answer.
         """
         if self.has(flag):
             try:
@@ -54,7 +54,7 @@ class Questions:
                 if default is None:
                     asked = question.split("\n")[-1]
                     raise ValueError(
-                        f"nobody answers '{asked}'; give --{flag}."
+                        f"there is no answer to '{asked}'; give --{flag}."
                     ) from error
                 text = ""
             if not text and default is None:

@@ -76,7 +76,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
         if self.convex is not True:
             raise ValueError(
                 "RegularizedExponentialMechanism: its privacy rests on convexity of "
-                "the objective on every possible dataset, which nobody can check from "
+                "the objective on every possible dataset, which cannot be checked from "
                 "data. Declare convex=True if you can prove it; otherwise use "
                 "ExponentialMechanism."
             )

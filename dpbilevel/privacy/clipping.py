@@ -1,4 +1,4 @@
-"""The door to the records: clipped means, sealed with their sensitivity."""
+"""Clipped means of records, sealed with their sensitivity."""
 
 import dataclasses
 import enum
@@ -156,7 +156,7 @@ def clipped_mean(
 
     where $\|v_i\|_2$ runs over the whole returned pytree. A record whose $v_i$ is not
     finite contributes zero; so does every record where $C$ is outside (1e-25, 1e30) or
-    $m$ below 1e-25. Entries beyond $\pm 2^{40} C$ count as that, so that no norm
+    $m$ below 1e-25. Entries beyond $\pm 2^{40} C$ are cut to that, so that no norm
     overflows; a factor of a product longer than 1.8e19 in float32, whose square
     overflows, makes its record contribute zero. Norm and sum are taken in float32 at
     least. Memory does not grow with $n$: a `lax.scan` walks over micro-batches. Where
@@ -202,8 +202,8 @@ def clipped_mean(
         add-or-remove-one, enforced by clipping for every `fun`, NaN and infinity
         included. The clipped norm stays below $C$ after rounding: the norm is taken
         with a margin of its worst-case rounding error, and values that are not finite
-        are recognized by their bits: on the grid, options of the compiler that take
-        NaN for impossible let no record count for more.
+        are recognized by their bits: on the grid, options of the compiler that assume
+        that NaN does not occur give no record a larger contribution.
 
         On the grid the sum of rounded values is exact, whatever their order. Products
         of factors are added in groups and rounded group by group, with a margin for
@@ -282,7 +282,7 @@ def _check_mask(mask: Any, n: int, *, on_disk: bool) -> None:
     if on_disk:
         raise ValueError(
             "clipped_mean: mask= is for records in memory, got OnDisk records. Write "
-            "NaN into the records that are to count for nothing."
+            "NaN into the records that are to be ignored."
         )
     if mask.shape != (n,) or mask.dtype != bool:
         raise ValueError(

@@ -291,7 +291,7 @@ def _check_nulls(path: Path, about: Any, columns: list[str]) -> None:
         if found:
             raise ValueError(
                 f"OnDisk.parquet: column {name!r} of {path} has nulls. Write a public "
-                "value in their place, or NaN, with which a record counts for nothing."
+                "value in their place, or NaN, with which a record is ignored."
             )
 
 

@@ -2,7 +2,7 @@
 
 Everything here works on one record at a time, and raises by shapes, types and declared
 facts alone: a row with an entry that is no finite number becomes a row of NaN, a label
-that is not declared has the index -1. Such records count for nothing.
+that is not declared has the index -1. Such records have no influence.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ def frame(
             f"{owner}: declare bounds=(lower, upper), numbers or one for each feature, "
             "or data_norm=, the largest length of a row, and not both. They must come "
             "from public knowledge: the smallest and largest value in the records "
-            "would be a release that nobody counted."
+            "would be a release that is not in the ledger."
         )
     if bounds is None:
         _checks.positive(owner, data_norm=data_norm)
@@ -150,9 +150,9 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
     if values is None or isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(
             f"{owner}: declare {name}=, every value that a record may have, from "
-            f"public knowledge, such as {example}. Those found in the records would be "
-            "a release that nobody counted: one that a single person has would give "
-            "them away."
+            f"public knowledge, such as {example}. The values that the records have "
+            "would be a release that is not in the ledger: a value that only one "
+            "person has would reveal that person."
         )
     listed = [v.item() if isinstance(v, np.generic) else v for v in values]
     texts = [isinstance(v, str) for v in listed]

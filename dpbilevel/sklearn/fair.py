@@ -57,7 +57,8 @@ class FairClassifier(LinearClassifier):
         `max_iter` releases of gradient and losses, enforced by clipping. Under
         replace-one the number of records is public; so is whatever was declared. The
         group of a record is part of it and protected. A record with a missing number,
-        or a label or group that was not declared, counts for nothing, in silence.
+        or a label or group that was not declared, is ignored without a message, because
+        an error would reveal it.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class FairClassifier(LinearClassifier):
             y: Labels.
             groups: The group of each record.
             key: One typed key; by default a new one of the operating system's.
-            **refused: Nothing; says why `sample_weight` is refused.
+            **refused: No further argument is accepted; `sample_weight` raises a
+                `TypeError` with the reason.
 
         Returns:
             The fitted estimator.
@@ -160,7 +162,7 @@ class FairClassifier(LinearClassifier):
             raise ValueError(
                 f"{self._owner}: declare shares=, the groups and their shares of the "
                 f"records from public knowledge, such as {EXAMPLE}. Shares that are "
-                "counted in the records would be a release that nobody counted."
+                "counted in the records would be a release that is not in the ledger."
             )
         names = declared(self._owner, "shares", [*self.shares], EXAMPLE)
         return names, tuple(float(self.shares[name]) for name in names.tolist())

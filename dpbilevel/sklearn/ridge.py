@@ -54,8 +54,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         feature_names_in_: The names of the columns, where X has any.
 
     Privacy:
-        As `DPLogisticRegression`; a record whose target is no finite number counts for
-        nothing.
+        As `DPLogisticRegression`; a record whose target is not a finite number is
+        ignored.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             X: Features, of shape `(n, d)`.
             y: Targets, numbers.
             key: One typed key; by default a new one of the operating system's.
-            **refused: Nothing; says why `sample_weight` is refused.
+            **refused: No further argument is accepted; `sample_weight` raises a
+                `TypeError` with the reason.
 
         Returns:
             The fitted estimator.
@@ -133,7 +134,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             raise ValueError(
                 f"{self._owner}: declare target_bounds=(lower, upper), from public "
                 "knowledge: the smallest and largest target in the records would be a "
-                "release that nobody counted."
+                "release that is not in the ledger."
             )
         pair = interval(self._owner, "target_bounds", self.target_bounds, 1)
         lower, upper = (float(v[0]) for v in pair)

@@ -206,7 +206,7 @@ def test_paths_are_relative_to_the_config(folder):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "nobody answers 'column of the label'; give --label"),
+        ([], "there is no answer to 'column of the label'; give --label"),
         (["--label", "sik"], "--label sik: no column 'sik'; give one of age, dose"),
         (["--task", "classify"], "--task classify: give one of training"),
         (TRAINING, "no column was given as a feature"),
