@@ -1,4 +1,4 @@
-"""What is said where a package is missing that only a part of the library needs."""
+"""Messages where a package is missing that only a part of the library needs."""
 
 from typing import Any
 

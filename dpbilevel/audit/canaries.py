@@ -1,4 +1,4 @@
-"""Worst-case neighbouring data: canaries, which leak all that a ledger admits."""
+"""Worst-case neighbouring data: canaries, which leak as much as a ledger allows."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from .worst_cases import BEYOND, worst_case
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Canary:
-    """Two neighbouring datasets that a solver has the hardest time to hide.
+    """Two neighbouring datasets that are a worst case for a solver.
 
     Attributes:
         problem: Its per-record functions are linear: a record is its own gradient.
@@ -37,7 +37,7 @@ class Canary:
         w0: The starting point, zeros.
         data: The records with the person's far beyond the clip norm.
         neighbour: The same with the person's record reversed, or absent.
-        claim: The profile that the solver's ledger promises the person.
+        claim: The profile that follows from the solver's ledger for the person.
     """
 
     problem: AbstractProblem
@@ -63,17 +63,17 @@ def canaries(
     absent under add-or-remove-one. A person of disjoint levels has a record in one of
     them, otherwise in both. Everything is public: no records of anyone are needed.
 
-    Records that contribute nothing are left out where batches cannot tell, so full
-    batches are audited at their planned sizes. Otherwise sizes and batch sizes are
+    Records that contribute nothing are left out where batches do not depend on them, so
+    full batches are audited at their planned sizes. Otherwise sizes and batch sizes are
     divided by a common divisor, which changes no ratio of noise to sensitivity and
     leaves at least two of each.
 
     Args:
         solver: A calibrated solver, bound to its sizes.
-        x_in_records: Which levels' records meet x: the problem's own, so that the
+        x_in_records: Which levels' losses read x: the problem's own, so that the
             claim is that of its plan.
         others: What everyone else contributes, in clip norms, in [-1, 1]. By default
-            -1 where batches have a fixed size, because the others then tell who was
+            -1 where batches have a fixed size, because the others then show who was
             left out, and 0 elsewhere.
         coordinates: A pytree whose leaves have the shapes of the variables.
 

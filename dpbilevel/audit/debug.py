@@ -1,4 +1,4 @@
-"""NON-PRIVATE views of a problem, for a developer's eyes only.
+"""NON-PRIVATE views of a problem, for developers only.
 
 Nothing here is released, counted or noisy. Do not publish what these functions return
 on sensitive records.

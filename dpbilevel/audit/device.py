@@ -52,7 +52,8 @@ def device_arithmetic() -> DeviceArithmetic:
     short form of this fails.
 
     Returns:
-        The largest errors over the bound. It can only refute.
+        The largest errors over the bound: above 1 they refute it, below 1 they do not
+        prove it.
 
     Privacy:
         Touches no data.

@@ -1,4 +1,4 @@
-"""What many runs of a mechanism show, and refusals of what could show nothing."""
+"""Observations of many runs of a mechanism, and refusals of runs that show nothing."""
 
 from collections.abc import Callable
 from typing import Any

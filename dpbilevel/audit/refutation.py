@@ -85,7 +85,8 @@ def refute_constants(
         spread: The standard deviation of $x$ around `w0`, before projection.
 
     Returns:
-        The largest ratios found. It can only refute.
+        The largest ratios found: above 1 they refute a constant, below 1 they do not
+        prove it.
 
     Raises:
         ValueError: The problem has no certificate.

@@ -1,4 +1,4 @@
-"""Is every noise of a run drawn afresh? What a trade-off audit cannot see."""
+"""Whether all noise of a run is independent, which a trade-off audit cannot detect."""
 
 import contextlib
 import dataclasses

@@ -66,7 +66,7 @@ def sensitivity_search(
 ) -> SensitivitySearch:
     """NON-PRIVATE. Looks for neighbours whose values differ by more than is claimed.
 
-    Datasets start as rows of `records` in which numbers are replaced by hostile ones:
+    Datasets start as rows of `records` in which numbers are replaced by extreme ones:
     zeros, denormals, values up to 3e38, NaN and infinities; the pair differs in the
     last record, which is often the opposite of another. The worst pairs are then
     changed entry by entry as long as they get worse.
@@ -75,7 +75,7 @@ def sensitivity_search(
         query: Maps records (a pytree with a leading axis, one row fewer where a record
             is removed) to a `Bounded`; traced and mapped over datasets.
         records: Two or more rows. Public or synthetic. Floating-point leaves are made
-            hostile; others keep values found in their column.
+            extreme; others keep values found in their column.
         neighbours: The relation. Add-or-remove-one needs a public denominator.
         key: A typed key.
         tries: Datasets in the first round.

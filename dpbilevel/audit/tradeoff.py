@@ -1,4 +1,4 @@
-"""White-box trade-off audit: do runs tell two neighbours apart beyond the claim?"""
+"""White-box trade-off audit: whether runs distinguish neighbours beyond the claim."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Statistic = Callable[[Float[np.ndarray, " runs d"]], Float[np.ndarray, " runs"]]
 
 
 class SolverRun(eqx.Module):
-    """One run of a solver as an audit sees it: every view that its ledger pays for.
+    """One run of a solver as an audit sees it: every view that its ledger counts.
 
     Unlike `dpbilevel.solve` it does not check that the data have the planned sizes, so
     that a canary may leave out records that contribute nothing.
@@ -222,7 +222,7 @@ def trade_off(
     statistic: Statistic | None = None,
     name: str = "mechanism",
 ) -> TradeOff:
-    r"""NON-PRIVATE. Tries to tell two neighbours apart beyond what a claim allows.
+    r"""NON-PRIVATE. Tries to distinguish two neighbours beyond what a claim allows.
 
     Runs on either dataset give features; a statistic of them, fitted on the first fifth
     of the runs, is cut at up to six thresholds fixed on the same fifth. The other runs

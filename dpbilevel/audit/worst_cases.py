@@ -57,7 +57,7 @@ def worst_case(
 
     Args:
         solver: A calibrated solver, bound to its sizes.
-        x_in_records: Which levels' records meet x.
+        x_in_records: Which levels' losses read x.
         zeros: A start of zeros in one variable.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Bilevel problems people have: weighting data sources, tuning penalties."""
+"""Applications: weighting data sources, tuning penalties."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -84,8 +84,8 @@ def source_weighting(
             of any other source has no influence.
 
     Returns:
-        A problem over `Levels(upper=validation, lower=training)`; only the training
-        records meet $x$.
+        A problem over `Levels(upper=validation, lower=training)`; only the losses of
+        training records read $x$.
 
     Privacy:
         The source of a record is part of the record. $k$ and $\rho$ are public.
@@ -142,9 +142,9 @@ def source_mixing(
     $$
 
     The lower level does not read $x$, so `LowerFirst` solves it once. The validation
-    records meet the $k + 1$ coefficients of the mixture alone, and not the
-    parameters of a model, so that few of them are enough under noise. Start at
-    `mixing_start`; the released model is `mixed_model(x, y)`.
+    losses have gradients in the $k + 1$ coefficients of the mixture only, and not in
+    the parameters of a model, so that few validation records are enough under noise.
+    Start at `mixing_start`; the released model is `mixed_model(x, y)`.
 
     For models that are linear in their parameters, such as `logistic_loss`: a mixture
     of parameters is a mixture of predictions there. In networks it is not. A model of
@@ -304,7 +304,7 @@ def penalty_tuning(
     \arg\min_y \frac{1}{n_g} \sum_i \ell(y, z'_i) + \frac12 \sum_j e^{x_{g(j)}} y_j^2.
     $$
 
-    No record meets $x$, so the outer step is free of noise and budget.
+    No record's loss reads $x$, so the outer step needs no noise and no budget.
 
     Args:
         loss: $\ell(y, z)$: the model's loss on one record.

@@ -31,7 +31,7 @@ class AbstractBlocks(eqx.Module):
     """Two entries like y, whose names subclasses choose, and one like x.
 
     Attributes:
-        x: The last entry; `None` where no record meets x.
+        x: The last entry; `None` where no record's loss reads x.
     """
 
     x: AbstractVar[Any]
@@ -59,7 +59,8 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         blocks: The class of the blocks.
         clip_norm: The bound on the first block of one lower record.
         sampling: How each step's batches are drawn, one per level.
-        budget_split: $s_b$, for any sum. Where no record meets x, of the first two.
+        budget_split: $s_b$, for any sum. Where no record's loss reads x, of the first
+            two.
         output: Which pair is the answer.
 
     Privacy:
@@ -154,7 +155,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         """The bound on each block of one upper record; `None` where it has none."""
 
     def units(self, problem: BilevelProblem) -> Any:
-        """The units of the blocks; `None` for x where no record meets it."""
+        """The units of the blocks; `None` for x where no loss reads it."""
         return self._units(bool(problem.x_in_records), self.sizes)
 
     def balanced(self, upper_bound: float, sizes: Sizes | None) -> Any:
@@ -182,7 +183,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         return Release(name, 1, queries, self.release_noise, joint=joint)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
-        """Two blocks like y, and one like x where records meet it."""
+        """Two blocks like y, and one like x where records' losses read it."""
         d_x, d_y = (optax.tree.size(w) for w in w0)
         return {
             _name(self._units(meets, self.sizes)): 2 * d_y + (d_x if meets else 0)
@@ -198,7 +199,7 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
         like: PyTree,
         key: PRNGKey,
     ) -> Any:
-        """The released blocks; zero for x where no record meets it.
+        """The released blocks; zero for x where no loss reads it.
 
         Args:
             problem: The problem.

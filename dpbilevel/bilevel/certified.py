@@ -1,7 +1,7 @@
 """Hypergradients, sealed with the sensitivity that a certificate proves.
 
-A hypergradient is no sum over records, so clipping does not bound what one of them
-does. A certificate does, and whatever is computed here inexactly is part of the bound.
+A hypergradient is not a sum over records, so clipping does not bound the effect of one
+record. A certificate does, and errors of the computation are part of the bound.
 """
 
 import dataclasses

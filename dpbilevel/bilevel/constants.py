@@ -114,7 +114,7 @@ class AbstractCertificate(abc.ABC):
     @property
     @abc.abstractmethod
     def assumptions(self) -> tuple[str, ...]:
-        """What is taken for granted, in the words of the report."""
+        """What is assumed, in the words of the report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,8 +130,8 @@ class SecondOrderConstants(AbstractCertificate):
 
     Rounding does not cancel. So `upper_x`, `upper_y`, `lower_xy` and `lower_yy` must
     bound the same derivative of every single record's loss too. Without a public term
-    they do: a mean over copies of one record is its loss. With one that is yours to
-    make true, and to say by `per_record` where a spread is smaller than the whole.
+    they do: a mean over copies of one record is its loss. With one you have to check
+    it, and to declare it by `per_record` where a spread is smaller than the whole.
 
     Args:
         strong_convexity: $\mu_g$ of $G(x, \cdot)$.

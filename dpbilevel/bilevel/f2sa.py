@@ -42,7 +42,7 @@ class F2SA(AbstractJointSolver):
     $$
 
     A lower record enters with $(\nabla_y g(x, y), \nabla_y g(x, z), \lambda (\nabla_x
-    g(x, z) - \nabla_x g(x, y)))$ at the price of two gradients, an upper one with $(0,
+    g(x, z) - \nabla_x g(x, y)))$ at the cost of two gradients, an upper one with $(0,
     \nabla_y f / \lambda, \nabla_x f)$. A record's three blocks are clipped together: a
     record whose blocks are within their clip norms is left as it is. Compared with
     `PenaltyBilevel` there is no inner loop; compared with `SingleLoopBilevel` there is
@@ -60,17 +60,18 @@ class F2SA(AbstractJointSolver):
             with $q_y$ and $q_z$.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
         cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
-            lower record; it includes the factor $\lambda$. Where no lower record meets
-            x, the unit of $\nabla_x f$.
+            lower record; it includes the factor $\lambda$. Where no lower loss reads x,
+            the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.
         noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over $y$, $z$ and $x$: the noise
-            of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record
-            meets x, over the first two. Where upper records are few, about $(\lambda
-            C_y n_f / (C_f n_g))^2$ of it for $z$, with the numbers of records: above
-            that the share of an upper record decides the noise of all blocks.
+            of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record's
+            loss reads x, over the first two. Where upper records are few, about
+            $(\lambda C_y n_f / (C_f n_g))^2$ of it for $z$, with the numbers of
+            records: above that the share of an upper record decides the noise of all
+            blocks.
         output: Which pair $(x, y)$ is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned sizes; set by `calibrate`. Static.
 
@@ -78,10 +79,10 @@ class F2SA(AbstractJointSolver):
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
         In units $u_b = C_b / \sqrt{s_b}$ of the blocks a lower record moves the mean by
         at most $1 / n_g$ and an upper record by at most $\sqrt{(C_f / (\lambda u_z))^2
-        + (C_f / u_x)^2} / n_f$, the second term only where upper records meet x; twice
-        that under replace-one. Enforced by clipping, for any functions. Where no record
-        meets x, $q_x$ is a function of released values: no noise, no budget. $x$, $y$,
-        $z$ and the whole trajectory are released.
+        + (C_f / u_x)^2} / n_f$, the second term only where upper losses read x; twice
+        that under replace-one. Enforced by clipping, for any functions. Where no
+        record's loss reads x, $q_x$ is a function of released values and needs no noise
+        and no budget. $x$, $y$, $z$ and the whole trajectory are released.
 
     References:
         Kwon, Kwon, Wright and Nowak, "A fully first-order method for stochastic bilevel

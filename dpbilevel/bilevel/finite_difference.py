@@ -46,7 +46,7 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     $$
 
     A lower record enters with $(\nabla_y g, \lambda (\nabla_y g - \nabla_y g), \lambda
-    (\nabla_x g - \nabla_x g))$ at the price of two gradients, an upper one with $(0,
+    (\nabla_x g - \nabla_x g))$ at the cost of two gradients, an upper one with $(0,
     \nabla_y f, \nabla_x f)$. A record's three blocks are clipped together: a record
     whose blocks are within their clip norms is left as it is.
 
@@ -75,15 +75,15 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
             $\max(C_y, C_f n_g / n_f)$ with the records of a batch of each level: below
             that the share of one upper record decides the noise of all blocks.
         cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
-            lower record; it includes the factor $\lambda$. Where no lower record meets
-            x, the unit of $\nabla_x f$.
+            lower record; it includes the factor $\lambda$. Where no lower loss reads x,
+            the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.
         noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over $y$, $\delta$ and $x$: the
             noise of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no
-            record meets x, over the first two.
+            record's loss reads x, over the first two.
         output: Which pair $(x, y)$ is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned sizes; set by `calibrate`. Static.
 
@@ -91,10 +91,11 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
         In units $u_b = C_b / \sqrt{s_b}$ of the blocks a lower record moves the mean by
         at most $1 / n_g$ and an upper record by at most $\sqrt{(C_f / u_\delta)^2 +
-        (C_f / u_x)^2} / n_f$, the second term only where upper records meet x; twice
+        (C_f / u_x)^2} / n_f$, the second term only where upper losses read x; twice
         that under replace-one. Enforced by clipping, for any functions and any penalty.
-        Where no record meets x, $q_x$ is a function of released values: no noise, no
-        budget. $x$, $y$, $\delta$ and the whole trajectory are released.
+        Where no record's loss reads x, $q_x$ is a function of released values and needs
+        no noise and no budget. $x$, $y$, $\delta$ and the whole trajectory are
+        released.
 
     References:
         Yang, Xiao and Ji, "Achieving O(epsilon^-1.5) complexity in

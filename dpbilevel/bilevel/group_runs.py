@@ -81,11 +81,11 @@ class ScaledGroups(AbstractRuns):
        group, up to the bounds. Where $s_j = 0$ the coefficients stay at $y_0$, and
        neither noise nor clipped gradients are spent on them.
 
-    A heuristic of two stages in the manner of empirical Bayes: no method of bilevel
-    optimization, and validation records choose nothing that training records do not.
-    A group is dropped where its gradient at $y_0$ does not stand out of the noise, even
-    if it would matter beside others. Where all groups matter, plain descent on the
-    records of both levels has more of the budget for the model.
+    A heuristic of two stages in the manner of empirical Bayes. It is not a method of
+    bilevel optimization: validation records are used in the same way as training
+    records. A group is dropped where its gradient at $y_0$ is below the noise, even if
+    it would be useful together with others. Where all groups matter, plain descent on
+    the records of both levels has more of the budget for the model.
 
     Args:
         fit: The one-level solver of the model. Steps refer to the mean over the

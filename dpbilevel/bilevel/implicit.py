@@ -51,8 +51,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     with $y_t \approx y^*(x_t)$ found without noise. Neither $y_t$ nor the solution of
     the linear system is released, and none of them is kept: every inner solve starts
-    anew from the given $y_0$, which costs nothing, because the fixed numbers of steps
-    have to serve the worst start anyway. The dimension of $y$ adds no noise.
+    anew from the given $y_0$, which needs no more steps, because their fixed numbers
+    are those for the worst start. The dimension of $y$ adds no noise.
 
     The problem brings the constants: `problem.constants` is a certificate, from which
     the numbers of inner steps and the sensitivity follow. For a private $y$ wrap the
@@ -143,9 +143,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
         Raises:
             ValueError: There is no certificate, or the theorem bounds the hypergradient
-                of its answer by more than the constants do everywhere: the plan is
-                hopeless. The message has the number of records and the epsilon
-                from which on it is not.
+                of its answer by more than the constants do everywhere. The message has
+                the number of records and the epsilon from which on it is not.
 
         References:
             Lowy and Liu, Theorem C.3.

@@ -140,7 +140,7 @@ class TuningCertificate(AbstractCertificate):
 
     Privacy:
         Proved for every record, because the loss shortens its rows; the status is
-        `CONDITIONAL` all the same, since a proof is not a clip.
+        `CONDITIONAL` nevertheless, since it rests on a proof and not on clipping.
     """
 
     model: AbstractLinearModel

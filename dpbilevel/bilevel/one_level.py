@@ -1,4 +1,4 @@
-"""One level alone: what a method of two levels has to be better than."""
+"""One level alone: the baseline of methods of two levels."""
 
 from typing import ClassVar, Literal
 
@@ -31,8 +31,8 @@ class OneLevel(AbstractRuns):
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
-        The releases of `model`. Disjoint people of a level that is not read spend
-        nothing.
+        The releases of `model`. Disjoint people of a level that is not read spend no
+        budget.
     """
 
     model: NoisyGD

@@ -219,8 +219,8 @@ def penalty_gradients(
     r"""What one record adds to the gradient in x of $f + \lambda (g - g^*)$.
 
     $\nabla_x f(x, z)$ of an upper record, $\lambda (\nabla_x g(x, z) - \nabla_x g(x,
-    y))$ of a lower one, for the roles that meet x; with $y$ the solution of the lower
-    and $z$ that of the penalized level.
+    y))$ of a lower one, for the roles whose losses read x; with $y$ the solution of the
+    lower and $z$ that of the penalized level.
     """
 
     def upper(record):

@@ -62,8 +62,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     g(x_t, y_t)\bigr) + \nu_t, \qquad x_{t+1} = \Pi_X(x_t - \eta \tilde g_t).
     $$
 
-    Both inner solves start from the previous step's private solutions. Where no record
-    meets $x$, $\tilde g_t$ is a function of private values: no noise, no budget.
+    Both inner solves start from the previous step's private solutions. Where no
+    record's loss reads $x$, $\tilde g_t$ is a function of released values and needs no
+    noise and no budget.
 
     Args:
         num_steps: The number of outer steps $T$. Static.
@@ -167,8 +168,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
         $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$, $K_2 = \Delta^{1/6} \ell^{5/6}
         \kappa^{11/6}$. The third term is that of batches of $b$ records, the fourth
-        that of the population. Where no record meets $x$ the outer gradient is free,
-        and the first and the third are left out.
+        that of the population. Where no record's loss reads $x$ the outer gradient is
+        free, and the first and the third are left out.
 
         Args:
             problem: A problem with declared `Constants`.
@@ -185,9 +186,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             **fields: Further fields of `PenaltyBilevel`.
 
         Raises:
-            ValueError: The theorem does not cover so large an $\alpha$, or it promises
-                no more than what holds everywhere or at the start. The message has the
-                number of records and the epsilon from which on it does.
+            ValueError: The theorem does not cover so large an $\alpha$, or its bound is
+                no better than one that holds everywhere or at the start. The message
+                has the number of records and the epsilon from which on it is.
 
         References:
             Kornowski, Theorems 4 (full batch), 11 (batches) and 13 (population). The
@@ -222,7 +223,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         initial_gap: float,
         population: bool = False,
     ) -> float:
-        r"""What the theorems promise of a calibrated solver: `PenaltyTheorem.bound`.
+        r"""The bound of the theorems for a calibrated solver: `PenaltyTheorem.bound`.
 
         A bound on the norm of the gradient mapping at the answer, up to absolute
         constants and logarithms, with the noise of the plan.
@@ -318,7 +319,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         return self.output.answer(state.kept, (state.x, state.y))
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """Two inner runs a step, and an outer release where x meets records."""
+        """Two inner runs a step, and an outer release where records' losses read x."""
         of_lower, of_penalized, noise = self._parts(problem)
         lower, penalized = self._levels(problem, None)
         total = of_lower.ledger(lower, sizes).named(LOWER)
@@ -339,7 +340,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        r"""The noise of both inner solutions as the hypergradient meets it.
+        r"""The noise of both inner solutions as it enters the hypergradient.
 
         $K$ gradient steps with noise of standard deviations $s_y$ and $s_z$ per
         coordinate add about $\eta \sqrt{K d_y (s_y^2 + s_z^2)}$ to $z - y$, while $f

@@ -35,7 +35,7 @@ class Refitted(AbstractStages[_State]):
     The search spends most of its budget on finding $x$ and its $y$ is rough. The refit
     starts there and solves $\min_y g(x, y)$ with a reserved share of the budget. It is
     the run's last step. Where the search releases no $y$, the refit starts at the given
-    one and is the price of a private $y$.
+    one, and its budget is the cost of a private $y$.
 
     Args:
         search: The bilevel solver.

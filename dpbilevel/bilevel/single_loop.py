@@ -41,7 +41,7 @@ class SingleLoopBilevel(AbstractJointSolver):
     $$
 
     all at $(x, y, v)$. A lower record enters with $(\nabla_y g, \nabla_{yy}^2 g \, v,
-    -\nabla_{xy}^2 g \, v)$ at the price of about two gradients, an upper one with $(0,
+    -\nabla_{xy}^2 g \, v)$ at the cost of about two gradients, an upper one with $(0,
     -\nabla_y f, \nabla_x f)$. A record's three blocks are clipped together: a record
     whose blocks are within their clip norms is left as it is. Unlike in the penalty
     method there is no inner loop, and no large factor multiplies the noise of the lower
@@ -64,14 +64,14 @@ class SingleLoopBilevel(AbstractJointSolver):
             of each level: below that the share of one upper record decides the noise of
             all blocks.
         cross_clip_norm: The bound $C_x$ on $\nabla_{xy}^2 g \, v$ of one lower record;
-            where no lower record meets x, the unit of $\nabla_x f$.
+            where no lower loss reads x, the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.
         noise: The mechanism of the whole run, seen as one release on full batches.
         budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise
-            of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record
-            meets x, over the first two.
+            of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record's
+            loss reads x, over the first two.
         output: Which pair is the answer: `Last()`, or `Mean()` of all.
         sizes: The planned sizes; set by `calibrate`. Static.
 
@@ -79,10 +79,10 @@ class SingleLoopBilevel(AbstractJointSolver):
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
         In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
         upper record by at most $\sqrt{(C_f / u_v)^2 + (C_f / u_x)^2} / n_f$, the second
-        term only where upper records meet x; twice that under replace-one. Enforced by
-        clipping, for any functions. Where no record meets x, $q_x$ is a function of
-        released values: no noise, no budget. $x$, $y$, $v$ and the whole trajectory are
-        released.
+        term only where upper losses read x; twice that under replace-one. Enforced by
+        clipping, for any functions. Where no record's loss reads x, $q_x$ is a function
+        of released values and needs no noise and no budget. $x$, $y$, $v$ and the whole
+        trajectory are released.
 
     References:
         Dagréou, Ablin, Vaiter and Moreau, "A framework for bilevel optimization that

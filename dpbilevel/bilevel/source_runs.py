@@ -142,8 +142,8 @@ class SelectedSources(_AbstractSourceRuns):
     3. `fit` fits $y$ on the records of the sources with a score above `keep_above`,
        or on these and the validation records, each of which weighs the same.
 
-    A heuristic of two stages and no method of bilevel optimization. Where sources are
-    simply good or bad, it is hard to improve on.
+    A heuristic of two stages, not a method of bilevel optimization. Where each source
+    is either good or bad, few methods are better.
 
     Args:
         model: The one-level solver of the validation records.
@@ -154,10 +154,11 @@ class SelectedSources(_AbstractSourceRuns):
             its records on which the model is better, less the share of the others.
             A source below a tenth of the mean size counts as of that size.
         budget_split: How the squared budget is split over model, score and fit. With
-            disjoint people the first is paid by upper records alone, the others by
-            lower ones. With `fit_reads="both"` the fit is paid by both, and disjoint
-            people pay a quarter of its share, which is that of somebody with a record
-            in each level: `(0.03, 0.02, 0.95)` spends about a tenth on the model.
+            disjoint people the first is charged to upper records only, the others to
+            lower ones. With `fit_reads="both"` the fit is charged to both, and disjoint
+            people are charged a quarter of its share, which is that of a person with a
+            record in each level: `(0.03, 0.02, 0.95)` spends about a tenth on the
+            model.
         score: The one step that releases the scores.
         fit_reads: The levels that `fit` reads, `"lower"` or `"both"`. Both is better
             where validation records are not much fewer than those of a source. Static.
@@ -233,10 +234,10 @@ class MixedSources(_AbstractSourceRuns):
        no record is dropped, because then no one model of the sources may suit the
        population, and at the model of line 4 where half of the records are.
 
-    The validation records meet coefficients of mixtures alone, $k + 2$ numbers, so that
-    a few hundred of them are enough under noise. For models that are linear in their
-    parameters. The public terms of the problem are part of line 4 alone; the released
-    mixture is projected onto the set of y.
+    The validation losses have gradients in the coefficients of mixtures only, $k + 2$
+    numbers, so that a few hundred validation records are enough under noise. For models
+    that are linear in their parameters. The public terms of the problem are part of
+    line 4 alone; the released mixture is projected onto the set of y.
 
     Args:
         models: The one-level solver of line 1.
@@ -247,9 +248,9 @@ class MixedSources(_AbstractSourceRuns):
         remixture: That of line 5.
         shared: $a > 0$, the weight of the common model, as in `source_mixing`.
         keep_above: As in `SelectedSources`.
-        budget_split: How the squared budget is split over the five lines. With
-            disjoint people 1, 3 and 4 are paid by lower records, 2 and 5 by upper
-            ones; the default spends all of both.
+        budget_split: How the squared budget is split over the five lines. With disjoint
+            people 1, 3 and 4 are charged to lower records, 2 and 5 to upper ones; the
+            default uses the whole budget of both.
         score: The one step that releases the scores.
         sizes: The planned sizes; set by `calibrate`. Static.
 

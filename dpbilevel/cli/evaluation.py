@@ -1,4 +1,4 @@
-"""What the released model is worth on a file of other people: `[data.test]`."""
+"""The accuracy of the released model on a file of other people: `[data.test]`."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ _ASSUMED = {
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What the released model is worth on the test file.
+    """The accuracy or error of the released model on the test file.
 
     Attributes:
         metric: What was computed.

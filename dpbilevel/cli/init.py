@@ -34,10 +34,10 @@ def draft(file: Path, flags: dict[str, Any]) -> Draft:
 
     Args:
         file: The file of records.
-        flags: The flags of the command, by name; what they say is not asked.
+        flags: The flags of the command, by name; a flag replaces its question.
 
     Raises:
-        ValueError: The file has no header, an answer cannot be used, or nobody answers.
+        ValueError: The file has no header, or an answer is missing or cannot be used.
         OSError: A file cannot be read.
 
     Privacy:

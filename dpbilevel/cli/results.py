@@ -39,7 +39,7 @@ class Result:
         power: The largest power of any attack with 5 % false alarms, by the ledger.
         rejected_updates: As in `Solution`.
         features: What each coefficient of the model belongs to.
-        test: What the model is worth on the test file, where the config names one.
+        test: The accuracy or error on the test file, where the config names one.
     """
 
     task: str

@@ -42,7 +42,7 @@ class Levels(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Sizes:
-    """How many records each level has, and who may be behind them.
+    """How many records each level has, and whether a person may have records in both.
 
     Args:
         upper: Records of the upper level.

@@ -132,8 +132,8 @@ class TailMean(Mean):
 class SmallestStep(AbstractOutput):
     r"""The $w_t$ after which the run moved least: the smallest $\|w_{t+1} - w_t\|$.
 
-    It wants steps that are accurate from the first one on: where inner solves are short
-    and start equal, the first step is small for no good reason.
+    It needs steps that are accurate from the first one on: where inner solves are short
+    and start equal, the first step is small although the gradient is not.
 
     References:
         Kornowski, "Differentially private bilevel optimization", Algorithm 1.

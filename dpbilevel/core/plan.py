@@ -120,8 +120,8 @@ def fit(
 ) -> Solution[PrivacyReport]:
     """Plans and runs in one call: calibrate on the data's sizes, then solve.
 
-    Which records meet `x` is decided by tracing here, so an outer step that is public
-    costs nothing without being declared.
+    Tracing decides here which records' losses read `x`, so an outer step that is public
+    costs no budget and need not be declared.
 
     Args:
         problem: A `BilevelProblem` or a `FiniteSum`.

@@ -1,4 +1,4 @@
-"""What a run hands out: the released answer, and its guarantee."""
+"""What a run returns: the released answer, and its guarantee."""
 
 import dataclasses
 from typing import Generic, TypeVar
@@ -70,7 +70,7 @@ class Solution(eqx.Module, Generic[Report]):
 
 
 def divergence(rejected_updates: int) -> str | None:
-    """What to tell whoever ran it, or `None` where no update was left out."""
+    """The warning for the user, or `None` where no update was left out."""
     if not rejected_updates:
         return None
     return (

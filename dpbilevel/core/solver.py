@@ -72,7 +72,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         """The current iterate, released: one row of the trajectory."""
 
     def adversary_view(self, state: State) -> PyTree:
-        """What an audit may look at after a step: all that the ledger pays for.
+        """What an audit may look at after a step: all that the ledger counts.
 
         By default `released(state)`. A solver whose state holds more released values
         names them here; one that must hide part of its state leaves that part out.
@@ -93,7 +93,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @abc.abstractmethod
     def with_noise(self, scale: Number) -> Self:
-        """The same solver at this noise, with the ratios its fields ask for.
+        """The same solver at this noise, divided as its fields specify.
 
         Args:
             scale: The noise multiplier of the single Gaussian release that a run on

@@ -20,8 +20,8 @@ class ExponentialMechanism(AbstractDrawSolver):
 
     Pure differential privacy where the sampler is exact. The score $\Phi$ is the
     objective of a one-level problem, the hyper-objective $F(x, y^*(x))$ of a bilevel
-    one, or the norm of its gradient. No convexity is needed. One step: the whole budget
-    buys one draw.
+    one, or the norm of its gradient. No convexity is needed. There is one step: the
+    whole budget is used for one draw.
 
     Args:
         sampler: How to draw: `Grid`, `GridWalk`.
@@ -32,8 +32,8 @@ class ExponentialMechanism(AbstractDrawSolver):
             so that they are non-negative. Without it their range follows from declared
             constants.
         convex: Whether the score is declared convex on the set for every possible
-            dataset. The mechanism does without, but the number of steps that walks are
-            certified for rests on it. Static.
+            dataset. The mechanism does not need this, but the certified number of steps
+            of a walk rests on it. Static.
         mechanism: The mechanism and its epsilon.
         dimension: The number of coordinates of $x$, which samplers on continuous sets
             must know before data is seen. Static.

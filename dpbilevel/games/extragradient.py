@@ -74,7 +74,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     References:
         Boob and Guzman, "Optimal algorithms for differentially private stochastic
         monotone variational inequalities and saddle-point problems", 2024, Algorithm 1.
-        There the multi-pass noise pays for $T$ of the $2 T$ releases; here all are
+        There the multi-pass noise covers $T$ of the $2 T$ releases; here all are
         counted.
     """
 
@@ -106,7 +106,7 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
         References:
             Boob and Guzman, Corollary 1 and Theorem 4; there the step size of the first
-            has no cap, and the noise of the second pays for half of the releases.
+            has no cap, and the noise of the second covers half of the releases.
         """
         n, a = constants.records, constants.privacy_dimension(budget)
         if passes == "single":

@@ -1,7 +1,7 @@
 """NON-PRIVATE gaps: how far a point is from a saddle point, or from a solution.
 
-All of them read the records. A gap that follows from the records is a release nobody
-counted: for tests, figures and public data.
+All of them read the records. A gap that is computed from the records is a release that
+is not in the ledger: for tests, figures and public data.
 """
 
 import dataclasses

@@ -55,8 +55,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     \frac{\eta_t d s^2}{2 \sqrt T} \max_g \frac{y_g^2}{p_g^2}.
     $$
 
-    A gradient is clipped before it is weighted, so that a small group counts for what
-    its weight says, and in a linear model the clipped gradients are those of a convex
+    A gradient is clipped before it is weighted, so that the influence of a small group
+    is its weight, and in a linear model the clipped gradients are those of a convex
     loss. A record of weight $y_g / p_g$ needs as much noise, $s \max_g y_g / p_g$ with
     $s$ that of equal weights per record. The last term is what this costs the model:
     the average of $T$ iterates has between $\frac12 \eta d s^2$ of it, where the loss
@@ -103,8 +103,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
 
     References:
         Sagawa, Koh, Hashimoto and Liang, "Distributionally robust neural networks for
-        group shifts", ICLR 2020, Algorithm 1, here with noise, its price,
-        and averages.
+        group shifts", ICLR 2020, Algorithm 1, here with noise, a term for its cost, and
+        averages.
     """
 
     num_steps: Count = eqx.field(static=True, default=200)

@@ -105,9 +105,10 @@ def group_fair(
     Privacy:
         The group of a record is part of the record. Shares, scale and ridge are public:
         the true shares are a statistic of the records, so dividing by them would be a
-        release that nobody counted, and would make one record's term depend on the
-        others. Declare them from a census or a sampling plan. Wrong ones only change
-        the objective: what is enforced by clipping stays, and so do the constants.
+        release that is not in the ledger, and would make one record's term depend on
+        the others. Declare them from a census or a sampling plan. Wrong ones only
+        change the objective: what is enforced by clipping stays, and so do the
+        constants.
 
     References:
         Mohri, Sivek and Suresh, "Agnostic federated learning", 2019; Sagawa et al.,

@@ -33,14 +33,14 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     \mathcal N(0, s^2 I).$$
 
     As training by shuffled epochs it reads every record once a pass, which Poisson
-    batches do on average only; the price is about that of Poisson batches of rate
-    $1 / t$. Where there is time for it, full batches have the better answer: of a
+    batches do on average only; the privacy cost is about that of Poisson batches of
+    rate $1 / t$. If time permits, full batches give the better answer: of a
     network trained by Adam on 8 000 images of digits at epsilon 1 the test loss was
     1.38 by 20 passes of 16 batches, 1.40 by Poisson batches, and .95 by 100 steps of
     `NoisyGD` on full batches; at 3 it was .754, .756 and .54 (`benchmarks/passes.py`).
 
-    A step of this solver is a pass: the trajectory has one iterate for each. To
-    calibrate it takes some seconds, the more the fewer passes there are.
+    A step of this solver is a pass: the trajectory has one iterate for each.
+    Calibration takes some seconds, and longer for fewer passes.
 
     Args:
         num_passes: The number of passes. Static.

@@ -111,7 +111,7 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
             dimension: $d$.
             strong_convexity: $\mu$.
             radius: $R_0$, a bound on the distance from start to minimizer.
-            steps_per_round: $T_{in}$; the theorem asks for $n^2$, out of reach.
+            steps_per_round: $T_{in}$; the theorem needs $n^2$, too many to run.
             **fields: Further fields of `LocalizedGD`, such as `sampling`.
 
         Raises:

@@ -38,7 +38,7 @@ class LinearSolution(NamedTuple):
     Attributes:
         value: $v$, a pytree like $b$.
         residual_norm: $\|b - A v\|_2$ over the whole pytree, computed anew from $v$.
-            One product, which `jax.jit` leaves out where nobody reads it.
+            It takes one product, which `jax.jit` leaves out where the norm is not used.
         num_products: How many products with $A$ the solve took, that one left out.
     """
 

@@ -24,7 +24,7 @@ _CONTRACTION = 0.5
 
 
 class NewtonCG(AbstractLowerSolver):
-    r"""Newton's method, each system solved by conjugate gradients as far as it pays.
+    r"""Newton's method, each system solved by truncated conjugate gradients.
 
     The system of a step is solved to $\min(0.5, \sqrt{\|\nabla_y g\|})$ of its
     right-hand side, which converges superlinearly, and no further than a tenth of the

@@ -93,14 +93,16 @@ def auto(
 
     Every candidate, plain descent on one level among them, is calibrated to the budget
     and runs on synthetic twins of the records, of the same sizes; the released model is
-    judged on further records of the twin. Settings are dropped by successive halving.
-    Methods that clip and methods that rest on the certificate of a problem run alike;
-    those that the budget or the relation does not admit are left out.
-    Some 90 short runs on each twin: time grows with the sizes.
-    The setting that misses least of what there is to gain on its worst twin is planned,
-    because nobody knows which twin the records are like. A method of two levels is
-    planned only where it is better than one level; where it is not, dry runs with more
-    budget say from which epsilon on it would be.
+    evaluated on further records of the twin. Settings are dropped by successive
+    halving. Methods that clip and methods that rest on the certificate of a problem are
+    compared in the same way; those that the budget or the relation does not admit are
+    left out.
+
+    About 90 short runs are made on each twin, so time grows with the sizes. The planned
+    setting has the smallest worst case over the twins of the missed share of the
+    possible improvement, but a method of one level is preferred where it is less than 3
+    percentage points behind, in the worst case and in the mean over the twins. Dry runs
+    with larger budgets then estimate from which epsilon on two levels would be planned.
 
     Args:
         problem: A `FiniteSum`, a `BilevelProblem`, or that of `source_weighting`.
@@ -115,15 +117,15 @@ def auto(
             matrix: a pytree of shapes with `planning.Classes` for the label, such as
             `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
             dpb.planning.Classes(10)}`. Public; without the source of a record.
-        twins: The public laws that the records may follow; by default those of
-            `dpbilevel.planning.twins(problem, records)`. Those that are more like the
-            records make a better choice. They must not be fitted to the records.
+        twins: Public distributions that the records may follow; by default those of
+            `dpbilevel.planning.twins(problem, records)`. Twins that are more like the
+            records lead to a better choice. They must not be fitted to the records.
         effort: `"fast"` or `"thorough"`: how many dry runs.
         neighbours: The neighbouring relation of the guarantee. Under
             add-or-remove-one methods that rest on a certificate are left out.
-        precision: As for `calibrate`. Dry runs are in `"float"`: the law of the noise
-            is the same up to rounding.
-        seed: Of the synthetic records and their noise, which protect nobody.
+        precision: As for `calibrate`. Dry runs are in `"float"`: the distribution of
+            the noise is the same up to rounding.
+        seed: Of the synthetic records and their noise, which protect no records.
         progress: Called after every dry run on all twins with the number of runs done
             and the number planned so far.
 

@@ -37,7 +37,7 @@ def race(
 ) -> list[tuple[int, list[list[float]], float]]:
     """Successive halving within each method, and of methods that are far behind.
 
-    The best method of one level stays: what two levels are worth is beside it.
+    The best method of one level stays, for comparison with two levels.
 
     Args:
         methods: The method of each setting.

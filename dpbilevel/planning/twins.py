@@ -200,8 +200,9 @@ class AbstractTeacherTwin(AbstractTwin):
 class GoodOrBad(AbstractTeacherTwin):
     """Of five sources two follow the population, two are opposite, one is random.
 
-    The five together say nothing. Labels are balanced: a model that predicts the
-    more frequent one finds no source. They follow the features that vary most.
+    Pooled, the five sources carry no information about the model. Labels are balanced:
+    a model that predicts the more frequent one finds no source. They follow the
+    features that vary most.
     """
 
     @override

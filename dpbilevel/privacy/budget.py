@@ -1,4 +1,4 @@
-"""What is promised: the budget, the neighbouring relation, who the people are."""
+"""The guarantee to reach: the budget, the neighbouring relation, who the people are."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from .. import _checks
 
 
 class Neighbours(enum.Enum):
-    """Which two datasets a private output must not tell apart.
+    """Which two datasets a private output must not distinguish.
 
     `REPLACE_ONE`: one record is replaced by another; the number of records is public.
     `ADD_OR_REMOVE_ONE`: one record is added or removed; means are divided by a public,

@@ -34,9 +34,10 @@ class Gaussian(eqx.Module):
     Privacy:
         One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
         private and the ledger says so. In precision `"float"` noise and sum are
-        idealised as reals: the floats that can be reached from one value and not from
-        its neighbour give it away. On the grid the noise is an integer made of random
-        bits, whose law is proved (docs/privacy.md, "The law of the noise").
+        idealised as reals: a float that can be reached from one value and not from its
+        neighbour identifies the value. On the grid the noise is an integer made of
+        random bits, whose distribution is proved (docs/privacy.md, "The distribution of
+        the noise").
     """
 
     noise_multiplier: float | Float[Array, ""] | None = None

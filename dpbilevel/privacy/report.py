@@ -61,7 +61,7 @@ class PrivacyReport:
             noise reaches the clip norm, and, where the shape is known, that norm over
             the clip norm; where a bound is declared, the clip norm over it. Then those
             of the solver, on noise that a step multiplies.
-        assumptions: What the guarantee takes for granted.
+        assumptions: What the guarantee assumes.
         certificates: Bounds proved for this run, such as the chance that a batch
             overflows.
         accountant: How epsilon was computed.

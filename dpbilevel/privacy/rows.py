@@ -1,4 +1,4 @@
-"""Rows of a public number, so that no shape tells how many records there are."""
+"""Rows of a public number, so that no shape shows how many records there are."""
 
 import math
 
@@ -13,7 +13,7 @@ BLOCK = 64
 
 
 class Padded(eqx.Module):
-    """Records in a public number of rows, so that no shape tells how many there are.
+    """Records in a public number of rows, so that no shape shows how many there are.
 
     Attributes:
         records: A pytree with a leading axis of fixed length.

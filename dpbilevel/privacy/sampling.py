@@ -57,7 +57,7 @@ class AbstractSampling(eqx.Module):
             that number their batches can use it.
         by_pass: Whether the batches of a pass are drawn at once, so that only solvers
             that draw whole passes can use it.
-        assumptions: What its accounting takes for granted.
+        assumptions: What its accounting assumes.
     """
 
     needs_key: ClassVar[bool] = True
@@ -335,7 +335,7 @@ class FixedSize(AbstractFixedBatch):
     """A uniformly random subset of `size` records, without replacement.
 
     Replace-one only: the batch size is fixed only while the number of records is.
-    Not interchangeable with Poisson: the other records in the batch tell whether a
+    Not interchangeable with Poisson: the other records in the batch show whether a
     record was left out, so it has its own, larger privacy loss.
 
     Args:

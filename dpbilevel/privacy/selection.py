@@ -18,7 +18,7 @@ from .repetitions import Repetitions
 
 @dataclasses.dataclass(frozen=True)
 class Selection(AbstractGaussianRelease):
-    r"""`count` releases of the best of $K$ runs, with the value it is the best by.
+    r"""`count` releases of the best of $K$ runs, with the value by which it is chosen.
 
     A run is the release of a value, or first a training, made of Gaussian releases, and
     then the release of a value of what it found; what the best run released is shown.
@@ -33,23 +33,26 @@ class Selection(AbstractGaussianRelease):
             out.
         basis: What the sensitivity rests on.
         trainings: The releases before the value, for each of the trainings that a run
-            picks from by a public law. Each is charged as the dearest one.
+            picks from by a public law. Each is charged as the training that costs most
+            privacy.
 
     Raises:
         ValueError: A training refers to another relation.
 
     Privacy:
-        $K$ is drawn once, without data, and never shown. At most `runs` repetitions are
-        possible, so that the law of what is released is within $P(K >$ `runs`$)$ in
+        $K$ is drawn once, without data, and never released. At most `runs` repetitions
+        are possible, so that the law of what is released is within $P(K >$ `runs`$)$ in
         total variation of what is charged. The releases of one run compose to one
-        Gaussian for each kind of person: somebody whose records are read by training
+        Gaussian for each kind of person: a person whose records are read by training
         and value alike is charged for both, and disjoint people for one of them
         (`docs/privacy.md`, "Private selection").
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
         ICLR 2022; Liu and Talwar, "Private selection from private candidates", STOC
-        2019, for the geometric law.
+        2019, for the geometric law; Koskela, Redberg and Wang, "Privacy profiles for
+        private selection", ICML 2024, for profiles, of which those in
+        `docs/privacy.md` are a variant.
     """
 
     repetitions: Repetitions
@@ -103,7 +106,7 @@ class Selection(AbstractGaussianRelease):
         return law, f"{self.name}: a run is {trainings}, together {run}"
 
     def run_mus(self, people: People) -> dict[str, float]:
-        r"""The $\mu$ of one run, with the dearest training, by kind of person.
+        r"""The largest $\mu$ of one run over the trainings, by kind of person.
 
         Args:
             people: Who may have records where.

@@ -133,7 +133,7 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         return self.most_evaluations
 
     def assumptions(self, problem: SearchProblem, sizes: int) -> tuple[str, ...]:
-        """What a guarantee on a black box takes for granted."""
+        """What a guarantee on a black box assumes."""
         if not isinstance(problem, BlackBox):
             return ()
         rows = (

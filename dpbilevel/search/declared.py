@@ -30,15 +30,15 @@ class DeclaredTraining:
             clipped gradients gets Gaussian noise of `noise_multiplier` times the clip
             norm. A rate of 1 stands for full batches.
         num_records: The number of training records, public.
-        people: `"overlapping"` where somebody may have a record among those that are
-            trained on and one among those that are evaluated, `"disjoint"` where nobody
-            has.
+        people: `"overlapping"` where a person may have a record among those that are
+            trained on and one among those that are evaluated, `"disjoint"` where no
+            person has.
 
     Raises:
         ValueError: No phase, or numbers that no training has.
 
     Privacy:
-        Nothing here can check a declaration, and the status of the report is never
+        A declaration cannot be checked here, and the status of the report is never
         better than `CONDITIONAL`. It has to hold for every training that the search may
         run: where noise, rate or number of steps depend on the point, declare the least
         noise, the largest rate and the most steps. Every training has to draw noise and

@@ -44,11 +44,11 @@ def _has(name: str) -> Callable[[Any], bool]:
 
 
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
-    r"""Tunes an estimator on validation records, and hands out a private answer.
+    r"""Tunes an estimator on validation records, and returns a private answer.
 
     Every evaluation clones the estimator, sets the parameters, fits it to the training
-    records and takes each validation record's loss. Only what the solver releases
-    leaves: the parameters it passed through.
+    records and takes each validation record's loss. Only what the solver releases is
+    published: the parameters that it visits.
 
     Args:
         estimator: A scikit-learn estimator.
@@ -59,18 +59,23 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             that are trained on.
         solver: What searches: `GradientInformativeBO`, `RandomSearch`,
             `RepeatAndSelect` or `NoisyUCB`; its noise is replaced. It moves in
-            $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. By
-            default, where there are at most three coordinates, whole numbers or
-            categories, 0-1 losses or delta 0, `RandomSearch` among `30 + 10 d` points,
-            losses clipped at their bound, or at what 99 in 100 losses of training
-            records are below, by one training on half of them (with categories
-            one for each choice). Else the draw of a start and 20 steps of
-            `GradientInformativeBO` with AdaGrad, losses divided by what 95 in 100
-            gradients of a training record's loss are shorter than, by 2d trainings
-            on one half, and gradients clipped at 1. From four coordinates on, half
-            of the points of `RandomSearch` and 60 starts of the descent are, of six
-            times as many uniform ones, those of the least loss of one half of the
-            training records with the estimator fitted to the other half.
+            $[-1, 1]^d$, the space scaled coordinate by coordinate, from its middle. The
+            default:
+
+            - With at most three coordinates, with whole numbers or categories, with 0-1
+              losses, or with delta 0: `RandomSearch` among `30 + 10 d` points. Losses
+              are clipped at their bound. Without a bound they are clipped at the 99 %
+              quantile of the losses of training records, after one training on half of
+              these (with categories one for each choice).
+            - Otherwise: `GradientInformativeBO` with AdaGrad, a drawn start and 20
+              steps. Losses are divided by the 95 % quantile of the norms of gradients
+              of a training record's loss, found by 2d trainings on one half; gradients
+              are clipped at 1.
+            - From four coordinates on, half of the points of `RandomSearch`, or the 60
+              starts of the descent, are chosen from six times as many uniform points.
+              They are those with the least loss on one half of the training records,
+              with the estimator fitted to the other half.
+
         starts: Likely parameters, dictionaries with values for some or all names of the
             space, in their ranges; the others are in the middle. The default has them,
             and the estimator's own parameters, among its points.
@@ -81,7 +86,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             what is clipped may have the best mean where the losses have the worst.
         training: Declared, for an estimator that trains privately: what one `fit`
             releases of the training records, at any point of the space, as a
-            `dpbilevel.search.DeclaredTraining`. The budget then pays for all fits, that
+            `dpbilevel.search.DeclaredTraining`. The budget then covers all fits, that
             of `best_estimator_` included. Nothing else may be learned from the
             training records: it needs `losses` and a `solver`, no `folder`, and no
             losses are tried on training rows first.
@@ -106,15 +111,15 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         estimator above all, are functions of them; but where the estimator trains
         privately and `training` declares it, the guarantee covers them. No validation
         loss is shown, logged or kept; a score of the answer on the same records is
-        another release. A record that makes the estimator or the losses raise has the
-        loss NaN, stops nothing and changes nothing that others are computed with; what
-        is printed or warned about validation records is silent. Numbers that are
-        refused, such as NaN, are found before any prediction; rows refused for
-        something else, such as a category that training did not know, cost further
-        ones: time is unprotected. Records must be read without each other: where a
-        stray text in a column has made texts of all its numbers, one record has moved
-        every other, and so it has where an estimator predicts rows by each other, which
-        a trial on training rows refuses where it shows there.
+        another release. A record for which the estimator or the losses raise an error
+        has the loss NaN; the search goes on, and the losses of other records do not
+        change. Output and warnings about validation records are suppressed. Numbers
+        that are refused, such as NaN, are found before any prediction; rows that are
+        refused for another reason, such as a category that is not in the training
+        records, need further predictions: time is unprotected. The loss of a record
+        must not depend on other records. It does where a stray text turns all numbers
+        of a column into texts, or where an estimator predicts rows together; a trial on
+        training rows refuses such an estimator if the trial shows it.
     """
 
     def __init__(
@@ -267,7 +272,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         """The estimator's own score of `best_estimator_` on other records.
 
         Args:
-            X: Inputs; those of the private records would be a release nobody counted.
+            X: Inputs; a score on the private records is a release that is not in the
+                ledger.
             y: Targets.
         """
         return self._best.score(X, y)

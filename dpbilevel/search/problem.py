@@ -37,7 +37,7 @@ class BlackBox(AbstractOneLevel):
             result, where another one is refused. Static.
         training: Declared, where `losses` trains privately on other records, such as
             `DeclaredTraining([(1.1, 0.01, 1_000)], num_records=50_000)`: every training
-            that a search may run is in its ledger, and the budget pays for it. Static.
+            that a search may run is in its ledger, and the budget covers it. Static.
         trainings_after: How many trainings on the same records follow the search, such
             as that of the final model; counted with the others. Static.
 

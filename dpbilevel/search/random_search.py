@@ -49,7 +49,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
         One draw, $\varepsilon$-DP without $\delta$, with $k = \varepsilon / o$: one
         record moves the scores of two points by at most $o = 2 B / n$ against each
         other under replace-one, $B / n$ under add-or-remove-one, enforced by clipping.
-        The number of candidates costs nothing.
+        The privacy cost does not depend on the number of candidates.
 
     References:
         McSherry and Talwar, "Mechanism design via differential privacy", FOCS 2007.

@@ -29,9 +29,9 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
 
     One repetition draws a point uniformly from the problem's box and releases the mean
     of its losses, clipped to $[0, B]$, with Gaussian noise. Of $K$ repetitions only the
-    best is released, with its noisy loss, at little more than the price of one. Always
-    `num_steps` points are evaluated, and those after the first $K$ are left out, so
-    that nothing tells $K$. With a Poisson law $K$ may be zero; the answer is then
+    best is released, with its noisy loss, at a little more privacy cost than one. There
+    are always `num_steps` evaluations, of which those after the first $K$ are ignored,
+    so that $K$ is not revealed. With a Poisson law $K$ may be zero; the answer is then
     the start.
 
     Args:
@@ -50,16 +50,19 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
 
     Privacy:
         One selection among Gaussian releases of sensitivity $B / n$ under replace-one,
-        $B / (2 n)$ under add-or-remove-one, enforced by clipping; accounted by its
-        Renyi divergences (`docs/privacy.md`, "Private selection"). $P(K >$
-        `num_steps`$)$ is paid for in delta. Points are drawn from a public law and none
-        is left out by its loss. All runs but the best stay secret: their points, their
-        losses and the models that were trained there.
+        $B / (2 n)$ under add-or-remove-one, enforced by clipping. A single selection is
+        accounted for by the smaller bound of its privacy profile and its Renyi
+        divergences; composed with other releases, by the divergences
+        (`docs/privacy.md`, "Private selection"). $P(K >$ `num_steps`$)$ is added to
+        delta. Points are drawn from a public law and none is left out by its loss. All
+        runs but the best stay secret: their points, their losses and the models that
+        were trained there.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
-        ICLR 2022, Theorems 2 and 6; Liu and Talwar, "Private selection from private
-        candidates", STOC 2019.
+        ICLR 2022, Theorems 2 and 6; Koskela, Redberg and Wang, "Privacy profiles for
+        private selection", ICML 2024, of whose bound the profile here is a variant; Liu
+        and Talwar, "Private selection from private candidates", STOC 2019.
     """
 
     num_steps: Count = eqx.field(static=True)

@@ -66,9 +66,9 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
        with noise, plus $r_f$.
 
     Of $K$ runs, $K$ random, only the best is released: model, candidate and noisy loss,
-    all three at little more than the price of one run, whatever the number of
-    candidates. Always `num_steps` runs are made, and those after the first $K$ are left
-    out. With a Poisson law $K$ may be zero; the answer is then the start.
+    all three at a little more privacy cost than one run, for any number of candidates.
+    There are always `num_steps` runs, of which those after the first $K$ are ignored.
+    With a Poisson law $K$ may be zero; the answer is then the start.
 
     Args:
         candidates: The trainings to select from, on full batches: step sizes, clip
@@ -79,7 +79,8 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
         mean: The expected $K$, above 1. Static.
         shape: Of the law of $K$, as in `RepeatAndSelect`. Static.
         budget_split: How the squared budget of one run is split over training and loss.
-            Disjoint people pay for one of them alone, so equal shares suit them.
+            Disjoint people are charged for one of them only, so use equal shares for
+            them.
         noise: The mechanism of one loss; its multiplier is per run.
         sizes: The planned sizes; set by `calibrate`. Static.
 
@@ -97,8 +98,9 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
-        ICLR 2022, Theorems 2 and 6; the proof for both levels is in
-        `docs/tuned_training.md`.
+        ICLR 2022, Theorems 2 and 6; Koskela, Redberg and Wang, "Privacy profiles for
+        private selection", ICML 2024, of whose bound the profile here is a variant; the
+        proof for both levels is in `docs/tuned_training.md`.
     """
 
     candidates: tuple[NoisyGD, ...]

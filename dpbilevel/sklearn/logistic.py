@@ -48,10 +48,10 @@ class DPLogisticRegression(LinearClassifier):
     Privacy:
         `n_iter_` noisy gradients, enforced by clipping. Under replace-one the number
         of records is public; so is whatever was declared, the columns and their types.
-        A record with a missing number, or a label that was not declared, counts for
-        nothing, in silence: an error would tell of it. Every `fit` is a release of its
-        own: k-fold cross-validation costs k of them, and a score on the records
-        themselves is one that nobody counted.
+        A record with a missing number, or a label that was not declared, is ignored
+        without a message, because an error would reveal it. Every `fit` is a release of
+        its own: k-fold cross-validation costs k of them, and a score on the records
+        themselves is a release that is not in the ledger.
 
     Example:
         >>> import numpy as np
@@ -99,7 +99,8 @@ class DPLogisticRegression(LinearClassifier):
             X: Features, of shape `(n, d)`.
             y: Labels.
             key: One typed key; by default a new one of the operating system's.
-            **refused: Nothing; says why `sample_weight` is refused.
+            **refused: No further argument is accepted; `sample_weight` raises a
+                `TypeError` with the reason.
 
         Returns:
             The fitted estimator.

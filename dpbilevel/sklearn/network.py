@@ -65,7 +65,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         `max_iter` noisy gradients, each clipped record by record. Under replace-one the
         number of records is public; so is whatever was declared. Parameters start at
         random numbers of the key. A record with a missing number, or a label that was
-        not declared, counts for nothing, in silence.
+        not declared, is ignored without a message, because an error would reveal it.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
             X: Features, of shape `(n, d)`.
             y: Labels.
             key: One typed key; by default a new one of the operating system's.
-            **refused: Nothing; says why `sample_weight` is refused.
+            **refused: No further argument is accepted; `sample_weight` raises a
+                `TypeError` with the reason.
 
         Returns:
             The fitted estimator.

@@ -23,7 +23,7 @@ EXAMPLE = 'sources=["north", "south"]'
 
 
 class DPSourceReweighting(LinearClassifier):
-    r"""A linear classifier of training sources that clean records weigh.
+    r"""A linear classifier; weights of its sources are chosen on clean records.
 
     The problem is `source_weighting`: the sources' weights are chosen so that a model
     of the weighted training records fits the clean ones. `dpbilevel.auto` compares
@@ -32,7 +32,7 @@ class DPSourceReweighting(LinearClassifier):
     process.
 
     Args:
-        epsilon: $\varepsilon$ of everybody.
+        epsilon: $\varepsilon$ for every person.
         delta: $\delta$, well below one over the number of people.
         classes: Declared: every label that a record may have.
         sources: Declared: the names of the sources.
@@ -51,7 +51,7 @@ class DPSourceReweighting(LinearClassifier):
         sources_: The declared sources, sorted.
         source_weights_: The released weight of each, of sum 1; all alike where the
             method has one level.
-        plan_: The `planning.AutoPlan`, which says why, or the `Plan` of `solver`.
+        plan_: The `planning.AutoPlan` with its reason, or the `Plan` of `solver`.
         two_levels_pay_: Whether the dry runs chose a method of two levels; `None` with
             a `solver` that was given.
         privacy_report_: The `PrivacyReport`.
@@ -61,9 +61,9 @@ class DPSourceReweighting(LinearClassifier):
     Privacy:
         One run of the planned solver. Training and clean records are both protected,
         under replace-one: how many there are of either is public, and so is whatever
-        was declared. `people` of `fit` says whether somebody may be in both. A record
-        with a missing number, or a label or source that was not declared, counts for
-        nothing, in silence.
+        was declared. `people` of `fit` says whether a person may be in both. A record
+        with a missing number, or a label or source that was not declared, is ignored
+        without a message, because an error would reveal it.
     """
 
     def __init__(
@@ -110,9 +110,10 @@ class DPSourceReweighting(LinearClassifier):
             sources: The source of each training record.
             clean: `(X, y)` of the clean records.
             people: `"disjoint"` where nobody has a training record and a clean one,
-                else `"overlapping"`. Nobody checks it.
+                else `"overlapping"`. This is not checked.
             key: One typed key; by default a new one of the operating system's.
-            **refused: Nothing; says why `sample_weight` is refused.
+            **refused: No further argument is accepted; `sample_weight` raises a
+                `TypeError` with the reason.
 
         Returns:
             The fitted estimator.

@@ -121,7 +121,7 @@ class AlternatingSampler(AbstractSampler):
     Privacy:
         None by itself: see `SamplerGuarantee`. That $U$ is strongly convex on the set
         is assumed, not checked. An unprotected running time is part of no guarantee:
-        use it where nobody untrusted can time the draw.
+        use it where only trusted people can time the draw.
 
     References:
         Lee, Shen and Tian, COLT 2021; Gopi, Lee and Liu, "Private Convex Optimization

@@ -196,7 +196,7 @@ def public_part(
 ) -> Float[Array, ""]:
     """The public term, if any, against that at the start, cut at a multiple of a range.
 
-    Without data, so cutting it costs nobody privacy; uncut, it would decide how its sum
+    It reads no data, so cutting it costs no privacy; uncut, it would decide how its sum
     with a mean loss is rounded. `half` the range is in the dtype of the result.
     """
     if public is None:
