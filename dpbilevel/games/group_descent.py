@@ -18,7 +18,7 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FullBatch
+from ..privacy.sampling import AbstractSampling, FullBatch, not_by_pass
 from .group_game import GroupGame, entropic_step
 
 GRADIENT_AND_LOSSES = "gradient and losses"
@@ -82,7 +82,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
         step_size: $\eta$; by default one that follows from the smoothness of the game
             and the noise.
         loss_share: The share of the squared budget that is spent on the losses.
-        sampling: How each step's batch is drawn.
+        sampling: How each step's batch is drawn, but not by passes.
         noise: The mechanism of the whole run, seen as one release on full batches.
         output: Which pair is the answer.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -119,7 +119,9 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     problem_type: ClassVar[type] = GroupGame
 
     def __check_init__(self):
-        check_output(type(self).__name__, self.output)
+        owner = type(self).__name__
+        not_by_pass(owner, self.sampling)
+        check_output(owner, self.output)
 
     @override
     def init(self, problem, w0) -> _State:

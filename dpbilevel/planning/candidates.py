@@ -223,8 +223,7 @@ def _mixed(clip_norm: float) -> Candidate:
 
     sizes = [(30.0, 0.03), (30.0, 0.06), (60.0, 0.03), (60.0, 0.06), (60.0, 0.12)]
     # Shorter clip norms bend a mixture of few records, longer ones add noise.
-    settings = [(*pair, 4.0) for pair in sizes]
-    settings += [(30.0, 0.06, 2.0), (60.0, 0.06, 2.0)]
+    settings = [*((*pair, 4.0) for pair in sizes), (30.0, 0.06, 2.0)]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 

@@ -32,6 +32,7 @@ LEANING = dpb.FiniteSum(
     smoothness=0.0,
 )
 ALTERNATING = dpb.draws.AlternatingSampler(dpb.draws.ConvexEnvelope(), 1e-9)
+UNTIMED = dataclasses.replace(ALTERNATING, running_time="unprotected")
 CONTRACT = {
     "regularized": Case(
         LEANING,
@@ -41,18 +42,28 @@ CONTRACT = {
         LOWER,
         jnp.zeros(1),
     ),
+    "regularized_untimed": Case(
+        LEANING,
+        dpb.draws.RegularizedExponentialMechanism(UNTIMED, convex=True, dimension=1),
+        LOWER,
+        jnp.zeros(1),
+    ),
 }
 
 
 def planned_regularized(kind=dpb.draws.RegularizedExponentialMechanism, **fields):
     """The set is so wide that the law is that of a Gaussian release."""
     defaults = {"convex": True, "regularizer": 1.0, "dimension": 1}
-    return planned(kind(ALTERNATING, **(defaults | fields))).with_counts(_LIPSCHITZ)
+    defaults["sampler"] = ALTERNATING
+    return planned(kind(**(defaults | fields))).with_counts(_LIPSCHITZ)
 
 
 AUDITS = {
     # Rounding of single precision is part of the claim.
     "RegularizedExponentialMechanism": Audited(planned_regularized(), tolerance=2e-2),
+    "RegularizedExponentialMechanism, unprotected time": Audited(
+        planned_regularized(sampler=UNTIMED), tolerance=2e-2
+    ),
 }
 
 

@@ -11,6 +11,7 @@ import scipy.optimize
 
 import dpbilevel as dpb
 from dpbilevel.games.group_game import entropic_step
+from dpbilevel.privacy.allocation import RandomAllocation
 from dpbilevel.privacy.mechanisms import Gaussian
 from tests.cases import Audited, Case, planned
 from tests.games.test_games import two_groups, worst
@@ -222,3 +223,5 @@ def test_settings_that_nothing_declares_are_asked_for():
         dpb.calibrate(game, solver, budget, sizes=100)
     with pytest.raises(TypeError, match="solves a GroupGame"):
         dpb.calibrate(dpb.games.matrix_game(2, 2), solver, budget, sizes=100)
+    with pytest.raises(ValueError, match="draws whole passes"):
+        dataclasses.replace(solver, sampling=RandomAllocation(2))

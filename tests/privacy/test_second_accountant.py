@@ -1,5 +1,6 @@
 """Claimed epsilons of random plans, recomputed by an accountant of its own."""
 
+import collections
 import dataclasses
 import math
 import zlib
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.privacy.allocation import RandomAllocation
 from dpbilevel.privacy.mechanisms import Gaussian
+from dpbilevel.privacy.sampling import (
+    AbstractSampling,
+    FixedSize,
+    FullBatch,
+    Poisson,
+)
+from dpbilevel.privacy.single_pass import SinglePass
 from tests.cases import first_of_each_class, found
 from tests.privacy import second_accountant
 
@@ -20,19 +29,68 @@ SELECTS = dpb.search.RepeatAndSelect, dpb.search.TunedTraining
 FIRST = set(first_of_each_class(CASES))
 
 
-# One of each class whose plans take no privacy loss distributions, and one that does.
-SHORT = FIRST - {"noisy_gd_adam"} | {"noisy_gd", "noisy_gd_poisson"}
-NAMES = [
-    pytest.param(name, marks=() if name in SHORT else pytest.mark.slow)
-    for name in CASES
+def seed_of(name):
+    return zlib.crc32(name.encode())
+
+
+def with_batches(part, sampling):
+    """The same solver, all batches of which are drawn by this scheme."""
+    if isinstance(part, AbstractSampling):
+        return sampling
+    if not dataclasses.is_dataclass(part):
+        return part
+    fields = {
+        field.name: getattr(part, field.name) for field in dataclasses.fields(part)
+    }
+    found = {name: with_batches(value, sampling) for name, value in fields.items()}
+    changed = {name: v for name, v in found.items() if v is not fields[name]}
+    return dataclasses.replace(part, **changed) if changed else part
+
+
+def schemes_of(name):
+    """Sampling schemes with batches of random sizes, and the solvers that take them."""
+    draw, solver = np.random.default_rng(seed_of(name)), CASES[name].solver
+    rate, size = float(draw.uniform(0.02, 0.5)), int(draw.integers(1, 5))
+    for sampling in (
+        Poisson(rate),
+        FixedSize(size),
+        FullBatch(),
+        SinglePass(size),
+        RandomAllocation(2),
+    ):
+        try:
+            other = with_batches(solver, sampling)
+        except (TypeError, ValueError):  # a solver for other batches
+            continue
+        if other is not solver:
+            yield sampling, other
+
+
+BATCHES = [
+    pytest.param(
+        dataclasses.replace(CASES[name], solver=solver),
+        # Plans of these take privacy loss distributions.
+        marks=pytest.mark.slow if isinstance(sampling, Poisson | FixedSize) else (),
+        id=f"{name}-{type(sampling).__name__}",
+    )
+    for name in sorted(FIRST)
     if not isinstance(CASES[name].solver, SELECTS)
+    for sampling, solver in schemes_of(name)
 ]
 
 
-def random_plan(name, relation, seed=0):
+# One of each class whose plans take no privacy loss distributions, and one that does.
+SHORT = FIRST - {"noisy_gd_adam"} | {"noisy_gd", "noisy_gd_poisson"}
+PLANS = [
+    pytest.param(case, marks=() if name in SHORT else pytest.mark.slow, id=name)
+    for name, case in CASES.items()
+    if not isinstance(case.solver, SELECTS)
+]
+
+
+def random_plan(case, relation, seed):
     """A plan for this case with a budget and numbers of records at random."""
-    case = CASES[name]
-    draw = np.random.default_rng([zlib.crc32(name.encode()), seed])
+    draw = np.random.default_rng(seed)
     budget = dpb.PrivacyBudget(
         float(np.exp(draw.uniform(math.log(0.3), math.log(6)))),
         float(10 ** draw.uniform(-7, -3)),
@@ -64,17 +122,23 @@ def is_right(ledger, claimed, delta):
 
 
 @pytest.mark.parametrize("relation", dpb.Neighbours)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", PLANS + BATCHES)
 def test_claimed_epsilon_of_a_random_plan_is_that_of_the_second_accountant(
-    name, relation
+    case, relation, request
 ):
     try:
-        plan, ledger = random_plan(name, relation)
+        plan, ledger = random_plan(case, relation, seed_of(request.node.name))
     except ValueError:
         assert relation is ADD_OR_REMOVE
         pytest.skip("is for replace-one")
     report = plan.report
     assert is_right(ledger, report.epsilon_by_person, report.delta) == (True, True)
+
+
+def test_every_sampling_scheme_is_compared_for_several_solvers():
+    drawn = collections.Counter(case.id.partition("-")[2] for case in BATCHES)
+    assert drawn["RandomAllocation"] >= 1
+    assert min(drawn[name] for name in ("Poisson", "FixedSize", "FullBatch")) >= 8
 
 
 def forgets_a_release(ledger):
@@ -117,7 +181,7 @@ def amplified_twice(ledger):
     ],
 )
 def test_an_accountant_of_a_wrong_ledger_is_noticed(name, wrong):
-    plan, ledger = random_plan(name, REPLACE)
+    plan, ledger = random_plan(CASES[name], REPLACE, seed_of(name))
     assert isinstance(ledger.releases[0].mechanism, Gaussian)
     delta = plan.report.delta
     assert is_right(ledger, wrong(ledger).epsilons(delta), delta)[0] is False
