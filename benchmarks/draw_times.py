@@ -7,7 +7,7 @@
    more than ten minutes are not run, and their time follows from that of one
    evaluation.
 2. Absolute losses, labels with Laplace noise: the mean excess of one draw, of the
-   rounds of `LocalizedDraws.tuned` and of noisy descent with the better of two step
+   rounds of `LocalizedDraws.tuned` and of noisy descent with the best of four step
    sizes, a choice that is not private.
 
 Run by `python -m benchmarks draw_times`; prints the tables of docs/draws.md.
@@ -112,7 +112,7 @@ def evaluation(problem, records, d, times=20):
     return (time.process_time() - start) / times
 
 
-def excesses(n, d=5):
+def excesses(n, d):
     """The mean excess of three methods on one set of records."""
     records, target = records_of("absolute", n, d)
     problem = dpb.onelevel.linear_risk("absolute", radius=1.0)
@@ -130,7 +130,7 @@ def excesses(n, d=5):
     found = {
         "one draw": mean_loss(one_draw(d)),
         "`LocalizedDraws.tuned`": mean_loss(tuned),
-        "noisy descent": min(mean_loss(descent(size)) for size in (0.1, 0.3)),
+        "noisy descent": min(mean_loss(descent(size)) for size in (0.05, 0.1, 0.2, 0.3)),
     }
     # The minimizer, by long descent without noise from the model of the labels.
     best = least(losses, jnp.asarray(target))
@@ -155,6 +155,6 @@ def main():
         for loss, n, d in SHAPES:
             cells = [seconds(loss, n, d, v) for v in ("fixed", "unprotected")]
             print(f"| {loss}, {n} x {d} | {' | '.join(cells)} |", flush=True)
-        for n in (500, 2_000):
-            cells = [f"{name} {v:.2g}" for name, v in excesses(n).items()]
-            print(f"{n} x 5: {', '.join(cells)}", flush=True)
+        for n, d in ((1_000, 2), (500, 5), (2_000, 5), (2_000, 20)):
+            cells = [f"{name} {v:.2g}" for name, v in excesses(n, d).items()]
+            print(f"{n} x {d}: {', '.join(cells)}", flush=True)

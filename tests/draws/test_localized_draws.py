@@ -107,8 +107,8 @@ def test_tuned_radii_end_where_the_quadratic_term_bends_as_the_loss_may():
     assert radii[0] == 1.0
     assert radii[1:-1] ** 2 == pytest.approx(radii[:-2] * radii[2:])
     assert shares[1:] == pytest.approx(2 * shares[:-1])
-    # G / D
-    assert last.potential.quadratic / last.rate == pytest.approx(0.25, rel=1e-2)
+    # 3 G / (D sqrt(d)) in one dimension
+    assert last.potential.quadratic / last.rate == pytest.approx(0.75, rel=1e-2)
 
 
 def test_what_is_no_radius_or_no_split_is_refused():
