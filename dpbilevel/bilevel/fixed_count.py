@@ -70,7 +70,7 @@ class Spectrum:
         References:
             Taylor and Drori, "An optimal gradient method for smooth strongly convex
             minimization", 2023: ITEM, in other variables. The effect of inexact
-            gradients is derived in docs/privacy.md.
+            gradients is derived in docs/mathematics.md.
         """
         w = jnp.zeros((), jnp.result_type(*jax.tree.leaves(start)))
         q = _like(1 / self.condition_number, w)

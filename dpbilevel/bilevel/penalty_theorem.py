@@ -24,7 +24,7 @@ class PenaltyTheorem:
 
     References:
         Kornowski, "Differentially private bilevel optimization", Theorems 4, 11 and 13;
-        what batches and the population add is derived in docs/privacy.md.
+        what batches and the population add is derived in docs/mathematics.md.
     """
 
     constants: Constants

@@ -122,7 +122,7 @@ class RegularizedExponentialMechanism(AbstractDrawSolver):
 
         References:
             Gopi, Lee and Liu, Theorem 29; Lowy and Liu, Theorem B.8, whose $G$ is not
-            the sensitivity (docs/privacy.md).
+            the sensitivity (docs/mathematics.md).
         """
         owner = "RegularizedExponentialMechanism.from_theorem"
         _checks.instance(owner, (FiniteSum, BilevelProblem), problem=problem)

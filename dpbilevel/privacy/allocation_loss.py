@@ -19,7 +19,7 @@ $$
 \sum_i r_i - a\Bigr)_+ , \qquad \mathbb E \Bigl(1 - \frac at \sum_i r_i\Bigr)_+
 $$
 
-where a record is replaced, removed and added; docs/privacy.md has the proof. These are
+where a record is replaced, removed and added; docs/mathematics.md has the proof. These are
 the profiles of fixed pairs of laws, so that passes with fresh places compose as their
 privacy losses add.
 
@@ -31,7 +31,7 @@ are computed to relative accuracy.
 References:
     Feldman and Shenfeld, "Privacy amplification by random allocation", NeurIPS 2025
     (add-or-remove-one); Chua et al., "Balls-and-bins sampling for DP-SGD", AISTATS
-    2025. The bound for replace-one is derived in docs/privacy.md.
+    2025. The bound for replace-one is derived in docs/mathematics.md.
 """
 
 import math

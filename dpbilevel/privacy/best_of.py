@@ -8,7 +8,7 @@ $$
 
 the best is $(\varepsilon, \delta)$-DP with $\delta = \mathrm E\, \kappa(e^{\varepsilon}
 e^{-L})$, where $L \sim \mathcal N(\mu^2 / 2, \mu^2)$ is the privacy loss of the
-Gaussian. The proof is in `docs/privacy.md`, "Private selection".
+Gaussian. The proof is in `docs/mathematics.md`, "Private selection".
 """
 
 import numpy as np

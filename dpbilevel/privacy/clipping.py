@@ -165,7 +165,7 @@ def clipped_mean(
 
     Gradients of layers and of tables are not formed for every record: they are found as
     products of factors and as sparse rows in the jaxpr of `fun`; see
-    docs/privacy.md#values-that-are-not-formed.
+    docs/precision.md#values-that-are-not-formed.
 
     Args:
         fun: Maps one record to a pytree of floating-point arrays. It must not see

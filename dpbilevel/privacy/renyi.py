@@ -10,7 +10,7 @@ $$
 
 $w = m (p' - a p)$ for the Poisson law, $w = (1 + \eta) \log(u' u^{-a} \gamma^{a - 1})$
 for the others, with $u = \gamma + (1 - \gamma) p$ and $u'$ the same of $p'$. The
-proof is in `docs/privacy.md`, "Private selection".
+proof is in `docs/mathematics.md`, "Private selection".
 """
 
 import math

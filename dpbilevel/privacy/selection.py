@@ -45,14 +45,14 @@ class Selection(AbstractGaussianRelease):
         total variation of what is charged. The releases of one run compose to one
         Gaussian for each kind of person: a person whose records are read by training
         and value alike is charged for both, and disjoint people for one of them
-        (`docs/privacy.md`, "Private selection").
+        (`docs/mathematics.md`, "Private selection").
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
         ICLR 2022; Liu and Talwar, "Private selection from private candidates", STOC
         2019, for the geometric law; Koskela, Redberg and Wang, "Privacy profiles for
         private selection", ICML 2024, for profiles, of which those in
-        `docs/privacy.md` are a variant.
+        `docs/mathematics.md` are a variant.
     """
 
     repetitions: Repetitions

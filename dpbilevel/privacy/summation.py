@@ -100,7 +100,7 @@ class AbstractSum(abc.ABC):
         $\gamma_l = m_l u / (1 - m_l u)$ with $u = 2^{-24}$. Where all others keep their
         rows it is $\Lambda \sqrt K \max_l \gamma_l \sqrt{k_l}$ with $K = \max_l k_l$,
         else $2 \Lambda n \max_l \gamma_l + \sqrt{\sum_l g_l^2 d_l} 2^{-23}$ with $g_l$
-        groups in all. The derivation is in docs/privacy.md.
+        groups in all. The derivation is in docs/precision.md.
         """
         if not self.in_place:
             return self._moved(self._together)

@@ -53,7 +53,7 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
         $B / (2 n)$ under add-or-remove-one, enforced by clipping. A single selection is
         accounted for by the smaller bound of its privacy profile and its Renyi
         divergences; composed with other releases, by the divergences
-        (`docs/privacy.md`, "Private selection"). $P(K >$ `num_steps`$)$ is added to
+        (`docs/mathematics.md`, "Private selection"). $P(K >$ `num_steps`$)$ is added to
         delta. Points are drawn from a public law and none is left out by its loss. All
         runs but the best stay secret: their points, their losses and the models that
         were trained there.
