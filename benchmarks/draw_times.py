@@ -130,7 +130,9 @@ def excesses(n, d):
     found = {
         "one draw": mean_loss(one_draw(d)),
         "`LocalizedDraws.tuned`": mean_loss(tuned),
-        "noisy descent": min(mean_loss(descent(size)) for size in (0.05, 0.1, 0.2, 0.3)),
+        "noisy descent": min(
+            mean_loss(descent(size)) for size in (0.05, 0.1, 0.2, 0.3)
+        ),
     }
     # The minimizer, by long descent without noise from the model of the labels.
     best = least(losses, jnp.asarray(target))

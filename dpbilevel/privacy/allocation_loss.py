@@ -19,9 +19,9 @@ $$
 \sum_i r_i - a\Bigr)_+ , \qquad \mathbb E \Bigl(1 - \frac at \sum_i r_i\Bigr)_+
 $$
 
-where a record is replaced, removed and added; docs/mathematics.md has the proof. These are
-the profiles of fixed pairs of laws, so that passes with fresh places compose as their
-privacy losses add.
+where a record is replaced, removed and added; docs/mathematics.md has the proof. These
+are the profiles of fixed pairs of laws, so that passes with fresh places compose as
+their privacy losses add.
 
 The law of a sum of $t$ independent terms is a power of a Fourier transform of one term
 on a grid. A term is rounded to the grid at random with its mean kept, which can only
