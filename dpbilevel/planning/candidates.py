@@ -221,7 +221,7 @@ def _mixed(clip_norm: float) -> Candidate:
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, 16.0), mixture)
 
-    sizes = [(30.0, 0.03), (30.0, 0.06), (60.0, 0.03), (60.0, 0.06), (60.0, 0.12)]
+    sizes = [(30.0, 0.03), (30.0, 0.06), (30.0, 0.12), (60.0, 0.06), (60.0, 0.12)]
     # Shorter clip norms bend a mixture of few records, longer ones add noise.
     settings = [*((*pair, 4.0) for pair in sizes), (30.0, 0.06, 2.0)]
     return Candidate("MixedSources", _each(solver, settings), 2)

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 import scipy.optimize
-from scipy.special import erfcx, log_ndtr, ndtr
+import scipy.stats
+from scipy.special import erfcx, gammaln, log_ndtr, ndtr
 
 
 def gaussian(mu, epsilon):
@@ -65,6 +66,50 @@ def replaced(rate, mu, epsilon):
 def pure(most, epsilon):
     """Of the worst mechanism without delta whose epsilon is `most`."""
     return max(0.0, -math.expm1(epsilon - most)) / (1 + math.exp(-most))
+
+
+def best_of(mean, shape, mu, epsilon):
+    """A bound on the profile of the best of a random number K of `mu`-GDP runs.
+
+    The chances of K are those of `Repetitions`. The smaller one of the two bounds of
+    "Private selection" in docs/mathematics.md: by profiles and by Renyi divergences.
+    """
+    chances = _repetitions(mean, shape)
+    numbers = np.arange(len(chances))
+    quantiles = np.linspace(-30 - mu, 12, 2001)
+
+    def slope(log_chance):  # the mean of K s^(K - 1) at a chance s
+        powers = np.exp(np.multiply.outer(log_chance, numbers[1:] - 1))
+        return powers @ (numbers * chances)[1:]
+
+    near, far = slope(log_ndtr(-quantiles)), slope(log_ndtr(-quantiles - mu))
+    y = np.linspace(-12, 12, 4001)  # the privacy loss is mu y + mu^2 / 2
+    tilts = np.exp(epsilon - mu * y - mu**2 / 2)
+    most = [max(0.0, np.max(near - tilt * far)) for tilt in tilts]
+    law = np.exp(-(y**2) / 2) * (y[1] - y[0]) / math.sqrt(2 * math.pi)
+    orders = 1 + np.geomspace(1e-3, 1e4, 1000)[:, None]
+    logs = orders * np.log(near) - (orders - 1) * np.log(far)
+    orders = orders[:, 0]
+    rise = (orders - 1) * (orders * mu**2 / 2 - epsilon + np.log1p(-1 / orders))
+    log_delta = np.max(logs, axis=1) + rise - np.log(orders)
+    return min(float(law @ np.asarray(most)), math.exp(np.min(log_delta)))
+
+
+def _repetitions(mean, shape):
+    """The chances of K = 0, 1, ...: of a Poisson or a negative binomial law."""
+    most = math.ceil(60 * mean * (1 + (0 if math.isinf(shape) else 1 / (shape + 0.1))))
+    numbers = np.arange(most + 1)
+    if math.isinf(shape):
+        return scipy.stats.poisson.pmf(numbers, mean)
+
+    def chances(log_gamma):
+        k = numbers[1:]
+        logs = k * np.log1p(-np.exp(log_gamma)) + gammaln(k + shape) - gammaln(k + 1)
+        weights = np.concatenate([np.zeros(1), np.exp(logs - np.max(logs))])
+        return weights / weights.sum()
+
+    found = scipy.optimize.brentq(lambda g: chances(g) @ numbers - mean, -12, -1e-9)
+    return chances(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy.allocation import RandomAllocation
 from dpbilevel.privacy.releases import Release
 from dpbilevel.privacy.sampling import FixedSize, FullBatch, Poisson
+from dpbilevel.privacy.selection import Selection
 from dpbilevel.privacy.single_pass import SinglePass
 from dpbilevel.search.declared import Trainings
 from tests.privacy import reference_accounting as reference
@@ -23,9 +24,7 @@ def deltas(ledger, epsilons):
     """The delta at an epsilon for every kind of person."""
     parts = collections.defaultdict(list)
     for release in ledger.releases:
-        of = _of_gaussian if isinstance(release, Release) else _of_draw
-        of = _of_trainings if isinstance(release, Trainings) else of
-        for person, part in of(release, ledger.people):
+        for person, part in _parts(release, ledger.people):
             parts[person].append(part)
     # An output within `off` in total variation of a private one.
     off = sum(release.failure for release in ledger.releases)
@@ -33,6 +32,19 @@ def deltas(ledger, epsilons):
         person: _delta(found, epsilons[person]) + (1 + math.exp(epsilons[person])) * off
         for person, found in parts.items()
     }
+
+
+def _parts(release, people):
+    match release:
+        case Release():
+            return _of_gaussian(release, people)
+        case Trainings():
+            return _of_trainings(release, people)
+        case Selection():
+            return _of_selection(release, people)
+        case dpb.draws.Draw():
+            return _of_draw(release, people)
+    raise TypeError(f"no law is known for {type(release).__name__}")
 
 
 def _of_gaussian(release, people):
@@ -65,6 +77,20 @@ def _of_trainings(release, people):
         kind = "poisson, replace" if rate < 1 else "gaussian"
         part = kind, rate, 2 / multiplier, steps * release.count
         yield "training records" if apart else "records", part
+
+
+def _of_selection(release, people):
+    """As `_of_gaussian`: each kind of person sees the best of runs of one Gaussian."""
+    runs = collections.defaultdict(float)
+    for training in release.trainings or ((),):
+        squares = collections.Counter()
+        for part in (*training, release):
+            for person, (_, _, shift, count) in _of_gaussian(part, people):
+                squares[person] += count * shift**2
+        for person, square in squares.items():
+            runs[person] = max(runs[person], math.sqrt(square))
+    for person, mu in runs.items():
+        yield person, ("selection", release.repetitions, mu, release.count)
 
 
 def _part(release, query, shift):
@@ -101,8 +127,6 @@ def _records(query):
 
 def _of_draw(release, people):
     """As `_of_gaussian`, for one draw from a density."""
-    if not isinstance(release, dpb.draws.Draw):
-        raise TypeError(f"no law is known for {type(release).__name__}")
     pure = isinstance(release.mechanism, dpb.draws.Exponential)
     total = sum(float(q.clip_norm) / q.size for q in release.queries)
     shares = {"person": 1.0}
@@ -126,6 +150,10 @@ def _delta(parts, epsilon):
     others = [part for part in parts if part[0] != "gaussian"]
     if not others:
         return reference.gaussian(gaussian, epsilon)
+    if others[0][0] == "selection":
+        ((_, repetitions, mu, once),) = parts
+        assert once == 1
+        return reference.best_of(repetitions.mean, repetitions.shape, mu, epsilon)
     return max(_composed(gaussian, others, epsilon, way) for way in (0, 1))
 
 
