@@ -22,9 +22,10 @@ from ..core.plan import least_multiplier
 from ..privacy.budget import Neighbours
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
+from ..privacy.fixed_size import FixedSize
 from ..privacy.mechanisms import Gaussian
 from ..privacy.releases import Release
-from ..privacy.sampling import AbstractSampling, FixedSize, FullBatch
+from ..privacy.sampling import AbstractSampling, FullBatch
 from ..privacy.single_pass import SinglePass
 from .base import AbstractSaddleSolver, Fields
 from .certified import ResolventQuery

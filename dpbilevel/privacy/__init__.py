@@ -3,13 +3,14 @@
 from .budget import Neighbours, People, PrivacyBudget
 from .clipping import Basis, Bounded, clipped_mean
 from .disk import OnDisk
+from .fixed_size import FixedSize
 from .ledger import Ledger
 from .mechanisms import Gaussian
 from .noise import root_key
 from .queries import Query
 from .releases import Release
 from .report import PrivacyReport, Status
-from .sampling import FixedSize, FullBatch, Poisson
+from .sampling import FullBatch, Poisson
 from .single_pass import SinglePass
 
 __all__ = [

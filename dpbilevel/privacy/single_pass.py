@@ -7,7 +7,8 @@ from typing_extensions import override
 
 from ._lazy import dp_accounting
 from .budget import Neighbours
-from .sampling import AbstractFixedBatch, Batch
+from .fixed_size import AbstractFixedBatch
+from .sampling import Batch
 
 
 class SinglePass(AbstractFixedBatch):

@@ -10,8 +10,9 @@ import math
 
 import dpbilevel as dpb
 from dpbilevel.privacy.allocation import RandomAllocation
+from dpbilevel.privacy.fixed_size import FixedSize
 from dpbilevel.privacy.releases import Release
-from dpbilevel.privacy.sampling import FixedSize, FullBatch, Poisson
+from dpbilevel.privacy.sampling import FullBatch, Poisson
 from dpbilevel.privacy.selection import Selection
 from dpbilevel.privacy.single_pass import SinglePass
 from dpbilevel.search.declared import Trainings

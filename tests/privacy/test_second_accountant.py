@@ -11,13 +11,9 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.privacy.allocation import RandomAllocation
+from dpbilevel.privacy.fixed_size import FixedSize
 from dpbilevel.privacy.mechanisms import Gaussian
-from dpbilevel.privacy.sampling import (
-    AbstractSampling,
-    FixedSize,
-    FullBatch,
-    Poisson,
-)
+from dpbilevel.privacy.sampling import AbstractSampling, FullBatch, Poisson
 from dpbilevel.privacy.single_pass import SinglePass
 from tests.cases import first_of_each_class, found
 from tests.privacy import second_accountant
