@@ -3,17 +3,23 @@
 Tasks of diffprivlib's notebooks and docstrings and larger ones of scikit-learn: medians
 and quartiles of 10 splits into training and test records, each with a key of its own,
 test accuracy or R^2, at equal epsilon. Where bounds are needed all methods get the same
-public ones. Tasks are held out where no setting was chosen with them in view.
-diffprivlib runs in a process of its own, by the Python of $DIFFPRIVLIB, in
-whose environment it is installed; without it its rows are left out. Prints tables and
-writes them into the page where everything is there. `python -m benchmarks estimators`.
+public ones. No setting was chosen on the tasks of `unused`. diffprivlib runs in a
+process of its own, by the Python of $DIFFPRIVLIB, in whose environment it is installed.
+Prints tables, and with everything there puts each into the page in place of the one of
+the same title. `python -m benchmarks estimators`; `--task=iris` runs the tasks whose
+names begin so, `--task=Seconds` and `--task=Tasks` those two tables.
 """
 
+import datetime
 import functools
 import json
+import math
 import os
+import re
 import subprocess
+import sys
 import tempfile
+import time
 import warnings
 
 import jax
@@ -31,12 +37,14 @@ from dpbilevel.sklearn.linear import with_constant
 
 from .census import ADULT, ROOT
 from .tuned_training import digits as pixels
-from .utility import MNIST, write
+from .utility import BEGIN, END, MNIST
 
 PAGE = ROOT / "docs/estimators.md"
 PEER = os.environ.get("DIFFPRIVLIB", "")
 EPSILONS = (0.3, 1.0, 3.0, 10.0)
 KEYS, DELTA = 10, 1e-5
+UNUSED = (1.0, 3.0)  # epsilons of the tasks on which no setting was chosen
+TIMES, HELD_OUT = "Seconds of one fit", "Tasks not used to choose settings"
 COMPARED = ("census, 5 numbers (its notebook)", "breast cancer")  # settings, too
 # Of log-penalties: rows have length 1, so that useful ones are far below the default's,
 # which is for features of unit variance.
@@ -92,24 +100,59 @@ def tasks():
     return found
 
 
-def splits(X, y):
+def unused():
+    """Tasks of classification on which no setting was chosen, as in `tasks`.
+
+    Bounds were fixed before the first run, by what the generator documents. The norm
+    that diffprivlib is given is that of a row whose features are uniform in [0, 1].
+    """
+    X, y = datasets.load_digits(return_X_y=True)
+    found = {"digits, even or odd": (X, y % 2, (0.0, 16.0))}
+    for size, width, informative, classes in (
+        (500, 10, 4, 2),
+        (5000, 20, 5, 2),
+        (3000, 30, 10, 4),
+    ):
+        X, y = datasets.make_classification(
+            size, width, n_informative=informative, n_classes=classes, random_state=size
+        )
+        name = f"`make_classification`, {size} x {width}, {classes} classes"
+        found[name] = X, y, (-6.0, 6.0)
+    X, y = datasets.make_gaussian_quantiles(
+        n_samples=5000, n_features=5, n_classes=3, random_state=0
+    )
+    found["`make_gaussian_quantiles`, 5000 x 5, 3 classes"] = X, y, (-4.0, 4.0)
+    return {
+        name: (X, y, each_feature(bounds, X), math.sqrt(X.shape[1] / 3))
+        for name, (X, y, bounds) in found.items()
+    }
+
+
+def each_feature(bounds, X):
+    """A lower and an upper bound for each feature."""
+    return np.broadcast_to(np.reshape(bounds, (2, -1)), (2, X.shape[1])).astype(float)
+
+
+def splits(X, y, keys=KEYS):
     """The records of each key: training and test."""
-    for seed in range(KEYS):
+    for seed in range(keys):
         yield train_test_split(X, y, test_size=0.25, random_state=seed)
 
 
-def scores(make, X, y, epsilons=EPSILONS):
-    """The test scores of an estimator, for each epsilon one number a key."""
-    found = {}
+def scores(make, X, y, epsilons=EPSILONS, keys=KEYS):
+    """For each epsilon the test scores of an estimator, one a key, and its seconds."""
+    found, seconds = {}, []
+    jax.clear_caches()
     for epsilon in epsilons:
         model = make(epsilon)
         found[epsilon] = []
-        for seed, (X_fit, X_test, y_fit, y_test) in enumerate(splits(X, y)):
+        for seed, (X_fit, X_test, y_fit, y_test) in enumerate(splits(X, y, keys)):
             key = jax.random.key(seed, impl="threefry4x32")
-            found[epsilon].append(
-                model.fit(X_fit, y_fit, key=key).score(X_test, y_test)
-            )
-    return found
+            start = time.perf_counter()
+            model.fit(X_fit, y_fit, key=key)
+            seconds.append(time.perf_counter() - start)
+            found[epsilon].append(model.score(X_test, y_test))
+    return found, seconds
 
 
 def without_privacy(model, X, y):
@@ -119,21 +162,21 @@ def without_privacy(model, X, y):
         scale = StandardScaler().fit(X_fit)
         model.fit(scale.transform(X_fit), y_fit)
         values.append(model.score(scale.transform(X_test), y_test))
-    return dict.fromkeys(EPSILONS, values)
+    return dict.fromkeys((*EPSILONS, *UNUSED), values), None
 
 
-def by_peer(kind, X, y, **options):
-    """The scores of diffprivlib, in its own process; `None` where it is not there."""
+def by_peer(kind, X, y, epsilons=EPSILONS, keys=KEYS, **options):
+    """As `scores` of diffprivlib, in its own process; `None` where it is not there."""
     if not PEER:
         return None
     with tempfile.TemporaryDirectory() as folder:
         given = f"{folder}/records.npz"
         np.savez(given, X=X, y=y, **options)
         command = [PEER, str(ROOT / "benchmarks/estimators_peer.py"), kind, given]
-        command += [json.dumps([EPSILONS, KEYS])]
+        command += [json.dumps([epsilons, keys])]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-    pairs = json.loads(done.stdout)
-    return {float(epsilon): values for epsilon, values in pairs.items()}
+    pairs, seconds = json.loads(done.stdout)
+    return {float(epsilon): values for epsilon, values in pairs.items()}, seconds
 
 
 class Planned:
@@ -198,39 +241,39 @@ def penalties(width):
 run = jax.jit(dpb.solve)
 
 
-def table(title, found, unit):
-    """Rows of methods, a column for each epsilon."""
-    lines = [
-        f"#### {title}",
-        "",
-        f"| {unit} |" + "".join(f" {e:g} |" for e in EPSILONS),
-    ]
-    lines += ["|---|" + "---|" * len(EPSILONS)]
-    for method, values in found.items():
-        cells = []
-        for epsilon in EPSILONS:
-            low, middle, high = np.quantile(values[epsilon], (0.25, 0.5, 0.75))
-            cells.append(f" {middle:.3f} [{low:.3f}, {high:.3f}] |")
-        lines.append(f"| {method} |" + "".join(cells))
+def table(title, head, rows):
+    """A table of the page, with the day on which it was measured."""
+    today = datetime.date.today().isoformat()
+    lines = [f"#### {title}", "", f"Measured on {today}.", ""]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines)
 
 
-def of_classes(name, X, y, bounds, norm):
-    """The rows of one task of classification."""
+def cells(values, epsilons):
+    """For each epsilon the median and the quartiles."""
+    for epsilon in epsilons:
+        low, middle, high = np.quantile(values[epsilon], (0.25, 0.5, 0.75))
+        yield f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
+    """The scores and seconds of each method for one task of classification."""
     classes = np.unique(y)
     facts = {"classes": classes, "bounds": tuple(bounds)}
+    amount = {"epsilons": epsilons, "keys": keys}
     # diffprivlib has one norm for all features: they are scaled to [0, 1] first.
     unit = (X - bounds[0]) / (bounds[1] - bounds[0])
     own = X if name.startswith("iris") else unit
     plain = LogisticRegression(max_iter=1000)
-    found = {"diffprivlib": by_peer("logistic", own, y, norm=norm)}
-    if own is X and norm == 12.0:
-        scaled = by_peer("logistic", unit, y, norm=2.0)
+    found = {"diffprivlib": by_peer("logistic", own, y, norm=norm, **amount)}
+    if own is X:
+        scaled = by_peer("logistic", unit, y, norm=2.0, **amount)
         found["diffprivlib, features scaled to [0, 1]"] = scaled
     found["`DPLogisticRegression`"] = scores(
-        lambda epsilon: DPLogisticRegression(epsilon, **facts), X, y
+        lambda epsilon: DPLogisticRegression(epsilon, **facts), X, y, **amount
     )
-    if name in COMPARED:
+    if name in COMPARED and epsilons == EPSILONS:
         for ridge in (1e-4, 1e-3):
             found[f"the same with `ridge={ridge:g}`"] = scores(
                 lambda epsilon, ridge=ridge: DPLogisticRegression(
@@ -245,45 +288,107 @@ def of_classes(name, X, y, bounds, norm):
         found["settings by `dpb.auto`"] = scores(
             lambda epsilon: Planned(epsilon, bounds, by_auto), X, y
         )
-    if len(classes) == 10:
+    if len(classes) == 10 or epsilons == UNUSED:
         found["`DPMLPClassifier`"] = scores(
-            lambda epsilon: DPMLPClassifier(epsilon, **facts), X, y
+            lambda epsilon: DPMLPClassifier(epsilon, **facts), X, y, **amount
         )
     found["without privacy (scikit-learn)"] = without_privacy(plain, X, y)
-    found = {method: values for method, values in found.items() if values}
-    return table(name, found, "test accuracy at epsilon")
+    return {method: measured for method, measured in found.items() if measured}
 
 
-def of_numbers(name, X, y, bounds, target):
-    """The rows of one task of regression."""
-    facts = {"bounds": tuple(bounds), "target_bounds": target}
-    both = np.broadcast_to(np.reshape(bounds, (2, -1)), (2, X.shape[1]))
+def of_numbers(X, y, bounds, target, epsilons=EPSILONS, keys=KEYS):
+    """As `of_classes`, for one task of regression."""
+    facts = {"bounds": tuple(each_feature(bounds, X)), "target_bounds": target}
+    amount = {"epsilons": epsilons, "keys": keys}
+    own = {"bounds": each_feature(bounds, X), "target": target}
     found = {
-        "diffprivlib": by_peer("linear", X, y, bounds=both, target=target),
-        "`DPRidge`": scores(lambda epsilon: DPRidge(epsilon, **facts), X, y),
+        "diffprivlib": by_peer("linear", X, y, **own, **amount),
+        "`DPRidge`": scores(lambda epsilon: DPRidge(epsilon, **facts), X, y, **amount),
         "without privacy (scikit-learn)": without_privacy(LinearRegression(), X, y),
     }
-    found = {method: values for method, values in found.items() if values}
-    return table(name, found, "test R² at epsilon")
+    return {method: measured for method, measured in found.items() if measured}
 
 
 def regressions():
     """For each task its records and the bounds of features and target."""
     X, y = datasets.load_diabetes(return_X_y=True)
-    found = {"diabetes (its notebook)": (X, y, (-0.2, 0.2), (25.0, 346.0))}
+    return {"diabetes (its notebook)": (X, y, (-0.2, 0.2), (25.0, 346.0))}
+
+
+def unused_regressions():
+    """Likewise, tasks on which no setting was chosen; bounds are of the generators."""
+    # The range of the features of Friedman's second and third, by their definition.
+    ends = np.asarray([[0, 40 * np.pi, 0, 1], [100, 560 * np.pi, 1, 11]])
     X, y = datasets.make_friedman1(5000, noise=1.0, random_state=0)
-    found["Friedman's first, 5 000 records (held out)"] = X, y, (0.0, 1.0), (0.0, 30.0)
+    found = {"Friedman's first, 5000 x 10": (X, y, (0.0, 1.0), (0.0, 30.0))}
+    X, y = datasets.make_friedman2(2000, noise=100.0, random_state=0)
+    found["Friedman's second, 2000 x 4"] = X, y, ends, (0.0, 1800.0)
+    X, y = datasets.make_friedman3(2000, noise=0.1, random_state=0)
+    found["Friedman's third, 2000 x 4"] = X, y, ends, (-np.pi / 2, np.pi / 2)
     return found
+
+
+def times():
+    """The first fit and the median of five later ones at epsilon 1, in seconds."""
+    amount = {"epsilons": (1.0,), "keys": 6}
+    measured = {n: of_classes(n, *task, **amount) for n, task in tasks().items()}
+    for name, task in regressions().items():
+        measured[name] = of_numbers(*task, **amount)
+    rows = [
+        [name, method, f"{seconds[0]:.2f}", f"{np.median(seconds[1:]):.3f}"]
+        for name, found in measured.items()
+        for method, (_, seconds) in found.items()
+        if seconds
+    ]
+    return table(TIMES, ["task", "method", "first fit", "later fit"], rows)
+
+
+def held_out():
+    """The tasks on which no setting was chosen, all with default settings."""
+    rows = []
+    found = [(n, of_classes, (n, *task)) for n, task in unused().items()]
+    found += [(n, of_numbers, task) for n, task in unused_regressions().items()]
+    for name, measure, task in found:
+        for method, (values, _) in measure(*task, epsilons=UNUSED).items():
+            rows.append([name, method, *cells(values, UNUSED)])
+            print(*rows[-1], flush=True)
+    head = ["test accuracy (Friedman: R²) at epsilon", "method"]
+    head += [f"{epsilon:g}" for epsilon in UNUSED]
+    return table(HELD_OUT, head, rows)
+
+
+def of_task(name, unit, found):
+    """The table of one task."""
+    rows = [[method, *cells(values, EPSILONS)] for method, (values, _) in found.items()]
+    return table(name, [f"{unit} at epsilon", *map("{:g}".format, EPSILONS)], rows)
+
+
+def keep(new):
+    """Puts a table into the page, in place of the one of its title or as the last."""
+    before, inside, after = re.split(f"{BEGIN}|{END}", PAGE.read_text())
+    old = re.findall("#### [^#]*", inside)
+    tables = {text.splitlines()[0]: text.strip() for text in (*old, new)}
+    inside = "\n\n".join([BEGIN, *tables.values(), END])
+    PAGE.write_text(before + inside + after)
 
 
 def main():
     warnings.simplefilter("ignore")
-    tables = []
-    for name, records in tasks().items():
-        tables.append(of_classes(name, *records))
-        print(tables[-1], flush=True)
-    for name, records in regressions().items():
-        tables.append(of_numbers(name, *records))
-        print(tables[-1], flush=True)
-    if PEER and ADULT.is_file() and MNIST.is_file():
-        write(PAGE, tables)
+    options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
+    wanted = {TIMES: times}  # first, while nothing is compiled or planned
+    for name, task in tasks().items():
+        wanted[name] = lambda name=name, task=task: of_task(
+            name, "test accuracy", of_classes(name, *task)
+        )
+    for name, task in regressions().items():
+        wanted[name] = lambda name=name, task=task: of_task(
+            name, "test R²", of_numbers(*task)
+        )
+    wanted[HELD_OUT] = held_out
+    for name, measure in wanted.items():
+        if not name.startswith(options.get("task", "")):
+            continue
+        measured = measure()
+        print(measured, flush=True)
+        if PEER and ADULT.is_file() and MNIST.is_file():
+            keep(measured)
