@@ -104,7 +104,8 @@ def unused():
     """Tasks of classification on which no setting was chosen, as in `tasks`.
 
     Bounds were fixed before the first run, by what the generator documents. The norm
-    that diffprivlib is given is that of a row whose features are uniform in [0, 1].
+    that diffprivlib is given is that of a row whose features are uniform in [0, 1], or
+    in [-1, 1].
     """
     X, y = datasets.load_digits(return_X_y=True)
     found = {"digits, even or odd": (X, y % 2, (0.0, 16.0))}
@@ -270,6 +271,9 @@ def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
     if own is X:
         scaled = by_peer("logistic", unit, y, norm=2.0, **amount)
         found["diffprivlib, features scaled to [0, 1]"] = scaled
+    if epsilons == UNUSED:  # rows around 0, as the estimators here make them
+        around = by_peer("logistic", 2 * unit - 1, y, norm=norm, **amount)
+        found["diffprivlib, features scaled to [-1, 1]"] = around
     found["`DPLogisticRegression`"] = scores(
         lambda epsilon: DPLogisticRegression(epsilon, **facts), X, y, **amount
     )
