@@ -37,7 +37,7 @@ from tests.bilevel.test_source_runs import planned_fit_of_both, planned_selected
 from tests.cases import Mutant
 from tests.draws.test_exponential import planned_draw
 from tests.draws.test_localized_draws import planned_localized
-from tests.draws.test_regularized import planned_regularized
+from tests.draws.test_regularized import UNTIMED, planned_regularized
 from tests.games.test_extragradient import planned_extragradient, planned_once
 from tests.games.test_group_descent import planned_group_descent
 from tests.games.test_proximal_point import planned_extrapolated, planned_proximal
@@ -741,6 +741,13 @@ MUTANTS = {
     ),
     "draws by steeper losses than declared": of_regularized(
         lambda: audited(planned_regularized(kind=DrawsBySteeper), runs=20_000)
+    ),
+    "draws of unprotected time by steeper losses than declared": Mutant(
+        "RegularizedExponentialMechanism, unprotected time",
+        lambda: audited(
+            planned_regularized(kind=DrawsBySteeper, sampler=UNTIMED), runs=20_000
+        ),
+        lambda: audited(planned_regularized(sampler=UNTIMED), runs=20_000),
     ),
     "draws at the rate for a removed record": of_regularized(
         lambda: audited(
