@@ -192,8 +192,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
         References:
             Kornowski, Theorems 4 (full batch), 11 (batches) and 13 (population). The
-            last two terms of $\alpha$ are derived in docs/mathematics.md: Theorem 11 prints
-            $1 / b$, Theorem 13 a term in $n^{-1/4}$ too.
+            last two terms of $\alpha$ are derived in docs/mathematics.md: Theorem 11
+            prints $1 / b$, Theorem 13 a term in $n^{-1/4}$ too.
         """
         owner = "PenaltyBilevel.from_theorem"
         _checks.instance(owner, PrivacyBudget, budget=budget)

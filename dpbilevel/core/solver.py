@@ -11,12 +11,12 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from .._checks import Checked, Number
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
-from ..privacy.releases import AbstractRelease
 from .levels import people_of
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing_extensions import override
 from .. import _checks
 from ..privacy import accounting
 from ..privacy._lazy import dp_accounting
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import People, PrivacyBudget
 from ..privacy.clipping import Basis
 from ..privacy.queries import RECORDS
-from ..privacy.releases import PERSON, AbstractRelease
+from ..privacy.releases import PERSON
 from ..privacy.sampling import FullBatch
 from .mechanisms import AbstractDrawMechanism
 from .samplers.base import SamplerGuarantee

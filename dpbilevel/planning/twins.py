@@ -19,8 +19,7 @@ from ..core.problem import AbstractProblem
 from ..onelevel.problem import FiniteSum
 from .records import Layout, of_linear_model, shapes_of
 
-# The standard deviation of the margins of two classes: no model has an accuracy much
-# above .8.
+# The standard deviation of the margins of two classes: accuracies are not far above .8.
 _MARGIN = 2.5
 # That of the scores of two of several classes, over the 0.9th power of log2 of their
 # number.
@@ -200,9 +199,9 @@ class AbstractTeacherTwin(AbstractTwin):
 class GoodOrBad(AbstractTeacherTwin):
     """Of five sources two follow the population, two are opposite, one is random.
 
-    Pooled, the five sources carry no information about the model. Labels are balanced:
-    a model that predicts the more frequent one finds no source. They follow the
-    features that vary most.
+    Pooled, the five carry no information about the model. Labels are balanced: a model
+    that predicts the more frequent one finds no source. They follow the features that
+    vary most.
     """
 
     @override

@@ -10,9 +10,9 @@ import scipy
 from .. import _checks
 from . import accounting
 from ._lazy import dp_accounting
+from .abstract_release import AbstractRelease
 from .budget import Neighbours, People
 from .clipping import Basis
-from .releases import AbstractRelease
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing_extensions import override
 from .. import _checks
 from . import accounting
 from ._lazy import dp_accounting
+from .abstract_release import AbstractRelease
 from .budget import People
 from .clipping import Basis
 from .queries import Query
-from .releases import AbstractGaussianRelease, AbstractRelease, Release
+from .releases import AbstractGaussianRelease, Release
 from .repetitions import Repetitions
 
 

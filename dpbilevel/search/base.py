@@ -12,10 +12,10 @@ from typing_extensions import override
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import People
 from ..privacy.ledger import Ledger
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import AbstractRelease
 from ..privacy.rows import Padded, unpacked
 from .declared import TRAINING, Trainings
 from .problem import BlackBox, SearchProblem

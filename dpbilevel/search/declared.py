@@ -8,11 +8,11 @@ from typing_extensions import override
 
 from .. import _checks
 from ..privacy._lazy import dp_accounting
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from ..privacy.queries import RECORDS
-from ..privacy.releases import AbstractRelease
 
 TRAINING = "training"
 _TRAINING_RECORDS = "training records"

@@ -19,11 +19,12 @@ from ..core.solver import AbstractNoisySolver
 from ..draws.base import DRAW
 from ..onelevel.noisy_gd import GRADIENT
 from ..onelevel.problem import check_start
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
-from ..privacy.releases import AbstractRelease, Release
+from ..privacy.releases import Release
 from ..privacy.sampling import FullBatch
 from .base import AbstractAskTellSolver, Proposal
 from .choice import Choice

@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from .._checks import Count, NonNegative, Positive
 from ..core.solver import AbstractNoisySolver
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
-from ..privacy.releases import AbstractRelease, Release
+from ..privacy.releases import Release
 from .base import AbstractAskTellSolver, Proposal
 from .candidates import LOSS, box_of, ends, start_of, uniform
 from .gp import solved
