@@ -9,8 +9,8 @@ from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
 from .race import missed, regrets_of
 
-# By how much of what there is to gain a method of two levels has to be better than one
-# level: less is the noise of so few dry runs.
+# Differences of less than this share of what there is to gain are the noise of so few
+# dry runs: one level is enough, and of two methods the mean over the twins decides.
 _WORTH = 0.03
 # Multiples of epsilon tried where two levels do not pay.
 _MORE = (2, 4, 8, 16)
@@ -43,9 +43,9 @@ class Trial:
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     """The best setting of each method, best first; one level first where it is near.
 
-    On the worst twin and in the mean of all: what misses as much as another method on
-    one twin may be far behind on the others. Methods that were left out after few runs
-    come last.
+    Among methods that miss about as much on the worst twin the mean of all decides:
+    what is as good as another method on one twin may be far behind on the others.
+    Methods that were left out after few runs come last.
     """
     best: dict[str, int] = {}
     for index in sorted(trials, key=lambda i: trials[i].regret):
@@ -56,13 +56,13 @@ def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     means = dict(zip(full, np.mean(missed(table, starts), 1), strict=True))
     least = min(trials[i].regret for i in full), min(means.values())
 
-    def order(index: int) -> tuple[bool, bool, float]:
+    def order(index: int) -> tuple[bool, bool, bool, float]:
         trial = trials[index]
         if index not in means:
-            return True, True, trial.regret
-        found = trial.regret, means[index]
-        near = all(v < low + _WORTH for v, low in zip(found, least, strict=True))
-        return False, not (near and trial.levels == 1), trial.regret
+            return True, True, True, trial.regret
+        near = trial.regret < least[0] + _WORTH
+        enough = near and means[index] < least[1] + _WORTH and trial.levels == 1
+        return False, not enough, not near, means[index] if near else trial.regret
 
     return sorted(best.values(), key=order)
 

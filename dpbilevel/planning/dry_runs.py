@@ -98,11 +98,12 @@ def auto(
     compared in the same way; those that the budget or the relation does not admit are
     left out.
 
-    About 90 short runs are made on each twin, so time grows with the sizes. The planned
-    setting has the smallest worst case over the twins of the missed share of the
-    possible improvement, but a method of one level is preferred where it is less than 3
-    percentage points behind, in the worst case and in the mean over the twins. Dry runs
-    with larger budgets then estimate from which epsilon on two levels would be planned.
+    About 90 short runs are made on each twin, so time grows with the sizes. Methods are
+    compared by the missed share of the possible improvement: among those whose worst
+    case over the twins is within 3 percentage points of the smallest one, that of the
+    least mean is planned, but a method of one level is preferred where its mean, too,
+    is within 3 points. Dry runs with larger budgets then estimate from which epsilon on
+    two levels would be planned.
 
     Args:
         problem: A `FiniteSum`, a `BilevelProblem`, or that of `source_weighting`.

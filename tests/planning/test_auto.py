@@ -206,6 +206,14 @@ def test_one_level_is_planned_where_it_is_near_on_the_other_twins_too(elsewhere,
     assert ranked[0] == first
 
 
+@pytest.mark.parametrize(("worst", "first"), [(0.52, 2), (0.6, 1)])
+def test_of_methods_that_miss_as_much_on_the_worst_twin_the_mean_decides(worst, first):
+    usual = conclusions.Trial("usual", None, 2, (0.3, 0.5), 0.4, 5)
+    better = conclusions.Trial("better", None, 2, (worst, 0.1), 0.4 + worst - 0.5, 5)
+    ranked = conclusions.ranked_best({1: usual, 2: better}, [1.0, 1.0])
+    assert ranked[0] == first
+
+
 def test_candidates_for_networks_leave_out_mixtures():
     network = (jnp.zeros(5), {"w1": jnp.zeros((6, 3)), "w2": jnp.zeros(3)})
     kinds = [
