@@ -199,7 +199,7 @@ def products(problem, x, y, data, repeats):
 
 
 def whole(problem, x, y0, data, exact, repeats):
-    """Inner solve and implicit gradient from a cold start, everybody's defaults."""
+    """Inner solve and implicit gradient from a cold start, each library's defaults."""
     candidates = {
         "ours, default (NewtonCG)": by_ours(problem),
         "ours, LBFGS": by_ours(problem, solver=dpb.oracles.LBFGS()),

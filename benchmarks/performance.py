@@ -223,8 +223,8 @@ def microbatch_table(sizes):
 
 def hypergradient_table(sizes):
     text = (
-        "Lower solution and hypergradient from a cold start, everybody's defaults, "
-        "with the error against float64: less time at a larger error is not faster."
+        "Lower solution and hypergradient from a cold start, each library with its "
+        "defaults, with the error against float64; compare times only at equal error."
     )
     rows = []
     try:
