@@ -89,16 +89,35 @@ class PrivateEstimator(BaseEstimator):
         array = check_array(
             numbers(X), dtype=_FLOATS, ensure_all_finite=False, estimator=self
         )
-        validate_data(self, X, reset=False, skip_check_array=True)
+        try:
+            validate_data(self, X, reset=False, skip_check_array=True)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._owner}.fit: the clean records have other columns than the "
+                f"training records. {error} Steps before this one in a pipeline do not "
+                "transform clean=: transform it in the same way."
+            ) from None
         return array
 
-    def _column(self, y: Any, X: Float[np.ndarray, "n d"]) -> np.ndarray:
+    def _column(
+        self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y"
+    ) -> np.ndarray:
         """A column beside the features, of any type."""
+        if isinstance(y, str):
+            raise ValueError(
+                f"{self._owner}.fit: {name} must have one value for each row of X, got "
+                f"the text {y!r}. Pass the column itself, such as table[{y!r}]."
+            )
         if y is None:
             raise ValueError(
                 f"{self._owner} requires y to be passed, but the target y is None."
             )
         column = column_or_1d(cells(y), warn=True)
+        if name != "y" and len(column) != len(X):
+            raise ValueError(
+                f"{self._owner}.fit: {name} has {len(column)} values for {len(X)} "
+                "records."
+            )
         check_consistent_length(X, column)
         return column
 

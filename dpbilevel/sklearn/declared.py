@@ -17,6 +17,8 @@ from .. import _checks
 
 # Entries of a feature that is uniform in its bounds have this mean square.
 _UNIFORM = 1 / 3
+# How names of types of columns of texts begin, in lower case, in data frames.
+_TEXTS = "str", "categor", "enum"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +129,13 @@ def interval(
         ) from None
     with np.errstate(over="ignore"):
         widths = upper - lower
-    if not (np.isfinite(widths).all() and (widths > 0).all()):
+    wrong = np.flatnonzero(~(np.isfinite(widths) & (widths > 0)))
+    if len(wrong):
+        first = wrong[0]
         raise ValueError(
             f"{owner}: the lower end of {name} must be below the upper one, and both "
-            "finite, for every feature."
+            f"finite, for every feature; number {first} has {lower[first]:g} and "
+            f"{upper[first]:g}."
         )
     return lower, upper
 
@@ -199,8 +204,9 @@ def numbers(table: Any) -> Any:
     Sparse matrices are passed on.
 
     Raises:
-        ValueError: The entries are of a type that stands for no number, or it is no
-            table. scikit-learn says the same with the records in its message.
+        ValueError: The entries are of a type that stands for no number, a column of a
+            data frame is one of texts by its type, or it is no table. scikit-learn
+            says the same with the records in its message.
     """
     if hasattr(table, "tocsr"):
         return table
@@ -209,6 +215,7 @@ def numbers(table: Any) -> Any:
             f"Expected 2D array, got {type(table).__name__} instead: give a table with "
             "a row for each record."
         )
+    _refuse_texts(table)
     array = cells(table)
     if array.ndim != 2:
         raise ValueError(
@@ -234,8 +241,10 @@ def cells(table: Any) -> Any:
     Raises:
         ValueError: The entries are of a type that stands for no number or text.
     """
-    listed = isinstance(table, list | tuple)
-    array = np.asarray(table, object) if listed else np.asarray(table)
+    kind = object if isinstance(table, list | tuple) else None
+    if str(getattr(table, "dtype", "")).lower().startswith("str"):
+        kind = str  # a column of texts of a data frame
+    array = np.asarray(table, kind)
     if array.dtype.kind == "c":
         raise ValueError("Complex data not supported: give real numbers.")
     if array.dtype.kind not in "biufOUS":
@@ -251,6 +260,23 @@ def _numbers(array: np.ndarray) -> Float[np.ndarray, "..."]:
         warnings.simplefilter("ignore")
         flat = [_number(value) for value in array.ravel().tolist()]
     return np.asarray(flat, float).reshape(array.shape)
+
+
+def _refuse_texts(table: Any) -> None:
+    types = getattr(table, "dtypes", ())
+    pairs = zip(getattr(table, "columns", ()), types, strict=False)
+    texts = [str(name) for name, kind in pairs if _is_text(kind)]
+    if texts:
+        raise ValueError(
+            f"the columns {texts} of X hold texts, by their types, and rows with texts "
+            "are ignored. Encode them with declared categories, such as "
+            "OneHotEncoder(categories=[[...]], handle_unknown='ignore'), or read each "
+            "entry as a number, such as pandas.to_numeric(column, errors='coerce')."
+        )
+
+
+def _is_text(kind: Any) -> bool:
+    return str(kind).lower().startswith(_TEXTS)
 
 
 def _has_rows(table: Any) -> bool:

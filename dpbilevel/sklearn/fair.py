@@ -127,7 +127,7 @@ class FairClassifier(LinearClassifier):
         planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
         records = self._records(units.rows(table), self._labels(labels_of))
         group = index_of(
-            self._owner, "shares", self.groups_, self._column(groups, table)
+            self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
         records["group"] = group
         game = self._game(shares, units)

@@ -136,9 +136,8 @@ class DPSourceReweighting(LinearClassifier):
         _checks.non_negative(self._owner, ridge=self.ridge)
         rows, labels = units.rows(table), self._labels(column)
         lower = self._records(rows, labels)
-        source = index_of(
-            self._owner, "sources", self.sources_, self._column(sources, table)
-        )
+        named = self._column(sources, table, "sources")
+        source = index_of(self._owner, "sources", self.sources_, named)
         counts = np.isfinite(rows).all(axis=1) & (labels >= 0)
         lower["source"] = np.where(counts, source, -1).astype(np.int32)
         upper = self._clean(clean, units)
@@ -163,7 +162,7 @@ class DPSourceReweighting(LinearClassifier):
             )
         X, y = clean
         table = self._more_rows(X)
-        labels = self._labels(self._column(y, table))
+        labels = self._labels(self._column(y, table, "clean[1]"))
         return self._records(units.rows(table), labels)
 
     def _plan(

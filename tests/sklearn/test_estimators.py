@@ -245,6 +245,53 @@ def test_groups_without_shares_are_asked_for():
         DPSourceReweighting(**LABELS).fit(X, y, sources=y, clean=(X, y))
 
 
+class Typed:
+    """A table or column whose types have names, as in data frames."""
+
+    def __init__(self, values, types, columns=()):
+        self.values, self.columns = np.asarray(values, object), columns
+        if columns:
+            self.dtypes = types
+        else:
+            self.dtype = types
+
+    def __len__(self):
+        return len(self.values)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.values, dtype)
+
+
+@pytest.mark.parametrize("kind", ["str", "string[pyarrow]", "category", "Categorical"])
+def test_columns_of_texts_by_type_are_refused_by_name(kind):
+    X, y = labelled(20)
+    frame = Typed(X.astype(str), ["float64", kind, "int64"], ["age", "ward", "dose"])
+    with pytest.raises(ValueError, match=r"columns \['ward'\] of X hold texts"):
+        DPLogisticRegression(**LABELS).fit(frame, y)
+
+
+def test_labels_that_are_texts_by_type_are_no_numbers():
+    X, y = labelled(20)
+    with pytest.raises(ValueError, match="declared with numbers, but the records have"):
+        DPLogisticRegression(**BOX, classes=[0, 1]).fit(X, Typed(y, "str"))
+    DPLogisticRegression(**LABELS, max_iter=2).fit(X, Typed(y, "str"))
+
+
+def test_messages_name_the_argument_that_does_not_fit():
+    X, y = labelled(20)
+    model = DPSourceReweighting(**LABELS, sources=NAMES)
+    for arguments, message in [
+        ({"sources": "ward"}, r"sources must have one value .* table\['ward'\]"),
+        ({"sources": y[1:]}, "sources has 19 values for 20 records"),
+        ({"clean": (X, y[1:])}, r"clean\[1\] has 19 values for 20 records"),
+        ({"clean": (X[:, 1:], y)}, "clean records have other columns"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.fit(X, y, **({"sources": y, "clean": (X, y)} | arguments))
+    with pytest.raises(ValueError, match="number 1 has 9 and 8"):
+        DPRidge(bounds=([0, 9, 0], [1, 8, 1]), target_bounds=(0, 1)).fit(X, X[:, 0])
+
+
 def test_names_of_columns_are_kept():
     X, y = labelled(200)
     table = pa.table({name: column for name, column in zip("abc", X.T, strict=True)})
