@@ -308,7 +308,7 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     if len(set(listed)) < len(listed) or not np.isfinite(numbers).all():
         raise ValueError(
             f"{name} must be lists of values that differ, finite where they are "
-            f"numbers, got {list(values)}. A number is every cell that reads as it."
+            f"numbers, got {list(values)}. The text '1' and the number 1 are one value."
         )
 
 

@@ -97,7 +97,8 @@ def _column(header: Header, taken: list[str] | tuple[()]):
     def read(text: str) -> str:
         if text not in header.names or text in taken:
             left = [name for name in header.names if name not in taken]
-            raise ValueError(f"no column {text!r}; give one of {', '.join(left)}")
+            why = "has a role already" if text in taken else "is no column"
+            raise ValueError(f"{text!r} {why}; give one of {', '.join(left)}")
         return text
 
     return read

@@ -207,13 +207,13 @@ def test_paths_are_relative_to_the_config(folder):
     ("flags", "said"),
     [
         ([], "there is no answer to 'column of the label'; give --label"),
-        (["--label", "sik"], "--label sik: no column 'sik'; give one of age, dose"),
+        (["--label", "sik"], "--label sik: 'sik' is no column; give one of age, dose"),
         (["--task", "classify"], "--task classify: give one of training"),
         (TRAINING, "no column was given as a feature"),
         ([*TRAINING, "--column", "age"], "--column age: give LOW..HIGH"),
         (
             [*TRAINING, "--column", "sick=A,B"],
-            "--column sick=A,B: no column 'sick'; give one of age, dose",
+            "--column sick=A,B: 'sick' has a role already; give one of age, dose",
         ),
         (
             [*TRAINING, *FEATURES, "--delta", "0.1"],
