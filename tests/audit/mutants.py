@@ -745,9 +745,9 @@ MUTANTS = {
     "draws of unprotected time by steeper losses than declared": Mutant(
         "RegularizedExponentialMechanism, unprotected time",
         lambda: audited(
-            planned_regularized(kind=DrawsBySteeper, sampler=UNTIMED), runs=20_000
+            planned_regularized(kind=DrawsBySteeper, sampler=UNTIMED), runs=4_000
         ),
-        lambda: audited(planned_regularized(sampler=UNTIMED), runs=20_000),
+        lambda: audited(planned_regularized(sampler=UNTIMED), runs=4_000),
     ),
     "draws at the rate for a removed record": of_regularized(
         lambda: audited(
