@@ -236,7 +236,7 @@ def composed(parts, epsilon, accuracy=1e-9):
         return 0.0
     scale, step = math.exp(best.fun) / math.pi, 2 * math.pi / period
     total, first, size = 0.0, 0, 64
-    while first < 60_000:
+    while first < 400_000:
         s = order + 1j * step * np.arange(first, first + size)
         tilt = -s * epsilon - np.log(s * (s + 1)) - best.fun
         values = (np.exp(exponent(s) - best.fun) - np.exp(idle + tilt)).real
