@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_array, check_consistent_length
+from sklearn.utils import check_array
 from sklearn.utils.validation import column_or_1d, validate_data
 
 from .. import _checks
@@ -113,12 +113,11 @@ class PrivateEstimator(BaseEstimator):
                 f"{self._owner} requires y to be passed, but the target y is None."
             )
         column = column_or_1d(cells(y), warn=True)
-        if name != "y" and len(column) != len(X):
+        if len(column) != len(X):
             raise ValueError(
                 f"{self._owner}.fit: {name} has {len(column)} values for {len(X)} "
                 "records."
             )
-        check_consistent_length(X, column)
         return column
 
     def _frame(self) -> Frame:
