@@ -78,7 +78,7 @@ class Result:
         """The report and the released values as a page of text."""
         width = max(map(len, self.names))
         task = TASKS[self.task]
-        stays = "" if self.has_moved else " (as at the start)"
+        stays = "" if self.has_moved else " (as at the start; no step moved them)"
         lines = [str(self.report), f"released {self.label} of each {task.of}{stays}:"]
         lines += [
             f"  {name:<{width}}  {value:.4f}"
@@ -96,7 +96,10 @@ class Result:
     def _coefficients(self) -> list[str]:
         """The model, in which the largest coefficients are named."""
         model = np.ravel(self.model)
-        lines = [f"released model: {model.size} coefficients in {ARRAYS}"]
+        lines = [
+            f"released model: {model.size} coefficients in {ARRAYS}, of columns as the "
+            "config encodes them"
+        ]
         if self.shows_model or not self.features:
             return lines
         kept = largest(model)
