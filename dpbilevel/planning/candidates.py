@@ -222,8 +222,9 @@ def _mixed(clip_norm: float) -> Candidate:
         return MixedSources(models, mixture, _descent(clip_norm, 100, 16.0), mixture)
 
     sizes = [(30.0, 0.03), (30.0, 0.06), (30.0, 0.12), (60.0, 0.06), (60.0, 0.12)]
-    # Shorter clip norms bend a mixture of few records, longer ones add noise.
-    settings = [*((*pair, 4.0) for pair in sizes), (30.0, 0.06, 2.0)]
+    # Shorter clip norms bend a mixture of few records, longer ones add noise. Where
+    # noise is large, all steps have to be short.
+    settings = [*((*pair, 4.0) for pair in sizes), (30.0, 0.06, 2.0), (15.0, 0.03, 2.0)]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 

@@ -9,9 +9,10 @@ from ..core.solver import AbstractSolver
 from ..privacy.budget import PrivacyBudget
 from .race import missed, regrets_of
 
-# Differences of less than this share of what there is to gain are the noise of so few
-# dry runs: one level is enough, and of two methods the mean over the twins decides.
-_WORTH = 0.03
+# Differences of less than these shares of what there is to gain are the noise of so few
+# dry runs: one level is enough; of worst cases, which are those of one twin, the mean
+# over the twins decides.
+_WORTH, _NEAR = 0.03, 0.05
 # Multiples of epsilon tried where two levels do not pay.
 _MORE = (2, 4, 8, 16)
 
@@ -60,8 +61,9 @@ def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
         trial = trials[index]
         if index not in means:
             return True, True, True, trial.regret
-        near = trial.regret < least[0] + _WORTH
-        enough = near and means[index] < least[1] + _WORTH and trial.levels == 1
+        near = trial.regret < least[0] + _NEAR
+        lost = max(trial.regret - least[0], means[index] - least[1])
+        enough = trial.levels == 1 and lost < _WORTH
         return False, not enough, not near, means[index] if near else trial.regret
 
     return sorted(best.values(), key=order)

@@ -65,7 +65,7 @@ class AutoPlan(Plan[Any]):
             # Of fewer runs, which had other records, losses are not comparable.
             shown = "  ".join(f"{v:10.4f}" for v in trial.losses)
             if trial.runs < most:
-                shown = f"  far behind after {trial.runs} runs"
+                shown = f"  behind, left out after {trial.runs} runs"
             lines.append(f"  {trial.method:{width}}  {shown}")
         losses = "  ".join(f"{v:10.4f}" for v in self.start_losses)
         lines.append(f"  {'starting point':{width}}  {losses}")

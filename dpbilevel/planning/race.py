@@ -10,22 +10,23 @@ from .candidates import Candidate
 
 Effort = Literal["fast", "thorough"]
 
-# How many runs each setting that is left makes on every twin, round after round, but in
-# the last one on all twins together: there rare failures have to show. And what share
-# of the settings goes on to the next round.
-_ROUNDS = {"fast": (1, 3, 20), "thorough": (2, 6, 64)}
+# How many runs each setting that is left makes, round after round: in the first two on
+# every twin, then on all twins together. In the last one rare failures have to show:
+# sources that are drawn anew may suit a method in four runs and not in the fifth.
+_ROUNDS = {"fast": ((1, 3), (20, 32)), "thorough": ((2, 6), (64, 64))}
+# The share of a method's settings that goes on to the next round, at least one.
 _KEPT = 0.25
-# By how much more than the best method one has to miss to be left out, after the first
-# round and after the second: few runs say little where the budget is small.
-_HOPELESS = (1.0, 0.3)
+# By how much more than the best method one has to miss to be left out, after each round
+# but the last: few runs say little where the budget is small.
+_HOPELESS = (1.0, 0.3, 0.15)
 # What there is to gain counts as at least this share of the loss of the start.
 _LEAST = 0.15
 
 
 def rounds_of(effort: Effort, twins: int) -> tuple[int, ...]:
     """How many runs on every twin, round after round, for so many twins."""
-    *first, last = _ROUNDS[effort]
-    return (*first, -(-last // twins))
+    on_every, on_all = _ROUNDS[effort]
+    return (*on_every, *(-(-count // twins) for count in on_all))
 
 
 def race(
