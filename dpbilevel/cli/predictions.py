@@ -57,6 +57,14 @@ def predict(folder: Path, file: Path) -> Predictions:
     data = config.data
     separator = data.separator if isinstance(data, CsvFile) else ","
     table = read_csv(existing(file, "new records", "give its path"), separator)
+    needed = [name for block in data.numeric for name in block.columns]
+    needed += [block.column for block in data.categorical]
+    lacking = [name for name in needed if name not in table.columns]
+    if lacking:
+        raise ValueError(
+            f"{file} has no column {', '.join(map(repr, lacking))}, which the model of "
+            f"{folder} reads. Name columns in the first row as in the training records."
+        )
     margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
     columns |= _answers(margin, data.label, getattr(config.task, "loss", "logistic"))
