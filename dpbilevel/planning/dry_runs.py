@@ -98,12 +98,13 @@ def auto(
     compared in the same way; those that the budget or the relation does not admit are
     left out.
 
-    About 90 short runs are made on each twin, so time grows with the sizes. Methods are
-    compared by the missed share of the possible improvement: among those whose worst
-    case over the twins is within 3 percentage points of the smallest one, that of the
-    least mean is planned, but a method of one level is preferred where its mean, too,
-    is within 3 points. Dry runs with larger budgets then estimate from which epsilon on
-    two levels would be planned.
+    About 130 short runs are made on each twin of sources, fewer of other problems, so
+    time grows with the sizes. Methods are compared by the missed share of the possible
+    improvement: among those whose worst case over the twins is within 5 percentage
+    points of the smallest one, that of the least mean is planned, but a method of one
+    level is preferred where its worst case and its mean are within 3 points of the
+    smallest ones. Dry runs with larger budgets then estimate from which epsilon on two
+    levels would be planned.
 
     Args:
         problem: A `FiniteSum`, a `BilevelProblem`, or that of `source_weighting`.
