@@ -368,15 +368,17 @@ def selected(task):
     return alone + [kind(first, descent(task, 100, b), **both) for b in (8.0, 32.0)]
 
 
-def mixed(task, models=22.0, size=0.031, fit=8.0):
-    steps = descent(task, 10, size, clip=4)
-    both = descent(task, 100, models, clip=0.78)
-    return dpb.bilevel.MixedSources(both, steps, descent(task, 100, fit), steps)
+def mixed(task, models=30.0, fit=16.0, clip=0.5, steps=10, size=4.0):
+    mixture = descent(task, steps, size, clip=clip)
+    both = descent(task, 50, models, clip=0.78)
+    return dpb.bilevel.MixedSources(both, mixture, descent(task, 100, fit), mixture)
 
 
 def mixtures(task):
-    grid = [(12.0, size, 8.0) for size in (0.031, 0.06)]
-    grid += [(22.0, 0.031, fit) for fit in (8.0, 16.0, 64.0)] + [(22.0, 0.06, 8.0)]
+    long, short = (30.0, 16.0), (15.0, 8.0)
+    grid = [(*long, 0.35, 10, 4.0), (*long, 0.7, 10, 4.0), (*long, 0.7, 20, 2.0)]
+    grid += [(30.0, 64.0, 0.35, 10, 4.0)]
+    grid += [(*short, 0.2, 10, 4.0), (*short, 0.35, 10, 2.0)]
     return [mixed(task, *settings) for settings in grid]
 
 

@@ -17,34 +17,33 @@ from ..onelevel.problem import AbstractFiniteSum
 from .applications import (
     ModelLoss,
     SourceWeighting,
-    mixed_model,
     mixing_start,
     source_mixing,
     source_weighting,
 )
 from .penalized import (
     PenalizedLevel,
-    UpperLevel,
     ValidationLevel,
     equal_weights,
 )
 from .problem import Sizes
 from .runs import AbstractRuns, RunState
-from .source_levels import Kept, Scores, signs_and_shares
+from .source_levels import (
+    Kept,
+    Mixture,
+    Moments,
+    Scores,
+    mixing_level,
+    signs_and_shares,
+)
 
 if TYPE_CHECKING:
     from typing import ClassVar as AbstractVar
 else:
     from equinox import AbstractVar
 
-MODEL, MODELS, MIXTURE, SCORE, FIT, REMIXTURE = (
-    "model",
-    "models",
-    "mixture",
-    "score",
-    "fit",
-    "remixture",
-)
+MODEL, MODELS, MOMENTS, MIXTURE = "model", "models", "moments", "mixture"
+SCORE, FIT, REMOMENTS, REMIXTURE = "score", "fit", "remoments", "remixture"
 # The logit of a source that is dropped: a weight of about 1e-13.
 _DROPPED = -30.0
 # Sources below a tenth of the mean size count as of that size: noise is no denominator.
@@ -226,36 +225,46 @@ class MixedSources(_AbstractSourceRuns):
     r"""Mixes models of the sources, drops sources that the mixture does not fit.
 
     1. `models` fits one model for each source and a common one, `source_mixing`.
-    2. `mixture` fits the coefficients of their mixture on the validation records.
-    3. `score` releases the sources' scores under the mixture, as `SelectedSources`.
-    4. `fit` fits one model of the sources with a score above `keep_above`.
-    5. `remixture` mixes that model, the mixture of line 2 and the models of the kept
-       sources, on the validation records. It starts halfway between the first two where
-       no record is dropped, because then no one model of the sources may suit the
-       population, and at the model of line 4 where half of the records are.
+    2. `moments` releases the second moments of the directions of the training records'
+       gradients with respect to mixtures of these models, at the common one.
+    3. `mixture` fits a mixture on the validation records, from the common model, in
+       coordinates that the models and their second moments scale.
+    4. `score` releases the sources' scores under the mixture, as `SelectedSources`.
+    5. `fit` fits one model of the sources with a score above `keep_above`.
+    6. `remoments` and `remixture` do as lines 2 and 3 with that model, the mixture of
+       line 3 and the models of the kept sources. The start is halfway between the
+       first two where no record is dropped, because then no one model of the sources
+       may suit the population, and the model of line 5 where half of the records are.
 
-    The validation losses have gradients in the coefficients of mixtures only, $k + 2$
-    numbers, so that a few hundred validation records are enough under noise. For models
-    that are linear in their parameters. The public terms of the problem are part of
-    line 4 alone; the released mixture is projected onto the set of y.
+    The validation losses have gradients in mixtures only, $k + 2$ numbers, so that a
+    few hundred validation records are enough under noise. The coordinates matter: the
+    models are alike, and few directions change most predictions, so that steps in the
+    coefficients themselves are too long along these and too short along all others.
+    For models that are linear in their parameters. The public terms of the problem are
+    part of line 5 alone; the released mixture is projected onto the set of y.
 
     Args:
         models: The one-level solver of line 1.
-        mixture: That of line 2, in the coefficients.
-        fit: That of line 4. A step size that is a number refers to the mean over the
+        mixture: That of line 3. Gradients in its coordinates are about as long as those
+            of a model, so that clip norms and step sizes are in the same units.
+        fit: That of line 5. A step size that is a number refers to the mean over the
             records that are kept; steps are at most four times as long as on all
             records.
-        remixture: That of line 5.
+        remixture: That of line 6.
         shared: $a > 0$, the weight of the common model, as in `source_mixing`.
         keep_above: As in `SelectedSources`.
-        budget_split: How the squared budget is split over the five lines. With disjoint
-            people 1, 3 and 4 are charged to lower records, 2 and 5 to upper ones; the
+        budget_split: How the squared budget is split over `models`, `moments`,
+            `mixture`, `score`, `fit`, `remoments` and `remixture`. With disjoint people
+            the two mixtures are charged to upper records, all else to lower ones; the
             default uses the whole budget of both.
+        moments: The one step that releases the second moments.
         score: The one step that releases the scores.
+        remoments: The one step that releases the second moments of line 6.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
-        The releases of five runs. What passes from one to the next is released.
+        The releases of seven runs. What passes from one to the next is released. A
+        training record is a matrix of norm 1 in `moments` and `remoments`.
 
     References:
         Breiman, "Stacked regressions", 1996, of models that are fitted on one source
@@ -268,65 +277,81 @@ class MixedSources(_AbstractSourceRuns):
     remixture: NoisyGD
     shared: Positive = 0.5
     keep_above: SignedShare = 0.1
-    budget_split: tuple[float, float, float, float, float] = eqx.field(
-        default=(0.25, 0.3, 0.03, 0.72, 0.7), converter=_checks.floats
+    budget_split: tuple[float, float, float, float, float, float, float] = eqx.field(
+        default=(0.25, 0.02, 0.3, 0.03, 0.68, 0.02, 0.7), converter=_checks.floats
     )
+    moments: NoisyGD = _ONE_MEAN
     score: NoisyGD = _ONE_MEAN
+    remoments: NoisyGD = _ONE_MEAN
     sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = dict.fromkeys(
-        (MODELS, MIXTURE, SCORE, FIT, REMIXTURE), AbstractFiniteSum
+        (MODELS, MOMENTS, MIXTURE, SCORE, FIT, REMOMENTS, REMIXTURE), AbstractFiniteSum
     )
 
     @override
     def level(self, name, problem, w0, found):
-        mixing = source_mixing(
-            problem.loss, problem.num_sources, shared=self.shared, source=problem.source
-        )
         if name == MODELS:
+            mixing = source_mixing(
+                problem.loss,
+                problem.num_sources,
+                shared=self.shared,
+                source=problem.source,
+            )
             return PenalizedLevel(mixing, None)
-        if name == MIXTURE:
-            return UpperLevel(mixing, found and found[MODELS])
         if name == SCORE:
-            return self.scored(problem, w0, found and _mixture(found))
+            return self.scored(problem, w0, found and _mixed(found))
         if name == FIT:
             return self.of_kept(problem, w0, found)
-        mixing = source_mixing(problem.loss, problem.num_sources + 1)
-        return UpperLevel(mixing, found and self._candidates(found))
+        level = Moments if name in (MOMENTS, REMOMENTS) else mixing_level
+        mixture: Any = found and self._mixture(name, found)
+        return level(problem, mixture)
 
     @override
     def start(self, name, w0, found):
         x, y = w0
         if name == MODELS:
             return mixing_start(y, len(x))[1]
-        if name == MIXTURE:  # the common model alone
-            return mixing_start(y, len(x))[0].astype(x.dtype)
-        if name == REMIXTURE:
-            of_mixture = jnp.maximum(self.kept_share(found) - 0.5, 0)
-            last = jnp.stack([of_mixture, 1 - of_mixture])
-            return jnp.concatenate([jnp.zeros_like(x), last.astype(x.dtype)])
+        size = len(x) + (1 if name in (MOMENTS, MIXTURE) else 2)
+        if name in (MOMENTS, REMOMENTS):
+            return jnp.zeros((size, size), x.dtype)
+        if name in (MIXTURE, REMIXTURE):
+            return jnp.zeros(size, x.dtype)
         return super().start(name, w0, found)
 
-    def _candidates(self, found: dict) -> PyTree:
-        """The models of the kept sources, the mixture of line 2, that of line 4."""
-        kept = self.kept(found)
+    def _mixture(self, name: str, found: dict) -> Mixture:
+        """The mixture of a run, in coordinates that what was found scales."""
+        if name in (MOMENTS, MIXTURE):
+            return _of_sources(found, found[MOMENTS] if name == MIXTURE else None)
+        kept, of_kept = self.kept(found), self.kept_share(found)
 
         def stacked(models, mixture, last):
             of_sources = models[:-1] * kept.reshape((-1,) + (1,) * last.ndim)
             return jnp.concatenate([of_sources, mixture[None], last[None]])
 
-        return jax.tree.map(stacked, found[MODELS], _mixture(found), found[FIT])
+        models = jax.tree.map(stacked, found[MODELS], _mixed(found), found[FIT])
+        first = jnp.maximum(of_kept - 0.5, 0)
+        start = jnp.append(jnp.zeros_like(kept), jnp.stack([first, 1 - first]))
+        return Mixture(models, start, found[REMOMENTS] if name == REMIXTURE else None)
 
     @override
     def pair(self, name, problem, w0, found):
         x, y = w0
         if name in (MIXTURE, SCORE):
-            y = _mixture(found)
-        elif name == FIT:
+            y = _mixed(found)
+        elif name in (FIT, REMOMENTS):
             y = found[FIT]
         elif name == REMIXTURE:
-            y = mixed_model(found[REMIXTURE], self._candidates(found))
+            y = self._mixture(name, found).model(found[name])
         return x, y
 
 
-def _mixture(found: dict) -> PyTree:
-    return mixed_model(found[MIXTURE], found[MODELS])
+def _of_sources(found: dict, moments: Array | None) -> Mixture:
+    """Mixtures of the models of the sources, from the common model."""
+    first = jax.tree.leaves(found[MODELS])[0]
+    start = jnp.zeros(len(first), first.dtype).at[-1].set(1.0)
+    return Mixture(found[MODELS], start, moments)
+
+
+def _mixed(found: dict) -> PyTree:
+    """The model of the mixture of line 3."""
+    return _of_sources(found, found[MOMENTS]).model(found[MIXTURE])

@@ -49,13 +49,14 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
         if len(set(relations.values())) > 1:
             named = [f"{name} to {value}" for name, value in relations.items()]
             defaults = [
-                f", {field.name}= too"
+                f"{field.name}="
                 for field in dataclasses.fields(self)
                 if field.name in relations and field.default is not dataclasses.MISSING
             ]
+            too = f", {', '.join(defaults)} too" if defaults else ""
             raise ValueError(
                 f"{owner}: the stages refer to different relations ("
-                f"{', '.join(named)}); give all the same relation{''.join(defaults)}."
+                f"{', '.join(named)}); give all the same relation{too}."
             )
 
     @property

@@ -214,17 +214,22 @@ def _selected(
 
 
 def _mixed(clip_norm: float) -> Candidate:
-    def solver(first: float, size: float, clipped: float) -> MixedSources:
-        # A record's gradient in the coefficients has an entry for every model.
-        mixture = _descent(clip_norm, 10, size, clipped)
+    def solver(
+        first: float, then: float, clipped: float, steps: int, size: float
+    ) -> MixedSources:
+        mixture = _descent(clip_norm, steps, size, clipped)
         # A step reads every record with every source's model: half of the usual number.
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
-        return MixedSources(models, mixture, _descent(clip_norm, 100, 16.0), mixture)
+        return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
-    sizes = [(30.0, 0.03), (30.0, 0.06), (30.0, 0.12), (60.0, 0.06), (60.0, 0.12)]
-    # Shorter clip norms bend a mixture of few records, longer ones add noise. Where
-    # noise is large, all steps have to be short.
-    settings = [*((*pair, 4.0) for pair in sizes), (30.0, 0.06, 2.0), (15.0, 0.03, 2.0)]
+    # Long clip norms bend a mixture of few records least, short ones have less noise.
+    mixtures = [(0.35, 10, 4.0), (0.35, 20, 2.0), (0.5, 10, 4.0), (0.5, 20, 2.0)]
+    mixtures += [(0.7, 10, 4.0), (0.7, 20, 2.0)]
+    # Where noise is large, all steps have to be short.
+    short = [(0.1, 10, 4.0), (0.2, 10, 2.0), (0.2, 10, 4.0), (0.35, 10, 2.0)]
+    settings = [(30.0, 16.0, *mixture) for mixture in mixtures]
+    settings += [(30.0, 64.0, *mixtures[0])]  # for many parameters
+    settings += [(15.0, 8.0, *mixture) for mixture in short]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 

@@ -63,6 +63,8 @@ _DOMAINS = {
     "base": 0xD9B00060,
     "length": 0xD9B00061,
     "move": 0xD9B00062,
+    "moments": 0xD9B00063,
+    "remoments": 0xD9B00064,
 }
 
 

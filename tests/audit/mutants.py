@@ -16,7 +16,7 @@ from dpbilevel.audit.worst_cases import BEYOND
 from dpbilevel.bilevel import certified, sensitivities
 from dpbilevel.bilevel.fixed_count import Spectrum
 from dpbilevel.bilevel.penalized import PenalizedLevel
-from dpbilevel.bilevel.source_levels import Kept, Scores
+from dpbilevel.bilevel.source_levels import Kept, Mixture, Moments, Scores
 from dpbilevel.draws.scores.mean_loss import MeanLoss
 from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.onelevel import AdaptiveClipGD, AllocatedGD
@@ -609,7 +609,7 @@ def sealed_at_half(kind):
     return Broken
 
 
-HalfScores, HalfKept = sealed_at_half(Scores), sealed_at_half(Kept)
+HalfScores, HalfKept, HalfMoments = map(sealed_at_half, (Scores, Kept, Moments))
 
 
 class ScoresAtHalf(dpb.bilevel.SelectedSources):
@@ -663,6 +663,32 @@ def fit_of_both(kind=dpb.bilevel.SelectedSources):
 
 def of_selected(kind):
     return Mutant("SelectedSources", lambda: selected(kind), selected)
+
+
+@functools.cache
+def moments_of_mixtures(kind=Moments):
+    """A person whose gradient has another direction than in the neighbour."""
+    models = jnp.eye(3)
+    weighting = dpb.source_weighting(dpb.logistic_loss, 2)
+    level = kind(weighting, Mixture(models, models[2]))
+    sizes = dpb.Sizes(4, 8, "overlapping")
+    solver = dpb.NoisyGD(1, 1.0, 1.0).with_noise(1.0).with_sizes(sizes)
+
+    def levels(canary):
+        features = jnp.zeros((8, 3)).at[0, canary].set(1.0)  # of all others 0
+        lower = {"features": features, "label": jnp.ones(8)}
+        upper = jax.tree.map(lambda v: v[4:], lower)
+        return dpb.Levels(upper, lower | {"source": jnp.zeros(8, jnp.int32)})
+
+    (claim,) = audit.ledger_claims(solver.ledger(level, sizes)).values()
+    return audit.trade_off(
+        audit.SolverRun(level, solver, jnp.zeros((3, 3))),
+        levels(0),
+        levels(1),
+        claim,
+        key=jax.random.key(10),
+        runs=20_000,
+    )
 
 
 @functools.cache
@@ -891,6 +917,9 @@ MUTANTS = {
     "weights of kept sources after the clip": of_selected(WeighsAfterTheClip),
     "a model of kept sources that is not counted": of_selected(
         forgetting(dpb.bilevel.SelectedSources, "fit")
+    ),
+    "second moments charged at half of their clip norm": Mutant(
+        "MixedSources", lambda: moments_of_mixtures(HalfMoments), moments_of_mixtures
     ),
     "a fit on both levels charged to one": Mutant(
         "SelectedSources, both levels",
