@@ -377,7 +377,7 @@ def mixed(task, models=30.0, fit=16.0, clip=0.5, steps=10, size=4.0):
 def mixtures(task):
     long, short = (30.0, 16.0), (15.0, 8.0)
     grid = [(*long, 0.35, 10, 4.0), (*long, 0.7, 10, 4.0), (*long, 0.7, 20, 2.0)]
-    grid += [(30.0, 64.0, 0.35, 10, 4.0)]
+    grid += [(30.0, 8.0, 0.1, 10, 512.0)]
     grid += [(*short, 0.2, 10, 4.0), (*short, 0.35, 10, 2.0)]
     return [mixed(task, *settings) for settings in grid]
 

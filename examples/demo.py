@@ -79,7 +79,7 @@ def descent(steps, size, clip_norm=1.0):
 
 def methods():
     """Every method with settings that were chosen on other records."""
-    mix = descent(10, 0.031, 4.0)
+    mix = descent(10, 4.0, 0.5)
     one, fit = dpb.bilevel.OneLevel, descent(100, 8.0)
     return {
         "validation records alone": one(descent(30, 1.0)),
@@ -87,7 +87,7 @@ def methods():
         "all records": one(fit, reads="both"),
         "two stages": dpb.bilevel.SelectedSources(descent(30, 1.0), fit),
         "two levels (MixedSources)": dpb.bilevel.MixedSources(
-            descent(100, 22.0, 1.118), mix, fit, mix
+            descent(50, 30.0, 0.78), mix, fit, mix
         ),
     }
 
