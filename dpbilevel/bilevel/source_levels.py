@@ -157,10 +157,12 @@ class Mixture(eqx.Module):
         basis = rows / jnp.where(largest > 0, largest, 1)
         basis = roots(basis @ basis.T, _LEAST_PRODUCT)[1] @ basis
         if self.moments is not None:
-            symmetric = (self.moments + self.moments.T) / 2
+            largest = jnp.max(jnp.abs(self.moments))
+            largest = jnp.where(largest > 0, largest, 1)
+            symmetric = (self.moments + self.moments.T) / (2 * largest)
             # Not negative, whatever the noise.
             size, _ = roots(symmetric @ symmetric, _LEAST_MOMENT**2)
-            basis = roots(size)[1] @ basis
+            basis = roots(size)[1] @ basis / jnp.sqrt(largest)
         return unravel(self.start @ rows + u @ basis)
 
 
