@@ -116,7 +116,7 @@ def floats(value: Any) -> Any:
 
 
 def budget_split(owner: str, value: object, *parts: str) -> None:
-    """Raises `ValueError` unless `value` holds one positive number for each part."""
+    """Raises `ValueError` unless there is a number from 1e-30 to 1e30 for each part."""
     if not isinstance(value, tuple | list) or len(value) != len(parts):
         *first, last = parts
         raise ValueError(
@@ -129,7 +129,8 @@ def budget_split(owner: str, value: object, *parts: str) -> None:
             raise ValueError(
                 f"{owner}: budget_split must hold floating-point numbers, got {dtype}."
             )
-        positive(owner, budget_split=number)
+        within = {"budget_split": number}
+        _require(owner, within, lambda v: 1e-30 <= v <= 1e30, "from 1e-30 to 1e30")
 
 
 def count(owner: str, **values: object) -> None:

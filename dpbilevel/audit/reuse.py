@@ -26,6 +26,7 @@ class NoiseReuse:
     Attributes:
         streams: How many noise vectors were compared: one per release and leaf.
         coordinates: The length of each.
+        left_out: How many were not compared, because they have another length.
         correlation: The largest absolute correlation of two of them.
         pair: The positions of these two, in the order they were drawn.
         bound: What the largest correlation of fresh noise exceeds with probability
@@ -34,6 +35,7 @@ class NoiseReuse:
 
     streams: int
     coordinates: int
+    left_out: int
     correlation: float
     pair: tuple[int, int]
     bound: float
@@ -47,10 +49,12 @@ class NoiseReuse:
     def __str__(self) -> str:
         """The outcome in a sentence."""
         verdict = "no reused noise found" if self.passed else "NOISE IS REUSED"
+        others = f"; {self.left_out} of other lengths were not compared"
         return (
             f"{verdict}: the largest correlation of {self.streams} noises in "
             f"{self.coordinates} coordinates is {self.correlation:.3f} (between "
             f"{self.pair[0]} and {self.pair[1]}), chance stays below {self.bound:.3f}"
+            f"{others if self.left_out else ''}"
         )
 
 
@@ -65,7 +69,8 @@ def noise_reuse(
 
     Noise that is used twice cancels in a difference and protects nothing, yet it looks
     right in every single release: only comparing releases shows it. The run is made
-    eagerly on canary records with two leaves per variable.
+    eagerly on canary records with two leaves per variable. Releases that do not have
+    the length of a leaf, such as scores of sources, are counted and not compared.
 
     Args:
         solver: A calibrated solver, bound to its sizes, with few steps.
@@ -99,7 +104,8 @@ def noise_reuse(
     # Correlations of fresh noise are nearly normal; Bonferroni over all pairs.
     level = ALPHA / (len(streams) * (len(streams) - 1))
     bound = float(scipy.stats.norm.isf(level)) / coordinates**0.5
-    return NoiseReuse(len(streams), coordinates, largest, pair, bound)
+    left_out = len(tape) - len(streams)
+    return NoiseReuse(len(streams), coordinates, left_out, largest, pair, bound)
 
 
 @contextlib.contextmanager

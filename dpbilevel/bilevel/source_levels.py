@@ -153,17 +153,22 @@ class Mixture(eqx.Module):
         """The parameters of a mixture."""
         rows = jax.vmap(lambda model: ravel_pytree(model)[0])(self.models)
         unravel = ravel_pytree(jax.tree.map(lambda v: v[0], self.models))[1]
-        largest = jnp.max(jnp.abs(rows))  # so that products do not overflow
-        basis = rows / jnp.where(largest > 0, largest, 1)
+        basis, _ = _scaled(rows)
         basis = roots(basis @ basis.T, _LEAST_PRODUCT)[1] @ basis
         if self.moments is not None:
-            largest = jnp.max(jnp.abs(self.moments))
-            largest = jnp.where(largest > 0, largest, 1)
-            symmetric = (self.moments + self.moments.T) / (2 * largest)
+            scaled, largest = _scaled(self.moments)
+            symmetric = (scaled + scaled.T) / 2
             # Not negative, whatever the noise.
             size, _ = roots(symmetric @ symmetric, _LEAST_MOMENT**2)
             basis = roots(size)[1] @ basis / jnp.sqrt(largest)
         return unravel(self.start @ rows + u @ basis)
+
+
+def _scaled(matrix: Array) -> tuple[Array, Array]:
+    """A matrix over its largest entry, so that no product overflows, and that entry."""
+    largest = jnp.max(jnp.abs(matrix))
+    largest = jnp.where(largest > 0, largest, 1)
+    return matrix / largest, largest
 
 
 @jax.default_matmul_precision("highest")
@@ -213,8 +218,7 @@ class Moments(_LowerMean):
             def loss(u):
                 return problem.loss(self.mixture.model(u), record)
 
-            # Forward: all records share the tangents of the model.
-            gradient = jax.jacfwd(loss)(start)
+            gradient = jax.grad(loss)(start)
             length = jnp.linalg.norm(gradient)
             _, known = problem.index(record)
             counts = known & is_finite(length) & (length > 0)

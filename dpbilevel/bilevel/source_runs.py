@@ -105,7 +105,9 @@ class _AbstractSourceRuns(AbstractRuns):
 
     @override
     def start(self, name, w0, found):
-        return jnp.zeros((2, len(w0[0])), w0[0].dtype) if name == SCORE else w0[1]
+        x, y = w0
+        dtype = jax.tree.leaves(y)[0].dtype
+        return jnp.zeros((2, len(x)), dtype) if name == SCORE else y
 
     @override
     def answer(self, problem: Any, state: RunState) -> PyTree:
@@ -230,7 +232,8 @@ class MixedSources(_AbstractSourceRuns):
     3. `mixture` fits a mixture on the validation records, from the common model, in
        coordinates that the models and their second moments scale.
     4. `score` releases the sources' scores under the mixture, as `SelectedSources`.
-    5. `fit` fits one model of the sources with a score above `keep_above`.
+    5. `fit` fits one model of the sources with a score above `keep_above`. It starts at
+       the mean of their models, weighted by their released sizes.
     6. `remoments` and `remixture` do as lines 2 and 3 with that model, the mixture of
        line 3 and the models of the kept sources. The start is halfway between the
        first two where no record is dropped, because then no one model of the sources
@@ -311,12 +314,20 @@ class MixedSources(_AbstractSourceRuns):
         x, y = w0
         if name == MODELS:
             return mixing_start(y, len(x))[1]
+        if name == SCORE:
+            return super().start(name, w0, found)
+        if name == FIT:
+            return self._mean_of_kept(found)
         size = len(x) + (1 if name in (MOMENTS, MIXTURE) else 2)
-        if name in (MOMENTS, REMOMENTS):
-            return jnp.zeros((size, size), x.dtype)
-        if name in (MIXTURE, REMIXTURE):
-            return jnp.zeros(size, x.dtype)
-        return super().start(name, w0, found)
+        shape = (size, size) if name in (MOMENTS, REMOMENTS) else size
+        return jnp.zeros(shape, jax.tree.leaves(y)[0].dtype)
+
+    def _mean_of_kept(self, found: dict) -> PyTree:
+        """The mean of the models of the sources that are kept, by their sizes."""
+        _, shares = signs_and_shares(found[SCORE])
+        weights = self.kept(found) * jnp.maximum(shares, _LEAST_SIZE / len(shares))
+        weights = weights / jnp.sum(weights)
+        return jax.tree.map(lambda v: jnp.tensordot(weights, v[:-1], 1), found[MODELS])
 
     def _mixture(self, name: str, found: dict) -> Mixture:
         """The mixture of a run, in coordinates that what was found scales."""

@@ -33,7 +33,11 @@ from tests.bilevel.test_group_runs import planned_scaled
 from tests.bilevel.test_implicit import planned_implicit
 from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
 from tests.bilevel.test_single_loop import planned_single_loop
-from tests.bilevel.test_source_runs import planned_fit_of_both, planned_selected
+from tests.bilevel.test_source_runs import (
+    planned_fit_of_both,
+    planned_moments,
+    planned_selected,
+)
 from tests.cases import Mutant
 from tests.draws.test_exponential import planned_draw
 from tests.draws.test_localized_draws import planned_localized
@@ -665,6 +669,21 @@ def of_selected(kind):
     return Mutant("SelectedSources", lambda: selected(kind), selected)
 
 
+class QuieterMoments(dpb.bilevel.MixedSources):
+    """Adds a tenth of the noise that is charged to second moments."""
+
+    def run(self, name, found):
+        solver = dpb.bilevel.MixedSources.run(self, name, found)
+        if name not in ("moments", "remoments"):
+            return solver
+        return solver.with_noise(solver.noise.noise_multiplier / 10)
+
+
+@functools.cache
+def mixed_moments(kind=dpb.bilevel.MixedSources):
+    return audited(planned_moments(kind), runs=20_000)
+
+
 @functools.cache
 def moments_of_mixtures(kind=Moments):
     """A person whose gradient has another direction than in the neighbour."""
@@ -920,6 +939,11 @@ MUTANTS = {
     ),
     "second moments charged at half of their clip norm": Mutant(
         "MixedSources", lambda: moments_of_mixtures(HalfMoments), moments_of_mixtures
+    ),
+    "second moments with a tenth of their noise": Mutant(
+        "MixedSources, add or remove",
+        lambda: mixed_moments(QuieterMoments),
+        mixed_moments,
     ),
     "a fit on both levels charged to one": Mutant(
         "SelectedSources, both levels",

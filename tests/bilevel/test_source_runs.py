@@ -105,7 +105,15 @@ def planned_selected_by_another():
     return planned_selected(scoring=ScoringModel(problem.loss, start))
 
 
-# Second moments of a canary are those of its neighbour: they have a mutant instead.
+def planned_moments(kind=MixedSources):
+    """Nearly all of the budget in second moments, for canaries against nothing."""
+    split = (0.03, 1.0, 0.03, 0.03, 0.03, 1.0, 0.03)
+    solver = kind(TWO, TWO, TWO, TWO, budget_split=split)
+    added = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    return planned(solver.with_neighbours(added), "overlapping")
+
+
+# Second moments of a canary are those of its opposite: they have a row of their own.
 OF_MEANS = (0.2, 0.002, 0.2, 0.2, 0.2, 0.002, 0.2)
 AUDITS = {
     "OneLevel, both levels": Audited(planned(OneLevel(TWO, "both"), "overlapping")),
@@ -119,6 +127,7 @@ AUDITS = {
             "overlapping",
         )
     ),
+    "MixedSources, add or remove": Audited(planned_moments(), exact=False),
 }
 
 
@@ -389,6 +398,30 @@ def second_moments(models, start):
     return gradients.T @ gradients / len(gradients)
 
 
+def test_the_fit_of_a_mixture_starts_at_the_mean_of_kept_models_by_their_sizes():
+    sizes = np.array([30, 10, 20])
+    data = levels(counts=sizes)
+    found = runs(dataclasses.replace(LONG_MIXED, fit=long(15, 1e-7)), data)[1]
+    kept = sizes * [1, 1, 0]
+    expected = kept @ np.asarray(found["models"])[:K] / kept.sum()
+    np.testing.assert_allclose(found["fit"], expected, rtol=1e-4)
+
+
+def test_mixtures_are_found_for_a_loss_with_a_derivative_of_its_own():
+    @jax.custom_vjp
+    def loss(y, record):
+        return dpb.logistic_loss(y, record)
+
+    def backward(saved, g):
+        return g * jax.grad(dpb.logistic_loss)(*saved), None
+
+    loss.defvjp(lambda *args: (dpb.logistic_loss(*args), args), backward)
+    problem = dpb.source_weighting(loss, K)
+    (_, y), _ = runs(MIXED, problem=problem)
+    (_, expected), _ = runs(MIXED, problem=dpb.source_weighting(dpb.logistic_loss, K))
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
 def test_a_mixture_is_that_of_seven_problems_one_after_the_other():
     (x, y), found = mixed()
     by_source = [of_sources(DATA, [s]) for s in range(K)]
@@ -407,7 +440,9 @@ def test_a_mixture_is_that_of_seven_problems_one_after_the_other():
     models = descend(lower, jnp.zeros((K + 1, D)), 30)
     moments = second_moments(models, jnp.eye(K + 1)[K])
     mixture, mixed_model = descent_along(models[K], coordinates(models, moments), 20)
-    fit = alone(of_sources(DATA, [0, 1]), long(15))
+    kept = of_sources(DATA, [0, 1])
+    of_kept = jnp.mean(models[:2], 0)  # where the fit starts
+    fit = descend(lambda y: mean_loss(y, kept) + RIDGE * jnp.sum(y * y), of_kept, 15)
     # One source is dropped.
     candidates = jnp.stack([*models[:2], jnp.zeros(D), mixed_model, fit])
     start = jnp.eye(K + 2)[K:].T @ jnp.array([1 / 6, 5 / 6])  # two thirds are kept
@@ -577,6 +612,17 @@ def test_float32_records_are_solved_where_float64_is_enabled(solver, x64):
         lambda data: runs(solver, data)[0], jax.tree.map(np.asarray, DATA)
     )
     assert {v.dtype for v in jax.tree.leaves(answer)} == {jnp.dtype("f4")}
+
+
+@both
+@pytest.mark.parametrize("dtypes", [("f4", "f8"), ("f8", "f4")])
+def test_weights_and_model_may_differ_in_precision(solver, dtypes, x64):
+    w0 = tuple(np.zeros(len(w), dtype) for w, dtype in zip(W0, dtypes, strict=True))
+    data = jax.tree.map(
+        lambda v: v.astype(dtypes[1]) if v.dtype == jnp.float32 else v, DATA
+    )
+    answer = jax.eval_shape(lambda data: runs(solver, data, w0=w0)[0], data)
+    assert tuple(v.dtype for v in answer) == dtypes
 
 
 ADD_OR_REMOVE = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)

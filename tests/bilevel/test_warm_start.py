@@ -140,7 +140,11 @@ def test_a_private_y_is_bought_by_a_refit():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"budget_split": (1.0, 0.0)}, ValueError, "budget_split must be positive"),
+        (
+            {"budget_split": (1.0, 0.0)},
+            ValueError,
+            "budget_split must be from 1e-30 to 1e30",
+        ),
         ({"first": INNER}, TypeError, "first must solve a BilevelProblem"),
         ({"then": "gd"}, TypeError, "then must be an instance of"),
         (
