@@ -54,10 +54,12 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     place = Place(path)
     task = TASKS.get(str(tables.get("task")))
     if task is not None and task.is_game():
+        there = "solver" in tables
+        first = "[solver] is given, and stays as it is" if there else "missing [solver]"
+        then = "run the config as it is" if there else "see docs/games.md"
         raise place.error(
-            f'missing table [solver]: dry runs plan no games, and task = "'
-            f'{tables["task"]}" is one. Its settings follow from theorems, see '
-            "docs/games.md."
+            f'{first}: dry runs plan no games, and task = "{tables["task"]}" is one. '
+            f"Its settings follow from theorems; {then}."
         )
     kept = {k: v for k, v in tables.items() if k not in _SETTINGS}
     model = kept.get("model")

@@ -38,6 +38,12 @@ _ASSUMED = {
 }
 
 
+_NO_BETTER = (
+    "; no better than that answer: the cells of a file may not be what the config says "
+    "(decimal commas, other units, other labels; docs/troubleshooting.md)"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The accuracy or error of the released model on the test file.
@@ -88,7 +94,14 @@ class Evaluation:
                 f"; {self.left_out} left out: a label that the config does not list, "
                 "or text in the place of a number"
             )
-        return text
+        return text + (_NO_BETTER if self._no_better() else "")
+
+    def _no_better(self) -> bool:
+        """Whether the best constant answer does as well."""
+        if self.value is None or self.trivial is None:
+            return False
+        sign = 1 if self.metric == "accuracy" else -1  # errors are better when small
+        return sign * self.value <= sign * self.trivial
 
 
 def reported(report: PrivacyReport, config: Config) -> PrivacyReport:

@@ -147,7 +147,13 @@ def _places(asked: Questions, header: Header, taken, hints, kind: str):
         column, separator, values = text.partition("=")
         if not separator:
             raise ValueError("give COLUMN=VALUE,VALUE,...")
-        return _column(header, taken)(column.strip()), values_of(values)
+        return _column(header, taken)(column.strip()), several(values)
+
+    def several(text: str) -> Values:
+        found = values_of(text)
+        if kind == "sources" and len(found) < 2:
+            raise ValueError("give two sources at least: one leaves no choice")
+        return found
 
     if asked.has(kind):
         return asked.ask(kind, "", both)
@@ -157,7 +163,7 @@ def _places(asked: Questions, header: Header, taken, hints, kind: str):
     hint = hints.get(column)
     default = shown(hint) if isinstance(hint, tuple) else None
     question = f"{column}: names of the {kind}, separated by commas"
-    return column, asked.ask(kind, question, values_of, default)
+    return column, asked.ask(kind, question, several, default)
 
 
 def _shares(asked: Questions, count: int) -> tuple[float, ...]:
@@ -180,7 +186,7 @@ def _columns(asked: Questions, header: Header, taken, hints) -> dict[str, Conten
     for text in given:
         column, separator, content = text.partition("=")
         try:
-            name = _column(header, taken)(column.strip())
+            name = _column(header, [*taken, *found])(column.strip())
             found[name] = content_of(content if separator else "")
         except ValueError as error:
             raise ValueError(f"--column {text}: {error}.") from error
@@ -288,6 +294,8 @@ def _test(asked: Questions, label: str, columns: dict[str, Content], header: Hea
     )
     if file is None:
         return None
+    if file.samefile(header.file):
+        raise ValueError(f"{file} holds the training records; give a file of others.")
     other = header_of(file)
     missing = [name for name in (label, *columns) if name not in other.names]
     if missing or other.separator != header.separator:

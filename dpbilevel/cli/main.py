@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +21,7 @@ from ..core.progress import step_bar
 from ..core.solution import divergence
 from . import audit, auto, draft, folder, init, page, predictions, results
 from .config import Config
+from .facts import header_of
 from .run import check, prepare, run
 
 
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupts.say(lambda: _interrupted(arguments))
     try:
         # Records and starts of a run are float32, and so is what a plan assumes.
-        with jax.enable_x64(False):
+        with jax.enable_x64(False), warnings.catch_warnings():
+            warnings.showwarning = _warn
             code = arguments.command(arguments) or 0
             sys.stdout.flush()
             return code
@@ -197,6 +200,7 @@ def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
 
 def _init(arguments: argparse.Namespace) -> None:
     out = arguments.out
+    header_of(arguments.data)  # first: without it there is nothing to write
     predictions.check_new(out)
     flags = {name.replace("_", "-"): value for name, value in vars(arguments).items()}
     text = draft.written(init.draft(arguments.data, flags), out)
@@ -204,7 +208,10 @@ def _init(arguments: argparse.Namespace) -> None:
         out.write_text(text, encoding="utf-8")
     print(f"\nconfig: {out} (read it, and correct what is not so)")
     print(f"  its guarantee, before any data: dpbilevel calibrate {out}")
-    print(f"  its settings, by dry runs:      dpbilevel auto {out} --out planned.toml")
+    if "\n[solver]" not in text:  # those of a game follow from theorems
+        print(
+            f"  its settings, by dry runs:      dpbilevel auto {out} --out planned.toml"
+        )
     print(f"  one run within the budget:      dpbilevel run {out} --out runs/a")
 
 
@@ -297,10 +304,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     predictions.check_new(arguments.out)
     found = predictions.predict(arguments.folder, arguments.data)
     predictions.write(arguments.out, found)
-    empty = ""
-    if found.empty:
-        empty = f"; {found.empty} without an answer: text in the place of a number"
-    print(f"predictions: {arguments.out} ({found.rows} rows{empty})")
+    print(f"predictions: {arguments.out} ({found.rows} rows{found.remarks()})")
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -354,6 +358,11 @@ def _check_modules(needed: Sequence[str]) -> None:
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         raise ValueError(missing("this command", *absent))
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """Prints a warning as an error is printed, without the line of the program."""
+    print(f"dpbilevel: warning: {message}", file=sys.stderr)
 
 
 def _sentence(error: Exception) -> str:

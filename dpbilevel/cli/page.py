@@ -153,9 +153,9 @@ def _guarantee(result: Result) -> str:
         f"{rounded_up(report.delta, 4)}.",
         f"<b>Attacks.</b> Somebody who knows all other records tries to tell "
         f"{_CANDIDATES[report.relation]}. Whatever the method: with false alarms in "
-        f"{FALSE_ALARMS:.0%} of the cases it detects at most "
+        f"{_percent(FALSE_ALARMS)} of the cases it detects at most "
         f"<strong>{_percent(result.power)}</strong>. "
-        f"Guessing detects {FALSE_ALARMS:.0%}.",
+        f"Guessing detects {_percent(FALSE_ALARMS)}.",
         "<b>What is not protected.</b> Facts that hold for many people may be learned "
         "and used about any person, whether or not they are in the records.",
     ]
@@ -301,7 +301,7 @@ def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
 
 def _percent(share: float) -> str:
     """Rounded up, as a bound must be."""
-    return f"{math.ceil(1000 * share) / 10:g} %"
+    return f"{math.ceil(round(1000 * share, 6)) / 10:g} %"
 
 
 def _section(title: str, *parts: str) -> str:

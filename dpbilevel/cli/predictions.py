@@ -3,13 +3,15 @@
 import csv
 import dataclasses
 import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..core import checkpoint
 from . import results
-from .columns import Label, named
+from .columns import Label, named, positions
 from .config import parse_config
 from .datasets import TableData
 from .files import CsvFile, existing, read_csv
@@ -24,11 +26,26 @@ class Predictions:
         columns: By the name of the column.
         rows: The number of rows.
         empty: How many of them have no answer.
+        missing: By column, how many have no number there, which counts as the mean.
+        unlisted: By column, how many have a category that the config does not list.
     """
 
     columns: dict[str, list[str]]
     rows: int
     empty: int
+    missing: dict[str, int]
+    unlisted: dict[str, int]
+
+    def remarks(self) -> str:
+        """What a reader of the answers should know about the rows."""
+        text = ""
+        if self.empty:
+            text += f"; {self.empty} without an answer: text in the place of a number"
+        for name, count in self.missing.items():
+            text += f"; {count} without a number in {name!r}, taken as the mean"
+        for name, count in self.unlisted.items():
+            text += f"; {count} with a value of {name!r} that the config does not list"
+        return text
 
 
 def predict(folder: Path, file: Path) -> Predictions:
@@ -68,7 +85,14 @@ def predict(folder: Path, file: Path) -> Predictions:
     margin = data.design(table).astype(np.float64) @ np.ravel(result.model)
     columns = {"row": [str(i) for i in range(1, table.rows + 1)]}
     columns |= _answers(margin, data.label, getattr(config.task, "loss", "logistic"))
-    return Predictions(columns, table.rows, int(np.sum(np.isnan(margin))))
+    numeric = [name for block in data.numeric for name in block.columns]
+    missing = {name: table.column(name).count("") for name in numeric}
+    unlisted = {
+        block.column: sum(positions(table.column(block.column), block.values) < 0)
+        for block in data.categorical
+    }
+    empty = int(np.sum(np.isnan(margin)))
+    return Predictions(columns, table.rows, empty, _some(missing), _some(unlisted))
 
 
 def write(out: Path, predictions: Predictions) -> None:
@@ -94,6 +118,10 @@ def check_new(out: Path, option: str = "--out") -> None:
         raise ValueError(
             f"there is no folder {out.parent} for {option} {out}; make it."
         )
+
+
+def _some(counts: Mapping[str, Any]) -> dict[str, int]:
+    return {name: int(count) for name, count in counts.items() if count}
 
 
 def _answers(margin: np.ndarray, label: Label, loss: str) -> dict[str, list[str]]:

@@ -227,9 +227,7 @@ def _mixed(clip_norm: float) -> Candidate:
     mixtures += [(0.7, 10, 4.0), (0.7, 20, 2.0)]
     # Where noise is large, all steps have to be short.
     short = [(0.1, 10, 4.0), (0.2, 10, 2.0), (0.2, 10, 4.0), (0.35, 10, 2.0)]
-    settings = [(30.0, 16.0, *mixture) for mixture in mixtures]
-    # Where noise is small, a model of the kept sources is better after longer steps.
-    settings += [(30.0, 32.0, *mixture) for mixture in mixtures[3::2]]
+    settings = [(30.0, 24.0, *mixture) for mixture in mixtures]
     # Of many parameters mixtures move few, and gradients along them are short.
     settings += [(30.0, 16.0, 0.1, 10, 1024.0)]
     settings += [(15.0, 4.0, *mixture) for mixture in short]

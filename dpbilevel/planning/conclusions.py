@@ -133,6 +133,6 @@ def outlook_of(
             )
         }
         if again[ranked_best(again, starts)[0]].levels == 2:
-            return f" Two levels would pay from about epsilon = {epsilon:g} on."
+            return f" Two levels may pay from about epsilon = {epsilon:g} on."
     most = _MORE[-1] * budget.epsilon
     return f" They would not pay at epsilon = {most:g} either."

@@ -78,7 +78,9 @@ class Layout:
             raise ValueError(
                 "auto: records must have one leaf of Classes for the label, such as "
                 '{"features": jax.ShapeDtypeStruct((784,), "float32"), "label": '
-                "dpbilevel.planning.Classes(10)}, and one of features at least."
+                "dpbilevel.planning.Classes(10)}, and one of features at least. Where "
+                "what is learnt is no class, pass twins=[...] instead: instances of a "
+                "subclass of dpbilevel.planning.AbstractTwin (docs/auto.md)."
             )
         for leaf in leaves:
             floating = isinstance(leaf, Classes) or jnp.issubdtype(

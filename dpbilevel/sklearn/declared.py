@@ -134,8 +134,7 @@ def interval(
         first = wrong[0]
         raise ValueError(
             f"{owner}: the lower end of {name} must be below the upper one, and both "
-            f"finite, for every feature; number {first} has {lower[first]:g} and "
-            f"{upper[first]:g}."
+            f"finite; number {first} has {lower[first]:g} and {upper[first]:g}."
         )
     return lower, upper
 
@@ -165,9 +164,10 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
         raise ValueError(f"{owner}: {name} must be all texts or all numbers.")
     array = np.asarray(listed)
     if array.ndim != 1 or len(set(listed)) != len(listed) or len(listed) < 2:
+        why = ": with one class there is nothing to learn" if name == "classes" else ""
         raise ValueError(
-            f"{owner}: {name} must be distinct values, at least two: with one class "
-            f"there is nothing to learn; got {_checks.shown(values)}."
+            f"{owner}: {name} must be distinct values, at least two{why}; got "
+            f"{_checks.shown(values)}."
         )
     return np.sort(array)
 
@@ -204,9 +204,9 @@ def numbers(table: Any) -> Any:
     Sparse matrices are passed on.
 
     Raises:
-        ValueError: The entries are of a type that stands for no number, a column of a
-            data frame is one of texts by its type, or it is no table. scikit-learn
-            says the same with the records in its message.
+        ValueError: The entries are of a type that stands for no number, the array or a
+            column of a data frame is one of texts by its type, or it is no table.
+            scikit-learn says the same with the records in its message.
     """
     if hasattr(table, "tocsr"):
         return table
@@ -223,14 +223,16 @@ def numbers(table: Any) -> Any:
             "array.reshape(-1, 1) if it has one feature, by array.reshape(1, -1) if it "
             "is one record."
         )
-    if array.dtype.kind not in "OUS":
-        return array
-    return _numbers(array)
+    return _as_numbers("X", array)
 
 
 def targets(column: np.ndarray) -> Float[np.ndarray, " n"]:
-    """A column as numbers; NaN where an entry is none."""
-    return _numbers(column) if column.dtype.kind in "OUS" else column.astype(float)
+    """A column as numbers; NaN where an object is none.
+
+    Raises:
+        ValueError: The entries are texts, by their type.
+    """
+    return _as_numbers("y", column).astype(float)
 
 
 def cells(table: Any) -> Any:
@@ -253,6 +255,17 @@ def cells(table: Any) -> Any:
             "of X, and y, by a rule that reads each entry alone."
         )
     return array
+
+
+def _as_numbers(name: str, array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind in "US":
+        raise ValueError(
+            f"{name} is an array of texts, by its type, and records with texts in the "
+            "place of numbers are ignored. Encode columns of texts with declared "
+            "categories, or read each entry as a number, such as by "
+            "pandas.to_numeric(column, errors='coerce')."
+        )
+    return array if array.dtype.kind != "O" else _numbers(array)
 
 
 def _numbers(array: np.ndarray) -> Float[np.ndarray, "..."]:

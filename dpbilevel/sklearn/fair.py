@@ -164,7 +164,7 @@ class FairClassifier(LinearClassifier):
                 f"records from public knowledge, such as {EXAMPLE}. Shares that are "
                 "counted in the records would be a release that is not in the ledger."
             )
-        names = declared(self._owner, "shares", [*self.shares], EXAMPLE)
+        names = declared(self._owner, "the groups of shares", [*self.shares], EXAMPLE)
         return names, tuple(float(self.shares[name]) for name in names.tolist())
 
 

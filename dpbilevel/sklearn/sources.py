@@ -28,8 +28,8 @@ class DPSourceReweighting(LinearClassifier):
     The problem is `source_weighting`: the sources' weights are chosen so that a model
     of the weighted training records fits the clean ones. `dpbilevel.auto` compares
     methods of two levels and of one on synthetic records of these sizes, which takes
-    about a minute at the first fit of its sizes and is kept for the next ones of the
-    process.
+    one to three minutes at the first fit of its sizes and is kept for the next ones of
+    the process.
 
     Args:
         epsilon: $\varepsilon$ for every person.

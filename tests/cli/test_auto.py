@@ -172,7 +172,11 @@ def test_another_folder_is_refused(file, tmp_path, capsys):
 def test_a_game_is_refused_with_where_to_look(tmp_path, capsys):
     path = tmp_path / "a.toml"
     path.write_text('task = "group_fair"\n')
-    assert "docs/games.md" in failure(capsys, "auto", str(path))
+    said = failure(capsys, "auto", str(path))
+    assert "missing [solver]" in said
+    assert "docs/games.md" in said
+    path.write_text('task = "group_fair"\n[solver]\ntype = "GroupDescent"\n')
+    assert "theorems; run the config as it is" in failure(capsys, "auto", str(path))
 
 
 @pytest.mark.slow

@@ -257,6 +257,31 @@ def test_predictions_are_those_of_the_released_coefficients(finished, tmp_path):
     assert rows[2]["probability of yes"] == ""
 
 
+def test_rows_that_the_model_knows_less_of_are_counted(finished, tmp_path, capsys):
+    predicted(finished, tmp_path, "town,pay\nRom,45\nOslo,\nOslo,1\nRom,x\n")
+    assert (
+        "(4 rows; 1 without an answer: text in the place of a number; 1 without a "
+        "number in 'pay', taken as the mean; 2 with a value of 'town' that the config "
+        "does not list)"
+    ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "poor"),
+    [
+        ("accuracy", 0.5, True),
+        ("accuracy", 0.7, False),
+        ("root mean squared error of pay", 0.7, True),
+        ("root mean squared error of pay", 0.5, False),
+        ("accuracy", None, False),
+    ],
+)
+def test_a_model_no_better_than_a_constant_is_said_to_be(metric, value, poor):
+    fields = {"file": "test.csv", "kind": "public", "records": 40, "trivial": 0.6}
+    found = str(evaluation.Evaluation(metric=metric, value=value, **fields))
+    assert ("no better than that answer: the cells" in found) == poor
+
+
 def test_classes_that_are_numbers_are_predicted_as_they_are_written(finished, tmp_path):
     page = json.loads((finished / "result.json").read_text())
     label = {"column": "rich", "positive": [1], "negative": [0]}

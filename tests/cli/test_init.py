@@ -221,6 +221,18 @@ def test_paths_are_relative_to_the_config(folder):
         ),
         ([*TRAINING, *FEATURES, "--delta", "2"], "above 0 and below 1"),
         ([*TRAINING, *FEATURES, "--test", "no.csv"], "there is no file no.csv"),
+        (
+            [*TRAINING, *FEATURES, "--test", "people.csv"],
+            "people.csv holds the training records; give a file of others",
+        ),
+        (
+            [*TRAINING, *FEATURES, "--column", "age=1..3"],
+            "--column age=1..3: 'age' has a role already",
+        ),
+        (
+            [*TRAINING, "--task", "source_weighting", "--sources", "site=north"],
+            "--sources site=north: give two sources at least",
+        ),
         ([*TRAINING, *FEATURES, "--out", "no/a.toml"], "there is no folder no"),
         ([*TRAINING, *FEATURES, "--out", "people.csv"], "people.csv exists"),
     ],

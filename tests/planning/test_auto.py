@@ -101,7 +101,7 @@ def outlook(one, two):
 
 def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
-    assert outlook(one, two) == " Two levels would pay from about epsilon = 4 on."
+    assert outlook(one, two) == " Two levels may pay from about epsilon = 4 on."
     assert outlook(one, one) == " They would not pay at epsilon = 16 either."
     assert (
         conclusions.outlook_of([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None)

@@ -270,6 +270,14 @@ def test_columns_of_texts_by_type_are_refused_by_name(kind):
         DPLogisticRegression(**LABELS).fit(frame, y)
 
 
+def test_arrays_of_texts_are_no_features_and_no_targets():
+    X, y = labelled(20)
+    with pytest.raises(ValueError, match=r"X is an array of texts, by its type.*code"):
+        DPLogisticRegression(**LABELS).fit(X.astype(str), y)
+    with pytest.raises(ValueError, match="y is an array of texts, by its type"):
+        DPRidge(**BOX, target_bounds=(-1, 1)).fit(X, X[:, 0].astype(str))
+
+
 def test_labels_that_are_texts_by_type_are_no_numbers():
     X, y = labelled(20)
     with pytest.raises(ValueError, match="declared with numbers, but the records have"):
