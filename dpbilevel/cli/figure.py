@@ -151,9 +151,8 @@ def _draw_bars(parent: Any, result: Result) -> None:
     axes = _axes(parent)
     count = len(result.names)
     low, high = _range(result)
-    bars = axes.barh(
-        range(count), result.shown - low, left=low, color=_colors(result), height=0.7
-    )
+    widths = result.shown - low
+    axes.barh(range(count), widths, left=low, color=_colors(result), height=0.7)
     axes.set_xlim(low, high)
     task, what = TASKS[result.task], f"released {result.label}"
     if task.places == "sources":
@@ -166,9 +165,9 @@ def _draw_bars(parent: Any, result: Result) -> None:
         what += "; marks: declared shares"
     if count <= MOST_NAMED:  # more would overlap
         _name(axes, [_labelled(result, i) for i in range(count)])
-        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}  # over the line
-        texts = [f"{v:.3f}" for v in result.shown]
-        axes.bar_label(bars, texts, padding=4, fontsize=_SMALL, bbox=box)
+        at_the_end = {"ha": "right", "va": "center", "fontsize": _SMALL}
+        for i, value in enumerate(result.shown):  # where no bar and no mark reaches
+            axes.text(high, i, f"{value:.3f}", **at_the_end)
     else:
         axes.set_yticks([])
         axes.set_ylabel(f"each {task.of} ({count})", fontsize=_SMALL + 1)

@@ -223,8 +223,7 @@ def _mixed(clip_norm: float) -> Candidate:
         return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
     # Long clip norms bend a mixture of few records least, short ones have less noise.
-    mixtures = [(0.35, 10, 4.0), (0.35, 20, 2.0), (0.5, 10, 4.0), (0.5, 20, 2.0)]
-    mixtures += [(0.7, 10, 4.0), (0.7, 20, 2.0)]
+    mixtures = [(0.45, 10, 4.0), (0.45, 20, 2.0), (0.7, 10, 4.0), (0.7, 20, 2.0)]
     # Where noise is large, all steps have to be short.
     short = [(0.1, 10, 4.0), (0.2, 10, 2.0), (0.2, 10, 4.0), (0.35, 10, 2.0)]
     settings = [(30.0, 24.0, *mixture) for mixture in mixtures]
