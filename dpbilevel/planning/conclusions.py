@@ -12,7 +12,7 @@ from .race import missed, regrets_of
 # Differences of less than these shares of what there is to gain are the noise of so few
 # dry runs: one level is enough; of worst cases, which are those of one twin, the mean
 # over the twins decides.
-_WORTH, _NEAR = 0.03, 0.05
+_WORTH, _NEAR = 0.03, 0.08
 # Multiples of epsilon tried where two levels do not pay.
 _MORE = (2, 4, 8, 16)
 
