@@ -325,7 +325,7 @@ class MixedSources(_AbstractSourceRuns):
     def _mean_of_kept(self, found: dict) -> PyTree:
         """The mean of the models of the sources that are kept, by their sizes."""
         _, shares = signs_and_shares(found[SCORE])
-        weights = self.kept(found) * jnp.maximum(shares, _LEAST_SIZE / len(shares))
+        weights = self.kept(found) * jnp.clip(shares, _LEAST_SIZE / len(shares), 1.0)
         weights = weights / jnp.sum(weights)
         return jax.tree.map(lambda v: jnp.tensordot(weights, v[:-1], 1), found[MODELS])
 

@@ -555,6 +555,19 @@ both = pytest.mark.parametrize("solver", PAID, ids=lambda s: type(s).__name__)
 
 
 @both
+def test_the_answer_is_finite_whatever_the_noise(solver):
+    sizes = WEIGHTING.sizes_of(DATA, "disjoint")
+
+    @jax.jit
+    def answer(noise):
+        noisy = solver.with_noise(noise).with_precision("float").with_sizes(sizes)
+        return dpb.solve(WEIGHTING, noisy, DATA, W0, key=jax.random.key(0)).value
+
+    for noise in (1.0, 1e20, 1e37, 1e38):
+        assert all(np.isfinite(v).all() for v in answer(noise))
+
+
+@both
 def test_each_run_is_paid_by_people_of_the_level_that_it_reads(solver):
     ledger = solver.with_noise(1.0).ledger(WEIGHTING, dpb.Sizes(30, 60, "disjoint"))
     paid = {r.name.split(":")[0]: {q.role for q in r.queries} for r in ledger.releases}
