@@ -71,10 +71,15 @@ class _AbstractSourceRuns(AbstractRuns):
 
     def kept(self, found: dict) -> Float[Array, " k"]:
         """1 for the sources that are kept, all of them where none passes, else 0."""
-        signs, shares = signs_and_shares(found[SCORE])
-        score = signs / jnp.maximum(shares, _LEAST_SIZE / len(shares))
+        signs, _ = signs_and_shares(found[SCORE])
+        score = signs / self.source_shares(found)
         kept = score > self.keep_above
         return jnp.where(jnp.any(kept), kept, True).astype(score.dtype)
+
+    def source_shares(self, found: dict) -> Float[Array, " k"]:
+        """The released shares of the sources, as denominators and weights."""
+        _, shares = signs_and_shares(found[SCORE])
+        return jnp.clip(shares, _LEAST_SIZE / len(shares), 1.0)
 
     def kept_share(self, found: dict) -> Float[Array, ""]:
         """The released share of the training records whose sources are kept."""
@@ -106,8 +111,7 @@ class _AbstractSourceRuns(AbstractRuns):
     @override
     def start(self, name, w0, found):
         x, y = w0
-        dtype = jax.tree.leaves(y)[0].dtype
-        return jnp.zeros((2, len(x)), dtype) if name == SCORE else y
+        return jnp.zeros((2, len(x)), _dtype(y)) if name == SCORE else y
 
     @override
     def answer(self, problem: Any, state: RunState) -> PyTree:
@@ -320,12 +324,11 @@ class MixedSources(_AbstractSourceRuns):
             return self._mean_of_kept(found)
         size = len(x) + (1 if name in (MOMENTS, MIXTURE) else 2)
         shape = (size, size) if name in (MOMENTS, REMOMENTS) else size
-        return jnp.zeros(shape, jax.tree.leaves(y)[0].dtype)
+        return jnp.zeros(shape, _dtype(y))
 
     def _mean_of_kept(self, found: dict) -> PyTree:
         """The mean of the models of the sources that are kept, by their sizes."""
-        _, shares = signs_and_shares(found[SCORE])
-        weights = self.kept(found) * jnp.clip(shares, _LEAST_SIZE / len(shares), 1.0)
+        weights = self.kept(found) * self.source_shares(found)
         weights = weights / jnp.sum(weights)
         return jax.tree.map(lambda v: jnp.tensordot(weights, v[:-1], 1), found[MODELS])
 
@@ -354,6 +357,11 @@ class MixedSources(_AbstractSourceRuns):
         elif name == REMIXTURE:
             y = self._mixture(name, found).model(found[name])
         return x, y
+
+
+def _dtype(model: PyTree) -> jnp.dtype:
+    """That of the numbers that are released about a model."""
+    return jax.tree.leaves(model)[0].dtype
 
 
 def _of_sources(found: dict, moments: Array | None) -> Mixture:
