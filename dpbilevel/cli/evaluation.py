@@ -36,8 +36,6 @@ _ASSUMED = {
     "non_private": "NOT protected: the people of the test file {}, on whom the exact "
     "accuracy is computed",
 }
-
-
 _NO_BETTER = (
     "; no better than that answer: the cells of a file may not be what the config says "
     "(decimal commas, other units, other labels; docs/troubleshooting.md)"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # an extra
     from matplotlib.figure import Figure
 
 # All that is neither a bar nor a line, so that a page can change it for a dark screen.
-INK, SOFT, RULE, PAPER = "#222222", "#666666", "#dddddd", "#ffffff"
+INK, SOFT, RULE = "#222222", "#666666", "#dddddd"
 # Okabe and Ito's colors, which color-blind readers distinguish; the ink comes last.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
 _COLORS += ("#56B4E9", "#CC79A7", "#B59F00", INK)
@@ -48,8 +48,8 @@ def draw(result: Result) -> bytes:
 def drawings(result: Result) -> dict[str, str]:
     """The same panels as SVG elements, one each, by their titles.
 
-    Without a background; what is not in a color of a bar is in `INK`, `SOFT`, `RULE`
-    and `PAPER`.
+    Without a background; what is not in a color of a bar is in `INK`, `SOFT` and
+    `RULE`.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG

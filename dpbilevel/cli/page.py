@@ -47,7 +47,6 @@ _COLORS = {
     figure.INK: "var(--ink)",
     figure.SOFT: "var(--soft)",
     figure.RULE: "var(--rule)",
-    figure.PAPER: "var(--page)",
 }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 # Words of ledgers; names of releases are those of the solvers' documentation.

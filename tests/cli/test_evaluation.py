@@ -2,6 +2,7 @@
 
 import csv
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +256,15 @@ def test_predictions_are_those_of_the_released_coefficients(finished, tmp_path):
     wanted = ["yes" if p >= 0.5 else "no" for p in chance]
     assert [row["rich"] for row in rows] == [*wanted, ""]
     assert rows[2]["probability of yes"] == ""
+
+
+def test_a_warning_has_the_form_of_an_error(tmp_path, capsys):
+    (tmp_path / "a.toml").write_text((TRAINING + SETTINGS).replace("1e-5", "0.5"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["calibrate", str(tmp_path / "a.toml")]) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("dpbilevel: warning: calibrate: delta = 0.5 is not below")
 
 
 def test_rows_that_the_model_knows_less_of_are_counted(finished, tmp_path, capsys):

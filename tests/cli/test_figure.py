@@ -188,7 +188,7 @@ def test_drawings_of_a_page_are_the_panels_in_colors_that_can_change():
         "the released answer",
         "coefficients of the released model",
     ]
-    allowed = {figure.INK, figure.SOFT, figure.RULE, figure.PAPER, "#737373"}
+    allowed = {figure.INK, figure.SOFT, figure.RULE, "#737373"}
     for text in drawn.values():
         assert text.startswith("<svg")
         assert text.rstrip().endswith("</svg>")

@@ -133,7 +133,7 @@ def test_a_public_file_proposes_what_is_in_it_and_the_config_says_so(folder):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_gets_a_config_of_its_own(folder, task):
+def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
     flags = ["--task", task, *TRAINING, *FEATURES]
     if task == "source_weighting":
         flags += ["--sources", "site=north,south", "--clean", "clean.csv"]
@@ -142,6 +142,8 @@ def test_every_task_gets_a_config_of_its_own(folder, task):
         flags += ["--groups", "site=north,south", "--shares", "0.3, 0.7"]
     config, planned, _ = config_of(folder, *flags)
     assert config.task_name == task
+    # What has its solver, as games have, is not planned by dry runs.
+    assert ("dpbilevel auto task.toml" in capsys.readouterr().out) != planned
     if task == "source_weighting":
         sizes = config.data.training, config.data.validation
         assert (*sizes, config.data.validation_path) == (40, 9, "clean.csv")
