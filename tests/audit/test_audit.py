@@ -241,6 +241,14 @@ def test_solvers_draw_every_noise_afresh(name):
     releases = canary.solver.ledger(canary.problem, canary.solver.sizes).releases
     assert found.streams == 2 * sum(release.count for release in releases)
     assert found.passed, str(found)
+    assert found.left_out == 0
+
+
+def test_noises_of_other_lengths_are_counted_where_they_are_not_compared():
+    found = audit.noise_reuse(SOLVERS["SelectedSources"].solver, key=jax.random.key(0))
+    # Two fits of two steps: two long leaves and a short one each. And the scores.
+    assert (found.streams, found.left_out) == (8, 4 + 1)
+    assert str(found).endswith("; 5 of other lengths were not compared")
 
 
 def test_a_defect_that_depends_on_the_planned_size_is_rejected():

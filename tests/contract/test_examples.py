@@ -108,6 +108,23 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     assert "ENFORCED: epsilon = 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_losses_and_records_of_ones_own_are_planned_as_the_page_says(capsys):
+    text = (ROOT / "docs/auto.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    names = {}
+    exec(compile(code, "docs/auto.md", "exec"), names)
+    assert "Two levels do not pay here" in capsys.readouterr().out
+    mean = jax.vmap(names["upper"], (None, None, 0))
+    test = names["Skewed"]().draw(
+        names["problem"], names["w0"], names["sizes"], jax.random.key(0)
+    )
+    losses = [
+        jnp.mean(mean(*w, test.test)) for w in (names["w0"], (names["x"], names["y"]))
+    ]
+    assert losses[1] < losses[0]
+
+
 def _digits():
     """A network and images, as `docs/coming_from.md` names them."""
     keys = jax.random.split(jax.random.key(0), 3)
