@@ -122,13 +122,16 @@ def _(
     problem: SourceWeighting, w0: PyTree, clip_norm: float, records: PyTree = None
 ) -> tuple[Candidate, ...]:
     fit = _fit(clip_norm, w0[1])
-    found = [*_one_level(fit), _refitted(clip_norm, fit)]
+    found = [*_one_level(fit)]
     if _is_linear(w0[1]):
         found += [
+            _refitted(clip_norm, fit),
             _selected(clip_norm, fit, (4.0, 8.0, 16.0, 32.0, 64.0)),
             _mixed(clip_norm),
         ]
-    else:  # mixtures of networks are no mixtures
+    else:
+        # Mixtures of networks are no mixtures, and with so many parameters gradients of
+        # weights are little but noise.
         # Few validation records are enough for a linear model to find the sources.
         described = isinstance(records, Mapping)
         scoring = Layout(records).linear() if described else None
@@ -214,21 +217,18 @@ def _selected(
 
 
 def _mixed(clip_norm: float) -> Candidate:
-    def solver(
-        first: float, then: float, clipped: float, steps: int, size: float
-    ) -> MixedSources:
-        mixture = _descent(clip_norm, steps, size, clipped)
+    def solver(first: float, then: float, clipped: float, size: float) -> MixedSources:
+        mixture = _descent(clip_norm, 10, size, clipped)
         # A step reads every record with every source's model: half of the usual number.
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
     # Long clip norms bend a mixture of few records least, short ones have less noise.
-    mixtures = [(0.45, 10, 4.0), (0.45, 20, 2.0), (0.7, 10, 4.0), (0.7, 20, 2.0)]
-    # Where noise is large, all steps have to be short.
-    short = [(0.1, 10, 4.0), (0.2, 10, 2.0), (0.2, 10, 4.0), (0.35, 10, 2.0)]
-    settings = [(30.0, 24.0, *mixture) for mixture in mixtures]
+    settings = [(30.0, 24.0, 0.45, 4.0), (30.0, 24.0, 0.7, 4.0)]
     # Of many parameters mixtures move few, and gradients along them are short.
-    settings += [(30.0, 16.0, 0.1, 10, 1024.0)]
+    settings += [(30.0, 16.0, 0.1, 1024.0)]
+    # Where noise is large, all steps have to be short.
+    short = [(0.1, 4.0), (0.2, 2.0), (0.2, 4.0), (0.35, 2.0)]
     settings += [(15.0, 4.0, *mixture) for mixture in short]
     return Candidate("MixedSources", _each(solver, settings), 2)
 

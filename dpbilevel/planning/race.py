@@ -13,7 +13,9 @@ Effort = Literal["fast", "thorough"]
 # How many runs each setting that is left makes, round after round: in the first two on
 # every twin, then on all twins together. In the last one rare failures have to show:
 # sources that are drawn anew may suit a method in four runs and not in the fifth.
-_ROUNDS = {"fast": ((1, 3), (20, 32)), "thorough": ((2, 6), (64, 64))}
+_ROUNDS = {"fast": ((1, 3), (16, 24)), "thorough": ((2, 6), (64, 64))}
+# With little effort, where each run takes long.
+_FEW_ROUNDS = ((1, 1), (4, 8))
 # The share of a method's settings that goes on to the next round, at least one.
 _KEPT = 0.25
 # By how much more than the best method one has to miss to be left out, after each round
@@ -23,9 +25,9 @@ _HOPELESS = (1.0, 0.3, 0.15)
 _LEAST = 0.15
 
 
-def rounds_of(effort: Effort, twins: int) -> tuple[int, ...]:
+def rounds_of(effort: Effort, twins: int, *, large: bool) -> tuple[int, ...]:
     """How many runs on every twin, round after round, for so many twins."""
-    on_every, on_all = _ROUNDS[effort]
+    on_every, on_all = _FEW_ROUNDS if large else _ROUNDS[effort]
     return (*on_every, *(-(-count // twins) for count in on_all))
 
 

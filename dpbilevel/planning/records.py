@@ -139,7 +139,11 @@ class Layout:
         return self._filled(features, label)
 
     def linear(self) -> ScoringModel:
-        """A softmax regression of the label, on features of norm 1 and a constant."""
+        """A softmax regression of the label, on features of norm 1 and a constant 0.5.
+
+        A constant of 1 would have half of every clipped gradient, for the frequencies
+        of the classes alone.
+        """
         values = self.classes.labels(jnp.arange(len(self.classes.of)))
 
         def linear_loss(y: Float[Array, "d k"], record: PyTree) -> Float[Array, ""]:
@@ -153,7 +157,7 @@ class Layout:
             parts = [jnp.ravel(value) for is_label, value in leaves if not is_label]
             features = jnp.concatenate(parts).astype(y.dtype)
             features /= jnp.maximum(jnp.linalg.norm(features), 1e-6)
-            scores = features @ y[:-1] + y[-1]
+            scores = features @ y[:-1] + 0.5 * y[-1]
             return optax.losses.softmax_cross_entropy_with_integer_labels(
                 scores, jnp.argmax(values == label)
             )

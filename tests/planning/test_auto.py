@@ -10,7 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.bilevel import MixedSources, OneLevel, SelectedSources
+from dpbilevel.bilevel import MixedSources, OneLevel, Refitted, SelectedSources
 from dpbilevel.planning import conclusions, dry_runs, race
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
@@ -184,13 +184,35 @@ def test_failures_after_the_first_nine_runs_decide():
         fails = index < 8 and number > 8 and number % 3 == 0
         return [(0.9 if fails else 0.1 if index < 8 else 0.12) + index / 1e4] * 4
 
-    rounds = race.rounds_of("fast", 4)
+    rounds = race.rounds_of("fast", 4, large=False)
     found = race.race(methods, rounds, dry_run, [1.0] * 4, lambda *_: None)
-    assert rounds == (1, 3, 5, 8)
-    assert made == [17, 4, *[1] * 6] * 2
+    assert rounds == (1, 3, 4, 6)
+    assert made == [14, 4, *[1] * 6] * 2
     assert {index for index, *_ in found} == {0, 8}
     regrets = {index: regret for index, _, regret in found}
     assert regrets[8] == 0 < 0.1 < regrets[0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "effort", "runs"),
+    [
+        (2000 * 6, "fast", 3 * 1 + 3 + 16 + 24),
+        (2000 * 6 - 1, "fast", 2 * 1 + 1 + 4 + 8),  # the first and the third setting
+        (2000 * 6 - 1, "thorough", 3 * 2 + 6 + 64 + 64),
+    ],
+)
+def test_large_problems_are_planned_from_fewer_settings_and_runs(
+    limit, effort, runs, monkeypatch
+):
+    def three(*args):
+        return [planning.Candidate("NoisyGD", (FIT, FIT, FIT), 1)]
+
+    made = []
+    monkeypatch.setattr(dry_runs, "candidates", three)
+    monkeypatch.setattr(dry_runs, "_LARGE", limit)
+    options = {"sizes": 2000, "w0": jnp.zeros(6), "effort": effort}
+    dpb.auto(ONE, BUDGET, **options, progress=lambda *of: made.append(of))
+    assert made[-1] == (runs, runs)
 
 
 def test_what_a_method_showed_on_easy_records_is_no_measure_of_later_runs(monkeypatch):
@@ -237,13 +259,13 @@ def test_of_methods_that_miss_as_much_on_the_worst_twin_the_mean_decides(worst, 
     assert ranked[0] == first
 
 
-def test_candidates_for_networks_leave_out_mixtures():
+def test_candidates_for_networks_leave_out_mixtures_and_searches_of_weights():
     network = (jnp.zeros(5), {"w1": jnp.zeros((6, 3)), "w2": jnp.zeros(3)})
     kinds = [
         {type(s) for c in planning.candidates(SOURCES, w0, 1.0) for s in c.solvers}
         for w0 in (W0, network)
     ]
-    assert kinds[0] - kinds[1] == {MixedSources}
+    assert kinds[0] - kinds[1] == {MixedSources, Refitted}
 
 
 def test_step_sizes_are_in_units_of_the_clip_norm():
@@ -394,7 +416,7 @@ def test_sources_of_a_network_are_scored_by_a_linear_model_of_its_records():
     y = jax.random.normal(jax.random.key(0), (7, 3))
     rows = jnp.arange(6.0).reshape(3, 2)
     record = {"features": rows, "label": jnp.asarray(0.5), "source": 1}
-    unit = np.append(np.ravel(rows) / np.linalg.norm(rows), 1)
+    unit = np.append(np.ravel(rows) / np.linalg.norm(rows), 0.5)
     expected = -jax.nn.log_softmax(unit @ y)[1]
     np.testing.assert_allclose(scoring.loss(y, record), expected, rtol=1e-5)
     # Its gradients are not clipped at the norm of the network's.
