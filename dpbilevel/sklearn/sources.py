@@ -1,14 +1,17 @@
 """Training records of several sources, weighed by clean records."""
 
 import functools
-from typing import Any
+import importlib.util
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
+from .._extras import missing
 from ..bilevel.applications import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
+from ..core.progress import step_bar
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, auto
@@ -28,7 +31,7 @@ class DPSourceReweighting(LinearClassifier):
     The problem is `source_weighting`: the sources' weights are chosen so that a model
     of the weighted training records fits the clean ones. `dpbilevel.auto` compares
     methods of two levels and of one on synthetic records of these sizes, which takes
-    one to three minutes at the first fit of its sizes and is kept for the next ones of
+    one to two minutes at the first fit of its sizes and is kept for the next ones of
     the process.
 
     Args:
@@ -43,6 +46,7 @@ class DPSourceReweighting(LinearClassifier):
         solver: `"auto"`, or a solver of `source_weighting` such as
             `bilevel.SelectedSources`, which needs no dry runs.
         effort: `"fast"` or `"thorough"`, of the dry runs.
+        verbose: Whether to show a bar of the dry runs on stderr; needs tqdm.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
@@ -79,6 +83,7 @@ class DPSourceReweighting(LinearClassifier):
         ridge: float = 1e-4,
         solver: AbstractSolver | str = "auto",
         effort: Effort = "fast",
+        verbose: bool = False,
     ):
         self.epsilon = epsilon
         self.delta = delta
@@ -90,6 +95,7 @@ class DPSourceReweighting(LinearClassifier):
         self.ridge = ridge
         self.solver = solver
         self.effort = effort
+        self.verbose = verbose
 
     def fit(
         self,
@@ -120,7 +126,8 @@ class DPSourceReweighting(LinearClassifier):
 
         Raises:
             TypeError: A key that is not typed, sparse features, other arguments.
-            ValueError: Something is not declared, or shapes do not fit.
+            ValueError: Something is not declared, shapes do not fit, or tqdm is not
+                installed for `verbose=True`.
         """
         self._refuse(refused)
         if sources is None or clean is None:
@@ -172,23 +179,36 @@ class DPSourceReweighting(LinearClassifier):
         if isinstance(self.solver, AbstractSolver):
             return plan_of(problem, self.solver, budget, sizes, shapes)
         _checks.one_of(self._owner, "solver", self.solver, ("auto",))
-        return _auto(problem, budget, sizes, shapes, self.effort)
+        _checks.one_of(self._owner, "effort", self.effort, get_args(Effort))
+        of = problem, budget, sizes, shapes, self.effort
+        if of not in _PLANS:
+            _PLANS[of] = self._compared(*of)
+        return _PLANS[of]
+
+    def _compared(
+        self,
+        problem: SourceWeighting,
+        budget: PrivacyBudget,
+        sizes: Sizes,
+        shapes: tuple[tuple[int, ...], ...],
+        effort: Effort,
+    ) -> AutoPlan:
+        """The plan by dry runs, which are shown if they shall be."""
+        start = tuple(jnp.zeros(shape) for shape in shapes)
+        options: Any = {"sizes": sizes, "w0": start, "effort": effort}
+        if not self.verbose:
+            return auto(problem, budget, **options)
+        if importlib.util.find_spec("tqdm") is None:
+            raise ValueError(missing(f"{self._owner}.fit: verbose=True", "tqdm"))
+        with step_bar(0) as bar:
+            return auto(problem, budget, **options, progress=bar)
+
+
+# By problem, budget, sizes, shapes and effort, for the next fits.
+_PLANS: dict[tuple[Any, ...], AutoPlan] = {}
 
 
 @functools.lru_cache(maxsize=64)
 def _problem(loss: Any, count: int, ridge: float) -> SourceWeighting:
     """One object for each, so that it is compiled once."""
     return source_weighting(loss, count, ridge=ridge)
-
-
-@functools.lru_cache(maxsize=64)
-def _auto(
-    problem: SourceWeighting,
-    budget: PrivacyBudget,
-    sizes: Sizes,
-    shapes: tuple[tuple[int, ...], ...],
-    effort: Effort,
-) -> AutoPlan:
-    """The plan by dry runs; kept for the next fit of records of these sizes."""
-    start = tuple(jnp.zeros(shape) for shape in shapes)
-    return auto(problem, budget, sizes=sizes, w0=start, effort=effort)

@@ -18,6 +18,7 @@ from dpbilevel.sklearn import (
     DPSourceReweighting,
     FairClassifier,
 )
+from dpbilevel.sklearn import sources as sources_module
 
 NAMES = np.asarray(["left", "right"])
 BOX = {"bounds": ([-1, 2, -3], [1, 4, 5])}
@@ -168,6 +169,34 @@ def test_sources_are_planned_by_dry_runs_and_the_plan_is_kept():
     assert model.two_levels_pay_ is plan.pays is True
     assert model.source_weights_[1] < 0.1
     assert clone(model).fit(X, y, **fit).plan_ is plan
+
+
+def test_dry_runs_are_shown_where_verbose_and_kept_for_fits_that_are_not(
+    monkeypatch, capsys
+):
+    made = []
+
+    def auto(problem, budget, *, sizes, w0, progress=None, **options):
+        made.append(progress)
+        if progress is not None:
+            progress(3, 7)
+        return dpb.calibrate(problem, SOLVER, budget, sizes=sizes, w0=w0)
+
+    monkeypatch.setattr(sources_module, "auto", auto)
+    monkeypatch.setattr(sources_module, "_PLANS", {})
+    X, y, names = sources(200)
+    fit = {"sources": names, "clean": labelled(50, seed=1)}
+    model = DPSourceReweighting(**LABELS, sources=["a", "b", "c"], epsilon=7.0)
+    model.set_params(verbose=True).fit(X, y, **fit)
+    assert "3/7" in capsys.readouterr().err
+    model.set_params(verbose=False).fit(X, y, **fit)
+    assert len(made) == 1
+    model.set_params(epsilon=8.0).fit(X, y, **fit)
+    assert made[1] is None
+    assert not capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="verbose=True needs tqdm: run pip install"):
+        model.set_params(epsilon=9.0, verbose=True).fit(X, y, **fit)
 
 
 def fitted():
