@@ -125,7 +125,7 @@ def _(
     found = [*_one_level(fit)]
     if _is_linear(w0[1]):
         found += [
-            _refitted(clip_norm, fit),
+            _refitted(clip_norm, fit, (8.0,)),
             _selected(clip_norm, fit, (4.0, 8.0, 16.0, 32.0, 64.0)),
             _mixed(clip_norm),
         ]
@@ -176,7 +176,9 @@ def _one_level(fit: _Fit) -> tuple[Candidate, ...]:
     )
 
 
-def _refitted(clip_norm: float, fit: _Fit) -> Candidate:
+def _refitted(
+    clip_norm: float, fit: _Fit, sizes: tuple[float, ...] = (4.0, 8.0)
+) -> Candidate:
     def solver(outer: float, size: float) -> Refitted:
         search = PenaltyBilevel(
             20,
@@ -188,7 +190,7 @@ def _refitted(clip_norm: float, fit: _Fit) -> Candidate:
         )
         return Refitted(search, fit(100, size), (0.5, 0.5))
 
-    settings = itertools.product((5.0, 20.0), (4.0, 8.0))
+    settings = itertools.product((5.0, 20.0), sizes)
     return Candidate("PenaltyBilevel, refitted", _each(solver, settings), 2)
 
 

@@ -16,8 +16,9 @@ Effort = Literal["fast", "thorough"]
 _ROUNDS = {"fast": ((1, 3), (16, 24)), "thorough": ((2, 6), (64, 64))}
 # With little effort, where each run takes long.
 _FEW_ROUNDS = ((1, 1), (4, 8))
-# The share of a method's settings that goes on to the next round, at least one.
-_KEPT = 0.25
+# The share of a method's settings that goes on after each round but the last, at least
+# one. First the mean over the twins decides: the worst of few runs is little but noise.
+_KEPT = (0.4, 0.25, 0.25)
 # By how much more than the best method one has to miss to be left out, after each round
 # but the last: few runs say little where the budget is small.
 _HOPELESS = (1.0, 0.3, 0.15)
@@ -58,10 +59,15 @@ def race(
     done, total = 0, len(methods) * rounds[0]
     for number, count in enumerate(rounds):
         if number:
-            regrets = regrets_of([losses[index] for index in left], starts)
-            by_index = dict(zip(left, regrets, strict=True))
-            left, out = _survivors(methods, left, by_index, _HOPELESS[number - 1])
-            behind |= {index: by_index[index] for index in out}
+            shares = shares_of([losses[index] for index in left], starts)
+            worst = dict(zip(left, np.max(shares, 1).tolist(), strict=True))
+            means = dict(zip(left, np.mean(shares, 1).tolist(), strict=True))
+            order = means if number == 1 else worst
+            left = sorted(left, key=order.__getitem__)
+            left, out = _survivors(
+                methods, left, worst, _HOPELESS[number - 1], _KEPT[number - 1]
+            )
+            behind |= {index: worst[index] for index in out}
             total += count * len(left)
         first = sum(rounds[:number])
         for run in range(first, first + count):
@@ -80,17 +86,19 @@ def _survivors(
     left: list[int],
     regrets: dict[int, float],
     hopeless: float,
+    kept: float,
 ) -> tuple[list[int], list[int]]:
     """The best settings of each method, and the best ones of those left out.
 
     Args:
         methods: The method of each setting.
-        left: The settings that are left.
+        left: The settings that are left, best first.
         regrets: What they miss, by setting.
         hopeless: By how much more than the best a method that is left out misses.
+        kept: The share of a method's settings that goes on.
     """
     by_method: dict[str, list[int]] = {}
-    for index in sorted(left, key=regrets.__getitem__):
+    for index in left:
         by_method.setdefault(methods[index].name, []).append(index)
     firsts = [members[0] for members in by_method.values()]
     single = min(
@@ -102,7 +110,7 @@ def _survivors(
     survivors, out = [], []
     for members in by_method.values():
         if members[0] == single or regrets[members[0]] <= limit:
-            survivors += members[: max(1, round(_KEPT * len(members)))]
+            survivors += members[: max(1, round(kept * len(members)))]
         else:
             out.append(members[0])
     return survivors, out
@@ -110,9 +118,15 @@ def _survivors(
 
 def regrets_of(losses: list[list[list[float]]], starts: list[float]) -> list[float]:
     """The missed share of what there is to gain on the worst twin."""
+    return np.max(shares_of(losses, starts), 1).tolist()
+
+
+def shares_of(
+    losses: list[list[list[float]]], starts: list[float]
+) -> Float[np.ndarray, "settings twins"]:
+    """The missed shares of what there is to gain, by setting and twin."""
     # The mean, because a run that fails counts by how much it loses.
-    table = np.asarray([np.mean(runs, 0) for runs in losses])
-    return np.max(missed(table, starts), 1).tolist()
+    return missed(np.asarray([np.mean(runs, 0) for runs in losses]), starts)
 
 
 def missed(

@@ -187,7 +187,7 @@ def test_failures_after_the_first_nine_runs_decide():
     rounds = race.rounds_of("fast", 4, large=False)
     found = race.race(methods, rounds, dry_run, [1.0] * 4, lambda *_: None)
     assert rounds == (1, 3, 4, 6)
-    assert made == [14, 4, *[1] * 6] * 2
+    assert made == [14, 4, 4, *[1] * 5] * 2
     assert {index for index, *_ in found} == {0, 8}
     regrets = {index: regret for index, _, regret in found}
     assert regrets[8] == 0 < 0.1 < regrets[0]
