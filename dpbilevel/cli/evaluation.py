@@ -72,11 +72,10 @@ class Evaluation:
     def __str__(self) -> str:
         """One line, which says what protects the people of the file."""
         value = "no record to test on" if self.value is None else f"{self.value:.4g}"
-        text = f"test {self.metric}: {value}"
+        text = f"test {self.metric}: {value}{self._spread()}"
         if self.kind == "counted":
             return (
-                f"{text} +- {self.noise_std:.2g} (noise of one standard deviation) on "
-                f"{self.records} people of {self.file}, counted in the ledger"
+                f"{text} on {self.records} people of {self.file}, counted in the ledger"
             )
         if self.trivial is not None:
             text += f" (of the best constant answer: {self.trivial:.4g})"
@@ -93,6 +92,21 @@ class Evaluation:
                 "or text in the place of a number"
             )
         return text + (_NO_BETTER if self._no_better() else "")
+
+    def _spread(self) -> str:
+        """One standard deviation, of the noise and of so few people."""
+        if self.value is None:
+            return ""
+        parts = [f"noise {self.noise_std:.2g}"] if self.noise_std else []
+        sample = 0.0  # of an error, that of the sample is not known
+        if self.metric == "accuracy":
+            people = self.records - (self.left_out or 0)
+            sample = math.sqrt(self.value * (1 - self.value) / people)
+            parts.append(f"sample {sample:.2g}")
+        if not parts:
+            return ""
+        total = math.hypot(self.noise_std, sample)
+        return f" +- {total:.2g} (one standard deviation: {', '.join(parts)})"
 
     def _no_better(self) -> bool:
         """Whether the best constant answer does as well."""

@@ -180,6 +180,11 @@ def _released(result: Result) -> str:
     parts += [] if remark is None else [f'<p class="warning">{_text(remark)}</p>']
     if not result.has_moved and not result.shows_model:
         parts.append(f"<p>Each {_text(result.label)} is where it started.</p>")
+    elif not result.ends_there:
+        parts.append(
+            "<p>This method does not release the last point of the way there as its "
+            "answer: most such methods release an average of its points.</p>"
+        )
     parts += [] if result.test is None else [_tested(result)]
     parts.append('<div class="figures">')
     for title, drawing in figure.drawings(result).items():

@@ -74,12 +74,18 @@ class Result:
         """Whether what is shown differs from the public starting point."""
         return bool(np.any(self.shown != self.trajectory[0]))
 
+    @property
+    def ends_there(self) -> bool:
+        """Whether what is shown is the end of the trajectory, and no average of it."""
+        end = self.trajectory[-1]
+        return bool(np.allclose(self.shown, end, rtol=1e-4, atol=1e-6))
+
     def __str__(self) -> str:
-        """The report and the released values as a page of text."""
+        """The released values, then the report, as a page of text."""
         width = max(map(len, self.names))
         task = TASKS[self.task]
         stays = "" if self.has_moved else " (as at the start; no step moved them)"
-        lines = [str(self.report), f"released {self.label} of each {task.of}{stays}:"]
+        lines = [f"released {self.label} of each {task.of}{stays}:"]
         lines += [
             f"  {name:<{width}}  {value:.4f}"
             for name, value in zip(self.names, self.shown, strict=True)
@@ -91,7 +97,7 @@ class Result:
         remark = divergence(self.rejected_updates)
         if remark is not None:
             lines += [f"WARNING: {remark}"]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", str(self.report)])
 
     def _coefficients(self) -> list[str]:
         """The model, in which the largest coefficients are named."""

@@ -72,11 +72,15 @@ def test_calibrate_as_json_round_trips(config, capsys):
     assert dpb.privacy.PrivacyReport.from_json(text).to_json() == text.strip()
 
 
-def test_report_tells_the_guarantee_that_the_run_printed(finished, capsys):
+def test_report_tells_the_values_and_the_guarantee_that_the_run_printed(
+    finished, capsys
+):
     assert main(["report", finished.out]) == 0
     told = capsys.readouterr().out
-    assert told.splitlines()[:10] == finished.stdout.splitlines()[:10]
-    assert "released weight of each source:\n  source 0  0." in told
+    assert told.startswith("released weight of each source:\n  source 0  0.")
+    guarantee = "\n".join(finished.stdout.splitlines()[:10])
+    assert guarantee.startswith("ENFORCED: epsilon = 1")
+    assert f"\n\n{guarantee}\n" in told
     assert "0 where a source was dropped, and where no record has its name" in told
 
 

@@ -71,6 +71,25 @@ def test_an_exact_accuracy_is_that_of_the_model_and_says_whose_it_is(
         assert "NOT protected: the people of the test file test.csv" in said
 
 
+def test_an_accuracy_says_how_far_noise_and_so_few_people_move_it():
+    fields = {"value": 0.75, "file": "t.csv", "records": 304, "left_out": 4}
+    public = evaluation.Evaluation("accuracy", kind="public", trivial=0.5, **fields)
+    assert "accuracy: 0.75 +- 0.025 (one standard deviation: sample 0.025)" in str(
+        public
+    )
+    fields |= {"left_out": None, "noise_std": 0.03, "kind": "counted"}
+    counted = evaluation.Evaluation("accuracy", **fields)
+    assert "0.75 +- 0.039 (one standard deviation: noise 0.03, sample 0.025)" in str(
+        counted
+    )
+    error = evaluation.Evaluation("root mean squared error of wage", **fields)
+    assert "0.75 +- 0.03 (one standard deviation: noise 0.03)" in str(error)
+    exact = evaluation.Evaluation("root mean squared error of wage", **fields | {
+        "noise_std": 0.0, "kind": "public",
+    })  # fmt: skip
+    assert "+-" not in str(exact)
+
+
 def test_records_without_a_listed_label_are_counted_where_they_are_public(folder):
     text = (folder / "test.csv").read_text().replace("yes", "Yes", 3)
     (folder / "test.csv").write_text(text)
