@@ -182,7 +182,7 @@ class DPSourceReweighting(LinearClassifier):
         _checks.one_of(self._owner, "effort", self.effort, get_args(Effort))
         of = problem, budget, sizes, shapes, self.effort
         if of not in _PLANS:
-            _PLANS[of] = self._compared(*of)
+            _PLANS[of] = self._compared(problem, budget, sizes, shapes)
         return _PLANS[of]
 
     def _compared(
@@ -191,11 +191,10 @@ class DPSourceReweighting(LinearClassifier):
         budget: PrivacyBudget,
         sizes: Sizes,
         shapes: tuple[tuple[int, ...], ...],
-        effort: Effort,
     ) -> AutoPlan:
         """The plan by dry runs, which are shown if they shall be."""
         start = tuple(jnp.zeros(shape) for shape in shapes)
-        options: Any = {"sizes": sizes, "w0": start, "effort": effort}
+        options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
         if not self.verbose:
             return auto(problem, budget, **options)
         if importlib.util.find_spec("tqdm") is None:
