@@ -94,7 +94,7 @@ class Evaluation:
         return text + (_NO_BETTER if self._no_better() else "")
 
     def _spread(self) -> str:
-        """One standard deviation, of the noise and of so few people."""
+        """One standard deviation of the noise and of the sample, where known."""
         if self.value is None:
             return ""
         parts = [f"noise {self.noise_std:.2g}"] if self.noise_std else []

@@ -182,8 +182,8 @@ def _released(result: Result) -> str:
         parts.append(f"<p>Each {_text(result.label)} is where it started.</p>")
     elif not result.ends_there:
         parts.append(
-            "<p>This method does not release the last point of the way there as its "
-            "answer: most such methods release an average of its points.</p>"
+            "<p>The answer is not the last point of the path in the figure: in most "
+            "cases it is an average of the points of the path.</p>"
         )
     parts += [] if result.test is None else [_tested(result)]
     parts.append('<div class="figures">')

@@ -1,19 +1,34 @@
 """A bar of the steps of a run, on stderr."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 
+from .._extras import missing
 from .interrupts import whole
 
 
+def check_bar(what: str) -> None:
+    """Refuses to show a bar without tqdm.
+
+    Raises:
+        ValueError: tqdm is not installed; the message starts with `what`.
+    """
+    if importlib.util.find_spec("tqdm") is None:
+        raise ValueError(missing(what, "tqdm"))
+
+
 @contextlib.contextmanager
-def step_bar(num_steps: int) -> Iterator[Callable[..., None]]:
-    """A bar that appears when it is first set; needs tqdm.
+def step_bar(num_steps: int, *, shown: bool = True) -> Iterator[Callable[..., None]]:
+    """A bar that appears when it is first set; needs tqdm where it is shown.
 
     Yields:
         `at(done, total=None, **numbers)`: sets the steps done, their number where it
         was not known, and numbers to show beside them.
     """
+    if not shown:
+        yield lambda done, total=None, **numbers: None
+        return
     from tqdm import tqdm
 
     with contextlib.ExitStack() as end:

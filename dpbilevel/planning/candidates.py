@@ -131,8 +131,8 @@ def _(
         ]
     else:
         # Mixtures of networks are no mixtures, and with so many parameters gradients of
-        # weights are little but noise.
-        # Few validation records are enough for a linear model to find the sources.
+        # weights are little but noise. A linear model finds the sources from few
+        # validation records.
         described = isinstance(records, Mapping)
         scoring = Layout(records).linear() if described else None
         found.append(_selected(clip_norm, fit, (2.0, 4.0, 8.0), scoring))

@@ -1,8 +1,6 @@
 """The loop on the host that runs a solver on a black box, resumable."""
 
-import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -12,8 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._extras import missing
-from ..core.progress import step_bar
+from ..core.progress import check_bar, step_bar
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.clipping import Precision
@@ -125,14 +122,13 @@ def searched(
     **options: Any,
 ) -> Solution:
     """What `minimize` does, with losses from `evaluations`, and the trajectory."""
-    if progress and importlib.util.find_spec("tqdm") is None:
-        raise ValueError(missing("minimize: progress=True", "tqdm"))
+    if progress:
+        check_bar("minimize: progress=True")
     run = planned("minimize", problem, solver, w0, folder=folder, **options)
-    silent = contextlib.nullcontext(lambda done, **numbers: None)
     count = itertools.count(1)
     with (
         Rounds(run, folder) as rounds,
-        step_bar(run.solver.num_steps) if progress else silent as show,
+        step_bar(run.solver.num_steps, shown=progress) as show,
     ):
         while len(points := rounds.ask()):
             for losses in evaluations(points):

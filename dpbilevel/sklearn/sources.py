@@ -1,17 +1,15 @@
 """Training records of several sources, weighed by clean records."""
 
 import functools
-import importlib.util
 from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
-from .._extras import missing
 from ..bilevel.applications import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
-from ..core.progress import step_bar
+from ..core.progress import check_bar, step_bar
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, auto
@@ -182,25 +180,12 @@ class DPSourceReweighting(LinearClassifier):
         _checks.one_of(self._owner, "effort", self.effort, get_args(Effort))
         of = problem, budget, sizes, shapes, self.effort
         if of not in _PLANS:
-            _PLANS[of] = self._compared(problem, budget, sizes, shapes)
+            if self.verbose:
+                check_bar(f"{self._owner}.fit: verbose=True")
+            options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
+            with step_bar(0, shown=self.verbose) as bar:
+                _PLANS[of] = auto(problem, budget, **options, progress=bar)
         return _PLANS[of]
-
-    def _compared(
-        self,
-        problem: SourceWeighting,
-        budget: PrivacyBudget,
-        sizes: Sizes,
-        shapes: tuple[tuple[int, ...], ...],
-    ) -> AutoPlan:
-        """The plan by dry runs, which are shown if they shall be."""
-        start = tuple(jnp.zeros(shape) for shape in shapes)
-        options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
-        if not self.verbose:
-            return auto(problem, budget, **options)
-        if importlib.util.find_spec("tqdm") is None:
-            raise ValueError(missing(f"{self._owner}.fit: verbose=True", "tqdm"))
-        with step_bar(0) as bar:
-            return auto(problem, budget, **options, progress=bar)
 
 
 # By problem, budget, sizes, shapes and effort, for the next fits.

@@ -112,7 +112,7 @@ def test_a_run_that_diverged_or_did_not_move_is_shown_as_such():
 
 def test_an_answer_that_is_no_point_of_the_way_is_said_to_be_none():
     result = result_of("group_fair")
-    said = "does not release the last point of the way there"
+    said = "The answer is not the last point of the path"
     assert said not in text_of(page_of(result))
     mean = dataclasses.replace(result, shown=result.trajectory.mean(0))
     assert said in text_of(page_of(mean))

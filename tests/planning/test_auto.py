@@ -193,6 +193,16 @@ def test_failures_after_the_first_nine_runs_decide():
     assert regrets[8] == 0 < 0.1 < regrets[0]
 
 
+def test_bad_luck_on_one_twin_in_the_first_run_drops_no_setting():
+    # Of five settings two go on: the last is the best but on one twin of the first run.
+    def dry_run(index, number):
+        unlucky = index == 4 and number == 0
+        return [0.3 if index < 4 else 0.1] * 3 + [0.6 if unlucky else 0.4 - index / 20]
+
+    found = race.race([METHODS[0]] * 5, (1, 3, 4), dry_run, [1.0] * 4, lambda *_: None)
+    assert [index for index, *_ in found] == [4]
+
+
 @pytest.mark.parametrize(
     ("limit", "effort", "runs"),
     [

@@ -176,10 +176,9 @@ def test_dry_runs_are_shown_where_verbose_and_kept_for_fits_that_are_not(
 ):
     made = []
 
-    def auto(problem, budget, *, sizes, w0, progress=None, **options):
-        made.append(progress)
-        if progress is not None:
-            progress(3, 7)
+    def auto(problem, budget, *, sizes, w0, progress, **options):
+        made.append(budget.epsilon)
+        progress(3, 7)
         return dpb.calibrate(problem, SOLVER, budget, sizes=sizes, w0=w0)
 
     monkeypatch.setattr(sources_module, "auto", auto)
@@ -190,9 +189,9 @@ def test_dry_runs_are_shown_where_verbose_and_kept_for_fits_that_are_not(
     model.set_params(verbose=True).fit(X, y, **fit)
     assert "3/7" in capsys.readouterr().err
     model.set_params(verbose=False).fit(X, y, **fit)
-    assert len(made) == 1
+    assert made == [7.0]
     model.set_params(epsilon=8.0).fit(X, y, **fit)
-    assert made[1] is None
+    assert made == [7.0, 8.0]
     assert not capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="verbose=True needs tqdm: run pip install"):
