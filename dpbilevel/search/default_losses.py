@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from sklearn.base import is_classifier, is_regressor
 
+from .._columns import Column
 from .row_losses import Losses, count
 
 
@@ -59,15 +60,12 @@ def zero_one_loss(fitted: Any, X: Any, y: Any) -> Float[np.ndarray, " n"]:
 
 
 def _labels(y):
-    """Labels as they are: in one array one of them could change the type of all."""
-    found = np.empty(len(y), object)
-    for row, label in enumerate(y if isinstance(y, list | tuple) else np.asarray(y)):
-        found[row] = label
-    return found
+    """Labels as objects: in one array one of them could change the type of all."""
+    return Column.of(y).entries.astype(object)
 
 
 def _square(prediction, y):
     # Row by row: (n,) less (n, 1) would be all pairs of records.
     rows = (count(y), -1)
-    errors = np.reshape(prediction, rows) - np.asarray(y, np.float64).reshape(rows)
+    errors = np.reshape(prediction, rows) - Column.of(y).numbers().reshape(rows)
     return np.mean(errors**2, axis=1)

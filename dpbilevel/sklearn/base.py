@@ -14,6 +14,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import column_or_1d, validate_data
 
 from .. import _checks
+from .._columns import Column
 from ..core.levels import Sizes
 from ..core.loop import solve
 from ..core.plan import calibrate
@@ -24,7 +25,7 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key, root_key
 from ..privacy.report import PrivacyReport
 from ..privacy.rows import filler, padded_rows
-from .declared import Frame, cells, declared, frame, index_of, numbers
+from .declared import Frame, declared, frame, index_of, numbers
 
 _run = jax.jit(lambda *run, key: solve(*run, key=key))
 DECLARED = (
@@ -70,7 +71,7 @@ class PrivateEstimator(BaseEstimator):
         relation = getattr(self, "neighbours", Neighbours.REPLACE_ONE.value)
         array = check_array(
             numbers(X),
-            dtype=_FLOATS,
+            dtype="float64",
             ensure_all_finite=False,
             ensure_min_samples=int(relation == Neighbours.REPLACE_ONE.value),
             estimator=self,
@@ -87,7 +88,7 @@ class PrivateEstimator(BaseEstimator):
             ValueError: They are no table of as many columns.
         """
         array = check_array(
-            numbers(X), dtype=_FLOATS, ensure_all_finite=False, estimator=self
+            numbers(X), dtype="float64", ensure_all_finite=False, estimator=self
         )
         try:
             validate_data(self, X, reset=False, skip_check_array=True)
@@ -99,9 +100,7 @@ class PrivateEstimator(BaseEstimator):
             ) from None
         return array
 
-    def _column(
-        self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y"
-    ) -> np.ndarray:
+    def _column(self, y: Any, X: Float[np.ndarray, "n d"], name: str = "y") -> Column:
         """A column beside the features, of any type."""
         if isinstance(y, str):
             raise ValueError(
@@ -112,13 +111,14 @@ class PrivateEstimator(BaseEstimator):
             raise ValueError(
                 f"{self._owner} requires y to be passed, but the target y is None."
             )
-        column = column_or_1d(cells(y), warn=True)
-        if len(column) != len(X):
+        column = Column.of(y)
+        entries = column_or_1d(column.entries, warn=True)
+        if len(entries) != len(X):
             raise ValueError(
-                f"{self._owner}.fit: {name} has {len(column)} values for {len(X)} "
+                f"{self._owner}.fit: {name} has {len(entries)} values for {len(X)} "
                 "records."
             )
-        return column
+        return dataclasses.replace(column, entries=entries)
 
     def _frame(self) -> Frame:
         """The units of the features."""
@@ -201,7 +201,7 @@ class PrivateClassifier(PrivateEstimator):
             self._owner, "classes", self._given("classes"), 'classes=["no", "yes"]'
         )
 
-    def _labels(self, y: np.ndarray) -> Int[np.ndarray, " n"]:
+    def _labels(self, y: Column) -> Int[np.ndarray, " n"]:
         """The number of each record's class; -1 where it is none that is declared."""
         return index_of(self._owner, "classes", self.classes_, y)
 

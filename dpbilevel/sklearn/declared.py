@@ -6,7 +6,6 @@ that is not declared has the index -1. Such records have no influence.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,11 +13,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from .. import _checks
+from .._columns import Column, kind_of
 
 # Entries of a feature that is uniform in its bounds have this mean square.
 _UNIFORM = 1 / 3
-# How names of types of columns of texts begin, in lower case, in data frames.
-_TEXTS = "str", "categor", "enum"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,19 +171,18 @@ def declared(owner: str, name: str, values: Any, example: str) -> np.ndarray:
 
 
 def index_of(
-    owner: str, name: str, declared: np.ndarray, column: np.ndarray
+    owner: str, name: str, declared: np.ndarray, column: Column
 ) -> Int[np.ndarray, " n"]:
     """Where each entry of a column is among the declared values; -1 where it is not.
 
     Raises:
-        ValueError: One are texts and the others numbers, by their dtypes.
+        ValueError: One are texts and the others numbers, by their types.
     """
-    texts = declared.dtype.kind == "U"
-    if column.dtype.kind != "O" and (column.dtype.kind in "US") != texts:
-        kinds = ("texts", "numbers") if texts else ("numbers", "texts")
+    own = "texts" if declared.dtype.kind == "U" else "numbers"
+    if column.kind not in (own, "objects"):
         raise ValueError(
-            f"{owner}: {name} was declared with {kinds[0]}, but the records have "
-            f"{kinds[1]}. Declare the values as they are in the records."
+            f"{owner}: {name} was declared with {own}, but the records have "
+            f"{column.kind}. Declare the values as they are in the records."
         )
     places = {value: place for place, value in enumerate(declared.tolist())}
 
@@ -195,7 +192,8 @@ def index_of(
         except TypeError:  # no hash: it is none of them
             return -1
 
-    return np.fromiter(map(place, column.tolist()), np.int32, len(column))
+    entries = column.entries
+    return np.fromiter(map(place, entries.tolist()), np.int32, len(entries))
 
 
 def numbers(table: Any) -> Any:
@@ -215,70 +213,55 @@ def numbers(table: Any) -> Any:
             f"Expected 2D array, got {type(table).__name__} instead: give a table with "
             "a row for each record."
         )
-    _refuse_texts(table)
-    array = cells(table)
+    _refuse_types(table)
+    # Floating-point numbers of 64 bits hold what NumPy makes of an entry beside others,
+    # or are it.
+    array = np.asarray(table, object if isinstance(table, list | tuple) else None)
     if array.ndim != 2:
         raise ValueError(
             f"Expected 2D array, got {array.ndim}D array instead. Reshape your data by "
             "array.reshape(-1, 1) if it has one feature, by array.reshape(1, -1) if it "
             "is one record."
         )
-    return _as_numbers("X", array)
+    return _as_numbers("X", Column(array, kind_of(array.dtype)))
 
 
-def targets(column: np.ndarray) -> Float[np.ndarray, " n"]:
+def targets(column: Column) -> Float[np.ndarray, " n"]:
     """A column as numbers; NaN where an object is none.
 
     Raises:
         ValueError: The entries are texts, by their type.
     """
-    return _as_numbers("y", column).astype(float)
+    return _as_numbers("y", column)
 
 
-def cells(table: Any) -> Any:
-    """An array of a table or column, in which no entry changes the type of others.
-
-    NumPy would make texts of all numbers of a list that holds one text.
-
-    Raises:
-        ValueError: The entries are of a type that stands for no number or text.
-    """
-    kind = object if isinstance(table, list | tuple) else None
-    if str(getattr(table, "dtype", "")).lower().startswith("str"):
-        kind = str  # a column of texts of a data frame
-    array = np.asarray(table, kind)
-    if array.dtype.kind == "c":
-        raise ValueError("Complex data not supported: give real numbers.")
-    if array.dtype.kind not in "biufOUS":
-        raise ValueError(
-            f"{array.dtype.name} is a type of no numbers or texts: convert the columns "
-            "of X, and y, by a rule that reads each entry alone."
-        )
-    return array
-
-
-def _as_numbers(name: str, array: np.ndarray) -> np.ndarray:
-    if array.dtype.kind in "US":
+def _as_numbers(name: str, column: Column) -> Float[np.ndarray, "..."]:
+    if column.kind == "texts":
         raise ValueError(
             f"{name} is an array of texts, by its type, and records with texts in the "
             "place of numbers are ignored. Encode columns of texts with declared "
             "categories, or read each entry as a number, such as by "
             "pandas.to_numeric(column, errors='coerce')."
         )
-    return array if array.dtype.kind != "O" else _numbers(array)
+    return column.numbers()
 
 
-def _numbers(array: np.ndarray) -> Float[np.ndarray, "..."]:
-    with warnings.catch_warnings():  # one would tell of an entry
-        warnings.simplefilter("ignore")
-        flat = [_number(value) for value in array.ravel().tolist()]
-    return np.asarray(flat, float).reshape(array.shape)
-
-
-def _refuse_texts(table: Any) -> None:
-    types = getattr(table, "dtypes", ())
-    pairs = zip(getattr(table, "columns", ()), types, strict=False)
-    texts = [str(name) for name, kind in pairs if _is_text(kind)]
+def _refuse_types(table: Any) -> None:
+    """Refuses columns that stand for no numbers, by their types."""
+    schema = getattr(table, "schema", None)
+    types = getattr(table, "dtypes", getattr(schema, "types", ()))
+    names = getattr(table, "column_names", getattr(table, "columns", ()))
+    if not isinstance(types, Iterable):
+        return
+    texts = []
+    for name, kind in zip(names, types, strict=False):
+        try:
+            found = kind_of(kind)
+        except ValueError as error:
+            raise ValueError(f"column {str(name)!r} of X: {error}") from None
+        # Categories are refused where they are numbers, too: these have no order.
+        if found == "texts" or str(kind).lower().startswith("categor"):
+            texts.append(str(name))
     if texts:
         raise ValueError(
             f"the columns {texts} of X hold texts, by their types, and rows with texts "
@@ -288,16 +271,5 @@ def _refuse_texts(table: Any) -> None:
         )
 
 
-def _is_text(kind: Any) -> bool:
-    return str(kind).lower().startswith(_TEXTS)
-
-
 def _has_rows(table: Any) -> bool:
     return hasattr(table, "__len__") or hasattr(table, "__array__")
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except Exception:  # whatever an object raises that stands for a number
-        return np.nan

@@ -9,6 +9,7 @@ import numpy as np
 from .. import _checks
 from ..bilevel.applications import SourceWeighting, source_weighting, source_weights
 from ..bilevel.problem import Levels, Sizes
+from ..core.levels import check_apart
 from ..core.progress import check_bar, step_bar
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
@@ -114,7 +115,7 @@ class DPSourceReweighting(LinearClassifier):
             sources: The source of each training record.
             clean: `(X, y)` of the clean records.
             people: `"disjoint"` where nobody has a training record and a clean one,
-                else `"overlapping"`. This is not checked.
+                else `"overlapping"`. Checked only as far as arrays share memory.
             key: One typed key; by default a new one of the operating system's.
             **refused: No further argument is accepted; `sample_weight` raises a
                 `TypeError` with the reason.
@@ -146,6 +147,8 @@ class DPSourceReweighting(LinearClassifier):
         counts = np.isfinite(rows).all(axis=1) & (labels >= 0)
         lower["source"] = np.where(counts, source, -1).astype(np.int32)
         upper = self._clean(clean, units)
+        if people == "disjoint":
+            self._check_apart(X, clean[0])
         problem = _problem(self._loss, len(self.sources_), float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
         sizes = Sizes(len(upper["label"]), len(table), people)
@@ -169,6 +172,19 @@ class DPSourceReweighting(LinearClassifier):
         table = self._more_rows(X)
         labels = self._labels(self._column(y, table, "clean[1]"))
         return self._records(units.rows(table), labels)
+
+    def _check_apart(self, X: Any, clean: Any) -> None:
+        """Refuses clean records that are parts of the array of training records."""
+        if not (hasattr(X, "__array__") and hasattr(clean, "__array__")):
+            return
+        try:
+            check_apart(Levels(np.asarray(clean), np.asarray(X)))
+        except ValueError:
+            raise ValueError(
+                f'{self._owner}.fit: people="disjoint" contradicts the records: clean '
+                "and X are the same array or parts of it. Pass X without the clean "
+                'rows, in an array of its own, or people="overlapping".'
+            ) from None
 
     def _plan(
         self, problem: SourceWeighting, budget: PrivacyBudget, sizes: Sizes, start: Any

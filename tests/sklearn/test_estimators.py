@@ -309,8 +309,8 @@ def test_arrays_of_texts_are_no_features_and_no_targets():
 def test_labels_that_are_texts_by_type_are_no_numbers():
     X, y = labelled(20)
     with pytest.raises(ValueError, match="declared with numbers, but the records have"):
-        DPLogisticRegression(**BOX, classes=[0, 1]).fit(X, Typed(y, "str"))
-    DPLogisticRegression(**LABELS, max_iter=2).fit(X, Typed(y, "str"))
+        DPLogisticRegression(**BOX, classes=[0, 1]).fit(X, pa.array(y))
+    DPLogisticRegression(**LABELS, max_iter=2).fit(X, pa.array(y))
 
 
 def test_messages_name_the_argument_that_does_not_fit():

@@ -1,0 +1,134 @@
+"""Columns of tables, entry by entry: no entry changes what another one is.
+
+NumPy gives all entries one type, which depends on what they are: a missing integer
+makes floating-point numbers of all, whose last digits are lost above 2^53, and a long
+text makes all as long. Here entries are converted alone, and errors follow types.
+"""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+# How the names of types begin, in lower case, in data frames and Arrow tables.
+_TEXTS = "string", "large_string", "utf8", "large_utf8", "categor", "enum"
+_NUMBERS = "int", "uint", "float", "double", "half", "decimal", "bool", "sparse"
+_OBJECTS = "object", "null", "unknown"
+# Of NumPy's kinds of types.
+_OF_NUMPY = dict.fromkeys("biuf", "numbers") | {"U": "texts", "S": "texts"}
+_OF_NUMPY |= {"O": "objects"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """The entries of a column.
+
+    Attributes:
+        entries: An array of a type of NumPy's as it came, else objects.
+        kind: What the column's type stands for: "numbers", "texts", or "objects", any
+            of both.
+    """
+
+    entries: Shaped[np.ndarray, "..."]
+    kind: str
+
+    @classmethod
+    def of(cls, column: Any) -> "Column":
+        """From a list, an array, or a column of a data frame or an Arrow table.
+
+        Raises:
+            ValueError: Its type stands for no numbers or texts.
+        """
+        column = _only_column(column)
+        own = getattr(column, "dtype", getattr(column, "type", None))
+        values = _listed(column, own)
+        if values is None:
+            as_list = isinstance(column, list | tuple)
+            array = np.asarray(column, object if as_list or own is None else None)
+            return cls(array, kind_of(array.dtype))
+        entries = np.empty(len(values), object)
+        for row, value in enumerate(values):  # at once, lists would become rows
+            entries[row] = value
+        return cls(entries, kind_of(own))
+
+    def numbers(self) -> Float[np.ndarray, "..."]:
+        """The entries as numbers of 64 bits; NaN where an object is none."""
+        array = self.entries
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")  # one would tell of an entry
+            if array.dtype.kind in "biuf":
+                return array.astype(np.float64, copy=False)
+            flat = [_number(value) for value in array.ravel().tolist()]
+        return np.asarray(flat, np.float64).reshape(array.shape)
+
+
+def kind_of(dtype: Any) -> str:
+    """What a type stands for: "numbers", "texts", or "objects".
+
+    Args:
+        dtype: The type of a column of NumPy, pandas, polars or pyarrow.
+
+    Raises:
+        ValueError: Neither, such as dates.
+    """
+    if isinstance(dtype, np.dtype):
+        kind = _OF_NUMPY.get(dtype.kind)
+    else:
+        # Of categories, as pandas and Arrow tables have them, their values decide.
+        categories = getattr(getattr(dtype, "categories", None), "dtype", None)
+        if categories is not None:
+            return kind_of(categories)
+        name = str(dtype).lower()
+        if name.startswith("dictionary"):
+            return kind_of(dtype.value_type)
+        kind = _named(name)
+    if kind is None:
+        if str(dtype).startswith("complex"):
+            raise ValueError("Complex data not supported: give real numbers.")
+        raise ValueError(
+            f"{dtype} is a type of no numbers or texts. Convert it by a rule that "
+            "reads each entry alone."
+        )
+    return kind
+
+
+def _named(name: str) -> str | None:
+    kinds = {"texts": _TEXTS, "numbers": _NUMBERS, "objects": _OBJECTS}
+    if name == "str":  # and no struct
+        return "texts"
+    if name.startswith("interval"):  # and no integer
+        return None
+    return next((k for k, begins in kinds.items() if name.startswith(begins)), None)
+
+
+def _only_column(table: Any) -> Any:
+    """That of a data frame of one column; anything else as it is."""
+    shape = getattr(table, "shape", ())
+    if len(shape) != 2 or shape[1] != 1:
+        return table
+    for found in ("iloc", "to_series", "column"):
+        if not hasattr(table, found):
+            continue
+        # pandas, polars, pyarrow
+        return table.iloc[:, 0] if found == "iloc" else getattr(table, found)(0)
+    return table
+
+
+def _listed(column: Any, dtype: Any) -> list[Any] | None:
+    """The entries where NumPy would choose their type; `None` for arrays."""
+    if hasattr(column, "to_pylist"):  # pyarrow
+        return column.to_pylist()
+    if isinstance(dtype, np.dtype):
+        return None
+    if hasattr(dtype, "na_value"):  # types of pandas
+        return list(column)
+    return column.to_list() if hasattr(column, "to_list") else None  # polars
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except Exception:  # whatever an object raises that stands for a number
+        return np.nan
