@@ -156,7 +156,7 @@ _SUCH_AS = {
     "AbstractSampling": "dpb.Poisson(rate=0.1) or dpb.FullBatch()",
     "AbstractFiniteSum": "dpb.FiniteSum(loss)",
     "AbstractProblem": "dpb.FiniteSum(loss) or dpb.BilevelProblem(upper, lower)",
-    "AbstractOutput": "dpb.outputs.Mean() or dpb.outputs.Last()",
+    "AbstractOutput": "dpb.outputs.TailMean() or dpb.outputs.Last()",
     "PrivacyBudget": "dpb.PrivacyBudget(epsilon=1.0, delta=1e-6)",
     "Sizes": 'dpb.Sizes(upper=1000, lower=5000, people="disjoint")',
     "AbstractSet": "dpb.sets.Ball(1.0)",

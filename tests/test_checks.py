@@ -116,7 +116,7 @@ def test_a_start_of_half_precision_is_refused_with_the_remedy(dtype):
     ("field", "value", "remedy"),
     [
         ("sampling", "Poisson", r"Give dpb\.Poisson"),
-        ("output", "Mean", r"Give dpb\.outputs\.Mean"),
+        ("output", "Mean", r"Give dpb\.outputs\.TailMean"),
     ],
 )
 def test_a_part_of_a_wrong_class_is_refused_with_the_remedy(field, value, remedy):

@@ -72,7 +72,8 @@ class F2SA(AbstractJointSolver):
             $(\lambda C_y n_f / (C_f n_g))^2$ of it for $z$, with the numbers of
             records: above that the share of an upper record decides the noise of all
             blocks.
-        output: Which pair $(x, y)$ is the answer: `Last()`, or `Mean()` of all.
+        output: Which pair $(x, y)$ is the answer: `Last()`, `Mean()` of all,
+            or `TailMean()` of the second half.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:

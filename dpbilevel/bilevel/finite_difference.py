@@ -84,7 +84,8 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
         budget_split: How the squared budget is split over $y$, $\delta$ and $x$: the
             noise of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no
             record's loss reads x, over the first two.
-        output: Which pair $(x, y)$ is the answer: `Last()`, or `Mean()` of all.
+        output: Which pair $(x, y)$ is the answer: `Last()`, `Mean()` of all,
+            or `TailMean()` of the second half.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:

@@ -72,7 +72,8 @@ class SingleLoopBilevel(AbstractJointSolver):
         budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise
             of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record's
             loss reads x, over the first two.
-        output: Which pair is the answer: `Last()`, or `Mean()` of all.
+        output: Which pair is the answer: `Last()`, `Mean()` of all,
+            or `TailMean()` of the second half.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:

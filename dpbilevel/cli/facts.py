@@ -113,6 +113,8 @@ def header_of(file: Path) -> Header:
     """
     if not file.is_file():
         raise ValueError(f"there is no file {file}; give the path of a CSV file.")
+    if file.suffix == ".toml":
+        raise ValueError(f"{file} is a config; give the CSV file of the records.")
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
         first = lines.readline()
     separator = max(SEPARATORS, key=first.count)  # commas where there is none

@@ -218,7 +218,8 @@ def read_header(path: Path, separator: str) -> list[str]:
         raise ValueError(
             f"{path} has one column only in its header, which is the first row, and "
             f"{SEPARATORS[other]} in its name. If they are between the columns, set "
-            f"separator = {json.dumps(other)} in [data]."
+            f"separator = {json.dumps(other)} in [data] of the config, or, for a "
+            "further file of a finished run, save it with the separator of the first."
         )
     if len(set(header)) < len(header):
         raise ValueError(

@@ -216,13 +216,14 @@ def _content_or_none(text: str) -> Content | None:
 def _sizes(asked: Questions, header: Header, task: str, neighbours: str):
     """Numbers of records, the file of validation records, and the people."""
     counted = neighbours == "replace_one"
+    two_levels = task in ("source_weighting", "penalty_tuning")
     rows = asked.ask(
         "records",
         "number of records"
         + (", or count to count the rows" if counted else ", about"),
-        _rows(header, counted),
+        _rows(header, counted, least=1 + two_levels),
     )
-    if task not in ("source_weighting", "penalty_tuning"):
+    if not two_levels:
         return {"training": rows, "validation": 0, "clean": None, "people": ""}
     clean = None
     if task == "source_weighting":
@@ -231,7 +232,7 @@ def _sizes(asked: Questions, header: Header, task: str, neighbours: str):
     if clean is None:
         held_out = number(0, rows, int)
         question = "how many of them are for validation"
-        validation = asked.ask("validation", question, held_out, str(rows // 5))
+        validation = asked.ask("validation", question, held_out, str(-(-rows // 5)))
         rows -= validation
     else:
         of_clean = _rows(header_of(clean), counted)
@@ -251,11 +252,11 @@ def _sizes(asked: Questions, header: Header, task: str, neighbours: str):
     }
 
 
-def _rows(header: Header, counted: bool):
+def _rows(header: Header, counted: bool, least: int = 1):
     def read(text: str) -> int:
         if text == "count" and counted:
             return count_rows(header)
-        return number(0, kind=int)(text)
+        return number(least - 1, kind=int)(text)
 
     return read
 

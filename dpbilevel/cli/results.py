@@ -210,8 +210,8 @@ def load(folder: Path) -> Result:
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(
-            f"{folder} is not a result folder of this version of dpbilevel, or it is "
-            f"damaged: {error}."
+            f"{folder} is not a result folder of this version of dpbilevel, or "
+            f"{RESULT} or {ARRAYS} in it is damaged: {error}."
         ) from error
 
 

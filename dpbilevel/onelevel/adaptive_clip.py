@@ -52,7 +52,8 @@ class AdaptiveClipGD(NoisyGD):
         step_size: As in `NoisyGD`.
         sampling: How each step's batch is drawn.
         noise: The mechanism of the whole run, seen as one release on full batches.
-        output: Which iterate is the answer: `Last()`, or `Mean()` of all.
+        output: Which iterate is the answer: `Last()`, `Mean()` of all,
+            or `TailMean()` of the second half.
         sizes: The planned number of records; set by `calibrate`. Static.
         kept: $k$, the mean share of their lengths that gradients are to keep.
         rate: $\rho$, the most by which the logarithm of the norm changes in a step.

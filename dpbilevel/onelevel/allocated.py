@@ -48,7 +48,8 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         step_size: As in `NoisyGD`.
         noise: The mechanism of the whole run, seen as one release on full batches.
-        output: Which iterate is the answer: `Last()`, or `Mean()` of all.
+        output: Which iterate is the answer: `Last()`, `Mean()` of all,
+            or `TailMean()` of the second half.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:

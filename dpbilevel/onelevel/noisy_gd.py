@@ -49,7 +49,8 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
             released gradient, whose steps are taken as they are.
         sampling: How each step's batch is drawn.
         noise: The mechanism of the whole run, seen as one release on full batches.
-        output: Which iterate is the answer: `Last()`, or `Mean()` of all.
+        output: Which iterate is the answer: `Last()`, `Mean()` of all,
+            or `TailMean()` of the second half.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:

@@ -4,17 +4,8 @@ from .candidates import Candidate, candidates
 from .conclusions import Trial
 from .dry_runs import AutoPlan, auto
 from .records import Classes
-from .twins import (
-    AbstractTeacherTwin,
-    AbstractTwin,
-    Alike,
-    GoodOrBad,
-    NoiseGroups,
-    Shifted,
-    Tables,
-    Twin,
-    twins,
-)
+from .teachers import AbstractTeacherTwin, AbstractTwin, Twin
+from .twins import Alike, GoodOrBad, NoiseGroups, Shifted, Tables, twins
 
 __all__ = [
     "AbstractTeacherTwin",

@@ -123,7 +123,7 @@ def _(
 ) -> tuple[Candidate, ...]:
     fit = _fit(clip_norm, w0[1])
     found = [*_one_level(fit)]
-    if _is_linear(w0[1]):
+    if is_linear(w0[1]):
         found += [
             _refitted(clip_norm, fit, (8.0,)),
             _selected(clip_norm, fit, (4.0, 8.0, 16.0, 32.0, 64.0)),
@@ -148,12 +148,13 @@ def _descent(
     return NoisyGD(steps, clip, step_size, output=TailMean())
 
 
-def _is_linear(model: PyTree) -> bool:
+def is_linear(model: PyTree) -> bool:
+    """Whether a model is one array, the coefficients of features."""
     return len(jax.tree.leaves(model)) == 1
 
 
 def _fit(clip_norm: float, model: PyTree) -> _Fit:
-    clipped = _CLIPPED if _is_linear(model) else _CLIPPED_NETWORK
+    clipped = _CLIPPED if is_linear(model) else _CLIPPED_NETWORK
     return functools.partial(_descent, clip_norm, clipped=clipped)
 
 

@@ -31,6 +31,8 @@ class Trial:
             than the starting point somewhere. Where there is less to gain than 15 % of
             the loss of the starting point, the share of these.
         runs: How many dry runs this rests on.
+        leads: By which share of what there is to gain it is better than the planned
+            method on each twin, in the runs that both made; negative where it is worse.
     """
 
     method: str
@@ -39,6 +41,7 @@ class Trial:
     losses: tuple[float, ...]
     regret: float
     runs: int
+    leads: tuple[float, ...] = ()
 
 
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
@@ -87,7 +90,9 @@ def reason_of(
             f"No method improves on the starting point on every twin at {budget}. More "
             f"records or a larger epsilon are needed; the best is {first.method}."
         )
-    found = f"misses at most {first.regret:.0%} of the possible improvement"
+    # Of methods that were left out, too, which are better on some twins.
+    most = max(first.regret, *(lead for trial in ranked for lead in trial.leads), 0.0)
+    found = f"misses at most {most:.0%} of the possible improvement"
     if len(twins) == 1:
         found = "releases the model of the least test loss"
     text = (
@@ -99,10 +104,34 @@ def reason_of(
         return f"{text}{best} {single.regret:.0%}."
     if double is None or first.levels == 2:
         return text
-    if double.regret < first.regret:
-        gained = first.regret - double.regret
-        text += f" {double.method} misses {gained:.1%} less, too little to tell."
-    return f"{text} Two levels do not pay here: one level is as good, or nearly."
+    place = max(
+        (k for k, trial in enumerate(ranked) if trial.levels > 1),
+        key=lambda k: sum(ranked[k].leads),
+    )
+    text += _compared(ranked[place], place, twins)
+    return (
+        f"{text} Two levels do not pay here: on the worst of these records one level "
+        "is as good, or nearly."
+    )
+
+
+def _compared(trial: Trial, place: int, twins: list[str]) -> str:
+    """Where a method that is not planned would be better, and where worse."""
+    pairs = list(zip(twins, trial.leads, strict=False))
+    better = [name for name, lead in pairs if lead > _WORTH]
+    if not better:
+        return ""
+    text = (
+        f" {trial.method} is better on {', '.join(better)}, by up to "
+        f"{max(trial.leads):.0%}"
+    )
+    worse = [name for name, lead in pairs if lead < 0]
+    if worse:
+        text += f", and worse on {', '.join(worse)}, by up to {-min(trial.leads):.0%}"
+    return (
+        f"{text}: where your records are like the former, fit "
+        f"plan.trials[{place}].solver."
+    )
 
 
 def outlook_of(
@@ -135,4 +164,4 @@ def outlook_of(
         if again[ranked_best(again, starts)[0]].levels == 2:
             return f" Two levels may pay from about epsilon = {epsilon:g} on."
     most = _MORE[-1] * budget.epsilon
-    return f" They would not pay at epsilon = {most:g} either."
+    return f" Nor do they on these records at epsilon = {most:g}."

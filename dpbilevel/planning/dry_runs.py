@@ -20,10 +20,10 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
-from .candidates import Candidate, candidates
+from .candidates import Candidate, candidates, is_linear
 from .conclusions import Trial, outlook_of, ranked_best, reason_of
-from .race import Effort, race, rounds_of
-from .twins import AbstractTwin, Twin
+from .race import Effort, leads_of, race, rounds_of
+from .teachers import AbstractTwin, Twin
 from .twins import twins as default_twins
 
 # Where a step reads more numbers than these, in records times parameters, every second
@@ -121,8 +121,9 @@ def auto(
         w0: The starting point.
         clip_norm: The largest norm of a record's gradient in a linear model, from
             public knowledge: 1 for logistic regression on features of norm at most 1.
-            Most candidates clip at 0.7 of it. The clip norm of a network, whose
-            gradients have no largest norm.
+            Most candidates clip at 0.7 of it, and the features of the default twins
+            have this norm. The clip norm of a network, whose gradients have no largest
+            norm; there the features of the twins have norm 1.
         records: What a record looks like, for models other than one vector or one
             matrix: a pytree of shapes with `planning.Classes` for the label, such as
             `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
@@ -163,8 +164,8 @@ def auto(
     _checks.one_of(owner, "effort", effort, get_args(Effort))
     _checks.positive(owner, clip_norm=clip_norm)
     problem.check_sizes(owner, sizes)
-    laws = tuple(default_twins(problem, records) if twins is None else twins)
-    _check_start_and_laws(problem, w0, laws)
+    _check_start(problem, w0)
+    laws = _laws(problem, w0, clip_norm, records, twins)
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm, records)
     large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
@@ -183,7 +184,11 @@ def auto(
     )
     trials = {i: _trial(*entries[i], runs, regret) for i, runs, regret in found}
     ranked = ranked_best(trials, starts)
-    best = tuple(trials[i] for i in ranked)
+    runs = {i: losses for i, losses, _ in found}
+    best = tuple(
+        dataclasses.replace(trials[i], leads=leads_of(runs[i], runs[ranked[0]], starts))
+        for i in ranked
+    )
     outlook = outlook_of(best, starts, budget, dry.table)
     plan = calibrate(problem, best[0].solver, budget, precision=precision, **options)
     return AutoPlan(
@@ -214,20 +219,40 @@ def _trial(
     return Trial(method.name, solver, method.levels, means, regret, runs)
 
 
-def _check_start_and_laws(
-    problem: AbstractProblem, w0: PyTree, laws: tuple[AbstractTwin, ...]
-) -> None:
-    """Refuses a start of two levels that is no pair, and what is no law of records."""
+def _check_start(problem: AbstractProblem, w0: PyTree) -> None:
+    """Refuses a start of two levels that is no pair."""
     pair = isinstance(w0, tuple | list) and len(w0) == 2
     if isinstance(problem, BilevelProblem) and not pair:
         raise ValueError(
             "auto: w0 must be a pair (x, y) of the upper and the lower starting point, "
             f"got {_checks.shown(w0)}."
         )
+
+
+def _laws(
+    problem: AbstractProblem,
+    w0: PyTree,
+    clip_norm: float,
+    records: PyTree,
+    twins: Sequence[AbstractTwin] | None,
+) -> tuple[AbstractTwin, ...]:
+    """The twins that were passed, or the default ones.
+
+    Raises:
+        ValueError: None was passed.
+        TypeError: What was passed is no twin.
+    """
+    if twins is None:
+        model = w0[1] if isinstance(problem, BilevelProblem) else w0
+        # The largest gradient of a linear model is as long as the features.
+        norm = clip_norm if is_linear(model) else 1.0
+        return default_twins(problem, records, norm)
+    laws = tuple(twins)
     if not laws:
         raise ValueError("auto: twins must hold at least one law of records.")
     for law in laws:
         _checks.instance("auto", AbstractTwin, twins=law)
+    return laws
 
 
 def _remark_on(problem: AbstractProblem, w0: PyTree) -> str:

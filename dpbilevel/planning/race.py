@@ -139,3 +139,21 @@ def missed(
     best = np.minimum(np.min(table, 0), starts)
     room = np.maximum(np.asarray(starts) - best, _LEAST * np.abs(starts) + 1e-9)
     return np.minimum((table - best) / room, 1e6)
+
+
+def leads_of(
+    losses: list[list[float]], of: list[list[float]], starts: list[float]
+) -> tuple[float, ...]:
+    """By how much a setting is better than another one, of what there is to gain.
+
+    On every twin, negative where it is worse, in the runs that both made.
+
+    Args:
+        losses: Those of the setting, by run and twin.
+        of: Those of the other one.
+        starts: The losses of the starting point.
+    """
+    both = min(len(losses), len(of))
+    table = np.asarray([np.mean(runs[:both], 0) for runs in (losses, of)])
+    here, there = missed(table, starts)
+    return tuple((there - here).tolist())

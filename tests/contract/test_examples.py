@@ -77,8 +77,8 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
 ):
     monkeypatch.chdir(tmp_path)  # where the figure goes
     names = {}
-    # Fewer runs of the audit, fewer steps of the search, two methods to plan from and
-    # one law of records.
+    # Fewer runs of the audit, fewer steps of the search, two methods to plan from, one
+    # law of records and two dry runs.
     short = dpb.search.GradientInformativeBO(2, 1.0, step_size=0.2, max_batch=8)
     monkeypatch.setattr("dpbilevel.search.default_solver._descent", lambda *_: short)
     every = planning.dry_runs.candidates
@@ -91,6 +91,7 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     monkeypatch.setattr(planning.dry_runs, "candidates", few)
     laws = planning.dry_runs.default_twins
     monkeypatch.setattr(planning.dry_runs, "default_twins", lambda *a: laws(*a)[:1])
+    monkeypatch.setattr(planning.dry_runs, "rounds_of", lambda *_, **__: (1, 1))
     for page in PAGES:
         text = (ROOT / page).read_text().replace("runs=20_000", "runs=1_000")
         for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):

@@ -20,6 +20,11 @@ BUDGET = dpb.PrivacyBudget(2.0, 1e-5)
 ONE = dpb.FiniteSum(dpb.logistic_loss)
 FIT = dpb.NoisyGD(20, 1.0, 4.0)
 
+LAYOUT = {
+    "features": jax.ShapeDtypeStruct((3, 2), jnp.float32),
+    "label": planning.Classes(3),
+}
+
 
 def few(problem, w0, clip_norm, records=None):
     """One setting of a method of one level and one of two."""
@@ -80,7 +85,7 @@ def test_one_level_is_planned_where_all_records_are_alike():
     assert not plan.pays
     assert isinstance(plan.solver, OneLevel)
     assert "Two levels do not pay here" in plan.reason
-    assert "They would not pay at epsilon = 32 either." in plan.reason
+    assert "Nor do they on these records at epsilon = 32." in plan.reason
 
 
 def trial(levels, loss):
@@ -102,22 +107,33 @@ def outlook(one, two):
 def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
     assert outlook(one, two) == " Two levels may pay from about epsilon = 4 on."
-    assert outlook(one, one) == " They would not pay at epsilon = 16 either."
+    assert outlook(one, one) == " Nor do they on these records at epsilon = 16."
     assert (
         conclusions.outlook_of([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None)
         == ""
     )
 
 
-def test_a_better_method_of_two_levels_is_named_where_one_level_is_planned():
-    ranked = [
-        conclusions.Trial(f"of {levels}", OneLevel(FIT), levels, (0.5,), regret, 1)
-        for levels, regret in ((1, 0.02), (2, 0.0))
-    ]
-    reason = conclusions.reason_of(ranked, BUDGET, ["Alike"], [1.0])
-    assert "of 2 misses 2.0% less" in reason
-    reason = conclusions.reason_of([ranked[0]], BUDGET, ["Alike"], [1.0])
-    assert "less" not in reason
+def test_where_a_method_of_two_levels_is_better_is_said_if_one_level_is_planned():
+    one, two = (
+        conclusions.Trial(f"of {n}", OneLevel(FIT), n, (0.5, 0.5), regret, 1, leads)
+        for n, regret, leads in ((1, 0.0, (0.0, 0.0)), (2, 0.6, (0.15, -0.6)))
+    )
+    reason = conclusions.reason_of([one, two], BUDGET, ["Tables", "Alike"], [1.0, 1.0])
+    assert "of 1 misses at most 15% of" in reason
+    assert "of 2 is better on Tables, by up to 15%, and worse on Alike" in reason
+    assert "up to 60%: where your records are like the former, fit plan.tr" in reason
+    assert "plan.trials[1].solver" in reason
+    reason = conclusions.reason_of([one], BUDGET, ["Tables", "Alike"], [1.0, 1.0])
+    assert "better on" not in reason
+
+
+def test_leads_compare_the_runs_that_both_made():
+    first, other = [[0.5, 0.6], [0.1, 0.1]], [[0.3, 0.8]]
+    leads = planning.race.leads_of(other, first, [1.0, 1.0])
+    np.testing.assert_allclose(leads, [0.2 / 0.7, -0.2 / 0.4])
+    back = planning.race.leads_of(first, other, [1.0, 1.0])
+    np.testing.assert_allclose(back, np.negative(leads))
 
 
 def test_a_plan_shows_why_settings_and_guarantee():
@@ -371,6 +387,42 @@ def test_a_share_of_the_groups_of_noise_groups_matters(useful, count):
     assert matters.sum() == count
 
 
+def test_coefficients_of_groups_fall_with_their_rank():
+    groups = np.arange(60_000) // 10_000
+    problem = dpb.penalty_tuning(dpb.logistic_loss, groups)
+    for useful, decay in ((0.5, 1.0), (1.0, 0.0)):
+        law = planning.NoiseGroups(useful=useful, decay=decay)
+        target, _ = law.models(problem, (60_000,), jax.random.key(0))
+        sizes = np.sort(np.asarray(target).reshape(6, -1).std(1))[::-1]
+        rank = np.arange(1, 7)
+        expected = np.where(rank <= 6 * useful, rank**-decay, 0.0)
+        np.testing.assert_allclose(sizes / sizes[0], expected, atol=0.05)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3)])
+def test_features_have_the_norm_of_the_largest_gradient_and_labels_are_the_same(shape):
+    problem, w0 = dpb.source_weighting(dpb.logistic_loss, 3), (jnp.zeros(3),)
+    w0 = (*w0, jnp.zeros(shape))
+    drawn = [
+        [
+            law.draw(problem, w0, SIZES, jax.random.key(5)).data.lower
+            for law in dry_runs._laws(problem, w0, norm, None, None)
+        ]
+        for norm in (1.0, 8.0)
+    ]
+    for short, long in zip(*drawn, strict=True):
+        np.testing.assert_allclose(8 * short["features"], long["features"], rtol=1e-6)
+        lengths = np.linalg.norm(short["features"], axis=1)
+        np.testing.assert_allclose(lengths, 1, rtol=1e-5)
+        assert np.mean(short["label"] == long["label"]) > 0.999  # up to rounding
+
+
+def test_the_clip_norm_of_a_network_is_no_norm_of_features():
+    problem, model = dpb.source_weighting(dpb.logistic_loss, 3), [jnp.zeros(3)] * 2
+    laws = dry_runs._laws(problem, (jnp.zeros(3), model), 8.0, LAYOUT, None)
+    assert {law.norm for law in laws} == {1.0}
+
+
 def test_a_start_above_the_least_penalties_is_remarked():
     problem = dpb.penalty_tuning(dpb.logistic_loss, np.arange(4) // 2)
     start = dpb.bilevel.penalty_start(problem, jnp.zeros(4))
@@ -378,12 +430,6 @@ def test_a_start_above_the_least_penalties_is_remarked():
     assert dry_runs._remark_on(problem, start) == ""
     above = start[0].at[1].set(-4.0), start[1]
     assert "start at bilevel.penalty_start" in dry_runs._remark_on(problem, above)
-
-
-LAYOUT = {
-    "features": jax.ShapeDtypeStruct((3, 2), jnp.float32),
-    "label": planning.Classes(3),
-}
 
 
 def network_loss(y, record):
