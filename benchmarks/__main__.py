@@ -18,6 +18,7 @@ NAMES = (
     "passes",
     "utility",
     "worst_runs",
+    "held_out",
     "utility_figure",
     "penalties",
     "meta_learning",
