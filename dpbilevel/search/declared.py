@@ -44,7 +44,8 @@ class DeclaredTraining:
         noise, the largest rate and the most steps. Every training has to draw noise and
         batches of its own: one fixed seed would repeat them. Batches of a fixed size,
         or of shuffled records, are not those of a chance. A record that is replaced
-        changes the sum of a batch by at most twice the clip norm.
+        changes the sum of a batch by at most twice the clip norm. Nor may a training
+        raise an error because of one record, such as one with a missing number.
     """
 
     history: tuple[tuple[float, float, int], ...]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from .._columns import Column
 from ..core import lock
 from ..core.checkpoint import Checkpoint
 from ..core.resume import after, solution_of
@@ -270,25 +271,29 @@ class Rounds:
 def _checked(owner: str, value: Any, n: int) -> Float[np.ndarray, " n"]:
     """The losses at a point, checked without a word about their values."""
     try:
-        found = np.asarray(value)
+        column = Column.of(value)  # where the loss of one record may be no number
     except (TypeError, ValueError):
-        found = np.asarray(None)
-    if found.dtype.kind not in "fiub":
+        column = None
+    if column is None or column.kind == "texts" or _is_object(column):
         raise TypeError(
             f"{owner}: the losses at a point must be a vector of {n} real numbers, got "
-            f"{type(value).__name__} of {found.dtype.type.__name__}; give "
+            f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}; give "
             "numpy.asarray(..., float)."
         )
+    found = column.numbers()
     if found.shape != (n,):
         raise ValueError(
             f"{owner}: the losses at a point must be one per record, shape ({n},), got "
             f"shape {found.shape}. Give no mean over records; where training on "
             "data that are not protected fails, give NaN for every record."
         )
-    with np.errstate(all="ignore"):  # a warning would tell something about a value
-        found = found.astype(np.float64)
     # Under jax_debug_nans JAX would raise where one record's loss is NaN.
     return np.where(np.isnan(found), np.inf, found)
+
+
+def _is_object(column: Column) -> bool:
+    """Whether it is one object, and no column."""
+    return column.kind == "objects" and column.entries.ndim == 0
 
 
 @jax.jit

@@ -18,6 +18,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core import checkpoint, spending
+from dpbilevel.search import rounds
 from tests.search import test_search as looped
 from tests.search.test_search import BUDGET, FINISHED, NAME, RECORDS, SOLVERS, START
 
@@ -236,7 +237,8 @@ def test_losses_in_the_folder_are_the_owners_alone(tmp_path):
         (np.zeros((0, 30)), ValueError, "at 0 points"),
         (np.full((1, 30), SECRET, complex), TypeError, "complex128"),
         (np.full((1, 30), SECRET).astype(str), TypeError, "real numbers"),
-        ([[[SECRET], [SECRET, 2.0]]], TypeError, "got list"),
+        ([[[SECRET], [SECRET, 2.0]]], ValueError, r"got shape \(2,\)"),
+        ([{"loss": SECRET}], TypeError, "got dict of objects"),
         ([np.full(30, SECRET), np.full(29, SECRET)], ValueError, r"shape \(29,\)"),
         (SECRET, TypeError, "got a number or nothing"),
         (None, TypeError, "got a number or nothing"),
@@ -252,6 +254,15 @@ def test_what_does_not_fit_is_refused_without_a_loss_and_nothing_is_taken(
     assert str(SECRET)[2:6] not in str(caught.value)
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
     np.testing.assert_array_equal(search.ask(), points)
+
+
+@pytest.mark.parametrize("odd", [None, "text", [1.0, 2.0]])
+def test_a_loss_that_is_no_number_is_the_worst_and_leaves_the_others(odd):
+    def loss_of(first):
+        return rounds._checked("owner", [first, 0.25, 2**60 + 1], 3)
+
+    np.testing.assert_array_equal(loss_of(odd), [np.inf, 0.25, 2.0**60])
+    np.testing.assert_array_equal(loss_of(0.5), [0.5, 0.25, 2.0**60])
 
 
 def test_losses_that_nothing_asked_for_are_refused():
