@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from sklearn.base import is_classifier, is_regressor
 
-from .._columns import Column
+from ..core.columns import Column
 from .row_losses import Losses, count
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from .._columns import Column
 from ..core import lock
 from ..core.checkpoint import Checkpoint
+from ..core.columns import Column
 from ..core.resume import after, solution_of
 from ..core.solution import Solution, divergence
 from ..privacy.floats import double_precision

@@ -14,7 +14,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import column_or_1d, validate_data
 
 from .. import _checks
-from .._columns import Column
+from ..core.columns import Column
 from ..core.levels import Sizes
 from ..core.loop import solve
 from ..core.plan import calibrate

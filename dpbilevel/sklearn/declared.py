@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from .. import _checks
-from .._columns import Column, kind_of
+from ..core.columns import Column, kind_of
 
 # Entries of a feature that is uniform in its bounds have this mean square.
 _UNIFORM = 1 / 3

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dpbilevel._columns import Column, kind_of
+from dpbilevel.core.columns import Column, kind_of
 from dpbilevel.sklearn import DPLogisticRegression, DPSourceReweighting
 from dpbilevel.sklearn.declared import declared, index_of, numbers
 
