@@ -46,7 +46,7 @@ class Column:
         values = _listed(column, own)
         if values is None:
             as_list = isinstance(column, list | tuple)
-            array = np.asarray(column, object if as_list or own is None else None)
+            array = np.asarray(column, object if as_list else None)
             return cls(array, kind_of(array.dtype))
         entries = np.empty(len(values), object)
         for row, value in enumerate(values):  # at once, lists would become rows

@@ -32,6 +32,9 @@ _OF_BOTH = 1.118
 # may be biased more. Gradients of a network have no largest norm to take a part of.
 _CLIPPED, _CLIPPED_FIRST, _CLIPPED_NETWORK = 0.7, 0.5, 1.0
 
+# Of steps in coordinates of groups, in inverse squares of the largest norm.
+_LONGEST = 300.0
+
 # Descent of a number of steps of a size.
 _Fit = Callable[[int, float], NoisyGD]
 
@@ -111,7 +114,12 @@ def _(
     del records
     # Gradients are shorter without the groups that are dropped; how many are not known.
     settings = itertools.product((0.2, 0.4, 0.7), (3.0, 6.0, 12.0, 24.0, 48.0))
-    fits = [_descent(part * clip_norm, 50, size, 1.0) for part, size in settings]
+    # Longer steps oscillate where columns have a common mean.
+    fits = [
+        _descent(part * clip_norm, 50, size, 1.0)
+        for part, size in settings
+        if size <= _LONGEST * part**2
+    ]
     scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
     return (scaled, *of_two_levels(problem, w0, clip_norm))

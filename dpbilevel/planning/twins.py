@@ -15,9 +15,6 @@ from .teachers import AbstractTeacherTwin, AbstractTwin, spread_over
 
 # The margin of labels that few groups of features may decide.
 _OF_GROUPS = 4.0
-# Columns are seldom centred: of those of the census with noise the mean direction has
-# about one part in twenty of the energy, which limits how long steps may be.
-_MEAN = 0.25
 # A column of two categories and a constant one.
 _FEWEST_OF_TABLES = 3
 
@@ -134,7 +131,7 @@ class NoiseGroups(AbstractTeacherTwin):
 
     @override
     def features(self, key, rows, columns):
-        features = jax.random.normal(key, (rows, columns)) + _MEAN
+        features = jax.random.normal(key, (rows, columns))
         if columns > 1:
             features = features.at[:, -1].set(1.0)
         return features / jnp.linalg.norm(features, axis=1, keepdims=True)

@@ -375,7 +375,7 @@ SECRET = 0.123456789
         (SECRET, ValueError, r"got shape \(\)"),
         (np.full(30, SECRET, complex), TypeError, "complex128"),
         (np.full(30, SECRET).astype(str), TypeError, "real numbers"),
-        ([[SECRET], [SECRET, 2.0]], TypeError, "got list"),
+        ([[SECRET], [SECRET, 2.0]], ValueError, r"got shape \(2,\)"),
         (None, TypeError, "got NoneType"),
     ],
 )
