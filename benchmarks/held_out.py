@@ -8,6 +8,7 @@ each task and what `auto` plans; a call without options writes docs/held_out.md.
 `utility`; the packaged records of scikit-learn are always there.
 """
 
+import functools
 import sys
 import time
 
@@ -128,7 +129,7 @@ def grouped(name, split, rng):
     return task(f"census, income of {name}", features, label, rows, group[lower])
 
 
-def images(wrong, count, held, *, shifted, rng):
+def images(wrong, count, held, shifted, rng):
     """Groups of images, some of them with wrong labels."""
     with np.load(utility.MNIST) as file:
         pixels, label = file["images"], file["labels"].astype(np.int32)
@@ -203,14 +204,12 @@ def tasks():
         groups = {"the self-employed": self_employed, "people of 58 and older": old}
         groups["people born abroad"] = abroad
         for name, split in groups.items():
-            made = lambda rng, n=name, s=split: grouped(n, s, rng)  # noqa: E731
+            made = functools.partial(grouped, name, split)
             found[f"census, income of {name}"] = made, 2, 1.0
     if utility.MNIST.is_file():
-        for wrong, count, held, shifted in ((3, 6, 500, True), (2, 10, 1000, False)):
-            made = lambda rng, a=(wrong, count, held), s=shifted: images(  # noqa: E731
-                *a, shifted=s, rng=rng
-            )
-            found[f"MNIST, labels of {wrong}"] = made, 3, 1.0
+        for kind in ((3, 6, 500, True), (2, 10, 1000, False)):
+            made = functools.partial(images, *kind)
+            found[f"MNIST, labels of {kind[0]}"] = made, 3, 1.0
     return found
 
 

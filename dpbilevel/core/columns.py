@@ -108,12 +108,11 @@ def _only_column(table: Any) -> Any:
     shape = getattr(table, "shape", ())
     if len(shape) != 2 or shape[1] != 1:
         return table
-    for found in ("iloc", "to_series", "column"):
-        if not hasattr(table, found):
-            continue
-        # pandas, polars, pyarrow
-        return table.iloc[:, 0] if found == "iloc" else getattr(table, found)(0)
-    return table
+    if hasattr(table, "iloc"):  # pandas
+        return table.iloc[:, 0]
+    if hasattr(table, "to_series"):  # polars
+        return table.to_series(0)
+    return table.column(0) if hasattr(table, "column") else table  # pyarrow
 
 
 def _listed(column: Any, dtype: Any) -> list[Any] | None:

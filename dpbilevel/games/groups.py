@@ -339,10 +339,13 @@ def _checked_shares(owner: str, shares: Sequence[float]) -> np.ndarray:
         values = np.zeros(0)
     good = values.ndim == 1 and values.size > 0 and bool(np.all(values > 0))
     if not good or not np.sum(values) <= 1 + 1e-6:  # shares may be rounded
-        of_sum = f" of sum {np.sum(values):.4g}" if values.size else ""
+        # Declared, and so public.
+        got = _checks.shown(shares)
+        if values.size:
+            got = f"{values.tolist()} of sum {np.sum(values):.4g}"
         raise ValueError(
             f"{owner}: shares must be positive numbers of sum at most 1, one per "
-            f"group, got {_checks.shown(shares)}{of_sum}. Declare them from public "
+            f"group, got {got}. Declare them from public "
             "knowledge; a group without records needs no share."
         )
     return values

@@ -235,6 +235,10 @@ def test_paths_are_relative_to_the_config(folder):
             [*TRAINING, "--task", "source_weighting", "--sources", "site=north"],
             "--sources site=north: give two sources at least",
         ),
+        (
+            [*TRAINING, *FEATURES, "--task", "penalty_tuning", "--records", "1"],
+            "--records 1: give an integer above 1",
+        ),
         ([*TRAINING, *FEATURES, "--out", "no/a.toml"], "there is no folder no"),
         ([*TRAINING, *FEATURES, "--out", "people.csv"], "people.csv exists"),
     ],
@@ -261,6 +265,12 @@ def test_a_file_without_a_header_is_refused(folder, capsys, content, said):
     if content is not None:
         (folder / "people.csv").write_text(content)
     assert said in failure(capsys, "init", "people.csv")
+
+
+def test_a_config_in_the_place_of_records_is_refused(folder, capsys):
+    (folder / "a.toml").write_text("[data]\n")
+    said = failure(capsys, "init", "a.toml")
+    assert "a.toml is a config; give the CSV file of the records" in said
 
 
 def test_an_interrupt_writes_nothing(folder, monkeypatch, capsys):

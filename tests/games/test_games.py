@@ -275,7 +275,7 @@ def test_private_matrix_game_finds_the_even_mixture():
     ("build", "said"),
     [
         (lambda: fair(shares=(0.5, 0.6)), "shares must be positive numbers of sum"),
-        (lambda: fair(shares=(0.5, 0.0)), "Declare them from public knowledge"),
+        (lambda: fair(shares=(1.5, -0.5)), r"got \[1.5, -0.5\] of sum 1. Declare them"),
         (lambda: fair(shares=()), "shares must be positive"),
         (lambda: dpb.games.group_fair(dpb.Logistic(), SHARES), "need radius="),
         (
