@@ -227,7 +227,9 @@ def tuned(records, budget, key):
     upper, lower = (jax.tree.map(lambda v, p=part: v[p], records) for part in parts)
     problem = penalties(width)
     solver = dpb.bilevel.ScaledGroups(
-        dpb.NoisyGD(200, 0.25, 24.0, output=dpb.outputs.TailMean())
+        dpb.NoisyGD(200, 0.25, 24.0, output=dpb.outputs.TailMean()),
+        margin=2.0,
+        full_above=0.1,
     )
     sizes = dpb.Sizes(cut, size - cut, "disjoint")
     start = jnp.full(width, sum(PENALTIES) / 2), jnp.zeros(width)

@@ -186,7 +186,10 @@ def penalty(size, fit, clip):
 
 def scaled(size, clip, share=0.25):
     return dpb.bilevel.ScaledGroups(
-        descent(50, size, clip), budget_split=(share, 1 - share)
+        descent(50, size, clip),
+        margin=2.0,
+        full_above=0.1,
+        budget_split=(share, 1 - share),
     )
 
 

@@ -108,8 +108,8 @@ class ScaledGroups(AbstractRuns):
     """
 
     fit: NoisyGD
-    margin: NonNegative = 2.0
-    full_above: Fraction = 0.1
+    margin: NonNegative = 1.0
+    full_above: Fraction = 0.15
     budget_split: tuple[float, float] = eqx.field(
         default=(0.25, 0.75), converter=_checks.floats
     )

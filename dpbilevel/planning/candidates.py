@@ -113,7 +113,7 @@ def _(
 ) -> tuple[Candidate, ...]:
     del records
     # Gradients are shorter without the groups that are dropped; how many are not known.
-    settings = itertools.product((0.2, 0.4, 0.7), (3.0, 6.0, 12.0, 24.0, 48.0))
+    settings = itertools.product((0.2, 0.4, 0.7), (2.5, 8.0, 25.0, 80.0))
     # Longer steps oscillate where columns have a common mean.
     fits = [
         _descent(part * clip_norm, 50, size, 1.0)
