@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=action)
         return added.add_argument
 
-    _add_init(command, flag)
+    _add_init(command, folder, flag)
     tells = "print the guarantee of a config; touches no data"
     add = command("calibrate", _calibrate, tells)
     add("config", **config)
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_init(command, flag: Any) -> None:
+def _add_init(command, folder: Any, flag: Any) -> None:
     add = command(
         "init",
         _init,
@@ -148,6 +148,7 @@ def _add_init(command, flag: Any) -> None:
     add("--test", metavar="FILE", help="other people to test the model on, or -")
     add("--test-accuracy", metavar="WORD", help="public, counted or non_private")
     add("--test-records", metavar="N", help="of a counted accuracy, or count")
+    add("--run", **folder, help="then run the config, with results in this new folder")
 
 
 def _add_auto(command, config: Any) -> None:
@@ -191,28 +192,35 @@ def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
     add("--out", **folder, required=True, help="a new folder")
     file: Any = {"metavar": "PATH", "type": Path}
     add("--data", **file, help="CSV file instead of the config's")
-    add("--validation", **file, help="CSV file of validation records, likewise")
+    add("--validation", **file, help="CSV file of validation records, too")
     add("--resume", **flag, help="continue an interrupted run, bit for bit")
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     add("--restart", **flag, help=again)
     add("--chunk", metavar="N", type=int, help="steps between two checkpoints")
 
 
-def _init(arguments: argparse.Namespace) -> None:
+def _init(arguments: argparse.Namespace) -> int:
     out = arguments.out
     header_of(arguments.data)  # first: without it there is nothing to write
     predictions.check_new(out)
+    if arguments.run is not None and arguments.run.exists():
+        raise ValueError(
+            f"{arguments.run} exists; give --run the name of a new folder."
+        )
     flags = {name.replace("_", "-"): value for name, value in vars(arguments).items()}
     text = draft.written(init.draft(arguments.data, flags), out)
     with interrupts.whole():
         out.write_text(text, encoding="utf-8")
     print(f"\nconfig: {out} (read it, and correct what is not so)")
+    if arguments.run is not None:
+        return main(["run", str(out), "--out", str(arguments.run)])
     print(f"  its guarantee, before any data: dpbilevel calibrate {out}")
     if "\n[solver]" not in text:  # those of a game follow from theorems
         print(
             f"  its settings, by dry runs:      dpbilevel auto {out} --out planned.toml"
         )
     print(f"  one run within the budget:      dpbilevel run {out} --out runs/a")
+    return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:

@@ -51,7 +51,7 @@ def test_the_page_leads_from_a_file_to_a_config(tmp_path, monkeypatch):
     for name, count in (("customers", 6000), ("test", 1000)):
         rows = [f"{i},{rng.integers(18, 99)},1,N,nurse,shop1,1" for i in range(count)]
         (tmp_path / f"{name}.csv").write_text("\n".join([head, *rows]) + "\n")
-    (command,) = [c for c in COMMANDS if "--label" in c]
+    (command,) = [c for c in COMMANDS if "--label" in c and "--run" not in c]
     monkeypatch.setattr("builtins.input", lambda question: "")  # Enter
     assert main(command[1:]) == 0
     config, _ = read_for_run("task.toml")

@@ -70,6 +70,16 @@ def test_flags_alone_write_a_config(folder):
     assert "typed for dpbilevel init, which read no value of a record" in text
 
 
+def test_one_command_writes_a_config_and_runs_it(folder, capsys):
+    argv = ["init", "people.csv", *TRAINING, *FEATURES, "--run", "runs/a"]
+    assert main(argv) == 0
+    assert "result: runs/a" in capsys.readouterr().out
+    assert (folder / "runs/a/result.json").exists()
+    said = failure(capsys, *argv, "--out", "b.toml")
+    assert "runs/a exists; give --run the name of a new folder" in said
+    assert not (folder / "b.toml").exists()
+
+
 def test_bounds_are_the_ends_of_what_a_model_sees(folder):
     config, _, _ = config_of(folder, *TRAINING, *FEATURES)
     table = Table("a", {"age": ["0", "50", "100", "120", "25"]}, 5)
