@@ -149,6 +149,10 @@ def solvers(setting, problem):
     yield "penalty", problem, dpb.PenaltyBilevel(STEPS, penalty, inner, **slow)
     first_order = dpb.bilevel.F2SA(STEPS, penalty, lower_step_size=0.5, **slow)
     yield "F2SA", problem, first_order
+    difference = dpb.bilevel.FiniteDifferenceBilevel(
+        STEPS, step_size=1 / noise_y / STEPS, lower_step_size=0.5
+    )
+    yield "finite difference", problem, difference
     if setting != Setting(setting.records):
         return
     if setting.records <= DRAWN:
@@ -276,7 +280,7 @@ def draw(found, path):
 
     figure = Figure(figsize=(10, 7.2), layout="constrained")
     panels = figure.subplots(2, 2, sharey=True)
-    colors = "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00"
+    colors = "#0072B2 #009E73 #E69F00 #CC79A7 #F0E442 #56B4E9 #D55E00".split()
     styles = dict(zip(CURVES, ("-", "--", ":"), strict=True))
     names = list(dict.fromkeys(name for row in found["records"] for name in row))
     labels = {
@@ -289,7 +293,7 @@ def draw(found, path):
         for name, curve in CURVES.items():
             points = [curve(Setting()._replace(**{axis: v})) for v in values]
             axes.plot(values, points, styles[name], color="0.35", lw=1.3, label=name)
-        for name, color, marker in zip(names, colors, "osD^vP", strict=False):
+        for name, color, marker in zip(names, colors, "osD^XvP", strict=False):
             where, results = series(found, axis, name)
             style = {"color": color, "marker": marker}
             axes.plot(where, results, lw=1.2, label=name, **style)
