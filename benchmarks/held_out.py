@@ -1,4 +1,4 @@
-"""`dpb.auto` on tasks that none of its rules was chosen on: `benchmarks held_out`.
+"""`dpb.auto` on tasks not used to choose any rule: `python -m benchmarks held_out`.
 
 Nine tasks of sources beside those of `utility`, judged in the same way: the mean loss
 of the released model on test records, baselines and methods at the best of their

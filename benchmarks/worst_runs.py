@@ -69,7 +69,7 @@ def groups_of_features(bounds, start, make, budget):
 
 
 def unset_penalties(make, budget):
-    """T3 by `PenaltyBilevel` with the settings of the census config."""
+    """T3 by `PenaltyBilevel` with settings by hand."""
     task = penalties.noisy("", make(), 10)
     problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups)
     inner = dpb.NoisyGD(8, 1.0, 1.0)

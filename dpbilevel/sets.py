@@ -140,7 +140,7 @@ class Box(AbstractSet):
 
     Args:
         lower: $l$: a number for all entries, or an array or pytree like `w`.
-        upper: $u \ge l$, likewise.
+        upper: $u \ge l$: a number for all entries, or an array or pytree like `w`.
     """
 
     lower: PyTree

@@ -15,6 +15,7 @@ from ..privacy.budget import Neighbours
 from ..privacy.ledger import Ledger
 
 Claim: TypeAlias = Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]]
+"""A privacy profile: the largest allowed delta at each epsilon of an array."""
 
 # Any set of epsilons gives valid bounds; a dense one gives tight ones.
 _EPSILONS = np.concatenate([[0.0], np.geomspace(1e-3, 60.0, 1600)])

@@ -231,7 +231,7 @@ def rounding_error(
 
 
 def solution_rounding(bounds: Bounds, sizes: Sizes, dtype: DTypeLike) -> Number:
-    """How far rounding moves a computed lower solution, to first order; likewise."""
+    """How far rounding moves a computed lower solution, to first order."""
     gradient = _mean_rounding(sizes, dtype) * bounds.lower_gradient
     gradient += 100 * _unit(dtype) * bounds.smoothness * bounds.solution_radius
     return 2 * gradient / bounds.strong_convexity

@@ -40,7 +40,8 @@ class Checkpoint:
         done: The number of steps done.
         key: The key of the steps to come. Earlier noise cannot be computed from it.
         state: The solver's state, on the host; a list of its leaves after `read`.
-        path: The released trajectory so far, likewise.
+        path: The released trajectory so far, on the host; a list of its leaves after
+            `read`.
         fingerprint: What must not change between the parts of a run.
     """
 

@@ -147,10 +147,10 @@ def begin(
     """Records that a run starts, or goes on; to be called before it reads a record.
 
     Args:
-        folder: As in `spending.begin`, and so are the others.
-        number: Likewise.
-        report: Likewise.
-        config: Likewise.
+        folder: The result folder.
+        number: The run's number in the folder, from 1.
+        report: The guarantee of the run.
+        config: The config as it was given.
 
     Raises:
         ValueError: It would take the total above a limit; the record is as before.

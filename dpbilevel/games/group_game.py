@@ -90,7 +90,7 @@ def entropic_step(
     Args:
         y: The weights, positive and of sum 1.
         gain: $g$, payoffs times the step size.
-        shares: $q$, likewise of sum 1.
+        shares: $q$, positive and of sum 1.
         price: $c \ge 0$.
     """
     ratio = jnp.log(jnp.maximum(y, _LEAST)) - jnp.log(shares) + gain

@@ -146,7 +146,7 @@ def group_robust(
 
     Args:
         loss: As in `group_fair`.
-        shares: $p$, likewise.
+        shares: $p$, as in `group_fair`.
         strength: $\tau \ge 0$, in units of the loss.
         radius: As in `group_fair`, like all that follow.
         scale: $s$.

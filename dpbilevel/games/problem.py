@@ -115,9 +115,10 @@ class SaddleProblem(AbstractVariationalInequality):
     Args:
         fun: $f(x, y, z)$: one record's payoff, a scalar; convex in $x$ and concave in
             $y$. Static.
-        public: $r(x, y)$: a scalar without data, likewise; costs no budget. Static.
+        public: $r(x, y)$: a scalar without data, convex in $x$ and concave in $y$;
+            costs no budget. Static.
         x_set: $X$, closed and convex.
-        y_set: $Y$, likewise.
+        y_set: $Y$, closed and convex.
         lipschitz: $L$, declared: a Lipschitz constant of every possible record's
             operator on $X \times Y$, in $\ell_2$. Where the gradients in $x$ and in
             $y$ are $L_x$- and $L_y$-Lipschitz, $\sqrt{L_x^2 + L_y^2}$ is one. Static.

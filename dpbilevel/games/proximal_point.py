@@ -73,7 +73,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         dimension: At least the number of coordinates of $(x, y)$, which the bound on
             rounding grows with. Static.
         sizes: The planned number of records; set by `calibrate`. Static.
-        dtype: What the plan takes resolvents to be computed in; likewise. Static.
+        dtype: What the plan takes resolvents to be computed in; set by `calibrate`.
+            Static.
 
     Privacy:
         `num_steps` Gaussian releases of a point of $W$. With $m$ the batch's

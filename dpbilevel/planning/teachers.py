@@ -39,7 +39,7 @@ class Twin:
 
 
 class AbstractTwin(eqx.Module):
-    """A public law of records, for dry runs.
+    """A public distribution of records, for dry runs.
 
     A class of one's own has one method, `draw`. It must not follow records of people:
     a statistic of them would have to be released first.

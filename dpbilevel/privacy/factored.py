@@ -3,8 +3,8 @@ r"""Values of one record that need not be formed: products and sparse rows.
 The gradient of one record's loss with respect to a matrix that the loss multiplies with
 inputs at $T$ places is $\sum_t l_t r_t^\top$, with the inputs $l_t$ and the derivatives
 $r_t$ with respect to the outputs. Its norm and weighted sums over records follow from
-these factors at the cost of a plain gradient. Likewise for the rows of a table that a
-record looks up.
+these factors at the cost of a plain gradient. The gradient with respect to the rows of
+a table that a record looks up is treated in the same way.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Factored(eqx.Module):
 
     Attributes:
         left: $l$, one place a row; not shorter than those of `right`.
-        right: $r$, likewise.
+        right: $r$, one place a row.
         shape: Of the array. Static.
         left_axes: Its axes that a row of `left` runs over. Static.
         right_axes: Those of `right`: all others. Static.

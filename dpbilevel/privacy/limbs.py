@@ -69,7 +69,7 @@ class Limbs(eqx.Module):
         return _carried(self.high + other.high, self.low + other.low)
 
     def shifted(self, places: Int[Array, ""]) -> "Limbs":
-        r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $|p| \le 30$, cut likewise."""
+        r"""$\lfloor 2^p k + 1/2 \rfloor$ for public $|p| \le 30$, cut to the range."""
         places = places.astype(jnp.int32)
         behind = jnp.maximum(-places, 0)
         low = self.low + ((1 << behind) >> 1)  # half a step

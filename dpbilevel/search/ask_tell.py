@@ -27,11 +27,11 @@ class AskTell:
 
     Args:
         problem: The black box; its `losses` may be `None`, and are not called.
-        solver: As in `minimize`.
-        w0: Likewise.
-        key: Likewise.
-        budget: Likewise.
-        precision: Likewise.
+        solver: A solver that asks for losses: calibrated, or with `budget` any.
+        w0: The starting point, one vector, public or already private.
+        key: One typed key; consumed by this search.
+        budget: The guarantee to reach: the solver is calibrated first.
+        precision: As in `calibrate`; read with `budget` only.
         folder: Where to keep losses as they are told, and a checkpoint of every step. A
             later object with the same arguments and folder goes on where this one
             stopped, in this process or another one; after the end it has the result.

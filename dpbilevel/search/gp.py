@@ -121,9 +121,9 @@ def gradient_posterior(
 
     Args:
         kernel: As in `GradientPosterior`; not fitted to anyone's losses.
-        theta: Likewise.
-        points: Likewise.
-        mask: Likewise; all rows are points when omitted.
+        theta: Where the gradient is sought.
+        points: The points that were evaluated, one a row.
+        mask: Which rows are points; all rows when omitted.
         nugget: The variance of an evaluation's noise, at least a little above zero.
         constant: The variance of the unknown constant, in variances of the kernel.
             Zero takes losses for centred; 1e4 leaves at most 1e-4 of the gradient that

@@ -56,7 +56,8 @@ class Rounds:
 
     Attributes:
         solution: What was released, once the search is finished; until then `None`.
-        noisy_losses: Points and noisy mean losses that were, likewise.
+        noisy_losses: Points and noisy mean losses that were released, once the search
+            is finished.
         remarks: What to warn of then, from released values.
         done: The number of steps made.
 

@@ -175,7 +175,7 @@ class RowLosses:
         )
 
     def usual_loss(self, middles: Sequence[np.ndarray]) -> float:
-        """What no loss is above; else what a training row's is below, 99 in 100.
+        """The known bound of the loss, or the 99 % quantile of training rows' losses.
 
         Of losses with a bound nothing is cut off: the few largest ones are those of
         wrong predictions that are sure, and without them such models seem good.

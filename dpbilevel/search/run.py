@@ -60,13 +60,13 @@ def planned(
 
     Args:
         owner: What to name in an error.
-        problem: As in `minimize`, and so are the others.
-        solver: Likewise.
-        w0: Likewise.
-        key: Likewise.
-        budget: Likewise.
-        precision: Likewise.
-        folder: Likewise; not touched here.
+        problem: The black box.
+        solver: A solver that asks for losses: calibrated, or with `budget` any.
+        w0: The starting point.
+        key: One typed key.
+        budget: The guarantee to reach; `None` if the solver is calibrated.
+        precision: As in `calibrate`; read with `budget` only.
+        folder: Where evaluations are kept; only checked here, not read or written.
 
     Raises:
         TypeError: As `minimize`.

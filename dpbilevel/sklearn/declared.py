@@ -29,8 +29,8 @@ class Frame:
     shortened to 1. Models without a constant have $c = 0$.
 
     Attributes:
-        lower: Bounds of the features, or `None`.
-        upper: Likewise.
+        lower: Lower bounds of the features, or `None`.
+        upper: Upper bounds of the features, or `None`.
         center: $c$.
         scale: What a feature is divided by.
         norm: $R$, or `None`.

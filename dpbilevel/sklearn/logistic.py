@@ -30,7 +30,8 @@ class DPLogisticRegression(LinearClassifier):
             are shortened to it in `fit`.
         fit_intercept: Whether to fit a constant, too.
         ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
-        max_iter: The most steps: as many as the noise admits, a public number.
+        max_iter: The maximum number of steps; fewer are made if the noise requires it.
+            Public.
         clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
             large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.

@@ -137,3 +137,8 @@ def test_no_public_name_is_hidden_by_a_module():
 def test_no_hint_names_an_index_that_does_not_have_the_library():
     texts = [p.read_text() for p in (ROOT / "dpbilevel").rglob("*.py")]
     assert not [text for text in texts if "dpbilevel[cli]" in text]
+
+
+def test_the_citation_names_the_version():
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {dpb.__version__}" in lines
