@@ -4,6 +4,9 @@ import datetime
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))  # the package, and docs itself
 
@@ -28,8 +31,9 @@ extensions = [
 # Pages.
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
-# Tables made by benchmarks have small headings under the title of their page.
-suppress_warnings = ["myst.header"]
+# Tables made by benchmarks have small headings under the title of their page, and
+# notebooks that are not run do not say the language of their cells.
+suppress_warnings = ["myst.header", "myst-nb.lexer"]
 
 # Notebooks run at every build, once per content: results are kept in build/.
 nb_execution_mode = "cache"
@@ -84,8 +88,31 @@ def _root_files(app, docname: str, text: list[str]) -> None:
             text[0] = text[0].replace(link, f"]({page}.md")
 
 
+class _Figures(SphinxPostTransform):
+    """Shows the first figure of a notebook where a picture has its name.
+
+    `notebook://tutorials/games` is this figure of docs/tutorials/games.md as it was
+    drawn in this build. The picture is left out when notebooks are not run.
+    """
+
+    default_priority = 5
+
+    def run(self, **_):
+        for picture in list(self.document.findall(nodes.image)):
+            scheme, _, page = picture["uri"].partition("://")
+            if scheme == "notebook":
+                drawn = next(self.env.get_doctree(page).findall(nodes.image), None)
+                if drawn is None:
+                    picture.parent.remove(picture)
+                else:
+                    picture["uri"] = drawn["uri"]
+                    picture["candidates"] = drawn["candidates"]
+
+
 def setup(app):
     """Connects what docs/reference.py does with docstrings and names."""
+    app.add_post_transform(_Figures)
+    app.connect("env-get-outdated", lambda *_: ["gallery"])  # figures may have changed
     app.connect("source-read", _root_files)
     reference.write(DOCS / "api")
     reference.connect(app)
