@@ -177,6 +177,6 @@ def _value(text: str) -> Value:
             number = kind(text)
         except ValueError:
             continue
-        if math.isfinite(number) and f"{number}" == text:
+        if abs(number) < math.inf and f"{number}" == text:
             return number
     return text

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (`dpbilevel.core.interrupts`).
 
     Privacy:
-        What is printed is public or released, whatever the records hold.
+        What is printed is public or released, whatever the records hold. `init` prints
+        the first row of a file, which has to be a header.
     """
     arguments = _parser().parse_args(argv)
     interrupts.say(lambda: _interrupted(arguments))

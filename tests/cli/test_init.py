@@ -266,6 +266,7 @@ def test_what_cannot_be_used_is_said_and_nothing_is_written(
         ("", "is empty; it needs a header"),
         ("1,2,3\n", "has a number or nothing in the place of a name"),
         ("a,,b\n", "has a number or nothing in the place of a name"),
+        (f"a,{'9' * 400}\n", "has a number or nothing in the place of a name"),
         ("a,a\n", "names a column twice"),
         (None, "there is no file people.csv"),
     ],
