@@ -331,20 +331,28 @@ def penalty_tuning(
             f"penalty_tuning: bounds must be two finite, increasing numbers, got "
             f"{bounds}."
         )
-    for leaf in jax.tree.leaves(groups):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
-            raise ValueError(
-                "penalty_tuning: groups must hold integers, the group of each "
-                f"coefficient, got {jnp.result_type(leaf)}."
-            )
-        if int(jnp.min(leaf)) < 0:
-            raise ValueError(
-                "penalty_tuning: groups must be counted from 0, got "
-                f"{int(jnp.min(leaf))}."
-            )
+    if isinstance(groups, list | tuple) and not any(
+        map(np.ndim, jax.tree.leaves(groups))
+    ):
+        # Numbers in a list are an array, and no tree of single coefficients; lists of
+        # several lengths are an array of objects, which is refused.
+        lengths = {np.size(g) for g in groups if isinstance(g, list | tuple)}
+        groups = np.asarray(groups, object if len(lengths) > 1 else None)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(groups)]
+    if not leaves or not all(
+        leaf.size and np.issubdtype(leaf.dtype, np.integer) for leaf in leaves
+    ):
+        raise ValueError(
+            "penalty_tuning: groups must hold integers, the group of each coefficient "
+            "in the shape of the model, such as numpy.repeat([0, 1, 2], 5), got "
+            f"{_checks.shown(groups)}."
+        )
+    least = min(int(leaf.min()) for leaf in leaves)
+    if least < 0:
+        raise ValueError(f"penalty_tuning: groups must be counted from 0, got {least}.")
     # Of one dtype, whether or not float64 is enabled where they are read.
     groups = jax.tree.map(lambda leaf: np.asarray(leaf, np.int32), groups)
-    num_groups = 1 + max(int(np.max(leaf)) for leaf in jax.tree.leaves(groups))  # k
+    num_groups = 1 + max(int(leaf.max()) for leaf in leaves)  # k
 
     def record_loss(_, y, record):
         return loss(y, record)

@@ -228,7 +228,7 @@ def _sizes(asked: Questions, header: Header, task: str, neighbours: str):
     clean = None
     if task == "source_weighting":
         question = "file of clean records to judge the sources by (- for a random part)"
-        clean = asked.ask("clean", question, _file, "-")
+        clean = asked.ask("clean", question, _file)
     if clean is None:
         held_out = number(0, rows, int)
         question = "how many of them are for validation"
@@ -242,7 +242,6 @@ def _sizes(asked: Questions, header: Header, task: str, neighbours: str):
         "people",
         "may one person have a record in each part (overlapping) or not (disjoint)",
         one_of("disjoint", "overlapping"),
-        "disjoint",
     )
     return {
         "training": rows,

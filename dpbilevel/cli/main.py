@@ -239,6 +239,7 @@ def _planned(path: str, said: TextIO) -> Config:
 def _completed(config: Config, said: TextIO) -> Config:
     """A config that was read without settings, with those that dry runs choose."""
     _check_modules(["tqdm"])
+    print("Dry runs on synthetic records choose method and settings.", file=said)
     found = auto.plan(config, "fast")
     lines = [found.reason, *auto.tables(found.trials[0].solver), ""]
     print(*lines, sep="\n", file=said, flush=True)

@@ -31,8 +31,8 @@ _run = jax.jit(lambda *run, key: solve(*run, key=key))
 DECLARED = (
     "what was declared of the records (classes, bounds and the like), their columns "
     "and types hold no private data",
-    "rows came into the table one by one: where a text makes a column of texts, one "
-    "record has changed all",
+    "no cell has changed the type of its column, and with it the cells of others, when "
+    "the table was read or made: read files with declared types",
 )
 _FLOATS: Any = (np.float64, np.float32)
 

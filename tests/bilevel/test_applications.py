@@ -169,8 +169,13 @@ def test_bad_penalty_tuning_is_named():
             dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0]), bounds=bounds)
     with pytest.raises(ValueError, match="counted from 0, got -1"):
         dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0, -1]))
-    with pytest.raises(ValueError, match="groups must hold integers"):
-        dpb.penalty_tuning(dpb.squared_loss, jnp.asarray([0.5]))
+    for groups in (jnp.asarray([0.5]), ["a", "b"], [], None, [[0, 1, 2], [3, 4]]):
+        with pytest.raises(ValueError, match="groups must hold integers"):
+            dpb.penalty_tuning(dpb.squared_loss, groups)
+
+
+def test_a_list_of_groups_is_an_array():
+    assert dpb.penalty_tuning(dpb.squared_loss, [0, 0, 2]).groups.shape == (3,)
 
 
 def test_record_of_an_unknown_source_weighs_nothing_even_unclipped():

@@ -21,6 +21,7 @@ ROWS = [
     for i in range(40)
 ]
 TRAINING = ["--label", "sick", "--positive", "yes", "--negative", "no"]
+TWO_LEVELS = "source_weighting", "penalty_tuning"
 FEATURES = ["--column", "age=0..100", "--column", "ward=A,B,C", "--records", "40"]
 
 
@@ -147,7 +148,14 @@ def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
     flags = ["--task", task, *TRAINING, *FEATURES]
     if task == "source_weighting":
         flags += ["--sources", "site=north,south", "--clean", "clean.csv"]
+        said = failure(
+            capsys, "init", "people.csv", *flags[:-2], "--people", "disjoint"
+        )
+        assert "give --clean" in said  # no random part of records that are judged
         flags += ["--validation", "count"]
+    if task in TWO_LEVELS:
+        assert "give --people" in failure(capsys, "init", "people.csv", *flags)
+        flags += ["--people", "overlapping"]
     if task.startswith("group"):
         flags += ["--groups", "site=north,south", "--shares", "0.3, 0.7"]
     config, planned, _ = config_of(folder, *flags)
@@ -170,7 +178,9 @@ def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
 def test_what_is_written_is_calibrated_as_it_is(folder, task, capsys):
     flags = ["--task", task, *TRAINING, *FEATURES[:4], "--records", "4000"]
     if task == "source_weighting":
-        flags += ["--sources", "site=north,south"]
+        flags += ["--sources", "site=north,south", "--clean", "-"]
+    if task in TWO_LEVELS:
+        flags += ["--people", "disjoint"]
     config_of(folder, *flags)
     assert main(["calibrate", "task.toml"]) == 0
     assert "ENFORCED" in capsys.readouterr().out
