@@ -121,7 +121,7 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
         Touches no data.
     """
     w0 = config.task.start(config.data.blocks)
-    with step_bar(0) as bar:
+    with step_bar(0, "dry runs") as bar:
         try:
             return auto(
                 config.problem,

@@ -281,7 +281,7 @@ def _run(arguments: argparse.Namespace) -> None:
         config = _completed(config, sys.stdout)
     prepared = prepare(config)
     print(prepared.report, flush=True)  # before anything is spent
-    with step_bar(prepared.solver.num_steps) as progress:
+    with step_bar(prepared.solver.num_steps, "run") as progress:
         result = run(prepared, arguments.out, **options, progress=progress)
     remark = divergence(result.rejected_updates)
     if remark is not None:

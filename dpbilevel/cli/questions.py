@@ -54,7 +54,8 @@ class Questions:
                 if default is None:
                     asked = question.split("\n")[-1]
                     raise ValueError(
-                        f"there is no answer to '{asked}'; give --{flag}."
+                        f"there is no answer to '{asked}'; give --{flag} (all flags "
+                        "and their forms: dpbilevel init --help)."
                     ) from error
                 text = ""
             if not text and default is None:

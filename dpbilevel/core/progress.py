@@ -19,8 +19,15 @@ def check_bar(what: str) -> None:
 
 
 @contextlib.contextmanager
-def step_bar(num_steps: int, *, shown: bool = True) -> Iterator[Callable[..., None]]:
+def step_bar(
+    num_steps: int, what: str, *, shown: bool = True
+) -> Iterator[Callable[..., None]]:
     """A bar that appears when it is first set; needs tqdm where it is shown.
+
+    Args:
+        num_steps: How many there are, or 0 where it is not known yet.
+        what: What makes the steps, in front of the bar.
+        shown: Whether to show it.
 
     Yields:
         `at(done, total=None, **numbers)`: sets the steps done, their number where it
@@ -37,7 +44,7 @@ def step_bar(num_steps: int, *, shown: bool = True) -> Iterator[Callable[..., No
         def at(done: int, total: int | None = None, **numbers: int) -> None:
             with whole():  # nothing is drawn after the line of an interrupt
                 if not bars:
-                    bar = tqdm(total=num_steps, initial=done, unit="step")
+                    bar = tqdm(None, what, num_steps, initial=done, unit="step")
                     bars.append(end.enter_context(bar))
                 if total is not None:
                     bars[0].total = total

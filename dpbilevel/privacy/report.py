@@ -235,7 +235,7 @@ def large_delta(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
         return ()
     return (
         f"delta = {budget.delta:.3g} is not below one over the number of records: it "
-        "allows publishing some record whole with that chance",
+        "allows publishing some record whole with that chance; take a smaller delta",
     )
 
 

@@ -128,7 +128,7 @@ def searched(
     count = itertools.count(1)
     with (
         Rounds(run, folder) as rounds,
-        step_bar(run.solver.num_steps, shown=progress) as show,
+        step_bar(run.solver.num_steps, "search", shown=progress) as show,
     ):
         while len(points := rounds.ask()):
             for losses in evaluations(points):

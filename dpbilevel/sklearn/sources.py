@@ -199,7 +199,7 @@ class DPSourceReweighting(LinearClassifier):
             if self.verbose:
                 check_bar(f"{self._owner}.fit: verbose=True")
             options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
-            with step_bar(0, shown=self.verbose) as bar:
+            with step_bar(0, "dry runs", shown=self.verbose) as bar:
                 _PLANS[of] = auto(problem, budget, **options, progress=bar)
         return _PLANS[of]
 
