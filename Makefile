@@ -52,7 +52,7 @@ test: $(BIN)/.installed lint type
 test-short: $(BIN)/.installed
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not slow" $(SHORT:%=tests/%)
 
-# With what makes the site: its tests are left out without.
+# Sphinx too: without it the tests of the site are skipped.
 test-slow: $(BIN)/.documented
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m slow
 

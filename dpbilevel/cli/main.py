@@ -193,7 +193,8 @@ def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
     add("--out", **folder, required=True, help="a new folder")
     file: Any = {"metavar": "PATH", "type": Path}
     add("--data", **file, help="CSV file instead of the config's")
-    add("--validation", **file, help="CSV file of validation records, too")
+    instead = "CSV file of validation records instead of the config's"
+    add("--validation", **file, help=instead)
     add("--resume", **flag, help="continue an interrupted run, bit for bit")
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     add("--restart", **flag, help=again)
