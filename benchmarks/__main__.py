@@ -19,6 +19,7 @@ NAMES = (
     "utility",
     "worst_runs",
     "held_out",
+    "redrawn",
     "utility_figure",
     "penalties",
     "meta_learning",

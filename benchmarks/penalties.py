@@ -29,12 +29,13 @@ from dpbilevel.cli.config import read_config
 from dpbilevel.cli.files import read_csv
 
 from .census import ADULT, ROOT
-from .utility import TAIL, encoded, exact_search, judged, levels, table, write
+from .utility import DELTA, TAIL, encoded, exact_search, judged, levels, table, write
 from .utility import classified as correct
 
 PAGE = ROOT / "docs/penalties.md"
 TRAINING, VALIDATION, TEST = 6000, 2000, 12_000
 FEATURES, NOISE = 100, 2.7
+EPSILON = 1.0
 LOW, HIGH = -12.0, 2.0  # bounds of log-penalties; all methods start at the lower one
 
 
@@ -92,9 +93,9 @@ def census_columns():
     return features, label, np.repeat(np.arange(len(widths)), widths)
 
 
-def generated_columns():
+def generated_columns(seed=1):
     """Twelve columns of five features, of which eight matter, the first ones most."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     features = rng.normal(size=(20_000, 60))
     features /= np.linalg.norm(features, axis=1, keepdims=True)
     column = np.repeat(np.arange(12), 5)
@@ -103,10 +104,10 @@ def generated_columns():
     return features.astype("f4"), np.sign(margin).astype("f4"), column
 
 
-def noisy(name, columns, noise_groups):
+def noisy(name, columns, noise_groups, seed=0):
     """The task of these columns with so many groups of noise."""
     features, label, column = columns
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     noise = rng.normal(size=(len(label), FEATURES)) * NOISE / np.sqrt(FEATURES)
     features = np.concatenate([features, noise], axis=1).astype("f4")
     count = column.max() + 1
@@ -229,6 +230,18 @@ def found_scales(task):
     return np.minimum(1, scales / np.quantile(scales, 0.75))
 
 
+def planned(task):
+    """What `auto` chooses, from the norm of the records and public values."""
+    plan = dpb.auto(
+        task.problem,
+        dpb.PrivacyBudget(EPSILON, DELTA),
+        sizes=task.sizes,
+        w0=task.w0,
+        clip_norm=float(np.hypot(1, NOISE)),
+    )
+    return [(task.problem, plan.trials[0].solver, task.data)]
+
+
 METHODS = {
     "validation records only": one_level("upper", UPPER),
     "training records only": one_level("lower", LOWER),
@@ -242,6 +255,7 @@ METHODS = {
         [scaled(b, c) for b in (12.0, 24.0, 48.0) for c in (0.5, 0.7)]
     ),
     "`ScaledGroups`, one setting": two_level([scaled(24.0, 0.7)]),
+    "`auto`": planned,
 }
 BASELINES = tuple(METHODS)[:5]
 
@@ -249,12 +263,12 @@ BASELINES = tuple(METHODS)[:5]
 # ---------------------------------------------------------------------- the page
 
 
-def evaluate(task, epsilon=1.0):
+def evaluate(task):
     methods = {
         method: functools.partial(candidates, task)
         for method, candidates in METHODS.items()
     }
-    return judged(task, epsilon, oracle(task), methods, BASELINES)
+    return judged(task, EPSILON, oracle(task), methods, BASELINES)
 
 
 def main():

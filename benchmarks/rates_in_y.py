@@ -16,6 +16,9 @@ import numpy as np
 
 import dpbilevel as dpb
 
+from . import lower_bound
+from .rates import START
+
 FOLDER = pathlib.Path("runs/rates_in_y")
 # Pairs of n and d_y: more records, and then more coordinates.
 PLACES = [(n, 16) for n in (1_000, 4_000, 16_000)]
@@ -105,9 +108,10 @@ def measure(n, dimension):
 
 
 def power(places, values):
-    """The fitted power of sqrt(d_y) / n."""
+    """The fitted power of sqrt(d_y) / n, or "-" where too few rows show progress."""
     noise = [d**0.5 / n for n, d in places]
-    return np.polyfit(np.log(noise), np.log(values), 1)[0]
+    found = lower_bound.slope(noise, values, START)
+    return "-" if found is None else f"{found:.2f}"
 
 
 def main():
@@ -128,7 +132,7 @@ def main():
     ):
         places = [place for place in PLACES if keep(place)]
         powers = (power(places, [found[p][name] for p in places]) for name in names)
-        lines.append(f"| power | {label} | {' | '.join(f'{p:.2f}' for p in powers)} |")
+        lines.append(f"| power | {label} | {' | '.join(powers)} |")
     print("\n".join(lines))
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "table.md").write_text("\n".join(lines) + "\n")

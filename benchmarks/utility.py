@@ -144,10 +144,10 @@ def classified(y, record):
     return jnp.sign(record["features"] @ y) == record["label"]
 
 
-def census(clean_records):
+def census(clean_records, seed=0):
     """T1: eight sources, five of them with labels that are flipped at random."""
     features, label = encoded(read_csv(ADULT))
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     order = rng.permutation(len(label))
     lower, upper = order[:20_000], order[20_000 : 20_000 + clean_records]
     test = order[26_000:]
@@ -170,7 +170,7 @@ def census(clean_records):
     )
 
 
-def shifted(target):
+def shifted(target, seed=0):
     """T1b: the population is a group that is not among the sources."""
     table = read_csv(ADULT)
     features, label = encoded(table, WORK)
@@ -181,7 +181,7 @@ def shifted(target):
     status[married == "Widowed"] = "Wid"
     sex = np.array([str(v).strip() for v in table.column("sex")])
     group = np.char.add(np.char.add(status, "-"), sex)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     wanted = TARGETS[target]
     people = [
         rng.permutation(np.flatnonzero(group == name))[:count]
@@ -235,14 +235,14 @@ def cross_entropy(scores):
 SOFTMAX = dpb.bilevel.ScoringModel(cross_entropy(scored), np.zeros((197, 10), "f4"))
 
 
-def digits(kind):
+def digits(kind, seed=0):
     """T2: ten groups of images, five of them with random labels."""
     with np.load(MNIST) as file:
         images, label = file["images"], file["labels"].astype(np.int32)
     images = images.reshape(-1, 14, 2, 14, 2).mean((2, 4)).reshape(-1, 196) / 255.0
     features = np.concatenate([images, np.ones((len(images), 1))], 1)
     features = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype("f4")
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     order = rng.permutation(len(label))
     upper, test, lower = order[:1000], order[1000:2500], order[2500:]
     source = rng.integers(0, 10, len(lower)).astype(np.int32)
@@ -283,9 +283,9 @@ def digits(kind):
     )
 
 
-def generated():
+def generated(seed=0):
     """Five sources of generated records, two of them of other models."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     models = rng.normal(size=(5, 20))
     models[1:3] = models[0] + 0.3 * rng.normal(size=(2, 20))
     models[3:] = -models[0] + rng.normal(size=(2, 20))
@@ -334,24 +334,29 @@ NEEDS = {"T1": ADULT, "T2": MNIST}
 def descent(task, steps, size, clip=None):
     """Noisy descent, averaged over its second half; sizes in units of the task.
 
-    Gradients of linear models are clipped at 0.7 of the largest norm: at all of it the
-    losses of T1, T2 softmax and generated are larger, those of T1b (b) smaller. Those
-    of a network, which have no largest norm, are clipped at the task's norm.
+    Gradients of linear models are clipped at 0.7 of the largest norm by default: at all
+    of it the losses of T1, T2 softmax and generated are larger, those of T1b (b)
+    smaller. Those of a network, which have no largest norm, at the task's norm.
     """
     clip = clip or (0.7 if task.linear else 1.0)
     return dpb.NoisyGD(steps, clip * task.clip, size * task.step, output=TAIL)
 
 
 def one_level(reads):
+    """Noisy descent; what reads training records is also clipped at the task's norm."""
     settings = {
         "upper": ((10, 2), (10, 4), (30, 1), (100, 0.5), (100, 2), (100, 8)),
-        "lower": ((100, 2), (100, 4), (100, 8), (100, 16), (100, 32), (100, 64)),
+        "lower": (
+            *((100, 2), (100, 4), (100, 8), (100, 16), (100, 32), (100, 64)),
+            *((100, 16, 1.0), (100, 32, 1.0)),
+        ),
     }
-    pairs = settings["upper" if reads == "upper" else "lower"]
+    chosen = settings["upper" if reads == "upper" else "lower"]
 
     def solvers(task):
         return [
-            dpb.bilevel.OneLevel(descent(task, *pair), reads=reads) for pair in pairs
+            dpb.bilevel.OneLevel(descent(task, *setting), reads=reads)
+            for setting in chosen
         ]
 
     return solvers
@@ -536,25 +541,28 @@ def tested(task, y):
     return float(jnp.mean(losses)), float(jnp.mean(correct))
 
 
+def runner(task, budget, candidate):
+    """What a run of a candidate is worth on the test records, by its seed."""
+    problem, solver, data = candidate
+    two = isinstance(data, dpb.Levels)
+    w0 = task.w0 if two else task.model
+    sizes = task.sizes if two else len(data["label"])
+    plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
+
+    def run(seed):
+        value = RUN(problem, plan.solver, data, w0, jax.random.key(seed))
+        return tested(task, value[1] if two else value)
+
+    return run
+
+
 def best(task, budget, candidates):
     """Losses and accuracies of the setting with the best median, for all keys."""
-    planned = []
-    for problem, solver, data in candidates:
-        two = isinstance(data, dpb.Levels)
-        w0 = task.w0 if two else task.model
-        sizes = task.sizes if two else len(data["label"])
-        plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
-        planned.append((problem, plan.solver, data, w0))
-
-    def run(index, key):
-        problem, solver, data, w0 = planned[index]
-        value = RUN(problem, solver, data, w0, jax.random.key(key))
-        return tested(task, value[1] if isinstance(data, dpb.Levels) else value)
-
-    found = {i: [run(i, key) for key in range(TRIALS)] for i in range(len(planned))}
-    medians = {i: np.median([loss for loss, _ in rows]) for i, rows in found.items()}
-    chosen = min(medians, key=lambda i: np.nan_to_num(medians[i], nan=np.inf))
-    rows = found[chosen] + [run(chosen, key) for key in range(TRIALS, KEYS)]
+    runs = [runner(task, budget, candidate) for candidate in candidates]
+    found = [[run(key) for key in range(TRIALS)] for run in runs]
+    medians = [np.median([loss for loss, _ in rows]) for rows in found]
+    chosen = int(np.argmin(np.nan_to_num(medians, nan=np.inf)))
+    rows = found[chosen] + [runs[chosen](key) for key in range(TRIALS, KEYS)]
     return np.asarray(rows)
 
 
@@ -683,21 +691,22 @@ def write(page, parts):
 def main():
     options = dict(text[2:].split("=", 1) for text in sys.argv[1:] if "=" in text)
     prefix = options.get("task", "")
-    budgets = [float(v) for v in options.get("epsilon", "1").split(",")]
     results = []
-    for epsilon in budgets:
-        for name in TASKS:
-            needed = NEEDS.get(name[:2])
-            if not name.startswith(prefix):
-                continue
-            if needed is not None and not needed.is_file():
-                print(f"{name}: left out, there is no {needed.name}.")
-                continue
+    for name in TASKS:
+        needed = NEEDS.get(name[:2])
+        if not name.startswith(prefix):
+            continue
+        if needed is not None and not needed.is_file():
+            print(f"{name}: left out, there is no {needed.name}.")
+            continue
+        few = name.startswith("T1-")  # where little budget leaves something to compare
+        budgets = options.get("epsilon", "0.3,1,3" if few else "1,3")
+        for epsilon in map(float, budgets.split(",")):
             results.append(evaluate(name, epsilon))
             FOLDER.mkdir(parents=True, exist_ok=True)
             saved = FOLDER / f"results-{prefix or 'all'}.json"
             saved.write_text(json.dumps(results))
     print(summary(results))
     print(*map(table, results), sep="\n\n")
-    if not prefix and len(results) == len(TASKS) * len(budgets):
+    if not options and len({result["task"] for result in results}) == len(TASKS):
         write(PAGE, [summary(results), *map(table, results)])

@@ -20,7 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpbilevel as dpb
-from examples import meta_learning, tuned_training
+from examples import (
+    data_cleaning,
+    demo,
+    meta_learning,
+    source_reweighting,
+    tuned_training,
+)
 
 from . import games, penalties, utility
 from .census import ADULT, ROOT
@@ -118,6 +124,45 @@ def training(records, budget):
     return "TunedTraining", found, [error(y) for _, y in found], error(model)
 
 
+def all_settings(problem, solvers, data, test, w0, budget):
+    """All methods of an example, each with every key."""
+    sizes = problem.sizes_of(data, "disjoint")
+    loss = mean_loss(problem.loss, test)
+    found = []
+    for solver in solvers:
+        found += values(problem, solver, budget, sizes, data, w0)
+    return f"{len(solvers)} settings", found, [loss(y) for _, y in found], loss(w0[1])
+
+
+def wrong_labels(budget):
+    """The example on sources with wrong labels."""
+    data, test = source_reweighting.records(16_000)
+    count, size = len(source_reweighting.WRONG), source_reweighting.FEATURES
+    problem = dpb.source_weighting(dpb.logistic_loss, count, ridge=1e-4)
+    solvers = [*source_reweighting.settings().values()]
+    w0 = jnp.zeros(count), jnp.zeros(size)
+    return all_settings(problem, solvers, data, test, w0, budget)
+
+
+def another_group(budget):
+    """The demo on generated records."""
+    names, data, test = demo.generated(30_000)
+    problem = dpb.source_weighting(dpb.logistic_loss, len(names), ridge=1e-4)
+    solvers = [solver for several in demo.methods().values() for solver in several]
+    w0 = jnp.zeros(len(names)), jnp.zeros(test["features"].shape[1])
+    return all_settings(problem, solvers, data, test, w0, budget)
+
+
+def random_labels(budget):
+    """The example on images with random labels, on generated ones."""
+    data, test = data_cleaning.records(*data_cleaning.generated(10_000))
+    loss, count = data_cleaning.loss_of(data_cleaning.network), data_cleaning.GROUPS
+    problem = dpb.source_weighting(loss, count, ridge=1e-5)
+    solvers = [*data_cleaning.methods(100).values()]
+    w0 = jnp.zeros(count), data_cleaning.start()
+    return all_settings(problem, solvers, data, test, w0, budget)
+
+
 def tasks():
     """What gives method, releases, their losses and that of the start, by name."""
     found = {}
@@ -154,7 +199,12 @@ def tasks():
     if ADULT.is_file():
         records = functools.partial(tuned_training.census, ADULT)
         found["T7 census"] = functools.partial(training, records)
-    return found
+    examples = {
+        "source_reweighting": wrong_labels,
+        "data_cleaning, generated": random_labels,
+        "demo, generated": another_group,
+    }
+    return found | {f"example {name}": task for name, task in examples.items()}
 
 
 def evaluate(name, task, epsilon):

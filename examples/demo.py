@@ -78,17 +78,23 @@ def descent(steps, size, clip_norm=1.0):
 
 
 def methods():
-    """Every method with settings that were chosen on other records."""
+    """Settings of each method; of several the best mean accuracy is shown.
+
+    Several for the baselines, which nobody could choose privately. Those of the last
+    two methods were chosen on census records, with other targets and this one.
+    """
     mix = descent(10, 4.0, 0.5)
     one, fit = dpb.bilevel.OneLevel, descent(100, 8.0)
+    upper = [descent(30, 1.0), descent(10, 2.0), descent(10, 4.0)]
+    lower = [descent(100, 2.0), fit, descent(100, 32.0)]
     return {
-        "validation records alone": one(descent(30, 1.0)),
-        "training records alone": one(fit, reads="lower"),
-        "all records": one(fit, reads="both"),
-        "two stages": dpb.bilevel.SelectedSources(descent(30, 1.0), fit),
-        "two levels (MixedSources)": dpb.bilevel.MixedSources(
-            descent(50, 30.0, 0.78), mix, fit, mix
-        ),
+        "validation records alone": [one(solver) for solver in upper],
+        "training records alone": [one(solver, reads="lower") for solver in lower],
+        "all records": [one(solver, reads="both") for solver in lower],
+        "two stages": [dpb.bilevel.SelectedSources(descent(30, 1.0), fit)],
+        "two levels (MixedSources)": [
+            dpb.bilevel.MixedSources(descent(50, 30.0, 0.78), mix, fit, mix)
+        ],
     }
 
 
@@ -130,12 +136,20 @@ def compare(names, data, test, oracle_steps):
     run = jax.jit(dpb.solve)
     keys = jax.random.split(dpb.root_key(), KEYS)  # as many runs, as many budgets
     found = {}
-    for name, solver in methods().items():
-        plan = dpb.calibrate(problem, solver, BUDGET, sizes=sizes, w0=w0)
-        found[name] = [
-            accuracy(run(problem, plan.solver, data, w0, key=key).y, test)
-            for key in keys
+    for name, solvers in methods().items():
+        plans = [
+            dpb.calibrate(problem, solver, BUDGET, sizes=sizes, w0=w0)
+            for solver in solvers
         ]
+        accuracies = [
+            [
+                accuracy(run(problem, p.solver, data, w0, key=key).y, test)
+                for key in keys
+            ]
+            for p in plans
+        ]
+        found[name] = max(accuracies, key=np.mean)
+        plan = plans[-1]
     print(f"\n{plan.report}\n")  # of the last method
     one, solver, records, start = oracle(problem, data, oracle_steps)
     plan = dpb.calibrate(one, solver, BUDGET, sizes=sizes.lower)

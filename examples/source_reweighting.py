@@ -37,7 +37,7 @@ def settings():
     Copied from `dpb.auto(problem, BUDGET, sizes=sizes, w0=w0).trials`, for 300 and
     16 000 records. It took two minutes and read no record.
     """
-    one, mixture = dpb.bilevel.OneLevel, descent(10, 0.45, 4.0)
+    one, mixture = dpb.bilevel.OneLevel, descent(10, 0.5, 3.0)
     inner = dpb.NoisyGD(10, 1.0, 1.0)
     search = dpb.PenaltyBilevel(20, 10.0, inner, upper_clip_norm=0.5, step_size=5.0)
     return {
@@ -54,7 +54,7 @@ def settings():
             fit_reads="both",
         ),
         "MixedSources": dpb.bilevel.MixedSources(
-            descent(50, 0.7826, 30.0), mixture, descent(100, 0.7, 24.0), mixture
+            descent(50, 0.7826, 20.0), mixture, descent(100, 0.7, 24.0), mixture
         ),
     }
 

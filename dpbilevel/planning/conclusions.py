@@ -84,8 +84,7 @@ def reason_of(
         next((trial for trial in ranked if trial.levels == levels), None)
         for levels in (1, 2)
     )
-    pairs = zip(first.losses, starts, strict=True)
-    if not all(loss < start for loss, start in pairs):
+    if not _improves(first.losses, starts):
         return (
             f"No method improves on the starting point on every twin at {budget}. More "
             f"records or a larger epsilon are needed; the best is {first.method}."
@@ -115,6 +114,11 @@ def reason_of(
     )
 
 
+def _improves(losses: Sequence[float], starts: Sequence[float]) -> bool:
+    """Whether a method is better than the start on every twin."""
+    return all(loss < start for loss, start in zip(losses, starts, strict=True))
+
+
 def _compared(trial: Trial, place: int, twins: list[str]) -> str:
     """Where a method that is not planned would be better, and where worse."""
     pairs = list(zip(twins, trial.leads, strict=False))
@@ -140,7 +144,7 @@ def outlook_of(
     budget: PrivacyBudget,
     table: Callable[..., list[list[list[float]]]],
 ) -> str:
-    """From which epsilon on two levels would pay, where they do not.
+    """From which epsilon on two levels would pay, where they do not, or any method.
 
     Args:
         ranked: The best setting of each method.
@@ -148,20 +152,31 @@ def outlook_of(
         budget: The budget.
         table: As `_DryRuns.table`.
     """
-    if ranked[0].levels == 2 or all(trial.levels == 1 for trial in ranked):
+    useful = _improves(ranked[0].losses, starts)
+    single = all(trial.levels == 1 for trial in ranked)
+    if useful and (single or ranked[0].levels == 2):
         return ""
-    solvers = [trial.solver for trial in ranked]
-    for epsilon in (factor * budget.epsilon for factor in _MORE):
-        larger = PrivacyBudget(epsilon, budget.delta)
-        losses = table(solvers, larger)
-        regrets = regrets_of(losses, starts)
-        again = {
-            i: dataclasses.replace(trial, losses=tuple(found), regret=regret, runs=1)
-            for i, (trial, (found,), regret) in enumerate(
-                zip(ranked, losses, regrets, strict=True)
+    budgets = [PrivacyBudget(more * budget.epsilon, budget.delta) for more in _MORE]
+    for larger in budgets:
+        losses = table([trial.solver for trial in ranked], larger)
+        again = _judged(ranked, losses, starts)
+        best = again[ranked_best(dict(enumerate(again)), starts)[0]]
+        if not useful and _improves(best.losses, starts):
+            return (
+                f" {best.method} may do so from about epsilon = {larger.epsilon:g} on."
             )
-        }
-        if again[ranked_best(again, starts)[0]].levels == 2:
-            return f" Two levels may pay from about epsilon = {epsilon:g} on."
-    most = _MORE[-1] * budget.epsilon
-    return f" Nor do they on these records at epsilon = {most:g}."
+        if useful and best.levels == 2:
+            return f" Two levels may pay from about epsilon = {larger.epsilon:g} on."
+    what = "do they on these records" if useful else "does any method"
+    return f" Nor {what} at epsilon = {budgets[-1].epsilon:g}."
+
+
+def _judged(
+    ranked: Sequence[Trial], losses: list[list[list[float]]], starts: list[float]
+) -> list[Trial]:
+    """The trials of the same settings with other losses."""
+    pairs = zip(ranked, losses, regrets_of(losses, starts), strict=True)
+    return [
+        dataclasses.replace(trial, losses=tuple(found), regret=regret, runs=1)
+        for trial, (found,), regret in pairs
+    ]

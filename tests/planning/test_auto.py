@@ -114,6 +114,14 @@ def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     )
 
 
+def test_the_epsilon_from_which_on_any_method_is_useful_is_found():
+    # A start of 1: one level is better from 4 on, two levels from 2 on.
+    one, two = (1.5, 1.2, 0.5, 0.5, 0.5), (1.6, 0.7, 0.7, 0.7, 0.7)
+    assert outlook(one, two) == " of 2 may do so from about epsilon = 2 on."
+    never = (1.5,) * 5
+    assert outlook(never, never) == " Nor does any method at epsilon = 16."
+
+
 def test_where_a_method_of_two_levels_is_better_is_said_if_one_level_is_planned():
     one, two = (
         conclusions.Trial(f"of {n}", OneLevel(FIT), n, (0.5, 0.5), regret, 1, leads)
@@ -546,7 +554,7 @@ def test_losses_that_do_not_read_the_twins_are_refused_with_what_to_do():
 
 def test_problems_without_candidates_are_refused():
     game = dpb.games.VariationalInequality(lambda w, z: w)
-    with pytest.raises(TypeError, match="no candidates are known"):
+    with pytest.raises(TypeError, match=r"no candidates are known.*GroupDescent\(\)"):
         dpb.auto(game, BUDGET, sizes=100, w0=jnp.zeros(6))
 
 
