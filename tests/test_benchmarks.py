@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import dpbilevel as dpb
-from benchmarks import lower_bound, performance, private_peers, workloads
+from benchmarks import lower_bound, performance, private_peers, redrawn, workloads
 
 TINY = performance.Sizes(
     seconds=0.0,
@@ -109,3 +109,23 @@ def test_the_constants_of_the_lower_bound_instance_are_not_refuted(x64):
     smaller = dataclasses.replace(problem.constants, upper_y=0.9, upper_y_spread=0.9)
     found = search(dataclasses.replace(problem, constants=smaller))
     assert "upper_y" in found.violated
+
+
+def test_shares_of_a_gap_are_shown_only_where_the_oracle_is_better():
+    # Two settings of each method, of which the second is better in the mean.
+    kept = {
+        "all records": [[2.0, 1.0], [2.0, 1.1], [0.9, 1.2]],
+        "`MixedSources`": [[2.0, 0.7], [2.0, 0.8], [2.0, 0.9]],
+        "`auto`": [[0.75], [0.85], [0.95]],
+        "oracle": [[0.5], [0.6], [0.7]],
+    }
+    text, behind = redrawn.row("a task", 1.0, kept)
+    assert "1.1000 (all records)" in text
+    assert "0.8000 (`MixedSources`: 0.60)" in text
+    assert "0.0500 ± 0.0000 (0.10 ± 0.00)" in text
+    assert behind == pytest.approx(0.1)
+    kept["oracle"] = [[1.2], [1.0], [1.1]]
+    text, behind = redrawn.row("a task", 1.0, kept)
+    assert "0.8000 (`MixedSources`)" in text
+    assert "0.0500 ± 0.0000 |" in text
+    assert behind == 0
