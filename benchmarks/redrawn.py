@@ -45,9 +45,10 @@ def sources(make, draw):
     return task, methods, {"clip_norm": task.clip, "records": task.records}
 
 
-def groups(columns, noise_groups, draw):
-    """A task of penalties, the candidates of its methods and facts for `auto`."""
-    task = penalties.noisy("", columns(draw + 1), noise_groups, draw)
+def penalty_groups(draw):
+    """The generated task of penalties, its candidates and facts for `auto`."""
+    columns = penalties.generated_columns(draw + 1)
+    task = penalties.noisy("", columns, 10, draw)
     methods = {n: functools.partial(penalties.METHODS[n], task) for n in PENALTIES}
     methods["oracle"] = lambda: penalties.oracle(task)
     return task, methods, {"clip_norm": float(np.hypot(1, penalties.NOISE))}
@@ -56,15 +57,11 @@ def groups(columns, noise_groups, draw):
 def tasks():
     """What makes each task of one draw and its budgets, by name."""
     found = {"generated": (functools.partial(sources, utility.generated), (1.0, 3.0))}
-    columns = penalties.generated_columns
-    found["T3 generated"] = functools.partial(groups, columns, 10), (1.0,)
+    found["T3 generated"] = penalty_groups, (1.0,)
     if ADULT.is_file():
         for target in utility.TARGETS:
             make = functools.partial(sources, utility.TASKS[f"T1b-{target}"])
             found[f"T1b ({target})"] = make, (1.0, 3.0)
-        columns = functools.cache(penalties.census_columns)
-        make = functools.partial(groups, lambda draw: columns(), 10)
-        found["T3 census"] = make, (1.0,)
     return found
 
 
