@@ -258,7 +258,7 @@ def table(results):
         losses += [rows[name] for name in (*SHOWN[3:], "oracle", "`auto`")]
         cells = [result["task"], f"{result['epsilon']:g}"]
         cells += [f"{loss:.4f}" for loss in losses]
-        cells += [f"{behind(result):.0%}".replace("-0", "0"), result["plan"]]
+        cells += [f"{max(behind(result), 0):.0%}", result["plan"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

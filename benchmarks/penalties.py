@@ -58,6 +58,7 @@ class Task:
     useful: np.ndarray
     loss = staticmethod(dpb.logistic_loss)
     correct = staticmethod(correct)
+    clip = float(np.hypot(1, NOISE))  # the norm of most records, within 1 %
 
     @property
     def problem(self):
@@ -237,7 +238,7 @@ def planned(task):
         dpb.PrivacyBudget(EPSILON, DELTA),
         sizes=task.sizes,
         w0=task.w0,
-        clip_norm=float(np.hypot(1, NOISE)),
+        clip_norm=task.clip,
     )
     return [(task.problem, plan.trials[0].solver, task.data)]
 

@@ -17,13 +17,13 @@ import numpy as np
 import dpbilevel as dpb
 
 from . import lower_bound
-from .rates import START
 
 FOLDER = pathlib.Path("runs/rates_in_y")
 # Pairs of n and d_y: more records, and then more coordinates.
 PLACES = [(n, 16) for n in (1_000, 4_000, 16_000)]
 PLACES += [(4_000, d) for d in (4, 64, 256)]
 KEYS = 10
+START = 1.1  # the norm of the hypergradient at the start
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 
 

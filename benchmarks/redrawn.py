@@ -7,8 +7,9 @@ over the draws: of baselines and methods at the setting of `utility` that is bes
 mean, of `dpb.auto` with no setting, and of the oracle; and how far `auto` is behind the
 best of the others, in shares of the gap, with the standard error of that difference.
 `--task=T1b` runs the tasks that begin so, `--epsilon=1,3` these budgets. Losses are
-kept in runs/redrawn and not measured again; a call without options writes
-docs/redrawn.md. NON-PRIVATE evaluation. Data as in `utility`.
+kept in runs/redrawn and not measured again, also where settings have changed: remove
+that folder first. A call without options writes docs/redrawn.md if all tasks ran.
+NON-PRIVATE evaluation. Data as in `utility`.
 """
 
 import functools
@@ -27,7 +28,7 @@ from .census import ADULT, ROOT
 
 PAGE = ROOT / "docs/redrawn.md"
 FOLDER = pathlib.Path("runs/redrawn")
-# Draw 0 is that of the other pages; with draws 1 to 8 of T1b settings were chosen.
+# Draw 0 is that of the other pages. With 1 to 10 of T1b settings were compared.
 DRAWS = range(11, 21)
 SOURCES = (*utility.BASELINES, utility.TWO_STAGES, "`MixedSources`")
 PENALTIES = ("all records", "`ScaledGroups`")  # the best of one and of two levels
@@ -51,7 +52,7 @@ def penalty_groups(draw):
     task = penalties.noisy("", columns, 10, draw)
     methods = {n: functools.partial(penalties.METHODS[n], task) for n in PENALTIES}
     methods["oracle"] = lambda: penalties.oracle(task)
-    return task, methods, {"clip_norm": float(np.hypot(1, penalties.NOISE))}
+    return task, methods, {"clip_norm": task.clip}
 
 
 def tasks():
@@ -66,7 +67,7 @@ def tasks():
 
 
 def evaluate(make, epsilon, kept):
-    """Adds the losses of all settings of each method, one list for each draw.
+    """Adds the losses of all settings of each method, and yields draw after draw.
 
     Args:
         make: What makes the task of a draw.
@@ -95,25 +96,26 @@ def evaluate(make, epsilon, kept):
         yield draw
 
 
-def judged(kept):
-    """What each method loses at the best of its settings, by draw."""
-    tables = {name: np.asarray(losses) for name, losses in kept.items()}
+def best_losses(kept):
+    """The losses of each method at the best of its settings, by draw."""
+    # A setting that diverges in some draw is no best one.
+    tables = {name: np.nan_to_num(v, nan=np.inf) for name, v in kept.items()}
     return {name: v[:, np.argmin(np.mean(v, 0))] for name, v in tables.items()}
 
 
-def error(values):
+def standard_error(values):
     """The standard error of a mean over the draws."""
     return np.std(values, ddof=1) / np.sqrt(len(values))
 
 
 def row(name, epsilon, kept):
     """The cells of a task, and how far `auto` is behind the best by hand."""
-    losses = judged(kept)
+    losses = best_losses(kept)
     means = {method: np.mean(values) for method, values in losses.items()}
     single = min((m for m in means if m in utility.BASELINES), key=means.__getitem__)
     hand = min(means.keys() - {"`auto`", "oracle"}, key=means.__getitem__)
     gaps = losses[single] - losses["oracle"]
-    gap = np.mean(gaps) if np.mean(gaps) > 2 * error(gaps) else None
+    gap = np.mean(gaps) if np.mean(gaps) > 2 * standard_error(gaps) else None
 
     def cell(method, words=""):
         share = "" if gap is None else f"{(means[single] - means[method]) / gap:.2f}"
@@ -121,9 +123,10 @@ def row(name, epsilon, kept):
         return f"{means[method]:.4f}" + (f" ({inside})" if inside else "")
 
     missed = losses["`auto`"] - losses[hand]
-    behind = f"{np.mean(missed):.4f} ± {error(missed):.4f}"
+    spread = standard_error(missed)
+    behind = f"{np.mean(missed):.4f} ± {spread:.4f}"
     if gap is not None:
-        behind += f" ({np.mean(missed) / gap:.2f} ± {error(missed) / gap:.2f})"
+        behind += f" ({np.mean(missed) / gap:.2f} ± {spread / gap:.2f})"
     cells = [name, f"{epsilon:g}", f"{means[single]:.4f} ({single})"]
     cells += [cell(hand, hand), cell("`auto`"), f"{means['oracle']:.4f}", behind]
     return f"| {' | '.join(cells)} |", np.mean(missed) / (gap or np.inf)
@@ -134,8 +137,9 @@ def table(results):
     heads = ("task", "epsilon", "best of one level", "best by hand", "`auto`", "oracle")
     heads += ("`auto` behind the best by hand",)
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    rows = sorted((row(*result) for result in results), key=lambda v: v[1])
-    return "\n".join([*lines, *(text for text, _ in reversed(rows))])
+    rows = (row(*result) for result in results)
+    rows = sorted(rows, key=lambda pair: pair[1], reverse=True)
+    return "\n".join([*lines, *(text for text, _ in rows)])
 
 
 def main():
@@ -144,8 +148,10 @@ def main():
     FOLDER.mkdir(parents=True, exist_ok=True)
     results = []
     for name, (make, budgets) in tasks().items():
+        if not name.startswith(prefix):
+            continue
         chosen = options.get("epsilon", ",".join(map(str, budgets)))
-        for epsilon in map(float, chosen.split(",")) if name.startswith(prefix) else ():
+        for epsilon in map(float, chosen.split(",")):
             file = FOLDER / f"{name}, {epsilon:g}.json"
             kept = json.loads(file.read_text()) if file.is_file() else {}
             start = time.perf_counter()
@@ -156,5 +162,5 @@ def main():
                 print(text, flush=True)
             results.append((name, epsilon, kept))
     print(table(results))
-    if not options:
+    if not options and ADULT.is_file():
         utility.write(PAGE, [table(results)])

@@ -40,7 +40,7 @@ MIDDLE = -3.0  # of these
 
 
 def values(problem, solver, budget, sizes, data, w0):
-    """What runs with all keys release, and the name of the solver."""
+    """What runs with all keys release."""
     plan = dpb.calibrate(problem, solver, budget, sizes=sizes, w0=w0)
     run = jax.jit(lambda key: dpb.solve(problem, plan.solver, data, w0, key=key).value)
     return [run(key) for key in jax.random.split(jax.random.key(0), KEYS)]
@@ -69,9 +69,8 @@ def groups_of_features(bounds, start, make, budget):
     """T3 by the plan of `auto`, for penalties that all start at one place."""
     task = penalties.noisy("", make(), 10)
     problem = dpb.penalty_tuning(dpb.logistic_loss, task.groups, bounds=bounds)
-    x, norm = jnp.full_like(task.w0[0], start), np.hypot(1, penalties.NOISE)
-    w0 = x, task.model
-    return planned(task, problem, w0, budget, clip_norm=float(norm))
+    w0 = jnp.full_like(task.w0[0], start), task.model
+    return planned(task, problem, w0, budget, clip_norm=task.clip)
 
 
 def unset_penalties(make, budget):
@@ -125,7 +124,7 @@ def training(records, budget):
 
 
 def all_settings(problem, solvers, data, test, w0, budget):
-    """All methods of an example, each with every key."""
+    """All methods of an example, each with every key, as one row."""
     sizes = problem.sizes_of(data, "disjoint")
     loss = mean_loss(problem.loss, test)
     found = []

@@ -77,8 +77,9 @@ def candidates(
     raise TypeError(
         f"auto: no candidates are known for {type(problem).__name__}; it plans "
         "FiniteSum, BilevelProblem and the problems of source_weighting and "
-        "penalty_tuning. games.GroupDescent() takes its settings from the noise and "
-        "needs no plan. Register more by dpbilevel.planning.candidates.register."
+        "penalty_tuning. For games of groups take games.GroupDescent(), whose "
+        "settings follow from the noise. Register more by "
+        "dpbilevel.planning.candidates.register."
     )
 
 
@@ -235,7 +236,7 @@ def _mixed(clip_norm: float) -> Candidate:
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
-    # Few short steps under noise, more and longer ones where there is little of it.
+    # Shorter steps for large noise, longer ones where there is little of it.
     settings = [(20.0, 24.0, 0.5, 3.0), (30.0, 24.0, 0.55, 5.0)]
     # Of many parameters mixtures move few, and gradients along them are short.
     settings += [(30.0, 16.0, 0.1, 1024.0)]

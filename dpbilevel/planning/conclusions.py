@@ -144,7 +144,7 @@ def outlook_of(
     budget: PrivacyBudget,
     table: Callable[..., list[list[list[float]]]],
 ) -> str:
-    """From which epsilon on two levels would pay, where they do not, or any method.
+    """The epsilon from which two levels pay or, where no method is useful, one is.
 
     Args:
         ranked: The best setting of each method.
@@ -156,19 +156,21 @@ def outlook_of(
     single = all(trial.levels == 1 for trial in ranked)
     if useful and (single or ranked[0].levels == 2):
         return ""
-    budgets = [PrivacyBudget(more * budget.epsilon, budget.delta) for more in _MORE]
-    for larger in budgets:
+    for epsilon in (factor * budget.epsilon for factor in _MORE):
+        larger = PrivacyBudget(epsilon, budget.delta)
         losses = table([trial.solver for trial in ranked], larger)
         again = _judged(ranked, losses, starts)
         best = again[ranked_best(dict(enumerate(again)), starts)[0]]
         if not useful and _improves(best.losses, starts):
             return (
-                f" {best.method} may do so from about epsilon = {larger.epsilon:g} on."
+                f" From about epsilon = {epsilon:g} on {best.method} may improve on it."
             )
         if useful and best.levels == 2:
-            return f" Two levels may pay from about epsilon = {larger.epsilon:g} on."
-    what = "do they on these records" if useful else "does any method"
-    return f" Nor {what} at epsilon = {budgets[-1].epsilon:g}."
+            return f" Two levels may pay from about epsilon = {epsilon:g} on."
+    most = f"epsilon = {_MORE[-1] * budget.epsilon:g}"
+    if not useful:
+        return f" No method does so at {most} either."
+    return f" Nor do they on these records at {most}."
 
 
 def _judged(

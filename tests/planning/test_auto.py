@@ -117,9 +117,9 @@ def test_the_epsilon_from_which_on_two_levels_pay_is_found():
 def test_the_epsilon_from_which_on_any_method_is_useful_is_found():
     # A start of 1: one level is better from 4 on, two levels from 2 on.
     one, two = (1.5, 1.2, 0.5, 0.5, 0.5), (1.6, 0.7, 0.7, 0.7, 0.7)
-    assert outlook(one, two) == " of 2 may do so from about epsilon = 2 on."
+    assert outlook(one, two) == " From about epsilon = 2 on of 2 may improve on it."
     never = (1.5,) * 5
-    assert outlook(never, never) == " Nor does any method at epsilon = 16."
+    assert outlook(never, never) == " No method does so at epsilon = 16 either."
 
 
 def test_where_a_method_of_two_levels_is_better_is_said_if_one_level_is_planned():
