@@ -35,7 +35,7 @@ PENALTIES = ("all records", "`ScaledGroups`")  # the best of one and of two leve
 
 
 def sources(make, draw):
-    """A task of sources, the candidates of its methods and facts for `auto`."""
+    """A task of sources and the candidates of its methods."""
     task = make(seed=draw)
 
     def offered(name):
@@ -43,16 +43,16 @@ def sources(make, draw):
 
     methods = {name: functools.partial(offered, name) for name in SOURCES}
     methods["oracle"] = lambda: utility.oracle(task)[0]
-    return task, methods, {"clip_norm": task.clip, "records": task.records}
+    return task, methods
 
 
 def penalty_groups(draw):
-    """The generated task of penalties, its candidates and facts for `auto`."""
+    """The generated task of penalties and the candidates of its methods."""
     columns = penalties.generated_columns(draw + 1)
     task = penalties.noisy("", columns, 10, draw)
     methods = {n: functools.partial(penalties.METHODS[n], task) for n in PENALTIES}
     methods["oracle"] = lambda: penalties.oracle(task)
-    return task, methods, {"clip_norm": task.clip}
+    return task, methods
 
 
 def tasks():
@@ -76,17 +76,16 @@ def evaluate(make, epsilon, kept):
     """
     budget, plans = dpb.PrivacyBudget(epsilon, utility.DELTA), {}
 
-    def plan(task, options):
+    def plan(task):
         # Public values, which are the same in all draws but for the order of groups.
         public = task.sizes, tuple(getattr(task, "groups", ()))
         if public not in plans:
-            facts = {"sizes": task.sizes, "w0": task.w0, **options}
-            plans[public] = dpb.auto(task.problem, budget, **facts).trials[0].solver
+            (plans[public],) = utility.planned(task, epsilon)
         return [(task.problem, plans[public], task.data)]
 
     for place, draw in enumerate(DRAWS):
-        task, methods, options = make(draw)
-        methods["`auto`"] = functools.partial(plan, task, options)
+        task, methods = make(draw)
+        methods["`auto`"] = functools.partial(plan, task)
         for name, candidates in methods.items():
             losses = kept.setdefault(name, [])
             if len(losses) <= place:

@@ -80,8 +80,8 @@ def descent(steps, size, clip_norm=1.0):
 def methods():
     """Settings of each method; of several that of the best median is shown.
 
-    Baselines have three, of which nobody could choose privately. Those of the last two
-    methods were chosen on census records, with other targets and this one.
+    Baselines have three, among which nobody could choose privately. Those of the last
+    two methods were chosen on census records, with other targets and this one.
     """
     mix = descent(10, 3.0, 0.5)
     one, fit = dpb.bilevel.OneLevel, descent(100, 8.0)
