@@ -507,8 +507,12 @@ def exact_search(task, x, y, steps):
     return x
 
 
+def _ridge(weight, y):
+    return weight * optax.tree.norm(y, squared=True)
+
+
 def oracle(task):
-    """Losses of the best private fit with the oracle's weights."""
+    """The private fits of the lower level with the oracle's weights."""
     weights = jnp.asarray(oracle_weights(task))
     upper, lower = task.data.upper, task.data.lower
     of_record = weights[lower["source"]]
@@ -516,7 +520,6 @@ def oracle(task):
     def loss(y, record):
         return record["weight"] * task.loss(y, record)
 
-    problem = dpb.FiniteSum(loss)
     candidates = []
     for with_validation in (0.0, 1.0):
         ones = jnp.full(len(upper["label"]), with_validation)
@@ -525,6 +528,9 @@ def oracle(task):
             for name in ("features", "label")
         } | {"weight": jnp.concatenate([of_record, ones])}
         share = float(jnp.mean(records["weight"]))
+        # The ridge of the lower level, whose losses have weights of mean 1.
+        ridge = functools.partial(_ridge, share * task.ridge)
+        problem = dpb.FiniteSum(loss, public=ridge)
         for size in (8.0, 15.0, 30.0, 60.0):
             solver = descent(task, 100, size / share)
             candidates.append((problem, solver, records))

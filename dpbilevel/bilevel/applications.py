@@ -62,14 +62,16 @@ def source_weighting(
     num_sources: int,
     *,
     ridge: float = 0.0,
+    weight_penalty: float = 0.0,
     parametrization: Literal["logits", "simplex"] = "logits",
     source: Callable[[PyTree], Int[Array, ""]] = read_source,
 ) -> SourceWeighting:
     r"""Weights the sources of the training records by clean validation records.
 
     $$
-    \min_x \frac{1}{n_f} \sum_i \ell(y^*(x), z_i), \qquad y^*(x) = \arg\min_y
-    \frac{1}{n_g} \sum_i k\, p_{s_i}(x)\, \ell(y, z'_i) + \rho \|y\|^2,
+    \min_x \frac{1}{n_f} \sum_i \ell(y^*(x), z_i) + \frac{\tau}{2} \Bigl(k \sum_s
+    p_s(x)^2 - 1\Bigr), \qquad y^*(x) = \arg\min_y \frac{1}{n_g} \sum_i k\,
+    p_{s_i}(x)\, \ell(y, z'_i) + \rho \|y\|^2,
     $$
 
     with $p(x) = \mathrm{softmax}(x)$ for logits or $p(x) = x$ on the simplex. Start at
@@ -79,6 +81,9 @@ def source_weighting(
         loss: $\ell(y, z)$: the model's loss on one record.
         num_sources: $k$.
         ridge: $\rho \ge 0$; public. Positive where $\ell$ is not strongly convex.
+        weight_penalty: $\tau \ge 0$; public. Its term is 0 at equal weights and
+            $(k - 1) \tau / 2$ where one source has all of the weight. `SelectedSources`
+            and `MixedSources`, which choose sources by scores, do not read it.
         parametrization: `"logits"` or `"simplex"`.
         source: Reads a training record's source, an integer in $[0, k)$; a record
             of any other source has no influence.
@@ -88,11 +93,11 @@ def source_weighting(
         training records read $x$.
 
     Privacy:
-        The source of a record is part of the record. $k$ and $\rho$ are public.
+        The source of a record is part of the record. $k$, $\rho$ and $\tau$ are public.
     """
     owner = "source_weighting"
     _checks.count(owner, num_sources=num_sources)
-    _checks.non_negative(owner, ridge=ridge)
+    _checks.non_negative(owner, ridge=ridge, weight_penalty=weight_penalty)
     _checks.one_of(owner, "parametrization", parametrization, ("logits", "simplex"))
 
     def upper(_, y, record):
@@ -112,10 +117,15 @@ def source_weighting(
     def lower_public(_, y):
         return ridge * optax.tree.norm(y, squared=True)
 
+    def upper_public(x, _):
+        p = source_weights(x, parametrization)
+        return weight_penalty / 2 * (num_sources * jnp.sum(p * p) - 1)
+
     x_set: AbstractSet = Simplex() if parametrization == "simplex" else Euclidean()
     return SourceWeighting(
         upper,
         lower,
+        upper_public=upper_public if weight_penalty else None,
         lower_public=lower_public,
         x_set=x_set,
         x_in_records=("lower",),

@@ -18,7 +18,7 @@ from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, unnumbered
-from .penalized import levels_queries
+from .penalized import levels_queries, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
 
 if TYPE_CHECKING:
@@ -117,7 +117,10 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
 
     def moved(self, problem: BilevelProblem, state: JointState, q: Any) -> JointState:
         """The state after each variable's projected update along its block of `q`."""
-        parts = map(_entries, (self.descents(problem), q, state.memory, state.w))
+        descents, (x, y) = self.descents(problem), self.released(state)
+        of_x = shortened_in_x(problem, descents.x, q.x, x, y)
+        q = dataclasses.replace(q, x=of_x)
+        parts = map(_entries, (descents, q, state.memory, state.w))
         pairs = [descent.update(*rest) for descent, *rest in zip(*parts, strict=True)]
         w, memory = (self.blocks(*values) for values in zip(*pairs, strict=True))
         kept = self.output.update(
@@ -137,6 +140,12 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
     def adversary_view(self, state: JointState) -> PyTree:
         """All three variables."""
         return state.w
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """A row where steps of the first two variables overshoot the public terms."""
+        first, second, _ = _entries(self.descents(problem))
+        return rows_of_steps(problem, w0, (first, second))
 
     @override
     def answer(self, problem, state: JointState):

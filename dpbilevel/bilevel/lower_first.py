@@ -79,10 +79,17 @@ class LowerFirst(AbstractRuns):
         return found[UPPER] if name == UPPER else w0[0], found[LOWER]
 
 
+def is_apart(problem: BilevelProblem, w0: PyTree) -> bool:
+    """Whether the lower level reads no x, by its declaration and by tracing."""
+    public = problem.lower_public
+    in_public = public is not None and reads_first(public, *w0)
+    return not (in_public or problem.reads_x(LOWER))
+
+
 def _check_apart(problem: BilevelProblem, w0: PyTree) -> None:
     """Refuses lower levels that read x, by tracing: then y* is no single point."""
     _check_records(problem)
-    if problem.lower_public is not None and reads_first(problem.lower_public, *w0):
+    if not is_apart(problem, w0):
         raise ValueError(
             "LowerFirst: lower_public reads x, so the solution of the lower level "
             "depends on x. Use PenaltyBilevel, SingleLoopBilevel or bilevel.F2SA."

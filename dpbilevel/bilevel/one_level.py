@@ -53,6 +53,12 @@ class OneLevel(AbstractRuns):
         return PenalizedLevel(problem, x, penalty, self.model.clip_norm)
 
     @override
+    def forecast(self, problem, sizes, w0):
+        """A row where steps overshoot the public terms, at the x that stays."""
+        level = self.with_sizes(sizes).level(MODEL, problem, w0, None)
+        return self.model.forecast(level, sizes, w0[1])
+
+    @override
     def start(self, name, w0, found):
         return w0[1]
 

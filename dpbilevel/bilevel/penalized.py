@@ -1,14 +1,18 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
 import abc
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
+from ..core.curvature import concrete_array, overshooting_row
+from ..core.descent import Descent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
 from ..privacy.queries import LEVELS, Query
@@ -115,6 +119,61 @@ class PenalizedLevel(AbstractLevel):
         if self.penalty is not None and self.upper_clip_norm is not None:
             above = self.upper_clip_norm / self.penalty
         return levels_queries(Levels(above, clip_norm), sampling, sizes)
+
+
+def shortened_in_x(
+    problem: BilevelProblem, descent: Descent, gradient: PyTree, x: PyTree, y: PyTree
+) -> PyTree:
+    """The direction of x, shorter where a step overshoots the upper public term.
+
+    Privacy:
+        Post-processing of released values, `y` among them: free.
+    """
+    upper_public = problem.upper_public
+    if upper_public is None:
+        return gradient
+    return descent.shortened(gradient, lambda x: jax.grad(upper_public)(x, y), x)
+
+
+def rows_of_steps(
+    problem: BilevelProblem,
+    w0: PyTree,
+    steps: Sequence[Any],
+    penalty: float | Scalar | None = None,
+) -> tuple[dict[str, Any], ...]:
+    """The row of a forecast on steps in y, at the x where they overshoot most.
+
+    Args:
+        problem: The problem.
+        w0: The starting point, or its shapes.
+        steps: What moves variables like y: solvers of one level, or `Descent`s. Those
+            without a `step_size` say nothing about their steps.
+        penalty: Of the penalized level, or `None` for the lower one alone.
+
+    Returns:
+        As `overshooting_row`; `from_start` says whether there is a row at the given x,
+        and not only at the ends of a bounded set of x.
+    """
+    if problem.lower_public is None and problem.upper_public is None:
+        return ()
+    sizes = [part.step_size for part in steps if hasattr(part, "step_size")]
+    x, y = (jax.tree.map(concrete_array, part) for part in w0)
+    reach = problem.x_set.reach
+    ends = [-reach, reach] if math.isfinite(reach) else []
+    shifted = [jax.tree.map(lambda v, end=end: v + end, x) for end in ends]
+    places = [problem.x_set.project(point) for point in (x, *shifted)]
+
+    def rows(x):
+        gradient = PenalizedLevel(problem, x, penalty).public_gradient
+        found = (overshooting_row(size, gradient, y) for size in sizes)
+        return list(itertools.chain(*found))
+
+    at_start, *at_ends = map(rows, places)
+    found = [*at_start, *itertools.chain(*at_ends)]
+    if not found:
+        return ()
+    row = max(found, key=lambda row: row["step_size"] * row["public_curvature"])
+    return (row | {"from_start": bool(at_start)},)
 
 
 def equal_weights(owner: str, sizes: Sizes | None) -> float:

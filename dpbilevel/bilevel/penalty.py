@@ -29,6 +29,8 @@ from .penalized import (
     levels_queries,
     penalty_gradients,
     public_penalty_gradient,
+    rows_of_steps,
+    shortened_in_x,
 )
 from .penalty_theorem import PenaltyTheorem, averaged_std
 from .problem import BilevelProblem, Levels, Sizes
@@ -294,6 +296,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
         # The projected step, and what t_out chooses from.
         descent = Descent(self.step_size, problem.x_set)
+        gradient = shortened_in_x(problem, descent, gradient, state.x, z)
         x, memory = descent.update(gradient, state.memory, state.x)
         kept = self.output.update(
             state.kept,
@@ -360,7 +363,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             "penalty": penalty,
             "multiplied_noise_over_signal": penalty * noise / clip_norm,
         }
-        return (row,)
+        return (row, *rows_of_steps(problem, w0, (self.inner,), self.penalty))
 
     def _parts(
         self, problem: BilevelProblem

@@ -1,6 +1,6 @@
-"""A private refit of the lower level at the released upper variable."""
+"""A private refit of the model at the released upper variable."""
 
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
-from .penalized import PenalizedLevel
+from .penalized import PenalizedLevel, equal_weights, rows_of_steps
 from .problem import BilevelProblem, Sizes
 from .stages import AbstractStages
 
@@ -37,14 +37,22 @@ class Refitted(AbstractStages[_State]):
     the run's last step. Where the search releases no $y$, the refit starts at the given
     one, and its budget is the cost of a private $y$.
 
+    With `refit_reads="both"` the refit solves $\min_y g(x, y) + \frac{n_f}{n_g} f(x,
+    y)$, so that a record of either level weighs the same. Disjoint people of the upper
+    level spend little in most searches, and the refit then spends the rest: better
+    where upper records are not much fewer than the lower ones that $x$ leaves in.
+
     Args:
         search: The bilevel solver.
-        refit: The one-level solver of the lower level.
+        refit: The one-level solver of the last run.
         budget_split: How the squared budget is split over search and refit.
+        refit_reads: The levels that `refit` reads, `"lower"` or `"both"`. Gradients of
+            upper records are then clipped at the clip norm of `refit`, too. Static.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Privacy:
-        The releases of both runs, composed; the status is the worse of the two.
+        The releases of both runs, composed; the status is the worse of the two. A refit
+        of both levels is charged to the people of both.
     """
 
     search: AbstractSolver
@@ -52,6 +60,7 @@ class Refitted(AbstractStages[_State]):
     budget_split: tuple[float, float] = eqx.field(
         default=(0.8, 0.2), converter=_checks.floats
     )
+    refit_reads: Literal["lower", "both"] = eqx.field(static=True, default="lower")
     sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {"search": BilevelProblem, "refit": AbstractFiniteSum}
 
@@ -80,7 +89,7 @@ class Refitted(AbstractStages[_State]):
 
         def refit():
             x, y = self.search.answer(problem, state.search)
-            level = PenalizedLevel(problem, x)  # the lower level at the chosen x
+            level = self._level(problem, x, self.sizes)
             y = state.y if y is None else y
             return state.search, *inner_solve(level, then, data, y, key=key_refit)
 
@@ -102,8 +111,24 @@ class Refitted(AbstractStages[_State]):
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """The releases of the search, then those of the refit."""
-        refit = self.refit.ledger(PenalizedLevel(problem, None), sizes)
+        refit = self.refit.ledger(self._level(problem, None, sizes), sizes)
         return self.search.ledger(problem, sizes) + refit.named(REFIT)
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """Of the search; and a row where steps of the refit overshoot."""
+        of_search = super().forecast(problem, sizes, w0)
+        return (*of_search, *rows_of_steps(problem, w0, (self.refit,)))
+
+    def _level(
+        self, problem: BilevelProblem, x: PyTree, sizes: Sizes | None
+    ) -> PenalizedLevel:
+        """What the refit solves, at the chosen x."""
+        if self.refit_reads == "lower":
+            return PenalizedLevel(problem, x)
+        refit: Any = self.refit
+        penalty = equal_weights("Refitted", sizes)
+        return PenalizedLevel(problem, x, penalty, refit.clip_norm)
 
     @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -165,7 +165,10 @@ def tables(solver: AbstractSolver) -> Iterator[str]:
     yield from _table("solver", solver.search, named=True)
     yield ""
     head, *rest = _table("refit", solver.refit, named=True)
-    yield from (head, f"budget_split = {_value(solver.budget_split)}", *rest)
+    yield from (head, f"budget_split = {_value(solver.budget_split)}")
+    if solver.refit_reads != "lower":
+        yield f"refit_reads = {_value(solver.refit_reads)}"
+    yield from rest
 
 
 def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:

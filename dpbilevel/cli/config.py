@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import _public
 from ..bilevel.problem import BilevelProblem, Sizes
@@ -21,6 +21,10 @@ from .task import AbstractTask, Problem
 from .tasks import TASKS
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
+_OF_REFIT: dict[str, Any] = {
+    "budget_split": tuple[float, float],
+    "refit_reads": Literal["lower", "both"],
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,14 +208,15 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     if not issubclass(kind, BilevelProblem):
         raise where.error("is for tasks of two levels only; remove it.")
     check_table(tables["refit"], where)
-    fields = dict(tables["refit"])  # of the solver, and the split of the budget
-    split = fields.pop("budget_split", None)
+    fields = dict(tables["refit"])  # of the solver, and those of `Refitted` itself
+    own = {
+        key: reader.convert(hint, fields.pop(key), where, key)
+        for key, hint in _OF_REFIT.items()
+        if key in fields
+    }
     refit = reader.build_named(one_level, fields, where)
     try:
-        if split is None:
-            return Refitted(solver, refit)
-        pair = reader.convert(tuple[float, float], split, where, "budget_split")
-        return Refitted(solver, refit, budget_split=pair)
+        return Refitted(solver, refit, **own)
     except ValueError as error:
         raise where.error(str(error)) from error
 

@@ -85,12 +85,14 @@ class SourceWeightingTask(AbstractTask):
         loss: The model's loss, `"logistic"` or `"squared"`.
         num_sources: The number of sources.
         ridge: The public ridge penalty of the model.
+        weight_penalty: The public penalty of unequal weights.
         parametrization: `"logits"` or `"simplex"`.
     """
 
     loss: Literal["logistic", "squared"]
     num_sources: int
     ridge: float = 0.0
+    weight_penalty: float = 0.0
     parametrization: Literal["logits", "simplex"] = "logits"
 
     label = "weight"
@@ -110,12 +112,19 @@ class SourceWeightingTask(AbstractTask):
 
     def __post_init__(self):
         _checks.count("source_weighting", num_sources=self.num_sources)
-        _checks.non_negative("source_weighting", ridge=self.ridge)
+        _checks.non_negative(
+            "source_weighting", ridge=self.ridge, weight_penalty=self.weight_penalty
+        )
 
     @override
     def problem(self, blocks: Blocks) -> BilevelProblem:
-        fields = {"ridge": self.ridge, "parametrization": self.parametrization}
-        return source_weighting(_LOSSES[self.loss], self.num_sources, **fields)
+        return source_weighting(
+            _LOSSES[self.loss],
+            self.num_sources,
+            ridge=self.ridge,
+            weight_penalty=self.weight_penalty,
+            parametrization=self.parametrization,
+        )
 
     @override
     def start(self, blocks: Blocks) -> Start:

@@ -4,6 +4,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import scipy
@@ -20,7 +21,7 @@ from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, check_key
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.report import PrivacyReport, describe, large_delta
+from ..privacy.report import PrivacyReport, describe, large_delta, overshooting
 from ..privacy.sampling import AbstractSampling, FullBatch
 from .levels import Levels, Sizes, people_of
 from .loop import solve, solver_for
@@ -70,7 +71,9 @@ def calibrate(
             computed too coarsely for the budget.
 
     Warns:
-        UserWarning: Delta is not below one over the number of records.
+        UserWarning: Delta is not below one over the number of records; from `w0` on,
+            steps are too long for the curvature of the public terms, so that they are
+            shortened.
 
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
@@ -94,14 +97,15 @@ def calibrate(
     calibrated = planned.with_noise(scale).with_counts(problem)  # which follow from it
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     counted = calibrated.ledger(problem, sizes)
-    for text in large_delta(counted, budget):
+    forecast = () if w0 is None else calibrated.forecast(problem, sizes, w0)
+    for text in (*large_delta(counted, budget), *_too_long(forecast)):
         warnings.warn(f"calibrate: {text}.", stacklevel=2)
     report = describe(
         counted,
         budget,
         levels=people_of(sizes) is not None,
         dimensions=dimensions,
-        forecast=() if w0 is None else calibrated.forecast(problem, sizes, w0),
+        forecast=forecast,
     )
     return Plan(calibrated, report)
 
@@ -170,6 +174,11 @@ def fit(
     if remark is not None:
         warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
     return Solution(solution.value, solution.trajectory, rejected, plan.report)
+
+
+def _too_long(forecast: tuple[dict[str, Any], ...]) -> tuple[str, ...]:
+    """What to warn of: steps that are too long for public terms from the start on."""
+    return tuple(overshooting(row) for row in forecast if row.get("from_start"))
 
 
 def _on_disk(data: PyTree) -> bool:

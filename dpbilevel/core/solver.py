@@ -135,7 +135,9 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     def forecast(
         self, problem: Problem, sizes: Any, w0: PyTree
     ) -> tuple[dict[str, Any], ...]:
-        """Rows of the report's forecast on noise that a step multiplies; default none.
+        """Rows of the report's forecast on noise and steps of this solver.
+
+        By default none.
 
         Args:
             problem: The problem.

@@ -122,6 +122,11 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         return state.w
 
     @override
+    def forecast(self, problem, sizes, w0):
+        """A row where steps overshoot the public terms."""
+        return self._updates.forecast(problem, sizes, w0)
+
+    @override
     def adversary_view(self, state: _State) -> PyTree:
         """The last iterate, and what is kept of all."""
         return state.w, state.kept

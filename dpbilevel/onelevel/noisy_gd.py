@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
+from ..core.curvature import overshooting_row
 from ..core.descent import Descent, Memory, StepSize, as_rule
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
@@ -113,6 +114,11 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     @override
     def release(self, problem: AbstractFiniteSum, sizes: Sizes | int) -> Release:
         return gradient_release(self, problem, sizes)
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """A row where steps overshoot the public terms."""
+        return overshooting_row(self.step_size, problem.public_gradient, w0)
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The gradient has as many coordinates as `w0`."""

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from ..bilevel.applications import PenaltyTuning, SourceWeighting
 from ..bilevel.constants import AbstractCertificate
 from ..bilevel.group_runs import ScaledGroups
+from ..bilevel.lower_first import LowerFirst, is_apart
 from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
@@ -103,6 +104,8 @@ def _(
     del records
     fit = _fit(clip_norm, w0[1])
     found = (*_one_level(fit), _refitted(clip_norm, fit))
+    if is_apart(problem, w0):
+        found += (_lower_first(fit),)
     if not isinstance(problem.constants, AbstractCertificate):
         return found
     proved = certified(problem, w0, fit(100, 8.0))
@@ -203,6 +206,14 @@ def _refitted(
 
     settings = itertools.product((5.0, 20.0), sizes)
     return Candidate("PenaltyBilevel, refitted", _each(solver, settings), 2)
+
+
+def _lower_first(fit: _Fit) -> Candidate:
+    def solver(lower: float, upper: float) -> LowerFirst:
+        return LowerFirst(fit(100, lower), fit(30, upper))
+
+    settings = itertools.product((8.0, 32.0), (1.0, 4.0, 16.0))
+    return Candidate("LowerFirst", _each(solver, settings), 2)
 
 
 def _selected(

@@ -171,8 +171,8 @@ def auto(
     large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
     if large:
         offered = [dataclasses.replace(m, solvers=m.solvers[::2]) for m in offered]
-    options = {"sizes": sizes, "w0": w0}
-    dry = _DryRuns(problem, w0, laws, seed, options | {"precision": "float"})
+    # A forecast is for the plan alone.
+    dry = _DryRuns(problem, w0, laws, seed, {"sizes": sizes, "precision": "float"})
     starts = [_start_loss(problem, w0, twin.test) for twin in dry.twins(0)]
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
     found = race(
@@ -190,7 +190,9 @@ def auto(
         for i in ranked
     )
     outlook = outlook_of(best, starts, budget, dry.table)
-    plan = calibrate(problem, best[0].solver, budget, precision=precision, **options)
+    plan = calibrate(
+        problem, best[0].solver, budget, sizes=sizes, w0=w0, precision=precision
+    )
     return AutoPlan(
         plan.solver,
         plan.report,

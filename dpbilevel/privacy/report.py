@@ -60,7 +60,8 @@ class PrivacyReport:
             clip norm, the number of coordinates at which the expected norm of the
             noise reaches the clip norm, and, where the shape is known, that norm over
             the clip norm; where a bound is declared, the clip norm over it. Then those
-            of the solver, on noise that a step multiplies.
+            of the solver, on noise that a step multiplies and on steps that are too
+            long for the public terms.
         assumptions: What the guarantee assumes.
         certificates: Bounds proved for this run, such as the chance that a batch
             overflows.
@@ -266,6 +267,17 @@ def _ledger_line(row: dict[str, Any]) -> str:
     return f"  {row['count']} x {row['release']}: {row['mechanism']}{noise} | {roles}"
 
 
+def overshooting(row: dict[str, Any]) -> str:
+    """What a row of the forecast says on steps too long for the public terms."""
+    size, curvature = row["step_size"], row["public_curvature"]
+    where = "" if row["from_start"] else " at the ends of the set of x"
+    return (
+        f"steps of {size:.3g} overshoot the public terms, whose curvature is "
+        f"{curvature:.3g}{where}: such steps are shortened there, in all coordinates. "
+        f"Use steps of at most {2 / curvature:.2g}, or smaller public terms"
+    )
+
+
 def _forecast_line(row: dict[str, Any]) -> str:
     if "declared" in row:
         return f"  {row['release']}: what its signal is, the declaration leaves open"
@@ -281,6 +293,8 @@ def _forecast_line(row: dict[str, Any]) -> str:
                 "epsilon or the records both would be equal)"
             )
         return text
+    if "public_curvature" in row:
+        return f"  {overshooting(row)}"
     if "temperature" in row:
         return (
             f"  {row['release']}: scores closer than {row['temperature']:.3g} are "

@@ -140,6 +140,48 @@ def test_refit_starts_from_the_search_and_keeps_its_x():
     assert np.linalg.norm(before - exact) > 1e-2
 
 
+def test_refit_of_both_levels_weighs_all_records_alike():
+    data = two_sources(300)
+    data = dpb.Levels(jax.tree.map(lambda v: v[:50], data.upper), data.lower)
+    problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=0.1)
+    search = dpb.PenaltyBilevel(
+        2, 10.0, dpb.NoisyGD(2, 1.0, step_size=1.0), step_size=1.0
+    )
+    fit = dpb.NoisyGD(300, 100.0, step_size=1.0)
+    w0 = (jnp.zeros(2), jnp.zeros(5))
+
+    def solved(reads):
+        solver = dpb.Refitted(search, fit, (0.5, 0.5), reads).with_noise(1e-7)
+        return dpb.solve(problem, solver, data, w0, key=jax.random.key(0)).value
+
+    (x, y), (same, of_lower) = solved("both"), solved("lower")
+    np.testing.assert_array_equal(x, same)
+    sums = [
+        jnp.sum(jax.vmap(lambda z, f=f: jax.grad(f, 1)(x, y, z))(records), 0)
+        for f, records in ((problem.upper, data.upper), (problem.lower, data.lower))
+    ]
+    # The mean over the lower records of what all of them and the upper ones add up to.
+    gradient = sum(s[0] if s.ndim > 1 else s for s in map(np.asarray, sums)) / 150
+    np.testing.assert_allclose(gradient + 2 * 0.1 * np.asarray(y), 0, atol=1e-4)
+    assert float(jnp.linalg.norm(y - of_lower)) > 1e-2
+
+
+def test_refit_of_both_levels_is_charged_to_both():
+    problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=0.1)
+    search = dpb.PenaltyBilevel(
+        5, 10.0, dpb.NoisyGD(3, 1.0, step_size=1.0), step_size=1.0
+    )
+    fit = dpb.NoisyGD(7, 0.5, step_size=1.0)
+    solver = dpb.Refitted(search, fit, (0.75, 0.25), "both").with_noise(2.0)
+    refit = solver.ledger(problem, dpb.Sizes(10, 20)).releases[-1]
+    assert refit.name == "refit: gradient"
+    # n_f / n_g of one upper record's gradient in a mean over 10 of them.
+    assert [(q.role, q.size, q.clip_norm) for q in refit.queries] == [
+        ("upper", 10, 0.25),
+        ("lower", 20, 0.5),
+    ]
+
+
 def test_refit_of_another_relation_is_refused():
     other = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
     search = dpb.PenaltyBilevel(
@@ -151,9 +193,59 @@ def test_refit_of_another_relation_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("parametrization", "x", "weights"),
+    [
+        ("logits", jnp.asarray([0.0, 1.0, -2.0]), None),
+        ("simplex", jnp.asarray([0.0, 0.25, 0.75]), [0.0, 0.25, 0.75]),
+    ],
+)
+def test_penalty_of_weights_is_half_their_chi_squared_divergence_from_equal_ones(
+    parametrization, x, weights
+):
+    problem = dpb.source_weighting(
+        dpb.logistic_loss, 3, weight_penalty=0.5, parametrization=parametrization
+    )
+    p = np.asarray(jax.nn.softmax(x) if weights is None else weights)
+    expected = 0.5 / 2 * np.sum((p - 1 / 3) ** 2 / (1 / 3))
+    assert problem.upper_public(x, None) == pytest.approx(expected, rel=1e-5)
+    equal = jnp.zeros(3) if parametrization == "logits" else jnp.full(3, 1 / 3)
+    assert problem.upper_public(equal, None) == pytest.approx(0.0, abs=1e-6)
+    plain = dpb.source_weighting(dpb.logistic_loss, 3)
+    assert plain.upper_public is None
+
+
+@pytest.mark.parametrize("parametrization", ["logits", "simplex"])
+def test_penalty_of_weights_keeps_them_equal_where_it_is_large(parametrization):
+    data = two_sources(400)
+    logits = parametrization == "logits"
+    x0 = jnp.zeros(2) if logits else jnp.full(2, 0.5)
+    solver = dpb.PenaltyBilevel(
+        20, 10.0, dpb.NoisyGD(10, 1.0, step_size=1.0), step_size=3.0 if logits else 0.5
+    ).with_noise(1e-6)
+
+    def largest(weight_penalty):
+        problem = dpb.source_weighting(
+            dpb.logistic_loss,
+            2,
+            ridge=0.01,
+            weight_penalty=weight_penalty,
+            parametrization=parametrization,
+        )
+        start = x0, jnp.zeros(5)
+        x, _ = dpb.solve(problem, solver, data, start, key=jax.random.key(0)).value
+        return float(jnp.max(dpb.source_weights(x, parametrization)))
+
+    found = [largest(tau) for tau in (0.0, 0.3, 3.0)]
+    assert found[0] > 0.9
+    assert found[0] > found[1] > found[2]
+    assert found[2] < 0.75
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"num_sources": 0}, "num_sources must be an integer"),
+        ({"num_sources": 2, "weight_penalty": -1.0}, "weight_penalty must be non-neg"),
         ({"num_sources": 2, "ridge": -1.0}, "ridge must be non-negative"),
         ({"num_sources": 2, "parametrization": "log"}, "parametrization must be one"),
     ],

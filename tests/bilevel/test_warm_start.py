@@ -29,6 +29,13 @@ CONTRACT = {
         (X0, Y0),
         "disjoint",
     ),
+    "refitted_both": Case(
+        WEIGHTING,
+        dpb.Refitted(penalty(), INNER, (0.7, 0.3), "both"),
+        LEVELS,
+        (X0, Y0),
+        "disjoint",
+    ),
     "warm_started": Case(
         EXACT.problem,
         dpb.bilevel.WarmStarted(implicit(num_steps=2), implicit(num_steps=2)),
@@ -40,6 +47,9 @@ CONTRACT = {
 AUDITS = {
     "Refitted": Audited(
         planned(dpb.Refitted(SEARCH, CANARY_INNER, (0.7, 0.3)), "overlapping")
+    ),
+    "Refitted, both levels": Audited(
+        planned(dpb.Refitted(SEARCH, CANARY_INNER, (0.7, 0.3), "both"), "overlapping")
     ),
     "WarmStarted": Audited(
         planned(
