@@ -14,11 +14,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 
 import dpbilevel as dpb
 from dpbilevel.bilevel.penalty_theorem import PenaltyTheorem
 
+from .census import ROOT
+
+FIGURE = ROOT / "docs/lower_bound.svg"
 DELTA, KEYS, MEANS = 1e-5, 8, 9
 START = 1.0  # the worst excess of x = 0
 GAP = 2.0  # the most that values of F on the ball differ by
@@ -273,14 +277,11 @@ def tables(found):
     return head + rows
 
 
-def draw(found, path):
+def draw(found):
     """One panel an axis; where a solver makes no progress its marks are hollow."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7.2), layout="constrained")
-    panels = figure.subplots(2, 2, sharey=True)
-    colors = "#0072B2 #009E73 #E69F00 #CC79A7 #F0E442 #56B4E9 #D55E00".split()
+    # Narrow enough to be read on a phone.
+    figure, panels = plt.subplots(4, 1, figsize=(4.8, 13.5), layout="constrained")
+    colors = "#0072B2 #009E73 #E69F00 #CC79A7 #B8A800 #56B4E9 #D55E00".split()
     styles = dict(zip(CURVES, ("-", "--", ":"), strict=True))
     names = list(dict.fromkeys(name for row in found["records"] for name in row))
     labels = {
@@ -289,7 +290,7 @@ def draw(found, path):
         "dimension_x": "d_x",
         "dimension_y": "d_y",
     }
-    for axes, (axis, values) in zip(panels.flat, AXES.items(), strict=True):
+    for axes, (axis, values) in zip(panels, AXES.items(), strict=True):
         for name, curve in CURVES.items():
             points = [curve(Setting()._replace(**{axis: v})) for v in values]
             axes.plot(values, points, styles[name], color="0.35", lw=1.3, label=name)
@@ -300,21 +301,11 @@ def draw(found, path):
             for value, result in zip(where, results, strict=True):
                 if result >= START / 2:
                     axes.plot(value, result, mfc="white", **style)
-        axes.set(xscale="log", yscale="log", xlabel=labels[axis])
+        axes.set(xscale="log", yscale="log", xlabel=labels[axis], ylabel="worst excess")
         axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.yaxis.set_major_formatter("{x:g}")  # exponents would be too small
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("worst excess")
-    figure.legend(
-        *panels[0, 0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-    )
-    base = Setting()
-    figure.suptitle(
-        f"Worst excess over the mean of the records; n = {base.records}, epsilon = "
-        f"{base.epsilon:g}, d_x = d_y = {base.dimension_x} where they are not the axis"
-    )
-    FigureCanvasAgg(figure).print_png(path)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper left", frameon=False)
+    figure.savefig(FIGURE, metadata={"Date": None})

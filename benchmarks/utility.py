@@ -99,8 +99,15 @@ class Task:
     @functools.cached_property
     def problem(self):
         """The problem of two levels."""
+        return self.penalized(0.0)
+
+    def penalized(self, weight_penalty):
+        """The same with a public penalty of unequal weights."""
         return dpb.bilevel.source_weighting(
-            self.loss, self.num_sources, ridge=self.ridge
+            self.loss,
+            self.num_sources,
+            ridge=self.ridge,
+            weight_penalty=weight_penalty,
         )
 
     @property
@@ -390,16 +397,20 @@ def mixtures(task):
 
 
 def refitted(search, sizes=(5.0, 20.0, 50.0)):
-    def solvers(task):
-        grid = [(a, b) for a in sizes for b in (8.0, 16.0)]
-        return [
-            dpb.bilevel.Refitted(
-                search(task, a), descent(task, 100, b), budget_split=(0.5, 0.5)
-            )
-            for a, b in grid
-        ]
+    """Settings with their problems: two have a penalty of unequal weights."""
 
-    return solvers
+    def pairs(task):
+        def solver(size, fit):
+            fit = descent(task, 100, fit)
+            return dpb.bilevel.Refitted(
+                search(task, size), fit, budget_split=(0.5, 0.5)
+            )
+
+        plain = [(task.problem, solver(a, b)) for a in sizes for b in (8.0, 16.0)]
+        problem = task.penalized(0.1)
+        return plain + [(problem, solver(size, 16.0)) for size in (5.0, 20.0)]
+
+    return pairs
 
 
 def penalty(task, size):
@@ -616,7 +627,9 @@ def evaluate(name, epsilon):
 
     def offered(solvers):
         more = {"epsilon": epsilon} if solvers is planned else {}
-        return [(task.problem, s, task.data) for s in solvers(task, **more)]
+        found = solvers(task, **more)
+        pairs = (v if isinstance(v, tuple) else (task.problem, v) for v in found)
+        return [(problem, solver, task.data) for problem, solver in pairs]
 
     methods = {
         method: functools.partial(offered, solvers)

@@ -38,6 +38,7 @@ from tests.bilevel.test_source_runs import (
     planned_moments,
     planned_selected,
 )
+from tests.bilevel.test_warm_start import planned_refit_of_both
 from tests.cases import Mutant
 from tests.draws.test_exponential import planned_draw
 from tests.draws.test_localized_draws import planned_localized
@@ -644,15 +645,18 @@ def forgetting(kind, name):
     return Broken
 
 
-class ChargesLowerAlone(dpb.bilevel.SelectedSources):
-    """Charges nobody in the upper level for the fit that reads both."""
+def charging_lower_alone(kind):
+    """A solver that charges nobody in the upper level for a last fit of both."""
 
-    def ledger(self, problem, sizes):
-        ledger = dpb.bilevel.SelectedSources.ledger(self, problem, sizes)
-        *others, fit = ledger.releases
-        lower = tuple(query for query in fit.queries if query.role == "lower")
-        fit = dataclasses.replace(fit, queries=lower)
-        return dataclasses.replace(ledger, releases=(*others, fit))
+    class Broken(kind):
+        def ledger(self, problem, sizes):
+            ledger = kind.ledger(self, problem, sizes)
+            *others, fit = ledger.releases
+            lower = tuple(query for query in fit.queries if query.role == "lower")
+            fit = dataclasses.replace(fit, queries=lower)
+            return dataclasses.replace(ledger, releases=(*others, fit))
+
+    return Broken
 
 
 @functools.cache
@@ -663,6 +667,11 @@ def selected(kind=dpb.bilevel.SelectedSources):
 @functools.cache
 def fit_of_both(kind=dpb.bilevel.SelectedSources):
     return audited(planned_fit_of_both(kind), runs=20_000)
+
+
+@functools.cache
+def refit_of_both(kind=dpb.Refitted):
+    return audited(planned_refit_of_both(kind), runs=20_000, person="upper")
 
 
 def of_selected(kind):
@@ -947,8 +956,13 @@ MUTANTS = {
     ),
     "a fit on both levels charged to one": Mutant(
         "SelectedSources, both levels",
-        lambda: fit_of_both(ChargesLowerAlone),
+        lambda: fit_of_both(charging_lower_alone(dpb.bilevel.SelectedSources)),
         fit_of_both,
+    ),
+    "a refit of both levels charged to one": Mutant(
+        "Refitted, both levels",
+        lambda: refit_of_both(charging_lower_alone(dpb.Refitted)),
+        refit_of_both,
     ),
     "scales of a gradient that is not counted": Mutant(
         "ScaledGroups",

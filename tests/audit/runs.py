@@ -24,9 +24,12 @@ def outcomes(name, runs=SHORT):
         )
 
 
-def audited(solver, claim=None, *, runs=SHORT, x_in_records=("upper",), **options):
-    """The audit of one solver's runs under another's claim, for the first person."""
-    canary = next(iter(audit.canaries(solver, x_in_records=x_in_records).values()))
+def audited(
+    solver, claim=None, *, runs=SHORT, x_in_records=("upper",), person=None, **options
+):
+    """The audit of one solver's runs under another's claim, by default of the first."""
+    canaries = audit.canaries(solver, x_in_records=x_in_records)
+    canary = canaries[person or next(iter(canaries))]
     return audit.trade_off(
         audit.SolverRun(canary.problem, canary.solver, canary.w0),
         canary.data,

@@ -21,6 +21,12 @@ KEY = 0
 
 
 SEARCH = planned_penalty("overlapping", num_steps=1)
+
+
+def planned_refit_of_both(kind=dpb.Refitted):
+    return planned(kind(SEARCH, CANARY_INNER, (0.3, 0.7), "both"), "disjoint")
+
+
 CONTRACT = {
     "refitted": Case(
         WEIGHTING,
@@ -48,9 +54,7 @@ AUDITS = {
     "Refitted": Audited(
         planned(dpb.Refitted(SEARCH, CANARY_INNER, (0.7, 0.3)), "overlapping")
     ),
-    "Refitted, both levels": Audited(
-        planned(dpb.Refitted(SEARCH, CANARY_INNER, (0.7, 0.3), "both"), "overlapping")
-    ),
+    "Refitted, both levels": Audited(planned_refit_of_both()),
     "WarmStarted": Audited(
         planned(
             dpb.bilevel.WarmStarted(

@@ -141,6 +141,9 @@ def test_settings_of_a_config_are_replaced(few, tmp_path, capsys):
         MixedSources(FIT, FIT, FIT, FIT, shared=0.25),
         dpb.bilevel.OneLevel(FIT, reads="both"),
         dpb.Refitted(dpb.PenaltyBilevel(3, 10.0, FIT, step_size=2.0), FIT, (0.5, 0.5)),
+        dpb.Refitted(
+            dpb.PenaltyBilevel(3, 10.0, FIT, step_size=2.0), FIT, refit_reads="both"
+        ),
         dpb.bilevel.F2SA(4, penalty=5.0, step_size=1.0, lower_step_size=0.5),
         dpb.bilevel.OneLevel(
             dpb.NoisyGD(

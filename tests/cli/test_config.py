@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -95,6 +96,25 @@ def test_refit_table_wraps_the_solver():
     solver = parsed(("refit", refit | {"budget_split": [0.7, 0.3]})).solver
     assert isinstance(solver, dpb.Refitted)
     assert (solver.budget_split, solver.refit.num_steps) == ((0.7, 0.3), 3)
+
+
+def test_refit_of_both_levels():
+    refit = {"type": "NoisyGD", "num_steps": 3, "step_size": 1.0, "clip_norm": 1.0}
+    assert parsed(("refit", refit)).solver.refit_reads == "lower"
+    solver = parsed(("refit", refit | {"refit_reads": "both"})).solver
+    assert (solver.refit_reads, solver.budget_split) == ("both", (0.8, 0.2))
+    with pytest.raises(ValueError, match=r"\[refit\].*refit_reads must be one of"):
+        parsed(("refit", refit | {"refit_reads": "upper"}))
+
+
+def test_penalty_of_weights_reaches_the_problem():
+    problem = parsed(("model.weight_penalty", 0.5)).problem
+    assert problem.upper_public(jnp.asarray([9.0, 0.0]), None) == pytest.approx(
+        0.25, rel=1e-2
+    )
+    assert parsed().problem.upper_public is None
+    with pytest.raises(ValueError, match="weight_penalty must be non-negative"):
+        parsed(("model.weight_penalty", -0.5))
 
 
 def test_relation_reaches_every_mechanism():

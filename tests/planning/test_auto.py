@@ -302,6 +302,26 @@ def test_candidates_for_networks_leave_out_mixtures_and_searches_of_weights():
     assert kinds[0] - kinds[1] == {MixedSources, Refitted}
 
 
+def test_the_lower_level_first_is_a_candidate_where_it_reads_no_x():
+    mixing = dpb.bilevel.source_mixing(dpb.logistic_loss, 2)
+    w0 = dpb.bilevel.mixing_start(jnp.zeros(6), 2)
+
+    def reading(x, y):
+        return jnp.sum(x) * jnp.sum(y**2)
+
+    problems = [
+        mixing,
+        dataclasses.replace(mixing, lower_public=lambda _, y: jnp.sum(y**2)),
+        dataclasses.replace(mixing, lower_public=reading),
+        dataclasses.replace(mixing, x_in_records=True),
+    ]
+    offered = [
+        "LowerFirst" in {c.name for c in planning.candidates(problem, w0, 1.0)}
+        for problem in problems
+    ]
+    assert offered == [True, True, False, False]
+
+
 def test_step_sizes_are_in_units_of_the_clip_norm():
     solvers = [
         planning.candidates(ONE, jnp.zeros(6), c)[0].solvers[0] for c in (1.0, 2.0)
