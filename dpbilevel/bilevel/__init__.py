@@ -21,6 +21,7 @@ from .linear_tuning import linear_tuning
 from .lower_first import LowerFirst
 from .one_level import OneLevel
 from .penalty import PenaltyBilevel
+from .penalty_theorem import theorem_accuracy
 from .problem import BilevelProblem, Levels, Sizes
 from .refitted import Refitted
 from .single_loop import SingleLoopBilevel
@@ -57,5 +58,6 @@ __all__ = [
     "source_mixing",
     "source_weighting",
     "source_weights",
+    "theorem_accuracy",
     "zoo",
 ]

@@ -160,9 +160,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         r"""The parameters of the theorems with every hidden constant set to 1.
 
         With $\ell$, $\kappa$ of the constants, $\Delta$ the initial gap and $\alpha$
-        the accuracy that is promised, $\lambda = \ell \kappa^3 / \alpha$, $\eta = 1 /
-        (\ell \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2 \rceil$, $C_f =
-        L_0^f$, $C_x = \ell \kappa$ and
+        the promised accuracy (`theorem_accuracy`), $\lambda = \ell \kappa^3 / \alpha$,
+        $\eta = 1 / (\ell \kappa^3)$, $T = \lceil \Delta \ell \kappa^3 / \alpha^2
+        \rceil$, $C_f = L_0^f$, $C_x = \ell \kappa$ and
 
         $$\alpha = K_1 \Bigl(\frac{\sqrt{d_x}}{\varepsilon n}\Bigr)^{1/2} + K_2
         \Bigl(\frac{\sqrt{d_y}}{\varepsilon n}\Bigr)^{1/3} + \ell \kappa

@@ -8,10 +8,11 @@ from typing import Any, Literal, Self
 from .. import _checks
 from ..core.descent import Rule
 from ..core.outputs import SmallestStep
+from ..privacy.budget import PrivacyBudget
 from ..privacy.ledger import Ledger
 from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
 from .constants import Constants
-from .problem import BilevelProblem
+from .problem import BilevelProblem, Sizes
 
 Batches = AbstractSampling | Literal["theorem"]
 
@@ -201,6 +202,42 @@ class PenaltyTheorem:
             fault = f"use penalty of at least 2 kappa = {2 * c.kappa:.4g}"
         if fault is not None:
             raise ValueError(f"{owner}: no theorem covers this solver; {fault}.")
+
+
+def theorem_accuracy(
+    problem: BilevelProblem,
+    budget: PrivacyBudget,
+    sizes: Sizes,
+    *,
+    dimension_x: int,
+    dimension_y: int,
+    initial_gap: float,
+    sampling: Batches = FullBatch(),
+    population: bool = False,
+) -> float:
+    r"""$\alpha$ of `PenaltyBilevel.from_theorem`, whose arguments are the same.
+
+    The theorem bounds the norm of the gradient mapping at the answer by $\alpha$, up to
+    absolute constants and logarithms. `PenaltyBilevel.bound` is the bound with the
+    noise of a plan instead.
+
+    Raises:
+        ValueError: As `PenaltyBilevel.from_theorem`.
+
+    Privacy:
+        Touches no data.
+
+    References:
+        Kornowski, "Differentially private bilevel optimization", Theorems 4, 11 and 13.
+    """
+    owner = "theorem_accuracy"
+    _checks.instance(owner, PrivacyBudget, budget=budget)
+    problem.check_sizes(owner, sizes)
+    theorem = PenaltyTheorem.of(
+        owner, problem, dimension_x, dimension_y, initial_gap, population
+    )
+    records = min(sizes.upper, sizes.lower)
+    return theorem.checked_accuracy(owner, budget.epsilon, records, sampling)
 
 
 def averaged_std(ledger: Ledger) -> float:

@@ -1,23 +1,16 @@
 """Settings for a config, chosen by dry runs: `dpbilevel auto`."""
 
-import dataclasses
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-
-from ..bilevel.refitted import Refitted
 from ..core import checkpoint
-from ..core.descent import Rule
 from ..core.progress import step_bar
-from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, auto
 from ..planning.race import Effort
-from ..privacy.mechanisms import Gaussian
+from ..planning.settings import toml_value
 from .config import Config, parse_config, read_tables
 from .tables import Place
 from .tasks import TASKS
@@ -67,7 +60,7 @@ def read_unplanned(path: str) -> tuple[Config, str]:
     if task is not None and isinstance(model, dict) and header:
         missing = {k: v for k, v in task.planned.items() if k not in model}
         kept["model"] = model | missing
-        lines = "".join(f"\n{key} = {_value(v)}" for key, v in missing.items())
+        lines = "".join(f"\n{key} = {toml_value(v)}" for key, v in missing.items())
         text = text[: header.end()] + lines + text[header.end() :]
     return parse_unplanned(kept, place), text
 
@@ -96,7 +89,7 @@ def read_for_run(path: str) -> tuple[Config, bool]:
 
 def completed(config: Config, found: AutoPlan) -> Config:
     """A config that was read without settings, with those of a plan."""
-    return _with(config, tomllib.loads("\n".join(tables(found.trials[0].solver))))
+    return _with(config, tomllib.loads(found.to_toml()))
 
 
 def as_before(config: Config, out: Path) -> Config:
@@ -154,57 +147,4 @@ def written(text: str, found: AutoPlan) -> str:
     while lines and not lines[-1].strip():
         lines.pop()
     reason = "\n".join(f"# {part}" for part in textwrap.wrap(found.reason, 84))
-    return "\n".join([*lines, "", reason, *tables(found.trials[0].solver), ""])
-
-
-def tables(solver: AbstractSolver) -> Iterator[str]:
-    """The lines of `[solver]`, and of `[refit]` where there is one."""
-    if not isinstance(solver, Refitted):
-        yield from _table("solver", solver, named=True)
-        return
-    yield from _table("solver", solver.search, named=True)
-    yield ""
-    head, *rest = _table("refit", solver.refit, named=True)
-    yield from (head, f"budget_split = {_value(solver.budget_split)}")
-    if solver.refit_reads != "lower":
-        yield f"refit_reads = {_value(solver.refit_reads)}"
-    yield from rest
-
-
-def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
-    nested = []
-    yield f"[{place}]"
-    if named:
-        yield f'type = "{type(part).__name__}"'
-    for field, value in _changed(part):
-        if isinstance(value, AbstractSolver):
-            nested.append((field, value))
-        else:
-            yield f"{field.name} = {_value(value)}"
-    for field, value in nested:
-        yield ""
-        generic = field.type is not type(value)
-        yield from _table(f"{place}.{field.name}", value, named=generic)
-
-
-def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
-    """The fields that differ from their defaults, but for what `[privacy]` says."""
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        same = type(field.default) is type(value) and repr(field.default) == repr(value)
-        if not same and not isinstance(value, Gaussian):
-            yield field, value
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Rule):
-        raise ValueError("auto: an optax rule cannot be written in a config.")
-    if isinstance(value, eqx.Module):  # an output rule, a sampling
-        fields = {field.name: _value(v) for field, v in _changed(value)}
-        fields = {"type": f'"{type(value).__name__}"'} | fields
-        return f"{{ {', '.join(f'{k} = {v}' for k, v in fields.items())} }}"
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    return repr(value if isinstance(value, int) else float(value))
+    return "\n".join([*lines, "", reason, found.to_toml()])

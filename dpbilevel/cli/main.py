@@ -242,8 +242,7 @@ def _completed(config: Config, said: TextIO) -> Config:
     _check_modules(["tqdm"])
     print("Dry runs on synthetic records choose method and settings.", file=said)
     found = auto.plan(config, "fast")
-    lines = [found.reason, *auto.tables(found.trials[0].solver), ""]
-    print(*lines, sep="\n", file=said, flush=True)
+    print(found.reason, found.to_toml(), sep="\n", file=said, flush=True)
     return auto.completed(config, found)
 
 
@@ -264,7 +263,7 @@ def _auto(arguments: argparse.Namespace) -> None:
     found = auto.plan(config, arguments.effort)
     print(found)
     if out is None:
-        print("\n" + "\n".join(auto.tables(found.trials[0].solver)))
+        print("\n" + found.to_toml(), end="")
         return
     out.write_text(auto.written(text, found), encoding="utf-8")
     print(f"\nconfig: {out} (run it with: dpbilevel run {out} --out DIR)")

@@ -23,6 +23,7 @@ from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates, is_linear
 from .conclusions import Trial, outlook_of, ranked_best, reason_of
 from .race import Effort, leads_of, race, rounds_of
+from .settings import toml_of
 from .teachers import AbstractTwin, Twin
 from .twins import twins as default_twins
 
@@ -57,6 +58,17 @@ class AutoPlan(Plan[Any]):
     def pays(self) -> bool:
         """Whether two levels are better than one in the dry runs."""
         return self.trials[0].levels == 2
+
+    def to_toml(self) -> str:
+        """The settings as the tables `[solver]` and `[refit]` of a config.
+
+        To be kept and edited: `dpbilevel run` calibrates them anew to the budget of
+        the config that they are put into.
+
+        Raises:
+            ValueError: A config cannot hold the solver, which is for Python alone.
+        """
+        return toml_of(self.trials[0].solver)
 
     def __str__(self) -> str:
         """The reason, the table of methods, the settings and the guarantee."""

@@ -46,6 +46,19 @@ def accuracy(solver, constants=CONSTANTS):
     return constants.ell * constants.kappa**3 / solver.penalty
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"sampling": "theorem"}, {"population": True}], ids=str
+)
+def test_the_promised_accuracy_is_returned(fields):
+    sizes = dpb.Sizes(RECORDS, 2 * RECORDS, "disjoint")
+    options = DIMENSIONS | {"initial_gap": GAP} | fields
+    found = dpb.bilevel.theorem_accuracy(QUADRATIC, BUDGET, sizes, **options)
+    assert found == pytest.approx(accuracy(made(**fields)))
+    few = dpb.Sizes(50, 60, "disjoint")
+    with pytest.raises(ValueError, match="theorem_accuracy: hopeless: with 50 records"):
+        dpb.bilevel.theorem_accuracy(QUADRATIC, BUDGET, few, **options)
+
+
 def outer_term(records=RECORDS):
     return GAP**0.25 * ELL**0.75 * KAPPA**1.25 * (3**0.5 / records) ** 0.5
 

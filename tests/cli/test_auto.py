@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 
 import dpbilevel as dpb
@@ -14,6 +15,7 @@ from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
 from dpbilevel.core import spending
 from dpbilevel.planning import dry_runs
+from dpbilevel.planning.settings import toml_of
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import GENERATED
 
@@ -158,9 +160,29 @@ def test_settings_of_a_config_are_replaced(few, tmp_path, capsys):
     ids=lambda solver: type(solver).__name__,
 )
 def test_a_solver_comes_back_from_what_is_written(solver, file):
-    text = file.read_text() + "\n" + "\n".join(auto.tables(solver)) + "\n"
+    text = file.read_text() + "\n" + toml_of(solver)
     file.write_text(text)
     assert shown(read_config(file).solver) == shown(solver)
+
+
+@pytest.mark.parametrize(
+    ("solver", "what"),
+    [
+        (dpb.bilevel.LowerFirst(FIT, FIT), "LowerFirst"),
+        (dpb.bilevel.OneLevel(dpb.NoisyGD(2, 1.0, optax.sgd(0.1))), "an optax rule"),
+        (
+            SelectedSources(
+                FIT,
+                FIT,
+                scoring=dpb.bilevel.ScoringModel(dpb.logistic_loss, {"w": 0.0}),
+            ),
+            "a function",
+        ),
+    ],
+)
+def test_what_a_config_cannot_hold_is_not_written(solver, what):
+    with pytest.raises(ValueError, match=f"cannot hold {what}.* for Python alone"):
+        toml_of(solver)
 
 
 def test_a_file_that_exists_is_refused(file, capsys):

@@ -1,0 +1,92 @@
+"""The settings of a solver as the tables of a config."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+
+from ..bilevel.refitted import Refitted
+from ..core.descent import Rule
+from ..core.solver import AbstractSolver
+from ..privacy.mechanisms import Gaussian
+
+
+def toml_of(solver: AbstractSolver) -> str:
+    """The table `[solver]`, and `[refit]` where there is one.
+
+    Args:
+        solver: The solver; its noise is left out, which a config does not hold.
+
+    Raises:
+        ValueError: It is one for Python alone, or holds a function or an optax rule.
+    """
+    return "\n".join(_lines(solver)) + "\n"
+
+
+def _lines(solver: AbstractSolver) -> Iterator[str]:
+    if not isinstance(solver, Refitted):
+        yield from _table("solver", solver, named=True)
+        return
+    yield from _table("solver", solver.search, named=True)
+    yield ""
+    head, *rest = _table("refit", solver.refit, named=True)
+    yield from (head, f"budget_split = {toml_value(solver.budget_split)}")
+    if solver.refit_reads != "lower":
+        yield f"refit_reads = {toml_value(solver.refit_reads)}"
+    yield from rest
+
+
+def _table(place: str, part: Any, *, named: bool = False) -> Iterator[str]:
+    nested = []
+    if not part.in_config:
+        raise _unwritten(type(part).__name__)
+    yield f"[{place}]"
+    if named:
+        yield f'type = "{type(part).__name__}"'
+    for field, value in _changed(part):
+        if isinstance(value, AbstractSolver):
+            nested.append((field, value))
+        else:
+            yield f"{field.name} = {toml_value(value)}"
+    for field, value in nested:
+        yield ""
+        generic = field.type is not type(value)
+        yield from _table(f"{place}.{field.name}", value, named=generic)
+
+
+def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """The fields that differ from their defaults, but for what `[privacy]` says."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        same = type(field.default) is type(value) and repr(field.default) == repr(value)
+        if not same and not isinstance(value, Gaussian):
+            yield field, value
+
+
+def toml_value(value: Any) -> str:
+    """A value of a field, or of a key of a config.
+
+    Raises:
+        ValueError: As `toml_of`.
+    """
+    if isinstance(value, Rule):
+        raise _unwritten("an optax rule")
+    if isinstance(value, eqx.Module):  # an output rule, a sampling
+        fields = {field.name: toml_value(v) for field, v in _changed(value)}
+        fields = {"type": f'"{type(value).__name__}"'} | fields
+        return f"{{ {', '.join(f'{k} = {v}' for k, v in fields.items())} }}"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if callable(value) or isinstance(value, dict):
+        raise _unwritten("a function or what holds one")
+    return repr(value if isinstance(value, int) else float(value))
+
+
+def _unwritten(what: str) -> ValueError:
+    return ValueError(
+        f"auto: a config cannot hold {what}, which is for Python alone. print(plan) "
+        "shows the solver as it is written in Python."
+    )
