@@ -145,7 +145,8 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
     def forecast(self, problem, sizes, w0):
         """A row where steps of the first two variables overshoot the public terms."""
         first, second, _ = _entries(self.descents(problem))
-        return rows_of_steps(problem, w0, (first, second))
+        penalty = getattr(self, "penalty", None)  # of the second one's level
+        return rows_of_steps(problem, w0, (first, second), penalty)
 
     @override
     def answer(self, problem, state: JointState):

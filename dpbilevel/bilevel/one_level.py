@@ -3,8 +3,10 @@
 from typing import ClassVar, Literal
 
 import equinox as eqx
+import jax
 from typing_extensions import override
 
+from ..core.curvature import float_array
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from .penalized import PenalizedLevel, ValidationLevel, equal_weights
@@ -55,8 +57,9 @@ class OneLevel(AbstractRuns):
     @override
     def forecast(self, problem, sizes, w0):
         """A row where steps overshoot the public terms, at the x that stays."""
-        level = self.with_sizes(sizes).level(MODEL, problem, w0, None)
-        return self.model.forecast(level, sizes, w0[1])
+        x, y = (jax.tree.map(float_array, part) for part in w0)
+        level = self.with_sizes(sizes).level(MODEL, problem, (x, y), None)
+        return self.model.forecast(level, sizes, y)
 
     @override
     def start(self, name, w0, found):

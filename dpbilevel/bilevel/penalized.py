@@ -2,16 +2,16 @@
 
 import abc
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
-from ..core.curvature import concrete_array, overshooting_row
+from ..core.curvature import float_array, overshooting_row
 from ..core.descent import Descent
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
@@ -26,6 +26,9 @@ else:
     from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
+
+# No end of a box of x is as far away.
+_FAR = 1e6
 
 
 def levels_queries(
@@ -141,39 +144,44 @@ def rows_of_steps(
     steps: Sequence[Any],
     penalty: float | Scalar | None = None,
 ) -> tuple[dict[str, Any], ...]:
-    """The row of a forecast on steps in y, at the x where they overshoot most.
+    """The rows of a forecast on steps in y that overshoot the public terms.
 
     Args:
         problem: The problem.
-        w0: The starting point, or its shapes.
+        w0: The starting point.
         steps: What moves variables like y: solvers of one level, or `Descent`s. Those
             without a `step_size` say nothing about their steps.
         penalty: Of the penalized level, or `None` for the lower one alone.
 
     Returns:
-        As `overshooting_row`; `from_start` says whether there is a row at the given x,
-        and not only at the ends of a bounded set of x.
+        As `overshooting_row`: one row for the starting point, and one, where that is
+        worse and `from_start` is false, for both ends of a box of x.
     """
     if problem.lower_public is None and problem.upper_public is None:
         return ()
     sizes = [part.step_size for part in steps if hasattr(part, "step_size")]
-    x, y = (jax.tree.map(concrete_array, part) for part in w0)
-    reach = problem.x_set.reach
-    ends = [-reach, reach] if math.isfinite(reach) else []
-    shifted = [jax.tree.map(lambda v, end=end: v + end, x) for end in ends]
-    places = [problem.x_set.project(point) for point in (x, *shifted)]
+    x, y = (jax.tree.map(float_array, part) for part in w0)
 
-    def rows(x):
+    def worst(x: PyTree) -> list[dict[str, Any]]:
         gradient = PenalizedLevel(problem, x, penalty).public_gradient
         found = (overshooting_row(size, gradient, y) for size in sizes)
-        return list(itertools.chain(*found))
+        return sorted(itertools.chain(*found), key=_excess)[-1:]
 
-    at_start, *at_ends = map(rows, places)
-    found = [*at_start, *itertools.chain(*at_ends)]
-    if not found:
-        return ()
-    row = max(found, key=lambda row: row["step_size"] * row["public_curvature"])
-    return (row | {"from_start": bool(at_start)},)
+    at_start = worst(problem.x_set.project(x))
+    ends = (worst(_end(problem.x_set, x, sign)) for sign in (-1, 1))
+    at_ends = sorted(itertools.chain(*ends), key=_excess)[-1:]
+    worse = [r for r in at_ends if not at_start or _excess(r) > _excess(at_start[0])]
+    return (*at_start, *(row | {"from_start": False} for row in worse))
+
+
+def _excess(row: dict[str, Any]) -> float:
+    return row["step_size"] * row["public_curvature"]
+
+
+def _end(x_set: AbstractSet, x: PyTree, sign: int) -> PyTree:
+    """An end of a box, with the entries of x where it has none."""
+    end = x_set.project(jax.tree.map(lambda v: v + sign * _FAR, x))
+    return jax.tree.map(lambda v, e: jnp.where(jnp.abs(e) < _FAR / 2, e, v), x, end)
 
 
 def equal_weights(owner: str, sizes: Sizes | None) -> float:

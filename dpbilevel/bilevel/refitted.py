@@ -117,8 +117,10 @@ class Refitted(AbstractStages[_State]):
     @override
     def forecast(self, problem, sizes, w0):
         """Of the search; and a row where steps of the refit overshoot."""
-        of_search = super().forecast(problem, sizes, w0)
-        return (*of_search, *rows_of_steps(problem, w0, (self.refit,)))
+        penalty = self._level(problem, None, sizes).penalty
+        rows = rows_of_steps(problem, w0, (self.refit,), penalty)
+        of_refit = (row | {"release": f"{REFIT}: steps"} for row in rows)
+        return (*super().forecast(problem, sizes, w0), *of_refit)
 
     def _level(
         self, problem: BilevelProblem, x: PyTree, sizes: Sizes | None

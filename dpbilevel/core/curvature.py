@@ -1,16 +1,17 @@
 """Whether steps are too long for the public terms, before anything runs."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import PyTree
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
 
 from .descent import Rule
 
-_ITERATIONS = 32
+_ITERATIONS = 100
 
 
 def overshooting_row(
@@ -25,49 +26,70 @@ def overshooting_row(
     Args:
         step_size: A number, or a `Rule`, about whose steps nothing is known.
         public_gradient: The gradient of the public terms.
-        w0: Where they are evaluated, or its shapes, for zeros.
+        w0: Where they are evaluated.
 
     Returns:
         No row where step size times curvature is at most 2.
     """
     if isinstance(step_size, Rule):
         return ()
-    w0 = jax.tree.map(concrete_array, w0)
+    w0 = jax.tree.map(float_array, w0)
     curvature, step_size = largest_curvature(public_gradient, w0), float(step_size)
-    if not step_size * curvature > 2:
+    if step_size * curvature <= 2:
         return ()
     row = {"step_size": step_size, "public_curvature": curvature}
     return ({"release": "steps", **row, "from_start": True},)
 
 
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
-    """The largest eigenvalue of a Hessian, in absolute value, by power iteration.
+    """The largest eigenvalue of a Hessian, by power iteration: at most the true one.
 
     Args:
         gradient: The gradient of a function without data.
-        w: Where.
+        w: Where, floats.
+
+    Returns:
+        Infinity where the Hessian is not finite, or too large for the floats.
     """
-
-    def product(v: PyTree) -> PyTree:
-        return jax.jvp(gradient, (w,), (v,))[1]
-
-    def normalized(v: PyTree) -> PyTree:
-        norm = optax.tree.norm(v)
-        norm = jnp.where(norm > 0, norm, jnp.ones_like(norm))
-        return jax.tree.map(lambda leaf: leaf / norm.astype(leaf.dtype), v)
-
-    # Entries of several sizes and signs, along no axis of symmetry.
-    start = jax.tree.map(
-        lambda v: jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape), w
-    )
-    v = jax.lax.fori_loop(0, _ITERATIONS, lambda _, v: normalized(product(v)), start)
-    return float(optax.tree.norm(product(normalized(v))))
+    if not jax.tree.leaves(w):
+        return 0.0
+    found = _eigenvalue(gradient, w, 0.0)
+    if found < 0:  # the largest in absolute value: those above it, once all are shifted
+        found = _eigenvalue(gradient, w, -found)
+    return found if math.isfinite(found) else math.inf
 
 
-def concrete_array(value: Any) -> jax.Array:
-    """An array of floats: zeros for a shape."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jnp.zeros(value.shape, value.dtype)
+def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
+    """The eigenvalue of the Hessian whose sum with the shift is largest in size."""
+
+    # Compiled, as the steps are that the answer is about.
+    @jax.jit
+    def iterated(w: PyTree, shift: Float[Array, ""]) -> Float[Array, ""]:
+        flat, unravel = ravel_pytree(w)
+
+        def product(v):
+            return ravel_pytree(jax.jvp(gradient, (w,), (unravel(v),))[1])[0]
+
+        def scaled(v):
+            # By the largest entry: squares would overflow.
+            largest = jnp.max(jnp.abs(v))
+            return v / jnp.where(largest > 0, largest, 1)
+
+        def iterate(_, v):
+            return scaled(product(v) + shift.astype(v.dtype) * v)
+
+        # Entries of several sizes and signs, other ones in every leaf.
+        start = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
+        v = jax.lax.fori_loop(0, _ITERATIONS, iterate, start)
+        unit = v / jnp.linalg.norm(v)
+        return jnp.where(jnp.any(v != 0), unit @ product(unit), 0)
+
+    with jax.numpy_dtype_promotion("standard"):  # leaves may be of several dtypes
+        return float(iterated(w, jnp.asarray(shift)))
+
+
+def float_array(value: Any) -> jax.Array:
+    """An array of floats, for derivatives."""
     value = jnp.asarray(value)
     floating = jnp.issubdtype(value.dtype, jnp.inexact)
     return value if floating else value.astype(jnp.result_type(float))

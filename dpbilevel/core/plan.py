@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import scipy
 from jaxtyping import PyTree
 
@@ -95,6 +97,7 @@ def calibrate(
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
     calibrated = planned.with_noise(scale).with_counts(problem)  # which follow from it
+    w0 = jax.tree.map(_shaped, w0)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     counted = calibrated.ledger(problem, sizes)
     forecast = () if w0 is None else calibrated.forecast(problem, sizes, w0)
@@ -174,6 +177,13 @@ def fit(
     if remark is not None:
         warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
     return Solution(solution.value, solution.trajectory, rejected, plan.report)
+
+
+def _shaped(leaf: Any) -> Any:
+    """Zeros for a shape, which take no memory."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _too_long(forecast: tuple[dict[str, Any], ...]) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         Args:
             problem: The problem.
             sizes: The planned sizes.
-            w0: The starting point, or its shapes.
+            w0: The starting point, zeros where only shapes are known.
         """
         del problem, sizes, w0
         return ()

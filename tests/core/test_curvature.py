@@ -1,5 +1,6 @@
 """Steps that are too long for the public terms: rows of the report, and a warning."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -35,6 +36,10 @@ def refitted(size):
     return dpb.Refitted(penalty(0.1), dpb.NoisyGD(5, 1.0, size))
 
 
+def one_level(size):
+    return dpb.bilevel.OneLevel(dpb.NoisyGD(5, 1.0, size), "lower")
+
+
 def rows(solver, x, problem=PROBLEM):
     """The rows on steps, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
@@ -58,8 +63,53 @@ def test_curvature_is_the_largest_eigenvalue(seed):
     assert largest_curvature(gradient, w) == pytest.approx(exact, rel=0.02)
 
 
+def curvature(fun, w):
+    return largest_curvature(jax.grad(fun), w)
+
+
 def test_no_public_term_has_no_curvature():
     assert largest_curvature(lambda w: 0.0 * w, jnp.ones(3)) == 0.0
+    assert largest_curvature(lambda w: w, {}) == 0.0
+
+
+def test_leaves_of_the_same_shape_are_told_apart():
+    w = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    found = curvature(lambda w: 5.0 * jnp.sum((w["a"] - w["b"]) ** 2), w)
+    assert found == pytest.approx(20.0, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("diagonal", "largest"),
+    [
+        ([-5.0, -1.0], -1.0),
+        ([-5.0, 1.0], 1.0),
+        ([1e25, 1.0], 1e25),
+        ([1e-25, 0.0], 1e-25),
+    ],
+)
+def test_curvature_has_a_sign_and_any_size(diagonal, largest):
+    d = jnp.asarray(diagonal, jnp.float32)
+    found = largest_curvature(lambda w: d * w, jnp.zeros(2))
+    assert found == pytest.approx(largest, rel=1e-3)
+
+
+def test_a_concave_term_is_not_overshot():
+    assert overshooting_row(1.0, lambda w: -5.0 * w, jnp.zeros(2)) == ()
+
+
+def test_what_is_not_finite_is_infinite():
+    found = curvature(lambda w: jnp.exp(1000.0) * jnp.sum(w**2), jnp.zeros(2))
+    assert found == np.inf
+    assert len(overshooting_row(1e-9, lambda w: jnp.exp(1000.0) * w, jnp.zeros(2))) == 1
+
+
+def test_terms_that_only_compiled_code_can_differentiate_are_read():
+    @jax.custom_vjp
+    def term(w):
+        return jnp.sum(w**2)
+
+    term.defvjp(lambda w: (term(w), w), lambda w, g: (2 * g * w,))
+    assert curvature(term, jnp.zeros(2)) == pytest.approx(2.0, rel=1e-5)
 
 
 @pytest.mark.parametrize(("size", "found"), [(0.49, 0), (0.51, 1)])
@@ -69,8 +119,6 @@ def test_a_row_is_there_beyond_two_over_the_curvature(size, found):
     assert len(row) == found
     for entry in row:
         assert entry["public_curvature"] == pytest.approx(4.0, rel=1e-5)
-    shapes = jax.ShapeDtypeStruct((3,), jnp.float32)
-    assert overshooting_row(size, gradient, shapes) == row
 
 
 @pytest.mark.parametrize("make", [penalty, single_loop, refitted])
@@ -80,14 +128,23 @@ def test_the_box_of_x_decides_the_row_and_its_start_the_warning(make):
     assert (row["step_size"], row["from_start"]) == (1.0, False)
     assert row["public_curvature"] == pytest.approx(np.exp(2), rel=1e-4)
     assert not warned
-    assert "steps of 1 overshoot the public terms, whose curvature is 7.39 at the" in (
-        text
+    name = "refit: steps" if make is refitted else "steps"
+    assert (
+        f"  {name} of 1 overshoot the public terms, whose curvature is 7.39 at" in text
     )
 
     found, warned, _ = rows(make(1.0), LARGEST)
     assert [row["from_start"] for row in found] == [True]
+
+    # Above the threshold at the start, and more so at an end.
+    between, above, _ = rows(make(1.0), jnp.full(2, 1.0))
+    assert [row["from_start"] for row in between] == [True, False]
+    assert [row["public_curvature"] for row in between] == pytest.approx(
+        [np.exp(1), np.exp(2)], rel=1e-4
+    )
+    assert "curvature is 2.72: such steps" in above[0]
     (message,) = warned
-    assert message.startswith("calibrate: steps of 1 overshoot")
+    assert message.startswith(f"calibrate: {name} of 1 overshoot")
     assert "Use steps of at most 0.27" in message
 
     assert rows(make(0.25), LARGEST)[:2] == ([], [])
@@ -97,6 +154,54 @@ def test_steps_at_an_x_that_stays_are_judged_there():
     solver = dpb.bilevel.OneLevel(dpb.NoisyGD(5, 1.0, 1.0), "lower")
     assert rows(solver, LEAST)[:2] == ([], [])
     assert len(rows(solver, LARGEST)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("x_set", "largest"),
+    [
+        (dpb.sets.Box(-8.0, 2.0), 2.0),
+        (dpb.sets.Box(-np.inf, 2.0), 2.0),
+        (dpb.sets.Box(jnp.asarray([-8.0, -8.0]), jnp.asarray([2.0, 1.0])), 2.0),
+        (dpb.sets.Box(-8.0, np.inf), None),
+        (dpb.sets.Euclidean(), None),
+        (dpb.sets.Simplex(), None),
+    ],
+)
+def test_ends_are_those_of_a_box(x_set, largest):
+    problem = dataclasses.replace(PROBLEM, x_set=x_set)
+    found, _, _ = rows(penalty(1.0), LEAST, problem)
+    expected = [] if largest is None else [np.exp(largest)]
+    assert [row["public_curvature"] for row in found] == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("make", [penalty, single_loop, refitted, one_level])
+def test_shapes_are_enough(make):
+    shapes = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (LARGEST, Y0)
+    )
+    dpb.calibrate(PROBLEM, make(0.1), BUDGET, sizes=SIZES, w0=shapes)
+
+
+def test_a_refit_of_both_levels_is_judged_with_the_upper_term():
+    problem = dpb.BilevelProblem(
+        lambda x, y, z: dpb.logistic_loss(y, z),
+        lambda x, y, z: dpb.logistic_loss(y, z),
+        upper_public=lambda x, y: jnp.sum(y**2),
+        x_in_records=False,
+    )
+    fit = dpb.NoisyGD(5, 1.0, 2.0)
+
+    def curvatures(reads):
+        solver = dpb.Refitted(single_loop(0.1), fit, (0.5, 0.5), reads)
+        found, _, text = rows(solver, LEAST, problem)
+        assert ("refit: steps of 2 overshoot" in text) == bool(found)
+        return [row["public_curvature"] for row in found]
+
+    assert curvatures("lower") == []
+    # 2 n_f / n_g.
+    assert curvatures("both") == pytest.approx([3.0], rel=1e-4)
 
 
 def test_training_warns_of_a_ridge_that_steps_overshoot():
