@@ -18,7 +18,7 @@ from ..core.solver import AbstractNoisySolver
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, unnumbered
-from .penalized import levels_queries, rows_of_steps, shortened_in_x
+from .penalized import levels_queries, row_in_x, rows_of_steps, shortened_in_x
 from .problem import BilevelProblem, Levels, Sizes
 
 if TYPE_CHECKING:
@@ -143,10 +143,12 @@ class AbstractJointSolver(AbstractNoisySolver[BilevelProblem, JointState]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """A row where steps of the first two variables overshoot the public terms."""
-        first, second, _ = _entries(self.descents(problem))
-        penalty = getattr(self, "penalty", None)  # of the second one's level
-        return rows_of_steps(problem, w0, (first, second), penalty)
+        """Rows where steps overshoot the public terms."""
+        *of_y, _ = vars(self.descents(problem)).items()
+        # Of the second variable's level; the first one's has no more curvature.
+        penalty = getattr(self, "penalty", None)
+        in_x = row_in_x(problem, self.descents(problem).x.step_size, w0)
+        return (*rows_of_steps(problem, w0, dict(of_y), penalty), *in_x)
 
     @override
     def answer(self, problem, state: JointState):

@@ -48,8 +48,8 @@ class F2SA(AbstractJointSolver):
     `PenaltyBilevel` there is no inner loop; compared with `SingleLoopBilevel` there is
     no Hessian, and a bias that falls like $1 / \lambda$.
 
-    Steps of $y$ and $z$ are shorter where they would overshoot the public terms, as in
-    `NoisyGD`.
+    Steps are shorter where they would overshoot the public terms, as in `NoisyGD`:
+    those of $x$ the upper one, that of $y$ the lower one, that of $z$ both.
 
     Args:
         num_steps: The number of steps. Static.

@@ -58,8 +58,8 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     derivatives. Losses are evaluated at $z$, which is $\delta / \lambda$ from `y_set`
     at most. The hypergradient formula holds where $y^*(x)$ is in its interior.
 
-    Steps of $y$ and $\delta$ are shorter where they would overshoot the public terms,
-    as in `NoisyGD`.
+    Steps are shorter where they would overshoot the public terms, as in `NoisyGD`:
+    those of $x$ the upper one, the others the lower one.
 
     Args:
         num_steps: The number of steps. Static.

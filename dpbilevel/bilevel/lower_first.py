@@ -9,7 +9,7 @@ from typing_extensions import override
 from .. import _checks
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
-from .penalized import PenalizedLevel, UpperLevel
+from .penalized import PenalizedLevel, UpperLevel, row_in_x, rows_of_steps
 from .problem import BilevelProblem, Sizes, reads_first
 from .runs import AbstractRuns, RunState
 
@@ -64,6 +64,13 @@ class LowerFirst(AbstractRuns):
         if name == UPPER:
             return UpperLevel(problem, found and found[LOWER])
         return PenalizedLevel(problem, w0 and w0[0])
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """Rows where steps overshoot the public terms."""
+        of_lower = rows_of_steps(problem, w0, {LOWER: self.lower})
+        in_x = row_in_x(problem, getattr(self.upper, "step_size", 0.0), w0)
+        return (*of_lower, *in_x)
 
     @override
     def start(self, name, w0, found):

@@ -1,8 +1,7 @@
 """Queries that read both levels, and the one-level problems inside a bilevel one."""
 
 import abc
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -17,7 +16,7 @@ from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import People
 from ..privacy.queries import LEVELS, Query
 from ..privacy.sampling import AbstractSampling
-from ..sets import AbstractSet
+from ..sets import AbstractSet, Box
 from .problem import BilevelProblem, Levels, Sizes
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ else:
 
 Scalar = Float[Array, ""]
 
-# No end of a box of x is as far away.
-_FAR = 1e6
+_SIGNS = (-jnp.inf, jnp.inf)
 
 
 def levels_queries(
@@ -141,7 +139,7 @@ def shortened_in_x(
 def rows_of_steps(
     problem: BilevelProblem,
     w0: PyTree,
-    steps: Sequence[Any],
+    steps: Mapping[str, Any],
     penalty: float | Scalar | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """The rows of a forecast on steps in y that overshoot the public terms.
@@ -149,8 +147,8 @@ def rows_of_steps(
     Args:
         problem: The problem.
         w0: The starting point.
-        steps: What moves variables like y: solvers of one level, or `Descent`s. Those
-            without a `step_size` say nothing about their steps.
+        steps: What moves variables like y, by its name: solvers of one level, or
+            `Descent`s. Those without a `step_size` say nothing about their steps.
         penalty: Of the penalized level, or `None` for the lower one alone.
 
     Returns:
@@ -159,29 +157,54 @@ def rows_of_steps(
     """
     if problem.lower_public is None and problem.upper_public is None:
         return ()
-    sizes = [part.step_size for part in steps if hasattr(part, "step_size")]
+    sizes = {k: v.step_size for k, v in steps.items() if hasattr(v, "step_size")}
     x, y = (jax.tree.map(float_array, part) for part in w0)
 
     def worst(x: PyTree) -> list[dict[str, Any]]:
         gradient = PenalizedLevel(problem, x, penalty).public_gradient
-        found = (overshooting_row(size, gradient, y) for size in sizes)
-        return sorted(itertools.chain(*found), key=_excess)[-1:]
+        rows = [
+            row | {"release": f"steps of {name}"}
+            for name, size in sizes.items()
+            for row in overshooting_row(size, gradient, y)
+        ]
+        return sorted(rows, key=_excess)[-1:]
 
     at_start = worst(problem.x_set.project(x))
-    ends = (worst(_end(problem.x_set, x, sign)) for sign in (-1, 1))
-    at_ends = sorted(itertools.chain(*ends), key=_excess)[-1:]
-    worse = [r for r in at_ends if not at_start or _excess(r) > _excess(at_start[0])]
-    return (*at_start, *(row | {"from_start": False} for row in worse))
+    at_ends = [row for end in _ends(problem.x_set, x) for row in worst(end)]
+    worse = [
+        row | {"from_start": False}
+        for row in sorted(at_ends, key=_excess)[-1:]
+        if not at_start or _excess(row) > _excess(at_start[0])
+    ]
+    return (*at_start, *worse)
+
+
+def row_in_x(
+    problem: BilevelProblem, step_size: Any, w0: PyTree
+) -> tuple[dict[str, Any], ...]:
+    """The row on steps in x that overshoot the upper public term at the start."""
+    upper_public = problem.upper_public
+    if upper_public is None:
+        return ()
+    x, y = (jax.tree.map(float_array, part) for part in w0)
+    x = problem.x_set.project(x)
+    rows = overshooting_row(step_size, lambda x: jax.grad(upper_public)(x, y), x)
+    return tuple(row | {"release": "steps of x"} for row in rows)
 
 
 def _excess(row: dict[str, Any]) -> float:
     return row["step_size"] * row["public_curvature"]
 
 
-def _end(x_set: AbstractSet, x: PyTree, sign: int) -> PyTree:
-    """An end of a box, with the entries of x where it has none."""
-    end = x_set.project(jax.tree.map(lambda v: v + sign * _FAR, x))
-    return jax.tree.map(lambda v, e: jnp.where(jnp.abs(e) < _FAR / 2, e, v), x, end)
+def _ends(x_set: AbstractSet, x: PyTree) -> list[PyTree]:
+    """Both ends of a box, with the entries of x where it has none."""
+    if not isinstance(x_set, Box):
+        return []
+    infinite = [jax.tree.map(lambda v, s=s: jnp.full_like(v, s), x) for s in _SIGNS]
+    return [
+        jax.tree.map(lambda v, e: jnp.where(jnp.isfinite(e), e, v), x, end)
+        for end in map(x_set.project, infinite)
+    ]
 
 
 def equal_weights(owner: str, sizes: Sizes | None) -> float:

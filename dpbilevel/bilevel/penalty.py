@@ -29,6 +29,7 @@ from .penalized import (
     levels_queries,
     penalty_gradients,
     public_penalty_gradient,
+    row_in_x,
     rows_of_steps,
     shortened_in_x,
 )
@@ -79,8 +80,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             y_t; z))$ of one lower record; it includes the factor $\lambda$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
-        step_size: The step size $\eta$ of $x$, or an optax optimizer fed with $\tilde
-            g_t$.
+        step_size: The step size $\eta$ of $x$, less where it overshoots the upper
+            public term, or an optax optimizer fed with $\tilde g_t$.
         sampling: How the batches of the outer gradient are drawn. The batches of the
             inner solves are `inner.sampling`'s.
         noise: The mechanism of the whole run, seen as one release on full batches.
@@ -357,13 +358,11 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         count = sum(release.count for release in releases[1])  # K
         variance = sum(r.count * r.noise_std**2 for rs in releases for r in rs)
         noise = math.sqrt(optax.tree.size(w0[1]) * variance) / count
-        penalty, clip_norm = float(self.penalty), float(self.upper_clip_norm)
-        row = {
-            "release": "inner solutions",
-            "penalty": penalty,
-            "multiplied_noise_over_signal": penalty * noise / clip_norm,
-        }
-        return (row, *rows_of_steps(problem, w0, (self.inner,), self.penalty))
+        penalty, ratio = float(self.penalty), noise / float(self.upper_clip_norm)
+        row = {"release": "inner solutions", "penalty": penalty}
+        row["multiplied_noise_over_signal"] = penalty * ratio
+        inner = rows_of_steps(problem, w0, {"inner": self.inner}, self.penalty)
+        return (row, *inner, *row_in_x(problem, self.step_size, w0))
 
     def _parts(
         self, problem: BilevelProblem

@@ -215,14 +215,25 @@ def theorem_accuracy(
     sampling: Batches = FullBatch(),
     population: bool = False,
 ) -> float:
-    r"""$\alpha$ of `PenaltyBilevel.from_theorem`, whose arguments are the same.
+    r"""$\alpha$, which `PenaltyBilevel.from_theorem` makes its parameters for.
 
     The theorem bounds the norm of the gradient mapping at the answer by $\alpha$, up to
     absolute constants and logarithms. `PenaltyBilevel.bound` is the bound with the
     noise of a plan instead.
 
+    Args:
+        problem: A problem with declared `Constants`.
+        budget: $\varepsilon$ of the whole run.
+        sizes: $n$ is the smaller of the two levels.
+        dimension_x: $d_x$.
+        dimension_y: $d_y$.
+        initial_gap: $\Delta \ge F(x_0) - \inf F$.
+        sampling: The batches of the outer gradient, or `"theorem"`.
+        population: Whether $\alpha$ is to hold for the population of the records.
+
     Raises:
         ValueError: As `PenaltyBilevel.from_theorem`.
+        TypeError: The problem has one level, or declares no `Constants`.
 
     Privacy:
         Touches no data.
@@ -231,6 +242,7 @@ def theorem_accuracy(
         Kornowski, "Differentially private bilevel optimization", Theorems 4, 11 and 13.
     """
     owner = "theorem_accuracy"
+    _checks.instance(owner, BilevelProblem, problem=problem)
     _checks.instance(owner, PrivacyBudget, budget=budget)
     problem.check_sizes(owner, sizes)
     theorem = PenaltyTheorem.of(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
-from ..core.levels import Levels, Sizes, check_apart
+from ..core.levels import Levels, Sizes, check_apart, check_pair
 from ..core.problem import AbstractProblem
 from ..onelevel.problem import check_scalar, check_set, check_start
 from ..privacy.budget import People
@@ -122,11 +122,7 @@ class BilevelProblem(AbstractProblem):
         self.check_people(data, People.SHARED if _shared(data) else People.OVERLAPPING)
         for role in LEVELS:  # an empty level is fine: its number may be private
             _checks.leading_axis(f"data.{role}", shapes_of(getattr(data, role)))
-        if not isinstance(w0, tuple | list) or len(w0) != 2:
-            raise ValueError(
-                "w0 must be a pair (x, y) of the upper and the lower starting point, "
-                f"got {type(w0).__name__}."
-            )
+        check_pair("BilevelProblem", w0)
         check_start(w0)
         check_set("x_set", self.x_set, w0[0])
         check_set("y_set", self.y_set, w0[1])

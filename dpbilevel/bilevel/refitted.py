@@ -118,9 +118,8 @@ class Refitted(AbstractStages[_State]):
     def forecast(self, problem, sizes, w0):
         """Of the search; and a row where steps of the refit overshoot."""
         penalty = self._level(problem, None, sizes).penalty
-        rows = rows_of_steps(problem, w0, (self.refit,), penalty)
-        of_refit = (row | {"release": f"{REFIT}: steps"} for row in rows)
-        return (*super().forecast(problem, sizes, w0), *of_refit)
+        rows = rows_of_steps(problem, w0, {REFIT: self.refit}, penalty)
+        return (*super().forecast(problem, sizes, w0), *rows)
 
     def _level(
         self, problem: BilevelProblem, x: PyTree, sizes: Sizes | None

@@ -48,8 +48,8 @@ class SingleLoopBilevel(AbstractJointSolver):
     level.
 
     The hypergradient formula holds where $y^*(x)$ is in the interior of `y_set`. Steps
-    of $y$ and $v$ are shorter where they would overshoot the public terms, as in
-    `NoisyGD`.
+    are shorter where they would overshoot the public terms, as in `NoisyGD`: those of
+    $x$ the upper one, the others the lower one.
 
     Args:
         num_steps: The number of steps. Static.

@@ -25,6 +25,7 @@ from .penalized import (
     PenalizedLevel,
     ValidationLevel,
     equal_weights,
+    rows_of_steps,
 )
 from .problem import Sizes
 from .runs import AbstractRuns, RunState
@@ -95,6 +96,11 @@ class _AbstractSourceRuns(AbstractRuns):
         # The gradient is a mean over all records: as long a step as on the kept alone.
         longer = jnp.minimum(1 / self.of_kept(None, None, found).share, _LONGEST)
         return dataclasses.replace(solver, step_size=step_size * longer)
+
+    @override
+    def forecast(self, problem, sizes, w0):
+        """A row where steps of the fit, which alone meets them, overshoot the terms."""
+        return rows_of_steps(problem, w0, {FIT: self.fit})
 
     def scored(self, problem, w0, model) -> AbstractFiniteSum:
         """The one-level problem whose answer is the sources' mean scores."""

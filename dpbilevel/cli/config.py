@@ -214,7 +214,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
         for key, hint in _OF_REFIT.items()
         if key in fields
     }
-    refit = reader.build_named(one_level, fields, where)
+    refit = reader.build_named(one_level, fields, where, beside=[*_OF_REFIT])
     try:
         return Refitted(solver, refit, **own)
     except ValueError as error:

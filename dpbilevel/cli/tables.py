@@ -58,8 +58,20 @@ class Reader:
     supplied: Mapping[type, Any]
     reserved: frozenset[str] = frozenset()
 
-    def build(self, cls: type[Built], table: Any, place: Place) -> Built:
+    def build(
+        self,
+        cls: type[Built],
+        table: Any,
+        place: Place,
+        beside: Sequence[str] = (),
+    ) -> Built:
         """Builds an instance of a dataclass from the table at a place.
+
+        Args:
+            cls: The dataclass.
+            table: The table.
+            place: Its place.
+            beside: Further keys, read by the caller, that the table may have had.
 
         Raises:
             ValueError: An unknown or missing key, a value of the wrong type, or one
@@ -75,7 +87,7 @@ class Reader:
         known = [k for k in table if k in keys]
         _, *values = together(
             functools.partial(
-                check_keys, table, place, allowed=keys, required=required
+                check_keys, table, place, allowed=[*keys, *beside], required=required
             ),
             *(
                 functools.partial(self.convert, hints[k], table[k], place, k)
@@ -88,13 +100,18 @@ class Reader:
             raise place.error(str(error)) from error
 
     def build_named(
-        self, classes: Mapping[str, type], table: Any, place: Place, key: str = "type"
+        self,
+        classes: Mapping[str, type],
+        table: Any,
+        place: Place,
+        key: str = "type",
+        beside: Sequence[str] = (),
     ) -> Any:
         """As `build`, an instance of the one of `classes` that `table[key]` names."""
         check_table(table, place)
         rest = dict(table)
         name = check_choice(rest.pop(key, None), classes, place, key)
-        return self.build(classes[name], rest, place)
+        return self.build(classes[name], rest, place, beside)
 
     def convert(self, hint: Any, value: Any, place: Place, key: str) -> Any:
         """Converts the value of a key to the type annotation `hint` of its field.

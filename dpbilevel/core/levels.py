@@ -40,6 +40,15 @@ class Levels(eqx.Module):
         return cls(records, records, True)
 
 
+def check_pair(owner: str, w0: PyTree) -> None:
+    """Raises `ValueError` unless a start of two levels is a pair (x, y)."""
+    if not isinstance(w0, tuple | list) or len(w0) != 2:
+        raise ValueError(
+            f"{owner}: w0 must be a pair (x, y) of the upper and the lower starting "
+            f"point, got {_checks.shown(w0)}."
+        )
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Sizes:
     """How many records each level has, and whether a person may have records in both.

@@ -25,7 +25,7 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.report import PrivacyReport, describe, large_delta, overshooting
 from ..privacy.sampling import AbstractSampling, FullBatch
-from .levels import Levels, Sizes, people_of
+from .levels import Levels, Sizes, check_pair, people_of
 from .loop import solve, solver_for
 from .problem import AbstractProblem
 from .solution import Plan, Solution, Solver, divergence
@@ -67,15 +67,15 @@ def calibrate(
         The calibrated solver, bound to these sizes, and the report.
 
     Raises:
-        ValueError: Gaussian noise with `delta = 0`; a sampling scheme that the
+        ValueError: Gaussian noise with `delta = 0`; a `w0` of two levels that is no
+            pair; a sampling scheme that the
             relation does not admit; a budget that no noise reaches, for instance a
             delta smaller than the chance of an overflowing batch; scores that are
             computed too coarsely for the budget.
 
     Warns:
-        UserWarning: Delta is not below one over the number of records; from `w0` on,
-            steps are too long for the curvature of the public terms, so that they are
-            shortened.
+        UserWarning: Delta is not below one over the number of records; or steps are
+            too long at `w0` for the curvature of the public terms, and are shortened.
 
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
@@ -97,6 +97,8 @@ def calibrate(
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
     calibrated = planned.with_noise(scale).with_counts(problem)  # which follow from it
+    if w0 is not None and people_of(sizes) is not None:
+        check_pair("calibrate", w0)
     w0 = jax.tree.map(_shaped, w0)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     counted = calibrated.ledger(problem, sizes)

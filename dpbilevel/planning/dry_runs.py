@@ -13,6 +13,7 @@ from jaxtyping import Key, PyTree
 from .. import _checks
 from ..bilevel.applications import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
+from ..core.levels import check_pair
 from ..core.loop import solve
 from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
@@ -176,7 +177,8 @@ def auto(
     _checks.one_of(owner, "effort", effort, get_args(Effort))
     _checks.positive(owner, clip_norm=clip_norm)
     problem.check_sizes(owner, sizes)
-    _check_start(problem, w0)
+    if isinstance(problem, BilevelProblem):
+        check_pair(owner, w0)
     laws = _laws(problem, w0, clip_norm, records, twins)
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm, records)
@@ -231,16 +233,6 @@ def _trial(
     means = tuple(np.mean(losses, 0).tolist())
     runs = len(losses) * len(means)
     return Trial(method.name, solver, method.levels, means, regret, runs)
-
-
-def _check_start(problem: AbstractProblem, w0: PyTree) -> None:
-    """Refuses a start of two levels that is no pair."""
-    pair = isinstance(w0, tuple | list) and len(w0) == 2
-    if isinstance(problem, BilevelProblem) and not pair:
-        raise ValueError(
-            "auto: w0 must be a pair (x, y) of the upper and the lower starting point, "
-            f"got {_checks.shown(w0)}."
-        )
 
 
 def _laws(

@@ -87,6 +87,6 @@ def toml_value(value: Any) -> str:
 
 def _unwritten(what: str) -> ValueError:
     return ValueError(
-        f"auto: a config cannot hold {what}, which is for Python alone. print(plan) "
+        f"to_toml: a config cannot hold {what}, which is for Python alone. print(plan) "
         "shows the solver as it is written in Python."
     )

@@ -271,10 +271,10 @@ def overshooting(row: dict[str, Any]) -> str:
     """What a row of the forecast says on steps too long for the public terms."""
     size, curvature = row["step_size"], row["public_curvature"]
     where = "" if row["from_start"] else " at the ends of the set of x"
-    shorter = f"steps of at most {2 / curvature:.2g}, or "
+    shorter = f"a step size of at most {1 / curvature:.2g}, or "
     return (
-        f"{row['release']} of {size:.3g} overshoot the public terms, whose curvature "
-        f"is {curvature:.3g}{where}: such steps are shortened there, in all "
+        f"{row['release']}, of size {size:.3g}, overshoot the public terms, whose "
+        f"curvature is {curvature:.3g}{where}: such steps are shortened there, in all "
         f"coordinates. Use {shorter if math.isfinite(curvature) else ''}smaller public "
         "terms"
     )

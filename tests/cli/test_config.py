@@ -105,6 +105,8 @@ def test_refit_of_both_levels():
     assert (solver.refit_reads, solver.budget_split) == ("both", (0.8, 0.2))
     with pytest.raises(ValueError, match=r"\[refit\].*refit_reads must be one of"):
         parsed(("refit", refit | {"refit_reads": "upper"}))
+    with pytest.raises(ValueError, match=r"unknown key 'refit_read'.*refit_reads"):
+        parsed(("refit", refit | {"refit_read": "both"}))
 
 
 def test_penalty_of_weights_reaches_the_problem():

@@ -128,10 +128,11 @@ def test_the_box_of_x_decides_the_row_and_its_start_the_warning(make):
     assert (row["step_size"], row["from_start"]) == (1.0, False)
     assert row["public_curvature"] == pytest.approx(np.exp(2), rel=1e-4)
     assert not warned
-    name = "refit: steps" if make is refitted else "steps"
+    name = {penalty: "inner", single_loop: "v", refitted: "refit"}[make]
     assert (
-        f"  {name} of 1 overshoot the public terms, whose curvature is 7.39 at" in text
-    )
+        f"  steps of {name}, of size 1, overshoot the public terms, whose curvature is "
+        "7.39 at the ends of the set of x:"
+    ) in text
 
     found, warned, _ = rows(make(1.0), LARGEST)
     assert [row["from_start"] for row in found] == [True]
@@ -144,8 +145,8 @@ def test_the_box_of_x_decides_the_row_and_its_start_the_warning(make):
     )
     assert "curvature is 2.72: such steps" in above[0]
     (message,) = warned
-    assert message.startswith(f"calibrate: {name} of 1 overshoot")
-    assert "Use steps of at most 0.27" in message
+    assert message.startswith(f"calibrate: steps of {name}, of size 1, overshoot")
+    assert "Use a step size of at most 0.14, or smaller public terms" in message
 
     assert rows(make(0.25), LARGEST)[:2] == ([], [])
 
@@ -196,7 +197,7 @@ def test_a_refit_of_both_levels_is_judged_with_the_upper_term():
     def curvatures(reads):
         solver = dpb.Refitted(single_loop(0.1), fit, (0.5, 0.5), reads)
         found, _, text = rows(solver, LEAST, problem)
-        assert ("refit: steps of 2 overshoot" in text) == bool(found)
+        assert ("steps of refit, of size 2, overshoot" in text) == bool(found)
         return [row["public_curvature"] for row in found]
 
     assert curvatures("lower") == []
@@ -204,10 +205,49 @@ def test_a_refit_of_both_levels_is_judged_with_the_upper_term():
     assert curvatures("both") == pytest.approx([3.0], rel=1e-4)
 
 
+def test_steps_in_x_are_judged_by_the_upper_term():
+    problem = dpb.source_weighting(
+        dpb.logistic_loss, 2, weight_penalty=50.0, parametrization="simplex"
+    )
+    equal = jnp.full(2, 0.5)
+    for solver in (penalty(0.1), single_loop(0.1)):
+        found, warned, _ = rows(solver, equal, problem)
+        assert [row["release"] for row in found] == ["steps of x"]
+        assert found[0]["public_curvature"] == pytest.approx(100.0, rel=1e-4)
+        assert len(warned) == 1
+
+
+def test_runs_are_judged_by_the_fit_that_meets_the_public_terms():
+    fit = dpb.NoisyGD(5, 1.0, 1.0)
+    problem = dpb.source_weighting(dpb.logistic_loss, 2, ridge=5.0)
+    for solver in (
+        dpb.bilevel.SelectedSources(fit, fit),
+        dpb.bilevel.MixedSources(fit, fit, fit, fit),
+    ):
+        found, _, _ = rows(solver, jnp.zeros(2), problem)
+        assert [row["release"] for row in found] == ["steps of fit"]
+    mixing = dataclasses.replace(
+        dpb.bilevel.source_mixing(dpb.logistic_loss, 2),
+        lower_public=lambda _, y: 5.0 * jnp.sum(y**2),
+    )
+    w0 = dpb.bilevel.mixing_start(jnp.zeros(6), 2)
+    with pytest.warns(UserWarning, match="steps of lower, of size 1, overshoot"):
+        dpb.calibrate(
+            mixing, dpb.bilevel.LowerFirst(fit, fit), BUDGET, sizes=SIZES, w0=w0
+        )
+
+
+def test_a_start_that_is_no_pair_is_refused():
+    with pytest.raises(ValueError, match=r"calibrate: w0 must be a pair \(x, y\)"):
+        dpb.calibrate(PROBLEM, penalty(0.1), BUDGET, sizes=SIZES, w0=Y0)
+
+
 def test_training_warns_of_a_ridge_that_steps_overshoot():
     problem = dpb.FiniteSum(dpb.logistic_loss, public=lambda w: 2.0 * jnp.sum(w * w))
     for solver in (dpb.NoisyGD(5, 1.0, 1.0), dpb.onelevel.AllocatedGD(2, 3, 1.0, 1.0)):
-        with pytest.warns(UserWarning, match="steps of 1 overshoot .* at most 0.5"):
+        with pytest.warns(
+            UserWarning, match="steps, of size 1, overshoot .* at most 0.25"
+        ):
             dpb.calibrate(problem, solver, BUDGET, sizes=200, w0=Y0)
 
 
