@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .descent import Rule
 
-_ITERATIONS = 100
+_ITERATIONS, _ACCURACY = 100, 1e-4
 
 
 def overshooting_row(
@@ -70,19 +70,27 @@ def _eigenvalue(gradient, w: PyTree, shift: float) -> float:
         def product(v):
             return ravel_pytree(jax.jvp(gradient, (w,), (unravel(v),))[1])[0]
 
-        def scaled(v):
-            # By the largest entry: squares would overflow.
+        def unit(v):
+            # By the largest entry first: squares would overflow.
             largest = jnp.max(jnp.abs(v))
-            return v / jnp.where(largest > 0, largest, 1)
+            v = v / jnp.where(largest > 0, largest, 1)
+            return v / jnp.where(largest > 0, jnp.linalg.norm(v), 1)
 
-        def iterate(_, v):
-            return scaled(product(v) + shift.astype(v.dtype) * v)
+        def moves(state):
+            count, _, before, found = state
+            moved = jnp.abs(found - before) > _ACCURACY * jnp.abs(found)
+            return (count < 2) | ((count < _ITERATIONS) & moved)  # not where NaN
+
+        def iterate(state):
+            count, v, _, before = state
+            along = product(v)
+            v_next = unit(along + shift.astype(v.dtype) * v)
+            return count + 1, v_next, before, v @ along
 
         # Entries of several sizes and signs, other ones in every leaf.
-        start = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
-        v = jax.lax.fori_loop(0, _ITERATIONS, iterate, start)
-        unit = v / jnp.linalg.norm(v)
-        return jnp.where(jnp.any(v != 0), unit @ product(unit), 0)
+        start = unit(jnp.cos(jnp.arange(flat.size, dtype=flat.dtype)))
+        zero = jnp.zeros((), flat.dtype)
+        return jax.lax.while_loop(moves, iterate, (0, start, zero, zero))[-1]
 
     with jax.numpy_dtype_promotion("standard"):  # leaves may be of several dtypes
         return float(iterated(w, jnp.asarray(shift)))
