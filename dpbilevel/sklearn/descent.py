@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,7 +76,10 @@ def planned_descent(
         solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
         solver = solver.with_neighbours(planned.relation)
         start = jnp.zeros(shape)
-        return calibrate(problem, solver, budget, sizes=planned.size, w0=start)
+        with warnings.catch_warnings():
+            # An estimator has no step size to change; its steps are shortened.
+            warnings.filterwarnings("ignore", message="calibrate: steps")
+            return calibrate(problem, solver, budget, sizes=planned.size, w0=start)
 
     noise: Any = plan(1, 1.0, 1.0).report.ledger[0]["noise_std"]  # s
     reach = settings.walk / noise  # of the product of all three
