@@ -88,15 +88,18 @@ class LowerFirst(AbstractRuns):
 
 def is_apart(problem: BilevelProblem, w0: PyTree) -> bool:
     """Whether the lower level reads no x, by its declaration and by tracing."""
+    return not (problem.reads_x(LOWER) or _public_reads_x(problem, w0))
+
+
+def _public_reads_x(problem: BilevelProblem, w0: PyTree) -> bool:
     public = problem.lower_public
-    in_public = public is not None and reads_first(public, *w0)
-    return not (in_public or problem.reads_x(LOWER))
+    return public is not None and reads_first(public, *w0)
 
 
 def _check_apart(problem: BilevelProblem, w0: PyTree) -> None:
     """Refuses lower levels that read x, by tracing: then y* is no single point."""
     _check_records(problem)
-    if not is_apart(problem, w0):
+    if _public_reads_x(problem, w0):
         raise ValueError(
             "LowerFirst: lower_public reads x, so the solution of the lower level "
             "depends on x. Use PenaltyBilevel, SingleLoopBilevel or bilevel.F2SA."

@@ -3,13 +3,11 @@
 from typing import ClassVar, Literal
 
 import equinox as eqx
-import jax
 from typing_extensions import override
 
-from ..core.curvature import float_array
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
-from .penalized import PenalizedLevel, ValidationLevel, equal_weights
+from .penalized import PenalizedLevel, ValidationLevel, both_levels
 from .problem import Sizes
 from .runs import AbstractRuns
 
@@ -51,15 +49,13 @@ class OneLevel(AbstractRuns):
             return ValidationLevel(problem, x)
         if self.reads == "lower":
             return PenalizedLevel(problem, x)
-        penalty = equal_weights("OneLevel", self.sizes)
-        return PenalizedLevel(problem, x, penalty, self.model.clip_norm)
+        return both_levels("OneLevel", problem, x, self.sizes, self.model.clip_norm)
 
     @override
     def forecast(self, problem, sizes, w0):
         """A row where steps overshoot the public terms, at the x that stays."""
-        x, y = (jax.tree.map(float_array, part) for part in w0)
-        level = self.with_sizes(sizes).level(MODEL, problem, (x, y), None)
-        return self.model.forecast(level, sizes, y)
+        level = self.with_sizes(sizes).level(MODEL, problem, w0, None)
+        return self.model.forecast(level, sizes, w0[1])
 
     @override
     def start(self, name, w0, found):

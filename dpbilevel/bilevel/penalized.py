@@ -122,6 +122,24 @@ class PenalizedLevel(AbstractLevel):
         return levels_queries(Levels(above, clip_norm), sampling, sizes)
 
 
+def both_levels(
+    owner: str, problem: BilevelProblem, x: PyTree, sizes: Sizes | None, clip_norm: Any
+) -> PenalizedLevel:
+    """Both levels at a fixed x: every record weighs the same, under one clip norm.
+
+    Args:
+        owner: As in `equal_weights`.
+        problem: The problem.
+        x: The upper variable, already private.
+        sizes: The planned sizes.
+        clip_norm: That of a record's gradient.
+
+    Raises:
+        ValueError: As `equal_weights`.
+    """
+    return PenalizedLevel(problem, x, equal_weights(owner, sizes), clip_norm)
+
+
 def shortened_in_x(
     problem: BilevelProblem, descent: Descent, gradient: PyTree, x: PyTree, y: PyTree
 ) -> PyTree:
@@ -158,7 +176,7 @@ def rows_of_steps(
     if problem.lower_public is None and problem.upper_public is None:
         return ()
     sizes = {k: v.step_size for k, v in steps.items() if hasattr(v, "step_size")}
-    x, y = (jax.tree.map(float_array, part) for part in w0)
+    x, y = jax.tree.map(float_array, w0[0]), w0[1]
 
     def worst(x: PyTree) -> list[dict[str, Any]]:
         gradient = PenalizedLevel(problem, x, penalty).public_gradient
@@ -186,8 +204,7 @@ def row_in_x(
     upper_public = problem.upper_public
     if upper_public is None:
         return ()
-    x, y = (jax.tree.map(float_array, part) for part in w0)
-    x = problem.x_set.project(x)
+    x, y = problem.x_set.project(jax.tree.map(float_array, w0[0])), w0[1]
     rows = overshooting_row(step_size, lambda x: jax.grad(upper_public)(x, y), x)
     return tuple(row | {"release": "steps of x"} for row in rows)
 

@@ -199,13 +199,11 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             prints $1 / b$, Theorem 13 a term in $n^{-1/4}$ too.
         """
         owner = "PenaltyBilevel.from_theorem"
-        _checks.instance(owner, PrivacyBudget, budget=budget)
-        problem.check_sizes(owner, sizes)
         theorem = PenaltyTheorem.of(
             owner, problem, dimension_x, dimension_y, initial_gap, population
         )
+        alpha = theorem.promised(owner, problem, budget, sizes, sampling)
         epsilon, records = budget.epsilon, min(sizes.upper, sizes.lower)
-        alpha = theorem.checked_accuracy(owner, epsilon, records, sampling)
         defaults: dict[str, Any] = {
             "num_steps": math.ceil(initial_gap * theorem.smoothness / alpha**2),  # T
             "penalty": theorem.smoothness / alpha,  # lambda

@@ -158,14 +158,22 @@ class PenaltyTheorem:
             limits[why] = smoothness / value if value else math.inf
         return limits
 
-    def checked_accuracy(
-        self, owner: str, epsilon: float, records: int, sampling: Batches
+    def promised(
+        self,
+        owner: str,
+        problem: BilevelProblem,
+        budget: PrivacyBudget,
+        sizes: Sizes,
+        sampling: Batches,
     ) -> float:
         r"""$\alpha$, refused where it is not below all `limits`.
 
         Raises:
             ValueError: With the number of records and the epsilon that it takes.
         """
+        _checks.instance(owner, PrivacyBudget, budget=budget)
+        problem.check_sizes(owner, sizes)
+        epsilon, records = budget.epsilon, min(sizes.upper, sizes.lower)
         if isinstance(sampling, str):
             _checks.one_of(owner, "sampling", sampling, ("theorem",))
         else:
@@ -243,13 +251,10 @@ def theorem_accuracy(
     """
     owner = "theorem_accuracy"
     _checks.instance(owner, BilevelProblem, problem=problem)
-    _checks.instance(owner, PrivacyBudget, budget=budget)
-    problem.check_sizes(owner, sizes)
     theorem = PenaltyTheorem.of(
         owner, problem, dimension_x, dimension_y, initial_gap, population
     )
-    records = min(sizes.upper, sizes.lower)
-    return theorem.checked_accuracy(owner, budget.epsilon, records, sampling)
+    return theorem.promised(owner, problem, budget, sizes, sampling)
 
 
 def averaged_std(ledger: Ledger) -> float:

@@ -15,7 +15,7 @@ from ..core.solver import AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
-from .penalized import PenalizedLevel, equal_weights, rows_of_steps
+from .penalized import PenalizedLevel, both_levels, rows_of_steps
 from .problem import BilevelProblem, Sizes
 from .stages import AbstractStages
 
@@ -128,8 +128,7 @@ class Refitted(AbstractStages[_State]):
         if self.refit_reads == "lower":
             return PenalizedLevel(problem, x)
         refit: Any = self.refit
-        penalty = equal_weights("Refitted", sizes)
-        return PenalizedLevel(problem, x, penalty, refit.clip_norm)
+        return both_levels("Refitted", problem, x, sizes, refit.clip_norm)
 
     @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_type_hints
 
 from .. import _public
 from ..bilevel.problem import BilevelProblem, Sizes
@@ -21,10 +21,8 @@ from .task import AbstractTask, Problem
 from .tasks import TASKS
 
 _TABLES = ("task", "privacy", "data", "model", "solver", "refit")
-_OF_REFIT: dict[str, Any] = {
-    "budget_split": tuple[float, float],
-    "refit_reads": Literal["lower", "both"],
-}
+# Of `Refitted` itself, beside those of the solver of the refit.
+_OF_REFIT = ("budget_split", "refit_reads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,13 +206,13 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     if not issubclass(kind, BilevelProblem):
         raise where.error("is for tasks of two levels only; remove it.")
     check_table(tables["refit"], where)
-    fields = dict(tables["refit"])  # of the solver, and those of `Refitted` itself
+    fields, hints = dict(tables["refit"]), get_type_hints(Refitted)
     own = {
-        key: reader.convert(hint, fields.pop(key), where, key)
-        for key, hint in _OF_REFIT.items()
+        key: reader.convert(hints[key], fields.pop(key), where, key)
+        for key in _OF_REFIT
         if key in fields
     }
-    refit = reader.build_named(one_level, fields, where, beside=[*_OF_REFIT])
+    refit = reader.build_named(one_level, fields, where, beside=_OF_REFIT)
     try:
         return Refitted(solver, refit, **own)
     except ValueError as error:
