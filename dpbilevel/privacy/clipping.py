@@ -18,9 +18,10 @@ from .disk import OnDisk, reader, shapes_of
 from .factored import is_structured
 from .floats import is_below
 from .grid import Grid
-from .microbatches import pass_rows
+from .microbatches import pass_rows, whole_blocks
 from .norms import TOO_LONG, measured, wide
 from .products import check_products
+from .rows import BLOCK
 from .sampling import Batch
 from .shards import Shards, shards_of
 from .structure import opened
@@ -257,6 +258,7 @@ def clipped_mean(
     for products in (True, False):
         cheap, value = _cheapest(plain, constants, record, products=products)
         own, rows = pass_rows(part, microbatch, value, record, on_disk=on_disk)
+        rows = rows if n % BLOCK else whole_blocks(own, rows)
         rule = SUMS[precision](_widened(value), *numbers, size, rows, in_place, own)
         if in_place or rule.rounding <= MOST_ROUNDING:
             break

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .. import _checks
 from .factored import Factored, is_structured
 from .grouped import GROUP, largest_group
+from .rows import BLOCK
 
 # What one micro-batch of per-record values may occupy. On a CPU it should stay in
 # the caches of its cores, an accelerator wants it large; see docs/performance.md.
@@ -85,6 +86,19 @@ def microbatch_rows(value: PyTree, record: PyTree, backend: str) -> int:
     budget = _MICROBATCH_BYTES.get(backend, _MICROBATCH_BYTES_ACCELERATOR)
     size = _memory(value) + _bytes(jax.tree.leaves(record))
     return 2 ** max(0, int(math.log2(budget / max(size, 1))))
+
+
+def whole_blocks(n: int, rows: int) -> int:
+    """Return the rows of a chunk, whole blocks: `rows`, or fewer if that is all `n`.
+
+    Rows in blocks of 64 may be cut into parts of `n` rows that are no whole blocks. A
+    row is rounded alike in every place of a chunk of 64 k rows or of a power of two.
+    """
+    if rows < n or n % BLOCK == 0:
+        return rows
+    if n < BLOCK:
+        return 2 ** (n.bit_length() - 1)
+    return _chunk_rows(n, max(BLOCK, n // 2))
 
 
 def _chunk_rows(n: int, rows: int) -> int:

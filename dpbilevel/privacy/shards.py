@@ -133,17 +133,14 @@ def shards_of(records: PyTree) -> Shards:
     `jax.jit` by the arrays themselves. Elsewhere there are as many parts as there may
     be devices: the number of devices that rows are spread over divides both that of the
     rows and, in a mesh of all devices, that of the devices, so that every part of
-    consecutive rows is on one device. Parts of rows in blocks are whole blocks, in
-    which the rounding of a row does not depend on its place.
+    consecutive rows is on one device.
     """
     leaves = jax.tree.leaves(records)
     found = [_shards(leaf) for leaf in leaves]
     spread = max((v for v in found if v and v.mesh), key=_count, default=None)
     if spread or None not in found or jax.sharding.get_abstract_mesh().manual_axes:
         return spread or Shards()
-    rows = len(leaves[0])
-    parts = rows if rows % BLOCK else rows // BLOCK
-    return Shards(math.gcd(parts, jax.device_count()))
+    return Shards(math.gcd(len(leaves[0]), jax.device_count()))
 
 
 def _count(shards: Shards) -> int:

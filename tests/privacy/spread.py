@@ -25,6 +25,7 @@ N, D = 4096, 16
 MICROBATCH = 128
 BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 PLANS = {}
+FEWER = 63 * 64  # rows in blocks that eight devices do not divide
 REPLACED, ADDED = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 # Batches of 7 micro-batches, which eight devices fill up.
 POISSON, FIXED = dpb.Poisson(rate=0.17), dpb.FixedSize(7 * MICROBATCH)
@@ -127,6 +128,7 @@ def bits(cases, place):
     records, weights = data()
     w, zero = np.full(D, 0.1, np.float32), np.zeros(D, np.float32)
     parts = [jax.tree.map(lambda v, s=s: place(v[s::2]), records) for s in (0, 1)]
+    fewer = jax.tree.map(lambda v: place(v[:FEWER]), records)
     records = jax.tree.map(place, records)
     levels, starts = dpb.Levels(*parts), (np.zeros(1, np.float32), zero)
 
@@ -155,6 +157,8 @@ def bits(cases, place):
     runs = {
         "gradient": lambda: read(logistic, w),
         "inside jit": lambda: jax.jit(inside)(w, records),
+        "fewer inside jit": lambda: jax.jit(inside)(w, fewer),
+        "fewer": lambda: inside(w, fewer),
         "loop": lambda: read(loop, w),
         "network": lambda: read(network, weights),
         "network, any place": lambda: read(network, weights, None, ADDED),
@@ -176,10 +180,14 @@ def bits(cases, place):
 def moved(place):
     """The sizes of the largest array that is sent, and of the sum."""
     records, weights = data()
+    # In blocks that eight devices do not divide, and in no blocks.
+    fewer, ragged = (
+        jax.tree.map(lambda v, n=n: place(v[:n]), records) for n in (FEWER, FEWER - 8)
+    )
     records = jax.tree.map(place, records)
     w = np.full(D, 0.1, np.float32)
 
-    def sent(fun, w):
+    def sent(fun, w, records=records):
         text = jax.jit(fun).lower(w, records).compile().as_text()
         return max(collectives(text), default=0), sum(map(np.size, jax.tree.leaves(w)))
 
@@ -187,6 +195,8 @@ def moved(place):
         "gradient": sent(lambda w, _: mean(logistic, w, records).raw, w),
         "network": sent(lambda w, _: mean(network, w, records).raw, weights),
         "inside jit": sent(lambda w, r: mean(logistic, w, r).raw, w),
+        "fewer": sent(lambda w, r: mean(logistic, w, r).raw, w, fewer),
+        "ragged": sent(lambda w, r: mean(logistic, w, r).raw, w, ragged),
         "batch": sent(lambda w, _: mean(logistic, w, records, POISSON).raw, w),
         "batch inside jit": sent(lambda w, r: mean(logistic, w, r, POISSON).raw, w),
         "control": sent(lambda w, r: sliced(logistic, w, r), w),

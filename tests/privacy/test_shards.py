@@ -14,9 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from dpbilevel.privacy.clipping import clipped_mean
 from dpbilevel.privacy.summation import GridSum
 
 from .spread import collectives
@@ -26,6 +28,7 @@ COUNTS = (1, 2, 4, 8)
 READS = ["gradient", "loop", "network", "network, any place"]
 READS += ["network, Poisson", "network, fixed"]
 SHORT = ["gradient", "network"]
+FEWER = ["fewer", "fewer inside jit"]
 RUNS = ["full", "poisson", "padded", "fixed", "penalty", "single", "f2sa"]
 
 
@@ -52,7 +55,7 @@ def answer(process):
 @pytest.fixture(scope="module")
 def eight():
     """What the program finds on eight devices, in a few cases."""
-    return answer(started(8, *SHORT, "poisson", "inside jit"))
+    return answer(started(8, *SHORT, "poisson", "inside jit", *FEWER))
 
 
 @pytest.mark.parametrize("mesh", ["Explicit", "Auto"])
@@ -66,12 +69,20 @@ def test_bits_are_the_same_where_records_are_arguments_of_a_program(eight, mesh)
     assert eight["bits"][mesh]["inside jit"] == eight["bits"]["none"]["gradient"]
 
 
+@pytest.mark.parametrize("mesh", ["Explicit", "Auto"])
+@pytest.mark.parametrize("case", FEWER)
+def test_bits_are_the_same_where_devices_do_not_divide_blocks(eight, case, mesh):
+    assert eight["bits"][mesh][case] == eight["bits"]["none"]["fewer"]
+
+
 def test_the_bits_of_different_cases_differ(eight):
-    bits = [eight["bits"]["none"][case] for case in (*SHORT, "poisson")]
+    bits = [eight["bits"]["none"][case] for case in (*SHORT, "poisson", "fewer")]
     assert len(set(bits)) == len(bits)
 
 
-@pytest.mark.parametrize("case", ["gradient", "network", "inside jit"])
+@pytest.mark.parametrize(
+    "case", ["gradient", "network", "inside jit", "fewer", "ragged"]
+)
 def test_a_clipped_mean_moves_sums_alone(eight, case):
     largest, sums = eight["moved"][case]
     assert 0 < largest <= sums
@@ -164,6 +175,21 @@ def test_the_margin_does_not_depend_on_devices_where_micro_batches_fit():
         assert len(counts) == 1
 
 
+def test_rows_in_blocks_are_read_in_whole_blocks_by_any_number_of_devices(monkeypatch):
+    def rows(n, devices):
+        """Rows of the micro-batches of a program, on each device."""
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+        read = jax.make_jaxpr(lambda v: clipped_mean(lambda z: z, v, clip_norm=1.0).raw)
+        text = str(read(jnp.zeros(n)))
+        return int(re.search(r"slice_sizes=\((?:\d+, )?(\d+)", text)[1])
+
+    cuts = (1, 64), (3, 1), (3, 16), (3, 64), (63, 8)
+    found = [rows(64 * blocks, devices) for blocks, devices in cuts]
+    assert all(n % 64 == 0 or 64 % n == 0 for n in found)
+    # The control: parts of rows in no blocks are read at once.
+    assert rows(63 * 64 - 8, 16) == 503
+
+
 def test_collectives_are_found_in_compiled_text():
     text = "%a = (s64[16,2]{1,0}, f32[3]{0}) all-reduce(%b), channel_id=1"
     assert collectives(text) == [32, 3]
@@ -175,7 +201,7 @@ def test_released_bits_depend_on_no_number_of_devices_or_processes():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    cases = [*READS, *RUNS, "inside jit"]
+    cases = [*READS, *RUNS, "inside jit", *FEWER]
     pair = [started(2, port, number, *cases) for number in range(2)]
     two, other = map(answer, pair)
     assert two["bits"] == other["bits"]
@@ -185,6 +211,7 @@ def test_released_bits_depend_on_no_number_of_devices_or_processes():
     alone = [answer(started(count, *cases, "parameters")) for count in COUNTS]
     one = alone[0]["bits"]["none"]
     assert one["inside jit"] == one["gradient"]
+    assert one["fewer inside jit"] == one["fewer"]
     for found in (*alone, two):
         for mesh in ("Explicit", "Auto"):
             assert found["bits"][mesh] == one
