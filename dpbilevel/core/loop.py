@@ -166,27 +166,34 @@ def planned_rows(solver: AbstractSolver, data: PyTree, owner: str = "solve") -> 
     if solver.neighbours is not Neighbours.ADD_OR_REMOVE_ONE:
         return data
 
-    def pad(records, size, name):
-        rows = padded_rows(size)
-        if _checks.leading_axis(name, shapes_of(records)) > rows:
-            raise ValueError(
-                f"{owner}: {name} has more records than the {rows} rows that the plan "
-                f"for {size} pads them to. Under add-or-remove-one the planned size is "
-                "a public bound; calibrate with a larger sizes=."
-            )
-        if isinstance(records, OnDisk):
-            return records.padded(rows)
-        # Whole blocks on every device: in others a row's rounding depends on its place.
-        # Where devices are not known, no shape may depend on them and the records.
-        shards = shards_of(records)
-        return padded(records, rows + -rows % (BLOCK * shards.known))
-
     if not isinstance(data, Levels):
-        return pad(data, solver.sizes, "data")
-    upper = pad(data.upper, solver.sizes.upper, "data.upper")
+        return public_rows(data, solver.sizes, "data", owner)
+    upper = public_rows(data.upper, solver.sizes.upper, "data.upper", owner)
     if data.is_shared:
         return Levels.shared(upper)  # one copy, or it would read as two levels
-    return Levels(upper, pad(data.lower, solver.sizes.lower, "data.lower"))
+    lower = public_rows(data.lower, solver.sizes.lower, "data.lower", owner)
+    return Levels(upper, lower)
+
+
+def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
+    """Pad the records of one level to the rows of a plan for `size` records.
+
+    Raises:
+        ValueError: There are more records than rows; `owner` and `name` are named.
+    """
+    rows = padded_rows(size)
+    if _checks.leading_axis(name, shapes_of(records)) > rows:
+        raise ValueError(
+            f"{owner}: {name} has more records than the {rows} rows that the plan for "
+            f"{size} pads them to. Under add-or-remove-one the planned size is a "
+            "public bound; calibrate with a larger sizes=."
+        )
+    if isinstance(records, OnDisk):
+        return records.padded(rows)
+    # Whole blocks on every device: in others a row's rounding depends on its place.
+    # Where devices are not known, no shape may depend on them and the records.
+    shards = shards_of(records)
+    return padded(records, rows + -rows % (BLOCK * shards.known))
 
 
 def solver_for(problem: object, solver: Any, owner: str) -> AbstractSolver:

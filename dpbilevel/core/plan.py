@@ -1,5 +1,6 @@
 """Plans: the least noise that reaches a budget, before any data is seen."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -14,6 +15,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy import accounting
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import SUMS, Precision
 from ..privacy.disk import OnDisk
@@ -43,6 +45,7 @@ def calibrate(
     sizes: Sizes | int,
     w0: PyTree | None = None,
     precision: Precision = "grid",
+    before: tuple[AbstractRelease, ...] = (),
 ) -> Plan[Solver]:
     r"""Finds the least noise at which one run of `solver` stays within `budget`.
 
@@ -62,6 +65,9 @@ def calibrate(
         precision: `"grid"` sums records exactly and rounds the noise to the same grid,
             so that the guarantee survives floating-point arithmetic; `"float"` is for
             research and labelled so in the report.
+        before: Further releases of the same records, with their noise, such as those of
+            a `RecordsCheck`. They count against the budget and are in the report; they
+            are made by the caller and not by `solve`.
 
     Returns:
         The calibrated solver, bound to these sizes, and the report.
@@ -89,7 +95,7 @@ def calibrate(
     planned = solver.with_sizes(sizes).with_precision(precision)
 
     def ledger(scale: float) -> Ledger:
-        return planned.with_noise(scale).ledger(problem, sizes)
+        return _after(before, planned.with_noise(scale).ledger(problem, sizes))
 
     _check_releases(ledger(1.0), budget, type(solver).__name__)  # any noise will do
     for release in ledger(1.0).releases:
@@ -101,7 +107,7 @@ def calibrate(
         check_pair("calibrate", w0)
     w0 = jax.tree.map(_shaped, w0)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
-    counted = calibrated.ledger(problem, sizes)
+    counted = _after(before, calibrated.ledger(problem, sizes))
     forecast = () if w0 is None else calibrated.forecast(problem, sizes, w0)
     for text in (*large_delta(counted, budget), *_too_long(forecast)):
         warnings.warn(f"calibrate: {text}.", stacklevel=2)
@@ -191,6 +197,11 @@ def _shaped(leaf: Any) -> Any:
 def _too_long(forecast: tuple[dict[str, Any], ...]) -> tuple[str, ...]:
     """What to warn of: steps that are too long for public terms from the start on."""
     return tuple(overshooting(row) for row in forecast if row.get("from_start"))
+
+
+def _after(before: tuple[AbstractRelease, ...], ledger: Ledger) -> Ledger:
+    """Return the ledger with these releases in front of its own."""
+    return dataclasses.replace(ledger, releases=(*before, *ledger.releases))
 
 
 def _on_disk(data: PyTree) -> bool:

@@ -19,6 +19,7 @@ from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates, is_linear
@@ -105,6 +106,7 @@ def auto(
     precision: Precision = "grid",
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    before: tuple[AbstractRelease, ...] = (),
 ) -> AutoPlan:
     """A plan without settings, by dry runs on synthetic records.
 
@@ -152,6 +154,7 @@ def auto(
         seed: Of the synthetic records and their noise, which protect no records.
         progress: Called after every dry run on all twins with the number of runs done
             and the number planned so far.
+        before: As for `calibrate`.
 
     Returns:
         The plan. `plan.solver` is an ordinary calibrated solver; its settings are
@@ -186,7 +189,8 @@ def auto(
     if large:
         offered = [dataclasses.replace(m, solvers=m.solvers[::2]) for m in offered]
     # A forecast is for the plan alone.
-    dry = _DryRuns(problem, w0, laws, seed, {"sizes": sizes, "precision": "float"})
+    planned: Any = {"sizes": sizes, "before": before}
+    dry = _DryRuns(problem, w0, laws, seed, planned | {"precision": "float"})
     starts = [_start_loss(problem, w0, twin.test) for twin in dry.twins(0)]
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
     found = race(
@@ -204,9 +208,8 @@ def auto(
         for i in ranked
     )
     outlook = outlook_of(best, starts, budget, dry.table)
-    plan = calibrate(
-        problem, best[0].solver, budget, sizes=sizes, w0=w0, precision=precision
-    )
+    planned |= {"w0": w0, "precision": precision}
+    plan = calibrate(problem, best[0].solver, budget, **planned)
     return AutoPlan(
         plan.solver,
         plan.report,

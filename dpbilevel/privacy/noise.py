@@ -65,6 +65,8 @@ _DOMAINS = {
     "move": 0xD9B00062,
     "moments": 0xD9B00063,
     "remoments": 0xD9B00064,
+    "usability": 0xD9B00070,
+    "run": 0xD9B00071,
 }
 
 
