@@ -164,7 +164,7 @@ def evaluated(family, solver, n):
 def unhidden(family, solver):
     """The gap of the same steps on the true mean: what is not noise or sampling."""
     exact = dataclasses.replace(
-        solver, sampling=dpb.FullBatch(), noise=dpb.privacy.Gaussian(0.0), sizes=1
+        solver, sampling=dpb.FullBatch(), noise_multiplier=0.0, sizes=1
     )
     record = jax.tree.map(lambda v: jnp.asarray(v, float)[None], family.mean)
     run = jax.jit(dpb.solve)

@@ -307,7 +307,8 @@ _ELSEWHERE = {
     "lr": ("step_size", ""),
     "max_grad_norm": ("clip_norm", ""),
     "max_iter": ("num_steps", ""),
-    "noise_multiplier": ("noise", ", which dpb.calibrate finds for a budget"),
+    "noise": ("noise_multiplier", ", that of each release, with neighbours="),
+    "noise_multiplier": ("run_noise", ", which dpb.calibrate finds for a budget"),
     "optimizer": ("step_size", ", such as step_size=optax.adam(0.1)"),
     "sample_rate": ("sampling", _POISSON),
 }
@@ -376,7 +377,7 @@ def _check_of(kind: Any) -> Any:
         return lambda owner, name, value: one_of(owner, name, value, options)
     if Callable in (kind, typing.get_origin(kind)):
         return lambda owner, name, value: function(owner, **{name: value})
-    if isinstance(kind, type) and issubclass(kind, eqx.Module):
+    if isinstance(kind, type) and issubclass(kind, eqx.Module | enum.Enum):
         return lambda owner, name, value: instance(owner, kind, **{name: value})
     checks = [check for check in getattr(kind, "__metadata__", ()) if callable(check)]
     if checks:

@@ -74,6 +74,23 @@ def planned(solver, people=None, scale=1.0):
 
 
 @functools.cache
+def _kind_with(kind, mechanism):
+    class Broken(kind):
+        @property
+        def release_noise(self):
+            return mechanism(**vars(super().release_noise))
+
+    Broken.__name__ = kind.__name__
+    return Broken
+
+
+def with_mechanism(solver, mechanism):
+    """A copy of a solver that releases by this subclass of `Gaussian`."""
+    values = {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
+    return _kind_with(type(solver), mechanism)(**values)
+
+
+@functools.cache
 def found(name):
     """All entries of the dictionaries of this name, over the test modules."""
     entries = {}

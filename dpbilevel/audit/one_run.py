@@ -117,7 +117,9 @@ def one_run(
     counts = correct, guesses, canaries, significance
 
     def with_noise(factor: float) -> NoisyGD:
-        return dataclasses.replace(planned, noise=planned.noise.scaled(factor))
+        return dataclasses.replace(
+            planned, noise_multiplier=factor * planned.release_noise.multiplier
+        )
 
     def is_refuted(factor: float) -> bool:
         (claim,) = ledger_claims(with_noise(factor).ledger(problem, canaries)).values()

@@ -139,12 +139,14 @@ def _weight_of_training(solver: TunedTraining, zeros: PyTree) -> float:
     """That of sum(y) beside the loss, at which both tell of a record what they can."""
     first, sizes = solver.candidates[0], solver.sizes
     assert sizes is not None
-    multiplier, size = first.noise.event().noise_multiplier, first.step_size
+    multiplier, size = first.run_noise.event().noise_multiplier, first.step_size
     assert isinstance(size, float)
     step = size * float(first.clip_norm) / sizes.lower
     of_model = multiplier * step * first.num_steps * optax.tree.size(zeros) ** 0.5
-    of_loss = solver.noise.event().noise_multiplier * float(solver.clip_range / 2)
-    ratio = solver.noise.event().noise_multiplier / multiplier
+    of_loss = solver.release_noise.event().noise_multiplier * float(
+        solver.clip_range / 2
+    )
+    ratio = solver.release_noise.event().noise_multiplier / multiplier
     return of_loss / sizes.upper / of_model * ratio
 
 

@@ -12,7 +12,6 @@ from .. import _checks
 from .._checks import Count, Positive
 from ..core.descent import Descent, StepSize, as_rule
 from ..core.outputs import AbstractOutput, Last
-from ..privacy.mechanisms import Gaussian
 from ..privacy.sampling import AbstractSampling, FullBatch
 from ..sets import Euclidean
 from .blocks import AbstractBlocks, AbstractJointSolver, JointState
@@ -80,7 +79,8 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         budget_split: How the squared budget is split over $y$, $\delta$ and $x$: the
             noise of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no
             record's loss reads x, over the first two.
@@ -115,7 +115,6 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     cross_clip_norm: Positive = 1.0
     upper_clip_norm: Positive = 1.0
     sampling: AbstractSampling = FullBatch()
-    noise: Gaussian = Gaussian()
     budget_split: tuple[float, float, float] = eqx.field(
         default=(0.4, 0.4, 0.2), converter=_checks.floats
     )

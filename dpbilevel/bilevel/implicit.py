@@ -18,7 +18,6 @@ from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import derive
 from ..privacy.releases import Release
 from . import certified, sensitivities
@@ -62,7 +61,8 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
         num_steps: $T$. Static.
         step_size: $\eta$, at most $1 / (2 \beta_\Phi)$ in the theorem; or an optax
             optimizer fed with the released hypergradient.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `UniformIterate()`, one of $x_0, \dots,
             x_{T-1}$ at random, which the theorem is about (the paper writes $x_1,
             \dots, x_T$), or for instance `Last()`.
@@ -95,7 +95,6 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
 
     num_steps: Count = eqx.field(static=True)
     step_size: StepSize = eqx.field(converter=as_rule)
-    noise: Gaussian = Gaussian()
     output: AbstractOutput = UniformIterate()
     sizes: Sizes | None = eqx.field(static=True, default=None)
     upper_clip_norm: Positive | None = eqx.field(
@@ -107,10 +106,10 @@ class ImplicitBilevel(AbstractNoisySolver[BilevelProblem, _State]):
     def __check_init__(self):
         owner = "ImplicitBilevel"
         check_fields(self)
-        if self.noise.neighbours is not Neighbours.REPLACE_ONE:
+        if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
-                f"{self.noise.neighbours}. Use Neighbours.REPLACE_ONE, or "
+                f"{self.neighbours}. Use Neighbours.REPLACE_ONE, or "
                 "PenaltyBilevel, which clips."
             )
 

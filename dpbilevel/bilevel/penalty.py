@@ -84,7 +84,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             public term, or an optax optimizer fed with $\tilde g_t$.
         sampling: How the batches of the outer gradient are drawn. The batches of the
             inner solves are `inner.sampling`'s.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        run_noise: The mechanism of the whole run, seen as one release on full batches:
+            no noise multiplier of a step. Set by `calibrate`.
         budget_split: How the squared budget is split over lower solves, penalized
             solves and outer gradients; where those are free, over the first two.
         output: Which pair is the answer: `Last()`; `Mean()`, better where records are
@@ -115,7 +116,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     upper_clip_norm: Positive = 1.0
     step_size: StepSize = eqx.field(converter=as_rule, kw_only=True)
     sampling: AbstractSampling = FullBatch()
-    noise: Gaussian = Gaussian()
+    run_noise: Gaussian = Gaussian()
     budget_split: tuple[float, float, float] = eqx.field(
         default=(0.4, 0.4, 0.2), converter=_checks.floats
     )
@@ -137,10 +138,15 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         check_fields(self)
         parts = "lower solves", "penalized solves", "outer gradients"
         _checks.budget_split(owner, self.budget_split, *parts)
-        if self.inner.neighbours is not self.noise.neighbours:
+        if getattr(self.inner, "noise_multiplier", None) is not None:
             raise ValueError(
-                f"{owner}: noise refers to {self.noise.neighbours} but inner to "
-                f"{self.inner.neighbours}; give both the same relation."
+                f"{owner}: inner has a noise_multiplier, which would be ignored: the "
+                "noise of inner runs follows from budget_split. Give inner without it."
+            )
+        if self.inner.neighbours is not self.run_noise.neighbours:
+            raise ValueError(
+                f"{owner}: run_noise refers to {self.run_noise.neighbours} but inner "
+                f"to {self.inner.neighbours}; give both the same relation."
             )
 
     @classmethod
@@ -264,7 +270,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     @property
     @override
     def neighbours(self) -> Neighbours:
-        return self.noise.neighbours
+        return self.run_noise.neighbours
 
     def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
         """Starts at `w0 = (x, y)`; both inner solves start at `y`."""
@@ -332,7 +338,9 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
     def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of the whole run; `budget_split` splits it."""
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
+        return dataclasses.replace(
+            self, run_noise=self.run_noise.with_multiplier(scale)
+        )
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """Inner gradients have the size of y, the outer one that of x."""
@@ -366,7 +374,10 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         self, problem: BilevelProblem
     ) -> tuple[AbstractSolver, AbstractSolver, Gaussian | None]:
         """The calibrated inner solvers and outer mechanism, by `budget_split`."""
-        meets_x, noise = problem.x_in_records, self.noise.scaled(self.num_steps**0.5)
+        meets_x, noise = (
+            problem.x_in_records,
+            self.run_noise.scaled(self.num_steps**0.5),
+        )
         lower, penalized, outer = self.budget_split
         total = lower + penalized + (outer if meets_x else 0.0)
 

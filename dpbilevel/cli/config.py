@@ -10,7 +10,7 @@ from .. import _public
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
 from ..core.outputs import AbstractOutput
-from ..core.solver import AbstractSolver
+from ..core.solver import MECHANISM_FIELDS, AbstractSolver
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
@@ -188,8 +188,8 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
                 if not rule.needs_key  # which no solver of a config gives it
             },
         },
-        _mechanisms(neighbours),
-        frozenset({"sizes", "dtype", "scoring"}),
+        _mechanisms(neighbours) | {Neighbours: neighbours},
+        frozenset({"sizes", "dtype", "scoring", *MECHANISM_FIELDS}),
     )
     where = place.child("solver")
     check_table(tables["solver"], where)
@@ -226,6 +226,7 @@ def _mechanisms(neighbours: Neighbours) -> dict[type, Any]:
         for cls in public_classes(object).values()
         if "neighbours" in getattr(cls, "__dataclass_fields__", {})
         and hasattr(cls, "release")
+        and not issubclass(cls, AbstractSolver)
     }
 
 

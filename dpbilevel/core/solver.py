@@ -5,12 +5,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import equinox as eqx
-import jax
 import numpy as np
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from .._checks import Checked, Number
+from .._checks import Checked, NonNegative, Number
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis, Precision
@@ -121,16 +120,12 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         return self
 
     def with_precision(self, precision: Precision) -> Self:
-        """The same solver with every mechanism in this precision.
+        """Return the same solver with every mechanism in this precision.
 
         Args:
             precision: `"grid"` or `"float"`, as in `Gaussian`.
         """
-        return jax.tree.map(
-            lambda v: v.with_precision(precision) if isinstance(v, Gaussian) else v,
-            self,
-            is_leaf=lambda v: isinstance(v, Gaussian),
-        )
+        return _with(self, precision=precision)
 
     def forecast(
         self, problem: Problem, sizes: Any, w0: PyTree
@@ -156,54 +151,79 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         Raises:
             ValueError: The solver cannot serve it; some only `calibrate` refuses.
         """
-        if self.neighbours is neighbours:
-            return self
-
-        def relates(part):
-            fields = getattr(type(part), "__dataclass_fields__", {})
-            return "neighbours" in fields
-
-        def related(part):
-            if not relates(part):
-                return part
-            return dataclasses.replace(part, neighbours=neighbours)
-
-        # Made anew, so that the solver's own checks see the relation.
-        return dataclasses.replace(jax.tree.map(related, self, is_leaf=relates))
+        return _with(self, neighbours=neighbours)
 
     @abc.abstractmethod
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The number of coordinates of each release, by its name in the ledger."""
 
 
-class AbstractNoisySolver(AbstractSolver[Problem, State]):
+def _with(part: Any, **changes: Any) -> Any:
+    """Return a part of a solver in which fields of these names have these values."""
+    if isinstance(part, tuple):
+        parts = tuple(_with(inner, **changes) for inner in part)
+        same = all(new is old for new, old in zip(parts, part, strict=True))
+        return part if same else parts
+    if not isinstance(part, eqx.Module):
+        return part
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
+    changed = {
+        name: new
+        for name, old in values.items()
+        if (new := changes[name] if name in changes else _with(old, **changes))
+        is not old
+    }
+    return dataclasses.replace(part, **changed) if changed else part
+
+
+class AbstractGaussianSolver(AbstractSolver[Problem, State]):
+    """A solver whose fields specify the Gaussian mechanism of each of its releases.
+
+    Attributes:
+        noise_multiplier: The standard deviation of the noise in one release, over the
+            sensitivity of that release: the noise multiplier of DP-SGD. `None` until
+            `calibrate` or `with_noise` sets it.
+        neighbours: The relation of that sensitivity; `calibrate` sets it to the
+            budget's. Static.
+        precision: As in `Gaussian`; set by `calibrate`. Static.
+    """
+
+    noise_multiplier: NonNegative | None = eqx.field(default=None, kw_only=True)
+    neighbours: Neighbours = eqx.field(  # pyright: ignore[reportIncompatibleMethodOverride]
+        static=True, default=Neighbours.REPLACE_ONE, kw_only=True
+    )
+    precision: Precision = eqx.field(static=True, default="float", kw_only=True)
+
+    @property
+    def release_noise(self) -> Gaussian:
+        """The mechanism of one release."""
+        return Gaussian(self.noise_multiplier, self.neighbours, self.precision)
+
+
+# Names of the fields that specify the mechanism.
+MECHANISM_FIELDS = frozenset(AbstractGaussianSolver.__dataclass_fields__)
+
+
+class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
     """A solver that makes the same Gaussian releases at every step.
 
     What it releases is declared once, in `release`; the ledger follows from that.
 
     Attributes:
-        noise: The mechanism of the whole run, seen as one release on full batches.
         releases_per_step: How many releases a step makes.
     """
 
     releases_per_step: ClassVar[int] = 1
 
-    noise: AbstractVar[Gaussian]
-
-    @property
-    @override
-    def neighbours(self) -> Neighbours:
-        return self.noise.neighbours
-
     @property
     def num_releases(self) -> int:
-        """Of a whole run."""
+        """Number of releases in a run."""
         return self.releases_per_step * self.num_steps
 
     @property
-    def release_noise(self) -> Gaussian:
-        """The mechanism of one release: `num_releases` of them amount to `noise`."""
-        return self.noise.scaled(self.num_releases**0.5)
+    def run_noise(self) -> Gaussian:
+        """The single release on full batches that all releases of a run amount to."""
+        return self.release_noise.scaled(self.num_releases**-0.5)
 
     @abc.abstractmethod
     def release(self, problem: Problem, sizes: Any) -> AbstractRelease:
@@ -242,7 +262,7 @@ class AbstractNoisySolver(AbstractSolver[Problem, State]):
 
     @override
     def with_noise(self, scale: Number) -> Self:
-        changes: dict[str, Any] = {"noise": self.noise.with_multiplier(scale)}
+        changes: dict[str, Any] = {"noise_multiplier": scale * self.num_releases**0.5}
         return dataclasses.replace(self, **changes)
 
 

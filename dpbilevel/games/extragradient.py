@@ -17,7 +17,6 @@ from ..core.descent import Descent, Memory
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
 from ..privacy.fixed_size import FixedSize
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
@@ -60,7 +59,8 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
             non-monotone: the guarantee holds, the theorems need not.
         step_size: The step size $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
         sampling: How each query's batch is drawn.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which midpoint is the answer: `Mean()` of all, as in the theorems, or
             for instance `TailMean(0.5)`, which forgets the start and is often better,
             without a `bound`.
@@ -83,7 +83,6 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
     clip_norm: Positive
     step_size: Positive
     sampling: AbstractSampling = FullBatch()
-    noise: Gaussian = Gaussian()
     output: AbstractOutput = Mean()
     sizes: int | None = eqx.field(static=True, default=None)
     releases_per_step: ClassVar[int] = 2

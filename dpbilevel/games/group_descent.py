@@ -14,7 +14,6 @@ from .._checks import Count, Fraction, Number, Positive
 from ..core.descent import Descent, Memory, Rejections, finite_or
 from ..core.outputs import AbstractOutput, TailMean, check_output
 from ..core.solver import AbstractNoisySolver
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
@@ -83,7 +82,8 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
             and the noise.
         loss_share: The share of the squared budget that is spent on the losses.
         sampling: How each step's batch is drawn, but not by passes.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which pair is the answer.
         sizes: The planned number of records; set by `calibrate`. Static.
 
@@ -113,7 +113,6 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     step_size: Positive | None = None
     loss_share: Fraction = 0.1
     sampling: AbstractSampling = FullBatch()
-    noise: Gaussian = Gaussian()
     output: AbstractOutput = TailMean()
     sizes: int | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = GroupGame

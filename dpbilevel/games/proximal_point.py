@@ -23,7 +23,6 @@ from ..privacy.budget import Neighbours
 from ..privacy.certified import CertifiedRelease
 from ..privacy.clipping import Basis
 from ..privacy.fixed_size import FixedSize
-from ..privacy.mechanisms import Gaussian
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch
 from ..privacy.single_pass import SinglePass
@@ -66,7 +65,8 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
         inner_steps: The number $N$ of inner steps on one batch. Static.
         inner: `"picard"` or `"operator_extrapolation"`. Static.
         sampling: How each round's batch is drawn.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which point is projected for the answer: `Mean()` of all, as in the
             theorems, or for instance `TailMean(0.5)`, which forgets the start and is
             often better, without a `bound`.
@@ -107,7 +107,6 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     inner_steps: Count = eqx.field(static=True)
     inner: Inner = eqx.field(static=True, default="picard")
     sampling: AbstractSampling = FullBatch()
-    noise: Gaussian = Gaussian()
     output: AbstractOutput = Mean()
     dimension: Count = eqx.field(static=True, default=100)
     sizes: int | None = eqx.field(static=True, default=None)
@@ -116,10 +115,10 @@ class InexactProximalPoint(AbstractSaddleSolver[_State]):
     def __check_init__(self):
         owner = "InexactProximalPoint"
         check_fields(self)
-        if self.noise.neighbours is not Neighbours.REPLACE_ONE:
+        if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: its sensitivity is proved under replace-one only, got "
-                f"{self.noise.neighbours}: with a private number of records over a "
+                f"{self.neighbours}: with a private number of records over a "
                 "public denominator, no constant bounds an operator. Use "
                 "Neighbours.REPLACE_ONE, or NoisyExtragradient, which clips."
             )

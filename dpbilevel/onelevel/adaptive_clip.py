@@ -51,7 +51,8 @@ class AdaptiveClipGD(NoisyGD):
         clip_norm: $C_0$, the norm of the first step; public.
         step_size: As in `NoisyGD`.
         sampling: How each step's batch is drawn.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `Last()`, `Mean()` of all,
             or `TailMean()` of the second half.
         sizes: The planned number of records; set by `calibrate`. Static.

@@ -15,7 +15,6 @@ from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
 from ..privacy.allocation import RandomAllocation
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import derive, step_keys
 from ..privacy.releases import Release
 from .noisy_gd import NoisyGD, _State, gradient_release
@@ -47,7 +46,8 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         batches: $t$, the batches of a pass, at most 65 536. Static.
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         step_size: As in `NoisyGD`.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `Last()`, `Mean()` of all,
             or `TailMean()` of the second half.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -67,7 +67,6 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     batches: Count = eqx.field(static=True)
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
-    noise: Gaussian = Gaussian()
     output: AbstractOutput = Last()
     sizes: Any = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractFiniteSum

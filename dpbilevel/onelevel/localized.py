@@ -17,7 +17,6 @@ from ..core.levels import Sizes
 from ..core.outputs import running_mean
 from ..core.solver import AbstractNoisySolver
 from ..privacy.budget import PrivacyBudget
-from ..privacy.mechanisms import Gaussian
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
 from ..sets import Ball
@@ -52,7 +51,8 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         strong_convexity: That of the whole objective, $\mu$; it sets the step size.
         clip_norm: The bound $C$ on one record's gradient in $\ell_2$.
         sampling: `FullBatch` gives DP-Loc-GD, `Poisson` DP-Loc-SGD.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -71,7 +71,6 @@ class LocalizedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     strong_convexity: Positive
     clip_norm: Positive
     sampling: AbstractSampling = FullBatch()
-    noise: Gaussian = Gaussian()
     sizes: Any = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractFiniteSum
 

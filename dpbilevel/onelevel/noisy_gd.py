@@ -16,7 +16,6 @@ from ..core.descent import Descent, Memory, StepSize, as_rule
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.releases import Release
 from ..privacy.sampling import AbstractSampling, FullBatch, unnumbered
@@ -49,7 +48,8 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         step_size: The longest step size $\eta$; or an optax optimizer fed with the
             released gradient, whose steps are taken as they are.
         sampling: How each step's batch is drawn.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `Last()`, `Mean()` of all,
             or `TailMean()` of the second half.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -68,7 +68,6 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     clip_norm: Positive
     step_size: StepSize = eqx.field(converter=as_rule)
     sampling: AbstractSampling = FullBatch()
-    noise: Gaussian = Gaussian()
     output: AbstractOutput = Last()
     sizes: Any = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = AbstractFiniteSum

@@ -8,7 +8,7 @@ import equinox as eqx
 
 from ..bilevel.refitted import Refitted
 from ..core.descent import Rule
-from ..core.solver import AbstractSolver
+from ..core.solver import MECHANISM_FIELDS, AbstractSolver
 from ..privacy.mechanisms import Gaussian
 
 
@@ -60,7 +60,8 @@ def _changed(part: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         same = type(field.default) is type(value) and repr(field.default) == repr(value)
-        if not same and not isinstance(value, Gaussian):
+        mechanism = field.name in MECHANISM_FIELDS or isinstance(value, Gaussian)
+        if not same and not mechanism:
             yield field, value
 
 

@@ -137,6 +137,6 @@ class Gaussian(eqx.Module):
             raise ValueError(
                 "Gaussian: no noise multiplier yet, so nothing can be released. Get a "
                 "calibrated solver from dpbilevel.calibrate(problem, solver, budget, "
-                "sizes=...).solver, or set one with solver.with_noise(scale)."
+                "sizes=...).solver, or give noise_multiplier=."
             )
         return self.noise_multiplier

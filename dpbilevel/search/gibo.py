@@ -21,7 +21,6 @@ from ..onelevel.noisy_gd import GRADIENT
 from ..onelevel.problem import check_start
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
@@ -88,7 +87,8 @@ class GradientInformativeBO(
             to the choice of points.
         constant: $c_0$, in variances of the kernel.
         portfolio: The public starts; with `None` all steps descend, from `w0`.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `Last()`, or for instance
             `TailMean(0.2)`, the average of the last fifth.
         sizes: The planned number of records; set by `calibrate`. Static.
@@ -125,14 +125,13 @@ class GradientInformativeBO(
     jitter: Positive = 1e-8
     constant: NonNegative = 1e4
     portfolio: Portfolio | None = Portfolio()
-    noise: Gaussian = Gaussian()
     output: AbstractOutput = Last()
     sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         owner = type(self).__name__
         check_fields(self)
-        if self.noise.neighbours is not Neighbours.REPLACE_ONE:
+        if self.neighbours is not Neighbours.REPLACE_ONE:
             raise ValueError(
                 f"{owner}: keeps every record's losses, in a state whose shape would "
                 "tell their number, which add-or-remove-one keeps private; use "
@@ -332,7 +331,7 @@ class GradientInformativeBO(
         return dataclasses.replace(
             self,
             portfolio=dataclasses.replace(self.portfolio, mechanism=drawn),
-            noise=self.noise.with_multiplier(multiplier),
+            noise_multiplier=multiplier * self.num_releases**0.5,
         )
 
     @override

@@ -12,7 +12,6 @@ from typing_extensions import override
 from .._checks import Count, NonNegative, Positive
 from ..core.solver import AbstractNoisySolver
 from ..privacy.abstract_release import AbstractRelease
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
 from .base import AbstractAskTellSolver, Proposal
@@ -50,7 +49,8 @@ class NoisyUCB(
             By default $(B / 4)^2$.
         exploration: $\beta \ge 0$.
         num_candidates: How many points a step chooses from. Static.
-        noise: The mechanism of the whole run, seen as one release on full batches.
+        noise_multiplier, neighbours, precision: The mechanism of a release, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Privacy:
@@ -69,7 +69,6 @@ class NoisyUCB(
     variance: Positive | None = None
     exploration: NonNegative = 2.0
     num_candidates: Count = eqx.field(static=True, default=1000)
-    noise: Gaussian = Gaussian()
     sizes: Any = eqx.field(static=True, default=None)
 
     @override

@@ -9,9 +9,8 @@ from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Number, Positive, check_fields
-from ..privacy.budget import Neighbours
+from ..core.solver import AbstractGaussianSolver
 from ..privacy.clipping import Basis
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.selection import Repetitions, Selection
 from .base import AbstractAskTellSolver, Proposal
@@ -24,7 +23,9 @@ from .problem import BlackBox, SearchProblem
 BEST = f"point of the least {LOSS}"
 
 
-class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
+class RepeatAndSelect(
+    AbstractAskTellSolver[BestRun], AbstractGaussianSolver[SearchProblem, BestRun]
+):
     r"""The best of $K$ random points by their noisy losses, with $K$ random.
 
     One repetition draws a point uniformly from the problem's box and releases the mean
@@ -41,7 +42,8 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
         mean: The expected $K$, above 1. Static.
         shape: Of the negative binomial law of $K$: 1 is geometric, 0 logarithmic,
             `math.inf` Poisson, which needs the fewest steps. Static.
-        noise: The mechanism; its multiplier is per repetition.
+        noise_multiplier, neighbours, precision: The mechanism of one repetition, set
+            by `calibrate`; as in `AbstractGaussianSolver`.
         sizes: The planned number of records; set by `calibrate`. Static.
 
     Raises:
@@ -69,7 +71,6 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
     clip_range: Positive
     mean: float = eqx.field(static=True)
     shape: float = eqx.field(static=True, default=1.0)
-    noise: Gaussian = Gaussian()
     sizes: Any = eqx.field(static=True, default=None)
 
     def __check_init__(self):
@@ -80,11 +81,6 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
     def repetitions(self) -> Repetitions:
         """The law of the number of repetitions."""
         return Repetitions(self.mean, self.shape)
-
-    @property
-    @override
-    def neighbours(self) -> Neighbours:
-        return self.noise.neighbours
 
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> BestRun:
@@ -151,7 +147,7 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
     @override
     def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of every repetition to `scale`."""
-        return dataclasses.replace(self, noise=self.noise.with_multiplier(scale))
+        return dataclasses.replace(self, noise_multiplier=scale)
 
     @override
     def dimensions(self, w0: Float[Array, " d"]) -> dict[str, int]:
@@ -160,4 +156,4 @@ class RepeatAndSelect(AbstractAskTellSolver[BestRun]):
     def _selection(self, sizes: int) -> Selection:
         queries = (loss_query(self.clip_range, sizes),)
         law, most = self.repetitions, self.num_steps
-        return Selection(BEST, 1, queries, self.noise, law, most)
+        return Selection(BEST, 1, queries, self.release_noise, law, most)

@@ -18,11 +18,10 @@ from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.descent import Rejections
 from ..core.levels import people_of
 from ..core.loop import inner_solve
-from ..core.solver import AbstractSolver
+from ..core.solver import AbstractGaussianSolver
 from ..onelevel.noisy_gd import NoisyGD
-from ..privacy.budget import Neighbours, People
+from ..privacy.budget import People
 from ..privacy.ledger import Ledger
-from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import derive
 from ..privacy.queries import Query
 from ..privacy.repetitions import Repetitions
@@ -55,7 +54,7 @@ class TuningState(eqx.Module):
     rejections: Rejections
 
 
-class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
+class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
     r"""The best of $K$ private trainings by their noisy validation losses.
 
     One run, which is a step:
@@ -81,7 +80,8 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
         budget_split: How the squared budget of one run is split over training and loss.
             Disjoint people are charged for one of them only, so use equal shares for
             them.
-        noise: The mechanism of one loss; its multiplier is per run.
+        noise_multiplier, neighbours, precision: The mechanism of one loss, set by
+            `calibrate`; as in `AbstractGaussianSolver`.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Raises:
@@ -111,7 +111,6 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
     budget_split: tuple[float, float] = eqx.field(
         default=(1.0, 1.0), converter=_checks.floats
     )
-    noise: Gaussian = Gaussian()
     sizes: Sizes | None = eqx.field(static=True, default=None)
     problem_type: ClassVar[type] = BilevelProblem
     in_config: ClassVar[bool] = False
@@ -136,11 +135,6 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
     def repetitions(self) -> Repetitions:
         """The law of the number of runs that count."""
         return Repetitions(self.mean, self.shape)
-
-    @property
-    @override
-    def neighbours(self) -> Neighbours:
-        return self.noise.neighbours
 
     @override
     def init(self, problem: BilevelProblem, w0: PyTree) -> TuningState:
@@ -217,7 +211,7 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
             BEST,
             1,
             (Query("upper", sizes.upper, self.clip_range / 2),),
-            self.noise,
+            self.release_noise,
             self.repetitions,
             self.num_steps,
             trainings=tuple(c.ledger(level, sizes).releases for c in self.candidates),
@@ -228,8 +222,9 @@ class TunedTraining(AbstractSolver[BilevelProblem, TuningState]):
         """Makes one run 1/scale-GDP towards a person with a record in both levels."""
         training, loss = (part / sum(self.budget_split) for part in self.budget_split)
         candidates = (c.with_noise(scale / training**0.5) for c in self.candidates)
-        noise = self.noise.with_multiplier(scale / loss**0.5)
-        return dataclasses.replace(self, candidates=tuple(candidates), noise=noise)
+        changes = {"candidates": tuple(candidates)}
+        changes["noise_multiplier"] = scale / loss**0.5
+        return dataclasses.replace(self, **changes)
 
     @override
     def dimensions(self, w0: PyTree) -> dict[str, int]:

@@ -53,8 +53,8 @@ def distance(a, b):
 def test_a_record_less_changes_the_rounding_of_no_other(sampling, d):
     w, loss = steep(d)
     n = 33
-    noise = dpb.privacy.Gaussian(1e-6, ADDED, "grid")
-    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, sampling=sampling, noise=noise)
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, sampling=sampling, neighbours=ADDED)
+    solver = solver.with_precision("grid").with_noise(1e-6)
     solver = solver.with_sizes(n)
     run = jax.jit(dpb.solve)
     rows = records_of(n, d)
@@ -144,15 +144,13 @@ def test_a_row_contributes_the_same_whatever_the_others_hold(d):
 
 
 SOLVERS = {
-    "steps": dpb.NoisyGD(
-        2, 1.0, step_size=0.5, noise=dpb.privacy.Gaussian(None, ADDED)
-    ),
+    "steps": dpb.NoisyGD(2, 1.0, step_size=0.5, neighbours=ADDED),
     "sampled": dpb.NoisyGD(
         2,
         1.0,
         step_size=0.5,
         sampling=dpb.Poisson(0.5),
-        noise=dpb.privacy.Gaussian(None, ADDED),
+        neighbours=ADDED,
     ),
     "draw": dpb.draws.ExponentialMechanism(
         dpb.draws.Grid(jnp.linspace(-1.0, 1.0, 5)[:, None]),
@@ -162,10 +160,8 @@ SOLVERS = {
     "candidates": dpb.search.RandomSearch(
         4, 2.0, dpb.draws.Exponential(neighbours=ADDED)
     ),
-    "losses": dpb.search.NoisyUCB(3, 2.0, noise=dpb.privacy.Gaussian(None, ADDED)),
-    "repetitions": dpb.search.RepeatAndSelect(
-        12, 2.0, mean=2.0, noise=dpb.privacy.Gaussian(None, ADDED)
-    ),
+    "losses": dpb.search.NoisyUCB(3, 2.0, neighbours=ADDED),
+    "repetitions": dpb.search.RepeatAndSelect(12, 2.0, mean=2.0, neighbours=ADDED),
 }
 LINE = dpb.FiniteSum(
     lambda w, z: jnp.sum((w - z) ** 2), w_set=dpb.sets.Box(-jnp.ones(1), jnp.ones(1))
@@ -247,10 +243,9 @@ def test_more_records_than_the_plan_has_rows_are_refused():
 
 
 def test_both_levels_are_padded_and_shared_records_once():
-    noise = dpb.privacy.Gaussian(1.0, ADDED)
-    inner = dpb.NoisyGD(2, 1.0, step_size=0.1, noise=noise)
-    solver = dpb.PenaltyBilevel(2, penalty=5.0, inner=inner, step_size=0.1, noise=noise)
-    solver = solver.with_sizes(dpb.Sizes(10, 70))
+    inner = dpb.NoisyGD(2, 1.0, step_size=0.1)
+    solver = dpb.PenaltyBilevel(2, penalty=5.0, inner=inner, step_size=0.1)
+    solver = solver.with_neighbours(ADDED).with_noise(1.0).with_sizes(dpb.Sizes(10, 70))
     levels = planned_rows(solver, dpb.Levels(jnp.ones((10, 2)), jnp.ones((70, 2))))
     assert levels.upper.present.shape == (64,)
     assert levels.lower.present.shape == (128,)

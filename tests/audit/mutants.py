@@ -39,7 +39,7 @@ from tests.bilevel.test_source_runs import (
     planned_selected,
 )
 from tests.bilevel.test_warm_start import planned_refit_of_both
-from tests.cases import Mutant
+from tests.cases import Mutant, with_mechanism
 from tests.draws.test_exponential import planned_draw
 from tests.draws.test_localized_draws import planned_localized
 from tests.draws.test_regularized import UNTIMED, planned_regularized
@@ -66,7 +66,9 @@ class CountedAside(AdaptiveClipGD):
 
     def step(self, problem, data, state, *, key):
         factor = (1 + self.weight**2) ** -0.5
-        less = dataclasses.replace(self, noise=self.noise.scaled(factor))
+        less = dataclasses.replace(
+            self, noise_multiplier=factor * self.noise_multiplier
+        )
         return AdaptiveClipGD.step(less, problem, data, state, key=key)
 
 
@@ -351,7 +353,7 @@ def reuse(solver):
 
 
 def one_step_reuse(mechanism):
-    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=mechanism())
+    solver = with_mechanism(dpb.NoisyGD(1, 1.0, step_size=1.0), mechanism)
     return reuse(solver.with_noise(1.0).with_sizes(10))
 
 
@@ -391,7 +393,7 @@ class HalfSensitive(dpb.ImplicitBilevel):
     """Takes a record's share for its sensitivity."""
 
     def step(self, problem, data, state, *, key):
-        half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
+        half = dataclasses.replace(self, noise_multiplier=0.5 * self.noise_multiplier)
         return dpb.ImplicitBilevel.step(half, problem, data, state, key=key)
 
 
@@ -522,7 +524,7 @@ class HalfSensitiveResolvent(dpb.games.InexactProximalPoint):
     """Takes the share of a record for its sensitivity."""
 
     def step(self, problem, data, state, *, key):
-        half = dataclasses.replace(self, noise=self.noise.scaled(0.5))
+        half = dataclasses.replace(self, noise_multiplier=0.5 * self.noise_multiplier)
         return dpb.games.InexactProximalPoint.step(half, problem, data, state, key=key)
 
 
@@ -546,7 +548,7 @@ class WarmResolvent(dpb.games.InexactProximalPoint):
     """Starts from the resolvent that it found, not from the one it released."""
 
     def step(self, problem, data, state, *, key):
-        silent = dataclasses.replace(self, noise=dpb.privacy.Gaussian(0.0))
+        silent = dataclasses.replace(self, noise_multiplier=0.0)
         found, noisy = (
             dpb.games.InexactProximalPoint.step(kind, problem, data, state, key=k)
             for kind, k in zip((silent, self), jax.random.split(key), strict=True)
@@ -685,7 +687,7 @@ class QuieterMoments(dpb.bilevel.MixedSources):
         solver = dpb.bilevel.MixedSources.run(self, name, found)
         if name not in ("moments", "remoments"):
             return solver
-        return solver.with_noise(solver.noise.noise_multiplier / 10)
+        return solver.with_noise(solver.run_noise.noise_multiplier / 10)
 
 
 @functools.cache
@@ -725,7 +727,7 @@ def scaled(kind=dpb.bilevel.ScaledGroups):
 
 
 SUBSET = sampled(dpb.FixedSize(2))
-ADDED = planned_noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
+ADDED = planned_noisy_gd(neighbours=ADD_OR_REMOVE)
 
 
 def of_noisy_gd(broken, sound=sound_noisy_gd):
@@ -833,9 +835,7 @@ MUTANTS = {
     ),
     "replaced records with the noise for removed ones": of_noisy_gd(
         lambda: audited(
-            dataclasses.replace(
-                ADDED, noise=dpb.privacy.Gaussian(ADDED.noise.noise_multiplier / 2)
-            ),
+            dataclasses.replace(ADDED, noise_multiplier=ADDED.noise_multiplier / 2),
             claim_of(ADDED),
             runs=20_000,
         )
@@ -851,13 +851,13 @@ MUTANTS = {
         lambda: audited(
             planned_penalty(
                 "overlapping",
-                inner=dpb.NoisyGD(2, 0.5, step_size=0.1, noise=Silent()),
+                inner=with_mechanism(CANARY_INNER, Silent),
             ),
             runs=20_000,
         )
     ),
     "outer noise missing": of_penalty(
-        lambda: audited(planned_penalty("overlapping", noise=Silent()), runs=20_000)
+        lambda: audited(planned_penalty("overlapping", run_noise=Silent()), runs=20_000)
     ),
     "clip removed": of_noisy_gd(
         lambda: on_problem(Unclipped), lambda: on_problem(dpb.FiniteSum)
@@ -894,13 +894,13 @@ MUTANTS = {
     ),
     "one block of a joint release without noise": of_single_loop(
         lambda: audited(
-            planned_single_loop("shared", noise=SilentInOneBlock()), runs=20_000
+            with_mechanism(planned_single_loop("shared"), SilentInOneBlock), runs=20_000
         )
     ),
     "the tracked difference released without noise": Mutant(
         "FiniteDifferenceBilevel, shared",
         lambda: audited(
-            planned_differences("shared", noise=SilentInOneBlock()), runs=20_000
+            with_mechanism(planned_differences("shared"), SilentInOneBlock), runs=20_000
         ),
         lambda: audited(planned_differences("shared")),
     ),
@@ -912,9 +912,7 @@ MUTANTS = {
     ),
     "stops when the raw gradient is small": of_noisy_gd(
         lambda: audited(
-            StopsOnRawGradient(
-                4, 0.7, step_size=0.1, noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE)
-            )
+            StopsOnRawGradient(4, 0.7, step_size=0.1, neighbours=ADD_OR_REMOVE)
             .with_noise(1.0)
             .with_sizes(10),
             runs=20_000,

@@ -1,12 +1,15 @@
 """Nine tenths of the claimed noise, in every audited solver that adds noise."""
 
+import dataclasses
 import functools
 
+import equinox as eqx
 import jax
 
 import dpbilevel as dpb
+from dpbilevel.core.solver import AbstractGaussianSolver
 from tests.audit.runs import audited, claim_of
-from tests.cases import Mutant, found
+from tests.cases import Mutant, found, with_mechanism
 
 
 class Quieter(dpb.privacy.Gaussian):
@@ -15,17 +18,21 @@ class Quieter(dpb.privacy.Gaussian):
         return sound.release(bounded, key=key)
 
 
-def quieter(solver):
-    """A copy whose mechanisms add less noise than its ledger claims."""
-    return jax.tree.map(
-        lambda leaf: Quieter(**vars(leaf)) if is_gaussian(leaf) else leaf,
-        solver,
-        is_leaf=is_gaussian,
-    )
-
-
-def is_gaussian(leaf):
-    return type(leaf) is dpb.privacy.Gaussian
+def quieter(part):
+    """A copy of a solver whose mechanisms add less noise than its ledger claims."""
+    if type(part) is tuple:
+        return tuple(map(quieter, part))
+    if not isinstance(part, eqx.Module):
+        return part
+    if type(part) is dpb.privacy.Gaussian:
+        return Quieter(**vars(part))
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    changed = {name: quieter(value) for name, value in values.items()}
+    if any(changed[name] is not value for name, value in values.items()):
+        part = dataclasses.replace(part, **changed)
+    if isinstance(part, AbstractGaussianSolver):
+        return with_mechanism(part, Quieter)
+    return part
 
 
 def audit_of(name, broken):

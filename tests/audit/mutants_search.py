@@ -15,7 +15,7 @@ from dpbilevel.search import losses as told
 from dpbilevel.search.losses import clipped_loss
 from tests.audit.mutants import Hotter, Silent
 from tests.audit.runs import audited
-from tests.cases import Mutant
+from tests.cases import Mutant, with_mechanism
 from tests.search.test_baselines import planned_random_search, planned_ucb
 from tests.search.test_repeat_and_select import planned_selection
 from tests.search.test_tuned_training import planned_tuning
@@ -59,7 +59,7 @@ def reading_by(kind):
 
 class ForgetsNoiseOnce(dpb.search.NoisyUCB):
     def tell(self, problem, state, asked, losses, *, key):
-        quiet = dataclasses.replace(self, noise=Silent(self.noise.noise_multiplier))
+        quiet = with_mechanism(self, Silent)
         first, later = (
             dpb.search.NoisyUCB.tell(solver, problem, state, asked, losses, key=k)
             for solver, k in zip((quiet, self), jax.random.split(key), strict=True)
@@ -81,14 +81,16 @@ class ShowsEveryRepetition(dpb.search.RepeatAndSelect):
         )
         mean = clipped_loss(losses[:, 0], self.clip_range, self.sizes, "float")
         (key,) = derive(key, "noise")
-        return dataclasses.replace(after, value=self.noise.release(mean, key=key))
+        return dataclasses.replace(
+            after, value=self.release_noise.release(mean, key=key)
+        )
 
 
 class SelectsByRawLoss(dpb.search.RepeatAndSelect):
     """Shows the noisy loss of the point that is best without noise."""
 
     def tell(self, problem, state, asked, losses, *, key):
-        quiet = dataclasses.replace(self, noise=Silent(self.noise.noise_multiplier))
+        quiet = with_mechanism(self, Silent)
         return dpb.search.RepeatAndSelect.tell(
             quiet, problem, state, asked, losses, key=key
         )
@@ -191,7 +193,9 @@ class TrainsWithLessNoise(dpb.search.TunedTraining):
 
     def step(self, problem, data, state, *, key):
         first, *rest = self.candidates
-        louder = dataclasses.replace(first, noise=first.noise.scaled(0.5))
+        louder = dataclasses.replace(
+            first, noise_multiplier=0.5 * first.noise_multiplier
+        )
         broken = dataclasses.replace(self, candidates=(louder, *rest))
         return dpb.search.TunedTraining.step(broken, problem, data, state, key=key)
 

@@ -15,7 +15,7 @@ from dpbilevel.privacy import accounting
 from tests.audit.runs import LONG, SHORT, audited, claim_of, outcomes
 from tests.bilevel.test_penalty import planned_penalty
 from tests.bilevel.test_single_loop import planned_single_loop
-from tests.cases import first_of_each_class, found
+from tests.cases import first_of_each_class, found, with_mechanism
 from tests.onelevel.test_inner_solvers import planned_noisy_gd, sampled
 
 SOLVERS, CONTRACT = found("AUDITS"), found("CONTRACT")
@@ -120,7 +120,7 @@ def test_canaries_respect_which_levels_meet_x():
 
 
 def test_under_add_or_remove_the_neighbour_contributes_nothing():
-    solver = planned_noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
+    solver = planned_noisy_gd(neighbours=ADD_OR_REMOVE)
     np.testing.assert_array_equal(audit.canaries(solver)["records"].neighbour, 0)
 
 
@@ -264,7 +264,7 @@ def test_a_defect_that_depends_on_the_planned_size_is_rejected():
             )
             return dpb.privacy.Gaussian.release(self, broken, key=key)
 
-    solver = planned_noisy_gd(noise=RoundsItsShare())
+    solver = with_mechanism(planned_noisy_gd(), RoundsItsShare)
     assert audited(solver.with_sizes(2), runs=SHORT // 5).passed
     assert not audited(solver.with_sizes(70_000_000), runs=SHORT // 5).passed
 

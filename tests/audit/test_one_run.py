@@ -10,6 +10,7 @@ import scipy
 
 import dpbilevel as dpb
 from dpbilevel import audit
+from tests.cases import with_mechanism
 
 
 @pytest.mark.parametrize("mu", [0.2, 1.0, 3.0])
@@ -106,7 +107,8 @@ class Quieter(dpb.privacy.Gaussian):
 
 
 def test_one_run_finds_noise_that_is_much_too_small():
-    solver = dpb.NoisyGD(3, 1.0, step_size=1.0, noise=Quieter()).with_noise(1.0)
+    solver = dpb.NoisyGD(3, 1.0, step_size=1.0).with_noise(1.0)
+    solver = with_mechanism(solver, Quieter)
     found = audit.one_run(solver, key=jax.random.key(5), guesses=500)
     assert not found.passed, str(found)
     assert "VIOLATION" in str(found)

@@ -78,15 +78,14 @@ def test_penalties_grow_on_useless_features_and_shrink_on_useful_ones():
     )
     groups = jnp.asarray([0, 0, 0, 1, 1, 1])
     problem = dpb.penalty_tuning(dpb.squared_loss, groups, bounds=(-6.0, 3.0))
-    quiet = dpb.privacy.Gaussian(0.0)
-    inner = dpb.NoisyGD(60, 1e6, step_size=0.05, noise=quiet)
+    inner = dpb.NoisyGD(60, 1e6, step_size=0.05)
     solver = dpb.PenaltyBilevel(
         60,
         10.0,
         inner,
         step_size=1.0,
         upper_clip_norm=1e6,
-        noise=quiet,
+        run_noise=dpb.privacy.Gaussian(0.0),
         output=dpb.outputs.Last(),
     )
     x = dpb.solve(
@@ -183,13 +182,13 @@ def test_refit_of_both_levels_is_charged_to_both():
 
 
 def test_refit_of_another_relation_is_refused():
-    other = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    other = dpb.Neighbours.ADD_OR_REMOVE_ONE
     search = dpb.PenaltyBilevel(
         3, 10.0, dpb.NoisyGD(3, 1.0, step_size=1.0), step_size=1.0
     )
     refit = dpb.NoisyGD(3, 1.0, step_size=1.0)
     with pytest.raises(ValueError, match="same relation"):
-        dpb.Refitted(search, dataclasses.replace(refit, noise=other))
+        dpb.Refitted(search, dataclasses.replace(refit, neighbours=other))
 
 
 @pytest.mark.parametrize(

@@ -294,9 +294,7 @@ def test_nothing_but_released_values_is_kept(monkeypatch):
         return jax.tree.map(jnp.ones_like, bounded.raw)
 
     monkeypatch.setattr(dpb.privacy.Gaussian, "release", same_for_all)
-    solver = implicit(
-        noise=dpb.privacy.Gaussian(1.0), sizes=EXACT.problem.sizes_of(EXACT.data)
-    )
+    solver = implicit(noise_multiplier=1.0, sizes=EXACT.problem.sizes_of(EXACT.data))
     states, step = [], jax.jit(type(solver).step)
     for factor in (1.0, -0.5):
         data = jax.tree.map(lambda v, factor=factor: factor * v, EXACT.data)
@@ -455,9 +453,8 @@ def test_float64_reaches_what_float32_does_not(x64):
 
 
 def test_add_or_remove_is_refused():
-    noise = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
     with pytest.raises(ValueError, match="under replace-one only"):
-        implicit(noise=noise)
+        implicit(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,9 @@ def test_disjoint_people_spend_the_whole_budget_in_each_level():
     # The control: people in both levels pay for both runs.
     both = dpb.Sizes(40, 80, "overlapping")
     more = dpb.calibrate(MIXING, solver, BUDGET, sizes=both).solver
-    assert more.lower.noise.multiplier > 1.4 * plan.solver.lower.noise.multiplier
+    assert (
+        more.lower.run_noise.multiplier > 1.4 * plan.solver.lower.run_noise.multiplier
+    )
 
 
 def test_shares_split_the_squared_budget_of_people_in_both_levels():

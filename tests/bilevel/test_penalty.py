@@ -103,7 +103,7 @@ def examples():
 
 
 def noiseless(penalty, **fields):
-    inner = dpb.NoisyGD(2000, HUGE, step_size=0.15, noise=dpb.privacy.Gaussian(0.0))
+    inner = dpb.NoisyGD(2000, HUGE, step_size=0.15)
     solver = dpb.PenaltyBilevel(
         **(
             {
@@ -113,7 +113,7 @@ def noiseless(penalty, **fields):
                 "clip_norm": HUGE,
                 "upper_clip_norm": HUGE,
                 "step_size": 1e-3,
-                "noise": dpb.privacy.Gaussian(0.0),
+                "run_noise": dpb.privacy.Gaussian(0.0),
                 "output": dpb.outputs.Last(),
             }
             | fields
@@ -167,7 +167,7 @@ def test_outer_gradient_equals_the_formula_at_the_exact_solutions(name, x64):
 
 def test_one_step_equals_the_pseudocode_in_numpy(x64):
     example, lam, eta = examples()["quadratic"], 4.0, 0.05
-    inner = dpb.NoisyGD(2, HUGE, step_size=0.1, noise=dpb.privacy.Gaussian(0.0))
+    inner = dpb.NoisyGD(2, HUGE, step_size=0.1)
     solver = noiseless(lam, num_steps=3, inner=inner, step_size=eta)
     found = dpb.solve(
         example.problem, solver, example.data, example.w0, key=jax.random.key(0)
@@ -342,8 +342,8 @@ def test_bad_field_is_named_in_the_error(fields, message):
 
 
 def test_inner_solver_of_another_relation_is_refused():
-    other = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
-    inner = dpb.NoisyGD(1, 1.0, step_size=0.1, noise=other)
+    other = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    inner = dpb.NoisyGD(1, 1.0, step_size=0.1, neighbours=other)
     with pytest.raises(ValueError, match="same relation"):
         dpb.PenaltyBilevel(3, 1.0, inner, step_size=0.1)
 
@@ -362,7 +362,7 @@ def test_integers_in_a_split_do_not_overflow_inside_a_program():
     problem = dpb.source_weighting(dpb.logistic_loss, 3, ridge=0.05)
 
     def multiplier(solver):
-        return solver._parts(problem)[0].noise.noise_multiplier
+        return solver._parts(problem)[0].run_noise.noise_multiplier
 
     inside = jax.jit(multiplier)(solver)
     np.testing.assert_allclose(inside, multiplier(solver), rtol=1e-6)

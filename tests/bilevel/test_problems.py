@@ -234,11 +234,8 @@ def test_the_private_solver_does_not_publish_the_mean_of_the_data():
 
 
 RELATIONS = {
-    name: dpb.privacy.Gaussian(1.0, relation)
-    for name, relation in (
-        ("replace", dpb.Neighbours.REPLACE_ONE),
-        ("add_or_remove", dpb.Neighbours.ADD_OR_REMOVE_ONE),
-    )
+    "replace": dpb.Neighbours.REPLACE_ONE,
+    "add_or_remove": dpb.Neighbours.ADD_OR_REMOVE_ONE,
 }
 
 
@@ -246,9 +243,9 @@ FULL = dpb.FullBatch()
 
 
 def planned(relation, people, sampling=FULL):
-    noise = RELATIONS[relation]
-    inner = dpb.NoisyGD(2, 1.0, step_size=0.1, sampling=sampling, noise=noise)
-    solver = dpb.PenaltyBilevel(2, 1.0, inner, step_size=0.1, noise=noise)
+    inner = dpb.NoisyGD(2, 1.0, step_size=0.1, sampling=sampling)
+    solver = dpb.PenaltyBilevel(2, 1.0, inner, step_size=0.1)
+    solver = solver.with_neighbours(RELATIONS[relation])
     return solver.with_noise(1.0).with_sizes(dpb.Sizes(20, 20, people))
 
 
@@ -432,8 +429,7 @@ def test_the_level_of_a_bilevel_problem_refuses_people_as_it_does(
     relation, people, data
 ):
     level = PenalizedLevel(dpb.BilevelProblem(bare, bare), jnp.zeros(1), 2.0, 1.0)
-    noise = dpb.privacy.Gaussian(None, relation)
-    solver = dpb.NoisyGD(2, 1.0, step_size=0.1, noise=noise)
+    solver = dpb.NoisyGD(2, 1.0, step_size=0.1, neighbours=relation)
     sizes = dpb.Sizes(len(RECORDS), len(RECORDS), people)
     plan = dpb.calibrate(level, solver, dpb.PrivacyBudget(1.0, 1e-5), sizes=sizes)
     with pytest.raises(ValueError, match="contradicts the data"):

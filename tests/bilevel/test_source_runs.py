@@ -638,18 +638,20 @@ def test_weights_and_model_may_differ_in_precision(solver, dtypes, x64):
     assert tuple(v.dtype for v in answer) == dtypes
 
 
-ADD_OR_REMOVE = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 
 @both
 def test_under_add_or_remove_one_the_score_is_given_too(solver):
     means = [name for name in PAID[solver] if name in ("moments", "score", "remoments")]
     parts = {name: getattr(solver, name) for name in PAID[solver] if name not in means}
-    parts = {k: dataclasses.replace(v, noise=ADD_OR_REMOVE) for k, v in parts.items()}
+    parts = {
+        k: dataclasses.replace(v, neighbours=ADD_OR_REMOVE) for k, v in parts.items()
+    }
     words = "=, ".join(means)
     with pytest.raises(ValueError, match=f"same relation, {words}= too"):
         dataclasses.replace(solver, **parts)
-    mean = dataclasses.replace(solver.score, noise=ADD_OR_REMOVE)
+    mean = dataclasses.replace(solver.score, neighbours=ADD_OR_REMOVE)
     given = dataclasses.replace(solver, **parts, **dict.fromkeys(means, mean))
     sizes = dpb.Sizes(30, 60, "disjoint")
     plan = dpb.calibrate(WEIGHTING, given, BUDGET, sizes=sizes)

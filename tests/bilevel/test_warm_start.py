@@ -162,19 +162,7 @@ def test_a_private_y_is_bought_by_a_refit():
         ({"first": INNER}, TypeError, "first must solve a BilevelProblem"),
         ({"then": "gd"}, TypeError, "then must be an instance of"),
         (
-            {
-                "first": penalty(
-                    noise=dpb.privacy.Gaussian(
-                        neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
-                    ),
-                    inner=dataclasses.replace(
-                        INNER,
-                        noise=dpb.privacy.Gaussian(
-                            neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
-                        ),
-                    ),
-                )
-            },
+            {"first": penalty().with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)},
             ValueError,
             "same relation",
         ),

@@ -24,7 +24,7 @@ FIT = dpb.NoisyGD(5, 1.0, 4.0, output=dpb.outputs.TailMean())
 
 def shown(solver):
     """All settings, without mechanisms, which `[privacy]` says."""
-    return re.sub(r"noise=Gaussian\(\)|[\s,]", "", str(solver))
+    return re.sub(r"run_noise=Gaussian\(\)|[\s,]", "", str(solver))
 
 
 @pytest.fixture

@@ -125,9 +125,9 @@ def test_relation_reaches_every_mechanism():
         ("privacy.neighbours", "add_or_remove_one"), ("refit", refit)
     ).solver
     relation = dpb.Neighbours.ADD_OR_REMOVE_ONE
-    assert solver.refit.noise.neighbours is relation
-    assert solver.search.noise.neighbours is relation
-    assert solver.search.inner.noise.neighbours is relation
+    assert solver.refit.neighbours is relation
+    assert solver.search.neighbours is relation
+    assert solver.search.inner.neighbours is relation
 
 
 def test_unknown_key_names_the_close_match():

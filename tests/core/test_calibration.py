@@ -29,7 +29,7 @@ def noisy_gd(name="full", num_steps=5, **noise):
         1.0,
         step_size=0.1,
         sampling=SAMPLINGS[name],
-        noise=dpb.privacy.Gaussian(**noise),
+        **noise,
     )
 
 
@@ -43,7 +43,9 @@ def delta_at(solver, budget=BUDGET):
 
 
 def with_less_noise(solver, factor):
-    return dataclasses.replace(solver, noise=solver.noise.scaled(factor))
+    return dataclasses.replace(
+        solver, noise_multiplier=factor * solver.noise_multiplier
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,10 +69,42 @@ def test_full_batches_get_the_closed_form_noise(epsilon, delta):
     budget = dpb.PrivacyBudget(epsilon, delta)
     plan = calibrated(budget=budget, num_steps=7)
     expected = dp_accounting.get_sigma_gaussian(epsilon, delta)
-    assert plan.solver.noise.noise_multiplier == pytest.approx(expected, rel=2e-6)
+    assert plan.solver.run_noise.noise_multiplier == pytest.approx(expected, rel=2e-6)
     assert delta_at(plan.solver, budget) <= delta
     assert delta_at(with_less_noise(plan.solver, 0.999), budget) > delta
     assert plan.report.epsilon <= epsilon
+
+
+@pytest.mark.parametrize("rate", [0.01, 1.0])
+def test_the_noise_multiplier_of_a_solver_is_that_of_dp_sgd(rate):
+    sampling = dpb.Poisson(rate) if rate < 1 else dpb.FullBatch()
+    solver = dpb.NoisyGD(
+        1000,
+        1.0,
+        0.1,
+        sampling=sampling,
+        noise_multiplier=1.1,
+        neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE,
+    )
+    event = dp_accounting.GaussianDpEvent(1.1)
+    if rate < 1:
+        event = dp_accounting.PoissonSampledDpEvent(rate, event)
+    peer = dp_accounting.pld.PLDAccountant().compose(event, 1000)
+    found = solver.ledger(PROBLEM, 10_000).epsilon(delta=1e-5)
+    assert found == pytest.approx(peer.get_epsilon(1e-5), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("noise", "Use noise_multiplier"), ("sigma", "It has")]
+)
+def test_the_noise_of_a_whole_run_is_no_argument_of_a_solver(name, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        dpb.NoisyGD(3, 1.0, 0.1, **{name: dpb.privacy.Gaussian(1.1)})
+    inner = dpb.NoisyGD(3, 1.0, 0.1)
+    with pytest.raises(TypeError, match="Use run_noise"):
+        dpb.PenaltyBilevel(3, 1.0, inner, step_size=0.1, noise_multiplier=1.1)
+    with pytest.raises(ValueError, match="noise_multiplier, which would be ignored"):
+        dpb.PenaltyBilevel(3, 1.0, inner.with_noise(1.0), step_size=0.1)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +143,9 @@ def test_disjoint_people_get_less_noise(people):
     assert ledger.delta(1.0) <= BUDGET.delta
     whole = dp_accounting.get_sigma_gaussian(1.0, 1e-5)
     if people == "overlapping":
-        assert plan.solver.noise.noise_multiplier == pytest.approx(whole, rel=2e-6)
+        assert plan.solver.run_noise.noise_multiplier == pytest.approx(whole, rel=2e-6)
     else:
-        assert plan.solver.noise.noise_multiplier < whole
+        assert plan.solver.run_noise.noise_multiplier < whole
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf, None, True])
@@ -158,7 +192,7 @@ def test_subsets_are_refused_under_add_or_remove_before_any_data():
 def test_calibration_is_deterministic_and_touches_no_arrays():
     first, second = calibrated("subset"), calibrated.__wrapped__("subset")
     assert first.solver == second.solver
-    assert isinstance(first.solver.noise.noise_multiplier, float)
+    assert isinstance(first.solver.run_noise.noise_multiplier, float)
     assert not isinstance(first.report.epsilon, jnp.ndarray)
 
 

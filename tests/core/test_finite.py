@@ -81,7 +81,7 @@ def steep(w):
 
 
 def quiet(solver):
-    return dataclasses.replace(solver, noise=dpb.privacy.Gaussian(0.0))
+    return dataclasses.replace(solver, noise_multiplier=0.0)
 
 
 def test_step_beyond_public_curvature_ends_at_the_minimum_of_the_public_term():

@@ -167,9 +167,7 @@ def test_robust_value_is_the_mean_plus_the_variance_over_twice_the_strength():
 
 
 def noiseless(problem, data, steps=200, step_size=1.0):
-    solver = dpb.games.NoisyExtragradient(
-        steps, 1e3, step_size, noise=dpb.privacy.Gaussian(0.0)
-    )
+    solver = dpb.games.NoisyExtragradient(steps, 1e3, step_size, noise_multiplier=0.0)
     w0 = dpb.games.group_start(problem, jnp.zeros(4), (0.8, 0.2))
     return jax.jit(dpb.solve)(problem, solver, data, w0, key=jax.random.key(0)).value
 
@@ -184,7 +182,7 @@ def on_average(data):
         200,
         1e3,
         step_size=1.0,
-        noise=dpb.privacy.Gaussian(0.0),
+        noise_multiplier=0.0,
         output=dpb.outputs.Mean(),
     )
     return jax.jit(dpb.solve)(
@@ -300,7 +298,7 @@ def test_bad_game_is_refused_with_the_remedy(build, said):
 
 def test_wrong_shapes_are_told_before_any_release():
     data = two_groups()
-    solver = dpb.games.NoisyExtragradient(1, 1.0, 0.1, noise=dpb.privacy.Gaussian(1.0))
+    solver = dpb.games.NoisyExtragradient(1, 1.0, 0.1, noise_multiplier=1.0)
     for problem, records, w0, said in (
         (fair(), data, (jnp.zeros(4), jnp.ones(2)), "y must have shape"),
         (
@@ -324,9 +322,9 @@ def test_wrong_shapes_are_told_before_any_release():
 def test_records_of_two_levels_are_refused_where_there_is_one():
     data = two_groups()
     game, mean = fair(shares=(0.8, 0.2)), dpb.FiniteSum(dpb.logistic_loss)
-    solver = dpb.games.NoisyExtragradient(1, 1.0, 0.1, noise=dpb.privacy.Gaussian(1.0))
+    solver = dpb.games.NoisyExtragradient(1, 1.0, 0.1, noise_multiplier=1.0)
     w0 = dpb.games.group_start(game, jnp.zeros(4), (0.8, 0.2))
-    descent = dpb.NoisyGD(1, 1.0, step_size=0.1, noise=dpb.privacy.Gaussian(1.0))
+    descent = dpb.NoisyGD(1, 1.0, step_size=0.1, noise_multiplier=1.0)
     levels, key = dpb.Levels(data, data), jax.random.key(0)
     for problem, method, start in ((game, solver, w0), (mean, descent, w0[0])):
         with pytest.raises(TypeError, match="such as data"):

@@ -179,7 +179,7 @@ def test_without_noise_groups_become_equal_and_without_settings():
     x, y = run(solver, game, data)
     losses = dpb.debug.group_losses(dpb.logistic_loss, x, data, 2)
     assert abs(float(losses[0] - losses[1])) < 0.02
-    noisy = dpb.games.NoisyExtragradient(400, 1e6, 1.0, noise=Gaussian(0.0))
+    noisy = dpb.games.NoisyExtragradient(400, 1e6, 1.0, noise_multiplier=0.0)
     exact = worst(run(noisy, game, data)[0], data)
     assert worst(x, data) < exact + 0.01
     weights = dpb.games.group_weights(game, y)

@@ -63,8 +63,8 @@ def solve(problem, solver, data, w0):
 
 def proximal(steps=60, multiplier=0.0, **fields):
     defaults = {"clip_norm": 1e3, "strength": 4.0, "inner_steps": 8}
-    noise = dpb.privacy.Gaussian(multiplier)
-    return dpb.games.InexactProximalPoint(steps, noise=noise, **(defaults | fields))
+    solver = dpb.games.InexactProximalPoint(steps, **(defaults | fields))
+    return solver.with_noise(multiplier)
 
 
 def resolvent(problem, **fields):
@@ -322,8 +322,8 @@ def test_plans_without_grounds_for_a_sensitivity_are_refused():
     with refused(match="float32, roundings of a resolvent"):
         ledger_of(strong, clip_norm=1e-3, strength=20.0)
     with refused(match="replace-one only"):
-        noise = dpb.privacy.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
-        dpb.games.InexactProximalPoint(1, 1.0, 1.0, 1, noise=noise)
+        added = dpb.Neighbours.ADD_OR_REMOVE_ONE
+        dpb.games.InexactProximalPoint(1, 1.0, 1.0, 1, neighbours=added)
     with refused(match="give dimension=5"):
         few = proximal(1, dimension=4, strength=20.0)
         solve(strong, few, example("strong").data, point("strong"))

@@ -50,9 +50,7 @@ def planned_adaptive(kind=AdaptiveClipGD, **fields):
 AUDITS = {
     "AdaptiveClipGD": Audited(planned_adaptive()),
     "AdaptiveClipGD, add or remove": Audited(
-        planned_adaptive(
-            noise=dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
-        )
+        planned_adaptive(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
     ),
 }
 

@@ -20,7 +20,6 @@ RECORDS = jnp.asarray(POINTS, jnp.float32)
 PROBLEM = dpb.FiniteSum(
     lambda w, z: 0.5 * jnp.sum((w - z) ** 2), lambda w: 0.25 * jnp.sum(w**2)
 )
-QUIET = dpb.privacy.Gaussian(0.0)
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 CONTRACT = {
@@ -42,8 +41,8 @@ CONTRACT = {
 
 
 def planned_allocated(kind=AllocatedGD, relation=dpb.Neighbours.REPLACE_ONE):
-    noise, output = dpb.privacy.Gaussian(0.5, relation), dpb.outputs.Mean()
-    return kind(1, 2, 0.7, 0.1, noise=noise, output=output).with_sizes(10)
+    fields = {"neighbours": relation, "output": dpb.outputs.Mean()}
+    return kind(1, 2, 0.7, 0.1, **fields).with_noise(0.5).with_sizes(10)
 
 
 AUDITS = {
@@ -72,7 +71,7 @@ def placed(places):
 def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
     drawn = np.arange(N) * 7 % 5
     monkeypatch.setattr(RandomAllocation, "in_pass", placed(drawn))
-    solver = AllocatedGD(2, 5, 1e6, 0.1, noise=QUIET)
+    solver = AllocatedGD(2, 5, 1e6, 0.1, noise_multiplier=0.0)
     jax.clear_caches()
     found = run(solver, trajectory=True)
     w, path = np.full(3, 2.0), []
@@ -87,7 +86,7 @@ def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
 
 
 def test_the_mean_is_that_of_all_updates(monkeypatch):
-    one = AllocatedGD(1, 4, 1e6, 0.1, noise=QUIET, output=dpb.outputs.Mean())
+    one = AllocatedGD(1, 4, 1e6, 0.1, noise_multiplier=0.0, output=dpb.outputs.Mean())
     monkeypatch.setattr(RandomAllocation, "in_pass", placed(np.zeros(N, int)))
     jax.clear_caches()
     w, visited = np.full(3, 2.0), []
@@ -100,9 +99,9 @@ def test_the_mean_is_that_of_all_updates(monkeypatch):
 
 
 def test_passes_of_one_run_and_of_two_keys_differ():
-    solver = AllocatedGD(1, 5, 1e6, 0.1, noise=QUIET)
+    solver = AllocatedGD(1, 5, 1e6, 0.1, noise_multiplier=0.0)
     assert np.any(run(solver, 0).value != run(solver, 1).value)
-    alone = AllocatedGD(1, 1, 1e6, 0.1, noise=QUIET)
+    alone = AllocatedGD(1, 1, 1e6, 0.1, noise_multiplier=0.0)
     np.testing.assert_array_equal(run(alone, 0).value, run(alone, 1).value)
 
 

@@ -1,5 +1,3 @@
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ PROBLEM = dpb.FiniteSum(
     lambda w, z: 0.5 * jnp.sum((w - z) ** 2), lambda w: 0.25 * jnp.sum(w**2)
 )
 START = jnp.full(3, 2.0)
-QUIET = dpb.privacy.Gaussian(0.0)
 
 
 ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
@@ -55,17 +52,15 @@ def sampled(
     sampling, neighbours=dpb.Neighbours.REPLACE_ONE, multiplier=0.5, num_steps=1
 ):
     """With this noise multiplier at every step."""
-    noise = dpb.privacy.Gaussian(multiplier / math.sqrt(num_steps), neighbours)
-    solver = dpb.NoisyGD(num_steps, 0.7, step_size=0.1, sampling=sampling, noise=noise)
+    noise = {"noise_multiplier": multiplier, "neighbours": neighbours}
+    solver = dpb.NoisyGD(num_steps, 0.7, step_size=0.1, sampling=sampling, **noise)
     return solver.with_sizes(10)
 
 
 AUDITS = {
     "NoisyGD": Audited(planned_noisy_gd()),
     "NoisyGD, precision float": Audited(planned_noisy_gd(), precision="float"),
-    "NoisyGD, add or remove": Audited(
-        planned_noisy_gd(noise=dpb.privacy.Gaussian(None, ADD_OR_REMOVE))
-    ),
+    "NoisyGD, add or remove": Audited(planned_noisy_gd(neighbours=ADD_OR_REMOVE)),
     "NoisyGD, Poisson": Audited(
         sampled(dpb.Poisson(0.2), ADD_OR_REMOVE, num_steps=2), exact=False
     ),
@@ -80,7 +75,7 @@ def run(solver, problem=PROBLEM, data=POINTS):
 
 
 def test_noiseless_descent_reaches_the_minimizer():
-    w = run(dpb.NoisyGD(200, 1e6, step_size=0.3, noise=QUIET))
+    w = run(dpb.NoisyGD(200, 1e6, step_size=0.3, noise_multiplier=0.0))
     np.testing.assert_allclose(w, MEAN, atol=1e-5)
 
 
@@ -90,9 +85,11 @@ def test_noiseless_steps_equal_the_formula():
     for _ in range(5):
         w = w - 0.3 * (w - np.mean(POINTS, 0) + w / 2)
         total += w
-    last = run(dpb.NoisyGD(5, 1e6, step_size=0.3, noise=QUIET))
+    last = run(dpb.NoisyGD(5, 1e6, step_size=0.3, noise_multiplier=0.0))
     mean = run(
-        dpb.NoisyGD(5, 1e6, step_size=0.3, noise=QUIET, output=dpb.outputs.Mean())
+        dpb.NoisyGD(
+            5, 1e6, step_size=0.3, noise_multiplier=0.0, output=dpb.outputs.Mean()
+        )
     )
     np.testing.assert_allclose(last, w, rtol=1e-5)
     np.testing.assert_allclose(mean, total / 5, rtol=1e-5)
@@ -100,7 +97,7 @@ def test_noiseless_steps_equal_the_formula():
 
 def test_optimizer_state_is_carried():
     rule = optax.sgd(0.1, momentum=0.9)
-    found = run(dpb.NoisyGD(20, 1e6, step_size=rule, noise=QUIET))
+    found = run(dpb.NoisyGD(20, 1e6, step_size=rule, noise_multiplier=0.0))
     w, memory = START, rule.init(START)
     for _ in range(20):
         updates, memory = rule.update(w - POINTS.mean(0) + w / 2, memory, w)
@@ -125,7 +122,7 @@ def test_localized_rounds_equal_the_pseudocode():
             offset = w - center
             w = center + offset * min(1, radius / np.linalg.norm(offset))
         center = np.mean(visited, 0)
-    found = run(dpb.onelevel.LocalizedGD(radii, 4, mu, 1e6, noise=QUIET))
+    found = run(dpb.onelevel.LocalizedGD(radii, 4, mu, 1e6, noise_multiplier=0.0))
     np.testing.assert_allclose(found, center, rtol=1e-5)
 
 
@@ -187,17 +184,17 @@ def test_localized_from_theorem_refuses_too_few_records():
 
 
 def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
-    noise = dpb.privacy.Gaussian(0.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+    noise = {"noise_multiplier": 0.0, "neighbours": dpb.Neighbours.ADD_OR_REMOVE_ONE}
     problem = dpb.FiniteSum(PROBLEM.loss)
-    solver = dpb.NoisyGD(1, 1e6, step_size=1.0, noise=noise).with_sizes(50)
+    solver = dpb.NoisyGD(1, 1e6, step_size=1.0, **noise).with_sizes(50)
     w = run(solver, problem, POINTS[1:])
     gradient = (49 * START - jnp.sum(POINTS[1:], 0)) / 50
     np.testing.assert_allclose(w, START - gradient, rtol=1e-5)
 
 
 def test_add_or_remove_without_a_plan_is_refused():
-    noise = dpb.privacy.Gaussian(1.0, dpb.Neighbours.ADD_OR_REMOVE_ONE)
-    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=noise)
+    noise = {"noise_multiplier": 1.0, "neighbours": dpb.Neighbours.ADD_OR_REMOVE_ONE}
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, **noise)
     with pytest.raises(ValueError, match="public denominators must come from a plan"):
         run(solver)
     with pytest.raises(ValueError, match="calibrate with public sizes"):

@@ -152,7 +152,6 @@ def bits(cases, place):
     def two(solver):
         return solved(BILEVEL, solver, levels, starts, "disjoint")
 
-    added = dpb.privacy.Gaussian(neighbours=ADDED)
     rates = {"step_size": 0.1, "lower_step_size": 0.1}
     runs = {
         "gradient": lambda: read(logistic, w),
@@ -166,7 +165,7 @@ def bits(cases, place):
         "network, fixed": lambda: read(network, weights, FIXED),
         "full": lambda: one(dpb.FullBatch()),
         "poisson": lambda: one(dpb.Poisson(rate=0.5)),
-        "padded": lambda: one(dpb.Poisson(rate=0.5), noise=added),
+        "padded": lambda: one(dpb.Poisson(rate=0.5), neighbours=ADDED),
         "fixed": lambda: one(dpb.FixedSize(2 * 7 * MICROBATCH)),
         "penalty": lambda: two(
             dpb.PenaltyBilevel(2, 4.0, descent(dpb.FullBatch()), step_size=0.1)
@@ -352,7 +351,7 @@ def shifts(rows):
 
 def plans():
     """Rows that records are padded to: spread over three devices, and in a program."""
-    solver = dpb.NoisyGD(1, 1.0, 0.5, noise=dpb.privacy.Gaussian(neighbours=ADDED))
+    solver = dpb.NoisyGD(1, 1.0, 0.5, neighbours=ADDED)
     solver = solver.with_sizes(120)
     mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3])
 

@@ -230,8 +230,8 @@ def test_one_file_in_both_levels_is_refused_as_disjoint(tmp_path):
 
 
 def test_a_private_number_of_records_is_padded(tmp_path):
-    noise = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
-    solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5, noise=noise, sizes=N)
+    solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.5, sizes=N)
+    solver = solver.with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)
 
     def read(data):
         return jax.jit(lambda w, data: mean_of_batch(w, data))(W1, data)

@@ -123,8 +123,7 @@ def calibration_rows():
 
 def calibrated_delta(relation, steps, epsilon, target, wrong=1):
     """By hand from the noise's standard deviation: clip norm 3, 400 records."""
-    noise = dpb.privacy.Gaussian(neighbours=relation)
-    solver = dpb.NoisyGD(steps, 3.0, step_size=0.1, noise=noise)
+    solver = dpb.NoisyGD(steps, 3.0, step_size=0.1, neighbours=relation)
     problem, budget = dpb.FiniteSum(lambda w, z: w * z), dpb.PrivacyBudget
     plan = dpb.calibrate(problem, solver, budget(epsilon, target), sizes=400)
     moved = {REPLACE: 2 * 3.0 / 400, ADD_OR_REMOVE: 3.0 / 400}[relation]

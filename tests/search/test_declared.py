@@ -47,14 +47,16 @@ def planned(training, solver=SOLVER, budget=BUDGET):
 def test_overlapping_people_are_charged_for_the_search_and_all_trainings():
     plan, _ = planned(DeclaredTraining.gdp(0.1, 50_000))
     assert plan.report.epsilon_by_person.keys() == {"records"}
-    mu = math.hypot(1 / plan.solver.noise.event().noise_multiplier, 0.1 * math.sqrt(11))
+    mu = math.hypot(
+        1 / plan.solver.run_noise.event().noise_multiplier, 0.1 * math.sqrt(11)
+    )
     assert gaussian_delta(mu, BUDGET.epsilon) == pytest.approx(BUDGET.delta, rel=1e-6)
 
 
 def test_disjoint_people_are_charged_for_one_side_each():
     plan, _ = planned(DeclaredTraining.gdp(0.1, 50_000, "disjoint"))
     alone, _ = planned(None)
-    noise = [p.solver.noise.event().noise_multiplier for p in (plan, alone)]
+    noise = [p.solver.run_noise.event().noise_multiplier for p in (plan, alone)]
     assert noise[0] == pytest.approx(noise[1], rel=1e-9)
     epsilon = plan.report.epsilon_by_person["training records"]
     delta = gaussian_delta(0.1 * math.sqrt(11), epsilon)
@@ -148,7 +150,7 @@ def test_a_selection_has_the_training_in_every_run():
         plan, ledger = planned(training, SELECT)
         selection, last = ledger.releases
         assert last.count == 1  # that of the final model
-        value = 1 / plan.solver.noise.event().noise_multiplier
+        value = 1 / plan.solver.release_noise.event().noise_multiplier
         mus = selection.run_mus(ledger.people)
         assert mus["records"] == pytest.approx(
             math.hypot(value, 0.1) if with_both else value

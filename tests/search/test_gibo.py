@@ -397,7 +397,7 @@ def test_single_precision_is_refused_with_the_remedy():
         ({"step_size": None}, "give step_size, a positive number or an optax"),
         # One record more would be a state of another shape, and an error.
         (
-            {"noise": dpb.privacy.Gaussian(None, ADD_OR_REMOVE)},
+            {"neighbours": ADD_OR_REMOVE},
             "use Neighbours.REPLACE_ONE",
         ),
     ],

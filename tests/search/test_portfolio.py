@@ -138,7 +138,7 @@ def test_a_plan_takes_for_the_draw_what_it_needs(size, most):
 @pytest.mark.slow
 def test_without_noise_the_best_start_is_drawn_and_nothing_is_added():
     solver = gibo().with_sizes(400).with_noise(0.0)
-    assert solver.noise.noise_multiplier == 0
+    assert solver.run_noise.noise_multiplier == 0
     paths = [
         dpb.solve(
             PLATEAU,

@@ -433,7 +433,7 @@ def searched(solver=None, problem=None, w0=START, **options):
     return dpb.search.minimize(problem, solver, w0, **options)
 
 
-ADD_OR_REMOVE = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE)
+ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ ADD_OR_REMOVE = dpb.privacy.Gaussian(neighbours=dpb.Neighbours.ADD_OR_REMOVE_ONE
             "a box with finite ends",
         ),
         (
-            {"solver": dpb.search.NoisyUCB(4, 2.0, noise=ADD_OR_REMOVE)},
+            {"solver": dpb.search.NoisyUCB(4, 2.0, neighbours=ADD_OR_REMOVE)},
             ValueError,
             "add-or-remove-one keeps private",
         ),

@@ -95,10 +95,10 @@ def test_each_kind_of_person_pays_a_selection_among_what_reads_their_records(
 def test_a_run_is_charged_as_the_dearest_of_its_trainings():
     quiet, loud = (dpb.NoisyGD(3, 1.0, 1.0) for _ in range(2))
     solver = tuned(candidates=(quiet, loud)).with_noise(2.0)
-    less = dataclasses.replace(loud, noise=dpb.privacy.Gaussian(1.0))
+    less = loud.with_noise(1.0)
     solver = dataclasses.replace(solver, candidates=(solver.candidates[0], less))
     (release,) = solver.ledger(WEIGHTING, dpb.Sizes(60, 60)).releases
-    loss = solver.noise.noise_multiplier
+    loss = solver.release_noise.noise_multiplier
     expected = math.hypot(1 / 1.0, 1 / loss)
     assert release.run_mus(dpb.People.OVERLAPPING)["person"] == pytest.approx(expected)
 
@@ -152,9 +152,9 @@ def test_a_plan_protects_the_records_of_both_levels(people):
 
 @pytest.mark.slow
 def test_the_report_counts_the_rows_of_both_levels():
-    added = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
-    trainings = tuple(dataclasses.replace(part, noise=added) for part in TRAININGS)
-    solver = tuned(candidates=trainings, num_steps=40, noise=added)
+    added = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    trainings = tuple(dataclasses.replace(part, neighbours=added) for part in TRAININGS)
+    solver = tuned(candidates=trainings, num_steps=40, neighbours=added)
     budget = dpb.PrivacyBudget(2.0, 1e-5)
     plan = dpb.calibrate(WEIGHTING, solver, budget, sizes=dpb.Sizes(200, 400))
     (rows,) = (text for text in plan.report.assumptions if "padded" in text)
@@ -324,8 +324,8 @@ def test_what_cannot_be_accounted_for_is_refused(fields, message):
 
 
 def test_one_relation_for_training_and_loss():
-    added = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
-    solver = tuned(noise=added).with_noise(1.0)
+    added = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    solver = tuned(neighbours=added).with_noise(1.0)
     with pytest.raises(ValueError, match="one neighbouring relation"):
         solver.ledger(WEIGHTING, dpb.Sizes(60, 60))
 
