@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from ..bilevel.problem import Levels
 from ..privacy.budget import Neighbours, People
+from ..privacy.copies import copies
 from .columns import AbstractRecords, Records
 from .datasets import CsvData
 from .files import AbstractData, HeldOut, existing
@@ -49,11 +50,11 @@ def find_files(
             "validation records have a file of their own. Leave it out, or say "
             '"disjoint" or "overlapping".'
         )
-    if file.samefile(held_out):
+    if _same(file, held_out):
         raise ValueError(
-            f"{held_out} is the file of the training records, too. For the same "
-            'records in both levels say people = "shared"; to split them leave the '
-            "second file out."
+            f"{held_out} is the file of the training records, too, or a copy of it. "
+            'For the same records in both levels say people = "shared"; to split them '
+            "leave the second file out."
         )
     return file, held_out
 
@@ -201,12 +202,18 @@ def load_test(
 def _test_file(test: HeldOut, base: Path, *others: Path | None) -> Path:
     """The test file, which none of the others is."""
     file = existing(base / test.path, "test records", "correct path in [data.test]")
-    if any(other is not None and file.samefile(other) for other in others):
+    if any(other is not None and _same(file, other) for other in others):
         raise ValueError(
-            f"{file} is named by [data.test] and holds training or validation records, "
-            "too. Keep some records in a file of their own to test the model on."
+            f"{file} is named by [data.test] and is also the file of training or "
+            "validation records, or a copy of it. Keep some records in a file of their "
+            "own to test the model on."
         )
     return file
+
+
+def _same(file: Path, other: Path) -> bool:
+    """Whether two files are one, or have the same bytes."""
+    return file.samefile(other) or bool(copies([file, other]))
 
 
 def _check_tested(data: AbstractData, test: HeldOut, file: Path) -> None:

@@ -109,7 +109,8 @@ def run(
 
     Raises:
         ValueError: The folder holds something else or another run is in progress in
-            it, the records do not fit the plan, or what is resumed is not this run.
+            it, its lock file was deleted during the run, the records do not fit the
+            plan, or what is resumed is not this run.
         OSError: The disk refuses; a checkpoint that was written is intact.
 
     Privacy:
@@ -119,7 +120,7 @@ def run(
         its first step reads a record, so a run that never ends is counted too. The
         checkpoint is secret and is deleted at the end.
     """
-    with _opened(out, chunk, resume, restart):
+    with _opened(out, chunk, resume, restart) as still_locked:
         before = checkpoint.read(out) if resume else None
         levels, test = _load(prepared, data, validation)
         read = levels if test is None else (levels, test.tree())
@@ -137,10 +138,17 @@ def run(
         try:
             number = saved.fingerprint["run"]
             odometer.begin(out, number, prepared.report, prepared.config.tables)
-            saved = _steps(prepared, levels, saved, out, progress)
+
+            def keep(saved):
+                still_locked()
+                checkpoint.write(out, saved)
+                progress(saved.done)
+
+            saved = _steps(prepared, levels, saved, keep)
             result = _result(prepared, saved, test)
             picture = figure.draw(result)
             with whole():
+                still_locked()
                 results.save(out, result, picture)
                 finish_run(out, number)
         except OSError as error:
@@ -191,9 +199,9 @@ def _opened(out: Path, chunk: int | None, resume: bool, restart: bool):
             f"{jax.process_count()}. Start it without jax.distributed, or use "
             "dpbilevel.fit, which takes records spread over processes."
         )
-    with lock.held(out):
+    with lock.held(out) as still_locked:
         folder.check(out, resume, restart)
-        yield
+        yield still_locked
 
 
 @contextlib.contextmanager
@@ -206,17 +214,16 @@ def _data_errors(config: Config):
 
 
 def _steps(
-    prepared: Prepared, levels: PyTree, saved: Checkpoint, out: Path, progress: Progress
+    prepared: Prepared,
+    levels: PyTree,
+    saved: Checkpoint,
+    keep: Callable[[Checkpoint], None],
 ) -> Checkpoint:
-    """Runs chunk after chunk, with a checkpoint after each."""
+    """Run chunk after chunk, and call `keep` after each."""
     problem, solver = prepared.problem, prepared.solver
 
     def part(saved, keys):
         return _advance(problem, solver, levels, saved.state, keys, trajectory=True)
-
-    def keep(saved):
-        checkpoint.write(out, saved)
-        progress(saved.done)
 
     chunk = saved.fingerprint["chunk"]
     return run_in_parts(part, saved, solver.num_steps, keep, chunk=chunk)

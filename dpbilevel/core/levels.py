@@ -11,7 +11,9 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.budget import People
+from ..privacy.copies import copies
 from ..privacy.disk import OnDisk, shapes_of
+from ..privacy.stores import AbstractStore
 
 
 class Levels(eqx.Module):
@@ -91,11 +93,12 @@ def people_of(sizes: object) -> People | None:
 
 
 def check_apart(data: Levels) -> None:
-    """Refuses levels that hold the same records, as far as arrays can tell.
+    """Refuse levels that hold the same records, as far as arrays and files can tell.
 
-    By identity and memory, never by values: one array in both levels, two views of one
-    NumPy array that have an entry in common, or one file. Arguments of a compiled
-    function are different arrays in it, even where one array was given twice.
+    Arrays are compared by identity and memory, never by values: one array in both
+    levels, or two views of one NumPy array that have an entry in common. Arguments of a
+    compiled function are different arrays in it, even if one array was given twice. One
+    file is refused, and so are two Parquet files with the same bytes.
 
     Raises:
         ValueError: They do.
@@ -109,9 +112,9 @@ def check_apart(data: Levels) -> None:
         for level in (data.upper, data.lower)
     )
     stores = [v.store for v in (data.upper, data.lower) if isinstance(v, OnDisk)]
-    if len(stores) == 2 and set(stores[0].identities) & set(stores[1].identities):
+    if len(stores) == 2 and (same := _same_files(*stores)):
         raise ValueError(
-            'people="disjoint" contradicts the data: both levels read one file. Use '
+            f'people="disjoint" contradicts the data: both levels read {same}. Use '
             'Levels.shared(records) and people="shared", or people="overlapping"; or '
             "write the records of each level to files of its own."
         )
@@ -126,6 +129,17 @@ def check_apart(data: Levels) -> None:
                 "one in each; otherwise split the records, and give each level its own "
                 "copy of a public column."
             )
+
+
+def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
+    """Name the file, or the copies of one, that both levels read; empty if none."""
+    if set(upper.identities) & set(lower.identities):
+        return "one file"
+    for group in copies({*upper.tables, *lower.tables}):
+        pair = [[p for p in group if p in v.tables] for v in (upper, lower)]
+        if all(pair):
+            return f"the same bytes ({pair[0][0]} and {pair[1][0]})"
+    return ""
 
 
 def _arrays(level: PyTree) -> PyTree:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .first import by_first
@@ -15,11 +15,16 @@ except ImportError:  # Windows
     fcntl = None
 
 NAME = "dpbilevel.lock"
+_ATTEMPTS = 100  # each fails only if another run ends just then
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keeps every other run out of a folder, which is created if need be.
+def held(folder: Path) -> Iterator[Callable[[], None]]:
+    """Keep every other run out of a folder, which is created if need be.
+
+    Yields a function that raises `ValueError` if the lock file was deleted or replaced
+    since, because another run may hold a new one. It is to be called, in process 0,
+    before a run writes down what it released.
 
     A killed process leaves its file behind but no lock; the next run takes it over.
     Where there are no file locks a warning says so, and nothing is locked. A folder
@@ -52,10 +57,19 @@ def held(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
+    def check() -> None:
+        if not all(_is_at(descriptor, folder / NAME) for descriptor in taken):
+            raise ValueError(
+                f"{folder / NAME} was deleted or replaced while this run held it, so "
+                "another run may be in progress in the folder: this run stops, and "
+                "what it computed last is not released. Once no other process uses "
+                f"{folder}, start again as after an interruption."
+            )
+
     with at_end(leave):
         with whole():
             by_first(take)
-        yield
+        yield check
 
 
 def in_use(folder: Path) -> bool:
@@ -78,8 +92,8 @@ def in_use(folder: Path) -> bool:
 
 
 def _take(folder: Path) -> list[int]:
-    """The descriptor of the locked file; none where there are no locks."""
-    while True:
+    """Return the descriptor of the locked file; none if there are no locks."""
+    for _ in range(_ATTEMPTS):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -112,6 +126,10 @@ def _take(folder: Path) -> list[int]:
             _sign(descriptor)
             return [descriptor]
         os.close(descriptor)  # its last holder removed the file in the meantime
+    raise OSError(
+        f"cannot lock the folder {folder}: its disk does not tell whether "
+        f"{NAME} is the file that was opened. Give a folder on a local disk."
+    )
 
 
 def _busy(folder: Path, holder: str) -> str:
@@ -142,5 +160,5 @@ def _sign(descriptor: int) -> None:
 def _is_at(descriptor: int, file: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

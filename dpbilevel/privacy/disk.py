@@ -43,8 +43,9 @@ class OnDisk(_checks.AbstractStored):
     Privacy:
         What is released is what the same records in memory release, on the grid bit for
         bit (docs/out_of_core.md). Errors, and what `progress` is called with, depend on
-        files and sizes, not on the values of records; not protected is that a column
-        with nulls is refused. How long a pass takes is covered by no guarantee.
+        files and sizes, not on the values of records. Not protected is that a column
+        with nulls is refused, and so is a copy of a Parquet file. How long a pass takes
+        is covered by no guarantee.
     """
 
     guard: Bool[Array | np.ndarray, ""]
@@ -100,7 +101,7 @@ class OnDisk(_checks.AbstractStored):
             OSError: A file is missing, or no Parquet file.
             TypeError: Columns are not given by names, or progress is no function.
             ValueError: A column is missing, is not numeric, has nulls, or has another
-                type in another file; a file is given twice.
+                type in another file; a file or a copy of it is given twice.
         """
         if not isinstance(columns, Mapping):
             raise TypeError(

@@ -1,5 +1,6 @@
 """Keys of noise: typed ones alone, derived once for each use; exponential values."""
 
+import hmac
 import math
 import os
 from typing import Any
@@ -176,6 +177,19 @@ def derive(key: PRNGKey, *domains: str) -> Key[Array, " domains"]:
     # A split uses the key up, also one into no keys. They are joined to the others so
     # that JAX does not remove the split where it removes what nothing reads.
     return computed_once(jnp.concatenate([jax.random.split(key, 0), derived]))
+
+
+def follows(key: PRNGKey, content: bytes) -> PRNGKey:
+    """Return a key that depends on `key` and on all of `content`; `key` is used up.
+
+    For the same key, two contents give keys that are as unrelated as two random ones,
+    and `key` cannot be computed from them. For a content that does not depend on the
+    key, the key that is returned is as random as `key`. Not for use in `jax.jit`.
+    """
+    words = np.asarray(jax.random.key_data(key))
+    digest = hmac.digest(words.tobytes(), content, "sha256")
+    found = np.frombuffer(digest, words.dtype)[: words.size].reshape(words.shape)
+    return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(key))
 
 
 def computed_once(keys: Key[Array, "..."]) -> Key[Array, "..."]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._extras import missing
+from .copies import copies
 
 _PART = 2048  # rows that are converted at once, so that they stay in a cache
 _BATCH = 2**15  # rows of Parquet files that are decoded at once
@@ -32,6 +33,7 @@ class AbstractStore(abc.ABC):
         count: How many there are.
         kinds: For each leaf of the records, the shape of one record and the dtype.
         files: The files that they lie in.
+        tables: Those of these files that hold whole records, and at least one.
         arrays: The arrays that they are read from, if any.
         order: The order of the entries of arrays that are fast to fill, `"C"` or `"F"`.
     """
@@ -39,6 +41,7 @@ class AbstractStore(abc.ABC):
     count: int
     kinds: list[tuple[tuple[int, ...], np.dtype]]
     files: list[Path]
+    tables: Sequence[Path] = ()
     arrays: Sequence[np.ndarray] = ()
     order: Literal["C", "F"]
 
@@ -156,7 +159,7 @@ class ParquetStore(AbstractStore):
         OSError: A file is missing, or no Parquet file.
         TypeError: Columns are not given by names.
         ValueError: A column is missing or not numeric, has nulls, or differs between
-            files; a file is given twice.
+            files; a file or a copy of it is given twice.
     """
 
     order = "F"  # as columns are stored
@@ -191,7 +194,16 @@ class ParquetStore(AbstractStore):
                     f"those of {files[0]}; write all files with one schema."
                 )
             _check_nulls(path, about, self._wanted)
-        self.count = sum(map(sum, self._groups))
+        sizes = [sum(groups) for groups in self._groups]
+        self.count = sum(sizes)
+        pairs = zip(self.files, sizes, strict=True)
+        self.tables = [path for path, rows in pairs if rows]
+        for group in copies(self.tables):
+            raise ValueError(
+                f"OnDisk.parquet: {group[0]} and {group[1]} have the same bytes, so "
+                "that each of their records would count twice. Give one of them; if "
+                "the records are different ones that are equal, write them to one file."
+            )
 
     @override
     def reader(self, start: int) -> Fill:
@@ -344,7 +356,12 @@ def _opening(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Which file it is, and what changes where the file does."""
+    """Return which file it is, and what changes if the file does.
+
+    The time of the last change of the inode is the only one that no program can set
+    back: `os.utime` restores that of the content after a rewrite.
+    """
     with _opening(path):
         about = path.stat()
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+    times = about.st_mtime_ns, about.st_ctime_ns
+    return about.st_dev, about.st_ino, about.st_size, *times

@@ -23,7 +23,7 @@ class AskTell:
 
     What `minimize` does, with evaluations that are made elsewhere: on a cluster, by
     another process, days later. With the same losses and the same key it releases
-    what `minimize` does, bit for bit.
+    what `minimize` does, bit for bit; both with a folder, or both without one.
 
     Args:
         problem: The black box; its `losses` may be `None`, and are not called.
@@ -48,11 +48,12 @@ class AskTell:
     Privacy:
         As `minimize`: one run under the solver's ledger, counted in the folder before
         the first point is asked for, whether or not it is finished. Points are
-        functions of released values, and so is how many there are. The object is
-        SECRET: it holds losses and the key of noise to come. It cannot be copied,
-        pickled or used after `os.fork`: two objects would release with the same noise.
-        How long evaluations take, and whatever else is done with losses outside, is not
-        covered.
+        functions of released values, and so is how many there are. With a folder the
+        noise of a step also depends on all losses told so far, as in `minimize`. The
+        object is SECRET: it holds losses and the key of noise to come. It cannot be
+        copied, pickled or used after `os.fork`: two objects would release with the same
+        noise. How long evaluations take, and whatever else is done with losses outside,
+        is not covered.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class AskTell:
 
         Raises:
             ValueError: The search was closed, or is that of a process from which this
-                one was forked.
+                one was forked, or the folder's lock file was deleted or replaced.
             OSError: The disk refuses.
         """
         found = self._rounds.ask()

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Folder:
     """Keeps every evaluation as it is made and a checkpoint of every step. SECRET."""
 
     path: Path  # under its lock
+    check: Callable[[], None]  # raises if the lock was lost
     report: PrivacyReport
     first: Checkpoint  # the run before its first step
 
@@ -103,30 +105,33 @@ class Folder:
         """What was kept of an evaluation; `None` where nothing was.
 
         Raises:
-            ValueError: What was kept is damaged, or from another point.
+            ValueError: What was kept is damaged, or from another point; or the lock of
+                the folder was lost.
             OSError: The disk refuses.
         """
         file = self._evaluation(step, number)
-        content = by_first(lambda: _content(file))
+        content = self._by_holder(lambda: _content(file))
         return None if content is None else _parsed(file, content, point)
 
     def keep_losses(
         self, step: int, number: int, point: Point, losses: Losses
     ) -> Losses:
-        """Keeps an evaluation; returns its losses, those of process 0.
+        """Keep an evaluation, and return its losses, those of process 0.
 
         Raises:
+            ValueError: The lock of the folder was lost.
             OSError: The disk refuses.
         """
         file = self._evaluation(step, number)
         made = checkpoint.npz({"point": point, "losses": losses})
-        content = by_first(lambda: _kept(file, made))
+        content = self._by_holder(lambda: _kept(file, made))
         return _parsed(file, content or b"", point)
 
     def keep(self, saved: Checkpoint) -> None:
-        """Replaces the checkpoint, then forgets the evaluations of the steps done.
+        """Replace the checkpoint, then forget the evaluations of the steps done.
 
         Raises:
+            ValueError: The lock of the folder was lost.
             OSError: The disk refuses; the previous checkpoint is intact.
         """
 
@@ -134,16 +139,17 @@ class Folder:
             checkpoint.write(self.path, saved, notice=_NOTICE)
             self._forget(saved.done)
 
-        by_first(write)
+        self._by_holder(write)
 
     def finish(self, solution: Solution, noisy: NoisyLosses) -> None:
-        """Writes the result; released values and public ones only.
+        """Write the result: released values and public ones only.
 
         Args:
             solution: What was released.
             noisy: The points whose noisy losses were, and these.
 
         Raises:
+            ValueError: The lock of the folder was lost.
             OSError: The disk refuses; the last checkpoint is intact.
         """
         page = {
@@ -160,7 +166,16 @@ class Folder:
             self._close()
 
         with whole():
-            by_first(write)
+            self._by_holder(write)
+
+    def _by_holder(self, action: Callable[[], bytes | None]) -> bytes | None:
+        """Call `by_first` on an action, unless the lock was lost."""
+
+        def checked() -> bytes | None:
+            self.check()
+            return action()
+
+        return by_first(checked)
 
     def _evaluation(self, step: int, number: int) -> Path:
         return self.path / f"evaluation-{step}-{number}.SECRET"

@@ -39,8 +39,9 @@ def minimize(
     """Runs `solver` on losses that come from Python; `solve` for black boxes.
 
     All of it is computed in float64, whatever the setting of JAX; the black box itself
-    is called under the caller's setting. With the losses of a `FiniteSum` and the same
-    key it releases what `solve` does in float64. Not for use inside `jax.jit`.
+    is called under the caller's setting. With the losses of a `FiniteSum`, the same key
+    and no folder it releases what `solve` does in float64. Not for use inside
+    `jax.jit`.
 
     Args:
         problem: The black box.
@@ -69,7 +70,7 @@ def minimize(
         ValueError: The solver is not calibrated or planned for another number of
             records, `w0` does not fit, the black box returns another shape, or the
             folder holds something else or a run on other records, or there is no
-            text by which to compare them.
+            text by which to compare them, or its lock file was deleted during the run.
         OSError: The disk refuses.
 
     Warns:
@@ -84,8 +85,10 @@ def minimize(
         their owner alone, and deleted at the end; the result holds released values
         only. A resumed run makes the releases of the interrupted one, bit for bit on
         the same machine, and spends nothing more: if the records are the same in the
-        same order, which `BlackBox.records` says, and if the folder is no copy of one
-        that another run goes on with, whose noise it would use again.
+        same order, which `BlackBox.records` says. With a folder the noise of a step
+        also depends on all losses so far. So a copy of the folder that goes on with
+        the same losses releases the same bits. One that goes on with other losses
+        releases with noise of its own, and its budget has to be added.
     """
     if getattr(problem, "losses", minimize) is None:
         raise TypeError(

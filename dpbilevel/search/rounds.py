@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..core.columns import Column
 from ..core.resume import after, solution_of
 from ..core.solution import Solution, divergence
 from ..privacy.floats import double_precision
-from ..privacy.noise import PRNGKey, derive, step_keys
+from ..privacy.noise import PRNGKey, derive, follows, step_keys
 from .base import Proposal
 from .folder import Folder, NoisyLosses
 from .run import Run
@@ -78,15 +78,15 @@ class Rounds:
         self._closed = False
         if folder is not None:
             with contextlib.ExitStack() as end:
-                end.enter_context(lock.held(Path(folder)))
-                self._open(Path(folder))
+                check = end.enter_context(lock.held(Path(folder)))
+                self._open(Path(folder), check)
                 if self.solution is None:
                     self._end = end.pop_all()  # the lock stays
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, check: Callable[[], None]) -> None:
         run = self._run
         assert run.report is not None  # a folder without a budget was refused
-        self._folder = Folder(path, run.report, run.first)
+        self._folder = Folder(path, check, run.report, run.first)
         found = self._folder.result()
         if found is None:
             self._saved = self._folder.begin()
@@ -239,12 +239,17 @@ class Rounds:
 
     def _released(self, current: _Round) -> Checkpoint:
         run, saved = self._run, self._saved
+        key, next_key = current.key, current.next_key
+        if self._folder is not None:
+            # A copy of the folder that is told other losses has other noise.
+            told = current.losses.tobytes()
+            key, next_key = follows(key, told), follows(next_key, told)
         with double_precision():
             given = saved.state, current.proposal, current.losses.T
             tell = _tell if self._is_long else _short_tell
-            state = tell(run.problem, run.solver, *given, key=current.key)
+            state = tell(run.problem, run.solver, *given, key=key)
             rows = run.solver.released(state)[None]
-        return after(saved, current.next_key, 1, state, rows)
+        return after(saved, next_key, 1, state, rows)
 
     @property
     def _is_long(self) -> bool:

@@ -24,6 +24,11 @@ from .base import AbstractAskTellSolver
 from .folder import fingerprint
 from .problem import BlackBox
 
+_COPIES = (
+    "no copy of the folder goes on with other losses: each one that does is one more "
+    "release, with noise of its own, and the budgets add"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -80,6 +85,9 @@ def planned(
             options = {"sizes": n, "w0": w0, "precision": precision}
             plan = calibrate(problem, solver, budget, **options)
             solver, report = plan.solver, plan.report
+            if folder is not None:
+                said = (*report.assumptions, _COPIES)
+                report = dataclasses.replace(report, assumptions=said)
         solver = bound_to(problem, solver, None, owner)
         try:  # before the first evaluation, which may take hours
             solver.ledger(problem, solver.sizes).events()

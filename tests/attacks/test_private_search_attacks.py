@@ -343,10 +343,11 @@ def test_a_search_does_not_go_on_with_records_in_another_order(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(RowLosses, "black_box", lambda *args: stops)
         with pytest.raises(RuntimeError):
-            fit(T, folder=tmp_path)
+            fit(T, folder=tmp_path / "run")
     with pytest.raises(ValueError, match="are not those the run began with"):
-        fit(T[::-1].copy(), folder=tmp_path)
-    assert fit(T.copy(), folder=tmp_path).best_params_ == fit(T).best_params_
+        fit(T[::-1].copy(), folder=tmp_path / "run")
+    found = [fit(T.copy(), folder=tmp_path / name) for name in ("run", "whole")]
+    assert found[0].best_params_ == found[1].best_params_
 
 
 def test_nothing_of_the_validation_records_stays_in_the_fitted_search():

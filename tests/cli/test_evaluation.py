@@ -226,7 +226,7 @@ def test_a_misspelt_class_is_found_in_public_records_before_anything_is_spent(fo
     [
         (("records = 40", "records = 0"), "records must be at least 1"),
         (("records = 40", "records = 41"), "there are 40 records in"),
-        (("test.csv", "people.csv"), "holds training or validation records, too"),
+        (("test.csv", "people.csv"), "is also the file of training or"),
         (("test.csv", "no.csv"), "no file of test records at"),
         (("replace_one", "add_or_remove_one"), "it divides by the number of records"),
         (('"counted"', '"exact"'), '"public", "counted", "non_private"'),

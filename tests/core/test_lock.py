@@ -11,7 +11,7 @@ from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.main import main
 from dpbilevel.cli.run import prepare, run
-from dpbilevel.core import lock, spending
+from dpbilevel.core import checkpoint, lock, spending
 from tests.cli.test_runner import GENERATED, Stop, config_of, stop_at
 
 HOLDER = """
@@ -118,6 +118,37 @@ def test_file_removed_by_its_holder_is_locked_anew(tmp_path, monkeypatch):
     with lock.held(tmp_path):
         assert len(opened) == 2
         assert file.exists()
+
+
+def test_run_whose_lock_file_is_deleted_stops_before_its_next_checkpoint(
+    prepared, tmp_path
+):
+    def intrude(done):
+        if done == 2:
+            (tmp_path / lock.NAME).unlink()
+
+    with pytest.raises(ValueError, match="was deleted or replaced while this run"):
+        run(prepared, tmp_path, progress=intrude)
+    assert checkpoint.read(tmp_path).done == 2
+    result = run(prepared, tmp_path, resume=True)
+    assert results.load(tmp_path).x.tolist() == result.x.tolist()
+
+
+def test_result_is_not_written_after_the_lock_file_is_deleted(prepared, tmp_path):
+    def intrude(done):
+        if done == 4:
+            (tmp_path / lock.NAME).unlink()
+
+    with pytest.raises(ValueError, match="another run may be in progress"):
+        run(prepared, tmp_path, progress=intrude)
+    assert not (tmp_path / results.RESULT).exists()
+
+
+def test_disk_that_does_not_tell_files_apart_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_is_at", lambda *arguments: False)
+    with pytest.raises(OSError, match="Give a folder on a local disk"):
+        with lock.held(tmp_path):
+            pass
 
 
 def no_locks(*arguments):

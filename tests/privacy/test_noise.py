@@ -204,3 +204,22 @@ def test_a_seed_loses_its_high_word_which_a_root_key_does_not():
 def test_noise_is_normal_under_the_other_generators(impl):
     sample = standard_normal(jnp.zeros(50_000), key=jax.random.key(8, impl=impl))
     assert scipy.stats.kstest(np.asarray(sample), "norm").pvalue > ALPHA
+
+
+@pytest.mark.reuses_keys
+@pytest.mark.parametrize("generator", noise._GENERATORS)
+def test_keys_that_follow_from_contents_are_unrelated(generator):
+    key = jax.random.key(0, impl=generator)
+    contents = [np.full(3, i * 1e-16).tobytes() for i in range(400)]
+    keys = [noise.follows(key, content) for content in contents]
+    assert str(jax.random.key_impl(keys[0])) == str(jax.random.key_impl(key))
+    words = {np.asarray(jax.random.key_data(v)).tobytes() for v in keys}
+    assert len(words) == len(contents)
+    again = np.asarray(jax.random.key_data(noise.follows(key, contents[3]))).tobytes()
+    assert again == np.asarray(jax.random.key_data(keys[3])).tobytes()
+    other = noise.follows(jax.random.key(1, impl=generator), contents[3])
+    assert np.asarray(jax.random.key_data(other)).tobytes() not in words
+    drawn = jax.vmap(jax.random.normal)(jnp.stack(keys))
+    assert scipy.stats.kstest(np.asarray(drawn), "norm").pvalue > ALPHA
+    pairs = scipy.stats.spearmanr(drawn[1:], drawn[:-1])
+    assert pairs.pvalue > ALPHA

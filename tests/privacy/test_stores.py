@@ -1,4 +1,6 @@
+import os
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from dpbilevel import Levels
 from dpbilevel.core.levels import check_apart
 from dpbilevel.privacy import stores
+from dpbilevel.privacy.copies import copies
 from dpbilevel.privacy.disk import OnDisk, reader
 
 
@@ -34,7 +37,10 @@ def test_changes_of_a_mapping_that_are_not_written_count(tmp_path):
 @pytest.mark.parametrize("groups", [1, 7, 130, 5000])
 def test_row_groups_of_any_size_are_read_from_any_record_on(tmp_path, groups):
     columns = {"a": np.arange(400.0), "b": np.arange(400) % 3 == 0}
-    paths = [write(tmp_path / f"{i}.parquet", columns, groups) for i in range(2)]
+    paths = [
+        write(tmp_path / f"{i}.parquet", columns | {"c": np.full(400, i)}, groups)
+        for i in range(2)
+    ]
     disk = OnDisk.parquet(paths, {"both": ["b", "a"], "one": "b"})
     for start in (0, 1, 399, 400, 555):
         rows = [np.empty((240, 2)), np.empty(240, bool)]
@@ -114,8 +120,53 @@ def test_a_file_under_two_names_is_one_file(tmp_path):
         levels = [OnDisk.parquet(v, {"x": "a"}) for v in (path, second)]
         with pytest.raises(ValueError, match="both levels read one file"):
             check_apart(Levels(*levels))
-    # Another file with the same bytes is none of them.
-    assert OnDisk.parquet([path, other], {"x": "a"}).rows == 8
+    levels = [OnDisk.parquet(v, {"x": "a"}) for v in (path, other)]
+    with pytest.raises(ValueError, match="have the same bytes, so that each"):
+        OnDisk.parquet([path, other], {"x": "a"})
+    with pytest.raises(ValueError, match=r"both levels read the same bytes \("):
+        check_apart(Levels(*levels))
+
+
+def test_files_of_one_size_that_differ_somewhere_are_no_copies(tmp_path):
+    files = [tmp_path / name for name in "abcdef"]
+    for number, file in enumerate(files):
+        content = bytearray(300_000)
+        content[[0, 150_000, 299_999, 0, 0, 150_001][number]] = 1
+        file.write_bytes(content[: -1 if number == 4 else None])
+    assert list(map(sorted, copies(files))) == [[files[0], files[3]]]
+    assert copies([]) == copies(files[:3]) == []
+
+
+def test_empty_parquet_files_are_equal_and_no_copies(tmp_path):
+    numbers = np.arange(4.0)
+    paths = [
+        write(tmp_path / f"{i}.parquet", {"a": v})
+        for i, v in enumerate([numbers, numbers[:0], numbers[:0]])
+    ]
+    assert OnDisk.parquet(paths, {"x": "a"}).rows == 4
+    check_apart(Levels(*(OnDisk.parquet(v, {"x": "a"}) for v in paths[1:])))
+
+
+@pytest.mark.parametrize("kind", ["npy", "parquet"])
+def test_a_file_that_is_rewritten_with_its_times_restored_has_changed(kind, tmp_path):
+    path, numbers = tmp_path / f"records.{kind}", np.arange(4.0)
+    if kind == "npy":
+        np.save(path, numbers)
+        disk = OnDisk.arrays(np.load(path, mmap_mode="r"))
+    else:
+        disk = OnDisk.parquet(write(path, {"a": numbers}), {"x": "a"})
+    disk.store.check()
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    time.sleep(0.02)  # file systems tell time in ticks
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    same = "st_ino", "st_size", "st_mtime_ns"
+    assert [getattr(before, k) for k in same] == [getattr(after, k) for k in same]
+    with pytest.raises(OSError, match="has changed since it was opened"):
+        disk.store.check()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.core import checkpoint, spending
+from dpbilevel.core import checkpoint, lock, spending
 from dpbilevel.search import rounds
 from tests.search import test_search as looped
 from tests.search.test_search import BUDGET, FINISHED, NAME, RECORDS, SOLVERS, START
@@ -63,22 +64,23 @@ def test_it_releases_what_minimize_does(name):
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 5])
 def test_another_object_goes_on_bit_for_bit(stop, tmp_path):
+    run, whole_run = tmp_path / "run", tmp_path / "whole"
     name = "gradient_informative"
-    whole = looped.search(name, trajectory=True)
+    whole = looped.search(name, trajectory=True, folder=whole_run)
     told = 0
     while True:
         # The key of the first object is used, not this one.
-        with made(name, key=told, folder=tmp_path) as search:
+        with made(name, key=told, folder=run) as search:
             told += finished(search, stop + 1)
             if search.result is not None:
                 break
     assert told == looped.EVALUATIONS[name]
     assert looped.same(search.result, whole)
-    assert sorted(p.name for p in tmp_path.iterdir()) == FINISHED
-    (run,) = spending.read(tmp_path).runs
-    assert run.finished
+    assert sorted(p.name for p in run.iterdir()) == FINISHED
+    (spent,) = spending.read(run).runs
+    assert spent.finished
     with pytest.warns(UserWarning, match="AskTell: .* holds a finished run"):
-        again = made(name, folder=tmp_path)
+        again = made(name, folder=run)
     assert looped.same(again.result, whole)
     assert len(again.ask()) == 0
 
@@ -93,10 +95,10 @@ print(finished(search, 4))
 
 @pytest.mark.slow
 def test_processes_that_end_in_the_middle_of_a_step_lose_nothing(tmp_path):
-    told = []
+    told, run = [], tmp_path / "run"
     for number in range(3):
         done = subprocess.run(
-            [sys.executable, "-c", PROCESS, str(tmp_path), str(number)],
+            [sys.executable, "-c", PROCESS, str(run), str(number)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -105,14 +107,16 @@ def test_processes_that_end_in_the_middle_of_a_step_lose_nothing(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         told.append(int(done.stdout))
     assert told == [4, 4, 3]
-    page = json.loads((tmp_path / "search.json").read_text())
-    whole = looped.search("gradient_informative", trajectory=True)
+    page = json.loads((run / "search.json").read_text())
+    whole = looped.search(
+        "gradient_informative", trajectory=True, folder=tmp_path / "whole"
+    )
     # One pass over the cores of this process rounds as one of another does.
     np.testing.assert_allclose(page["trajectory"], whole.trajectory, rtol=1e-12)
 
 
 def test_minimize_goes_on_where_it_stopped_and_the_other_way_around(tmp_path):
-    whole = looped.search(trajectory=True)
+    whole = looped.search(trajectory=True, folder=tmp_path / "whole")
     with made(folder=tmp_path / "a") as search:
         finished(search, 2)
     result = looped.search(folder=tmp_path / "a", trajectory=True)
@@ -160,6 +164,93 @@ def test_what_is_closed_does_not_go_on_beside_another(tmp_path):
     assert first.result is None
     second.close()
     assert len(second.ask()) == 0
+
+
+def noise_of(search, *told):
+    """The noise of the releases of `NoisyUCB` on rows of losses."""
+    for row in told:
+        search.ask()
+        search.tell([row])
+    finished(search)
+    means = [np.clip(row, 0, 2).mean() for row in told]
+    return search.noisy_losses[1][: len(told)] - means
+
+
+def test_a_copy_of_the_folder_has_the_same_noise_on_the_same_losses_alone(tmp_path):
+    with made(folder=tmp_path / "run"):
+        pass
+    found = []
+    for name, rows in {
+        "a": (0.5, 1),
+        "b": (0.5, 1),
+        "c": (1.5, 1),
+        "d": (1, 1),
+    }.items():
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        told = [np.full(30, value) for value in rows]
+        found.append(noise_of(made(folder=tmp_path / name), *told))
+    np.testing.assert_array_equal(found[0], found[1])
+    for i, j in ((0, 2), (0, 3), (2, 3)):  # in the first step, and in all after it
+        assert (np.abs(found[i] - found[j]) > 1e-6).all()
+
+
+def test_the_report_of_a_folder_says_what_a_copy_of_it_costs(tmp_path):
+    with made(folder=tmp_path) as search:
+        finished(search)
+    (said,) = [v for v in search.result.report.assumptions if "copy of the folder" in v]
+    assert "the budgets add" in said
+    assert said not in looped.search().report.assumptions
+
+
+@pytest.mark.parametrize("lost", ["deleted", "replaced", "folder"])
+def test_a_search_whose_lock_file_is_lost_releases_nothing_more(lost, tmp_path):
+    search = made(folder=tmp_path / "run")
+    finished(search, 1)
+    points, file = search.ask(), tmp_path / "run" / lock.NAME
+    second = None
+    if lost == "folder":
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+    else:
+        file.unlink()
+    if lost == "replaced":
+        second = made(folder=tmp_path / "run")
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="was deleted or replaced while"):
+            search.tell(losses_at(points))
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    search.close()
+    if second is not None:  # whose lock was left alone
+        assert finished(second) == looped.EVALUATIONS[NAME] - 1
+
+
+@pytest.mark.parametrize("moment", ["release", "result"])
+def test_the_last_moment_needs_the_lock_too(moment, tmp_path, monkeypatch):
+    """It is lost while the last release or the result is computed."""
+    search = made(folder=tmp_path)
+    finished(search, looped.EVALUATIONS[NAME] - 1)
+    on, name = {
+        "release": (search._rounds, "_released"),
+        "result": (rounds, "solution_of"),
+    }[moment]
+    computed, file = getattr(on, name), tmp_path / checkpoint.NAME
+    kept = []
+
+    def late(*arguments):
+        (tmp_path / lock.NAME).unlink()
+        kept.append(file.read_bytes())
+        return computed(*arguments)
+
+    points = search.ask()
+    with monkeypatch.context() as patch:
+        patch.setattr(on, name, late)
+        with pytest.raises(ValueError, match="start again as after an interruption"):
+            search.tell(losses_at(points))
+    assert [file.read_bytes()] == kept
+    assert search.result is None
+    assert search.noisy_losses is None
+    search.close()
+    assert finished(made(folder=tmp_path)) == 0  # its losses were kept
 
 
 @pytest.mark.parametrize("folder", [True, False])
@@ -277,11 +368,13 @@ def test_losses_that_nothing_asked_for_are_refused():
 def test_a_disk_that_refuses_a_checkpoint_leaves_the_release_to_be_made_again(
     tmp_path, monkeypatch
 ):
+    run, whole_run = tmp_path / "run", tmp_path / "whole"
+
     def refuses(*arguments, **options):
         raise OSError("disk full")
 
-    whole = looped.search(trajectory=True)
-    search = made(folder=tmp_path)
+    whole = looped.search(trajectory=True, folder=whole_run)
+    search = made(folder=run)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write", refuses)
         with pytest.raises(OSError, match="disk full"):

@@ -146,7 +146,8 @@ def test_a_study_that_stopped_goes_on_and_is_added_once(tmp_path):
         again = studied(study, objective, **options)
     assert again == answer
     assert len(study.get_trials()) == 5
-    assert studied(optuna.create_study(), Objective(), UCB) == answer
+    whole = options | {"folder": tmp_path / "whole"}
+    assert studied(optuna.create_study(), Objective(), **whole) == answer
     studied(study, Objective(), UCB)  # a second release, although it is the same
     assert len(study.get_trials()) == 10
 

@@ -139,7 +139,8 @@ def test_a_search_goes_on_with_another_number_of_processes(tmp_path):
     kept = len(list(folder.glob("evaluation-*")))
     assert 0 < kept < 7
     result = searched(estimator, 2, key=1, folder=folder)
-    assert result.best_params_ == searched(estimator, 1).best_params_
+    whole = searched(estimator, 1, folder=tmp_path / "whole")
+    assert result.best_params_ == whole.best_params_
 
 
 @pytest.mark.parametrize("n_jobs", [0, -2, 1.5, True, "all"])

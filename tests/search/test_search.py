@@ -87,6 +87,19 @@ def whole():
     return {name: search(name, trajectory=True) for name in SOLVERS}
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The same with folders, in which the noise depends on the losses too."""
+
+    class Kept(dict):
+        def __missing__(self, name):
+            folder = tmp_path_factory.mktemp(name)
+            self[name] = search(name, trajectory=True, folder=folder)
+            return self[name]
+
+    return Kept()
+
+
 @solvers
 def test_search_is_solve_with_the_same_losses_and_key(name, whole):
     with jax.enable_x64(True):
@@ -147,7 +160,7 @@ def test_the_black_box_sees_its_own_point_in_float64_under_the_callers_setting()
 
 
 @pytest.mark.slow
-def test_in_a_program_of_two_processes_the_first_one_keeps_the_folder(tmp_path, whole):
+def test_in_a_program_of_two_processes_the_first_one_keeps_the_folder(tmp_path, kept):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -172,7 +185,7 @@ def test_in_a_program_of_two_processes_the_first_one_keeps_the_folder(tmp_path, 
     for page in found:
         assert "went away" in page["interrupted"]
         assert page["evaluations"] == EVALUATIONS[NAME] - 2
-        assert page["value"] == whole[NAME].value.tolist()
+        assert page["value"] == kept[NAME].value.tolist()
         assert "run.solver.class was" in page["refused"]
     assert [page["files"] for page in found] == [FINISHED, []]
 
@@ -186,20 +199,20 @@ def test_in_a_program_of_two_processes_the_first_one_keeps_the_folder(tmp_path, 
     ],
 )
 def test_a_crash_in_a_step_loses_no_evaluation_and_no_bit(
-    name, fails_at, whole, tmp_path
+    name, fails_at, kept, tmp_path
 ):
     with pytest.raises(RuntimeError, match="the cluster went away"):
         search(name, Counted(fails_at), folder=tmp_path / "run", trajectory=True)
     losses = Counted()
     # The key of the interrupted run is used, not this one.
     result = search(name, losses, 9, folder=tmp_path / "run", trajectory=True)
-    assert same(result, whole[name])
+    assert same(result, kept[name])
     assert len(losses.points) == EVALUATIONS[name] - fails_at
     (run,) = spending.read(tmp_path / "run").runs
     assert (run.resumed, run.finished, run.epsilon) == (1, True, result.report.epsilon)
 
 
-def test_a_crash_at_the_last_moment_loses_nothing(whole, tmp_path, monkeypatch):
+def test_a_crash_at_the_last_moment_loses_nothing(kept, tmp_path, monkeypatch):
     def refuses(*args):
         raise OSError("disk full")
 
@@ -210,18 +223,18 @@ def test_a_crash_at_the_last_moment_loses_nothing(whole, tmp_path, monkeypatch):
     losses = Counted()
     with pytest.warns(UserWarning, match="holds a finished run"):
         again = search(losses=losses, folder=tmp_path, trajectory=True)
-    assert same(again, whole[NAME])
+    assert same(again, kept[NAME])
     assert not losses.points
     assert [p.name for p in sorted(tmp_path.iterdir())] == FINISHED
 
 
-def test_a_finished_folder_answers_without_an_evaluation(whole, tmp_path):
+def test_a_finished_folder_answers_without_an_evaluation(kept, tmp_path):
     first, losses = search(folder=tmp_path / "a" / "b"), Counted()
     with pytest.warns(UserWarning, match="holds a finished run, whose result"):
         again = search(
             losses=losses, key=3, folder=str(tmp_path / "a" / "b"), trajectory=True
         )
-    assert same(again, whole[NAME])
+    assert same(again, kept[NAME])
     assert again.report == first.report
     assert not losses.points
     assert len(spending.read(tmp_path / "a" / "b").runs) == 1
@@ -230,30 +243,34 @@ def test_a_finished_folder_answers_without_an_evaluation(whole, tmp_path):
 
 
 def test_secrets_are_the_owners_alone_and_gone_at_the_end(tmp_path):
-    used, key = [], root_key()
-    for _ in range(4):
-        before = key
-        key, (step,) = noise.step_keys(before, 1)
-        below = children(step)
-        keys = [before, step, *below, *(k for b in below for k in children(b))]
-        used.append([np.asarray(jax.random.key_data(k)) for k in keys])
     seen, found = [], []
 
     def losses(point):
         files = [p for p in tmp_path.iterdir() if "SECRET" in p.name]
         modes = {p.stat().st_mode & 0o777 for p in files}
         content = (tmp_path / checkpoint.NAME).read_bytes()
-        earlier = [words for step in used[: len(seen)] for words in step]
-        assert not [words for words in earlier if holds(content, words)]
-        assert holds(content, used[len(seen)][0])  # the control
-        seen.append((len(files), modes, content.splitlines()[0]))
+        seen.append((len(files), modes, content))
         found.append(np.sum((point - RECORDS) ** 2, axis=1))
         return found[-1]
 
     searched(problem=black_box(losses), key=root_key(), folder=tmp_path)
+    used, key = [], root_key()
+    for row in found:
+        before, told = key, row[None].tobytes()
+        following, (step,) = noise.step_keys(before, 1)
+        below = children(step)
+        keys = [before, step, *below, *(k for b in below for k in children(b))]
+        bound = noise.follows(below[[*noise._DOMAINS].index("tell")], told)
+        keys += [following, bound, *children(bound)]
+        used.append([np.asarray(jax.random.key_data(k)) for k in keys])
+        key = noise.follows(following, told)
+    for done, (_, _, content) in enumerate(seen):
+        earlier = [words for step in used[:done] for words in step]
+        assert not [words for words in earlier if holds(content, words)]
+        assert holds(content, used[done][0])  # the control
     assert {number for number, *_ in seen} == {1}  # what a step read is forgotten
     assert all(modes == {0o600} for _, modes, _ in seen)
-    assert b"losses of single records" in seen[0][2]
+    assert b"losses of single records" in seen[0][2].splitlines()[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == FINISHED
     text = (tmp_path / "search.json").read_text() + str(spending.read(tmp_path))
     assert not [v for row in found for v in row if repr(float(v))[:10] in text]
@@ -504,14 +521,14 @@ def test_the_report_says_what_a_black_box_must_keep_to(whole):
     assert any("training data, is not protected" in text for text in texts)
 
 
-def test_the_result_file_holds_released_and_public_values(whole, tmp_path):
+def test_the_result_file_holds_released_and_public_values(kept, tmp_path):
     result = search(folder=tmp_path)
     page = json.loads((tmp_path / "search.json").read_text())
     names = {"format", "value", "trajectory", "rejected_updates", "noisy_losses"}
     assert set(page) == names | {"run"}
     assert page["value"] == result.value.tolist()
     assert page["run"]["report"]["epsilon"] == result.report.epsilon
-    assert page["trajectory"] == whole[NAME].trajectory.tolist()
+    assert page["trajectory"] == kept[NAME].trajectory.tolist()
 
 
 def test_the_examples_of_the_pages_run_in_their_order(capsys, tmp_path, monkeypatch):
