@@ -30,6 +30,7 @@ from ..privacy.ledger import Ledger
 from ..privacy.noise import root_key
 from ..privacy.products import check_products
 from ..privacy.report import PrivacyReport
+from ..privacy.untested import check_release
 from . import attack, evaluation, figure, folder, results
 from .columns import Records
 from .config import Config
@@ -178,6 +179,7 @@ def check(
         OSError: The folder cannot be made or written to.
     """
     check_products("run")
+    check_release()
     with _opened(out, chunk, resume, restart), _data_errors(config):
         privacy = config.privacy
         places = _places(config, data, validation)

@@ -15,6 +15,7 @@ from ..privacy.noise import PRNGKey, check_key, check_shared, step_keys
 from ..privacy.products import check_products
 from ..privacy.rows import BLOCK, padded, padded_rows
 from ..privacy.shards import shards_of
+from ..privacy.untested import check_release
 from .descent import rejected_updates
 from .levels import Levels, people_of
 from .problem import AbstractProblem
@@ -69,6 +70,7 @@ def solve(
         )
     problem.check(w0, data)
     check_products("solve")
+    check_release()
     # Before records are copied: two levels with one array would get two.
     solver = bound_to(problem, solver, data)
     data = _checks.on_device(data)

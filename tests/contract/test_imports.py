@@ -2,19 +2,30 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel._version import TESTED_JAX
+from dpbilevel.privacy.untested import check_release
 
 ROOT = Path(__file__).parents[2]
+PYPROJECT = ROOT / "pyproject.toml"
 SLOW = {"dp_accounting", "scipy.stats", "sklearn", "matplotlib", "pandas", "tqdm"}
 SLOW |= {"optuna"}
 WITHOUT_SKLEARN = "import sys; sys.modules['sklearn'] = sys.modules['joblib'] = None\n"
 READ_ALL = "[getattr(dpbilevel, name) for name in dir(dpbilevel) if name != {!r}]\n"
+
+
+def squared(w, z):
+    return (w - z) ** 2 / 2
 
 
 def output(code):
@@ -137,6 +148,35 @@ def test_no_public_name_is_hidden_by_a_module():
 def test_no_hint_names_an_index_that_does_not_have_the_library():
     texts = [p.read_text() for p in (ROOT / "dpbilevel").rglob("*.py")]
     assert not [text for text in texts if "dpbilevel[cli]" in text]
+
+
+def test_the_bounds_of_jax_are_those_of_the_newest_tested_release():
+    major, minor = map(int, TESTED_JAX.split(".")[:2])
+    bounds = re.findall(r'"(jax(?:lib)?)>=([\d.]+),<([\d.]+)"', PYPROJECT.read_text())
+    cap = f"{major}.{minor + 2}"  # beyond the next minor version
+    assert bounds == [("jax", "0.10.2", cap), ("jaxlib", "0.10.2", cap)]
+
+
+def test_a_run_with_a_newer_jax_warns_once(monkeypatch):
+    major, minor, *rest = map(int, TESTED_JAX.split("."))
+    problem, solver = dpb.FiniteSum(squared), dpb.NoisyGD(1, 1.0, 1.0)
+    solver = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=4)
+
+    def said(*version):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        check_release.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for seed in range(2):
+                key = jax.random.key(seed)
+                dpb.solve(problem, solver.solver, np.ones(4), np.float32(0), key=key)
+        return [str(w.message) for w in caught if "tested with JAX" in str(w.message)]
+
+    assert not said(major, minor, *rest)
+    assert not said(0, 10, 2)
+    for newer in ((major, minor, *rest, 1), (major, minor + 1, 0)):
+        assert len(said(*newer)) == 1
+    check_release.cache_clear()
 
 
 def test_the_citation_names_the_version():
