@@ -131,6 +131,18 @@ def test_the_norm_of_a_product_is_bounded_closely_and_from_above(places, scale):
     )
 
 
+def test_the_norm_of_places_that_nearly_cancel_is_bounded_from_above():
+    # Two places 16 times as long as their sum: the most that the weights allow for.
+    n, cancelled = 1000, np.float32(1 / 8)
+    left, right = factors(n, 2)
+    left[:, 1], right[:, 1] = left[:, 0], (cancelled - 1) * right[:, 0]
+    value = Factored(left, right, (P, Q), (0,), (1,))
+    sums, bounds, lengths = jax.vmap(lambda v: measured(v, jnp.float32(1)))(value)
+    exact = np.linalg.norm(product(sums.left, sums.right), axis=(1, 2))
+    np.testing.assert_allclose(lengths, 15 * exact, rtol=1e-3)
+    assert (np.asarray(bounds, float) >= exact).all()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("places", [1, 3])
 @pytest.mark.parametrize("side", [0, 1])
@@ -327,6 +339,31 @@ def test_a_record_that_is_drawn_moves_the_rounding_of_others_within_the_margin()
     margin = 2.0**-11  # what grouped sums keep where others stay in their rows
     assert apart(in_place=False) < 1e-6
     assert apart(in_place=True) > margin  # the control: a flag that is wrong
+
+
+def test_the_margins_of_sums_of_places_are_those_of_docs_precision_md():
+    n, places, stretch, unit = 300, 8, 16, 2.0**-24
+    size = jax.ShapeDtypeStruct((places, P), np.float32)
+    value = Factored(
+        size, jax.ShapeDtypeStruct((places, Q), np.float32), (P, Q), (0,), (1,)
+    )
+
+    def rule(in_place):
+        one = jnp.float32(1)
+        return summation.GridSum(value, one, one, n, n, in_place)
+
+    def gamma(size):
+        terms = size * places + 4
+        return terms * unit / (1 - terms * unit)
+
+    there, moved = rule(True), rule(False)
+    size = there.group_size(value)
+    exact = stretch * size * gamma(size)
+    assert exact <= there.rounding <= 1.01 * exact
+    size = moved.group_size(value)
+    rounded = math.sqrt(math.ceil(n / size) ** 2 * P * Q) * 2 * unit
+    exact = 2 * stretch * n * gamma(size) + rounded
+    assert exact <= moved.rounding <= 1.01 * exact
 
 
 @pytest.mark.parametrize(("n", "together"), [(512, 64), (9000, 32)])

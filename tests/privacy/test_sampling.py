@@ -8,6 +8,8 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel.privacy.allocation import RandomAllocation
+from dpbilevel.privacy.sampling import masked_batch
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 ALPHA = 1e-4
@@ -228,6 +230,26 @@ def test_a_full_batch_is_everything_under_either_relation(getkey):
 
 
 @pytest.mark.reuses_keys
+def test_batches_in_which_a_record_moves_others_on_say_so(getkey):
+    numbers = np.arange(64, dtype=np.float32)
+
+    def of(sampling):
+        sampling = sampling.in_pass(numbers, key=getkey())
+        return sampling.draw(numbers, 64, key=getkey(), index=0)
+
+    chosen = numbers % 3 == 0
+    joins = masked_batch(numbers, None, chosen, 64, 1.0)
+    stays = masked_batch(numbers, None, chosen & (numbers > 0), 64, 1.0)
+    moved = joins.mask & stays.mask & (joins.records != stays.records)
+    assert int(np.sum(moved)) == 21  # all others
+    assert not joins.in_place
+    assert not of(dpb.Poisson(rate=0.3)).in_place
+    assert not of(RandomAllocation(4)).in_place
+    # The control: schemes in which it takes the row of another.
+    assert of(dpb.FullBatch()).in_place
+    assert of(dpb.FixedSize(30)).in_place
+
+
 @pytest.mark.parametrize("sampling", [dpb.Poisson(0.3, N), dpb.FixedSize(5)])
 def test_the_key_and_nothing_else_decides_the_batch(sampling, getkey):
     assert len(np.unique(inclusions(sampling)[:50], axis=0)) > 10
