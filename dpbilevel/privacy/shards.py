@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
+from .jaxprs import bound, evaluated, retraced, traced
 from .rows import BLOCK, filler
 
 Axes = str | tuple[str, ...]  # of a mesh, or of a `jax.vmap`
@@ -70,7 +69,9 @@ class Shards:
             return closed.jaxpr, closed.consts, shapes
         variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
         with jax.sharding.use_abstract_mesh(_NO_MESH):
-            local = _traced(functools.partial(_run, closed.jaxpr), variables)
+            local = traced(
+                lambda *args: evaluated(closed.jaxpr, args, _local), variables
+            )
         return local.jaxpr, [*local.consts, *closed.consts], shapes
 
     def _context(self) -> contextlib.AbstractContextManager:
@@ -207,47 +208,18 @@ def taken(
     return batch, members, shards
 
 
-def _local(value: Any) -> Any:
-    """A jaxpr without the types that tell where arrays of an explicit mesh are.
-
-    What is no jaxpr stays as it is, so that parameters of equations may be given.
-    """
-    if type(value) is tuple:
-        return tuple(map(_local, value))
-    if hasattr(value, "consts"):  # with those that it closes over
-        inner = functools.partial(_run, value.jaxpr, *value.consts)
-        return _traced(inner, value.jaxpr.invars)
-    if isinstance(value, core.Jaxpr):
-        return _traced(functools.partial(_run, value), value.invars).jaxpr
-    return value
-
-
-def _traced(fun: Callable, variables: Sequence[Any]) -> Any:
-    avals = [v.aval for v in variables]
-    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in avals]
-    return jax.make_jaxpr(fun)(*shapes)
-
-
-def _run(jaxpr, *args: Any) -> list[Any]:
-    """Evaluates a jaxpr, wherever its arrays were when it was made."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [
-            v.val if isinstance(v, core.Literal) else values[v] for v in eqn.invars
-        ]
-        name, params = eqn.primitive.name, eqn.params
-        if name in _CALLS:
-            inner = params[_CALLS[name]]
-            results = _run(inner.jaxpr, *inner.consts, *operands)
-        elif name in _MOVES:
-            results = operands
-        else:
-            local = {k: None if k in _PLACES else _local(v) for k, v in params.items()}
-            local = eqn.primitive.get_bind_params(local)
-            results = eqn.primitive.bind(*operands, **local)
-            results = results if eqn.primitive.multiple_results else [results]
-        values |= dict(zip(eqn.outvars, results, strict=True))
-    return [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
+def _local(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation, wherever its arrays were when it was traced."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        inner = params[_CALLS[name]]
+        return evaluated(inner.jaxpr, [*inner.consts, *operands], _local)
+    if name in _MOVES:
+        return operands
+    params = {
+        k: None if k in _PLACES else retraced(v, _local) for k, v in params.items()
+    }
+    return bound(eqn, operands, params)
 
 
 def _at(v: Array, members: Int[Array, " rows"]) -> Array:

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from .factored import Factored, SparseRows, Structured
+from .jaxprs import evaluated
+from .rowwise import check_rowwise, computed
 from .shards import Shards
 
 _MOST_WINDOW = 256  # positions of a convolution's output that become slices
@@ -49,22 +50,45 @@ def structured(
 
 
 def opened(
-    fun: Callable[[PyTree], PyTree], record: PyTree, shards: Shards
+    fun: Callable[[PyTree], PyTree],
+    record: PyTree,
+    shards: Shards,
+    owner: str = "clipped_mean",
 ) -> tuple[Callable[..., PyTree], list[Any]]:
     """A function of what `fun` closes over and of a record, and what that is.
 
     It runs on every device that records are spread over. With `products`, as in
-    `structured`, its leaves may be forms; without, they are the arrays of `fun`.
+    `structured`, its leaves may be forms; without, they are the arrays of `fun`. Under
+    `jax.vmap` it computes the value of each record from that record alone.
+
+    Raises:
+        ValueError: `fun` uses a primitive that may mix records; `owner` is named.
     """
     jaxpr, constants, shapes = shards.traced(fun, record)
     tree = jax.tree.structure(shapes)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    check_rowwise(owner, jaxpr, variables[len(constants) :])
 
     def run(constants, record: PyTree, *, products: bool | None = None) -> PyTree:
         leaves = jax.tree.leaves(record)
-        results = _Run(leaves)(jaxpr, constants, leaves)
+        results = _Run(leaves)(jaxpr, [*constants, *leaves])
         return tree.unflatten([_output(v, products) for v in results])
 
     return run, constants
+
+
+def rowwise(owner: str, fun: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+    """Return `fun`, a function of one record, so that `jax.vmap` mixes no records.
+
+    It raises a `ValueError` that names `owner`, before anything is computed, if a
+    primitive of `fun` may mix records.
+    """
+
+    def apart(record: PyTree) -> PyTree:
+        run, constants = opened(fun, record, Shards(), owner)
+        return run(constants, record)
+
+    return apart
 
 
 class _Made:
@@ -98,17 +122,8 @@ class _Run:
     def __init__(self, record: list[Any]):
         self.record = record
 
-    def __call__(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        values = dict(zip(variables, [*consts, *args], strict=True))
-
-        def read(v):
-            return v.val if isinstance(v, core.Literal) else values[v]
-
-        for eqn in jaxpr.eqns:
-            results = self._equation(eqn, [read(v) for v in eqn.invars])
-            values |= dict(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def __call__(self, jaxpr, args: Sequence[Any]) -> list[Any]:
+        return evaluated(jaxpr, args, self._equation)
 
     def _equation(self, eqn, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -117,16 +132,16 @@ class _Run:
             if eqn.params.get("prevent_cse"):  # else what is recomputed is kept
                 operands = [_apart(_array(v)) for v in operands]
             if hasattr(inner, "jaxpr"):  # with the constants that it closes over
-                return self(inner.jaxpr, inner.consts, operands)
-            return self(inner, (), operands)
+                return self(inner.jaxpr, [*inner.consts, *operands])
+            return self(inner, operands)
 
         def array():
             return _bound(eqn, operands)[0]
 
         if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
             return [_Filled(_array(operands[0]), functools.cache(array))]
-        rule = _RULES.get(name) if _is_floating(eqn.outvars[0]) else None
-        form = rule and rule(self, eqn, operands)
+        rule = _RULES.get(name, _formed)
+        form = rule(self, eqn, operands) if _is_floating(*eqn.outvars) else None
         return _bound(eqn, operands) if form is None else [_Made(array, form)]
 
     def given(self, operand: Any) -> bool:
@@ -135,12 +150,10 @@ class _Run:
 
 
 def _bound(eqn, operands: list[Any]) -> list[Any]:
-    params = eqn.primitive.get_bind_params(eqn.params)
     # On each device of a mesh, not on the mesh where it was traced.
     mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
     with eqn.ctx.manager, mesh:
-        results = eqn.primitive.bind(*map(_array, operands), **params)
-    return results if eqn.primitive.multiple_results else [results]
+        return list(computed(eqn, list(map(_array, operands))))
 
 
 def _apart(operand: Any) -> Any:
@@ -367,6 +380,11 @@ def _converted(run: _Run, eqn, operands: list[Any]):
 def _is_floating(*variables) -> bool:
     """Whether all are floating-point arrays."""
     return all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables)
+
+
+def _formed(run: _Run, eqn, operands: list[Any]) -> None:
+    """No form: an array is computed."""
+    del run, eqn, operands
 
 
 _RULES: dict[str, Callable] = {

@@ -1,0 +1,69 @@
+"""Evaluation of jaxprs, equation by equation, by a function that computes each."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+Compute = Callable[[Any, list[Any]], Sequence[Any]]  # of an equation and its operands
+
+
+def evaluated(jaxpr: Any, args: Sequence[Any], compute: Compute) -> list[Any]:
+    """Return the results of a jaxpr.
+
+    Args:
+        jaxpr: The jaxpr.
+        args: Its constants and then its arguments.
+        compute: Returns the results of an equation.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+
+    def read(v):
+        return v.val if isinstance(v, core.Literal) else values[v]
+
+    for eqn in jaxpr.eqns:
+        results = compute(eqn, [read(v) for v in eqn.invars])
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """Return the results of an equation's primitive with these parameters."""
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def retraced(value: Any, compute: Compute) -> Any:
+    """Return a parameter of an equation with each jaxpr in it computed by `compute`."""
+    if isinstance(value, tuple):
+        items = [retraced(v, compute) for v in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if hasattr(value, "consts"):  # with those that it closes over
+        inner = functools.partial(_with, value.jaxpr, compute, value.consts)
+        return traced(inner, value.jaxpr.invars)
+    if isinstance(value, core.Jaxpr):
+        return traced(functools.partial(_with, value, compute, ()), value.invars).jaxpr
+    return value
+
+
+def _with(jaxpr: Any, compute: Compute, consts: Sequence[Any], *args: Any) -> list[Any]:
+    return evaluated(jaxpr, [*consts, *args], compute)
+
+
+def traced(fun: Callable, variables: Sequence[Any]) -> Any:
+    """Return the jaxpr of a function of arrays with the types of these variables."""
+    avals = [v.aval for v in variables]
+    return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in avals))
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """Return the jaxprs among the parameters of an equation, without constants."""
+    values = jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+    )
+    found = [getattr(v, "jaxpr", v) for v in values]
+    return [v for v in found if hasattr(v, "eqns")]
