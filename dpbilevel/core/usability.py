@@ -167,6 +167,12 @@ class Usability:
         return min(max(min(shares, default=math.nan), 0.0), 1.0)
 
     @property
+    def constant_accuracy(self) -> float | None:
+        """That of the first level that has classes: the upper one of two."""
+        known = (level.constant_accuracy for level in self.levels.values())
+        return next((value for value in known if value is not None), None)
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """One text for each level whose columns are not what was declared."""
         found = {role: _remark(level) for role, level in self.levels.items()}

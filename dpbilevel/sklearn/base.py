@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import math
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_array
-from sklearn.utils.validation import column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from .. import _checks
 from ..core.columns import Column
@@ -21,8 +23,10 @@ from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan, divergence
 from ..core.solver import AbstractSolver
+from ..core.usability import Columns, RecordsCheck, Usability
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key, root_key
+from ..privacy.noise import PRNGKey, check_key, derive, root_key
 from ..privacy.report import PrivacyReport
 from ..privacy.rows import filler, padded_rows
 from .declared import Frame, declared, frame, index_of, numbers
@@ -35,18 +39,33 @@ DECLARED = (
     "the table was read or made: read files with declared types",
 )
 _FLOATS: Any = (np.float64, np.float32)
+# Features are checked one by one up to so many, then in groups of neighbours.
+_MOST_COLUMNS = 64
+_COMPARE = (
+    "Compare what was declared, such as classes and bounds, with the spelling and the "
+    "unit in the records. Another fit is another release."
+)
+# The columns of a level and the indicators of its records; a check and all indicators.
+Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
+Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
 
 
 class PrivateEstimator(BaseEstimator):
     """An estimator whose `fit` is one run of a planned solver.
 
-    Subclasses have the parameters `epsilon`, `delta`, `bounds` and `data_norm`.
+    Subclasses have the parameters `epsilon`, `delta`, `bounds`, `data_norm` and
+    `check_records`.
 
     Attributes:
         privacy_report_: The guarantee of the last `fit`, with what it assumes.
+        records_check_: What was released of the records beside the model.
+        records_usable_: The share of records that can be used, with noise; NaN if it
+            was not released.
     """
 
     privacy_report_: PrivacyReport
+    records_check_: Usability
+    records_usable_: float
     n_features_in_: int
 
     def _budget(self) -> PrivacyBudget:
@@ -164,6 +183,54 @@ class PrivateEstimator(BaseEstimator):
             reason = why.get(name, "there is no such argument.")
             raise TypeError(f"{self._owner}.fit: {name} is refused: {reason}")
 
+    def _described(
+        self,
+        table: Float[np.ndarray, "n d"],
+        units: Frame,
+        beside: Mapping[str, Bool[np.ndarray, " n"]],
+        label: Int[np.ndarray, " n"] | None = None,
+    ) -> Described:
+        """Describe which cells of each record are not what was declared.
+
+        Args:
+            table: The features, NaN where one is no number.
+            units: Their units.
+            beside: For each column beside the features, whether a record has no
+                declared value there.
+            label: The number of each record's class, if there are classes.
+        """
+        width = table.shape[1]
+        names = getattr(self, "feature_names_in_", [f"X[:, {i}]" for i in range(width)])
+        starts = np.linspace(0, width, min(width, _MOST_COLUMNS), endpoint=False)
+        starts = starts.astype(int)
+        ends = [*(starts[1:] - 1), width - 1]
+        named = (
+            str(names[a]) if a == b else f"{names[a]} to {names[b]}"
+            for a, b in zip(starts, ends, strict=True)
+        )
+        classes = () if label is None else tuple(map(str, self._given("classes_")))
+        columns = Columns((*beside, *named), classes)
+        unread, cut = (
+            np.logical_or.reduceat(cells, starts, axis=1)
+            for cells in (~np.isfinite(table), units.outside(table))
+        )
+        first = np.stack([*beside.values()], axis=1)
+        unread = np.concatenate([first, unread], axis=1)
+        cut = np.concatenate([np.zeros_like(first), cut], axis=1)
+        return columns, columns.indicators(unread, cut, label)
+
+    def _check(
+        self, budget: PrivacyBudget, planned: "Planned", **levels: Described
+    ) -> Check:
+        """Plan the release of how usable the records of each level are."""
+        _checks.instance(self._owner, bool, check_records=self._given("check_records"))
+        if not self._given("check_records"):
+            return RecordsCheck((), ()), {}
+        columns = {role: level[0] for role, level in levels.items()}
+        relation, size = planned.relation, planned.size
+        check = RecordsCheck.planned(columns, budget, size, neighbours=relation)
+        return check, {role: planned.rows(level[1]) for role, level in levels.items()}
+
     def _solved(
         self,
         problem: AbstractProblem,
@@ -171,16 +238,27 @@ class PrivateEstimator(BaseEstimator):
         records: PyTree,
         w0: PyTree,
         key: PRNGKey,
+        check: Check,
     ) -> PyTree:
-        """Runs a plan once and keeps its report.
+        """Runs a plan once, checks the records, and keeps report and released shares.
 
         Warns:
             RuntimeWarning: The run diverged.
+            UserWarning: Less than half of the records can be used, or most have wrong
+                cells in the same columns, by the released shares.
         """
+        first, indicators = check
+        if first.releases:
+            own, key = derive(key, "usability", "run")
+            found = first.release(indicators, key=own, owner=f"{self._owner}.fit")
+        else:
+            found = Usability({})
         solution = _run(problem, plan.solver, records, w0, key=key)
-        self.privacy_report_ = dataclasses.replace(
-            plan.report, assumptions=(*plan.report.assumptions, *DECLARED)
-        )
+        assumed = *plan.report.assumptions, *first.assumptions, *DECLARED
+        self.privacy_report_ = dataclasses.replace(plan.report, assumptions=assumed)
+        self.records_check_, self.records_usable_ = found, found.usable
+        for text in found.remarks:
+            warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
             warnings.warn(f"{self._owner}.fit: {remark}", RuntimeWarning, stacklevel=3)
@@ -192,9 +270,20 @@ class PrivateClassifier(PrivateEstimator):
 
     Attributes:
         classes_: The declared classes, sorted.
+        constant_accuracy_: The accuracy of the best constant answer, with noise.
     """
 
     classes_: np.ndarray
+
+    @property
+    def constant_accuracy_(self) -> float:
+        """The released share of the most frequent class; NaN if it was not released.
+
+        It is the accuracy of the best constant answer on records like those of `fit`.
+        """
+        check_is_fitted(self, "records_check_")
+        found = self.records_check_.constant_accuracy
+        return math.nan if found is None else found
 
     def _declared_classes(self) -> np.ndarray:
         return declared(
@@ -221,7 +310,7 @@ class Planned:
     """
 
     relation: Neighbours
-    size: int
+    size: Any  # an integer, or `Sizes` of two levels under replace-one
 
     @classmethod
     def of(cls, owner: str, neighbours: str, size: int | None, rows: int) -> "Planned":
@@ -286,6 +375,7 @@ def plan_of(
     budget: PrivacyBudget,
     sizes: Sizes | int,
     shapes: tuple[tuple[int, ...], ...],
+    before: tuple[AbstractRelease, ...],
 ) -> Plan[Any]:
     """The calibrated solver; kept for the next fit of records of these sizes.
 
@@ -295,7 +385,8 @@ def plan_of(
         budget: The budget.
         sizes: The numbers of records.
         shapes: Those of the leaves of the start.
+        before: As for `calibrate`.
     """
     w0 = tuple(jnp.zeros(shape) for shape in shapes)
     start = w0[0] if len(w0) == 1 else w0
-    return calibrate(problem, solver, budget, sizes=sizes, w0=start)
+    return calibrate(problem, solver, budget, sizes=sizes, w0=start, before=before)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from .. import _checks
 from ..core.columns import Column, kind_of
@@ -62,6 +62,12 @@ class Frame:
                 rows = unit * np.minimum(largest / self.norm, 1 / length)
             rows = np.where(length > 0, rows, 0)
         return np.where(finite, rows, np.nan)
+
+    def outside(self, X: Float[np.ndarray, "n d"]) -> Bool[np.ndarray, "n d"]:
+        """Return which entries `rows` cuts to their bounds; none without bounds."""
+        if self.norm is not None:
+            return np.zeros(X.shape, bool)
+        return (X < self.lower) | (X > self.upper)
 
     def coefficients(
         self, weights: Float[np.ndarray, "k d"], intercept: Float[np.ndarray, " k"]

@@ -13,6 +13,7 @@ from ..core.plan import calibrate
 from ..core.solution import Plan
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
+from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
 from .base import Planned
 
@@ -55,6 +56,7 @@ def planned_descent(
     budget: PrivacyBudget,
     planned: Planned,
     settings: Settings,
+    before: tuple[AbstractRelease, ...],
 ) -> Plan[NoisyGD]:
     r"""A calibrated descent on full batches; kept for the next fit of these sizes.
 
@@ -70,6 +72,7 @@ def planned_descent(
         budget: The budget.
         planned: The public number of records and the neighbouring relation.
         settings: What the steps follow from.
+        before: As for `calibrate`.
     """
 
     def plan(steps: int, clip_norm: float, step_size: float) -> Plan[NoisyGD]:
@@ -79,9 +82,10 @@ def planned_descent(
         with warnings.catch_warnings():
             # An estimator has no step size to change; its steps are shortened.
             warnings.filterwarnings("ignore", message="calibrate: steps")
-            return calibrate(problem, solver, budget, sizes=planned.size, w0=start)
+            options: Any = {"sizes": planned.size, "w0": start, "before": before}
+            return calibrate(problem, solver, budget, **options)
 
-    noise: Any = plan(1, 1.0, 1.0).report.ledger[0]["noise_std"]  # s
+    noise: Any = plan(1, 1.0, 1.0).report.ledger[-1]["noise_std"]  # s
     reach = settings.walk / noise  # of the product of all three
     least, most = settings.clip_norm
     steps = int(reach / (least * settings.longest))

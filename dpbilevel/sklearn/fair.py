@@ -40,6 +40,8 @@ class FairClassifier(LinearClassifier):
         max_iter: The number of steps.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, where theirs is private.
+        check_records: Whether to release, for a hundredth of the squared budget, how
+            usable the records are; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
@@ -49,6 +51,9 @@ class FairClassifier(LinearClassifier):
         group_weights_: The released weight of each, of sum 1: of the group that is
             worst off the largest, where that is worth its noise.
         n_iter_: The number of steps.
+        records_usable_: The released share of records that can be used.
+        records_check_: All that was released of the records, column by column.
+        constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, where X has any.
@@ -75,6 +80,7 @@ class FairClassifier(LinearClassifier):
         max_iter: int = 200,
         neighbours: str = "replace_one",
         size: int | None = None,
+        check_records: bool = True,
     ):
         self.epsilon = epsilon
         self.delta = delta
@@ -87,6 +93,7 @@ class FairClassifier(LinearClassifier):
         self.max_iter = max_iter
         self.neighbours = neighbours
         self.size = size
+        self.check_records = check_records
 
     def fit(
         self,
@@ -125,18 +132,23 @@ class FairClassifier(LinearClassifier):
         _checks.positive(self._owner, radius=self.radius)
         _checks.count(self._owner, max_iter=self.max_iter)
         planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
-        records = self._records(units.rows(table), self._labels(labels_of))
+        labels = self._labels(labels_of)
+        records = self._records(units.rows(table), labels)
         group = index_of(
             self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
         records["group"] = group
+        beside = {"y": labels < 0, "groups": group < 0}
+        cells = self._described(table, units, beside, labels)
+        check = self._check(budget, planned, records=cells)
         game = self._game(shares, units)
         w0 = group_start(game, self._start(), shares)
         solver = GroupDescent(num_steps=int(self.max_iter))
         solver = solver.with_neighbours(planned.relation)
         shapes = tuple(v.shape for v in w0)
-        plan = plan_of(game, solver, budget, planned.size, shapes)
-        model, weights = self._solved(game, plan, planned.rows(records), w0, key)
+        before = check[0].releases
+        plan = plan_of(game, solver, budget, planned.size, shapes, before)
+        model, weights = self._solved(game, plan, planned.rows(records), w0, key, check)
         self.group_weights_ = np.asarray(group_weights(game, weights))
         self.n_iter_ = solver.num_steps
         self._keep(model, units)

@@ -36,12 +36,17 @@ class DPLogisticRegression(LinearClassifier):
             large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, where theirs is private.
+        check_records: Whether to release, for a hundredth of the squared budget, how
+            usable the records are; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
         intercept_: Of shape `(1,)` or `(k,)`.
         classes_: The declared classes, sorted.
         n_iter_: The number of steps.
+        records_usable_: The released share of records that can be used.
+        records_check_: All that was released of the records, column by column.
+        constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, where X has any.
@@ -78,6 +83,7 @@ class DPLogisticRegression(LinearClassifier):
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
+        check_records: bool = True,
     ):
         self.epsilon = epsilon
         self.delta = delta
@@ -90,6 +96,7 @@ class DPLogisticRegression(LinearClassifier):
         self.clip_norm = clip_norm
         self.neighbours = neighbours
         self.size = size
+        self.check_records = check_records
 
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
@@ -118,12 +125,17 @@ class DPLogisticRegression(LinearClassifier):
         planned = Planned.of(owner, self.neighbours, self.size, len(table))
         settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
-        records = self._records(units.rows(table), self._labels(column))
+        labels = self._labels(column)
+        records = self._records(units.rows(table), labels)
+        cells = self._described(table, units, {"y": labels < 0}, labels)
+        check = self._check(budget, planned, records=cells)
         start = self._start()
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(self._loss, public=penalty)
-        plan = planned_descent(problem, start.shape, budget, planned, settings)
-        model = self._solved(problem, plan, planned.rows(records), start, key)
+        plan = planned_descent(
+            problem, start.shape, budget, planned, settings, check[0].releases
+        )
+        model = self._solved(problem, plan, planned.rows(records), start, key, check)
         self.n_iter_ = plan.solver.num_steps
         self._keep(model, units)
         return self

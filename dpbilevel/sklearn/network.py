@@ -50,6 +50,8 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         clip_norm: The bound on one record's gradient.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, where theirs is private.
+        check_records: Whether to release, for a hundredth of the squared budget, how
+            usable the records are; see docs/estimators.md.
 
     Attributes:
         coefs_: The matrices of the layers.
@@ -57,6 +59,9 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         classes_: The declared classes, sorted.
         n_iter_: The number of steps.
         n_layers_: The number of layers, those of features and classes included.
+        records_usable_: The released share of records that can be used.
+        records_check_: All that was released of the records, column by column.
+        constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, where X has any.
@@ -84,6 +89,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         clip_norm: float = 0.5,
         neighbours: str = "replace_one",
         size: int | None = None,
+        check_records: bool = True,
     ):
         self.epsilon = epsilon
         self.delta = delta
@@ -98,6 +104,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         self.clip_norm = clip_norm
         self.neighbours = neighbours
         self.size = size
+        self.check_records = check_records
 
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
@@ -130,13 +137,16 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
             "features": with_nan(self._entry * rows, labels >= 0),
             "label": np.maximum(labels, 0),
         }
+        cells = self._described(table, units, {"y": labels < 0}, labels)
+        check = self._check(budget, planned, records=cells)
         first, then = jax.random.split(key)
         start = initial(widths, key=first)
         shapes = tuple(v.shape for v in jax.tree.leaves(start))
         problem = FiniteSum(_loss_of(self.activation))
         solver = self._solver(planned.size).with_neighbours(planned.relation)
-        plan = plan_of(problem, solver, budget, planned.size, shapes)
-        layers = self._solved(problem, plan, planned.rows(records), start, then)
+        before = check[0].releases
+        plan = plan_of(problem, solver, budget, planned.size, shapes, before)
+        layers = self._solved(problem, plan, planned.rows(records), start, then, check)
         self.coefs_ = [self._entry / units.scale[:, None] * layers[0][0]]
         self.coefs_ += [weights for weights, _ in layers[1:]]
         self.intercepts_ = [constants for _, constants in layers]

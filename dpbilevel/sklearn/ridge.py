@@ -45,11 +45,15 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             `target_bounds`. `"auto"`: as large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
         size: A public number of records to plan for, where theirs is private.
+        check_records: Whether to release, for a hundredth of the squared budget, how
+            usable the records are; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(d,)`.
         intercept_: A number.
         n_iter_: The number of steps.
+        records_usable_: The released share of records that can be used.
+        records_check_: All that was released of the records, column by column.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, where X has any.
@@ -73,6 +77,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
+        check_records: bool = True,
     ):
         self.epsilon = epsilon
         self.delta = delta
@@ -85,6 +90,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         self.clip_norm = clip_norm
         self.neighbours = neighbours
         self.size = size
+        self.check_records = check_records
 
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
@@ -117,12 +123,17 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         inside = np.clip(np.where(counts, column, center), *ends)
         features = with_constant(units.rows(table), counts, self._constant)
         label = ((inside - center) / half).astype(features.dtype)
+        wrong = ~((column >= ends[0]) & (column <= ends[1]))
+        cells = self._described(table, units, {"y": wrong})
+        check = self._check(budget, planned, records=cells)
         start = jnp.zeros(features.shape[1])
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(squared_loss, public=penalty)
-        plan = planned_descent(problem, start.shape, budget, planned, settings)
-        records = {"features": features, "label": label}
-        model = self._solved(problem, plan, planned.rows(records), start, key)
+        plan = planned_descent(
+            problem, start.shape, budget, planned, settings, check[0].releases
+        )
+        records = planned.rows({"features": features, "label": label})
+        model = self._solved(problem, plan, records, start, key, check)
         weights, constant = split(half * model[None].astype(float), self._constant)
         coef, intercept = units.coefficients(weights, constant + center)
         self.coef_, self.intercept_ = coef[0], float(intercept[0])

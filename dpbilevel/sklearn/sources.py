@@ -15,9 +15,10 @@ from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, auto
 from ..planning.race import Effort
-from ..privacy.budget import PrivacyBudget
+from ..privacy.abstract_release import AbstractRelease
+from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey
-from .base import key_or_fresh, plan_of
+from .base import Described, Planned, key_or_fresh, plan_of
 from .declared import declared, index_of
 from .linear import LinearClassifier
 
@@ -46,6 +47,8 @@ class DPSourceReweighting(LinearClassifier):
             `bilevel.SelectedSources`, which needs no dry runs.
         effort: `"fast"` or `"thorough"`, of the dry runs.
         verbose: Whether to show a bar of the dry runs on stderr; needs tqdm.
+        check_records: Whether to release, for a hundredth of the squared budget, how
+            usable the records are; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
@@ -57,6 +60,9 @@ class DPSourceReweighting(LinearClassifier):
         plan_: The `planning.AutoPlan` with its reason, or the `Plan` of `solver`.
         two_levels_pay_: Whether the dry runs chose a method of two levels; `None` with
             a `solver` that was given.
+        records_usable_: The released share of records that can be used.
+        records_check_: All that was released of the records, column by column.
+        constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, where X has any.
@@ -83,6 +89,7 @@ class DPSourceReweighting(LinearClassifier):
         solver: AbstractSolver | str = "auto",
         effort: Effort = "fast",
         verbose: bool = False,
+        check_records: bool = True,
     ):
         self.epsilon = epsilon
         self.delta = delta
@@ -95,6 +102,7 @@ class DPSourceReweighting(LinearClassifier):
         self.solver = solver
         self.effort = effort
         self.verbose = verbose
+        self.check_records = check_records
 
     def fit(
         self,
@@ -146,23 +154,28 @@ class DPSourceReweighting(LinearClassifier):
         source = index_of(self._owner, "sources", self.sources_, named)
         counts = np.isfinite(rows).all(axis=1) & (labels >= 0)
         lower["source"] = np.where(counts, source, -1).astype(np.int32)
-        upper = self._clean(clean, units)
+        beside = {"y": labels < 0, "sources": source < 0}
+        cells = self._described(table, units, beside, labels)
+        upper, clean_cells = self._clean(clean, units)
         if people == "disjoint":
             self._check_apart(X, clean[0])
         problem = _problem(self._loss, len(self.sources_), float(self.ridge))
         start = jnp.zeros(len(self.sources_)), self._start()
         sizes = Sizes(len(upper["label"]), len(table), people)
-        self.plan_ = self._plan(problem, budget, sizes, start)
+        planned = Planned(Neighbours.REPLACE_ONE, sizes)
+        check = self._check(budget, planned, upper=clean_cells, lower=cells)
+        self.plan_ = self._plan(problem, budget, sizes, start, check[0].releases)
         self.two_levels_pay_ = (
             self.plan_.pays if isinstance(self.plan_, AutoPlan) else None
         )
-        found = self._solved(problem, self.plan_, Levels(upper, lower), start, key)
+        levels = Levels(upper, lower)
+        found = self._solved(problem, self.plan_, levels, start, key, check)
         self.source_weights_ = np.asarray(source_weights(found[0]))
         self._keep(found[1], units)
         return self
 
-    def _clean(self, clean: Any, units: Any) -> dict[str, Any]:
-        """The clean records."""
+    def _clean(self, clean: Any, units: Any) -> tuple[dict[str, Any], Described]:
+        """Return the clean records, and which of their cells are wrong."""
         if not isinstance(clean, tuple | list) or len(clean) != 2:
             raise ValueError(
                 f"{self._owner}.fit: clean must be a pair (X, y), got "
@@ -171,7 +184,8 @@ class DPSourceReweighting(LinearClassifier):
         X, y = clean
         table = self._more_rows(X)
         labels = self._labels(self._column(y, table, "clean[1]"))
-        return self._records(units.rows(table), labels)
+        cells = self._described(table, units, {"clean[1]": labels < 0}, labels)
+        return self._records(units.rows(table), labels), cells
 
     def _check_apart(self, X: Any, clean: Any) -> None:
         """Refuses clean records that are parts of the array of training records."""
@@ -187,24 +201,30 @@ class DPSourceReweighting(LinearClassifier):
             ) from None
 
     def _plan(
-        self, problem: SourceWeighting, budget: PrivacyBudget, sizes: Sizes, start: Any
+        self,
+        problem: SourceWeighting,
+        budget: PrivacyBudget,
+        sizes: Sizes,
+        start: Any,
+        before: tuple[AbstractRelease, ...],
     ) -> Plan[Any]:
         shapes = tuple(v.shape for v in start)
         if isinstance(self.solver, AbstractSolver):
-            return plan_of(problem, self.solver, budget, sizes, shapes)
+            return plan_of(problem, self.solver, budget, sizes, shapes, before)
         _checks.one_of(self._owner, "solver", self.solver, ("auto",))
         _checks.one_of(self._owner, "effort", self.effort, get_args(Effort))
-        of = problem, budget, sizes, shapes, self.effort
+        of = problem, budget, sizes, shapes, self.effort, before
         if of not in _PLANS:
             if self.verbose:
                 check_bar(f"{self._owner}.fit: verbose=True")
             options: Any = {"sizes": sizes, "w0": start, "effort": self.effort}
+            options["before"] = before
             with step_bar(0, "dry runs", shown=self.verbose) as bar:
                 _PLANS[of] = auto(problem, budget, **options, progress=bar)
         return _PLANS[of]
 
 
-# By problem, budget, sizes, shapes and effort, for the next fits.
+# By problem, budget, sizes, shapes, effort and check, for the next fits.
 _PLANS: dict[tuple[Any, ...], AutoPlan] = {}
 
 
