@@ -367,8 +367,8 @@ def _remark(level: LevelUsability) -> str:
         return ""
     if level.stops:
         text = (
-            f"about {_percent(level.usable)} of the records can be used (noise "
-            f"{_percent(level.noise_std)})"
+            f"about {_percent(level.usable)} of the records can be used as declared "
+            f"(noise {_percent(level.noise_std)})"
         )
     else:
         text = "most records have wrong cells in the same columns"
@@ -383,4 +383,4 @@ def _remark(level: LevelUsability) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * min(max(share, 0.0), 1.0):.2g} %"
+    return f"{round(100 * min(max(share, 0.0), 1.0), 1):g} %"

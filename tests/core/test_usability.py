@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel import audit
 from dpbilevel.core import plan, usability
 from dpbilevel.core.usability import Columns, RecordsCheck
 from dpbilevel.privacy.gaussian import gaussian_delta
@@ -162,11 +163,85 @@ def test_no_record_moves_the_mean_by_more_than_is_charged(monkeypatch):
     monkeypatch.setattr(usability, "_BLOCK", 3.0)
     monkeypatch.setattr(Columns, "clip_norm", norm)
     assert moved() <= 1
-    # Without that clipping they exceed the charge.
-    read = Query.read
-    monkeypatch.setattr(
-        Query,
-        "read",
-        lambda self, *a, **k: read(dataclasses.replace(self, clip_norm=50.0), *a, **k),
-    )
+    unclipped(monkeypatch)
     assert moved() > 1
+
+
+def unclipped(monkeypatch):
+    """Let blocks be long, and forget to clip them where they are read."""
+    read = Query.read
+
+    def forgetful(self, *args, **options):
+        loose = dataclasses.replace(self, clip_norm=50.0)
+        sealed = read(loose, *args, **options)
+        return dataclasses.replace(sealed, contribution=self.contribution)
+
+    monkeypatch.setattr(usability, "_BLOCK", 3.0)
+    monkeypatch.setattr(Query, "read", forgetful)
+
+
+def rows_of(check, hostile=False):
+    """Indicators of a few records; those of a hostile person differ the most."""
+
+    def rows(columns, size):
+        found = described(columns, n=size)
+        if hostile:
+            wrong = np.arange(len(columns.names))[None] == 1
+            found[:1] = columns.indicators(wrong, label=np.zeros(1, int))
+        return jnp.asarray(found)
+
+    sizes = {q.role: q.size for r in check.releases for q in r.queries}
+    columns = dict(check.columns)
+    return {role: rows(columns[role], size) for role, size in sizes.items()}
+
+
+def in_both_levels():
+    return RecordsCheck.planned(TWO, LARGE, dpb.Sizes(16, 16))
+
+
+def with_noise(check, factor):
+    releases = tuple(
+        dataclasses.replace(r, mechanism=r.mechanism.scaled(factor))
+        for r in check.releases
+    )
+    return dataclasses.replace(check, releases=releases)
+
+
+def deviation(check, runs=600):
+    """The standard deviation of what is released, over that of the ledger."""
+    keys = jax.random.split(jax.random.key(5), runs)
+    made = jax.jit(jax.vmap(lambda key: check.means(rows_of(check), key)))(keys)
+    stds = {q.role: r.noise_std for r in in_both_levels().releases for q in r.queries}
+    found = [np.std(np.asarray(v), axis=0) / stds[k] for k, v in made.items()]
+    return np.concatenate(found).mean()
+
+
+def test_noise_is_what_the_ledger_says():
+    assert deviation(in_both_levels()) == pytest.approx(1, abs=0.05)
+    assert deviation(with_noise(in_both_levels(), 0.9)) < 0.95
+
+
+def audited(check, claim):
+    """The audit of a check on neighbours that differ in a person of both levels."""
+    data, neighbour = rows_of(check), rows_of(check, hostile=True)
+    options = {"key": jax.random.key(3), "runs": 50_000}
+    run = lambda rows, key: check.means(rows, key)  # noqa: E731
+    return audit.trade_off(run, data, neighbour, claim, **options)
+
+
+def claim_of(releases):
+    """What the ledger claims for a person with a record in each level."""
+    return next(iter(audit.ledger_claims(Ledger(releases)).values()))
+
+
+@pytest.mark.slow
+def test_audits_pass_the_check_and_reject_broken_copies(monkeypatch):
+    check = in_both_levels()
+    sound = claim_of(check.releases)
+    assert audited(check, sound).passed
+    assert not audited(with_noise(check, 0.7), sound).passed
+    assert not audited(check, claim_of(check.releases[:1])).passed  # one level alone
+    unclipped(monkeypatch)
+    jax.clear_caches()
+    assert not audited(check, sound).passed
+    jax.clear_caches()

@@ -45,7 +45,7 @@ def test_a_classifier_of_two_texts_learns_the_direction():
     assert direction @ [3, -1, 0.25] / np.sqrt(9 + 1 + 1 / 16) > 0.95
     assert model.coef_.shape == (1, 3)
     assert model.intercept_.shape == (1,)
-    assert model.n_iter_ == model.privacy_report_.ledger[0]["count"]
+    assert model.n_iter_ == model.privacy_report_.ledger[-1]["count"]
 
 
 def test_scores_chances_and_predictions_agree():
@@ -67,7 +67,9 @@ def test_without_a_constant_the_model_is_zero_at_zero():
     X, y = labelled()
     for model in (
         DPLogisticRegression(**LABELS, fit_intercept=False).fit(X, y),
-        DPRidge(**BOX, target_bounds=(1, 9), fit_intercept=False).fit(X, records()[1]),
+        DPRidge(
+            **BOX, target_bounds=(1, 9), fit_intercept=False, check_records=False
+        ).fit(X, records()[1]),
     ):
         assert np.all(np.asarray(model.intercept_) == 0)
 
@@ -115,7 +117,7 @@ def test_batches_are_those_that_are_charged():
     X, y = labelled(3000)
     few = {"batch_size": 300, "hidden_layer_sizes": 2, "max_iter": 50}
     model = DPMLPClassifier(**LABELS, **few).fit(X, y)
-    (row,) = model.privacy_report_.ledger
+    _, row = model.privacy_report_.ledger
     assert row["count"] == 50
     assert "Poisson(rate=0.1" in row["roles"]["records"]["sampling"]
 

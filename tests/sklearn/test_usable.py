@@ -1,0 +1,132 @@
+"""What estimators release of the records themselves, and what they warn of."""
+
+import math
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from dpbilevel.core import usability
+from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
+from tests.sklearn import test_guarantee
+from tests.sklearn.test_guarantee import STRANGE, estimators, fits, others, table
+
+N = 2000
+FEW = {"bounds": (0, 1), "max_iter": 5}
+
+
+def drawn(seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.random((N, 3))
+    return X, np.where(X[:, 0] > 0.25, "Yes", "No")
+
+
+def fitted(X, y, *classes, **more):
+    model = DPLogisticRegression(classes=classes, **FEW, **more)
+    return model.fit(X, y, key=jax.random.key(0))
+
+
+def test_records_as_declared_are_said_to_be_usable():
+    model = fitted(*drawn(), "No", "Yes")
+    assert model.records_usable_ == pytest.approx(1, abs=0.1)
+    assert model.constant_accuracy_ == pytest.approx(0.75, abs=0.1)
+    first, gradient = model.privacy_report_.ledger
+    assert (first["release"], first["count"]) == ("usable records", 1)
+    assert gradient["count"] == 5
+    assert model.privacy_report_.epsilon <= 1
+
+
+def test_a_misspelt_class_is_warned_of_by_its_name():
+    with pytest.warns(UserWarning, match="many records: 'y'.*'No' .*'Yse' "):
+        model = fitted(*drawn(), "No", "Yse")
+    assert model.records_usable_ < 0.5
+    with pytest.warns(UserWarning, match="Most records have wrong cells.*'X.:, 1.'"):
+        fitted(drawn()[0] * [1, 1000, 1], drawn()[1], "No", "Yes")
+
+
+def test_a_column_of_texts_and_wrong_targets_are_warned_of():
+    X, y = drawn()
+    cells = X.astype(object)
+    cells[:, 2] = [f"€{v:.2f}" for v in X[:, 2]]
+    with pytest.warns(UserWarning, match="'X.:, 2.'"):
+        fitted(cells, y, "No", "Yes")
+    ridge = DPRidge(**FEW, target_bounds=(0, 1))
+    with pytest.warns(UserWarning, match="'y'"):
+        ridge.fit(X, 100 * X[:, 0])
+
+
+def test_many_columns_are_checked_in_groups():
+    X = np.random.default_rng(0).random((N, 200))
+    X[:, 7] = np.nan
+    with pytest.warns(UserWarning, match=r"'X.:, 6. to X.:, 8.' \("):
+        model = fitted(X, drawn()[1], "No", "Yes")
+    assert len(model.records_check_.levels["records"].columns) == 65
+
+
+def test_the_check_is_left_out_where_it_says_nothing_or_is_not_wanted():
+    X, y = drawn()
+    unchecked = fitted(X, y, "No", "Yes", check_records=False)
+    small = fitted(X[:60], y[:60], "No", "Yes")
+    for model in (unchecked, small):
+        assert len(model.privacy_report_.ledger) == 1
+        assert math.isnan(model.records_usable_)
+        assert math.isnan(model.constant_accuracy_)
+    assert "not checked" in str(small.privacy_report_)
+    with pytest.raises(TypeError, match="check_records"):
+        fitted(X, y, "No", "Yes", check_records=1)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The indicators that are released, with more budget, so that 64 records do."""
+    seen = []
+    budget = base.PrivacyBudget(200.0, 1e-5)
+    monkeypatch.setattr(base.PrivateEstimator, "_budget", lambda self: budget)
+    released = usability._released
+
+    def spy(query, mechanism, rows, *, key):
+        means = released(query, mechanism, rows, key=key)
+        seen.append((query, jax.tree.map(np.asarray, rows), np.asarray(means)))
+        return means
+
+    monkeypatch.setattr(usability, "_released", spy)
+    return seen
+
+
+@estimators
+def test_one_record_moves_its_own_indicators_alone(name, checks, getkey):
+    X, y = table()
+    fit = fits()[name]
+    first = fit(X, y, getkey())
+    made = len(checks)
+    charged = [row["release"] for row in first.privacy_report_.ledger]
+    assert made == sum("usable records" in text for text in charged) > 0
+    for row, label in STRANGE.values():
+        with warnings.catch_warnings(record=True) as caught:
+            fit(*test_guarantee.replaced(X, y, row, label), getkey())
+        assert not caught
+    for start in range(made, len(checks), made):
+        for (query, rows, _), (_, strange, _) in zip(
+            checks[:made], checks[start : start + made], strict=True
+        ):
+            assert query.role in ("records", "upper", "lower")
+            assert all(map(np.array_equal, others(rows), others(strange)))
+
+
+def test_every_fit_has_noise_of_its_own(checks):
+    X, y = table()
+    fits()["logistic"](X, y, jax.random.key(1))
+    fits()["logistic"](X, y, jax.random.key(2))
+    (_, _, one), (_, _, other) = checks
+    assert not np.any(one == other)
+
+
+def test_a_private_number_of_records_shows_in_no_indicator(checks):
+    X, y = table()
+    private = {"neighbours": "add_or_remove_one", "size": 50, "classes": [0, 1]}
+    model = DPLogisticRegression(**private, bounds=(-1, 1), max_iter=1)
+    for rows in (64, 63, 0):
+        model.fit(X[:rows], y[:rows])
+    assert len({rows.records.shape for _, rows, _ in checks}) == 1
+    assert np.isnan(checks[-1][1].records).all()
