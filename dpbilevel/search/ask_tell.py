@@ -11,6 +11,7 @@ from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.clipping import Precision
 from ..privacy.noise import PRNGKey
+from ..privacy.report import PrivacyReport
 from .base import AbstractAskTellSolver
 from .folder import NoisyLosses
 from .problem import BlackBox
@@ -122,10 +123,16 @@ class AskTell:
         return self._rounds.solution
 
     @property
-    def noisy_losses(self) -> NoisyLosses | None:
-        """Points whose noisy mean losses were released, and these, when it is done.
+    def report(self) -> PrivacyReport | None:
+        """The guarantee, known before the first point; `None` without `budget`."""
+        return self._rounds.report
 
-        All of `NoisyUCB`, one of `RepeatAndSelect`; other solvers release no loss.
+    @property
+    def noisy_losses(self) -> NoisyLosses:
+        """Points whose noisy mean losses were released so far, and these losses.
+
+        Shapes `(k, d)` and `(k,)`: all points of `NoisyUCB`, one of `RepeatAndSelect`
+        once it is done, none of solvers that release no loss.
         """
         return self._rounds.noisy_losses
 

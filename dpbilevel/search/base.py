@@ -40,6 +40,8 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
 
     problem_type: ClassVar[Any] = FiniteSum | BlackBox
     in_config: ClassVar[bool] = False
+    # Whether the noisy loss of every evaluation is released, in their order.
+    shows_every_loss: ClassVar[bool] = False
 
     @property
     def most_evaluations(self) -> int | None:
@@ -75,9 +77,10 @@ class AbstractAskTellSolver(AbstractSolver[SearchProblem, State]):
         """What `minimize` warns of at the end, from released values, or `None`."""
 
     def noisy_losses(self, state: State) -> tuple[Array, Array]:
-        """The points whose noisy losses a finished run releases, and these; or none.
+        """Return the points whose noisy losses were released so far, and these losses.
 
-        One row a point: shapes `(k, d)` and `(k,)`.
+        One row a point, of shapes `(k, d)` and `(k,)`, in the order of their releases;
+        none for a solver that releases no loss.
         """
         del state
         return jnp.zeros((0, 0)), jnp.zeros(0)

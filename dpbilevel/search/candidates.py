@@ -1,6 +1,7 @@
 """Candidate points of a box, shared by the solvers that see losses only."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,39 @@ def start_of(owner: str, problem: SearchProblem, w0: PyTree) -> Float[Array, " d
             "jax.flatten_util.ravel_pytree."
         )
     return box_of(owner, problem).project(jnp.asarray(w0))
+
+
+def starts_of(
+    owner: str, starts: Any, box: Box, like: Float[Array, " d"]
+) -> Float[Array, "k d"]:
+    """Return a solver's `starts`, projected onto the box; no points for `None`.
+
+    Raises:
+        ValueError: Their shape is not `(k, d)`.
+    """
+    if starts is None:
+        return like[None, :][:0]
+    if np.ndim(starts) != 2 or np.shape(starts)[1] != like.size:
+        raise ValueError(
+            f"{owner}: starts must have shape (k, {like.size}), one point a row, got "
+            f"{np.shape(starts)}."
+        )
+    return jax.vmap(box.project)(jnp.asarray(starts, like.dtype))
+
+
+def check_starts(owner: str, starts: Any, **most: int) -> None:
+    """Check that there are no more starts than evaluations.
+
+    Raises:
+        ValueError: There are more; `most` names the field that limits them.
+    """
+    own = 0 if starts is None else len(starts)
+    for name, limit in most.items():
+        if own > limit:
+            raise ValueError(
+                f"{owner}: {name}={limit} are too few for {own} starts; give "
+                f"{name}={own} or more."
+            )
 
 
 def uniform(

@@ -219,6 +219,17 @@ class Folder:
             file.unlink()
 
 
+def recorded(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the run in a folder; `None` if none can be read."""
+    file = folder / checkpoint.SEARCH
+    try:
+        if file.is_file():
+            return json.loads(file.read_bytes())["run"]
+        return checkpoint.read(folder, notice=_NOTICE).fingerprint["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # what opens the folder says what is wrong with it
+
+
 def _parsed(file: Path, content: bytes, point: Point) -> Losses:
     """The losses of an evaluation at a point, as kept in a file."""
     try:

@@ -1,7 +1,7 @@
 """Global Bayesian optimization of noisy values: a private GP-UCB."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -9,13 +9,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from typing_extensions import override
 
-from .._checks import Count, NonNegative, Positive
+from .._checks import Count, NonNegative, Positive, check_fields
 from ..core.solver import AbstractNoisySolver
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.releases import Release
 from .base import AbstractAskTellSolver, Proposal
-from .candidates import LOSS, box_of, ends, start_of, uniform
+from .candidates import (
+    LOSS,
+    box_of,
+    check_starts,
+    ends,
+    start_of,
+    starts_of,
+    uniform,
+)
 from .gp import solved
 from .kernels import RBF, cast
 from .losses import loss_query, noisy_loss
@@ -51,7 +59,12 @@ class NoisyUCB(
         num_candidates: How many points a step chooses from. Static.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
+        starts: Points that are evaluated first, one a row, such as good ones on public
+            data; at most `num_steps`.
         sizes: The planned number of records; set by `calibrate`. Static.
+
+    Raises:
+        ValueError: There are more starts than steps.
 
     Privacy:
         `num_steps` Gaussian releases of sensitivity $B / n$ under replace-one, $B / (2
@@ -63,13 +76,19 @@ class NoisyUCB(
         bandit setting", ICML 2010, Algorithm 1, here with noise for privacy.
     """
 
+    shows_every_loss: ClassVar[bool] = True
     num_steps: Count = eqx.field(static=True)
     clip_range: Positive
     lengthscale: Positive = 0.3
     variance: Positive | None = None
     exploration: NonNegative = 2.0
     num_candidates: Count = eqx.field(static=True, default=1000)
+    starts: Any = None
     sizes: Any = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        check_fields(self)
+        check_starts("NoisyUCB", self.starts, num_steps=self.num_steps)
 
     @override
     def init(self, problem: SearchProblem, w0: Float[Array, " d"]) -> _State:
@@ -93,7 +112,11 @@ class NoisyUCB(
         candidates = jnp.concatenate([everywhere, near])
         mean, deviation = self._posterior(box, state, candidates)
         bound = mean - cast(self.exploration, mean) * deviation  # equal without values
-        return Proposal(candidates[jnp.argmin(bound)][None], jnp.ones((), jnp.int32))
+        point = candidates[jnp.argmin(bound)]
+        starts = starts_of("NoisyUCB", self.starts, box, state.w)
+        if len(starts):
+            point = jnp.where(state.t < len(starts), starts[state.t], point)
+        return Proposal(point[None], jnp.ones((), jnp.int32))
 
     @override
     def tell(self, problem, state, proposal, losses, *, key) -> _State:
@@ -121,7 +144,7 @@ class NoisyUCB(
 
     @override
     def noisy_losses(self, state: _State) -> tuple[Array, Array]:
-        return state.points, state.values
+        return state.points[: int(state.t)], state.values[: int(state.t)]
 
     @override
     def release(self, problem: SearchProblem, sizes: int) -> Release:

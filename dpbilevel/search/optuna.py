@@ -1,9 +1,7 @@
 """Private searches whose answers go into a study of Optuna."""
 
 import dataclasses
-import hashlib
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +12,17 @@ from .. import _checks
 from .._extras import missing
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.report import PrivacyReport, rounded_up
+from ..privacy.report import PrivacyReport
 from ..sets import Box
 from .ask_tell import AskTell
 from .base import AbstractAskTellSolver
 from .declared import DeclaredTraining
+from .folder import recorded
 from .gibo import GradientInformativeBO
 from .problem import BlackBox
 from .ranges import Categorical, Range
 from .space import Space
+from .study import StudyTrials
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from optuna.trial import FixedTrial
 
 _OWNER = "optimize_study"
+_EXCEPTIONS = (
+    "unprotected: whether and where the objective raises an exception that catch= "
+    "names, after which every record counts as the worst; if that depends on a record, "
+    "it moves all losses at that point"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,60 +66,82 @@ def optimize_study(
     records: str = "",
     training: DeclaredTraining | None = None,
     trainings_after: int = 0,
+    catch: Iterable[type[Exception]] | type[Exception] = (),
 ) -> StudyAnswer:
-    """Runs an objective of Optuna privately, and adds what is released to its study.
+    """Run an objective of Optuna privately, and add what is released to its study.
 
-    The objective returns the loss of every validation record, not their mean. It is
-    called with trials that have no study (`optuna.trial.FixedTrial`): what it reports
-    or sets there reaches no storage. At the end the study has
+    The objective returns the loss of every validation record, not their mean. As in
+    `Study.optimize`, trials that were queued (`Study.enqueue_trial`) are evaluated
+    first, and every evaluation has a trial of the study, which is `RUNNING` meanwhile
+    and whose number the objective sees. What the objective reports or sets on the trial
+    it is given (an `optuna.trial.FixedTrial`) reaches no storage. In the study
 
-    - each point whose noisy loss the solver releases, as a finished trial with that
+    - each point whose noisy loss the solver releases is a finished trial with that
       value: all points of `NoisyUCB`, the best of `RepeatAndSelect`;
-    - where no loss is released (`RandomSearch`, `GradientInformativeBO`), the answer
-      as a trial that waits (`Study.enqueue_trial`): the next that the study evaluates,
-      which must be on public records.
+    - an evaluation whose loss is not released ends as `PRUNED`, without a value and,
+      unless it was queued, without parameters;
+    - if no loss is released (`RandomSearch`, `GradientInformativeBO`), the answer is a
+      trial that waits: the next that the study evaluates, which must be on public
+      records.
 
     User attributes of each say so, and what it cost. Needs Optuna.
 
     Args:
-        study: The study, of one objective that is minimized. Its sampler and pruner
-            take no part.
+        study: The study, of one objective that is minimized. Its pruner takes no part,
+            and its sampler only chooses what a queued trial leaves open.
         objective: The losses at a trial, one for each record, in the same order at
             every trial. It asks the trial for parameters of `distributions` by the
             `suggest` methods.
         distributions: Public: `FloatDistribution`, `IntDistribution` or
             `CategoricalDistribution` by parameter.
         solver: What searches, as in `minimize`, in one coordinate in [-1, 1] for each
-            parameter; with categories no `GradientInformativeBO`.
+            parameter; with categories no `GradientInformativeBO`. Queued trials need
+            `RandomSearch` or `NoisyUCB`, whose number of evaluations includes them;
+            those that are too many go on waiting.
         num_records: The number of validation records, public.
         budget: The guarantee for them, and with `training` for those trained on.
         key: One typed key.
-        folder: As in `AskTell`: a study that was interrupted goes on, and one that is
-            done is not added to the study a second time.
+        folder: As in `AskTell`: a study that was interrupted goes on, with the queued
+            trials that it began with, and one that is done is not added to the study a
+            second time.
         records: Text that tells the records from others, as in `BlackBox`; needed with
             `folder`.
         training: What one call of the objective releases of other records that it
             trains on, as in `BlackBox`.
         trainings_after: As in `BlackBox`.
+        catch: Exceptions of the objective, as in `Study.optimize`: the trial fails, the
+            point counts as the worst for every record, and the search goes on. Others
+            end the search.
 
     Returns:
         The answer.
 
     Raises:
         ImportError: Optuna is missing.
-        TypeError: A distribution, or what the objective returns, is of another kind.
+        TypeError: A distribution, or what the objective returns, is of another kind, or
+            `catch` has something else than exceptions.
         ValueError: The study maximizes or has several objectives, a distribution has
-            one value, or as `minimize`.
+            one value, the objective suggests a parameter that is not declared or from
+            another distribution, a queued trial does not fit, or as `minimize`.
+
+    Warns:
+        UserWarning: The study holds released values of an earlier search, or as
+            `AskTell`.
 
     Privacy:
-        As `minimize`. No loss of a record, no mean of losses and no number of
-        evaluations is written to the study's storage: it holds released values alone.
-        When trials are added, which their times show, is not protected. What the
-        objective writes elsewhere is its own to keep silent, and so is a study or a
-        storage that it reaches by other ways than its trial.
+        As `minimize`. No loss of a record and no mean of losses is written to the
+        study's storage: it holds released values alone, and how many evaluations there
+        were, which is fixed or follows from released values. Queued trials are taken to
+        be public. Not protected are the times of trials, and whether and at which trial
+        the objective raises an exception: the report says so if `catch` names any,
+        whose texts are not read. What the objective writes elsewhere is its own to keep
+        silent, and so is a study or a storage that it reaches by other ways than its
+        trial.
     """
     optuna = _optuna()
     _check_study(study, optuna)
+    _checks.instance(_OWNER, PrivacyBudget, budget=budget)
+    caught = _caught(catch)
     space = _StudySpace(distributions, optuna)
     if space.categories and isinstance(solver, GradientInformativeBO):
         raise ValueError(
@@ -132,27 +159,94 @@ def optimize_study(
         training,
         trainings_after,
     )
+    trials = StudyTrials(_OWNER, study, distributions, optuna)
+    solver = _with_queue(solver, trials, space, folder)
     start = np.zeros(space.coordinates)
-    with AskTell(
-        problem, solver, start, key=key, budget=budget, folder=folder
-    ) as search:
-        while len(points := search.ask()):
-            for point in points:
-                trial = optuna.trial.FixedTrial(space.parameters(point))
-                search.tell([objective(trial)])
-    solution, noisy = search.result, search.noisy_losses
+    try:
+        with AskTell(
+            problem, solver, start, key=key, budget=budget, folder=folder
+        ) as search:
+            trials.begin(search, solver.shows_every_loss, folder)
+            while len(points := search.ask()):
+                for point in points:
+                    trials.evaluate(
+                        objective,
+                        space.parameters(point),
+                        search,
+                        num_records=num_records,
+                        caught=caught,
+                    )
+    finally:
+        begun = folder is not None and recorded(Path(folder)) is not None
+        trials.give_up(queue_again=not begun)
+    answer = _answer(search, space, bool(caught))
+    trials.finish(answer.params, list(answer.trials))
+    return answer
+
+
+def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer:
+    """Return what a search that is done released."""
+    solution, report = search.result, search.report
     assert solution is not None
-    assert solution.report is not None
-    assert noisy is not None
+    assert report is not None
+    if catches:
+        report = dataclasses.replace(
+            report, assumptions=(*report.assumptions, _EXCEPTIONS)
+        )
     trials = [
         (space.parameters(point), float(value))
-        for point, value in zip(*noisy, strict=True)
+        for point, value in zip(*search.noisy_losses, strict=True)
     ]
-    answer = StudyAnswer(
-        space.parameters(solution.value), tuple(trials), solution.report
-    )
-    _add(study, answer, distributions, _name(folder, answer), optuna)
-    return answer
+    return StudyAnswer(space.parameters(solution.value), tuple(trials), report)
+
+
+def _caught(catch: Any) -> tuple[type[Exception], ...]:
+    """Return the exceptions that `catch` names."""
+    found = (catch,) if isinstance(catch, type) else tuple(catch)
+    for kind in found:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise TypeError(
+                f"{_OWNER}: catch must be an exception class or several, such as "
+                f"(ValueError,), got {_checks.shown(kind)}."
+            )
+    return found
+
+
+def _with_queue(
+    solver: AbstractAskTellSolver,
+    trials: StudyTrials,
+    space: "_StudySpace",
+    folder: Path | str | None,
+) -> AbstractAskTellSolver:
+    """Return the solver with the points of queued trials first, which are taken.
+
+    A run that goes on in its folder has those that it began with.
+    """
+    takes = hasattr(solver, "starts")
+    before = None if folder is None else recorded(Path(folder))
+    own = getattr(solver, "starts", None)
+    own = np.zeros((0, space.coordinates)) if own is None else np.asarray(own)
+    if before is not None:
+        found = before["solver"].get("starts") or []
+        first = found[: max(0, len(found) - len(own))]
+    else:
+        count = trials.queued(own=takes)
+        if count and not takes:
+            raise ValueError(
+                f"{_OWNER}: {count} trials are queued, but {type(solver).__name__} "
+                "chooses all points by itself. Take RandomSearch or NoisyUCB, or drop "
+                "the first trial of the queue by "
+                "study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)."
+            )
+        if not count:
+            return solver
+        room = max(0, (solver.most_evaluations or 0) - len(own))
+        first = [space.position(v) for v in trials.take(min(count, room))]
+    if not len(first):
+        return solver
+    starts = np.concatenate([np.asarray(first, float), own])
+    fields: Any = {"starts": starts}
+    return dataclasses.replace(solver, **fields)
 
 
 class _StudySpace:
@@ -163,6 +257,7 @@ class _StudySpace:
         if not distributions:
             raise ValueError(f"{_OWNER}: distributions names no parameter.")
         self._steps: dict[str, Any] = {}
+        self._known: dict[bytes, dict[str, Any]] = {}  # not rounded on the way
         entries = {}
         for name, entry in distributions.items():
             kinds = optuna.distributions
@@ -194,41 +289,23 @@ class _StudySpace:
         return Range(0, round((high - low) / step), integer=True)
 
     def parameters(self, point: Float[np.ndarray, " d"]) -> dict[str, Any]:
-        """The parameters at a point."""
+        """Return the parameters at a point."""
+        known = self._known.get(np.asarray(point, float).tobytes())
+        if known is not None:
+            return dict(known)
         found = self._space.parameters(point)
         for name, entry in self._steps.items():
             found[name] = min(entry.low + found[name] * entry.step, entry.high)
         return found
 
-
-def _name(folder: Path | str | None, answer: StudyAnswer) -> str:
-    """Tells this release from all others; the same for a folder that is done."""
-    if folder is None:
-        return uuid.uuid4().hex
-    text = repr((str(Path(folder).resolve()), answer.params, answer.trials))
-    return hashlib.sha256(text.encode()).hexdigest()  # of what is public
-
-
-def _add(study: Any, answer: StudyAnswer, distributions: Any, name: str, optuna: Any):
-    """Adds what was released to a study, unless it has it already."""
-    report = answer.report
-    cost = f"epsilon = {rounded_up(report.epsilon)} at delta = "
-    cost += f"{rounded_up(report.delta)} ({report.relation}), for all trials together"
-    there = {v.user_attrs.get("release") for v in study.get_trials(deepcopy=False)}
-    for number, (params, value) in enumerate(answer.trials):
-        said = {"privacy": cost, "release": f"{name}-{number}"}
-        trial = optuna.trial.create_trial(
-            params=params,
-            distributions=dict(distributions),
-            value=value,
-            user_attrs=said | {"loss": "a mean of clipped losses, with noise"},
-        )
-        if said["release"] not in there:
-            study.add_trial(trial)
-    if not answer.trials and name not in there:
-        said = {"privacy": cost, "release": name}
-        waits = said | {"loss": "not released; evaluate on public records alone"}
-        study.enqueue_trial(answer.params, user_attrs=waits)
+    def position(self, parameters: dict[str, Any]) -> Float[np.ndarray, " d"]:
+        """Return the point at parameters, which `parameters` maps back."""
+        values = dict(parameters)
+        for name, entry in self._steps.items():
+            values[name] = round((values[name] - entry.low) / entry.step)
+        point = self._space.position(values)
+        self._known[point.tobytes()] = parameters
+        return point
 
 
 def _check_study(study: Any, optuna: Any) -> None:

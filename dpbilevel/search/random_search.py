@@ -4,9 +4,7 @@ import dataclasses
 from typing import Any, Self
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 from typing_extensions import override
 
@@ -17,7 +15,7 @@ from ..draws.release import Draw
 from ..privacy.budget import Neighbours
 from ..privacy.noise import PRNGKey
 from .base import AbstractAskTellSolver, Proposal
-from .candidates import box_of, start_of, uniform
+from .candidates import box_of, check_starts, start_of, starts_of, uniform
 from .choice import Choice
 from .problem import SearchProblem
 
@@ -63,12 +61,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
 
     def __check_init__(self):
         check_fields(self)
-        own = 0 if self.starts is None else len(self.starts)
-        if own > self.num_candidates:
-            raise ValueError(
-                f"RandomSearch: num_candidates={self.num_candidates} are too few for "
-                f"{own} starts; give num_candidates={own} or more."
-            )
+        check_starts("RandomSearch", self.starts, num_candidates=self.num_candidates)
 
     @property
     @override
@@ -93,14 +86,7 @@ class RandomSearch(AbstractAskTellSolver[_State]):
     @override
     def ask(self, problem: SearchProblem, state: _State, *, key: PRNGKey) -> Proposal:
         box = box_of("RandomSearch", problem)
-        starts = state.start[None, :][:0]
-        if self.starts is not None:
-            if np.ndim(self.starts) != 2 or np.shape(self.starts)[1] != starts.shape[1]:
-                raise ValueError(
-                    f"RandomSearch: starts must have shape (k, {starts.shape[1]}), one "
-                    f"point a row, got {np.shape(self.starts)}."
-                )
-            starts = jax.vmap(box.project)(jnp.asarray(self.starts, starts.dtype))
+        starts = starts_of("RandomSearch", self.starts, box, state.start)
         rest = self.num_candidates - len(starts)
         points = jnp.concatenate([starts, uniform(box, state.start, rest, key=key)])
         return Proposal(points, jnp.asarray(self.num_candidates, jnp.int32))

@@ -118,8 +118,9 @@ class RepeatAndSelect(
 
     @override
     def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
-        """That of the best run; none where nothing was repeated."""
-        shown = int(jnp.isfinite(state.best_value))
+        """Return that of the best run, after the last; none if nothing was repeated."""
+        last = state.t == self.num_steps
+        shown = int(last & jnp.isfinite(state.best_value))
         return state.w[None][:shown], state.value[None][:shown]
 
     @override

@@ -20,6 +20,7 @@ from ..core.resume import after, solution_of
 from ..core.solution import Solution, divergence
 from ..privacy.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys
+from ..privacy.report import PrivacyReport
 from .base import Proposal
 from .folder import Folder, NoisyLosses
 from .run import Run
@@ -56,8 +57,6 @@ class Rounds:
 
     Attributes:
         solution: What was released, once the search is finished; until then `None`.
-        noisy_losses: Points and noisy mean losses that were released, once the search
-            is finished.
         remarks: What to warn of then, from released values.
         done: The number of steps made.
 
@@ -68,7 +67,7 @@ class Rounds:
 
     def __init__(self, run: Run, folder: Path | str | None):
         self.solution: Solution | None = None
-        self.noisy_losses: NoisyLosses | None = None
+        self._noisy: NoisyLosses | None = None  # of a run that was finished before
         self.remarks: list[str] = []
         self._run, self._saved = run, run.first
         self._round: _Round | None = None
@@ -93,7 +92,7 @@ class Rounds:
             if self.done == run.solver.num_steps:  # it stopped in its last moment
                 self._finish()
             return
-        solution, self.noisy_losses = found
+        solution, self._noisy = found
         self.solution = dataclasses.replace(solution, report=run.report)
         self.remarks.append(
             f"{path} holds a finished run, whose result is returned; nothing was "
@@ -121,9 +120,25 @@ class Rounds:
         )
 
     @property
+    def report(self) -> PrivacyReport | None:
+        """The guarantee; `None` if there was no budget to plan for."""
+        return self._run.report
+
+    @property
     def done(self) -> int:
         """The number of steps made."""
         return self._saved.done
+
+    @property
+    def noisy_losses(self) -> NoisyLosses:
+        """Points and noisy mean losses that were released so far."""
+        if self._noisy is not None:
+            return self._noisy
+        with double_precision():
+            state = jax.tree.map(jnp.asarray, self._saved.state)
+            points, values = map(np.asarray, self._run.solver.noisy_losses(state))
+        (path,) = jax.tree.leaves(self._run.first.path)
+        return points.reshape(-1, path.shape[-1]), values
 
     def ask(self) -> Float[np.ndarray, "k d"]:
         """The points of this round that have no losses yet; at the end of all, none.
@@ -262,14 +277,10 @@ class Rounds:
         run, state = self._run, self._saved.state
         with double_precision():
             solution = solution_of(run.problem, run.solver, self._saved)
-            found = run.solver.noisy_losses(jax.tree.map(jnp.asarray, state))
-        points, values = map(np.asarray, found)
-        noisy = points.reshape(-1, len(solution.value)), values
         if self._folder is not None:
-            self._folder.finish(solution, noisy)
+            self._folder.finish(solution, self.noisy_losses)
         said = run.solver.remark(state), divergence(int(solution.rejected_updates))
         self.remarks += [remark for remark in said if remark is not None]
-        self.noisy_losses = noisy
         self.solution = dataclasses.replace(solution, report=run.report)
         self.close()
 

@@ -248,7 +248,8 @@ def test_the_last_moment_needs_the_lock_too(moment, tmp_path, monkeypatch):
             search.tell(losses_at(points))
     assert [file.read_bytes()] == kept
     assert search.result is None
-    assert search.noisy_losses is None
+    released = looped.EVALUATIONS[NAME] - (moment == "release")
+    assert len(search.noisy_losses[1]) == released
     search.close()
     assert finished(made(folder=tmp_path)) == 0  # its losses were kept
 
@@ -403,9 +404,13 @@ def test_points_that_are_changed_outside_change_nothing():
 def test_noisy_losses_are_those_that_the_solver_releases_and_are_kept(name, tmp_path):
     count = {"noisy_ucb": 4, "repeat_and_select": 1}.get(name, 0)
     search = made(name, folder=tmp_path)
-    assert search.noisy_losses is None
+    for told in range(4):
+        so_far = search.noisy_losses[1]
+        assert len(so_far) == (told if name == "noisy_ucb" else 0)
+        search.tell(losses_at(search.ask()[:1]))
     finished(search)
     points, values = search.noisy_losses
+    np.testing.assert_array_equal(so_far, values[: len(so_far)])
     assert points.shape == (count, 2)
     assert values.shape == (count,)
     scale = search.result.report.epsilon

@@ -48,6 +48,14 @@ def studied(study, objective, solver=RANDOM, space=SPACE, key=0, **options):
     )
 
 
+def states(study):
+    return [trial.state.name for trial in study.get_trials()]
+
+
+def released(answer):
+    return [value for _, value in answer.trials]
+
+
 @pytest.fixture
 def stored(tmp_path):
     """A study in a file, and what the file and the study hold."""
@@ -109,7 +117,9 @@ def test_noisy_losses_become_finished_trials():
 def test_where_no_loss_is_released_the_answer_waits_for_public_records():
     study = optuna.create_study()
     answer = studied(study, Objective(), budget=dpb.PrivacyBudget(50.0, 0.0))
-    (trial,) = study.get_trials()
+    *hidden, trial = study.get_trials()
+    assert [v.state.name for v in hidden] == 20 * ["PRUNED"]
+    assert not [v for v in hidden if v.params or v.value is not None]
     assert trial.state.name == "WAITING"
     assert "not released" in trial.user_attrs["loss"]
     assert answer.params["kind"] == "near"
@@ -138,18 +148,20 @@ def test_a_study_that_stopped_goes_on_and_is_added_once(tmp_path):
     study = optuna.create_study()
     with pytest.raises(RuntimeError):
         studied(study, Stopping(), **options)
-    assert not study.get_trials()
+    assert states(study) == 3 * ["COMPLETE"] + ["FAIL"]
     objective = Objective()
     answer = studied(study, objective, key=1, **options)
     assert len(objective.secrets) == 2 * 7
     with pytest.warns(UserWarning, match="finished run"):
         again = studied(study, objective, **options)
     assert again == answer
-    assert len(study.get_trials()) == 5
+    assert states(study) == 3 * ["COMPLETE"] + ["FAIL"] + 2 * ["COMPLETE"]
+    assert [t.value for t in study.get_trials() if t.value] == released(answer)
     whole = options | {"folder": tmp_path / "whole"}
     assert studied(optuna.create_study(), Objective(), **whole) == answer
-    studied(study, Objective(), UCB)  # a second release, although it is the same
-    assert len(study.get_trials()) == 10
+    with pytest.warns(UserWarning, match="a further release: .* add up"):
+        studied(study, Objective(), UCB)
+    assert states(study)[6:] == 5 * ["COMPLETE"]
 
 
 def test_the_ledger_of_a_study_has_its_trainings():

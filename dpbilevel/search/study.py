@@ -1,0 +1,245 @@
+"""Trials of a study of Optuna for the evaluations of a private search."""
+
+import hashlib
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core import spending
+from ..privacy.report import rounded_up
+from .ask_tell import AskTell
+
+# User attributes of trials.
+_RELEASE = "release"  # tells the releases of a search from all others
+_UNKNOWN = "not released"
+
+
+class StudyTrials:
+    """The trials of one search in a study: one for every evaluation.
+
+    Args:
+        owner: What to name in an error.
+        study: The study.
+        distributions: The parameters that are declared.
+        optuna: The module.
+    """
+
+    def __init__(self, owner: str, study: Any, distributions: Any, optuna: Any):
+        self._owner, self._study, self._optuna = owner, study, optuna
+        self._distributions = dict(distributions)
+        self._states = optuna.trial.TrialState
+        self._trial_class = _declared(owner, self._distributions, optuna)
+        self._taken: list[Any] = []  # queued trials that are still to be evaluated
+        self._failed: set[int] = set()  # numbers of releases
+        self._name, self._shown, self._said = "", False, {}
+
+    def queued(self, *, own: bool) -> int:
+        """Count the trials that wait, after checking that all of them fit.
+
+        Args:
+            own: Whether answers of earlier searches, which wait too, are counted.
+
+        Raises:
+            ValueError: One has a parameter that is not declared, or a value outside of
+                its distribution.
+        """
+        waiting = self._study.get_trials(deepcopy=False, states=(self._states.WAITING,))
+        waiting = [v for v in waiting if own or _RELEASE not in v.user_attrs]
+        for trial in waiting:
+            fixed = trial.system_attrs.get("fixed_params", {})
+            known = {k: v for k, v in self._distributions.items() if k in fixed}
+            try:  # Optuna's own check of names and values
+                self._optuna.trial.create_trial(
+                    state=self._states.RUNNING, params=fixed, distributions=known
+                )
+            except (ValueError, TypeError):
+                raise ValueError(
+                    f"{self._owner}: the queued trial {trial.number} has {fixed}, but "
+                    f"the distributions are {self._distributions}. Declare what it "
+                    "needs, or drop the first trial of the queue by "
+                    "study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)."
+                ) from None
+        return len(waiting)
+
+    def take(self, count: int) -> list[dict[str, Any]]:
+        """Take the first trials of the queue, and return their parameters."""
+        for _ in range(count):
+            self._taken.append(self._study.ask(self._distributions))
+        return [dict(trial.params) for trial in self._taken]
+
+    def give_up(self, *, queue_again: bool) -> None:
+        """Let those trials fail that were taken from the queue and not evaluated."""
+        while self._taken:
+            trial = self._taken.pop(0)
+            self._study.tell(trial, state=self._states.FAIL)
+            if queue_again:
+                self._study.enqueue_trial(dict(trial.params), trial.user_attrs)
+
+    def begin(self, search: AskTell, shown: bool, folder: Path | str | None) -> None:
+        """Name the search, and warn if the study holds releases of another one.
+
+        Args:
+            search: The search before its next evaluation.
+            shown: Whether the loss of every evaluation is released.
+            folder: That of the search.
+        """
+        self._name, self._shown = _name_of(folder), shown
+        report = search.report
+        assert report is not None  # a study is searched for a budget
+        cost = f"epsilon = {rounded_up(report.epsilon)} at delta = "
+        cost += (
+            f"{rounded_up(report.delta)} ({report.relation}), for all trials together"
+        )
+        self._said = {"privacy": cost}
+        others = 0
+        for trial in self._study.get_trials(deepcopy=False):
+            release = str(trial.user_attrs.get(_RELEASE, self._name))
+            others += not release.startswith(self._name)
+            if trial.state == self._states.RUNNING and self._owns(trial):
+                # Of a process that was killed; the folder's lock lets no other be here.
+                self._study.tell(trial.number, state=self._states.FAIL)
+        if others and search.result is None:
+            warnings.warn(
+                f"{self._owner}: the study holds released values of an earlier search. "
+                "This one is a further release: if it reads the same records, the "
+                "epsilons and deltas of both add up.",
+                stacklevel=3,
+            )
+
+    def evaluate(
+        self,
+        objective: Callable[[Any], Any],
+        params: dict[str, Any],
+        search: AskTell,
+        *,
+        num_records: int,
+        caught: tuple[type[Exception], ...],
+    ) -> None:
+        """Call the objective in a trial of the study, and tell the search its losses.
+
+        Raises:
+            ValueError: The objective suggests what is not declared, or as `AskTell`.
+        """
+        index = len(search.noisy_losses[1])
+        number = self._begun(index, params)
+        state, value = self._states.FAIL, None
+        try:
+            trial, failed = self._trial_class(params, number), False
+            try:
+                losses = objective(trial)
+            except caught:
+                # Public, and the same for every record: as bad as can be.
+                losses, failed = np.full(num_records, np.nan), True
+            if trial.refused is not None:  # also if it was caught
+                raise trial.refused
+            search.tell([losses])
+            if failed:
+                self._failed.add(index)
+            elif self._shown:
+                state = self._states.COMPLETE
+                value = float(search.noisy_losses[1][index])
+            else:
+                state = self._states.PRUNED
+        finally:
+            self._study.tell(number, value, state)
+
+    def finish(
+        self, answer: dict[str, Any], released: list[tuple[dict[str, Any], float]]
+    ) -> None:
+        """Add what was released and is not in the study yet.
+
+        Args:
+            answer: The parameters of the answer.
+            released: Parameters with their noisy losses, in the order of releases.
+        """
+        trials = self._study.get_trials(deepcopy=False)
+        kept = [v for v in trials if v.state != self._states.FAIL]
+        there = {trial.user_attrs.get(_RELEASE) for trial in kept}
+        for index, (params, value) in enumerate(released):
+            said = self._attributes(index, shown=True)
+            if said[_RELEASE] not in there and index not in self._failed:
+                trial = self._optuna.trial.create_trial(
+                    params=params,
+                    distributions=self._distributions,
+                    value=value,
+                    user_attrs=said,
+                )
+                self._study.add_trial(trial)
+        waits = self._said | {_RELEASE: f"{self._name}-answer"}
+        if not released and waits[_RELEASE] not in there:
+            waits["loss"] = f"{_UNKNOWN}; evaluate on public records alone"
+            self._study.enqueue_trial(answer, user_attrs=waits)
+
+    def _begun(self, index: int, params: dict[str, Any]) -> int:
+        """Return the number of a trial that runs: a queued one or a new one."""
+        said = self._attributes(index, shown=self._shown)
+        if self._taken:
+            trial = self._taken.pop(0)
+            for name, text in said.items():
+                trial.set_user_attr(name, text)
+            return trial.number
+        running = self._states.RUNNING
+        # The accounting covers the points of all evaluations only if it covers their
+        # losses: of hidden runs not even the place of the selected one may be told.
+        trial = self._optuna.trial.create_trial(
+            state=running,
+            params=params if self._shown else {},
+            distributions=self._distributions if self._shown else {},
+            user_attrs=said,
+        )
+        self._study.add_trial(trial)
+        found = self._study.get_trials(deepcopy=False, states=(running,))
+        return next(trial.number for trial in reversed(found) if self._owns(trial))
+
+    def _owns(self, trial: Any) -> bool:
+        return str(trial.user_attrs.get(_RELEASE)).startswith(self._name)
+
+    def _attributes(self, index: int, *, shown: bool) -> dict[str, str]:
+        """Return the user attributes of an evaluation, or of a release."""
+        if not shown:
+            return self._said | {_RELEASE: self._name, "loss": _UNKNOWN}
+        loss = "a mean of clipped losses, with noise"
+        return self._said | {_RELEASE: f"{self._name}-{index}", "loss": loss}
+
+
+def _name_of(folder: Path | str | None) -> str:
+    """Return what tells a search from all others; the same if it goes on."""
+    if folder is None:
+        return uuid.uuid4().hex
+    path = Path(folder).resolve()
+    text = repr((str(path), [run.started for run in spending.read(path).runs]))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]  # of what is public
+
+
+def _declared(owner: str, distributions: dict[str, Any], optuna: Any) -> Any:
+    """Return the class of trials that suggest what is declared and nothing else."""
+
+    class DeclaredTrial(optuna.trial.FixedTrial):
+        """A trial that has no study, and refuses what `distributions` does not have."""
+
+        refused: ValueError | None = None
+
+        def _suggest(self, name: str, distribution: Any) -> Any:
+            declared = distributions.get(name)
+            if declared is None:
+                self._refuse(
+                    f"the objective suggests {name!r}, which is not declared; "
+                    f"distributions has {sorted(distributions)}. Add it there with a "
+                    "public range, or set it in the objective."
+                )
+            if distribution != declared:
+                self._refuse(
+                    f"the objective suggests {name!r} from {distribution}, but "
+                    f"distributions declares {declared}. Write the same in both places."
+                )
+            return super()._suggest(name, distribution)
+
+        def _refuse(self, words: str) -> None:
+            self.refused = ValueError(f"{owner}: {words}")
+            raise self.refused
+
+    return DeclaredTrial
