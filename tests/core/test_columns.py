@@ -117,6 +117,24 @@ def test_numpy_would_change_others(make):  # the control of the test above
     assert len(np.unique(found[np.isfinite(found)])) == 1
 
 
+@pytest.mark.parametrize("other", ["a text", None, 1.5, True, 10**400])
+def test_entries_of_a_list_stay_what_they_are(other):
+    column = Column.of([FIRST, other])
+    assert column.kind == "objects"
+    assert type(column.entries[0]) is int
+    assert column.entries[0] == FIRST
+
+
+class Raises:
+    def __float__(self):
+        raise KeyError
+
+
+@pytest.mark.parametrize("entry", ["a text", None, 10**400, [1], 1j, Raises()])
+def test_an_entry_that_is_no_number_raises_nothing(entry):
+    np.testing.assert_array_equal(Column.of([1, entry]).numbers(), [1, np.nan])
+
+
 def test_a_long_text_does_not_lengthen_others():
     texts = ["a", "b", 1_000_000 * "c"] * 1000
     column = Column.of(pa.array(texts))

@@ -245,3 +245,30 @@ def test_audits_pass_the_check_and_reject_broken_copies(monkeypatch):
     jax.clear_caches()
     assert not audited(check, sound).passed
     jax.clear_caches()
+
+
+def test_levels_are_released_with_noise_of_their_own(monkeypatch):
+    def key_of(query, mechanism, rows, *, key):
+        keys.append(jax.random.key_data(key).tolist())
+
+    keys = []
+    monkeypatch.setattr(usability, "_released", key_of)
+    sizes = dpb.Sizes(upper=2000, lower=2000, people="disjoint")
+    rows = {role: described(columns) for role, columns in TWO.items()}
+    check = RecordsCheck.planned(TWO, BUDGET, sizes)
+    check.means(rows, jax.random.key(0))
+    assert len(keys) == 2
+    assert keys[0] != keys[1]
+
+
+def test_rows_of_a_private_number_of_records_are_public(monkeypatch):
+    def rows_of(query, mechanism, rows, *, key):
+        seen.add(len(rows.present))
+
+    seen = set()
+    monkeypatch.setattr(usability, "_released", rows_of)
+    added = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    check = RecordsCheck.planned(ONE, BUDGET, 2000, neighbours=added)
+    for n in (1, 1999, 2001):
+        check.means({"records": described(COLUMNS, n=n)}, jax.random.key(0))
+    assert seen == {2048}
