@@ -179,7 +179,7 @@ def check(
         OSError: The folder cannot be made or written to.
     """
     check_products("run")
-    check_release()
+    check_release("run")
     with _opened(out, chunk, resume, restart), _data_errors(config):
         privacy = config.privacy
         places = _places(config, data, validation)

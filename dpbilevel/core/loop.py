@@ -70,7 +70,7 @@ def solve(
         )
     problem.check(w0, data)
     check_products("solve")
-    check_release()
+    check_release("solve")
     # Before records are copied: two levels with one array would get two.
     solver = bound_to(problem, solver, data)
     data = _checks.on_device(data)

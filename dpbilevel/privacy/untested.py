@@ -6,20 +6,33 @@ import warnings
 import jax
 
 from .._version import TESTED_JAX, __version__
+from .mixing import check_rows
 
 
-@functools.cache
-def check_release() -> None:
-    """Warn, once in a process, if JAX is newer than the newest tested release.
+def check_release(owner: str) -> None:
+    """Check that the device keeps records apart, if JAX is newer than those tested.
+
+    A warning says so, once in a process.
+
+    Args:
+        owner: The function that an error names.
+
+    Raises:
+        ValueError: As `check_rows`.
 
     Privacy:
         Touches no data.
     """
-    if jax.__version_info__ <= tuple(map(int, TESTED_JAX.split("."))):
-        return
+    if jax.__version_info__ > tuple(map(int, TESTED_JAX.split("."))):
+        check_rows(owner)
+        _warn()
+
+
+@functools.cache
+def _warn() -> None:
     warnings.warn(
         f"dpbilevel {__version__} was tested with JAX up to {TESTED_JAX}, and this is "
-        f"JAX {jax.__version__}. Run `dpbilevel device`, which tests more on this "
-        f"device, or install jax=={TESTED_JAX}.",
-        stacklevel=3,
+        f"JAX {jax.__version__}. A short test on this device passed. Run `dpbilevel "
+        f"device` for a longer one, or install jax=={TESTED_JAX}.",
+        stacklevel=4,
     )

@@ -14,7 +14,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel._version import TESTED_JAX
-from dpbilevel.privacy.untested import check_release
+from dpbilevel.privacy import untested
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
@@ -157,14 +157,16 @@ def test_the_bounds_of_jax_are_those_of_the_newest_tested_release():
     assert bounds == [("jax", "0.10.2", cap), ("jaxlib", "0.10.2", cap)]
 
 
-def test_a_run_with_a_newer_jax_warns_once(monkeypatch):
+def test_a_run_with_a_newer_jax_is_checked_and_warns_once(monkeypatch):
     major, minor, *rest = map(int, TESTED_JAX.split("."))
     problem, solver = dpb.FiniteSum(squared), dpb.NoisyGD(1, 1.0, 1.0)
     solver = dpb.calibrate(problem, solver, dpb.PrivacyBudget(1.0, 1e-6), sizes=4)
+    checked = []
+    monkeypatch.setattr(untested, "check_rows", checked.append)
 
     def said(*version):
         monkeypatch.setattr(jax, "__version_info__", version)
-        check_release.cache_clear()
+        untested._warn.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for seed in range(2):
@@ -174,9 +176,11 @@ def test_a_run_with_a_newer_jax_warns_once(monkeypatch):
 
     assert not said(major, minor, *rest)
     assert not said(0, 10, 2)
+    assert not checked
     for newer in ((major, minor, *rest, 1), (major, minor + 1, 0)):
         assert len(said(*newer)) == 1
-    check_release.cache_clear()
+    assert checked == ["solve"] * 4
+    untested._warn.cache_clear()
 
 
 def test_the_citation_names_the_version():
