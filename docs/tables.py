@@ -18,6 +18,7 @@ from dpbilevel.bilevel.stages import AbstractStages
 from dpbilevel.cli.config import public_classes
 from dpbilevel.core.descent import StepSize
 from dpbilevel.core.outputs import AbstractOutput
+from dpbilevel.core.solver import MECHANISM_FIELDS
 from dpbilevel.games.group_game import GroupGame
 from dpbilevel.games.problem import AbstractVariationalInequality
 from dpbilevel.onelevel.problem import AbstractFiniteSum
@@ -39,7 +40,7 @@ PLACES = {
     ),
 }
 # Fields that the library fills in, or that a text file cannot hold.
-NOT_KEYS = ("noise", "sizes", "dtype", "scoring")
+NOT_KEYS = ("run_noise", "sizes", "dtype", "scoring", *MECHANISM_FIELDS)
 KINDS = {
     Count: "integer >= 1",
     Positive: "number > 0",

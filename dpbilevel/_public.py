@@ -31,6 +31,7 @@ from .core.loop import solve
 from .core.plan import calibrate, fit
 from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
+from .core.spent import PrivacyWarning, spent
 from .onelevel import (
     FiniteSum,
     Logistic,
@@ -69,6 +70,7 @@ __all__ = [
     "Plan",
     "Poisson",
     "PrivacyBudget",
+    "PrivacyWarning",
     "Refitted",
     "SingleLoopBilevel",
     "Sizes",
@@ -97,5 +99,6 @@ __all__ = [
     "solve",
     "source_weighting",
     "source_weights",
+    "spent",
     "squared_loss",
 ]

@@ -9,6 +9,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from dpbilevel.core import spent
+
 MAPS = pathlib.Path("/proc/self/maps" if os.path.exists("/proc") else os.devnull)
 TESTS = itertools.count(1)
 
@@ -31,6 +33,12 @@ def pytest_runtest_protocol(item):
         jax.clear_caches()
     with jax.debug_key_reuse(item.get_closest_marker("reuses_keys") is None):
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def fresh_process():
+    """Every test starts as a process does: without private runs."""
+    spent._process = spent._Process()
 
 
 @pytest.fixture

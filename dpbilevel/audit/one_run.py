@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
-from ..core.loop import solve
+from ..core.loop import solved
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey, check_key
@@ -109,7 +109,7 @@ def one_run(
     problem = FiniteSum(jnp.vdot)  # a record is its own gradient
     planned = solver.with_sizes(canaries)
     records, start = jnp.diag(BEYOND * signs), jnp.zeros(canaries)
-    answer = jax.jit(solve)(problem, planned, records, start, key=key_run).value
+    answer = jax.jit(solved)(problem, planned, records, start, key=key_run).value
     # Descent moves against the record.
     moved, hidden = -np.asarray(answer), np.asarray(signs)
     chosen = np.argsort(-np.abs(moved))[:guesses]

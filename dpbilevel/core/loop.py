@@ -16,6 +16,7 @@ from ..privacy.products import check_products
 from ..privacy.rows import BLOCK, padded, padded_rows
 from ..privacy.shards import shards_of
 from ..privacy.untested import check_release
+from . import spent
 from .descent import rejected_updates
 from .levels import Levels, people_of
 from .problem import AbstractProblem
@@ -57,10 +58,46 @@ def solve(
             records differ from the plan's, the device computes matrix products too
             coarsely, or processes that share the records have different keys.
 
+    Warns:
+        PrivacyWarning: As `fit`.
+
     Privacy:
         The releases counted by `solver.ledger(problem, sizes)`, whatever the data
-        holds. All errors depend on shapes and public values only.
+        holds. All errors depend on shapes and public values only. `dpbilevel.spent()`
+        lists the run, if JAX does not trace the call: a function compiled by `jax.jit`
+        is a run each time that it is executed, and is not counted. If the solver is not
+        that of a plan, what the run costs is printed to the standard error.
     """
+    bound = _bound(problem, solver, data, w0, key, trajectory)
+    run = problem, bound, data, w0, key, trajectory
+    given = problem, solver, data, w0, key
+    if any(isinstance(v, Tracer) for v in jax.tree.leaves(given)):
+        return _run(*run)
+    costs = spent.costs_of(problem, solver, bound.sizes, "solve")
+    name, relation = f"solve: {type(solver).__name__}", solver.neighbours
+    with spent.counted(name, relation.value, costs, bound.sizes, data, stacklevel=4):
+        return _run(*run)
+
+
+def solved(
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    key: PRNGKey,
+    trajectory: bool = False,
+) -> Solution[None]:
+    """Run what `solve` runs, without counting it among the runs of this process.
+
+    For callers that count it themselves, and for runs on synthetic records.
+    """
+    bound = _bound(problem, solver, data, w0, key, trajectory)
+    return _run(problem, bound, data, w0, key, trajectory)
+
+
+def _bound(problem, solver, data, w0, key, trajectory) -> AbstractSolver:
+    """Check the arguments of `solve`; return the solver bound to the data's sizes."""
     check_key(key)
     solver_for(problem, solver, "solve")
     if isinstance(trajectory, Tracer):
@@ -72,7 +109,10 @@ def solve(
     check_products("solve")
     check_release("solve")
     # Before records are copied: two levels with one array would get two.
-    solver = bound_to(problem, solver, data)
+    return bound_to(problem, solver, data)
+
+
+def _run(problem, solver, data, w0, key, trajectory) -> Solution[None]:
     data = _checks.on_device(data)
     check_shared(key, data)
     data = planned_rows(solver, data)

@@ -27,8 +27,9 @@ from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.report import PrivacyReport, describe, large_delta, overshooting
 from ..privacy.sampling import AbstractSampling, FullBatch
+from . import spent
 from .levels import Levels, Sizes, check_pair, people_of
-from .loop import solve, solver_for
+from .loop import solved, solver_for
 from .problem import AbstractProblem
 from .solution import Plan, Solution, Solver, divergence
 from .solver import AbstractSolver
@@ -118,6 +119,7 @@ def calibrate(
         dimensions=dimensions,
         forecast=forecast,
     )
+    spent.planned(calibrated, report)
     return Plan(calibrated, report)
 
 
@@ -159,6 +161,8 @@ def fit(
 
     Warns:
         RuntimeWarning: The run diverged, by `Solution.rejected_updates`.
+        PrivacyWarning: Another private run was made in this process on records of the
+            same shape; said once for each shape.
 
     Privacy:
         One run under `budget`. The numbers of records are published with the report;
@@ -179,7 +183,11 @@ def fit(
         any_noise = solver.with_sizes(sizes).with_noise(1.0)
         _check_drawn(any_noise.ledger(problem, sizes), data)
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
-    solution = solve(problem, plan.solver, data, w0, key=key, trajectory=trajectory)
+    name, costs = f"fit: {type(solver).__name__}", spent.costs_by(plan.report)
+    relation = plan.report.relation
+    with spent.counted(name, relation, costs, sizes, data, stacklevel=4):
+        run = problem, plan.solver, data, w0
+        solution = solved(*run, key=key, trajectory=trajectory)
     rejected = solution.rejected_updates
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:

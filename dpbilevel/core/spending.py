@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +166,8 @@ def finish(folder: Path, number: int) -> None:
         _append(folder, {"event": "finished", "run": number})
 
 
-def totals(runs: tuple[Run, ...]) -> list[str]:
-    """What runs cost together, in lines of text."""
+def totals(runs: Sequence[Any]) -> list[str]:
+    """Return what runs cost together, in lines of text."""
     lines, groups = [], {}
     for run in sorted(runs, key=lambda run: (run.relation, run.people)):
         groups.setdefault((run.relation, run.people), []).append(run)

@@ -14,7 +14,7 @@ from .. import _checks
 from ..bilevel.applications import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
-from ..core.loop import solve
+from ..core.loop import solved
 from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
@@ -34,7 +34,7 @@ from .twins import twins as default_twins
 _LARGE = 5e6
 
 # At the top, so that settings that differ in numbers share one compiled program.
-_solve = jax.jit(lambda *run, key: solve(*run, key=key).value)
+_solve = jax.jit(lambda *run, key: solved(*run, key=key).value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,6 +222,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             precision="grid",
             folder=folder,
             progress=progress,
+            owner="PrivateSearch.fit",
         )
         self.best_params_ = self.parameters(result.value)
         self.trajectory_ = result.trajectory

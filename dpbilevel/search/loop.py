@@ -122,12 +122,13 @@ def searched(
     *,
     progress: bool,
     folder: Path | str | None,
+    owner: str = "minimize",
     **options: Any,
 ) -> Solution:
     """What `minimize` does, with losses from `evaluations`, and the trajectory."""
     if progress:
-        check_bar("minimize: progress=True")
-    run = planned("minimize", problem, solver, w0, folder=folder, **options)
+        check_bar(f"{owner}: progress=True")
+    run = planned(owner, problem, solver, w0, folder=folder, **options)
     count = itertools.count(1)
     with (
         Rounds(run, folder) as rounds,
@@ -138,6 +139,6 @@ def searched(
                 rounds.tell([losses])
                 show(rounds.done, evaluations=next(count))
     for remark in rounds.remarks:
-        warnings.warn(f"minimize: {remark}", stacklevel=3)
+        warnings.warn(f"{owner}: {remark}", stacklevel=3)
     assert rounds.solution is not None
     return rounds.solution

@@ -18,6 +18,7 @@ from ..core.checkpoint import Checkpoint
 from ..core.columns import Column
 from ..core.resume import after, solution_of
 from ..core.solution import Solution, divergence
+from ..core.spent import counted
 from ..privacy.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys
 from ..privacy.report import PrivacyReport
@@ -80,7 +81,18 @@ class Rounds:
                 check = end.enter_context(lock.held(Path(folder)))
                 self._open(Path(folder), check)
                 if self.solution is None:
+                    self._count()
                     self._end = end.pop_all()  # the lock stays
+        else:
+            self._count()
+
+    def _count(self) -> None:
+        """Count the run among those of this process: in full, from its start on."""
+        run, n = self._run, self._run.problem.num_records
+        costs = run.costs
+        name = f"{run.owner}: {type(run.solver).__name__}"
+        with counted(name, run.solver.neighbours.value, costs, n, None):
+            pass
 
     def _open(self, path: Path, check: Callable[[], None]) -> None:
         run = self._run

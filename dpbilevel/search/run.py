@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _checks
+from ..core import spent
 from ..core.checkpoint import Checkpoint
 from ..core.loop import bound_to
 from ..core.plan import calibrate
@@ -40,6 +41,7 @@ class Run:
             keep them alive.
         solver: Calibrated, and bound to the problem's number of records.
         report: Its guarantee.
+        costs: Its epsilon and delta.
         first: The run before its first step.
     """
 
@@ -47,6 +49,7 @@ class Run:
     problem: BlackBox
     solver: AbstractAskTellSolver
     report: PrivacyReport | None
+    costs: tuple[float, float]
     first: Checkpoint
 
 
@@ -88,7 +91,7 @@ def planned(
             if folder is not None:
                 said = (*report.assumptions, _COPIES)
                 report = dataclasses.replace(report, assumptions=said)
-        solver = bound_to(problem, solver, None, owner)
+        given, solver = solver, bound_to(problem, solver, None, owner)
         try:  # before the first evaluation, which may take hours
             solver.ledger(problem, solver.sizes).events()
         except ValueError as error:
@@ -97,12 +100,13 @@ def planned(
                 "budget=PrivacyBudget(epsilon, delta), or a solver from "
                 f"dpbilevel.calibrate. {error}"
             ) from None
+        costs = spent.costs_of(problem, given, n, owner)
         same = fingerprint(problem, solver, w0, budget, report)
         first = first_checkpoint(
             problem, solver, w0, key=key, fingerprint=same, with_start=False
         )
     public = dataclasses.replace(problem, losses=_unseen, records="", evaluates="")
-    return Run(owner, public, solver, report, first)
+    return Run(owner, public, solver, report, costs, first)
 
 
 def _unseen(point: np.ndarray) -> np.ndarray:

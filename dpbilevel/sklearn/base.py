@@ -16,9 +16,10 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from .. import _checks
+from ..core import spent
 from ..core.columns import Column
 from ..core.levels import Sizes
-from ..core.loop import solve
+from ..core.loop import solved
 from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan, divergence
@@ -31,7 +32,7 @@ from ..privacy.report import PrivacyReport
 from ..privacy.rows import filler, padded_rows
 from .declared import Frame, declared, frame, index_of, numbers
 
-_run = jax.jit(lambda *run, key: solve(*run, key=key))
+_run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
     "what was declared of the records (classes, bounds and the like), their columns "
     "and types hold no private data",
@@ -248,12 +249,14 @@ class PrivateEstimator(BaseEstimator):
                 cells in the same columns, by the released shares.
         """
         first, indicators = check
-        if first.releases:
-            own, key = derive(key, "usability", "run")
-            found = first.release(indicators, key=own, owner=f"{self._owner}.fit")
-        else:
+        name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)
+        sizes, relation = plan.solver.sizes, plan.report.relation
+        with spent.counted(name, relation, costs, sizes, records):
             found = Usability({})
-        solution = _run(problem, plan.solver, records, w0, key=key)
+            if first.releases:
+                own, key = derive(key, "usability", "run")
+                found = first.release(indicators, key=own, owner=name)
+            solution = _run(problem, plan.solver, records, w0, key=key)
         assumed = *plan.report.assumptions, *first.assumptions, *DECLARED
         self.privacy_report_ = dataclasses.replace(plan.report, assumptions=assumed)
         self.records_check_, self.records_usable_ = found, found.usable

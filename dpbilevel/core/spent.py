@@ -1,0 +1,265 @@
+"""The private runs of this process, and what they cost together."""
+
+import contextlib
+import dataclasses
+import math
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ..privacy.disk import shapes_of
+from ..privacy.report import PrivacyReport, Status, rounded_up
+from .levels import people_of
+from .spending import total, totals
+
+
+class PrivacyWarning(UserWarning):
+    """Warning that several runs on records of one shape add up their budgets."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessRun:
+    """A private run of this process. Public in all its parts.
+
+    Attributes:
+        method: What was called, and the solver.
+        epsilon: The epsilon of its plan; infinite if none is claimed.
+        delta: The delta of its plan.
+        relation: The neighbouring relation.
+        people: Who may have records in which level; empty for one level.
+        records: The public number of records, and the shapes of their parts.
+        times: How often it was made without another run in between.
+    """
+
+    method: str
+    epsilon: float
+    delta: float
+    relation: str
+    people: str
+    records: str
+    times: int = 1
+
+    def __str__(self) -> str:
+        """One line of text."""
+        times = f"{self.times} times, each " if self.times > 1 else ""
+        cost = f"epsilon = {rounded_up(self.epsilon)} at delta = "
+        people = f", people {self.people}" if self.people else ""
+        return (
+            f"{self.method}: {times}{cost}{rounded_up(self.delta)} "
+            f"({self.relation}{people}), {self.records}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSpending:
+    r"""What the private runs of this process have spent.
+
+    Attributes:
+        runs: The runs, in order; equal ones in a row are one entry.
+
+    Privacy:
+        The totals hold for runs that read the same records; runs on records of
+        different people cost less together. `epsilon` and `delta` are sums (basic
+        composition), which hold whatever decided on the later runs. The total by
+        `advanced` holds only if all budgets were fixed before the first run.
+
+    References:
+        Kairouz, Oh and Viswanath, "The composition theorem for differential privacy",
+        ICML 2015, Theorem 3.5.
+    """
+
+    runs: tuple[ProcessRun, ...]
+
+    @property
+    def epsilon(self) -> float:
+        """The sum of epsilons; infinite for runs whose relations or people differ."""
+        if len({(run.relation, run.people) for run in self.runs}) > 1:
+            return math.inf
+        return total(run.times * run.epsilon for run in self.runs)
+
+    @property
+    def delta(self) -> float:
+        """The sum of deltas, at most 1."""
+        return min(1.0, total(run.times * run.delta for run in self.runs))
+
+    @property
+    def advanced(self) -> tuple[float, float]:
+        r"""Epsilon and delta by advanced composition.
+
+        With $\tilde\delta = \sum_i \delta_i$ the total is
+
+        $$\varepsilon = \sum_i \varepsilon_i \tanh(\varepsilon_i / 2) + \sqrt{2 \ln(1 /
+        \tilde\delta) \sum_i \varepsilon_i^2}, \qquad \delta = 2 \tilde\delta .$$
+        """
+        slack = self.delta
+        if not slack or math.isinf(self.epsilon):
+            return math.inf, slack
+        runs = [(run.times, run.epsilon) for run in self.runs]
+        drift = total(times * e * math.tanh(e / 2) for times, e in runs)
+        square = total(times * e**2 for times, e in runs)
+        spread = math.sqrt(2 * max(-math.log(slack), 0.0) * square)
+        return drift + spread, min(1.0, 2 * slack)
+
+    def __str__(self) -> str:
+        """The totals, and one line for each run."""
+        if not self.runs:
+            return "spending: no private run was made in this process"
+        lines = totals([run for run in self.runs for _ in range(run.times)])
+        epsilon, delta = self.advanced
+        if epsilon < self.epsilon:
+            lines.append(
+                f"  by advanced composition: epsilon = {rounded_up(epsilon)} at delta "
+                f"= {rounded_up(delta)}, if all budgets were fixed before the first run"
+            )
+        return "\n".join([*lines, *(f"  {run}" for run in self.runs)])
+
+
+class _Process:
+    """The state of this process: public facts in small rows."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.runs: list[ProcessRun] = []
+        self.shapes: dict[str, bool] = {}  # of records; whether it was warned
+        self.costs: dict[int, tuple[weakref.ref, tuple[float, float]]] = {}
+
+    def costs_of(self, solver: Any) -> tuple[float, float] | None:
+        """Return epsilon and delta of a solver that was planned, if it was."""
+        found = self.costs.get(id(solver))
+        return found[1] if found is not None and found[0]() is solver else None
+
+
+_process = _Process()
+
+
+def spent() -> ProcessSpending:
+    """Return the private runs that this process has finished, and their total.
+
+    Counted are the fits of estimators and of `PrivateSearch`, `fit`, `solve`,
+    `minimize`, `AskTell` and studies, each in full. A call that JAX traces is not seen:
+    `jax.jit(solve)` runs a compiled program, `jax.vmap(solve)` several runs at once.
+    Runs of other processes, such as those of the command line and of parallel
+    workers, are not seen either; `dpbilevel.search.spent(folder)` counts runs by
+    their folders.
+
+    Privacy:
+        As in `ProcessSpending`. Runs and totals are public.
+    """
+    with _process.lock:
+        return ProcessSpending(tuple(_process.runs))
+
+
+def planned(solver: Any, report: PrivacyReport) -> None:
+    """Remember what a run of this solver object costs, as long as it exists."""
+    _remember(solver, costs_by(report))
+
+
+def costs_by(report: PrivacyReport) -> tuple[float, float]:
+    """Return the epsilon and delta that a report claims."""
+    claimed = report.status is not Status.HEURISTIC
+    return report.epsilon if claimed else math.inf, report.delta
+
+
+@contextlib.contextmanager
+def counted(
+    method: str,
+    relation: str,
+    costs: tuple[float, float],
+    sizes: Any,
+    records: PyTree,
+    stacklevel: int = 5,
+) -> Iterator[None]:
+    """Count one run of this process, unless it raises.
+
+    Args:
+        method: What was called.
+        relation: The neighbouring relation.
+        costs: Its epsilon and delta.
+        sizes: The planned numbers of records.
+        records: The records, whose shapes are read.
+        stacklevel: How far up the warning points.
+
+    Warns:
+        PrivacyWarning: Another run was made on records of the same shape, once for
+            each shape and process.
+    """
+    parts = jax.tree.leaves(shapes_of(records))
+    widths = sorted({np.shape(part)[1:] for part in parts})
+    people = people_of(sizes)
+    whose = "" if people is None else str(people.value)
+    many = f"{sizes} records" if people is None else f"{sizes.upper} upper records"
+    if people is not None:
+        many += f", {sizes.lower} lower records"
+    shapes = f"{many} of parts {', '.join(map(str, widths))}" if widths else many
+    run = ProcessRun(method, *costs, relation, whose, shapes)
+    with _process.lock:
+        again = _process.shapes.get(shapes) is False
+        earlier = [r for r in _process.runs if r.records == shapes] if again else []
+        if again:
+            _process.shapes[shapes] = True
+    if again:
+        both = ProcessSpending((*earlier, run))
+        warnings.warn(
+            f"{method}: a second private run of this process on {shapes}. If both read "
+            f"the same records, their budgets add: epsilon = "
+            f"{rounded_up(both.epsilon)} at delta = {rounded_up(both.delta)}. This is "
+            "said once; dpbilevel.spent() has the total of all runs.",
+            PrivacyWarning,
+            stacklevel=stacklevel,
+        )
+    yield
+    with _process.lock:
+        _process.shapes.setdefault(shapes, False)
+        last = _process.runs[-1] if _process.runs else run
+        if _process.runs and dataclasses.replace(last, times=1) == run:
+            run = dataclasses.replace(run, times=last.times + 1)
+            del _process.runs[-1]
+        _process.runs.append(run)
+
+
+def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, float]:
+    """Return epsilon and delta of a run: those of its plan, or computed and printed.
+
+    Args:
+        problem: The problem.
+        solver: The solver as the caller gave it.
+        sizes: The numbers of records.
+        owner: What was called.
+    """
+    with _process.lock:
+        known = _process.costs_of(solver)
+    if known is not None:
+        return known
+    people = people_of(sizes)
+    count = sizes if people is None else min(sizes.upper, sizes.lower)
+    delta = 10.0 ** math.floor(math.log10(0.1 / max(count, 1)))
+    try:
+        ledger = solver.with_sizes(sizes).ledger(problem, sizes)
+        epsilon = ledger.epsilon(delta)
+    except ValueError:  # not calibrated, as the run itself will say
+        return math.inf, delta
+    print(
+        f"{owner}: without a plan, this run costs epsilon = {rounded_up(epsilon)} at "
+        f"delta = {rounded_up(delta)} ({solver.neighbours}, {sizes} records), by the "
+        "noise of the solver. dpbilevel.calibrate finds the noise for a budget.",
+        file=sys.stderr,
+    )
+    _remember(solver, (epsilon, delta))
+    return epsilon, delta
+
+
+def _remember(solver: Any, costs: tuple[float, float]) -> None:
+    place = id(solver)
+
+    def forget(_):
+        _process.costs.pop(place, None)
+
+    with _process.lock:
+        _process.costs[place] = weakref.ref(solver, forget), costs
