@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.floats import all_finite
+from ..privacy.structure import rowwise
 from . import sensitivities
 from .problem import BilevelProblem, Levels, Sizes
 
@@ -106,7 +107,8 @@ def _mean(derivative: Callable, records: PyTree, size: int) -> PyTree:
         def total(loss, x, y):
             dtype = common_dtype((x, y))
             chunk = jax.vmap(lambda record: readable(record, dtype))(piece)
-            losses = jax.vmap(lambda record: loss(x, y, record))(chunk)
+            own = functools.partial(loss, x, y)
+            losses = jax.vmap(rowwise("BilevelProblem", own))(chunk)
             return jnp.sum(jnp.where(fresh, losses, 0))
 
         return derivative(total)

@@ -1,6 +1,7 @@
 """Solvers that see losses at points and no derivatives: the ask/tell contract."""
 
 import abc
+import functools
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -17,6 +18,7 @@ from ..privacy.budget import People
 from ..privacy.ledger import Ledger
 from ..privacy.noise import PRNGKey, derive
 from ..privacy.rows import Padded, unpacked
+from ..privacy.structure import rowwise
 from .declared import TRAINING, Trainings
 from .problem import BlackBox, SearchProblem
 
@@ -168,7 +170,8 @@ def _losses_at(problem: FiniteSum, proposal: Proposal, data: PyTree) -> PyTree:
         point, index = row
 
         def evaluated():
-            found = jax.vmap(lambda record: problem.loss(point, record))(records)
+            loss = rowwise("SearchProblem", functools.partial(problem.loss, point))
+            found = jax.vmap(loss)(records)
             # No worse, and a run that is debugged must not stop where a loss is NaN.
             return jnp.where(jnp.isnan(found), jnp.inf, found)
 

@@ -14,6 +14,7 @@ def few(monkeypatch):
     short = products._BEFORE_SUMS
     found = tuple(products.product_errors("float32", short))
     monkeypatch.setattr(device, "product_errors", lambda dtype: found)
+    monkeypatch.setattr(device, "mixed_rows", tuple)
     return found
 
 
@@ -27,11 +28,21 @@ def test_the_command_prints_every_product_the_device_and_the_release_of_jax(caps
     assert main(["device"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("matrix products on cpu (cpu), JAX 0.1")
-    assert len(lines) == 2 + len(products.PRODUCTS)
+    assert len(lines) == 3 + len(products.PRODUCTS)
     for line, product in zip(lines[1:], products.PRODUCTS, strict=False):
         assert line.startswith(f"  passed  float32  {product}")
         assert "of the bound (" in line
-    assert lines[-1].startswith("all within the bound")
+    assert lines[-2].startswith("all within the bound")
+    assert lines[-1].startswith("no record changes another's values in a product")
+
+
+def test_the_command_ends_with_status_one_if_records_are_mixed(
+    few, capsys, monkeypatch
+):
+    monkeypatch.setattr(device, "mixed_rows", lambda: ("running sums",))
+    assert main(["device"]) == 1
+    found = capsys.readouterr().out.splitlines()[-1]
+    assert found.startswith("FAILED: records change each other's values in running")
 
 
 def test_the_command_ends_with_status_one_and_says_what_to_do(failed, capsys):
@@ -55,6 +66,7 @@ def test_float64_is_audited_where_it_is_enabled(x64, monkeypatch):
     monkeypatch.setattr(
         device, "product_errors", lambda dtype: seen.append(dtype) or ()
     )
+    monkeypatch.setattr(device, "mixed_rows", tuple)
     audit.device_arithmetic()
     assert seen == ["float32", "float64"]
 

@@ -20,6 +20,7 @@ from ...privacy.clipping import Basis, clipped_mean, unsealed
 from ...privacy.queries import RECORDS
 from ...privacy.rows import unpacked
 from ...privacy.sampling import Batch, FullBatch
+from ...privacy.structure import rowwise
 from ..samplers.base import AbstractPotential, AbstractSumPotential, Regularity
 from .base import AbstractScore, check_error, check_loss_dtype
 
@@ -256,7 +257,7 @@ class _Terms(AbstractSumPotential):
     quadratic: float = 0.0
 
     def __call__(self, x: PyTree) -> Float[Array, ""]:
-        losses = jax.vmap(lambda record: self._loss(x, record))(self.data)
+        losses = jax.vmap(rowwise("FiniteSum", lambda z: self._loss(x, z)))(self.data)
         return _sum(losses) / self.num_terms
 
     @override
@@ -274,7 +275,7 @@ class _Terms(AbstractSumPotential):
             slope = jax.tree.map(lambda v: jnp.where(known, v, 0), slope)
             return jnp.where(known, value, lower), slope
 
-        values, slopes = jax.vmap(tangent)(self.data)
+        values, slopes = jax.vmap(rowwise("FiniteSum", tangent))(self.data)
         n = self.num_terms
         return _sum(values) / n, jax.tree.map(lambda v: jnp.sum(v, 0) / n, slopes)
 
