@@ -19,7 +19,7 @@ import dpbilevel as dpb
 from dpbilevel.cli.columns import Records
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.data import load_levels
-from dpbilevel.cli.run import prepare
+from dpbilevel.cli.prepared import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
 ADULT = pathlib.Path(os.environ.get("ADULT", ROOT / "../shared/data/adult.csv"))

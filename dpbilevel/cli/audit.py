@@ -15,7 +15,7 @@ from ..core import checkpoint
 from ..core.interrupts import whole
 from ..privacy.noise import root_key
 from .config import Config
-from .run import Prepared, prepare
+from .prepared import Prepared, prepare
 
 if TYPE_CHECKING:  # an extra
     from matplotlib.figure import Figure

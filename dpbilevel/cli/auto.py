@@ -125,6 +125,7 @@ def plan(config: Config, effort: Effort) -> AutoPlan:
                 neighbours=config.privacy.neighbours,
                 precision=config.privacy.precision,
                 progress=bar,
+                before=config.check.releases,
             )
         except ValueError as error:
             raise config.place.error(str(error)) from error

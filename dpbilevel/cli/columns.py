@@ -9,8 +9,15 @@ import numpy as np
 from jaxtyping import PyTree
 from typing_extensions import override
 
+from .numbers import check_unit, number, reader
+
 Cells = Sequence[str]
 Value = str | float  # of a cell: its text, or the number that it reads as
+
+# How a cell fits the config: as declared; empty; cut to the bounds; or such that its
+# record has no influence, because the cell is unreadable or none of the listed values.
+FITS, MISSING, CUT, UNUSABLE = range(4)
+_ROUNDING = 1e-5  # of constants with six digits, relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +48,18 @@ class Table:
 
 
 class AbstractRecords(abc.ABC):
-    """Records as arrays. NON-PRIVATE: this is the data."""
+    """Records as arrays. NON-PRIVATE: this is the data.
+
+    Attributes:
+        marks: How each cell that is checked fits the config, one column each; `None`
+            for records that are in no file.
+    """
 
     def __repr__(self) -> str:
         """The class name; never a value."""
         return f"{type(self).__name__}(...)"
+
+    marks: np.ndarray | None
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -73,12 +87,14 @@ class Records(AbstractRecords):
         label: One label per record.
         source: The source of each record, -1 for one that is not listed, or `None`.
         group: The group of each record, -1 for an unknown one, or `None`.
+        marks: As in `AbstractRecords`.
     """
 
     features: np.ndarray
     label: np.ndarray
     source: np.ndarray | None = None
     group: np.ndarray | None = None
+    marks: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.label)
@@ -87,7 +103,7 @@ class Records(AbstractRecords):
     def take(self, rows: np.ndarray) -> Self:
         places = (
             None if place is None else place[rows]
-            for place in (self.source, self.group)
+            for place in (self.source, self.group, self.marks)
         )
         return type(self)(self.features[rows], self.label[rows], *places)
 
@@ -110,26 +126,49 @@ class Standardized:
     Args:
         transform: $t$: `"none"` or `"log1p"`.
         clip: $c > 0$; values are clipped to $[-c, c]$.
+        unit: What may stand before or after a number, such as `"€"` or `"%"`.
+        decimal: The decimal sign. If it or the unit is declared, thousands may be
+            separated by the other sign, spaces or apostrophes.
     """
 
     _: dataclasses.KW_ONLY
     transform: Literal["none", "log1p"] = "none"
     clip: float = 3.0
+    unit: str = ""
+    decimal: Literal["", ".", ","] = ""
 
-    def standardized(self, cells: Cells, mean: float, scale: float) -> np.ndarray:
-        r"""Numbers in $[-1, 1]$; NaN where a cell is empty or no number.
+    def deviations(self, cells: Cells, mean: float, scale: float) -> np.ndarray:
+        r"""Return $(t(v) - m) / s$; NaN if a cell is empty or no number.
 
         Privacy:
             Cell by cell; silent whatever a cell holds.
         """
-        values = np.asarray([_number(cell) for cell in cells])
+        read = reader(self.unit, self.decimal)
+        values = np.asarray([read(cell) for cell in cells])
         with np.errstate(all="ignore"):  # a warning would tell something about a cell
             if self.transform == "log1p":
                 values = np.log1p(values)
-            return np.clip((values - mean) / scale, -self.clip, self.clip) / self.clip
+            return (values - mean) / scale
+
+    def standardized(self, cells: Cells, mean: float, scale: float) -> np.ndarray:
+        """Return numbers in $[-1, 1]$; NaN if a cell is empty or no number."""
+        found = self.deviations(cells, mean, scale)
+        return np.clip(found, -self.clip, self.clip) / self.clip
+
+    def marks(self, cells: Cells, mean: float, scale: float) -> np.ndarray:
+        """Return how each cell fits: `FITS`, `MISSING`, `CUT` or `UNUSABLE`."""
+        found = self.deviations(cells, mean, scale)
+        cut = np.abs(found) > self.clip * (1 + _ROUNDING)
+        marks = np.where(np.isnan(found), UNUSABLE, np.where(cut, CUT, FITS))
+        return np.where([cell == "" for cell in cells], MISSING, marks)
 
     def check_constants(self, mean: Any, scale: Any) -> None:
-        """Raises `ValueError` unless scales and clip are positive and means finite."""
+        """Check that scales and clip are positive, means finite, and the unit a unit.
+
+        Raises:
+            ValueError: One of them is not.
+        """
+        check_unit(self.unit)
         for value in np.ravel(mean):
             if value is not None and not np.isfinite(value):
                 raise ValueError(f"mean must be finite, got {value:g}.")
@@ -181,11 +220,16 @@ class Numeric(Standardized):
             number makes a NaN, which leaves the record without influence later.
         """
         values = []
-        for name, m, s in zip(self.columns, self.mean, self.scale, strict=True):
+        for name, m, s in self.constants:
             cells = table.column(name)
             missing = [cell == "" for cell in cells]
             values.append(np.where(missing, 0.0, self.standardized(cells, m, s)))
         return np.stack(values, 1)
+
+    @property
+    def constants(self) -> Iterator[tuple[str, float, float]]:
+        """Name, mean and scale of each column."""
+        return zip(self.columns, self.mean, self.scale, strict=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +296,11 @@ class Label(Standardized):
                 "give either positive and negative, the lists of values of the two "
                 "classes, or mean and scale, the public constants of a numeric label."
             )
+        if classes and (self.unit or self.decimal):
+            raise ValueError(
+                "unit and decimal are for a numeric label, and this one has classes; "
+                "remove them."
+            )
         check_values("positive and negative", (*self.positive, *self.negative))
         self.check_constants(self.mean, self.scale)
 
@@ -268,6 +317,20 @@ class Label(Standardized):
         positive = positions(cells, self.positive) >= 0
         negative = positions(cells, self.negative) >= 0  # neither: NaN
         return np.where(positive, 1.0, np.where(negative, -1.0, np.nan))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes -1 and +1; none if the label is a number."""
+        both = (" or ".join(map(named, v)) for v in (self.negative, self.positive))
+        return tuple(filter(None, both))
+
+    def fits(self, table: Table) -> np.ndarray:
+        """Return how each label fits the config; a missing one is unusable."""
+        cells = table.column(self.column)
+        if self.mean is None or self.scale is None:
+            return listed(cells, (*self.positive, *self.negative))
+        marks = self.marks(cells, self.mean, self.scale)
+        return np.where(marks == MISSING, UNUSABLE, marks)
 
 
 def named(value: Value) -> str:
@@ -290,8 +353,13 @@ def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
     index = {value: i for i, value in enumerate(values)}
     if all(isinstance(value, str) for value in values):
         return np.asarray([index.get(cell, -1) for cell in cells], np.int32)
-    found = (index.get(cell, index.get(_number(cell), -1)) for cell in cells)
+    found = (index.get(cell, index.get(number(cell), -1)) for cell in cells)
     return np.asarray([*found], np.int32)
+
+
+def listed(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
+    """Return how each cell fits if it has to be one of the values."""
+    return np.where(positions(cells, values) < 0, UNUSABLE, FITS)
 
 
 def check_values(name: str, values: tuple[Value, ...]) -> None:
@@ -303,7 +371,7 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
     """
     texts = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if not isinstance(value, str)]
-    read = [number for number in map(_number, texts) if number in numbers]
+    read = [number for number in map(number, texts) if number in numbers]
     listed = [*texts, *numbers, *read]  # the text "1" is the cell 1 too
     if len(set(listed)) < len(listed) or not np.isfinite(numbers).all():
         raise ValueError(
@@ -312,14 +380,12 @@ def check_values(name: str, values: tuple[Value, ...]) -> None:
         )
 
 
+def stacked(marks: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the marks of several columns, one row per record."""
+    return np.stack([*marks.values()], 1).astype(np.int8)
+
+
 def unit_rows(features: np.ndarray) -> np.ndarray:
     """Appends a constant 1 and scales rows to unit length; those with a NaN are NaN."""
     rows = np.concatenate([features, np.ones((len(features), 1))], 1)
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-
-
-def _number(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return np.nan

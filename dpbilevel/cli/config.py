@@ -11,10 +11,13 @@ from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
 from ..core.outputs import AbstractOutput
 from ..core.solver import MECHANISM_FIELDS, AbstractSolver
+from ..core.usability import RecordsCheck
 from ..onelevel.problem import AbstractFiniteSum
 from ..privacy.budget import Neighbours, People, PrivacyBudget
 from ..privacy.clipping import Precision
+from ..privacy.queries import RECORDS
 from ..privacy.sampling import AbstractSampling
+from .datasets import TableData
 from .files import AbstractData
 from .tables import Place, Reader, check_choice, check_keys, check_table, together
 from .task import AbstractTask, Problem
@@ -35,6 +38,9 @@ class Privacy:
         people: Who has records in which level; said for two levels, and only there.
         neighbours: The neighbouring relation.
         precision: `"grid"`, or `"float"` for research.
+        allow_large_delta: Whether `run` accepts a delta of one over the number of
+            records or more.
+        check_records: Whether a run first releases how usable the records are.
     """
 
     epsilon: float
@@ -42,6 +48,8 @@ class Privacy:
     people: People | None = None
     neighbours: Neighbours
     precision: Precision = "grid"
+    allow_large_delta: bool = False
+    check_records: bool = True
 
     def __post_init__(self):
         if self.delta == 0:
@@ -76,6 +84,26 @@ class Config:
         if self.privacy.people is None:
             return self.data.training
         return Sizes(self.data.validation, self.data.training, self.privacy.people)
+
+    @property
+    def check(self) -> RecordsCheck:
+        """The first release of a run: how usable the records are."""
+        data, people = self.data, self.privacy.people
+        own = data.checked_columns if self.privacy.check_records else None
+        columns = {}
+        if own is not None and people in (None, People.SHARED):
+            columns = {RECORDS if people is None else "upper": own}
+        elif own is not None:  # a source belongs to a training record alone
+            assert isinstance(data, TableData)
+            upper = dataclasses.replace(data, sources=None).checked_columns
+            columns = {"upper": upper, "lower": own}
+        return RecordsCheck.planned(
+            columns,
+            self.privacy.budget,
+            self.sizes,
+            neighbours=self.privacy.neighbours,
+            precision=self.privacy.precision,
+        )
 
     @property
     def folder(self) -> Path:

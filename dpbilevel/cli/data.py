@@ -2,16 +2,18 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import PyTree
 
 from ..bilevel.problem import Levels
+from ..core.usability import Columns
 from ..privacy.budget import Neighbours, People
 from ..privacy.copies import copies
-from .columns import AbstractRecords, Records
+from ..privacy.queries import RECORDS
+from .columns import CUT, UNUSABLE, AbstractRecords, Records
 from .datasets import CsvData
 from .files import AbstractData, HeldOut, existing
 
@@ -68,7 +70,7 @@ def check_files(
     override: Path | None = None,
     validation: Path | None = None,
 ) -> None:
-    """Refuses the files that `load_levels` or `load_records` would refuse.
+    """Refuses the files that `load` would refuse.
 
     Raises:
         ValueError: As `find_files`; a file without a header, a missing column, too few
@@ -93,28 +95,29 @@ def check_files(
         _check_level(clean, data, "validation")
 
 
-def load_levels(
+def load(
     data: AbstractData,
-    people: People,
+    people: People | None,
     neighbours: Neighbours,
     *,
     base: Path,
     override: Path | None = None,
     validation: Path | None = None,
-) -> Levels:
-    """Reads the records of both levels, which are in two files or split from one.
+) -> dict[str, AbstractRecords]:
+    """Reads the records of all levels, which are in two files or split from one.
 
     Args:
         data: Where they come from.
-        people: Who is behind them; shared levels get the training records.
+        people: Who is behind them; `None` for one level.
         neighbours: The relation, which decides how they are split.
         base: The folder that relative paths start from.
         override: A file to read instead of the config's.
         validation: The same for validation records.
 
     Returns:
-        `Levels(upper=validation, lower=training)` of float32 arrays. NON-PRIVATE:
-        this is the data.
+        By role: `"records"` of one level, `"upper"` (validation) and `"lower"`
+        (training) of two, `"upper"` alone of shared ones. NON-PRIVATE: this is the
+        data.
 
     Raises:
         ValueError: As `find_files`; too few records or a missing column: counts and
@@ -130,8 +133,11 @@ def load_levels(
     file, held_out = find_files(
         data, people, base=base, override=override, validation=validation
     )
-    records = _features(data.load(file))
-    shared = people is People.SHARED
+    found = data.load(file)
+    if people is None:
+        training, _ = _split(found, data, neighbours, shared=False)
+        return {RECORDS: found.take(training)}
+    records, shared = _features(found), people is People.SHARED
     if held_out is None:
         training, rows = _split(records, data, neighbours, shared)
         upper = records.take(rows)
@@ -143,29 +149,38 @@ def load_levels(
     if data.sources is not None and data.sources.flip:
         lower = data.sources.corrupted(lower)
     if shared:
-        return Levels.shared(lower.tree())
+        return {"upper": lower}
     # A source belongs to a training record alone.
-    return Levels(Records(upper.features, upper.label).tree(), lower.tree())
+    return {
+        "upper": Records(upper.features, upper.label, marks=upper.marks),
+        "lower": lower,
+    }
 
 
-def load_records(
-    data: AbstractData,
-    neighbours: Neighbours,
-    *,
-    base: Path,
-    override: Path | None = None,
-    validation: Path | None = None,
-) -> PyTree:
-    """The training records of a problem of one level; all else as in `load_levels`.
+def as_levels(records: Mapping[str, AbstractRecords]) -> PyTree:
+    """Return records by role as float32 arrays, as `Levels` if there are two levels."""
+    trees = {role: level.tree() for role, level in records.items()}
+    if RECORDS in trees:
+        return trees[RECORDS]
+    return Levels(**trees) if "lower" in trees else Levels.shared(trees["upper"])
 
-    Returns:
-        The records as arrays. NON-PRIVATE: this is the data.
+
+def indicators(columns: Columns, records: AbstractRecords) -> np.ndarray:
+    """Return the indicators of how records of one level fit the config.
+
+    Args:
+        columns: What is checked of the level.
+        records: The records of a file.
+
+    Privacy:
+        NON-PRIVATE, row by row: for `RecordsCheck.release`.
     """
-    places: Any = {"base": base, "override": override, "validation": validation}
-    file, _ = find_files(data, None, **places)
-    records = data.load(file)
-    training, _ = _split(records, data, neighbours, shared=False)
-    return records.take(training).tree()
+    assert records.marks is not None
+    marks, label = records.marks[:, : len(columns.names)], None
+    if columns.classes:
+        labels = _features(records).label
+        label = np.where(np.isnan(labels), -1, labels > 0)
+    return columns.indicators(marks == UNUSABLE, marks == CUT, label)
 
 
 def load_test(

@@ -9,7 +9,18 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from .columns import Categorical, Label, Numeric, Records, Table, positions, unit_rows
+from ..core.usability import Columns
+from .columns import (
+    Categorical,
+    Label,
+    Numeric,
+    Records,
+    Table,
+    listed,
+    positions,
+    stacked,
+    unit_rows,
+)
 from .files import AbstractData, CsvFile, HeldOut, existing
 from .sources import Groups, Sources
 
@@ -89,15 +100,38 @@ class TableData(FeatureData):
         """
         features = self.design(table)
         label = self.label.values(table).astype(np.float32)
+        marks = stacked(self.cell_marks(table))
         group = None
         if self.groups is not None:
             group = positions(table.column(self.groups.column), self.groups.values)
         if self.sources is None or not self.sources.column:
-            return Records(features, label, group=group)
+            return Records(features, label, group=group, marks=marks)
         found = positions(table.column(self.sources.column), self.sources.values)
         # A record of no known source, -1, has no influence on any model of any method.
         features = np.where(found[:, None] < 0, np.float32(np.nan), features)
-        return Records(features, label, found, group)
+        return Records(features, label, found, group, marks)
+
+    def cell_marks(self, table: Table) -> dict[str, np.ndarray]:
+        """Return how the cells of each checked column fit the config. NON-PRIVATE."""
+        found = {self.label.column: self.label.fits(table)}
+        for block in self.numeric:
+            for name, mean, scale in block.constants:
+                found[name] = block.marks(table.column(name), mean, scale)
+        for place in self._places:
+            found[place.column] = listed(table.column(place.column), place.values)
+        return found
+
+    @property
+    def _places(self) -> list[Sources | Groups]:
+        """Where records belong, if a column says so."""
+        return [p for p in (self.sources, self.groups) if p is not None and p.column]
+
+    @property
+    @override
+    def checked_columns(self) -> Columns:
+        names = [self.label.column, *(c for b in self.numeric for c in b.columns)]
+        names += [place.column for place in self._places]
+        return Columns(tuple(dict.fromkeys(names)), self.label.classes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

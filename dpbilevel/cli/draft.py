@@ -175,6 +175,8 @@ def _standardized(content: Range, form: str) -> Iterator[str]:
     yield f"# From {low:g} to {high:g}, three scales around the mean; beyond is cut."
     yield f"mean = {form.format((low + high) / 2)}"
     yield f"scale = {form.format((high - low) / 6)}"
+    if content.unit:
+        yield f'unit = {_quoted(content.unit)}  # and decimal = "," for 1.234,50'
 
 
 def _test_lines(made: Draft, folder: Path) -> Iterator[str]:

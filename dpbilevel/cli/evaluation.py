@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ..core.plan import least_multiplier
+from ..core.usability import Usability
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import Gaussian
 from ..privacy.noise import PRNGKey
@@ -27,8 +28,8 @@ PEOPLE = "person of the test file"
 _HALF = 0.5
 _UNLISTED = (
     "a record whose label or source the config does not list has no influence, in no "
-    "file, and how many there are is private: compare the spellings with those of all "
-    "files"
+    "file, and how many there are is private, up to the released check of the records: "
+    "compare the spellings with those of all files"
 )
 _ASSUMED = {
     "public": "the records of the test file {} are public",
@@ -55,7 +56,8 @@ class Evaluation:
         left_out: How many of them have no listed label or a feature that is no number;
             `None` where that is private.
         trivial: What the best constant answer reaches: that of the larger class, or of
-            the public mean; `None` where that is private.
+            the public mean; of a counted accuracy the released share of the most
+            frequent class among the other records; `None` if neither is known.
         noise_std: By how much noise of one standard deviation makes `value` larger; 0
             where there is none.
     """
@@ -73,13 +75,13 @@ class Evaluation:
         """One line, which says what protects the people of the file."""
         value = "no record to test on" if self.value is None else f"{self.value:.4g}"
         text = f"test {self.metric}: {value}{self._spread()}"
-        if self.kind == "counted":
-            return (
-                f"{text} on {self.records} people of {self.file}, counted in the ledger"
-            )
         if self.trivial is not None:
-            text += f" (of the best constant answer: {self.trivial:.4g})"
-        if self.kind == "public":
+            about, digits = ("about ", 2) if self.kind == "counted" else ("", 4)
+            trivial = f"{about}{self.trivial:.{digits}g}"
+            text += f" (of the best constant answer: {trivial})"
+        if self.kind == "counted":
+            text += f" on {self.records} people of {self.file}, counted in the ledger"
+        elif self.kind == "public":
             text += f" on {self.records} public records of {self.file}"
         else:
             text = (
@@ -92,6 +94,22 @@ class Evaluation:
                 "or text in the place of a number"
             )
         return text + (_NO_BETTER if self._no_better() else "")
+
+    def beside(self, usability: Usability | None) -> Self:
+        """Return a copy with the released accuracy of the constant answer.
+
+        Privacy:
+            Post-processing of the check of the records. The share of the larger class
+            in a counted test file itself stays private.
+        """
+        if usability is None or self.trivial is not None or self.metric != "accuracy":
+            return self
+        shares = {r: level.constant_accuracy for r, level in usability.levels.items()}
+        # Those that the model is for: of two levels the validation records.
+        found = next(
+            (shares[r] for r in (RECORDS, "upper", "lower") if r in shares), None
+        )
+        return dataclasses.replace(self, trivial=found)
 
     def _spread(self) -> str:
         """One standard deviation of the noise and of the sample, where known."""
@@ -124,6 +142,8 @@ def reported(report: PrivacyReport, config: Config) -> PrivacyReport:
         alone, who are in no other file: each of them spends that one release, and
         nobody else spends anything for it (parallel composition).
     """
+    for text in config.check.assumptions:
+        report = _assuming(report, text)
     if isinstance(config.data, TableData):
         report = _assuming(report, _UNLISTED)
     held_out = config.data.test

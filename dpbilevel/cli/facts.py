@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 from .columns import Value
-from .files import SEPARATORS, read_csv, read_header
+from .files import SEPARATORS, opened, read_csv, read_header
+from .numbers import check_unit
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*")
+_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*([^\s\d.,].*?)?\s*")
 # Of a public file: more different values are those of a number, or of no category.
 _MOST_CATEGORIES, _FEW_NUMBERS = 30, 10
 
@@ -22,18 +23,21 @@ class Range:
     Args:
         low: The smallest.
         high: The largest.
+        unit: What may stand before or after a number.
     """
 
     low: float
     high: float
+    unit: str = ""
 
     def __post_init__(self):
+        check_unit(self.unit)
         if not (self.low < self.high and math.isfinite(self.high - self.low)):
             raise ValueError(f"a range must be increasing and finite, got {self}")
 
     def __str__(self) -> str:
         """As it is typed."""
-        return f"{self.low:g}..{self.high:g}"
+        return f"{self.low:g}..{self.high:g} {self.unit}".strip()
 
 
 Values = tuple[Value, ...]
@@ -41,15 +45,15 @@ Content = Range | Values
 
 
 def range_of(text: str) -> Range:
-    """Reads `LOW..HIGH`.
+    """Return the range that `LOW..HIGH` or `LOW..HIGH UNIT` says.
 
     Raises:
         ValueError: It is something else.
     """
     found = _RANGE.fullmatch(text)
     if found is None:
-        raise ValueError("give LOW..HIGH, such as 0..100")
-    return Range(float(found[1]), float(found[2]))
+        raise ValueError("give LOW..HIGH, such as 0..100 or 0..100 €")
+    return Range(float(found[1]), float(found[2]), found[3] or "")
 
 
 def values_of(text: str) -> Values:
@@ -107,15 +111,15 @@ def header_of(file: Path) -> Header:
     """Reads the first line of a file, and nothing else.
 
     Raises:
-        ValueError: There is no such file, it is empty or not in UTF-8, or its first row
-            holds numbers or a name twice, and so is no header.
+        ValueError: There is no such file, it is empty or no text in UTF-8, or its first
+            row holds numbers or a name twice, and so is no header.
         OSError: It cannot be read.
     """
     if not file.is_file():
         raise ValueError(f"there is no file {file}; give the path of a CSV file.")
     if file.suffix == ".toml":
         raise ValueError(f"{file} is a config; give the CSV file of the records.")
-    with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+    with opened(file) as lines:
         first = lines.readline()
     separator = max(SEPARATORS, key=first.count)  # commas where there is none
     names = tuple(read_header(file, separator))

@@ -4,19 +4,39 @@ import abc
 import contextlib
 import csv
 import dataclasses
+import gzip
+import io
 import json
 import sys
+import zlib
 from collections.abc import Generator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TextIO
 
+import numpy as np
 from typing_extensions import override
 
+from ..core.usability import Columns
 from .columns import AbstractRecords, Cells, Table
 from .sources import Groups, Sources
 
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-_UTF_16 = b"\xff\xfe", b"\xfe\xff"
+_GZIP = b"\x1f\x8b"
+_TEXT = "export it as comma-separated text in UTF-8"
+_UNPACK = "unpack it, or compress it by gzip"
+# First bytes of files that are no text: what each is, and what to do.
+_NOT_TEXT = {
+    b"\xff\xfe": ("is in UTF-16", "save it as UTF-8 (in Excel: CSV UTF-8)"),
+    b"\xfe\xff": ("is in UTF-16", "save it as UTF-8 (in Excel: CSV UTF-8)"),
+    b"PK\x03\x04": ("is a spreadsheet (xlsx, ods) or a zip archive", _TEXT),
+    b"\xd0\xcf\x11\xe0": ("is an Excel workbook (xls)", _TEXT),
+    b"PAR1\x15": ("is a Parquet file", _TEXT),
+    b"ARROW1\0": ("is an Arrow file", _TEXT),
+    b"BZh91AY": ("is compressed by bzip2", _UNPACK),
+    b"\xfd7zXZ": ("is compressed by xz", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("is compressed by zstd", _UNPACK),
+    b"7z\xbc\xaf": ("is a 7z archive", _UNPACK),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +82,8 @@ class AbstractData(abc.ABC):
         groups: The groups of the records.
         test: The file on which the released model is tested.
         split_seed: The public seed of the split. Not a privacy seed.
+        checked_columns: The columns and classes that a run checks first; `None` if
+            the records are generated.
     """
 
     source: ClassVar[str]
@@ -73,6 +95,7 @@ class AbstractData(abc.ABC):
     groups: ClassVar[Groups | None] = None
     test: ClassVar[HeldOut | None] = None
     split_seed: ClassVar[int]
+    checked_columns: ClassVar[Columns | None] = None
 
     @property
     @abc.abstractmethod
@@ -180,6 +203,14 @@ class CsvFile(AbstractData):
     def encode(self, table: Table) -> AbstractRecords:
         """The rows of a table as records; raises `ValueError` without a column."""
 
+    @abc.abstractmethod
+    def cell_marks(self, table: Table) -> dict[str, np.ndarray]:
+        """Return how the cells of each column that is checked fit the config.
+
+        Privacy:
+            NON-PRIVATE, row by row.
+        """
+
 
 def existing(path: Path, what: str, remedy: str) -> Path:
     """The path of a file that is there.
@@ -201,14 +232,9 @@ def read_header(path: Path, separator: str) -> list[str]:
     """The names of the columns of a file; no cell of a record is read.
 
     Raises:
-        ValueError: There is no header, it is not in UTF-8, it has another separator, or
-            a name twice.
+        ValueError: There is no header, the file is no text in UTF-8, it has another
+            separator, or a name twice.
     """
-    with path.open("rb") as file:
-        if file.read(2) in _UTF_16:
-            raise ValueError(
-                f"{path} is in UTF-16; save it as UTF-8 (in Excel: CSV UTF-8)."
-            )
     with contextlib.closing(_rows(path, separator)) as rows:
         header = [cell.strip() for cell in next(rows, [])]
     if not header:
@@ -232,7 +258,7 @@ def read_csv(path: Path, separator: str = ",") -> Table:
     """Reads a comma-separated file with a header; cells are stripped of spaces.
 
     Args:
-        path: An existing file, in UTF-8.
+        path: An existing file, in UTF-8; it may be compressed by gzip.
         separator: What is between two cells of a row.
 
     Returns:
@@ -250,12 +276,34 @@ def read_csv(path: Path, separator: str = ",") -> Table:
     return Table(str(path), columns, len(body))
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Generator[TextIO]:
+    """Open a text file, compressed by gzip or not, by its first bytes.
+
+    Raises:
+        ValueError: The file is no text, or its compression is damaged.
+    """
+    with path.open("rb") as raw:
+        packed = raw.peek(2).startswith(_GZIP)
+        file = gzip.GzipFile(fileobj=raw) if packed else raw
+        try:
+            first = file.peek(8)
+            for mark, (what, remedy) in _NOT_TEXT.items():
+                if first.startswith(mark):
+                    raise ValueError(f"{path} {what}; {remedy}.")
+            # No byte may raise; spreadsheets begin with a mark of the encoding.
+            yield io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(
+                f"{path} is compressed by gzip, and damaged or cut off; copy it again."
+            ) from error
+
+
 def _rows(path: Path, separator: str) -> Generator[list[str]]:
     """The rows of a file, the header first; blank lines are none."""
     limit = csv.field_size_limit(sys.maxsize)  # a long cell must not raise
     try:
-        # No byte may raise; spreadsheets begin with a mark of the encoding.
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        with opened(path) as file:
             yield from (row for row in csv.reader(file, delimiter=separator) if row)
     finally:
         csv.field_size_limit(limit)

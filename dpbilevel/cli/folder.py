@@ -56,7 +56,7 @@ def _is_lost(out: Path) -> bool:
     if not (out / checkpoint.NAME).exists():
         return False
     try:
-        return checkpoint.read(out).done > 0  # before a first step nothing was spent
+        return checkpoint.read(out).has_released
     except ValueError:
         return True
 

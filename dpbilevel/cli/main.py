@@ -18,11 +18,11 @@ from .._extras import missing
 from ..audit.device import device_arithmetic
 from ..core import checkpoint, interrupts, spending
 from ..core.progress import step_bar
-from ..core.solution import divergence
-from . import audit, auto, draft, folder, init, page, predictions, results
+from . import audit, auto, check, draft, folder, init, page, predictions, results
 from .config import Config
 from .facts import header_of
-from .run import check, prepare, run
+from .prepared import prepare
+from .run import refuse, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (`dpbilevel.core.interrupts`).
 
     Privacy:
-        What is printed is public or released, whatever the records hold. `init` prints
-        the first row of a file, which has to be a header.
+        What is printed is public or released, but for the lines of `check`, which are
+        marked NON-PRIVATE. `init` prints the first row of a file, a header.
     """
     arguments = _parser().parse_args(argv)
     interrupts.say(lambda: _interrupted(arguments))
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("config", **config)
     add("--json", **flag, help="print it as JSON")
     _add_auto(command, config)
+    _add_check(command, config)
     _add_run(command, config, folder, flag)
     holds = "print guarantee, released values and spending of a folder"
     add = command("report", _report, holds)
@@ -181,6 +182,14 @@ def _add_predict(command, folder: Any) -> None:
     add("--out", metavar="FILE", type=Path, required=True, help="a new CSV file")
 
 
+def _add_check(command, config: Any) -> None:
+    tells = "show the curator, NON-PRIVATE, how the files fit a config"
+    add = command("check", _check, tells)
+    add("config", **config)
+    _add_files(add)
+    add("--ids", metavar="COLUMN", help="column that tells whose record a row is")
+
+
 def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
     add = command(
         "run",
@@ -191,14 +200,17 @@ def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
     )
     add("config", **config)
     add("--out", **folder, required=True, help="a new folder")
-    file: Any = {"metavar": "PATH", "type": Path}
-    add("--data", **file, help="CSV file instead of the config's")
-    instead = "CSV file of validation records instead of the config's"
-    add("--validation", **file, help=instead)
+    _add_files(add)
     add("--resume", **flag, help="continue an interrupted run, bit for bit")
     again = "run again in a folder of earlier runs: a new release, budgets add up"
     add("--restart", **flag, help=again)
     add("--chunk", metavar="N", type=int, help="steps between two checkpoints")
+
+
+def _add_files(add) -> None:
+    file: Any = {"metavar": "PATH", "type": Path}
+    add("--data", **file, help="CSV file instead of the config's")
+    add("--validation", **file, help="the same for validation records")
 
 
 def _init(arguments: argparse.Namespace) -> int:
@@ -269,12 +281,18 @@ def _auto(arguments: argparse.Namespace) -> None:
     print(f"\nconfig: {out} (run it with: dpbilevel run {out} --out DIR)")
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    config, _ = auto.read_for_run(arguments.config)
+    files = arguments.data, arguments.validation
+    print(*check.check(config, *files, arguments.ids), sep="\n")
+
+
 def _run(arguments: argparse.Namespace) -> None:
     config, is_planned = auto.read_for_run(arguments.config)
     _check_installed(config)
     names = ("data", "validation", "chunk", "resume", "restart")
     options = {name: getattr(arguments, name) for name in names}
-    check(config, arguments.out, **options)
+    refuse(config, arguments.out, **options)
     if not is_planned and arguments.resume:
         config = auto.as_before(config, arguments.out)
     elif not is_planned:
@@ -283,8 +301,7 @@ def _run(arguments: argparse.Namespace) -> None:
     print(prepared.report, flush=True)  # before anything is spent
     with step_bar(prepared.solver.num_steps, "run") as progress:
         result = run(prepared, arguments.out, **options, progress=progress)
-    remark = divergence(result.rejected_updates)
-    if remark is not None:
+    for remark in result.warnings:
         print(f"WARNING: {remark}")
     print(f"result: {arguments.out} (see it with: dpbilevel report {arguments.out})")
     spent = spending.read(arguments.out)

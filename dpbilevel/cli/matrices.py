@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from typing_extensions import override
 
-from .columns import AbstractRecords, Standardized, Table
+from ..core.usability import Columns
+from .columns import AbstractRecords, Standardized, Table, stacked
 from .files import AbstractData, CsvFile
 
 
@@ -19,13 +20,15 @@ class Matrices(AbstractRecords):
     """One payoff matrix per record."""
 
     entries: Float[np.ndarray, "n rows columns"]
+    marks: Int[np.ndarray, "n k"] | None = None
 
     def __len__(self) -> int:
         return len(self.entries)
 
     @override
     def take(self, rows: np.ndarray) -> Self:
-        return type(self)(self.entries[rows])
+        marks = None if self.marks is None else self.marks[rows]
+        return type(self)(self.entries[rows], marks)
 
     @override
     def tree(self) -> np.ndarray:
@@ -92,7 +95,19 @@ class CsvMatrices(MatrixData, CsvFile, Standardized):
             for name in row
         ]
         entries = np.stack(cells, 1).reshape(-1, *self.shape)
-        return Matrices(entries.astype(np.float32))
+        return Matrices(entries.astype(np.float32), stacked(self.cell_marks(table)))
+
+    @override
+    def cell_marks(self, table: Table) -> dict[str, np.ndarray]:
+        names = self.checked_columns.names
+        return {n: self.marks(table.column(n), self.mean, self.scale) for n in names}
+
+    @property
+    @override
+    def checked_columns(self) -> Columns:
+        return Columns(
+            tuple(dict.fromkeys(name for row in self.columns for name in row))
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..core.solution import divergence
 from ..privacy.report import PrivacyReport, Status, rounded_up
 from . import figure
 from .attack import FALSE_ALARMS
@@ -58,6 +57,9 @@ _TERMS = {
     "Poisson": "each record is read with the same chance, drawn anew each time",
     "FixedSize": "so many records are read, drawn anew each time",
     "RandomAllocation": "each record is read once a pass, in a batch drawn anew",
+    "usable records": "how many records fit what the config declares",
+    "usable records of the upper level": "the same of the validation records",
+    "usable records of the lower level": "the same of the training records",
     "gradient": "a step of the model",
     "model": "a model: the released one, or a first one that scores the sources",
     "models": "a model for each source, and one for all of them",
@@ -121,6 +123,8 @@ def _head(result: Result, title: str) -> str:
     if result.test is not None and result.test.value is not None:
         name = f"test {result.test.metric}"
         facts[name] = f"{result.test.value:.4g}"
+        if result.test.trivial is not None:
+            facts["constant answer"] = f"{result.test.trivial:.2g}"
     shown = "".join(
         f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in facts.items()
     )
@@ -176,8 +180,7 @@ def _released(result: Result) -> str:
         "the way there. All of it is covered by the guarantee: it may be published and "
         "used in any way.</p>"
     ]
-    remark = divergence(result.rejected_updates)
-    parts += [] if remark is None else [f'<p class="warning">{_text(remark)}</p>']
+    parts += [f'<p class="warning">{_text(remark)}</p>' for remark in result.warnings]
     if not result.has_moved and not result.shows_model:
         parts.append(f"<p>Each {_text(result.label)} is where it started.</p>")
     elif not result.ends_there:
@@ -186,6 +189,9 @@ def _released(result: Result) -> str:
             "cases it is an average of the points of the path.</p>"
         )
     parts += [] if result.test is None else [_tested(result)]
+    parts += [
+        f"<p>{_text(line[:1].upper() + line[1:])}.</p>" for line in result.checked
+    ]
     parts.append('<div class="figures">')
     for title, drawing in figure.drawings(result).items():
         drawing = _recolored(drawing, title)

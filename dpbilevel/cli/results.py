@@ -10,6 +10,7 @@ import numpy as np
 from ..core import checkpoint, lock
 from ..core.checkpoint import SEARCH
 from ..core.solution import divergence
+from ..core.usability import LevelUsability, Usability
 from ..privacy.report import PrivacyReport
 from .evaluation import Evaluation
 from .tasks import TASKS
@@ -18,6 +19,11 @@ RESULT = checkpoint.RESULT
 ARRAYS = "solution.npz"
 FIGURE = "figure.png"
 _AUDIT = "audit.json"
+LEVELS = {
+    "records": "records",
+    "upper": "validation records",
+    "lower": "training records",
+}
 MOST_NAMED = 16  # coefficients of a page
 
 
@@ -40,6 +46,7 @@ class Result:
         rejected_updates: As in `Solution`.
         features: What each coefficient of the model belongs to.
         test: The accuracy or error on the test file, where the config names one.
+        usability: What the check of the records released; `None` without a check.
     """
 
     task: str
@@ -56,6 +63,7 @@ class Result:
     rejected_updates: int = 0
     features: tuple[str, ...] = ()
     test: Evaluation | None = None
+    usability: Usability | None = None
 
     @property
     def model(self) -> np.ndarray | None:
@@ -94,10 +102,29 @@ class Result:
         if self.model is not None:
             lines += self._coefficients()
         lines += [] if self.test is None else [str(self.test)]
-        remark = divergence(self.rejected_updates)
-        if remark is not None:
-            lines += [f"WARNING: {remark}"]
+        lines += self.checked
+        lines += [f"WARNING: {remark}" for remark in self.warnings]
         return "\n".join([*lines, "", str(self.report)])
+
+    @property
+    def checked(self) -> list[str]:
+        """How usable the records of each level are, as released, in words."""
+        levels = {} if self.usability is None else self.usability.levels
+        lines = []
+        for role, level in levels.items():
+            usable = f"{100 * min(max(level.usable, 0.0), 1.0):.0f} %"
+            text = f"usable {LEVELS[role]}: {usable} +- {100 * level.noise_std:.0f} %"
+            if level.constant_accuracy is not None:
+                text += f"; the most frequent class: {level.constant_accuracy:.2g}"
+            lines.append(text)
+        return lines
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader should know about the run and its records."""
+        remarks = [] if self.usability is None else [*self.usability.remarks]
+        remark = divergence(self.rejected_updates)
+        return remarks if remark is None else [*remarks, remark]
 
     def _coefficients(self) -> list[str]:
         """The model, in which the largest coefficients are named."""
@@ -147,6 +174,9 @@ def save(folder: Path, result: Result, figure: bytes) -> None:
         "y": None if result.y is None else result.y.tolist(),
         "features": result.features,
         "test": None if result.test is None else dataclasses.asdict(result.test),
+        checkpoint.CHECK: None
+        if result.usability is None
+        else dataclasses.asdict(result.usability),
         "power_at_5_percent_false_alarms": result.power,
         "rejected_updates": result.rejected_updates,
         "report": json.loads(result.report.to_json()),
@@ -207,12 +237,22 @@ def load(folder: Path) -> Result:
             features=tuple(page.get("features", ())),
             test=Evaluation(**page["test"]) if page.get("test") else None,
             power=page["power_at_5_percent_false_alarms"],
+            usability=usability_of(page),
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(
             f"{folder} is not a result folder of this version of dpbilevel, or "
             f"{RESULT} or {ARRAYS} in it is damaged: {error}."
         ) from error
+
+
+def usability_of(page: dict[str, Any]) -> Usability | None:
+    """Return what the check of the records released, as a page of JSON holds it."""
+    found = page.get(checkpoint.CHECK)
+    if found is None:
+        return None
+    levels = {role: LevelUsability(**f) for role, f in found["levels"].items()}
+    return Usability(levels)
 
 
 def _why(folder: Path) -> str:

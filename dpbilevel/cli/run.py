@@ -17,7 +17,6 @@ from ..core import checkpoint, lock, odometer, spending
 from ..core.checkpoint import Checkpoint
 from ..core.interrupts import whole
 from ..core.loop import advance, bound_to, planned_rows
-from ..core.plan import calibrate
 from ..core.resume import (
     finish_run,
     first_checkpoint,
@@ -25,59 +24,23 @@ from ..core.resume import (
     run_in_parts,
     solution_of,
 )
-from ..core.solver import AbstractSolver
+from ..core.usability import Usability
 from ..privacy.ledger import Ledger
-from ..privacy.noise import root_key
+from ..privacy.noise import derive, root_key
 from ..privacy.products import check_products
-from ..privacy.report import PrivacyReport
+from ..privacy.report import PrivacyReport, rounded_up
 from ..privacy.untested import check_release
 from . import attack, evaluation, figure, folder, results
 from .columns import Records
 from .config import Config
-from .data import check_files, load_levels, load_records, load_test
+from .data import as_levels, check_files, indicators, load, load_test
+from .prepared import Prepared
 from .results import Result
-from .task import Problem
 
 Progress = Callable[[int], None]
 
 # At the top, so that all chunks of one length run one compiled program.
 _advance = jax.jit(advance, static_argnames="trajectory")
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A run that is planned and has not touched data."""
-
-    config: Config
-    problem: Problem
-    solver: AbstractSolver  # calibrated
-    w0: PyTree  # public
-    report: PrivacyReport  # of one run
-
-
-def prepare(config: Config) -> Prepared:
-    """Plans a run from the config alone.
-
-    Raises:
-        ValueError: No noise reaches the budget with this solver and sampling.
-
-    Privacy:
-        Touches no data.
-    """
-    problem, w0 = config.problem, config.task.start(config.data.blocks)
-    try:
-        plan = calibrate(
-            problem,
-            config.solver,
-            config.privacy.budget,
-            sizes=config.sizes,
-            w0=w0,
-            precision=config.privacy.precision,
-        )
-    except ValueError as error:
-        raise config.place.error(str(error)) from error
-    report = evaluation.reported(plan.report, config)
-    return Prepared(config, problem, plan.solver, w0, report)
 
 
 def run(
@@ -123,8 +86,8 @@ def run(
     """
     with _opened(out, chunk, resume, restart) as still_locked:
         before = checkpoint.read(out) if resume else None
-        levels, test = _load(prepared, data, validation)
-        read = levels if test is None else (levels, test.tree())
+        levels, rows, test = _load(prepared, data, validation)
+        read = levels, rows, None if test is None else test.tree()
         fingerprint = _fingerprint(prepared, read, _chunk(prepared, chunk, before))
         first = first_checkpoint(
             prepared.problem,
@@ -138,13 +101,13 @@ def run(
         progress(saved.done)
         try:
             number = saved.fingerprint["run"]
-            odometer.begin(out, number, prepared.report, prepared.config.tables)
 
             def keep(saved):
                 still_locked()
                 checkpoint.write(out, saved)
                 progress(saved.done)
 
+            saved = _checked(prepared, rows, saved, out, keep)
             saved = _steps(prepared, levels, saved, keep)
             result = _result(prepared, saved, test)
             picture = figure.draw(result)
@@ -160,7 +123,7 @@ def run(
         return result
 
 
-def check(
+def refuse(
     config: Config,
     out: Path,
     *,
@@ -175,15 +138,35 @@ def check(
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
             is in use, a file of records is missing, lacks a column or has too few rows,
-            or the device computes matrix products too coarsely.
+            delta is not below one over the number of records, or the device computes
+            matrix products too coarsely.
         OSError: The folder cannot be made or written to.
     """
     check_products("run")
     check_release("run")
+    _check_delta(config)
     with _opened(out, chunk, resume, restart), _data_errors(config):
         privacy = config.privacy
         places = _places(config, data, validation)
         check_files(config.data, privacy.people, privacy.neighbours, **places)
+
+
+def _check_delta(config: Config) -> None:
+    """Refuse a delta that allows the publication of a record, unless that is declared.
+
+    Raises:
+        ValueError: Delta is not below one over the number of records of a level.
+    """
+    privacy, least = (
+        config.privacy,
+        1 / max(config.data.training, config.data.validation),
+    )
+    if privacy.delta >= least and not privacy.allow_large_delta:
+        raise config.place.child("privacy").error(
+            f"delta = {privacy.delta:g} is not below one over the number of records, "
+            f"{least:.2g}: publishing one record at random would meet the guarantee. "
+            "Give a smaller delta, or allow_large_delta = true if that is meant."
+        )
 
 
 @contextlib.contextmanager
@@ -231,6 +214,69 @@ def _steps(
     return run_in_parts(part, saved, solver.num_steps, keep, chunk=chunk)
 
 
+def _checked(
+    prepared: Prepared,
+    rows: dict[str, np.ndarray],
+    saved: Checkpoint,
+    out: Path,
+    keep: Callable[[Checkpoint], None],
+) -> Checkpoint:
+    """Release how usable the records are, once in a run, and stop if they are not.
+
+    Args:
+        prepared: The plan.
+        rows: The indicators of each level.
+        saved: The run so far.
+        out: The result folder.
+        keep: Called with the run once its check is released.
+
+    Returns:
+        The run, with what was released in its checkpoint.
+
+    Raises:
+        ValueError: Less than half of the records of a level can be used.
+
+    Privacy:
+        The check alone is on record before it reads a record, and the whole plan before
+        training does. A run that goes on has the same key for the check until its
+        release is in the checkpoint, and keeps that release afterwards.
+    """
+    number, report = saved.fingerprint["run"], prepared.report
+    first = prepared.report_of_check
+    odometer.begin(out, number, report, prepared.config.tables, first=first)
+    if first is None:
+        return saved
+    if checkpoint.CHECK not in saved.fingerprint:
+        own, rest = derive(saved.key, "usability", "run")
+        released = prepared.check.release(rows, key=own, owner="run")
+        fingerprint = saved.fingerprint | {
+            checkpoint.CHECK: dataclasses.asdict(released)
+        }
+        saved = dataclasses.replace(saved, key=rest, fingerprint=fingerprint)
+        keep(saved)
+    found = results.usability_of(saved.fingerprint)
+    assert found is not None
+    if found.stops:
+        with whole():
+            spending.stop(out, number)
+            checkpoint.remove(out)
+        raise ValueError(_stopped(prepared.config, found, first))
+    odometer.charge(out, number, report)
+    return saved
+
+
+def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
+    """Return the message of a run that stops after its check."""
+    return (
+        f"{config.place}: the run stopped before training, because too few records can "
+        f"be used. {' '.join(found.remarks)} dpbilevel check {config.place} shows you "
+        "the rows, for your eyes alone. Correct the config or the file and run again "
+        "in a new folder, or here with --restart. The check cost epsilon = "
+        f"{rounded_up(first.epsilon, 3)}, which adds to that run; the rest of the "
+        "budget is unspent."
+    )
+
+
 def _begin(first: Checkpoint, out: Path) -> Checkpoint:
     """Numbers a run and writes it into its folder; an earlier result moves away."""
     with whole():
@@ -245,12 +291,14 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
     """What the run releases, from its last state, and on its test records."""
     config = prepared.config
     found = solution_of(prepared.problem, prepared.solver, saved)
+    usability = results.usability_of(saved.fingerprint)
     x, y = (found.value, None) if config.task.shows_model else found.value
     tested = None
     if test is not None:
         # The key of the steps after the last one, which a resumed run has as well.
         model = np.asarray(y if config.task.two_levels() else x)
         tested = evaluation.evaluate(config, model, test, key=saved.key)
+        tested = tested.beside(usability)
     return Result(
         task=config.task_name,
         label=config.task.label,
@@ -266,13 +314,14 @@ def _result(prepared: Prepared, saved: Checkpoint, test: Records | None) -> Resu
         rejected_updates=int(found.rejected_updates),
         test=tested,
         power=attack.largest_power(*_ledgers(prepared)),
+        usability=usability,
     )
 
 
 def _ledgers(prepared: Prepared) -> Iterator[Ledger]:
     """What people are charged: those of the run, and those of a counted test file."""
     config = prepared.config
-    yield prepared.solver.ledger(prepared.problem, config.sizes)
+    yield prepared.ledger
     if config.data.test is not None and config.data.test.accuracy == "counted":
         yield evaluation.ledger_of(config)
 
@@ -285,22 +334,24 @@ def _places(
 
 def _load(
     prepared: Prepared, data: Path | None, validation: Path | None
-) -> tuple[PyTree, Records | None]:
-    """The records on the device, checked against the plan, and those of the test."""
+) -> tuple[PyTree, dict[str, np.ndarray], Records | None]:
+    """The records on the device, checked against the plan, and those of the test.
+
+    Between them, by role: how the records fit the config, as indicators.
+    """
     config = prepared.config
     neighbours, people = config.privacy.neighbours, config.privacy.people
     places = _places(config, data, validation)
     with _data_errors(config):
-        levels: PyTree
-        if people is None:
-            levels = load_records(config.data, neighbours, **places)
-        else:
-            levels = load_levels(config.data, people, neighbours, **places)
+        records = load(config.data, people, neighbours, **places)
+        columns = dict(prepared.check.columns)
+        rows = {role: indicators(columns[role], records[role]) for role in columns}
+        levels = as_levels(records)
         test = load_test(config.data, **places)
         prepared.problem.check(prepared.w0, levels)
         bound_to(prepared.problem, prepared.solver, levels)
         levels = planned_rows(prepared.solver, levels)  # no shape tells their number
-    return jax.tree.map(jnp.asarray, levels), test
+    return jax.tree.map(jnp.asarray, levels), rows, test
 
 
 def _chunk(prepared: Prepared, chunk: int | None, saved: Checkpoint | None) -> int:

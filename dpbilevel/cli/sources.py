@@ -52,7 +52,8 @@ class Sources:
         source = rng.integers(0, self.count, len(records.label))  # uniform
         flipped = rng.random(len(source)) < np.asarray(self.flip)[source]
         label = np.where(flipped, -records.label, records.label)
-        return Records(records.features, label, source.astype(np.int32))
+        source = source.astype(np.int32)
+        return dataclasses.replace(records, label=label, source=source)
 
 
 @dataclasses.dataclass(frozen=True)

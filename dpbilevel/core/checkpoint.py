@@ -24,6 +24,7 @@ NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
 RESULT = "result.json"  # the result of a run of the command line
 SEARCH = "search.json"  # the result of a search
+CHECK = "usability"  # in a fingerprint: what the check of the records released
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (
     b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come and "
@@ -50,6 +51,11 @@ class Checkpoint:
     state: PyTree
     path: PyTree
     fingerprint: dict[str, Any]
+
+    @property
+    def has_released(self) -> bool:
+        """Whether anything was released from the records so far."""
+        return self.done > 0 or CHECK in self.fingerprint
 
     def __repr__(self) -> str:
         """The number of steps; never the key."""

@@ -1,5 +1,6 @@
 """What all runs below a folder have spent together, and a limit to it."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -142,7 +143,12 @@ def limit_spending(folder: Path | str, budget: PrivacyBudget) -> None:
 
 
 def begin(
-    folder: Path, number: int, report: PrivacyReport, config: dict[str, Any]
+    folder: Path,
+    number: int,
+    report: PrivacyReport,
+    config: dict[str, Any],
+    *,
+    first: PrivacyReport | None = None,
 ) -> None:
     """Records that a run starts, or goes on; to be called before it reads a record.
 
@@ -151,23 +157,43 @@ def begin(
         number: The run's number in the folder, from 1.
         report: The guarantee of the run.
         config: The config as it was given.
+        first: The guarantee of the part of the run that comes first, if `charge` is
+            called before the rest. It is on record alone until then.
 
     Raises:
-        ValueError: It would take the total above a limit; the record is as before.
+        ValueError: The whole run would take the total above a limit; the record is as
+            before.
         OSError: The disk refuses, or a folder below a limit cannot be read; the record
             is as before.
     """
+    goes_on = any(run.number == number for run in spending.read(folder).runs)
+    with _kept(folder):
+        # On record first: of two runs that start at once, at least one sees the other.
+        spending.begin(folder, number, first or report, config)
+        # Also where it goes on: it may have been killed right here, or moved since.
+        _check_limits(folder, number, report, goes_on=goes_on)
+
+
+def charge(folder: Path, number: int, report: PrivacyReport) -> None:
+    """Records that all of a run counts, after a first part; before it reads a record.
+
+    Arguments and errors are those of `begin`.
+    """
+    with _kept(folder):
+        spending.charge(folder, number, report)
+        _check_limits(folder, number, report, goes_on=True)
+
+
+@contextlib.contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """Leaves the record of a folder as it was where an error is raised."""
     file = folder / NAME
     before = file.read_bytes() if file.is_file() else None
-    goes_on = any(run.number == number for run in spending.read(folder).runs)
-    # On record first: of two runs that start at once, at least one sees the other.
-    spending.begin(folder, number, report, config)
     try:
-        # Also where it goes on: it may have been killed right here, or moved since.
-        _check_limits(folder, report, goes_on=goes_on)
+        yield
     except BaseException:  # or a second attempt would find it on record
         if before is None:
-            file.unlink()
+            file.unlink(missing_ok=True)
         else:
             checkpoint.replace(file, before)
         raise
@@ -204,14 +230,18 @@ def _has_run(folder: Path) -> bool:
     content = file.read_bytes()
     notice = content[: content.find(b"\n") + 1]
     try:
-        # Before a first step nothing was released.
-        return checkpoint.parsed(file, content, notice=notice).done > 0
+        return checkpoint.parsed(file, content, notice=notice).has_released
     except Exception:  # damaged
         return True
 
 
-def _check_limits(folder: Path, report: PrivacyReport, *, goes_on: bool) -> None:
+def _check_limits(
+    folder: Path, number: int, report: PrivacyReport, *, goes_on: bool
+) -> None:
     """Raises `ValueError` where a run that is on record leads above a limit."""
+    recorded = {run.number: run.cost for run in spending.read(folder).runs}[number]
+    whole = spending.cost(report)  # of which a first part may be on record alone
+    ahead = [max(0.0, b - a) for a, b in zip(recorded, whole, strict=True)]
     absolute = Path(os.path.abspath(folder))
     above = [p for end in (absolute, folder.resolve()) for p in (end, *end.parents)]
     for place in dict.fromkeys(above):
@@ -228,15 +258,16 @@ def _check_limits(folder: Path, report: PrivacyReport, *, goes_on: bool) -> None
                 "dpbilevel.search.limit_spending(folder, budget). Nothing was spent."
             ) from None
         found = spent(place)
-        pairs = zip((found.epsilon, found.delta), limits, strict=True)
+        costs = found.epsilon + ahead[0], min(1.0, found.delta + ahead[1])
+        pairs = zip(costs, limits, strict=True)
         if not all(cost <= limit * (1 + _ROUNDING) for cost, limit in pairs):
-            raise ValueError(_over(place, found, limits, report, goes_on))
+            raise ValueError(_over(place, found, costs, limits, report, goes_on))
 
 
-def _over(place, found, limits, report, goes_on) -> str:
+def _over(place, found, costs, limits, report, goes_on) -> str:
     known = math.isfinite(found.epsilon)
     unknown = f"what was spent there is unknown, or for other neighbours:\n{found}\n"
-    together = f"epsilon = {found.epsilon:.6g} at delta = {found.delta:.3g}"
+    together = f"epsilon = {costs[0]:.6g} at delta = {costs[1]:.3g}"
     advice = "Give a smaller budget. Nothing was spent."
     if goes_on:
         advice = "It goes on where limit_spending declares a larger one."

@@ -23,7 +23,8 @@ class Run:
 
     Attributes:
         started: When, in UTC.
-        epsilon: The plan's epsilon; infinite where none is claimed.
+        epsilon: The plan's epsilon, or that of the first part of a run if no more was
+            begun; infinite where none is claimed.
         delta: The plan's delta.
         relation: The neighbouring relation.
         people: Who may have records in which level; empty for one level.
@@ -31,6 +32,7 @@ class Run:
         resumed: How often it was resumed: the same release, no further cost.
         finished: Whether its result was written.
         number: Its number in the folder, as recorded.
+        stopped: Whether it stopped after its check of the records.
     """
 
     started: str
@@ -42,11 +44,19 @@ class Run:
     resumed: int = 0
     finished: bool = False
     number: int = 1
+    stopped: bool = False
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Epsilon and delta."""
+        return self.epsilon, self.delta
 
     def __str__(self) -> str:
         """One line of text."""
         times = f", resumes: {self.resumed}" if self.resumed else ""
         end = "finished" if self.finished else "not finished"
+        if self.stopped:
+            end = "stopped before training: too few usable records"
         return f"{self.started}: {_cost([self])}, {end}{times}"
 
 
@@ -138,18 +148,42 @@ def begin(
     if any(run.number == number for run in read(folder).runs):
         _append(folder, {"event": "resumed", "run": number, "time": now})
         return
+    epsilon, delta = cost(report)
     text = json.dumps(config, sort_keys=True)  # one hash for any order of its keys
     event = {
         "event": "started",
         "run": number,
         "started": now,
-        "epsilon": math.inf if report.status is Status.HEURISTIC else report.epsilon,
-        "delta": report.delta,
+        "epsilon": epsilon,
+        "delta": delta,
         "relation": report.relation,
         "people": "" if report.people is None else str(report.people),
         "config": hashlib.sha256(text.encode()).hexdigest(),
     }
     _append(folder, event)
+
+
+def cost(report: PrivacyReport) -> tuple[float, float]:
+    """Return epsilon and delta of a run; epsilon is infinite if none is claimed."""
+    heuristic = report.status is Status.HEURISTIC
+    return math.inf if heuristic else report.epsilon, report.delta
+
+
+def charge(folder: Path, number: int, report: PrivacyReport) -> None:
+    """Records, once, that the whole of a run counts and not its first part alone.
+
+    Raises:
+        OSError: The disk refuses; the record is as before.
+    """
+    if all(run.cost != cost(report) for run in _runs(folder, number)):
+        epsilon, delta = cost(report)
+        event = {"event": "charged", "run": number, "epsilon": epsilon, "delta": delta}
+        _append(folder, event)
+
+
+def stop(folder: Path, number: int) -> None:
+    """Records that a run ends after its check of the records; `OSError` as `finish`."""
+    _append(folder, {"event": "stopped", "run": number})
 
 
 def finish(folder: Path, number: int) -> None:
@@ -161,9 +195,14 @@ def finish(folder: Path, number: int) -> None:
     Privacy:
         Without the time: how long a run took is covered by no guarantee.
     """
-    runs = [run for run in read(folder).runs if run.number == number]
-    if runs and not runs[-1].finished:
+    runs = _runs(folder, number)
+    if runs and not runs[0].finished:
         _append(folder, {"event": "finished", "run": number})
+
+
+def _runs(folder: Path, number: int) -> tuple[Run, ...]:
+    """Return the last run of that number, if it is on record."""
+    return tuple(run for run in read(folder).runs if run.number == number)[-1:]
 
 
 def totals(runs: Sequence[Any]) -> list[str]:
@@ -204,14 +243,15 @@ def _apply(event: dict[str, Any], runs: list[Run]) -> int:
     if kind == "started":
         runs.append(_checked(Run(**event, number=number)))
         return number
-    if kind not in ("resumed", "finished"):
+    if kind not in ("resumed", "charged", "stopped", "finished"):
         raise ValueError("no such event.")
     found = [i for i, run in enumerate(runs) if run.number == number]
     for i in found[-1:]:  # none where the line of its start is lost
         if kind == "resumed":
-            runs[i] = dataclasses.replace(runs[i], resumed=runs[i].resumed + 1)
-        else:
-            runs[i] = dataclasses.replace(runs[i], finished=True)
+            event = {"resumed": runs[i].resumed + 1}
+        elif kind != "charged":
+            event = {kind: True}
+        runs[i] = _checked(dataclasses.replace(runs[i], **event))
     return number
 
 

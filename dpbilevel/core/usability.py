@@ -107,8 +107,16 @@ class LevelUsability:
 
     @property
     def stops(self) -> bool:
-        """Whether less than half of the records can be used, beyond the noise."""
-        return self.usable + _DEVIATIONS * self.noise_std < 0.5
+        """Whether less than half of the records can be used, beyond the noise.
+
+        Three quarters, if no record of some class stands out of it: the class may be
+        misspelt, and a model of the others is of no use.
+        """
+        few = self.usable + _DEVIATIONS * self.noise_std < 0.5
+        # One more deviation, or usable records would stop by chance more often.
+        noise = (_DEVIATIONS + 1) * self.noise_std
+        least = min(self.classes.values(), default=1.0)
+        return few or (self.usable + noise < 0.75 and least < 2 * noise)
 
     @property
     def wrong(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.run import prepare
+from dpbilevel.cli.prepared import prepare
 from dpbilevel.core import checkpoint, spending
 from dpbilevel.privacy import noise
 from tests.cli.test_runner import GENERATED

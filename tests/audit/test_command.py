@@ -5,7 +5,7 @@ import pytest
 from dpbilevel.cli import audit as page
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.run import prepare
+from dpbilevel.cli.prepared import prepare
 from tests.audit.runs import audited, claim_of
 from tests.cli.test_cli import config, config_of_csv, failure  # noqa: F401
 from tests.cli.test_runner import GENERATED

@@ -54,7 +54,7 @@ def check_rows(cls, rows):
         )
         assert (told[name] == "required") == required, name
         if isinstance(field.default, int | float):
-            assert told[name] == str(field.default), name
+            assert told[name] == str(field.default).lower(), name
         if isinstance(field.default, str):
             assert told[name] == f'`"{field.default}"`', name
 

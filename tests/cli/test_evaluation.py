@@ -15,7 +15,8 @@ from dpbilevel.audit.claims import ledger_claims
 from dpbilevel.cli import evaluation, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.run import run
 from tests.cli.test_cli import failure
 from tests.cli.test_files import SETTINGS, TRAINING
 from tests.cli.test_runner import GENERATED, Stop, rows_of, stop_at, write_csv

@@ -14,8 +14,8 @@ from matplotlib.text import Text
 
 from dpbilevel.cli import audit, figure
 from dpbilevel.cli.config import parse_config
+from dpbilevel.cli.prepared import prepare
 from dpbilevel.cli.results import Result
-from dpbilevel.cli.run import prepare
 from dpbilevel.cli.tables import Place
 from tests.cli.test_files import SETTINGS, TRAINING
 from tests.cli.test_runner import CSV_DATA, GENERATED

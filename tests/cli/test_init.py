@@ -12,7 +12,7 @@ from dpbilevel.cli.columns import Table
 from dpbilevel.cli.draft import TASKS
 from dpbilevel.cli.facts import Range
 from dpbilevel.cli.main import main
-from dpbilevel.cli.run import prepare
+from dpbilevel.cli.prepared import prepare
 from tests.cli.test_cli import failure
 
 HEADER = "age,dose,ward,site,sick"

@@ -13,7 +13,8 @@ import pytest
 
 from dpbilevel.cli import results
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.run import run
 from dpbilevel.core import checkpoint, interrupts, lock, spending
 from tests.cli.test_runner import GENERATED, bits
 
@@ -52,8 +53,8 @@ class Hook:
 
 def patch():
     import jax
-    from dpbilevel.cli import run as runner
-    calibrate = runner.calibrate
+    from dpbilevel.cli import prepared, run as runner
+    calibrate = prepared.calibrate
     def planned(*arguments, **options):
         Dying()
         return calibrate(*arguments, **options)
@@ -64,7 +65,7 @@ def patch():
             return jax.lax.while_loop(lambda v: v > 0, jax.numpy.sqrt, x)
         return forever(1.0).block_until_ready()
     if phase == "planning":
-        runner.calibrate = planned
+        prepared.calibrate = planned
     if phase == "running":
         runner._advance = without_end
 

@@ -12,7 +12,7 @@ from dpbilevel.bilevel import MixedSources, ScaledGroups, SelectedSources
 from dpbilevel.cli import attack, page, results
 from dpbilevel.cli.config import read_config
 from dpbilevel.cli.main import main
-from dpbilevel.cli.run import prepare
+from dpbilevel.cli.prepared import prepare
 from tests import chromium
 from tests.cli.test_cli import failure
 from tests.cli.test_figure import LONG, ONE_WORD, result_of

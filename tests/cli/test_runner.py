@@ -16,8 +16,9 @@ import dpbilevel as dpb
 from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.config import parse_config
-from dpbilevel.cli.data import load_levels
-from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.data import as_levels, load
+from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.run import run
 from dpbilevel.cli.tables import Place
 from dpbilevel.core import checkpoint
 
@@ -114,7 +115,7 @@ def levels_of(folder, rows, **privacy):
     write_csv(folder, rows)
     config = config_of(folder, data=CSV_DATA, **privacy)
     people, neighbours = config.privacy.people, config.privacy.neighbours
-    return load_levels(config.data, people, neighbours, base=folder)
+    return as_levels(load(config.data, people, neighbours, base=folder))
 
 
 def bits(folder):
@@ -442,7 +443,7 @@ def test_shared_people_have_the_same_records_in_both_levels(tmp_path):
     data = CSV_DATA.replace("validation = 20", "validation = 40")
     config = config_of(tmp_path, data=data, people="shared")
     people, neighbours = config.privacy.people, config.privacy.neighbours
-    levels = load_levels(config.data, people, neighbours, base=tmp_path)
+    levels = as_levels(load(config.data, people, neighbours, base=tmp_path))
     assert levels.is_shared
     assert len(levels.upper["label"]) == 40
 
@@ -492,7 +493,7 @@ def test_records_of_each_level_are_those_of_its_file(tmp_path, neighbours):
     write_clean(tmp_path, [[*row[:3], "no"] for row in rows[40:]])
     config = config_of(tmp_path, data=TWO_FILES, neighbours=neighbours)
     people, relation = config.privacy.people, config.privacy.neighbours
-    levels = load_levels(config.data, people, relation, base=tmp_path)
+    levels = as_levels(load(config.data, people, relation, base=tmp_path))
     assert levels.lower["label"].tolist() == [1] * 40
     assert levels.upper["label"].tolist() == [-1] * 20
     assert "source" in levels.lower
@@ -568,7 +569,7 @@ def openml_levels(monkeypatch, tmp_path, fetch):
     monkeypatch.setattr(sklearn.datasets, "fetch_openml", fetch)
     config = config_of(tmp_path, data=OPENML)
     people, neighbours = config.privacy.people, config.privacy.neighbours
-    return load_levels(config.data, people, neighbours, base=tmp_path)
+    return as_levels(load(config.data, people, neighbours, base=tmp_path))
 
 
 def test_openml_records_are_those_of_the_same_csv_file(monkeypatch, tmp_path):

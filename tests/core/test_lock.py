@@ -10,7 +10,8 @@ import pytest
 from dpbilevel.cli import results
 from dpbilevel.cli import run as runner
 from dpbilevel.cli.main import main
-from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.run import run
 from dpbilevel.core import checkpoint, lock, spending
 from tests.cli.test_runner import GENERATED, Stop, config_of, stop_at
 

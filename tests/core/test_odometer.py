@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.run import run
 from dpbilevel.core import checkpoint, odometer, spending
 from tests.cli.test_runner import Stop, config_of, stop_at
 from tests.search import test_search as looped

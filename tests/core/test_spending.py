@@ -6,7 +6,8 @@ import pytest
 
 from dpbilevel.cli import folder, results
 from dpbilevel.cli.main import main
-from dpbilevel.cli.run import prepare, run
+from dpbilevel.cli.prepared import prepare
+from dpbilevel.cli.run import run
 from dpbilevel.core import checkpoint, spending
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import GENERATED, Stop, config_of, stop_at

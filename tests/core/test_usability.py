@@ -62,6 +62,19 @@ def test_a_misspelt_class_or_a_currency_stops_and_is_named():
         assert "'no' (" in remark
 
 
+def test_a_class_that_no_record_has_stops_and_a_rare_one_does_not():
+    check, every = RecordsCheck.planned(ONE, BUDGET, 2000), np.arange(2000)
+    for label, stops in (
+        (np.where(every % 2, 0, -1), True),  # half of the records, of a misspelt class
+        (np.where(every % 5, every % 20 == 1, -1), False),  # a twentieth; many unlisted
+    ):
+        bad = np.zeros((2000, 3), bool)
+        bad[:, 0] = label < 0
+        rows = {"records": COLUMNS.indicators(bad, label=label)}
+        found = [check.release(rows, key=jax.random.key(i)).stops for i in range(20)]
+        assert found == [stops] * 20
+
+
 def test_cut_columns_are_named_and_do_not_stop():
     found = checked(cut=0.95, unread=0.1)
     assert not found.stops

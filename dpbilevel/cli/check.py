@@ -1,0 +1,136 @@
+"""The command `dpbilevel check`: how a file fits a config, for the curator alone."""
+
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from .columns import CUT, MISSING, UNUSABLE, Cells, Table, Value, listed, named
+from .config import Config
+from .data import find_files, without_sources
+from .datasets import TableData
+from .files import CsvFile, existing, read_csv
+
+_SHOWN = 5  # row numbers and unlisted values
+_FIRST = (
+    "For the curator alone: nothing here is protected, and this command writes no file",
+    "and is part of no run. Do not publish it. Correct spellings, units and bounds in",
+    "the config by what you know without the records: the config is public.",
+    "Row 1 is the first row below the header.",
+)
+_REMEDIES = {
+    CUT: "cut to the bounds; correct mean and scale if values beyond are plausible",
+    UNUSABLE: "unreadable, so that the record has no influence; correct the cells, or "
+    "declare unit or decimal",
+}
+
+
+def check(
+    config: Config,
+    data: Path | None = None,
+    validation: Path | None = None,
+    ids: str | None = None,
+) -> Iterator[str]:
+    """Yield how the files of a config fit it, as lines of text.
+
+    Args:
+        config: The config.
+        data: A file of records instead of the config's.
+        validation: A file of validation records instead of the config's.
+        ids: A column that tells whose record a row is.
+
+    Raises:
+        ValueError: The config reads no file, or a file is missing or lacks a column.
+
+    Privacy:
+        NON-PRIVATE, and every line says so. It reads cells and tells them.
+    """
+    source = config.data
+    if not isinstance(source, CsvFile):
+        raise ValueError(
+            f'{config.place}: check reads files, and source = "{source.source}" names '
+            'none. Use source = "csv" for records of your own.'
+        )
+    files = find_files(
+        source, config.privacy.people, base=config.folder, override=data,
+        validation=validation,
+    )  # fmt: skip
+    tested = source.test and existing(
+        config.folder / source.test.path, "test records", "correct path in [data.test]"
+    )
+    yield from (f"NON-PRIVATE: {line}" for line in _FIRST)
+    for i, file in enumerate((*files, tested)):
+        if file is None:
+            continue
+        described = source if i == 0 else without_sources(source)
+        assert isinstance(described, CsvFile)
+        table = read_csv(file, described.separator)
+        yield f"NON-PRIVATE: {file}: {table.rows} rows"
+        yield from (f"NON-PRIVATE:   {line}" for line in _lines(described, table, ids))
+
+
+def _lines(data: CsvFile, table: Table, ids: str | None) -> Iterator[str]:
+    lists = _lists(data) if isinstance(data, TableData) else {}
+    for name, marks in data.cell_marks(table).items():
+        if name not in lists:
+            yield from _numbers(name, table.column(name), marks)
+    for name, (values, remedy) in lists.items():
+        yield from _values(name, table.column(name), values, remedy)
+    if ids is not None:
+        counts = collections.Counter(table.column(ids))
+        several = {name: n for name, n in counts.items() if name and n > 1}
+        yield (
+            f"{ids}: {len(counts)} different; {len(several)} in more than one row, at "
+            f"most {max(several.values(), default=1)}; {counts['']} rows without one"
+            + ("; a row must hold all that one person contributes" if several else "")
+        )
+
+
+def _lists(data: TableData) -> dict[str, tuple[tuple[Value, ...], str]]:
+    """The columns whose values are listed, and what becomes of another value."""
+    label, none = data.label, "the record has no influence"
+    found = {b.column: (b.values, "counts as none of them") for b in data.categorical}
+    if label.positive:
+        found[label.column] = ((*label.positive, *label.negative), none)
+    for place in filter(None, (data.sources, data.groups)):
+        if place.column:
+            found[place.column] = (place.values, none)
+    return found
+
+
+def _numbers(name: str, cells: Cells, marks: np.ndarray) -> Iterator[str]:
+    missing = int(np.sum(marks == MISSING))
+    yield f"{name}: {len(cells) - missing} cells, {missing} empty"
+    for mark, remedy in _REMEDIES.items():
+        rows = np.flatnonzero(marks == mark)
+        if len(rows):
+            yield (
+                f"  {len(rows)} {remedy} (rows {_rows(rows)}; the first cell is "
+                f"{cells[int(rows[0])]!r})"
+            )
+
+
+def _values(
+    name: str, cells: Cells, values: tuple[Value, ...], remedy: str
+) -> Iterator[str]:
+    counts = {named(v): int(np.sum(listed(cells, (v,)) != UNUSABLE)) for v in values}
+    yield f"{name}: " + ", ".join(
+        f"{value!r} {count}" for value, count in counts.items()
+    )
+    absent = [value for value, count in counts.items() if not count]
+    if absent:
+        yield f"  no row has {', '.join(map(repr, absent))}: compare the spelling"
+    rows = np.flatnonzero(listed(cells, values) == UNUSABLE)
+    if len(rows):
+        others = collections.Counter(cells[int(i)] for i in rows).most_common(_SHOWN)
+        shown = ", ".join(f"{value!r} {count}" for value, count in others)
+        yield (
+            f"  {len(rows)} not listed, {remedy}: {shown} (rows {_rows(rows)}); add "
+            "them to the list, or correct its spelling"
+        )
+
+
+def _rows(rows: np.ndarray) -> str:
+    shown = ", ".join(str(row + 1) for row in rows[:_SHOWN])
+    return shown + (", ..." if len(rows) > _SHOWN else "")
