@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
-from ..core.descent import Descent, Memory
+from ..core.descent import Descent, Memory, Rule, StepSize, as_rule
 from ..core.outputs import AbstractOutput, Mean
 from ..core.plan import least_multiplier
 from ..privacy.fixed_size import FixedSize
@@ -57,7 +57,9 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         clip_norm: The bound $C$ on one record's operator in $\ell_2$. Where it is
             below the problem's `bound`, clipping may make a monotone operator
             non-monotone: the guarantee holds, the theorems need not.
-        step_size: The step size $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems.
+        step_size: The step size $\gamma$, at most $1 / (\sqrt3 L)$ in the theorems; or
+            an optax optimizer, whose state takes both operators of a step one after the
+            other, as in ExtraAdam, and for which there is no `bound`.
         sampling: How each query's batch is drawn.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
@@ -76,12 +78,14 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
         Boob and Guzman, "Optimal algorithms for differentially private stochastic
         monotone variational inequalities and saddle-point problems", 2024, Algorithm 1.
         There the multi-pass noise covers $T$ of the $2 T$ releases; here all are
-        counted.
+        counted. Gidel, Berard, Vignoud, Vincent and Lacoste-Julien, "A variational
+        inequality perspective on generative adversarial networks", ICLR 2019, Algorithm
+        4 (ExtraAdam).
     """
 
     num_steps: Count = eqx.field(static=True)
     clip_norm: Positive
-    step_size: Positive
+    step_size: StepSize = eqx.field(converter=as_rule)
     sampling: AbstractSampling = FullBatch()
     output: AbstractOutput = Mean()
     sizes: int | None = eqx.field(static=True, default=None)
@@ -157,13 +161,19 @@ class NoisyExtragradient(AbstractSaddleSolver[_State]):
 
     @override
     def promises(self, problem, constants, batch, std) -> tuple[Any, Any]:
-        if self.step_size > constants.largest_step * (1 + 1e-6):
+        step_size: Any = self.step_size
+        if isinstance(step_size, Rule):
+            raise ValueError(
+                "NoisyExtragradient.bound: no theorem covers an optax optimizer as "
+                "step_size; give a number."
+            )
+        if step_size > constants.largest_step * (1 + 1e-6):
             raise ValueError(
                 "NoisyExtragradient.bound: no theorem covers step_size="
-                f"{self.step_size:.3g}; it must be at most "
+                f"{step_size:.3g}; it must be at most "
                 f"{constants.largest_step:.3g}."
             )
-        path = self.num_steps, self.step_size
+        path = self.num_steps, step_size
         gap = constants.extragradient_gap(*path, batch, std)
         return gap, constants.extragradient_stability(*path, std)
 

@@ -142,9 +142,8 @@ def moved_far(solver):
     if isinstance(solver, dpb.onelevel.LocalizedGD):  # which has no step size
         radii = tuple(1e37 for _ in solver.radii)
         return dataclasses.replace(solver, strong_convexity=1e-39, radii=radii)
-    # A game's steps take no optimizer.
-    games = dpb.games.NoisyExtragradient, dpb.games.GroupDescent
-    huge = 1e30 if isinstance(solver, games) else HUGE
+    # Its weights of groups take no optimizer.
+    huge = 1e30 if isinstance(solver, dpb.games.GroupDescent) else HUGE
     parts = {
         name: moved_far(part)
         for name, part in vars(solver).items()

@@ -26,6 +26,12 @@ CONTRACT = {
         LOWER,
         SADDLE_START,
     ),
+    "extragradient_adam": Case(
+        SADDLE,
+        dpb.games.NoisyExtragradient(3, clip_norm=1.0, step_size=optax.adam(0.1)),
+        LOWER,
+        SADDLE_START,
+    ),
 }
 
 
@@ -183,6 +189,35 @@ def test_the_second_half_of_the_path_is_averaged_where_asked():
         )
     with pytest.raises(ValueError, match="no theorem covers output=TailMean"):
         solver.with_sizes(N).bound(made.problem, dimension=5)
+
+
+def test_an_optimizer_sees_both_operators_of_a_step_in_turn():
+    made, start, adam = example("rotation"), jnp.asarray([0.6, 0.0]), optax.adam(0.1)
+    game = made.problem
+
+    def path_of(step_size):
+        solver, key = extragradient(4, step_size), jax.random.key(0)
+        return solve(game, solver, made.data, start, key, trajectory=True).trajectory
+
+    def moved(u, along, state):
+        first = jax.tree.map(lambda v: v[0], made.data)
+        operator = game.record_operator(along, first)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = adam.update(operator, state, u)
+        return game.w_set.project(u + updates), state
+
+    u, state, expected = start, adam.init(start), []
+    for _ in range(4):  # ExtraAdam of Gidel et al., Algorithm 4
+        w, state = moved(u, u, state)
+        u, state = moved(u, w, state)
+        expected.append(w)
+    np.testing.assert_allclose(path_of(adam), np.stack(expected), rtol=1e-5)
+    np.testing.assert_array_equal(path_of(0.2), path_of(optax.sgd(0.2)))
+    with pytest.raises(ValueError, match="no theorem covers an optax optimizer"):
+        extragradient(4, adam).with_sizes(N).bound(game, dimension=2)
+    for wrong in (-1.0, "adam", optax.constant_schedule(0.1), None):
+        with pytest.raises(ValueError, match="step_size"):
+            extragradient(4, wrong)
 
 
 def test_public_terms_are_free_and_count_in_the_operator():
