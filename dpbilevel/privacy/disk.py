@@ -24,14 +24,15 @@ _MOST_PASSES = 4  # at a time, by one compiled program
 
 
 class OnDisk(_checks.AbstractStored):
-    """Records that every pass reads from disk, for data larger than memory.
+    """Records on disk; make them by `OnDisk.parquet(...)` or `OnDisk.arrays(...)`.
 
-    It stands where records stand: `fit(problem, solver, OnDisk.parquet(...), w0, ...)`,
-    `Levels(upper=..., lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only
-    `FullBatch` draws from it. A pass reads chunks of a public number of rows in their
-    order, the next one while one is worked on; no more than a few chunks are in memory,
-    of about 32 MiB on a CPU. Made by `OnDisk.arrays` and `OnDisk.parquet`, which read
-    shapes, and whether there are nulls.
+    Every pass reads them, for data larger than memory. They stand where records stand:
+    `fit(problem, solver, OnDisk.parquet(...), w0, ...)`, `Levels(upper=...,
+    lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only `FullBatch` draws from
+    them. A pass reads chunks of a public number of rows in their order, the next one
+    while one is worked on; no more than a few chunks are in memory, of about 32 MiB on
+    a CPU. `OnDisk.parquet` and `OnDisk.arrays` read shapes, and whether there are
+    nulls or copies of a file.
 
     Attributes:
         guard: An array without axes, so that what takes rows of arrays fails.
@@ -53,6 +54,19 @@ class OnDisk(_checks.AbstractStored):
     store: AbstractStore = eqx.field(static=True)
     structure: Any = eqx.field(static=True)
     progress: Progress | None = eqx.field(static=True, default=None)
+
+    def __init__(self, *arguments: Any, **fields: Any):
+        """Set the fields in their order; for `OnDisk.parquet` and `OnDisk.arrays`."""
+        names = [field.name for field in dataclasses.fields(self)]
+        found = dict(zip(names, arguments, strict=False)) | fields
+        if not isinstance(found.get("store"), AbstractStore):
+            raise TypeError(
+                "OnDisk: it is not made by OnDisk(...). Call OnDisk.parquet(paths, "
+                "columns) for Parquet files, or OnDisk.arrays(records) for NumPy "
+                "arrays that are mapped from files."
+            )
+        for name, value in found.items():
+            setattr(self, name, value)
 
     @classmethod
     def arrays(cls, records: PyTree, *, progress: Progress | None = None) -> Self:

@@ -174,7 +174,7 @@ class NoisyUCB(
         if self.variance is not None:
             amplitude = jnp.sqrt(cast(self.variance, state.values))
         # The standard deviation of the privacy noise, which is public.
-        std = cast(self.release_noise.noise_multiplier, amplitude)
+        std = cast(self.release_noise.multiplier, amplitude)
         std *= cast(self.clip_range, amplitude)
         share = loss_query(1.0, self.sizes).contribution
         std *= cast(self.neighbours.contributions * share, amplitude)

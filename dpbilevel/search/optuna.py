@@ -125,8 +125,8 @@ def optimize_study(
             another distribution, a queued trial does not fit, or as `minimize`.
 
     Warns:
-        UserWarning: The study holds released values of an earlier search, or as
-            `AskTell`.
+        PrivacyWarning: The study holds released values of an earlier search.
+        UserWarning: As `AskTell`.
 
     Privacy:
         As `minimize`. No loss of a record and no mean of losses is written to the

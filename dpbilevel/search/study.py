@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core import spending
+from ..core.spent import PrivacyWarning
 from ..privacy.report import rounded_up
 from .ask_tell import AskTell
 
@@ -107,6 +108,7 @@ class StudyTrials:
                 f"{self._owner}: the study holds released values of an earlier search. "
                 "This one is a further release: if it reads the same records, the "
                 "epsilons and deltas of both add up.",
+                PrivacyWarning,
                 stacklevel=3,
             )
 

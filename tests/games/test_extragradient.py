@@ -57,7 +57,8 @@ def solve(problem, solver, data, w0, key, trajectory=False):
 
 
 def extragradient(steps=300, step_size=0.3, multiplier=0.0, **fields):
-    fields["noise_multiplier"] = multiplier * (2 * steps) ** 0.5
+    if multiplier is not None:
+        fields["noise_multiplier"] = multiplier * (2 * steps) ** 0.5
     return dpb.games.NoisyExtragradient(steps, 1e3, step_size, **fields)
 
 

@@ -1,7 +1,9 @@
+import copy
 import os
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,3 +202,25 @@ def test_records_are_shown_by_shapes_and_files(tmp_path):
     shown = repr(OnDisk.parquet(path, {"x": "a"}))
     assert "'x': ShapeDtypeStruct(shape=(4,)" in shown
     assert shown.endswith(f"in {path})")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        ((), {}),
+        (("records.parquet",), {}),
+        ((np.zeros(3), 3, "records.npy", None, print, 6), {}),
+        ((), {"paths": "records.parquet"}),
+        ((), {"records": np.zeros(3)}),
+    ],
+)
+def test_the_constructor_names_what_to_call_instead(arguments, fields):
+    with pytest.raises(TypeError, match=r"OnDisk\.parquet\(.* or OnDisk\.arrays\("):
+        OnDisk(*arguments, **fields)
+
+
+def test_records_on_disk_can_be_copied_and_mapped():
+    disk = OnDisk.arrays(np.arange(4.0))
+    for other in (copy.copy(disk), jax.tree.map(lambda v: v, disk), disk.padded(4)):
+        assert (other.rows, other.store, other.progress) == (4, disk.store, None)
+    assert disk.padded(9).rows == 9

@@ -159,7 +159,7 @@ def test_a_study_that_stopped_goes_on_and_is_added_once(tmp_path):
     assert [t.value for t in study.get_trials() if t.value] == released(answer)
     whole = options | {"folder": tmp_path / "whole"}
     assert studied(optuna.create_study(), Objective(), **whole) == answer
-    with pytest.warns(UserWarning, match="a further release: .* add up"):
+    with pytest.warns(dpb.PrivacyWarning, match="a further release: .* add up"):
         studied(study, Objective(), UCB)
     assert states(study)[6:] == 5 * ["COMPLETE"]
 

@@ -69,7 +69,7 @@ def test_a_queue_that_is_longer_than_the_search_goes_on_waiting():
     starts = np.zeros((19, 2))
     own = dpb.search.RandomSearch(20, 2.0, starts=starts)
     objective = Seeing(study)
-    with pytest.warns(UserWarning, match="a further release"):
+    with pytest.warns(dpb.PrivacyWarning, match="a further release"):
         studied(study, objective, own)
     assert [params["x"] for _, params, _ in objective.seen[:2]] == [0.5, 0]
     assert states(study)[6] == "WAITING"
@@ -242,11 +242,11 @@ def test_a_second_search_of_a_study_warns_and_takes_the_first_answer_first():
     study = optuna.create_study()
     first = studied(study, Objective())
     objective = Seeing(study)
-    with pytest.warns(UserWarning, match="a further release: .* add up"):
+    with pytest.warns(dpb.PrivacyWarning, match="a further release: .* add up"):
         studied(study, objective, UCB, key=1)
     assert objective.seen[0][1] == first.params
     assert len(set(objective.numbers)) == 5
-    with pytest.warns(UserWarning, match="a further release"):
+    with pytest.warns(dpb.PrivacyWarning, match="a further release"):
         studied(study, Objective(), BEST, key=2)
 
 
