@@ -5,8 +5,10 @@ makes floating-point numbers of all, whose last digits are lost above 2^53, and 
 text makes all as long. Here entries are converted alone, and errors follow types.
 """
 
+import collections
 import dataclasses
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,20 +40,23 @@ class Column:
     def of(cls, column: Any) -> "Column":
         """From a list, an array, or a column of a data frame or an Arrow table.
 
+        A list or tuple has one entry for each of its elements. An element in a list or
+        array of its own stands for itself; any longer one is no number and no text.
+
         Raises:
             ValueError: Its type stands for no numbers or texts.
         """
         column = _only_column(column)
         own = getattr(column, "dtype", getattr(column, "type", None))
+        if isinstance(column, np.ma.MaskedArray):
+            return cls(_unmasked(column), kind_of(column.dtype))
+        if isinstance(column, list | tuple):
+            return cls(separate(map(_entry, column), len(column)), "objects")
         values = _listed(column, own)
         if values is None:
-            as_list = isinstance(column, list | tuple)
-            array = np.asarray(column, object if as_list else None)
+            array = np.asarray(column)
             return cls(array, kind_of(array.dtype))
-        entries = np.empty(len(values), object)
-        for row, value in enumerate(values):  # at once, lists would become rows
-            entries[row] = value
-        return cls(entries, kind_of(own))
+        return cls(separate(values, len(values)), kind_of(own))
 
     def numbers(self) -> Float[np.ndarray, "..."]:
         """The entries as numbers of 64 bits; NaN where an object is none."""
@@ -62,6 +67,64 @@ class Column:
                 return array.astype(np.float64, copy=False)
             flat = [_number(value) for value in array.ravel().tolist()]
         return np.asarray(flat, np.float64).reshape(array.shape)
+
+
+def separate(values: Iterable[Any], count: int) -> Shaped[np.ndarray, " n"]:
+    """Return an array of `count` objects, none of which NumPy takes for a row."""
+    entries = np.empty(count, object)
+    for place, value in enumerate(values):
+        entries[place] = value
+    return entries
+
+
+def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
+    """Return the cells of rows, each read alone, or `None` if rows have no cells.
+
+    The width is that of most rows: a row of another width is a row of `None`, which is
+    no number. Privacy: the width counts as public, as the columns of a table do.
+
+    Args:
+        rows: A list or tuple with one row for each record.
+    """
+    cells = [_cells(row) for row in rows]
+    widths = collections.Counter(None if row is None else len(row) for row in cells)
+    width = max(widths, key=lambda w: (widths[w], w or 0), default=None)
+    if width is None:
+        return None
+    table = np.full((len(cells), width), None, object)
+    for place, row in enumerate(cells):
+        if row is not None and len(row) == width:
+            table[place] = separate(map(_entry, row), width)
+    return table
+
+
+def _cells(row: Any) -> list[Any] | None:
+    """Return the cells of a row; `None` if it is none."""
+    try:
+        if isinstance(row, str | bytes | dict | set | frozenset) or len(row) < 0:
+            return None
+        return list(row)
+    except Exception:  # whatever an object raises that is no row
+        return None
+
+
+def _entry(value: Any) -> Any:
+    """Return an entry of a list: one that is alone in a list stands for itself."""
+    try:
+        if value is np.ma.masked:
+            return None
+        if isinstance(value, list | tuple) and len(value) == 1:
+            return value[0]
+        return value[0] if getattr(value, "shape", None) == (1,) else value
+    except Exception:  # whatever an object raises that is no number
+        return None
+
+
+def _unmasked(array: np.ma.MaskedArray) -> Shaped[np.ndarray, "..."]:
+    """Return the entries of a masked array as objects, `None` where it is masked."""
+    entries = np.array(array.data, object)
+    entries[np.ma.getmaskarray(array)] = None
+    return entries
 
 
 def kind_of(dtype: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from ..core.columns import Column
 from .refusals import Refusals
 
 _PROBED = 64  # training rows on which losses must not depend on each other
@@ -290,7 +291,10 @@ class RowLosses:
 
     def _losses_of(self, fitted, X, y):
         # By an estimator that no earlier call can have changed.
-        found = np.asarray(self.losses(copy.deepcopy(fitted), X, y), np.float64)
+        column = Column.of(self.losses(copy.deepcopy(fitted), X, y))
+        if column.kind == "texts":
+            raise TypeError("PrivateSearch: losses must return numbers, got texts.")
+        found = column.numbers()
         if found.shape != (count(y),):
             raise ValueError(
                 "PrivateSearch: losses must return one number for each of the "

@@ -97,7 +97,7 @@ class PrivateEstimator(BaseEstimator):
             estimator=self,
             input_name="X",
         )
-        validate_data(self, X, skip_check_array=True)
+        validate_data(self, _named(X, array), skip_check_array=True)
         return array
 
     def _more_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
@@ -111,7 +111,7 @@ class PrivateEstimator(BaseEstimator):
             numbers(X), dtype="float64", ensure_all_finite=False, estimator=self
         )
         try:
-            validate_data(self, X, reset=False, skip_check_array=True)
+            validate_data(self, _named(X, array), reset=False, skip_check_array=True)
         except ValueError as error:
             raise ValueError(
                 f"{self._owner}.fit: the clean records have other columns than the "
@@ -296,6 +296,14 @@ class PrivateClassifier(PrivateEstimator):
     def _labels(self, y: Column) -> Int[np.ndarray, " n"]:
         """The number of each record's class; -1 where it is none that is declared."""
         return index_of(self._owner, "classes", self.classes_, y)
+
+
+def _named(X: Any, array: np.ndarray) -> Any:
+    """Return what has the names and the number of columns of X.
+
+    Of a list scikit-learn would count the cells of the first record.
+    """
+    return array if isinstance(X, list | tuple) else X
 
 
 def key_or_fresh(key: PRNGKey | None) -> PRNGKey:

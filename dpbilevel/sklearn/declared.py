@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from .. import _checks
-from ..core.columns import Column, kind_of
+from ..core.columns import Column, kind_of, table_of
 
 # Entries of a feature that is uniform in its bounds have this mean square.
 _UNIFORM = 1 / 3
@@ -195,7 +195,7 @@ def index_of(
     def place(value: Any) -> int:
         try:
             return places.get(value, -1)
-        except TypeError:  # no hash: it is none of them
+        except Exception:  # whatever an object raises that is none of them
             return -1
 
     entries = column.entries
@@ -220,16 +220,26 @@ def numbers(table: Any) -> Any:
             "a row for each record."
         )
     _refuse_types(table)
-    # Floating-point numbers of 64 bits hold what NumPy makes of an entry beside others,
-    # or are it.
-    array = np.asarray(table, object if isinstance(table, list | tuple) else None)
+    if isinstance(table, list | tuple):
+        found = table_of(table)
+        column = Column(
+            np.empty(len(table), object) if found is None else found, "objects"
+        )
+    elif isinstance(table, np.ma.MaskedArray):
+        column = Column.of(table)
+    else:
+        # Floating-point numbers of 64 bits hold what NumPy makes of an entry beside
+        # others, or are it.
+        array = np.asarray(table)
+        column = Column(array, kind_of(array.dtype))
+    array = column.entries
     if array.ndim != 2:
         raise ValueError(
             f"Expected 2D array, got {array.ndim}D array instead. Reshape your data by "
             "array.reshape(-1, 1) if it has one feature, by array.reshape(1, -1) if it "
             "is one record."
         )
-    return _as_numbers("X", Column(array, kind_of(array.dtype)))
+    return _as_numbers("X", column)
 
 
 def targets(column: Column) -> Float[np.ndarray, " n"]:

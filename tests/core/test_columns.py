@@ -130,7 +130,7 @@ class Raises:
         raise KeyError
 
 
-@pytest.mark.parametrize("entry", ["a text", None, 10**400, [1], 1j, Raises()])
+@pytest.mark.parametrize("entry", ["a text", None, 10**400, [1, 2], 1j, Raises()])
 def test_an_entry_that_is_no_number_raises_nothing(entry):
     np.testing.assert_array_equal(Column.of([1, entry]).numbers(), [1, np.nan])
 
