@@ -40,7 +40,12 @@ _MOST_NOISE, _DEVIATIONS = 0.25, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The columns of a level and its classes, as declared.
+    r"""The columns of a level and its classes, as declared.
+
+    The row of a record is $(u - 1/2, w / 2, (e - 1/k) / 2)$: whether it can be used,
+    its wrong columns with equal entries and norm 1, and its class among $k$, with $e =
+    0$ if it has none. Its squared norm is at most $1/4 + 1/4 + (1 - 1/k) / 4$, whatever
+    the number of columns is.
 
     Args:
         names: The name of each column that is checked.
@@ -76,14 +81,14 @@ class Columns:
         """
         wrong = unusable if outside is None else unusable | outside
         # Wrong cells of one record count in equal parts, of norm 1 in all.
-        count = np.maximum(wrong.sum(axis=1, keepdims=True), 1)
+        count = np.maximum(wrong.sum(axis=1, keepdims=True), 1).astype(np.float32)
         usable = ~unusable.any(axis=1, keepdims=True)
-        blocks = [usable - 0.5, _BLOCK * wrong / np.sqrt(count)]
+        blocks = [usable - np.float32(0.5), _BLOCK * (wrong / np.sqrt(count))]
         if self.classes:
             assert label is not None
             one_hot = label[:, None] == np.arange(len(self.classes))
-            blocks.append(_BLOCK * (one_hot - 1 / len(self.classes)))
-        return np.concatenate(blocks, axis=1).astype(np.float32)
+            blocks.append(_BLOCK * (one_hot - np.float32(1 / len(self.classes))))
+        return np.concatenate(blocks, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,11 +202,12 @@ class PrivateEstimator(BaseEstimator):
         """
         width = table.shape[1]
         names = getattr(self, "feature_names_in_", [f"X[:, {i}]" for i in range(width)])
+        names = [f"X[{name!r}]" if name in beside else str(name) for name in names]
         starts = np.linspace(0, width, min(width, _MOST_COLUMNS), endpoint=False)
         starts = starts.astype(int)
         ends = [*(starts[1:] - 1), width - 1]
         named = (
-            str(names[a]) if a == b else f"{names[a]} to {names[b]}"
+            names[a] if a == b else f"{names[a]} to {names[b]}"
             for a, b in zip(starts, ends, strict=True)
         )
         classes = () if label is None else tuple(map(str, self._given("classes_")))
