@@ -166,16 +166,16 @@ def clipped(fun):
 
 
 def stepped(z):
-    noise = dpb.privacy.Gaussian(1e-6, precision="grid")
-    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=noise).with_sizes(64)
+    options = {"noise_multiplier": 1e-6, "precision": "grid"}
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, **options).with_sizes(64)
     problem = dpb.FiniteSum(network)
     state = solver.init(problem, KERNEL)
     return solver.released(solver.step(problem, z, state, key=jax.random.key(0)))
 
 
 def solved(z):
-    noise = dpb.privacy.Gaussian(1e-6, precision="grid")
-    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, noise=noise).with_sizes(64)
+    options = {"noise_multiplier": 1e-6, "precision": "grid"}
+    solver = dpb.NoisyGD(1, 1.0, step_size=1.0, **options).with_sizes(64)
     with jax.disable_jit():
         key = jax.random.key(0)
         return dpb.solve(dpb.FiniteSum(network), solver, z, KERNEL, key=key).value
