@@ -325,6 +325,8 @@ def check_names(cls: type, options: Iterable[str]) -> None:
         hint = f" Did you mean {near[0]}?" if near else ""
         if field in names:
             hint = f" Use {field}{how}."
+        if name in ("random_state", "seed"):
+            hint = " Noise is drawn by key=, of the function that runs it."
         raise TypeError(
             f"{cls.__name__}: there is no argument {name!r}.{hint} It has "
             f"{', '.join(names)}."

@@ -19,8 +19,9 @@ except ImportError as error:
     raise ImportError(missing("dpbilevel.PrivateSearch", "sklearn")) from error
 
 from .. import _checks
+from ..core.seeds import Seedless, refuse
 from ..privacy.budget import PrivacyBudget
-from ..privacy.noise import PRNGKey, check_key
+from ..privacy.noise import PRNGKey, check_key, root_key
 from ..sets import Box
 from .base import AbstractAskTellSolver
 from .declared import DeclaredTraining, check_fits, check_search
@@ -43,7 +44,7 @@ def _has(name: str) -> Callable[[Any], bool]:
     )
 
 
-class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
+class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
     r"""Tunes an estimator on validation records, and returns a private answer.
 
     Every evaluation clones the estimator, sets the parameters, fits it to the training
@@ -149,9 +150,10 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
         y: Any,
         *,
         validation: tuple[Any, Any],
-        key: PRNGKey,
+        key: PRNGKey | None = None,
         folder: Any = None,
         progress: bool = False,
+        **refused: Any,
     ) -> "PrivateSearch":
         """Searches, then fits the estimator to the training records.
 
@@ -164,11 +166,12 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             y: Training targets, not protected.
             validation: `(X, y)` of the private records, of the kinds and columns of
                 the training ones.
-            key: One typed key.
+            key: One typed key; by default a new one of the operating system's.
             folder: Where evaluations are kept, so that a stopped search goes on with
                 the same arguments and the same validation records in the same order; it
                 holds losses and is secret until the search is done.
             progress: Whether to show a progress bar.
+            **refused: No further argument: `random_state` raises with the reason.
 
         Returns:
             The fitted search.
@@ -185,7 +188,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):
             UserWarning: As `search`; or training records do not give the default
                 solver the unit of losses.
         """
-        check_key(key)
+        refuse("PrivateSearch.fit", refused)
+        key = root_key() if key is None else check_key(key)
         self._check()
         check_validation(X, y, validation)
         rows, space = self._rows(X, y), Space(self.space)

@@ -22,6 +22,7 @@ from ..core.levels import Sizes
 from ..core.loop import solved
 from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
+from ..core.seeds import Seedless
 from ..core.solution import Plan, divergence
 from ..core.solver import AbstractSolver
 from ..core.usability import Columns, RecordsCheck, Usability
@@ -34,6 +35,8 @@ from .declared import Frame, declared, frame, index_of, numbers
 
 _run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
+    "transformations before the estimator, such as earlier steps of a pipeline, are "
+    "public: fit cannot see them, and those fitted to the records are releases",
     "what was declared of the records (classes, bounds and the like), their columns "
     "and types hold no private data",
     "no cell has changed the type of its column, and with it the cells of others, when "
@@ -51,7 +54,7 @@ Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
 Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
 
 
-class PrivateEstimator(BaseEstimator):
+class PrivateEstimator(Seedless, BaseEstimator):
     """An estimator whose `fit` is one run of a planned solver.
 
     Subclasses have the parameters `epsilon`, `delta`, `bounds`, `data_norm` and
@@ -166,24 +169,6 @@ class PrivateEstimator(BaseEstimator):
         tags.non_deterministic = True
         return tags
 
-    def _refuse(self, given: dict[str, Any]) -> None:
-        """Refuses arguments of `fit` that other estimators have.
-
-        Raises:
-            TypeError: There are any.
-        """
-        why = {
-            "sample_weight": "weights would let one record count for more than the "
-            "noise is made for. Repeat no records either: a repeated record is one "
-            "of a person with several.",
-            "random_state": "whoever guesses a seed can subtract the noise. Pass "
-            "key=, a typed key such as dpbilevel.root_key(), or nothing: then every "
-            "fit draws a new one from the operating system.",
-        }
-        for name in given:
-            reason = why.get(name, "there is no such argument.")
-            raise TypeError(f"{self._owner}.fit: {name} is refused: {reason}")
-
     def _described(
         self,
         table: Float[np.ndarray, "n d"],
@@ -258,7 +243,9 @@ class PrivateEstimator(BaseEstimator):
                 own, key = derive(key, "usability", "run")
                 found = first.release(indicators, key=own, owner=name)
             solution = _run(problem, plan.solver, records, w0, key=key)
-        assumed = *plan.report.assumptions, *first.assumptions, *DECLARED
+        first_of_all, *declared = DECLARED
+        of_run = *plan.report.assumptions, *first.assumptions
+        assumed = first_of_all, *of_run, *declared
         self.privacy_report_ = dataclasses.replace(plan.report, assumptions=assumed)
         self.records_check_, self.records_usable_ = found, found.usable
         for text in found.remarks:

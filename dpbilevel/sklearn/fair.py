@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import _checks
+from ..core.seeds import refuse
 from ..games.group_descent import GroupDescent
 from ..games.group_game import GroupGame
 from ..games.groups import group_fair, group_start, group_weights
@@ -111,8 +112,8 @@ class FairClassifier(LinearClassifier):
             y: Labels.
             groups: The group of each record.
             key: One typed key; by default a new one of the operating system's.
-            **refused: No further argument is accepted; `sample_weight` raises a
-                `TypeError` with the reason.
+            **refused: No further argument is accepted; `sample_weight` and
+                `random_state` raise a `TypeError` with the reason.
 
         Returns:
             The fitted estimator.
@@ -121,7 +122,7 @@ class FairClassifier(LinearClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        self._refuse(refused)
+        refuse(f"{self._owner}.fit", refused)
         if groups is None:
             raise ValueError(f"{self._owner}.fit: give groups=, that of each record.")
         budget, key = self._budget(), key_or_fresh(key)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .. import _checks
+from ..core.seeds import refuse
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from .base import Planned, key_or_fresh
@@ -107,8 +108,8 @@ class DPLogisticRegression(LinearClassifier):
             X: Features, of shape `(n, d)`.
             y: Labels.
             key: One typed key; by default a new one of the operating system's.
-            **refused: No further argument is accepted; `sample_weight` raises a
-                `TypeError` with the reason.
+            **refused: No further argument is accepted; `sample_weight` and
+                `random_state` raise a `TypeError` with the reason.
 
         Returns:
             The fitted estimator.
@@ -117,7 +118,7 @@ class DPLogisticRegression(LinearClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        self._refuse(refused)
+        refuse(f"{self._owner}.fit", refused)
         owner, budget, key = self._owner, self._budget(), key_or_fresh(key)
         table, units = self._table(X), self._frame()
         column = self._column(y, table)

@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from .. import _checks
 from ..core.outputs import TailMean
+from ..core.seeds import refuse
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
@@ -115,8 +116,8 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
             X: Features, of shape `(n, d)`.
             y: Labels.
             key: One typed key; by default a new one of the operating system's.
-            **refused: No further argument is accepted; `sample_weight` raises a
-                `TypeError` with the reason.
+            **refused: No further argument is accepted; `sample_weight` and
+                `random_state` raise a `TypeError` with the reason.
 
         Returns:
             The fitted estimator.
@@ -125,7 +126,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        self._refuse(refused)
+        refuse(f"{self._owner}.fit", refused)
         budget, key = self._budget(), key_or_fresh(key)
         table, units = self._table(X), self._frame()
         column = self._column(y, table)

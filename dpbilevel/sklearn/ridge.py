@@ -9,6 +9,7 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
 from .. import _checks
+from ..core.seeds import refuse
 from ..onelevel.losses import squared_loss
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
@@ -101,8 +102,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             X: Features, of shape `(n, d)`.
             y: Targets, numbers.
             key: One typed key; by default a new one of the operating system's.
-            **refused: No further argument is accepted; `sample_weight` raises a
-                `TypeError` with the reason.
+            **refused: No further argument is accepted; `sample_weight` and
+                `random_state` raise a `TypeError` with the reason.
 
         Returns:
             The fitted estimator.
@@ -111,7 +112,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             TypeError: A key that is not typed, sparse features, other arguments.
             ValueError: Something is not declared, or shapes do not fit.
         """
-        self._refuse(refused)
+        refuse(f"{self._owner}.fit", refused)
         owner, budget, key = self._owner, self._budget(), key_or_fresh(key)
         table, units = self._table(X), self._frame()
         ends, center, half = self._target_units()

@@ -11,6 +11,7 @@ from ..bilevel.applications import SourceWeighting, source_weighting, source_wei
 from ..bilevel.problem import Levels, Sizes
 from ..core.levels import check_apart
 from ..core.progress import check_bar, step_bar
+from ..core.seeds import refuse
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
 from ..planning.dry_runs import AutoPlan, auto
@@ -125,8 +126,8 @@ class DPSourceReweighting(LinearClassifier):
             people: `"disjoint"` where nobody has a training record and a clean one,
                 else `"overlapping"`. Checked only as far as arrays share memory.
             key: One typed key; by default a new one of the operating system's.
-            **refused: No further argument is accepted; `sample_weight` raises a
-                `TypeError` with the reason.
+            **refused: No further argument is accepted; `sample_weight` and
+                `random_state` raise a `TypeError` with the reason.
 
         Returns:
             The fitted estimator.
@@ -136,7 +137,7 @@ class DPSourceReweighting(LinearClassifier):
             ValueError: Something is not declared, shapes do not fit, or tqdm is not
                 installed for `verbose=True`.
         """
-        self._refuse(refused)
+        refuse(f"{self._owner}.fit", refused)
         if sources is None or clean is None:
             raise ValueError(
                 f"{self._owner}.fit: give sources=, the source of each record, and "

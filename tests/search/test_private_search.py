@@ -329,6 +329,19 @@ def test_a_search_is_cloned_and_configured_as_an_estimator():
     assert not hasattr(again, "best_params_")
 
 
+def test_a_seed_is_answered_with_the_key():
+    search = dpb.PrivateSearch(Ridge(), {"alpha": dpb.search.Range(0.1, 1.0)}, BUDGET)
+    for seeded in (
+        lambda: dpb.PrivateSearch(Ridge(), {}, BUDGET, random_state=0),
+        lambda: search.set_params(random_state=0),
+        lambda: search.fit(0, 0, validation=(0, 0), random_state=0),
+    ):
+        with pytest.raises(TypeError, match=r"random_state is refused.*Pass key="):
+            seeded()
+    assert search.set_params(n_jobs=2).n_jobs == 2
+    assert search.set_params(estimator__random_state=1).estimator.random_state == 1
+
+
 def test_parameters_of_a_pipeline_and_vectors_are_set_coordinate_by_coordinate():
     space = {
         "ridge__alpha": dpb.search.Range(1.0, 100.0, log=True),

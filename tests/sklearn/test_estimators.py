@@ -228,6 +228,11 @@ def test_estimators_are_cloned_pickled_and_shown():
         assert fresh.get_params().keys() == model.get_params().keys()
         assert not hasattr(fresh, "privacy_report_")
         assert type(model).__name__ in model._repr_html_()
+        for seeded in (type(model), fresh.set_params):
+            with pytest.raises(TypeError, match=r"random_state is refused.*Pass key="):
+                seeded(random_state=0)
+        first, *_ = model.privacy_report_.assumptions
+        assert "earlier steps of a pipeline, are public" in first
         for refused in ("sample_weight", "random_state", "sample_weights"):
             with pytest.raises(TypeError, match=f"fit: {refused} is refused"):
                 model.fit(X, X[:, 0], **{refused: 0})
