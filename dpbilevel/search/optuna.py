@@ -160,9 +160,9 @@ def optimize_study(
         trainings_after,
     )
     trials = StudyTrials(_OWNER, study, distributions, optuna)
-    solver = _with_queue(solver, trials, space, folder)
     start = np.zeros(space.coordinates)
     try:
+        solver = _with_queue(solver, trials, space, folder)
         with AskTell(
             problem, solver, start, key=key, budget=budget, folder=folder
         ) as search:
@@ -202,7 +202,8 @@ def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer
 
 def _caught(catch: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that `catch` names."""
-    found = (catch,) if isinstance(catch, type) else tuple(catch)
+    several = isinstance(catch, Iterable) and not isinstance(catch, type)
+    found = tuple(catch) if several else (catch,)
     for kind in found:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(

@@ -136,7 +136,10 @@ def test_files_of_one_size_that_differ_somewhere_are_no_copies(tmp_path):
         content[[0, 150_000, 299_999, 0, 0, 150_001][number]] = 1
         file.write_bytes(content[: -1 if number == 4 else None])
     assert list(map(sorted, copies(files))) == [[files[0], files[3]]]
-    assert copies([]) == copies(files[:3]) == []
+    pipes = [tmp_path / "left", tmp_path / "right"]
+    for pipe in pipes:
+        os.mkfifo(pipe)  # which a reader would wait for
+    assert copies([]) == copies(files[:3]) == copies(pipes) == []
 
 
 def test_empty_parquet_files_are_equal_and_no_copies(tmp_path):
