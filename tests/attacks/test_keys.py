@@ -118,7 +118,7 @@ def wide(name):
         solver = dataclasses.replace(
             solver, dimension=SIZE, sampling=dpb.privacy.SinglePass(3)
         )
-    if name in ("extragradient", "proximal_point"):
+    if name in ("extragradient", "extragradient_adam", "proximal_point"):
         return INEQUALITY, solver.with_noise(1.0).with_sizes(SIZE), RECORDS, ZERO
     if name == "group_descent":
         start = dpb.games.group_start(GROUPS, ZERO, GROUPS.shares)
