@@ -16,10 +16,10 @@ from .. import _checks
 from .budget import Neighbours
 from .disk import OnDisk, reader, shapes_of
 from .factored import is_structured
-from .floats import is_below
+from .floats import is_below, wide
 from .grid import Grid
 from .microbatches import pass_rows, whole_blocks
-from .norms import TOO_LONG, measured, wide
+from .norms import TOO_LONG, measured
 from .products import check_products
 from .rows import BLOCK
 from .sampling import Batch

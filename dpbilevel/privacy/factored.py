@@ -15,6 +15,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .floats import wide
+
 # More places than this are summed into an array: if they do not cancel, they are longer
 # together than their sum by the root of their number.
 _MOST_PLACES = 256
@@ -41,8 +43,8 @@ class Factored(eqx.Module):
 
     @property
     def dtype(self) -> Any:
-        """That of the array."""
-        return self.left.dtype
+        """The dtype that holds the entries of both factors."""
+        return _widest(self.left, self.right)
 
     @property
     def places(self) -> int:
@@ -69,7 +71,9 @@ class Factored(eqx.Module):
 
     def dense(self) -> Array:
         """The array of one record."""
-        return self.folded(jnp.einsum("tp,tq->pq", self.left, self.right))
+        # Summed in float32 at least and not rounded to less, as the factors are not.
+        left, right = (v.astype(wide(self.dtype)) for v in (self.left, self.right))
+        return self.folded(jnp.einsum("tp,tq->pq", left, right))
 
     def turned(self) -> "Factored":
         """The same array with its factors exchanged."""
@@ -78,8 +82,8 @@ class Factored(eqx.Module):
         )
 
     def times(self, change: Callable[[Array], Array]) -> "Factored":
-        """The array times a number, by a function that multiplies with it."""
-        return dataclasses.replace(self, right=change(self.right))
+        """Return the array times a number, by a function that multiplies with it."""
+        return dataclasses.replace(self, right=change(_widened(self.right)))
 
     def moved(self, shape: Sequence[int], place: Callable[[int], int]) -> "Factored":
         """The array with its axes moved: axis `i` becomes `place(i)`."""
@@ -98,7 +102,7 @@ class Factored(eqx.Module):
         if (other.left_axes, other.right_axes) != (self.left_axes, self.right_axes):
             return None
         pairs = (self.left, other.left), (self.right, other.right)
-        left, right = (jnp.concatenate(pair) for pair in pairs)
+        left, right = (_joined(*pair) for pair in pairs)
         return dataclasses.replace(self, left=left, right=right, given=False)
 
     def cheapest(self, products: bool) -> "Factored | Array":
@@ -139,22 +143,23 @@ class SparseRows(eqx.Module):
         return self.count, *self.rows.shape[self.indices.ndim :]
 
     def times(self, change: Callable[[Array], Array]) -> "SparseRows":
-        """The array times a number, by a function that multiplies with it."""
-        return dataclasses.replace(self, rows=change(self.rows))
+        """Return the array times a number, by a function that multiplies with it."""
+        return dataclasses.replace(self, rows=change(_widened(self.rows)))
 
     def plus(self, other: "Factored | SparseRows") -> "SparseRows | None":
         """The sum, where the other one is sparse too."""
         if not isinstance(other, SparseRows):
             return None
         indices = jnp.concatenate((self.indices, other.indices))
-        rows = jnp.concatenate((self.rows, other.rows))
+        rows = _joined(self.rows, other.rows)
         return SparseRows(indices, rows, self.count)
 
     def dense(self) -> Array:
         """The array of one record."""
         inside = jnp.where(self.indices < 0, self.count, self.indices)
-        zeros = jnp.zeros(self.shape, self.dtype)
-        return zeros.at[inside].add(self.rows, mode="drop")
+        rows = _widened(self.rows)
+        zeros = jnp.zeros(self.shape, rows.dtype)
+        return zeros.at[inside].add(rows, mode="drop")
 
     def cheapest(self, products: bool) -> "SparseRows | Array":
         """The rows, each index once, where they are fewer than those of the array."""
@@ -164,14 +169,35 @@ class SparseRows(eqx.Module):
         kept = (self.indices >= 0) & (self.indices < self.count)
         same = (self.indices[:, None] == self.indices[None]) & kept[None]
         first = ~jnp.any(jnp.tril(same, -1), axis=1)
-        merge = (same & first[:, None]).astype(self.dtype)
-        spread = jnp.expand_dims(kept, range(1, self.rows.ndim))
-        rows = jnp.where(spread, self.rows, 0)  # what is dropped may hold anything
+        rows = _widened(self.rows)
+        merge = (same & first[:, None]).astype(rows.dtype)
+        spread = jnp.expand_dims(kept, range(1, rows.ndim))
+        rows = jnp.where(spread, rows, 0)  # what is dropped may hold anything
         rows = jnp.tensordot(merge, rows, 1, precision="highest")
         return dataclasses.replace(self, rows=rows)
 
 
 Structured = Factored | SparseRows
+
+
+def _widened(factor: Array) -> Array:
+    """Return a factor in float32 at least.
+
+    In half precision each operation would round every factor. Their errors add up
+    where places cancel, and a gradient that is formed has only one of them.
+    """
+    return factor.astype(wide(factor.dtype))
+
+
+def _joined(first: Array, second: Array) -> Array:
+    if first.dtype != second.dtype:
+        dtype = wide(_widest(first, second))
+        first, second = first.astype(dtype), second.astype(dtype)
+    return jnp.concatenate((first, second))
+
+
+def _widest(*factors: Array) -> Any:
+    return max((v.dtype for v in factors), key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def is_structured(leaf: Any) -> bool:

@@ -23,6 +23,11 @@ def double_precision() -> contextlib.AbstractContextManager:
     return jax.enable_x64(True)
 
 
+def wide(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype for norms, sums and factors: never half precision."""
+    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
+
+
 def is_below(value: Float[Array, "..."], bound: float) -> Bool[Array, "..."]:
     """Whether each number is less than `bound` > 0 in absolute value, by its bits.
 

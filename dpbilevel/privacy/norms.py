@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .factored import Factored, SparseRows, is_structured
-from .floats import is_finite
+from .floats import is_finite, wide
 
 # What an entry counts for at most, in clip norms: norms of finite values are below the
 # 1.5th power, that of a value with an entry of the largest number is not.
@@ -123,8 +123,3 @@ def _in_units(value: Array, finite: Array, clip_norm: Scalar) -> Array:
     dtype = value.dtype
     units = jnp.clip(value * (1 / clip_norm).astype(dtype), -_LONGEST, _LONGEST)
     return jnp.where(finite, units, jnp.finfo(dtype).max)
-
-
-def wide(dtype) -> jnp.dtype:
-    """The dtype for norms and sums: never half precision."""
-    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)

@@ -17,8 +17,8 @@ import numpy as np
 from jax.extend.core import Literal, primitives
 from jaxtyping import Array
 
+from .floats import wide
 from .jaxprs import bound, inner_jaxprs, retraced
-from .norms import wide
 
 CONVOLUTION = "conv_general_dilated"
 # Primitives whose batching rules compute each record's result from that record alone,

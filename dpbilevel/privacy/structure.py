@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .factored import Factored, SparseRows, Structured
+from .floats import wide
 from .jaxprs import evaluated
 from .rowwise import check_rowwise, computed
 from .shards import Shards
@@ -191,7 +192,7 @@ def _product(run: _Run, eqn, operands: list[Any]):
             free = [i for i in range(array.ndim) if i not in axes]
             places = math.prod(array.shape[i] for i in axes)
             side = jnp.transpose(array, [*axes, *free]).reshape(places, -1)
-            sides.append(side.astype(eqn.outvars[0].aval.dtype))
+            sides.append(_at_least(side, eqn.outvars[0].aval.dtype))
             widths.append(len(free))
         axes = tuple(range(sum(widths)))
         split = axes[: widths[0]], axes[widths[0] :]
@@ -200,6 +201,11 @@ def _product(run: _Run, eqn, operands: list[Any]):
         return _oriented(made, *map(run.given, operands))
 
     return form
+
+
+def _at_least(side: Array, dtype: Any) -> Array:
+    """Return a factor in a dtype, but never in one of fewer bits."""
+    return side.astype(dtype) if jnp.finfo(side).bits < jnp.finfo(dtype).bits else side
 
 
 def _oriented(made: Factored, left_given: bool, right_given: bool) -> Factored:
@@ -335,7 +341,7 @@ def _multiplied(run: _Run, eqn, operands: list[Any]):
 
 
 def _times(form: Structured, number: Any) -> Structured:
-    return form.times(lambda v: (v * number).astype(v.dtype))
+    return form.times(lambda v: v * jnp.asarray(number).astype(v.dtype))
 
 
 def _divided(run: _Run, eqn, operands: list[Any]):
@@ -344,7 +350,7 @@ def _divided(run: _Run, eqn, operands: list[Any]):
     form = _form_of(operands[0])
     if form is None or number is None:
         return None
-    return lambda: form.times(lambda v: (v / number).astype(v.dtype))
+    return lambda: form.times(lambda v: v / jnp.asarray(number).astype(v.dtype))
 
 
 def _negated(run: _Run, eqn, operands: list[Any]):
@@ -369,12 +375,15 @@ def _added(run: _Run, eqn, operands: list[Any], sign: int = 1):
 
 def _converted(run: _Run, eqn, operands: list[Any]):
     del run
-    form, dtype = _form_of(operands[0]), eqn.outvars[0].aval.dtype
+    form, dtype = _form_of(operands[0]), wide(eqn.outvars[0].aval.dtype)
     if form is None:
         return None
-    return lambda: jax.tree.map(
-        lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v, form
-    )
+
+    def converted(v):
+        halves = not jnp.issubdtype(v.dtype, jnp.floating) or jnp.finfo(v).bits == 16
+        return v if halves else v.astype(dtype)
+
+    return lambda: jax.tree.map(converted, form.times(lambda v: v.astype(dtype)))
 
 
 def _is_floating(*variables) -> bool:
