@@ -29,6 +29,7 @@ from .bilevel import (
 from .core import outputs
 from .core.loop import solve
 from .core.plan import calibrate, fit
+from .core.run import advance, resume, start
 from .core.solution import Plan, Solution
 from .core.solver import AbstractSolver
 from .core.spent import PrivacyWarning, spent
@@ -76,6 +77,7 @@ __all__ = [
     "Sizes",
     "Solution",
     "absolute_loss",
+    "advance",
     "audit",
     "auto",
     "bilevel",
@@ -93,6 +95,7 @@ __all__ = [
     "penalty_tuning",
     "planning",
     "privacy",
+    "resume",
     "root_key",
     "search",
     "sets",
@@ -101,4 +104,5 @@ __all__ = [
     "source_weights",
     "spent",
     "squared_loss",
+    "start",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 import scipy
 from jaxtyping import Float, PyTree
 
+from ..core.loop import planned_rows
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..privacy.noise import PRNGKey, check_key, step_keys
@@ -32,8 +33,8 @@ Statistic = Callable[[Float[np.ndarray, " runs d"]], Float[np.ndarray, " runs"]]
 class SolverRun(eqx.Module):
     """One run of a solver as an audit sees it: every view that its ledger counts.
 
-    Unlike `dpbilevel.solve` it does not check that the data have the planned sizes, so
-    that a canary may leave out records that contribute nothing.
+    Unlike `dpbilevel.solve` it takes fewer records than planned also under replace-one,
+    so that a canary may leave out records that contribute nothing.
 
     Args:
         problem: The problem.
@@ -55,6 +56,7 @@ class SolverRun(eqx.Module):
         Returns:
             A pytree of views with a leading axis of steps, the last one included.
         """
+        data = planned_rows(self.solver, data)
 
         def one_step(state, key):
             state = self.solver.step(self.problem, data, state, key=key)

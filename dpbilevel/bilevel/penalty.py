@@ -336,6 +336,10 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
             total += Ledger((self._outer(problem, noise, sizes),), sizes.people)
         return total.repeat(self.num_steps)
 
+    @override
+    def ledger_of_steps(self, problem, sizes, done) -> Ledger:
+        return self.ledger(problem, sizes).part(done, self.num_steps)
+
     def with_noise(self, scale: Number) -> Self:
         """Sets the multiplier of the whole run; `budget_split` splits it."""
         return dataclasses.replace(

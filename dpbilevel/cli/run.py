@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from ..core import checkpoint, lock, odometer, spending
 from ..core.checkpoint import Checkpoint
 from ..core.interrupts import whole
-from ..core.loop import advance, bound_to, planned_rows
+from ..core.loop import all_steps, bound_to, planned_rows
 from ..core.resume import (
     finish_run,
     first_checkpoint,
@@ -38,9 +38,6 @@ from .prepared import Prepared
 from .results import Result
 
 Progress = Callable[[int], None]
-
-# At the top, so that all chunks of one length run one compiled program.
-_advance = jax.jit(advance, static_argnames="trajectory")
 
 
 def run(
@@ -208,7 +205,7 @@ def _steps(
     problem, solver = prepared.problem, prepared.solver
 
     def part(saved, keys):
-        return _advance(problem, solver, levels, saved.state, keys, trajectory=True)
+        return all_steps(problem, solver, levels, saved.state, keys, trajectory=True)
 
     chunk = saved.fingerprint["chunk"]
     return run_in_parts(part, saved, solver.num_steps, keep, chunk=chunk)

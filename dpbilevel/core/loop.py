@@ -68,7 +68,8 @@ def solve(
         is a run each time that it is executed, and is not counted. If the solver is not
         that of a plan, what the run costs is printed to the standard error.
     """
-    bound = _bound(problem, solver, data, w0, key, trajectory)
+    _check_static(trajectory)
+    bound = bound_run("solve", problem, solver, data, w0, key)
     run = problem, bound, data, w0, key, trajectory
     given = problem, solver, data, w0, key
     if any(isinstance(v, Tracer) for v in jax.tree.leaves(given)):
@@ -92,38 +93,63 @@ def solved(
 
     For callers that count it themselves, and for runs on synthetic records.
     """
-    bound = _bound(problem, solver, data, w0, key, trajectory)
+    _check_static(trajectory)
+    bound = bound_run("solve", problem, solver, data, w0, key)
     return _run(problem, bound, data, w0, key, trajectory)
 
 
-def _bound(problem, solver, data, w0, key, trajectory) -> AbstractSolver:
-    """Check the arguments of `solve`; return the solver bound to the data's sizes."""
+def bound_run(
+    owner: str,
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    data: PyTree,
+    w0: PyTree,
+    key: PRNGKey,
+) -> AbstractSolver:
+    """Check the arguments of a run; return the solver bound to the data's sizes.
+
+    Raises:
+        TypeError: As `solve`.
+        ValueError: As `solve`.
+    """
     check_key(key)
-    solver_for(problem, solver, "solve")
+    solver_for(problem, solver, owner)
+    problem.check(w0, data)
+    check_products(owner)
+    check_release(owner)
+    # Before records are copied: two levels with one array would get two.
+    return bound_to(problem, solver, data, owner)
+
+
+def rows_of(
+    solver: AbstractSolver, data: PyTree, key: PRNGKey, owner: str = "solve"
+) -> PyTree:
+    """Return the records as steps of a bound solver read them."""
+    data = _checks.on_device(data)
+    check_shared(key, data)
+    return planned_rows(solver, data, owner)
+
+
+def _check_static(trajectory: Any) -> None:
     if isinstance(trajectory, Tracer):
         raise TypeError(
             "solve: trajectory must be a Python bool; under jax.jit pass "
             'static_argnames="trajectory".'
         )
-    problem.check(w0, data)
-    check_products("solve")
-    check_release("solve")
-    # Before records are copied: two levels with one array would get two.
-    return bound_to(problem, solver, data)
 
 
 def _run(problem, solver, data, w0, key, trajectory) -> Solution[None]:
-    data = _checks.on_device(data)
-    check_shared(key, data)
-    data = planned_rows(solver, data)
+    data = rows_of(solver, data, key)
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
-    state, path = advance(problem, solver, data, state, keys, trajectory=trajectory)
+    # Part of a program of the caller's, the loop is traced with it.
+    steps = all_steps if _checks.concrete(key) else scan_steps
+    state, path = steps(problem, solver, data, state, keys, trajectory=trajectory)
     value = solver.answer(problem, state)
     return Solution(value, path, rejected_updates(state))
 
 
-def advance(
+def scan_steps(
     problem: AbstractProblem,
     solver: AbstractSolver,
     data: PyTree,
@@ -132,7 +158,7 @@ def advance(
     *,
     trajectory: bool = False,
 ) -> tuple[PyTree, PyTree | None]:
-    """Runs one step per key: the loop under `solve`, for runs made in chunks.
+    """Run one step per key: the loop under `solve`.
 
     The solver is calibrated and bound to the data's sizes, the records are in
     `planned_rows`. Returns the new state, and with `trajectory` the released iterates.
@@ -145,6 +171,10 @@ def advance(
     return jax.lax.scan(one_step, state, keys)
 
 
+# At the top, so that all runs of the same shapes and functions share one program.
+all_steps = jax.jit(scan_steps, static_argnames="trajectory")
+
+
 def inner_solve(
     problem: AbstractProblem,
     solver: AbstractSolver,
@@ -155,7 +185,7 @@ def inner_solve(
 ) -> tuple[PyTree, Int[Array, ""]]:
     """A whole run: its released answer, and how many updates were left out."""
     _, keys = step_keys(key, solver.num_steps)
-    state, _ = advance(problem, solver, data, solver.init(problem, start), keys)
+    state, _ = scan_steps(problem, solver, data, solver.init(problem, start), keys)
     return solver.answer(problem, state), rejected_updates(state)
 
 

@@ -1,18 +1,20 @@
 """What a run returns: the released answer, and its guarantee."""
 
 import dataclasses
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
 
+from .. import _checks
+from ..privacy.notebook import table
 from ..privacy.report import PrivacyReport
 from .solver import Solver
 
 Report = TypeVar("Report", bound=PrivacyReport | None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Generic[Solver]):
     """A calibrated solver and the guarantee of running it once.
 
@@ -23,6 +25,20 @@ class Plan(Generic[Solver]):
 
     solver: Solver
     report: PrivacyReport
+
+    def __repr__(self) -> str:
+        """Return the method and the guarantee; `print` shows all of both."""
+        kind, method = type(self).__name__, type(self.solver).__name__
+        return f"{kind}({method}, {self.report.claim})"
+
+    def rows(self) -> dict[str, object]:
+        """Return what a notebook shows of the plan, by name."""
+        solver = self.solver
+        method = {"method": type(solver).__name__, "steps": solver.num_steps}
+        return method | {"sizes": solver.sizes} | self.report.rows()
+
+    def _repr_html_(self) -> str:
+        return table(type(self).__name__, self.rows())
 
     def __str__(self) -> str:
         """The calibrated solver and the guarantee."""
@@ -49,6 +65,25 @@ class Solution(eqx.Module, Generic[Report]):
     trajectory: PyTree | None = None
     rejected_updates: Int[Array, ""] | int = 0
     report: Report = eqx.field(static=True, default=None)
+
+    def __repr__(self) -> str:
+        """Return the shapes of the answer and the guarantee."""
+        parts = [f"{name}={value}" for name, value in self._shapes().items()]
+        report: Any = self.report  # whose type depends on the call
+        return f"Solution({', '.join(parts + ([report.claim] if report else []))})"
+
+    def _repr_html_(self) -> str:
+        report: Any = self.report  # whose type depends on the call
+        return table("Solution", self._shapes() | (report.rows() if report else {}))
+
+    def _shapes(self) -> dict[str, object]:
+        shown: dict[str, object] = {"value": eqx.tree_pformat(self.value)}
+        if self.trajectory is not None:
+            shown["trajectory"] = eqx.tree_pformat(self.trajectory)
+        rejected = self.rejected_updates
+        if not _checks.concrete(rejected) or int(rejected):
+            shown["rejected_updates"] = rejected
+        return shown
 
     @property
     def x(self) -> PyTree:

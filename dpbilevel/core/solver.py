@@ -90,6 +90,15 @@ class AbstractSolver(Checked, Generic[Problem, State]):
             ValueError: The solver is not calibrated.
         """
 
+    def ledger_of_steps(self, problem: Problem, sizes: Any, done: int) -> Ledger:
+        """Return the releases of the first `done` steps, at least 1.
+
+        By default those of the whole run, more than were made. A solver whose steps all
+        make the same releases overrides it.
+        """
+        del done
+        return self.ledger(problem, sizes)
+
     @abc.abstractmethod
     def with_noise(self, scale: Number) -> Self:
         """The same solver at this noise, divided as its fields specify.
@@ -259,6 +268,10 @@ class AbstractNoisySolver(AbstractGaussianSolver[Problem, State]):
             people_of(sizes) or People.OVERLAPPING,  # without effect for one level
             self.assumptions(problem, sizes),
         )
+
+    @override
+    def ledger_of_steps(self, problem: Problem, sizes: Any, done: int) -> Ledger:
+        return self.ledger(problem, sizes).part(done, self.num_steps)
 
     @override
     def with_noise(self, scale: Number) -> Self:

@@ -22,7 +22,7 @@ from ..privacy.budget import Neighbours, People
 from ..privacy.clipping import Basis
 from ..privacy.ledger import Ledger
 from ..privacy.mechanisms import ROUNDING_MARGIN
-from ..privacy.queries import RECORDS, Query
+from ..privacy.queries import LEVELS, RECORDS, Query, check_rows, of_role
 from ..sets import AbstractSet
 from .mechanisms import AbstractDrawMechanism, Number
 from .release import Draw
@@ -127,6 +127,10 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
 
     @override
     def step(self, problem, data, state, *, key) -> DrawState:
+        roles = LEVELS if state.levels == 2 else (RECORDS,)
+        for role in roles:
+            records, size = of_role(data, role), of_role(self.sizes, role)
+            check_rows(role, records, size, self.neighbours)
         dtype = self.scored_dtype(state.start)
         sealed = self.score_of(problem, self.sizes).bounded(data, state.start, dtype)
         mechanism, convexity = self.density(
@@ -180,7 +184,7 @@ class AbstractDrawSolver(AbstractSolver[Any, DrawState]):
         queries = tuple(
             Query.of_contribution(role, n, float(share))
             for role, share in plan.contributions.items()
-            for n in [sizes if role == RECORDS else getattr(sizes, role)]
+            for n in [of_role(sizes, role)]
         )
         inexact = 0.0
         if plan.mechanism.measure == "slope":  # a spread counts its errors itself

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Key, PyTree
+from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.applications import PenaltyTuning, penalty_start
@@ -37,7 +38,7 @@ _LARGE = 5e6
 _solve = jax.jit(lambda *run, key: solved(*run, key=key).value)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class AutoPlan(Plan[Any]):
     """A plan, and why it was chosen.
 
@@ -60,6 +61,11 @@ class AutoPlan(Plan[Any]):
     def pays(self) -> bool:
         """Whether two levels are better than one in the dry runs."""
         return self.trials[0].levels == 2
+
+    @override
+    def rows(self) -> dict[str, object]:
+        compared = ", ".join(trial.method for trial in self.trials)
+        return {"reason": self.reason, "compared": compared} | super().rows()
 
     def to_toml(self) -> str:
         """The settings as the tables `[solver]` and `[refit]` of a config.

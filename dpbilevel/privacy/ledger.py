@@ -149,6 +149,19 @@ class Ledger:
         releases = tuple(part for r in self.releases for part in r.repeated(count))
         return dataclasses.replace(self, releases=releases)
 
+    def part(self, done: int, steps: int) -> "Ledger":
+        """Return the releases of the first `done` of `steps` equal steps.
+
+        A release that is not made equally often in every step counts whole.
+        """
+        releases = tuple(
+            dataclasses.replace(r, count=r.count // steps * done)
+            if r.count % steps == 0
+            else r
+            for r in self.releases
+        )
+        return dataclasses.replace(self, releases=releases)
+
     def named(self, run: str) -> "Ledger":
         """The same releases, their names prefixed by the run they belong to."""
         names = ((r, f"{run}: {r.name}") for r in self.releases)

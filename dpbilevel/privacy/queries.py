@@ -4,12 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Self
 
+import jax
 from jaxtyping import Array, Float, PyTree
 
 from .. import _checks
 from .budget import Neighbours
 from .clipping import Bounded, Precision, clipped_mean
+from .disk import OnDisk, shapes_of
 from .noise import PRNGKey
+from .rows import BLOCK, Padded, padded_rows, unpacked
 from .sampling import AbstractSampling, FullBatch, Index
 
 RECORDS = "records"  # the role of the records of a one-level problem
@@ -90,4 +93,47 @@ class Query:
             clip_norm=self.clip_norm,
             precision=precision,
             neighbours=neighbours,
+        )
+
+
+def of_role(data: PyTree, role: str) -> PyTree:
+    """Return the part of `data`, or of sizes, that belongs to a role."""
+    return data if role == RECORDS else getattr(data, role)
+
+
+def check_rows(role: str, records: PyTree, size: int, neighbours: Neighbours) -> None:
+    """Check that a release for `size` planned records can read these rows.
+
+    Only shapes are read. Under replace-one there are no more rows than planned; fewer
+    are covered, because means are divided by the planned number. Under
+    add-or-remove-one the number of records is private and what is released depends on
+    the number of rows, so records are padded to the rows of the plan.
+
+    Args:
+        role: The role of the records.
+        records: The records of that role.
+        size: The planned number of records.
+        neighbours: The relation of the release.
+
+    Raises:
+        ValueError: The rows do not fit the plan.
+    """
+    name = "data" if role == RECORDS else f"data.{role}"
+    rows = _checks.leading_axis(name, shapes_of(unpacked(records)[0]))
+    if neighbours is Neighbours.REPLACE_ONE:
+        if rows > size:
+            raise ValueError(
+                f"step: the plan is for {size} records in {name}, got {rows} rows. "
+                "Give as many as planned, or calibrate for their number."
+            )
+        return
+    least = padded_rows(size)
+    # Rows on several devices are padded to whole blocks on each of them.
+    fits = least <= rows < least + BLOCK * jax.device_count()
+    if not isinstance(records, Padded | OnDisk) or not fits:
+        raise ValueError(
+            f"step: {name} is not padded to the {least} rows of the plan for {size} "
+            "records. Under add-or-remove-one the number of records is private, so no "
+            "shape may depend on it: run the steps by dpbilevel.advance, or give step "
+            "the data of dpbilevel.start(...), which pads them."
         )

@@ -19,7 +19,7 @@ from .clipping import Basis, Bounded
 from .limbs import MOST_PLACES
 from .mechanisms import Gaussian
 from .noise import PRNGKey, check_key, derive
-from .queries import LEVELS, RECORDS, Query
+from .queries import LEVELS, RECORDS, Query, check_rows, of_role
 from .sampling import Index
 
 PERSON = "person"  # whoever may have a record in either level
@@ -70,11 +70,15 @@ class AbstractGaussianRelease(AbstractRelease):
                 numbered.
 
         Raises:
-            ValueError: What is read rests on less than `basis` says.
+            ValueError: What is read rests on less than `basis` says, or rows do not
+                fit the plan: see `check_rows`.
 
         Privacy:
             What `charges` counts for one of `count`.
         """
+        for query in self.queries:
+            records = of_role(data, query.role)
+            check_rows(query.role, records, query.size, self.neighbours)
         key_batch, key_noise = None, key
         if any(query.sampling.needs_key for query in self.queries):
             key_batch, key_noise = derive(key, "sampling", "noise")
@@ -101,7 +105,7 @@ class AbstractGaussianRelease(AbstractRelease):
         roles = [query.role for query in queries]
         keys = [key] if roles == [RECORDS] else derive(check_key(key), *roles)
         drawn = [
-            query.sampling.in_pass(_of_role(data, query.role), key=key)
+            query.sampling.in_pass(of_role(data, query.role), key=key)
             for query, key in zip(queries, keys, strict=True)
         ]
         if self.joint:  # one batch for both
@@ -140,7 +144,7 @@ class AbstractGaussianRelease(AbstractRelease):
         means = [
             query.read(
                 fun,
-                _of_role(data, query.role),
+                of_role(data, query.role),
                 precision=self.mechanism.precision,
                 neighbours=self.mechanism.neighbours,
                 key=key_of.get(query.role),
@@ -187,10 +191,6 @@ class AbstractGaussianRelease(AbstractRelease):
             row["coordinates"] = coordinates
             row["noise_norm_over_clip_norm"] = ratio * math.sqrt(coordinates)
         return row
-
-
-def _of_role(data: PyTree, role: str) -> PyTree:
-    return data if role == RECORDS else getattr(data, role)
 
 
 def _in_one(first, last) -> tuple[Query, Callable[[PyTree], PyTree]]:

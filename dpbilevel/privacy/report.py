@@ -13,6 +13,7 @@ from . import accounting
 from .budget import Neighbours, PrivacyBudget
 from .clipping import Basis
 from .ledger import Ledger
+from .notebook import table
 from .rows import padded_rows
 
 
@@ -42,7 +43,7 @@ TRUSTED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PrivacyReport:
     r"""A guarantee in words and numbers, public in all its parts.
 
@@ -109,15 +110,36 @@ class PrivacyReport:
             message = f"PrivacyReport: not the JSON of a report: {error}."
             raise ValueError(message) from error
 
-    def __str__(self) -> str:
-        """The report as a page of text."""
+    @property
+    def claim(self) -> str:
+        """The guarantee in one line: status, epsilon, delta, relation and people."""
         people = f", people {self.people}" if self.people else ""
         if self.status is Status.HEURISTIC:
             claim = "no epsilon is claimed"
         else:
             epsilon, delta = rounded_up(self.epsilon), rounded_up(self.delta)
             claim = f"epsilon = {epsilon} at delta = {delta}"
-        lines = [f"{self.status.value}: {claim} ({self.relation}{people})"]
+        return f"{self.status.value}: {claim} ({self.relation}{people})"
+
+    def __repr__(self) -> str:
+        """Return the guarantee in one line; `print` shows the whole report."""
+        return f"PrivacyReport({self.claim})"
+
+    def rows(self) -> dict[str, object]:
+        """Return what a notebook shows of the report, by name."""
+        return {
+            "guarantee": self.claim,
+            "releases": sum(row["count"] for row in self.ledger),
+            "accountant": self.accountant,
+            "assumptions": "; ".join(self.assumptions),
+        }
+
+    def _repr_html_(self) -> str:
+        return table("PrivacyReport", self.rows())
+
+    def __str__(self) -> str:
+        """The report as a page of text."""
+        lines = [self.claim]
         if len(self.epsilon_by_person) > 1:
             lines += [
                 f"  {person}: epsilon = {rounded_up(value)}"

@@ -13,7 +13,7 @@ from ..draws.samplers.grid import Grid
 from ..draws.scores.mean_loss import spread_of
 from ..privacy.mechanisms import ROUNDING_MARGIN
 from ..privacy.noise import PRNGKey
-from ..privacy.queries import RECORDS, Query
+from ..privacy.queries import RECORDS, Query, check_rows
 from ..privacy.rows import unpacked
 from ..sets import Euclidean
 from .losses import Losses, score_of_candidates
@@ -79,6 +79,7 @@ class Choice(Checked):
             sizes: The planned number of records.
             key: A typed key for this draw alone.
         """
+        check_rows(RECORDS, losses, sizes, self.mechanism.neighbours)
         score = score_of_candidates(
             losses, points, problem.public, start, self.clip_range, sizes
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
-from dpbilevel.core.loop import advance, planned_rows
+from dpbilevel.core.loop import planned_rows, scan_steps
 from dpbilevel.privacy import microbatches
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.rows import Padded, padded, padded_rows
@@ -183,7 +183,7 @@ def test_padding_counts_for_nothing(name):
     def run(data, key):
         def one(key):
             _, keys = step_keys(key, solver.num_steps)
-            return advance(LINE, solver, data, solver.init(LINE, jnp.zeros(1)), keys)
+            return scan_steps(LINE, solver, data, solver.init(LINE, jnp.zeros(1)), keys)
 
         return solver.released(jax.vmap(one)(jax.random.split(key, 20))[0])
 

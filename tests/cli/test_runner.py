@@ -186,12 +186,12 @@ def test_chunks_of_one_length_compile_once(prepared, tmp_path, monkeypatch):
     def counted(*arguments, **options):
         traces.append(1)
         # What it computes does not matter, and takes long to compile.
-        advance = functools.partial(dpb.core.loop.advance, **options)
-        made = jax.eval_shape(advance, *arguments)
+        steps = functools.partial(dpb.core.loop.scan_steps, **options)
+        made = jax.eval_shape(steps, *arguments)
         return jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), made)
 
     monkeypatch.setattr(
-        runner, "_advance", jax.jit(counted, static_argnames="trajectory")
+        runner, "all_steps", jax.jit(counted, static_argnames="trajectory")
     )
     run(prepared, tmp_path / "a", chunk=1)
     assert len(traces) == 1

@@ -12,7 +12,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core.descent import rejected_updates
-from dpbilevel.core.loop import advance, bound_to
+from dpbilevel.core.loop import bound_to, scan_steps
 from dpbilevel.privacy.mechanisms import Gaussian
 from tests.contract.recorded import (
     CASES,
@@ -280,7 +280,7 @@ def reads(name, solver=None):
 
     def shown(data):
         keys = jax.random.split(jax.random.key(KEY), solver.num_steps)
-        state, path = advance(
+        state, path = scan_steps(
             problem, solver, data, solver.init(problem, w0), keys, trajectory=True
         )
         seen = solver.adversary_view(state), rejected_updates(state)

@@ -11,7 +11,7 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel.core import plan
 from dpbilevel.core.levels import check_apart
-from dpbilevel.core.loop import advance, planned_rows
+from dpbilevel.core.loop import planned_rows, scan_steps
 from dpbilevel.core.resume import first_checkpoint, run_in_parts
 from dpbilevel.privacy import clipped_mean, microbatches, stores
 from dpbilevel.privacy.clipping import unsealed
@@ -261,7 +261,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
     def run(data, saved, keep):
         @jax.jit
         def part(state, keys):
-            return advance(problem, solver, data, state, keys, trajectory=True)
+            return scan_steps(problem, solver, data, state, keys, trajectory=True)
 
         return run_in_parts(lambda s, k: part(s.state, k), saved, 4, keep, chunk=2).path
 

@@ -12,7 +12,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import audit
-from dpbilevel.core.loop import advance
+from dpbilevel.core.loop import scan_steps
 from dpbilevel.privacy.noise import derive, step_keys
 from dpbilevel.search.gp import gradient_posterior
 from dpbilevel.search.seen import Seen, _usable, record_gradient
@@ -247,7 +247,7 @@ def test_a_model_that_fails_at_some_points_does_not_stop_the_descent():
 def states(solver, problem=SQUARES, steps=3):
     state = solver.init(problem, START)
     _, keys = step_keys(jax.random.key(6), steps)
-    return jax.jit(advance)(problem, solver, jnp.asarray(RECORDS), state, keys)[0]
+    return jax.jit(scan_steps)(problem, solver, jnp.asarray(RECORDS), state, keys)[0]
 
 
 def test_what_is_asked_never_depends_on_losses():

@@ -12,7 +12,7 @@ import scipy.stats
 
 import dpbilevel as dpb
 from dpbilevel.core.descent import Rejections, rejected_updates
-from dpbilevel.core.loop import advance
+from dpbilevel.core.loop import scan_steps
 from dpbilevel.onelevel import AdaptiveClipGD
 from dpbilevel.privacy import accounting
 from dpbilevel.privacy.noise import step_keys
@@ -261,7 +261,7 @@ def test_updates_left_out_count_for_the_shown_run_alone(kind):
     solver = tuned(kind, (dpb.NoisyGD(3, 5.0, 3e38),), num_steps=24).with_noise(1e5)
     solver = solver.with_sizes(CENTRE.sizes_of(RECORDS, "disjoint"))
     state, counts = solver.init(CENTRE, START), []
-    step = jax.jit(lambda s, k: advance(CENTRE, solver, RECORDS, s, k)[0])
+    step = jax.jit(lambda s, k: scan_steps(CENTRE, solver, RECORDS, s, k)[0])
     for key in step_keys(jax.random.key(0), 24)[1]:
         state = step(state, key[None])
         counts.append(int(rejected_updates(state)))

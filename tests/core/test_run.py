@@ -1,0 +1,150 @@
+"""Runs that are advanced, looked at, saved and resumed between their steps."""
+
+import dataclasses
+import os
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel.core import run as module
+
+N, STEPS, KEY = 70, 6, 0
+ROWS = np.random.default_rng(0).normal(size=(N, 2)).astype(np.float32)
+W0 = jnp.zeros(2)
+ADDED = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+
+
+def distance(w, row):
+    return 0.5 * jnp.sum((w - row) ** 2)
+
+
+def other_distance(w, row):
+    return 0.4 * jnp.sum((w - row) ** 2)
+
+
+PROBLEM = dpb.FiniteSum(distance)
+SOLVER = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.1, noise=ADDED)
+PLAN = dpb.calibrate(PROBLEM, SOLVER, dpb.PrivacyBudget(1.0, 1e-3), sizes=N)
+
+
+def started(problem=PROBLEM, plan=PLAN, data=ROWS, **options):
+    return dpb.start(problem, plan, data, W0, key=jax.random.key(KEY), **options)
+
+
+@pytest.fixture(scope="module")
+def in_parts():
+    """All states of a run in parts of 1, 3 and what is left, with its path."""
+    runs = [started(trajectory=True)]
+    for steps in (1, 3, None):
+        runs.append(dpb.advance(runs[-1], steps))
+    return runs
+
+
+def test_steps_in_parts_are_those_of_solve_bit_for_bit(in_parts):
+    want = dpb.solve(
+        PROBLEM, PLAN.solver, ROWS, W0, key=jax.random.key(KEY), trajectory=True
+    )
+    got = in_parts[-1].solution
+    np.testing.assert_array_equal(got.value, want.value)
+    np.testing.assert_array_equal(got.trajectory, want.trajectory)
+    assert got.report == PLAN.report
+    for run in in_parts[1:]:
+        np.testing.assert_array_equal(run.value, want.trajectory[run.done - 1])
+        assert len(run.solution.trajectory) == run.done
+
+
+def test_parts_of_any_length_share_one_program(in_parts):
+    module._steps.clear_cache()
+    for seed, steps in enumerate((1, 2, 5)):
+        run = dpb.start(PROBLEM, PLAN, ROWS, W0, key=jax.random.key(seed))
+        dpb.advance(dpb.advance(run, steps))
+    assert module._steps._cache_size() == 1
+
+
+def test_records_fill_the_rows_of_the_plan_whatever_their_number():
+    fewer = started(data=ROWS[:-9])
+    assert {v.shape[0] for v in jax.tree.leaves(fewer.data)} == {128}
+    assert fewer.data.records.shape == started().data.records.shape
+    with pytest.raises(ValueError, match="start: data has more records than the 128"):
+        started(data=np.ones((129, 2), np.float32))
+
+
+def test_the_epsilon_so_far_is_that_of_so_many_releases(in_parts):
+    (release,) = PLAN.solver.ledger(PROBLEM, N).releases
+    for run in in_parts[1:]:
+        made = dataclasses.replace(release, count=run.done)
+        want = dpb.privacy.Ledger((made,)).epsilon(1e-3)
+        assert run.epsilon == pytest.approx(want, rel=1e-9)
+    assert in_parts[0].epsilon == 0.0
+    assert in_parts[-1].epsilon == PLAN.report.epsilon
+
+
+def test_a_saved_run_goes_on_bit_for_bit(in_parts, tmp_path):
+    in_parts[1].save(tmp_path / "new")
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.name == "checkpoint.SECRET"
+    if os.name == "posix":
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    run = dpb.resume(tmp_path / "new", PROBLEM, PLAN, ROWS, W0)
+    assert run.done == 1
+    run = dpb.advance(run)
+    np.testing.assert_array_equal(run.value, in_parts[-1].value)
+    want = in_parts[-1].solution.trajectory
+    np.testing.assert_array_equal(run.solution.trajectory, want)
+
+
+def test_the_same_noise_is_refused_on_anything_else(in_parts, tmp_path):
+    in_parts[1].save(tmp_path)
+    moved = ROWS + np.float32(1e-3)
+    with pytest.raises(ValueError, match="the records are not those"):
+        dpb.resume(tmp_path, PROBLEM, PLAN, moved, W0)
+    with pytest.raises(ValueError, match=r"cannot resume .* program was"):
+        dpb.resume(tmp_path, dpb.FiniteSum(other_distance), PLAN, ROWS, W0)
+    budget = dpb.PrivacyBudget(2.0, 1e-3)
+    louder = dpb.calibrate(PROBLEM, SOLVER, budget, sizes=N)
+    with pytest.raises(ValueError, match=r"cannot resume .* plan\.epsilon was"):
+        dpb.resume(tmp_path, PROBLEM, louder, ROWS, W0)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        dpb.resume(tmp_path / "empty", PROBLEM, PLAN, ROWS, W0)
+
+
+def test_a_run_shows_neither_its_key_nor_records(in_parts):
+    shown = repr(in_parts[1])
+    assert shown.startswith("Run(1 of 6 steps of Plan(")
+    assert len(shown) < 300
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: started(plan=PLAN.solver),
+            TypeError,
+            "plan must be an instance",
+        ),
+        (lambda: started(data=dpb.Levels(ROWS, ROWS)), TypeError, "Levels"),
+        (lambda: dpb.advance(started(), 0), ValueError, "steps must be an integer"),
+        (lambda: dpb.advance(started(), 1.5), ValueError, "steps must be an integer"),
+        (lambda: dpb.advance(PLAN, 1), TypeError, "run must be an instance"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_notebook_shows_small_tables_whose_text_is_escaped():
+    solution = started().solution
+    for shown in (PLAN, PLAN.report, solution):
+        page = shown._repr_html_()
+        assert page.startswith("<table>")
+        assert PLAN.report.claim in page
+        assert "<script>" not in page
+        assert len(repr(shown)) < 200
+    assert "<script>" not in dpb.privacy.notebook.table(
+        "<script>", {"<script>": "<script>"}
+    )
