@@ -11,7 +11,14 @@ from .arguments import checked
 from .linear import AbstractLinearSolver, LinearSolution, differentiable_solve
 from .lower import DEFAULT_LINEAR_SOLVER, check_interior, minimized
 from .minimizers import AbstractLowerSolver, AcceleratedGradient
-from .objectives import WeightedSum, lower_objective, poisoned, upper_objective
+from .objectives import (
+    CONVERGED,
+    WeightedSum,
+    if_converged,
+    lower_objective,
+    poisoned,
+    upper_objective,
+)
 
 
 def implicit_hypergradient(
@@ -22,11 +29,13 @@ def implicit_hypergradient(
     *,
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
     v0: PyTree = None,
+    tolerance: float | None = CONVERGED,
 ) -> tuple[PyTree, LinearSolution]:
     r"""NON-PRIVATE. $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v =
-    \nabla_y f$, at any $y$.
+    \nabla_y f$, at $y = y^*(x)$.
 
-    At $y = y^*(x)$ the gradient of $F$; elsewhere off by at most $C \|y - y^*(x)\|$.
+    There it is the gradient of $F$; elsewhere it is off by at most $C \|y -
+    y^*(x)\|$, and refused, as NaN inside `jax.jit`, unless `tolerance=None`.
     The Hessian is never formed: its products come from one linearization of
     $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `v0`.
 
@@ -38,15 +47,19 @@ def implicit_hypergradient(
         linear_solver: Solves for $v$.
         v0: A starting point of that solve: `solution.value` of an earlier call, or
             `extrapolated` from the last ones.
+        tolerance: $y$ counts as $y^*(x)$ where $\|\nabla_y g\|$ is at most this times
+            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. With `None`, any $y$ does,
+            as of methods that follow a path of $x$.
 
     Returns:
-        The gradient, a pytree like `x`, and the `LinearSolution` with $v$, the norm of
-        its residual and the number of Hessian products.
+        The gradient, a pytree like `x`, NaN where $y$ has not converged; and the
+        `LinearSolution` with $v$, the norm of its residual and the number of Hessian
+        products.
 
     Raises:
         TypeError: An argument of another type, such as the class of a solver.
         ValueError: Arguments that do not fit, or `y_set` is not `Euclidean()`: the
-            formula holds inside a set only.
+            formula holds inside a set only. Outside `jax.jit`, $y$ has not converged.
 
     References:
         Lowy and Liu, "Differentially private bilevel optimization: efficient
@@ -59,12 +72,14 @@ def implicit_hypergradient(
     check_interior(owner, problem)
     upper = upper_objective(problem, data, rest)
     lower = lower_objective(problem, data, rest)
-    *_, product = lower.linearized(x, y)  # Hessian products
+    linearized = lower.linearized(x, y)
+    *_, product = linearized  # Hessian products
     slope = poisoned(upper.gradient(x, y), y)
     start = jax.tree.map(jnp.asarray, v0)
     v = differentiable_solve(linear_solver, product, slope, start)
     cross = lower.cross_product(x, y, v.value)
-    return optax.tree.sub(upper.gradient(x, y, "x"), cross), v
+    gradient = optax.tree.sub(upper.gradient(x, y, "x"), cross)
+    return if_converged(owner, gradient, y, linearized, tolerance), v
 
 
 def penalty_hypergradient(

@@ -13,7 +13,15 @@ from .layout import laid_out
 from .linear import AbstractLinearSolver, ConjugateGradient, differentiable_solve
 from .minimizers import AbstractLowerSolver, LowerInfo
 from .newton import NewtonCG
-from .objectives import AbstractObjective, lower_objective, merge, poisoned
+from .objectives import (
+    CONVERGED,
+    AbstractObjective,
+    if_converged,
+    lower_objective,
+    merge,
+    poisoned,
+    split,
+)
 
 DEFAULT_SOLVER = NewtonCG()
 DEFAULT_LINEAR_SOLVER = ConjugateGradient()
@@ -27,6 +35,7 @@ def lower_solution(
     solver: AbstractLowerSolver = DEFAULT_SOLVER,
     y0: PyTree = None,
     linear_solver: AbstractLinearSolver = DEFAULT_LINEAR_SOLVER,
+    tolerance: float | None = CONVERGED,
 ) -> PyTree:
     r"""NON-PRIVATE. $y^*(x) = \arg\min_y g(x, y)$, differentiable in all it depends on.
 
@@ -43,16 +52,20 @@ def lower_solution(
         y0: A starting point: a pytree of arrays, or a module whose arrays are the
             variable. Has no influence on derivatives.
         linear_solver: Solves the system of a derivative.
+        tolerance: The solve has converged where $\|\nabla_y g\|$ is at most this times
+            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. `None` takes any answer; a
+            `y_set` other than `Euclidean()` is not checked.
 
     Returns:
         A pytree like `y0`; NaN where the gradient at the solver's answer is not finite,
-        as with a NaN in a record.
+        as with a NaN in a record, or where the solve has not converged.
 
     Raises:
         TypeError: An argument of another type, such as the class of a solver.
         ValueError: No `y0`, arguments that do not fit, or a set that `solver` cannot
-            keep to. On differentiation, any `y_set` but `Euclidean()`: the formula
-            holds inside a set only.
+            keep to. Outside `jax.jit`, the solve has not converged. On
+            differentiation, any `y_set` but `Euclidean()`: the formula holds inside a
+            set only.
 
     Example:
         >>> import jax, jax.numpy as jnp, dpbilevel as dpb
@@ -63,7 +76,13 @@ def lower_solution(
         Array([2.], dtype=float32)
     """
     owner = "lower_solution"
-    return _solve(owner, problem, x, data, solver, y0, linear_solver)[0]
+    y, _ = _solve(owner, problem, x, data, solver, y0, linear_solver)
+    if not isinstance(problem.y_set, Euclidean):
+        return y
+    at, rest = split(y)
+    fixed = jax.lax.stop_gradient((x, at))
+    linearized = lower_objective(problem, data, rest).linearized(*fixed)
+    return merge(if_converged(owner, at, fixed[1], linearized, tolerance), rest)
 
 
 def lower_solve(

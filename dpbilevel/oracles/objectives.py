@@ -9,12 +9,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.problem import BilevelProblem, Levels
 from .layout import laid_out
+
+# The default tolerance of `if_converged`, as the docstrings of its callers say.
+CONVERGED = 1e-3
 
 Scalar = Float[Array, ""]
 Variable = Literal["x", "y"]
@@ -196,6 +200,43 @@ def poisoned(tree: PyTree, *by: PyTree) -> PyTree:
     known = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(by)]
     factor = jnp.where(jnp.all(jnp.stack(known)), 1.0, jnp.nan)
     return jax.tree.map(lambda v: factor.astype(v.dtype) * v, tree)
+
+
+def if_converged(
+    owner: str,
+    tree: PyTree,
+    y: PyTree,
+    linearized: tuple[Scalar, PyTree, Callable],
+    tolerance: float | None,
+) -> PyTree:
+    r"""Return `tree`, or NaN where `y` does not minimize the objective.
+
+    It does where $\|\nabla_y g\|$ is at most `tolerance` times the larger of 1 and
+    $\|\nabla^2_{yy} g\, y\|$; `None` skips the check.
+
+    Args:
+        owner: The name of the function in an error.
+        tree: What is returned.
+        y: The lower variable.
+        linearized: What `linearized` returned at `y`.
+        tolerance: The tolerance.
+
+    Raises:
+        ValueError: It does not, and the values are known: outside `jax.jit`.
+    """
+    if tolerance is None:
+        return tree
+    _checks.positive(owner, tolerance=tolerance)
+    _, slope, product = linearized
+    norm, scale = optax.tree.norm(slope), optax.tree.norm(product(y))
+    norm, limit = jax.lax.stop_gradient((norm, tolerance * jnp.maximum(scale, 1)))
+    if _checks.concrete(norm) and bool(norm > limit):  # a NaN is passed on
+        raise ValueError(
+            f"{owner}: the lower solution has not converged: its gradient has norm "
+            f"{float(norm):.3g}, above {float(limit):.3g}. Let a solver take more "
+            "steps (lower_solve returns how it ended), or pass tolerance=None."
+        )
+    return poisoned(tree, jnp.where(norm > limit, jnp.nan, 0.0))
 
 
 def _over_records(fun: Callable, records: PyTree) -> PyTree:

@@ -126,10 +126,36 @@ def test_an_indefinite_hessian_has_no_derivative(name):
         problem, lower_public=lambda x, y: -5.0 * jnp.sum(jnp.exp(x) * y**2)
     )
     gradient, v = dpb.oracles.implicit_hypergradient(
-        problem, x, y0, data, linear_solver=LINEAR_SOLVERS[name]
+        problem, x, y0, data, linear_solver=LINEAR_SOLVERS[name], tolerance=None
     )
     assert np.all(np.isnan(v.value))
     assert np.all(np.isnan(gradient))
+
+
+def test_a_derivative_where_the_lower_level_is_not_solved_is_refused():
+    problem, data, x, y0 = quadratic()
+    early = dpb.oracles.AcceleratedGradient(2, 0.1, 0.0, None)
+    options = {"data": data, "y0": y0, "solver": early}
+    solution = functools.partial(dpb.oracles.lower_solution, problem, **options)
+    exact = dpb.oracles.lower_solution(problem, x, data, y0=y0)
+    with pytest.raises(ValueError, match=r"lower_solution: .* has not converged"):
+        solution(x)
+    assert np.all(np.isnan(jax.jit(solution)(x)))
+    assert np.all(np.isnan(jax.jit(jax.jacrev(solution))(x)))
+    near = solution(x, tolerance=None)
+    assert np.isfinite(near).all()
+
+    def gradient(y, **options):
+        oracle = dpb.oracles.implicit_hypergradient
+        return oracle(problem, x, y, data, **options)[0]
+
+    with pytest.raises(ValueError, match=r"implicit_hypergradient: .* not converged"):
+        gradient(near)
+    assert np.all(np.isnan(jax.jit(gradient)(near)))
+    assert np.isfinite(gradient(near, tolerance=None)).all()
+    assert np.isfinite(jax.jit(gradient)(exact)).all()
+    with pytest.raises(ValueError, match="tolerance must be positive"):
+        gradient(exact, tolerance=-1.0)
 
 
 def test_newton_steps_go_through_a_region_without_convexity():
@@ -252,8 +278,9 @@ def test_the_upper_terms_are_checked_where_they_are_read():
 
 def test_a_start_of_the_linear_solve_must_be_like_y():
     problem, data, x, y = quadratic()
-    _, solution = dpb.oracles.implicit_hypergradient(problem, x, y, data)
-    dpb.oracles.implicit_hypergradient(problem, x, y, data, v0=np.zeros(2))
+    anywhere = functools.partial(dpb.oracles.implicit_hypergradient, tolerance=None)
+    _, solution = anywhere(problem, x, y, data)
+    anywhere(problem, x, y, data, v0=np.zeros(2))
     starts = (solution, jnp.zeros(3), {"a": y}, jnp.arange(2), "v")
     for v0 in starts:
         with pytest.raises(ValueError, match=r"v0 must be like .* solution\.value"):
