@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -66,6 +67,13 @@ class BilevelProblem(AbstractProblem):
         must hold no private data, not even a statistic of it.
     """
 
+    terms: ClassVar[tuple[str, ...]] = (
+        "upper",
+        "lower",
+        "upper_public",
+        "lower_public",
+    )
+
     upper: Loss = eqx.field(static=True)
     lower: Loss = eqx.field(static=True)
     upper_public: PublicTerm | None = eqx.field(static=True, default=None)
@@ -81,7 +89,7 @@ class BilevelProblem(AbstractProblem):
 
     def __check_init__(self):
         owner = "BilevelProblem"
-        for name in ("upper", "lower", "upper_public", "lower_public"):
+        for name in self.terms:
             term = getattr(self, name)
             if term is not None or "public" not in name:
                 _checks.function(owner, **{name: term})

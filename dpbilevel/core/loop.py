@@ -19,6 +19,7 @@ from ..privacy.untested import check_release
 from . import spent
 from .descent import rejected_updates
 from .levels import Levels, people_of
+from .modules import Kept, arrays_of
 from .problem import AbstractProblem
 from .solution import Plan, Solution
 from .solver import AbstractSolver, Solver
@@ -44,7 +45,8 @@ def solve(
         problem: A `BilevelProblem` or a `FiniteSum`.
         solver: A calibrated solver of that problem.
         data: `Levels` for two levels, a pytree of records for one.
-        w0: The starting point, public or already private: `(x, y)` for two levels.
+        w0: The starting point, public or already private: `(x, y)` for two levels. Of
+            an Equinox module the arrays are the variables, and the answer is a module.
         key: One typed key; consumed by this run.
         trajectory: Whether to return the released iterates. Static: under `jax.jit`
             use `static_argnames="trajectory"`.
@@ -69,8 +71,9 @@ def solve(
         that of a plan, what the run costs is printed to the standard error.
     """
     _check_static(trajectory)
+    problem, w0, kept = arrays_of("solve", problem, w0)
     bound = bound_run("solve", problem, solver, data, w0, key)
-    run = problem, bound, data, w0, key, trajectory
+    run = problem, bound, data, w0, key, trajectory, kept
     given = problem, solver, data, w0, key
     if any(isinstance(v, Tracer) for v in jax.tree.leaves(given)):
         return _run(*run)
@@ -138,15 +141,17 @@ def _check_static(trajectory: Any) -> None:
         )
 
 
-def _run(problem, solver, data, w0, key, trajectory) -> Solution[None]:
+def _run(
+    problem, solver, data, w0, key, trajectory, kept: Kept | None = None
+) -> Solution[None]:
     data = rows_of(solver, data, key)
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
     # Part of a program of the caller's, the loop is traced with it.
     steps = all_steps if _checks.concrete(key) else scan_steps
     state, path = steps(problem, solver, data, state, keys, trajectory=trajectory)
-    value = solver.answer(problem, state)
-    return Solution(value, path, rejected_updates(state))
+    solution = Solution(solver.answer(problem, state), path, rejected_updates(state))
+    return solution if kept is None else solution.with_kept(kept)
 
 
 def scan_steps(

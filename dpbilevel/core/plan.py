@@ -30,6 +30,7 @@ from ..privacy.sampling import AbstractSampling, FullBatch
 from . import spent
 from .levels import Levels, Sizes, check_pair, people_of
 from .loop import solved, solver_for
+from .modules import arrays_of
 from .problem import AbstractProblem
 from .solution import Plan, Solution, Solver, divergence
 from .solver import AbstractSolver
@@ -62,7 +63,8 @@ def calibrate(
         budget: The guarantee to reach.
         sizes: `Sizes(upper, lower, people)` for two levels, the number of records for
             one.
-        w0: The starting point, or its shapes; only sharpens the report's forecast.
+        w0: The starting point, or its shapes; only sharpens the report's forecast. As
+            in `solve`, it may be an Equinox module.
         precision: `"grid"` sums records exactly and rounds the noise to the same grid,
             so that the guarantee survives floating-point arithmetic; `"float"` is for
             research and labelled so in the report.
@@ -106,6 +108,7 @@ def calibrate(
     calibrated = planned.with_noise(scale).with_counts(problem)  # which follow from it
     if w0 is not None and people_of(sizes) is not None:
         check_pair("calibrate", w0)
+    problem, w0, _ = arrays_of("calibrate", problem, w0)
     w0 = jax.tree.map(_shaped, w0)
     dimensions = {} if w0 is None else calibrated.dimensions(w0)
     counted = _after(before, calibrated.ledger(problem, sizes))
@@ -177,6 +180,7 @@ def fit(
             "solve."
         )
     check_key(key)
+    problem, w0, kept = arrays_of("fit", problem, w0)
     problem = problem.traced(w0, data)  # reads shapes alone
     sizes = problem.sizes_of(data, people)
     if _on_disk(data):
@@ -192,7 +196,8 @@ def fit(
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:
         warnings.warn(f"fit: {remark}", RuntimeWarning, stacklevel=2)
-    return Solution(solution.value, solution.trajectory, rejected, plan.report)
+    reported: Any = dataclasses.replace(solution, report=plan.report)
+    return reported if kept is None else reported.with_kept(kept)
 
 
 def _shaped(leaf: Any) -> Any:

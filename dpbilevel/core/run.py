@@ -19,6 +19,7 @@ from . import checkpoint
 from .checkpoint import Checkpoint
 from .descent import rejected_updates
 from .loop import bound_run, rows_of
+from .modules import Kept, arrays_of
 from .problem import AbstractProblem
 from .resume import resume_run
 from .solution import Plan, Solution
@@ -39,6 +40,7 @@ class Run:
         state: The state of the solver. It may hold more than is released.
         key: The key of the steps to come. Secret.
         path: Room for the released iterates of all steps, or `None`.
+        kept: The leaves of the initial point that are no arrays, if any.
 
     Privacy:
         All that may be published of a run is `value`, `solution`, `done` and `epsilon`.
@@ -51,6 +53,7 @@ class Run:
     state: PyTree
     key: PRNGKey
     path: PyTree | None = None
+    kept: Kept | None = None
 
     def __repr__(self) -> str:
         """Return the progress and the plan; never the key, nor a record."""
@@ -64,14 +67,16 @@ class Run:
     @property
     def value(self) -> PyTree:
         """The released answer after the steps done."""
-        return self.plan.solver.answer(self.problem, self.state)
+        return self.solution.value
 
     @property
     def solution(self) -> Solution:
         """The `Solution` after the steps done, with the report of the whole plan."""
         path = jax.tree.map(lambda v: v[: self.done], self.path)
+        value = self.plan.solver.answer(self.problem, self.state)
         rejected = rejected_updates(self.state)
-        return Solution(self.value, path, rejected, self.plan.report)
+        solution = Solution(value, path, rejected, self.plan.report)
+        return solution if self.kept is None else solution.with_kept(self.kept)
 
     @cached_property
     def epsilon(self) -> float:
@@ -151,6 +156,7 @@ def start(
         10 1.0
     """
     _checks.instance("start", Plan, plan=plan)
+    problem, w0, kept = arrays_of("start", problem, w0)
     solver = bound_run("start", problem, plan.solver, data, w0, key)
     data = rows_of(solver, data, key, "start")
     state = solver.init(problem, w0)
@@ -160,7 +166,7 @@ def start(
             lambda v: jnp.zeros((solver.num_steps, *v.shape), v.dtype),
             solver.released(state),
         )
-    return Run(problem, plan, data, 0, state, key, path)
+    return Run(problem, plan, data, 0, state, key, path, kept)
 
 
 def advance(run: Run, steps: int | None = None) -> Run:

@@ -1,7 +1,7 @@
 """What a run returns: the released answer, and its guarantee."""
 
 import dataclasses
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import equinox as eqx
 from jaxtyping import Array, Int, PyTree
@@ -9,6 +9,7 @@ from jaxtyping import Array, Int, PyTree
 from .. import _checks
 from ..privacy.notebook import table
 from ..privacy.report import PrivacyReport
+from .modules import Kept
 from .solver import Solver
 
 Report = TypeVar("Report", bound=PrivacyReport | None)
@@ -65,6 +66,13 @@ class Solution(eqx.Module, Generic[Report]):
     trajectory: PyTree | None = None
     rejected_updates: Int[Array, ""] | int = 0
     report: Report = eqx.field(static=True, default=None)
+
+    def with_kept(self, kept: Kept) -> Self:
+        """Return the solution as modules, with the leaves that are no arrays."""
+        parts: dict[str, Any] = {"value": kept.merge(self.value)}
+        if self.trajectory is not None:
+            parts["trajectory"] = kept.merge(self.trajectory)
+        return dataclasses.replace(self, **parts)
 
     def __repr__(self) -> str:
         """Return the shapes of the answer and the guarantee."""

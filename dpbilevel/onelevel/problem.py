@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import equinox as eqx
 import jax
@@ -26,6 +26,8 @@ else:
     from equinox import AbstractVar
 
 Scalar = Float[Array, ""]
+
+_MOST_NAMED = 12  # leaves in an error message
 
 
 class AbstractFiniteSum(AbstractOneLevel):
@@ -63,6 +65,8 @@ class FiniteSum(AbstractFiniteSum):
             the difference of two possible records' losses; $G$ where it is omitted.
             Regularized draws read it. Static.
     """
+
+    terms: ClassVar[tuple[str, ...]] = ("loss", "public")
 
     loss: Callable[[PyTree, PyTree], Scalar] = eqx.field(static=True)
     public: Callable[[PyTree], Scalar] | None = eqx.field(static=True, default=None)
@@ -175,9 +179,16 @@ def check_scalar(
     try:
         value = jax.eval_shape(fun, *arguments)  # no value is computed
     except Exception as error:
-        shapes = jax.tree.map(
-            lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", arguments
-        )
+        *variables, last = arguments
+        record = {"record": last} if of == "one record" else {}
+        variables = variables if record else arguments
+        names = ("w0",) if len(variables) == 1 else ("x", "y")
+        shapes = _in_words(dict(zip(names, variables, strict=False)) | record)
+        if type(error) in (TypeError, ValueError):
+            raise type(error)(
+                f"{name} fails for {shapes}: {error} Give an initial point and records "
+                "of the lengths that it reads."
+            ) from error
         error.add_note(f"This happened while tracing {name}, called with {shapes}.")
         raise
     leaves = jax.tree.leaves(value)
@@ -191,3 +202,14 @@ def check_scalar(
             f"{name} must return one floating-point scalar for {of} (no mean over "
             f"records, no auxiliary output), got {got}."
         )
+
+
+def _in_words(named: dict[str, PyTree]) -> str:
+    """Return the dtype and shape of every leaf, with its name."""
+    words = [
+        f"{name}{jax.tree_util.keystr(path)} {jnp.result_type(v)}{list(jnp.shape(v))}"
+        for name, tree in named.items()
+        for path, v in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    left_out = [f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else []
+    return ", ".join(words[:_MOST_NAMED] + left_out)

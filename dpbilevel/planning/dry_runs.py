@@ -16,6 +16,7 @@ from ..bilevel.applications import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
 from ..core.loop import solved
+from ..core.modules import arrays_of
 from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
@@ -188,6 +189,7 @@ def auto(
     problem.check_sizes(owner, sizes)
     if isinstance(problem, BilevelProblem):
         check_pair(owner, w0)
+    problem, w0, _ = arrays_of(owner, problem, w0)
     laws = _laws(problem, w0, clip_norm, records, twins)
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm, records)
