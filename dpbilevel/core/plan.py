@@ -32,6 +32,7 @@ from .levels import Levels, Sizes, check_pair, people_of
 from .loop import solved, solver_for
 from .modules import arrays_of
 from .problem import AbstractProblem
+from .run import Run, started, watched
 from .solution import Plan, Solution, Solver, divergence
 from .solver import AbstractSolver
 
@@ -137,8 +138,11 @@ def fit(
     key: PRNGKey,
     precision: Precision = "grid",
     trajectory: bool = False,
+    progress: bool = False,
+    callback: Callable[[Run], object] | None = None,
+    every: int | None = None,
 ) -> Solution[PrivacyReport]:
-    """Plans and runs in one call: calibrate on the data's sizes, then solve.
+    """Plan and run in one call: `calibrate` on the data's sizes, then `solve`.
 
     Tracing decides here which records' losses read `x`, so an outer step that is public
     costs no budget and need not be declared.
@@ -154,6 +158,11 @@ def fit(
         key: One typed key.
         precision: As in `calibrate`.
         trajectory: Whether to return the released iterates.
+        progress: Whether to show a bar of the steps on stderr; needs tqdm.
+        callback: Called with the `Run` after every `every` steps and after the last
+            one. It shows `run.done`, `run.value` and `run.epsilon`, all of them
+            released. A true answer, such as `True`, ends the run there.
+        every: The number of steps between two calls; by default a twentieth of all.
 
     Returns:
         The solution, with its report.
@@ -168,7 +177,8 @@ def fit(
             same shape; said once for each shape.
 
     Privacy:
-        One run under `budget`. The numbers of records are published with the report;
+        One run under `budget`, and no less where `callback` ends it early: what it
+        decides by is released. The numbers of records are published with the report;
         under add-or-remove-one they are private, so use `calibrate` with public sizes
         and `solve` instead.
     """
@@ -189,9 +199,14 @@ def fit(
     plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
     name, costs = f"fit: {type(solver).__name__}", spent.costs_by(plan.report)
     relation = plan.report.relation
+    options: Any = {"key": key, "trajectory": trajectory}
     with spent.counted(name, relation, costs, sizes, data, stacklevel=4):
-        run = problem, plan.solver, data, w0
-        solution = solved(*run, key=key, trajectory=trajectory)
+        if progress or callback is not None or every is not None:
+            run = started("fit", problem, plan, data, w0, kept=kept, **options)
+            run = watched(run, progress=progress, callback=callback, every=every)
+            solution = run.solution
+        else:
+            solution = solved(problem, plan.solver, data, w0, **options)
     rejected = solution.rejected_updates
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from jaxtyping import PyTree
 from .. import _checks
 from ..privacy.disk import OnDisk
 from ..privacy.noise import PRNGKey, step_keys
-from . import checkpoint
+from . import checkpoint, spent
 from .checkpoint import Checkpoint
 from .descent import rejected_updates
 from .loop import bound_run, rows_of
 from .modules import Kept, arrays_of
 from .problem import AbstractProblem
+from .progress import check_bar, step_bar
 from .resume import resume_run
 from .solution import Plan, Solution
 
@@ -138,6 +140,9 @@ def start(
         TypeError: As in `solve`, or `plan` is not a plan.
         ValueError: As in `solve`.
 
+    Warns:
+        PrivacyWarning: As `fit`.
+
     Privacy:
         Advanced to its end or not, one run of the plan. Reads no record yet.
 
@@ -157,8 +162,29 @@ def start(
     """
     _checks.instance("start", Plan, plan=plan)
     problem, w0, kept = arrays_of("start", problem, w0)
-    solver = bound_run("start", problem, plan.solver, data, w0, key)
-    data = rows_of(solver, data, key, "start")
+    run = started(
+        "start", problem, plan, data, w0, key=key, trajectory=trajectory, kept=kept
+    )
+    name, report = f"start: {type(plan.solver).__name__}", plan.report
+    costs, sizes = spent.costs_by(report), plan.solver.sizes
+    with spent.counted(name, report.relation, costs, sizes, data, stacklevel=4):
+        return run
+
+
+def started(
+    owner: str,
+    problem: AbstractProblem,
+    plan: Plan,
+    data: PyTree,
+    w0: PyTree,
+    *,
+    key: PRNGKey,
+    trajectory: bool,
+    kept: Kept | None,
+) -> Run:
+    """Return what `start` does, without counting it among the runs of this process."""
+    solver = bound_run(owner, problem, plan.solver, data, w0, key)
+    data = rows_of(solver, data, key, owner)
     state = solver.init(problem, w0)
     path = None
     if trajectory:
@@ -198,6 +224,37 @@ def advance(run: Run, steps: int | None = None) -> Run:
     )
 
 
+def watched(
+    run: Run,
+    *,
+    progress: bool,
+    callback: Callable[[Run], object] | None,
+    every: int | None,
+) -> Run:
+    """Return the run at its end, or where `callback` ended it; arguments as in `fit`.
+
+    Raises:
+        TypeError: `callback` cannot be called.
+        ValueError: `every` is not a positive integer, or tqdm is missing.
+    """
+    if callback is not None:
+        _checks.function("fit", callback=callback)
+    if every is not None:
+        _checks.count("fit", every=every)
+    if progress:
+        check_bar("fit: progress=True")
+    part = every or max(1, run.num_steps // 20)
+    with step_bar(run.num_steps, "fit", shown=progress) as show:
+        show(0)
+        while run.done < run.num_steps:
+            run = advance(run, part)
+            jax.block_until_ready(run.state)
+            show(run.done)
+            if callback is not None and callback(run):
+                break
+    return run
+
+
 def resume(
     folder: str | Path, problem: AbstractProblem, plan: Plan, data: PyTree, w0: PyTree
 ) -> Run:
@@ -218,9 +275,12 @@ def resume(
         ValueError: The folder holds no checkpoint, or what the run depends on has
             changed. The same noise on other records or losses would reveal both.
     """
+    _checks.instance("resume", Plan, plan=plan)
     saved = checkpoint.read(Path(folder))
-    trajectory = len(saved.path) > 0
-    run = start(problem, plan, data, w0, key=saved.key, trajectory=trajectory)
+    problem, w0, kept = arrays_of("resume", problem, w0)
+    options: Any = {"trajectory": len(saved.path) > 0, "kept": kept}
+    # The same release as where it began, which counted it.
+    run = started("resume", problem, plan, data, w0, key=saved.key, **options)
     saved = resume_run(Path(folder), saved, run._checkpoint())
     state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
     return dataclasses.replace(run, done=saved.done, state=state, path=path)

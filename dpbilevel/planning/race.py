@@ -1,6 +1,7 @@
 """Successive halving of settings, by what they miss on synthetic twins."""
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -56,7 +57,7 @@ def race(
     """
     losses: dict[int, list[list[float]]] = {index: [] for index in range(len(methods))}
     left, behind = [*losses], {}
-    done, total = 0, len(methods) * rounds[0]
+    done = 0
     for number, count in enumerate(rounds):
         if number:
             shares = shares_of([losses[index] for index in left], starts)
@@ -68,7 +69,8 @@ def race(
                 methods, left, worst, _HOPELESS[number - 1], _KEPT[number - 1]
             )
             behind |= {index: worst[index] for index in out}
-            total += count * len(left)
+        names = collections.Counter(methods[index].name for index in left)
+        total = done + _most_runs(names, rounds, number)
         first = sum(rounds[:number])
         for run in range(first, first + count):
             for index in left:
@@ -79,6 +81,22 @@ def race(
     regrets = regrets_of([losses[index] for index in left], starts)
     missed = dict(zip(left, regrets, strict=True)) | behind
     return [(index, losses[index], regret) for index, regret in missed.items()]
+
+
+def _most_runs(
+    settings: Mapping[str, int], rounds: tuple[int, ...], number: int
+) -> int:
+    """Return the most runs from round `number` on: no method is left out any more.
+
+    The total that is shown never grows, so the share that is done never falls.
+    """
+    runs = 0
+    for later in range(number, len(rounds)):
+        if later > number:
+            kept = _KEPT[later - 1]
+            settings = {k: max(1, round(kept * v)) for k, v in settings.items()}
+        runs += rounds[later] * sum(settings.values())
+    return runs
 
 
 def _survivors(

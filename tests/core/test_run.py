@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dpbilevel as dpb
+from dpbilevel.core import loop
 from dpbilevel.core import run as module
 
 N, STEPS, KEY = 70, 6, 0
@@ -28,7 +29,9 @@ def other_distance(w, row):
 
 PROBLEM = dpb.FiniteSum(distance)
 SOLVER = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.1, noise=ADDED)
-PLAN = dpb.calibrate(PROBLEM, SOLVER, dpb.PrivacyBudget(1.0, 1e-3), sizes=N)
+BUDGET = dpb.PrivacyBudget(1.0, 1e-3)
+PLAN = dpb.calibrate(PROBLEM, SOLVER, BUDGET, sizes=N)
+PLANNED = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.1)  # under replace-one
 
 
 def started(problem=PROBLEM, plan=PLAN, data=ROWS, **options):
@@ -81,6 +84,51 @@ def test_the_epsilon_so_far_is_that_of_so_many_releases(in_parts):
         assert run.epsilon == pytest.approx(want, rel=1e-9)
     assert in_parts[0].epsilon == 0.0
     assert in_parts[-1].epsilon == PLAN.report.epsilon
+
+
+def test_fit_calls_back_with_released_values_and_may_end_early(capsys):
+    def fitted(**options):
+        key = jax.random.key(KEY)
+        return dpb.fit(
+            PROBLEM,
+            PLANNED,
+            ROWS,
+            W0,
+            budget=BUDGET,
+            key=key,
+            trajectory=True,
+            **options,
+        )
+
+    seen, want = [], fitted()
+
+    def callback(run):
+        seen.append((run.done, np.asarray(run.value), run.epsilon))
+        return run.done >= 4
+
+    ended = fitted(callback=callback, every=2, progress=True)
+    assert [done for done, *_ in seen] == [2, 4]
+    for done, value, epsilon in seen:
+        np.testing.assert_array_equal(value, want.trajectory[done - 1])
+        assert 0 < epsilon < 1.0
+    np.testing.assert_array_equal(ended.trajectory, want.trajectory[:4])
+    assert ended.report == want.report  # ending early refunds nothing
+    assert "4/6" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="every must be an integer"):
+        fitted(every=0)
+    with pytest.raises(TypeError, match="callback must be a function"):
+        fitted(callback=3)
+
+
+@pytest.mark.reuses_keys
+def test_fits_of_the_same_shapes_compile_once():
+    loop.all_steps.clear_cache()
+    for seed in range(3):  # a problem and a solver of its own each time
+        problem = dpb.FiniteSum(distance)
+        solver = dpb.NoisyGD(2, clip_norm=1.0, step_size=0.1)
+        key = jax.random.key(seed)
+        dpb.fit(problem, solver, ROWS + seed, W0, budget=BUDGET, key=key)
+    assert loop.all_steps._cache_size() == 1
 
 
 def test_a_saved_run_goes_on_bit_for_bit(in_parts, tmp_path):

@@ -249,6 +249,20 @@ def test_large_problems_are_planned_from_fewer_settings_and_runs(
     assert made[-1] == (runs, runs)
 
 
+def test_the_share_of_dry_runs_that_is_done_never_falls():
+    shown = []
+    settings = [METHODS[0]] * 10 + [METHODS[1]] * 5
+    race.race(
+        settings,
+        (1, 3, 8),
+        lambda index, number: [index / 20],
+        [1.0],
+        lambda done, total: shown.append(done / total),
+    )
+    assert shown == sorted(shown)
+    assert shown[-1] == 1.0
+
+
 def test_what_a_method_showed_on_easy_records_is_no_measure_of_later_runs(monkeypatch):
     def dry_run(index, number):
         easy, later = (0.05, 0.4, 0.1), (0.5, None, 0.6)
