@@ -84,7 +84,8 @@ class Run:
     def epsilon(self) -> float:
         """Epsilon of the steps done, at the delta of the plan.
 
-        It holds if the number of steps was chosen before the run. A run that ends early
+        Releases that `calibrate` took as `before` are only in that of the whole run. It
+        holds if the number of steps was chosen before the run. A run that ends early
         because of what it showed costs the epsilon of the plan.
         """
         solver, report = self.plan.solver, self.plan.report

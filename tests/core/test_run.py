@@ -16,7 +16,7 @@ from dpbilevel.core import run as module
 N, STEPS, KEY = 70, 6, 0
 ROWS = np.random.default_rng(0).normal(size=(N, 2)).astype(np.float32)
 W0 = jnp.zeros(2)
-ADDED = dpb.privacy.Gaussian(None, dpb.Neighbours.ADD_OR_REMOVE_ONE)
+ADDED = dpb.Neighbours.ADD_OR_REMOVE_ONE
 
 
 def distance(w, row):
@@ -28,7 +28,7 @@ def other_distance(w, row):
 
 
 PROBLEM = dpb.FiniteSum(distance)
-SOLVER = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.1, noise=ADDED)
+SOLVER = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.1, neighbours=ADDED)
 BUDGET = dpb.PrivacyBudget(1.0, 1e-3)
 PLAN = dpb.calibrate(PROBLEM, SOLVER, BUDGET, sizes=N)
 PLANNED = dpb.NoisyGD(STEPS, clip_norm=1.0, step_size=0.1)  # under replace-one
