@@ -153,7 +153,7 @@ def test_the_cost_is_on_record_before_a_record_is_read(folder, monkeypatch):
         seen.append(spending.read(folder / "out").runs[-1].epsilon)
         raise Stop
 
-    monkeypatch.setattr(runner, "_advance", recorded)
+    monkeypatch.setattr(runner, "all_steps", recorded)
     with pytest.raises(Stop):
         run(prepared, folder / "out")
     with monkeypatch.context() as patch:
@@ -174,7 +174,7 @@ def test_a_checkpoint_after_the_check_does_not_hold_the_key_of_its_noise(
         return real(self, rows, key=key, owner=owner)
 
     monkeypatch.setattr(RecordsCheck, "release", release)
-    monkeypatch.setattr(runner, "_advance", None)
+    monkeypatch.setattr(runner, "all_steps", None)
     with pytest.raises(TypeError):
         run(prepare(read_config(folder / "a.toml")), folder / "out")
     saved = checkpoint.read(folder / "out")
