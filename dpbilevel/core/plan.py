@@ -94,6 +94,7 @@ def calibrate(
     """
     solver_for(problem, solver, "calibrate")
     _checks.instance("calibrate", PrivacyBudget, budget=budget)
+    _checks.instance("calibrate", tuple, before=before)
     problem.check_sizes("calibrate", sizes)
     _checks.one_of("calibrate", "precision", precision, tuple(SUMS))
     planned = solver.with_sizes(sizes).with_precision(precision)
@@ -341,8 +342,8 @@ def _least_safe(
                 "calibrate: no amount of noise reaches the budget. Epsilon or delta is "
                 "too small: with Poisson batches delta must exceed the chance that one "
                 "overflows, and with any sampled batches the rounding of their "
-                "composition, about 1e-15 a release. A training that is declared may "
-                "not cost the budget by itself."
+                "composition, about 1e-15 a release. A declared training and the "
+                "releases of before= may not cost the budget by themselves."
             )
     if low == high:
         while not unsafe(low):

@@ -142,6 +142,15 @@ def test_run_and_check_together_stay_within_the_budget(monkeypatch):
     assert gaussian_delta(mu, BUDGET.epsilon) > 1.02 * BUDGET.delta
 
 
+def test_what_is_released_before_is_a_tuple_within_the_budget():
+    solver = dpb.NoisyGD(5, 1.0, 0.1)
+    with pytest.raises(TypeError, match="before"):
+        dpb.calibrate(MEAN, solver, BUDGET, sizes=2000, before=[])  # pyright: ignore
+    large = RecordsCheck.planned(ONE, LARGE, 2000).releases
+    with pytest.raises(ValueError, match="the releases of before= may"):
+        dpb.calibrate(MEAN, solver, BUDGET, sizes=2000, before=large)
+
+
 def test_a_run_of_sampled_batches_is_planned_beside_the_check():
     check = RecordsCheck.planned(ONE, BUDGET, 2000)
     solver = dpb.NoisyGD(3, 1.0, 0.1, sampling=dpb.FixedSize(200))
