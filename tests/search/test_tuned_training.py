@@ -66,6 +66,18 @@ def ledger_of(people, **fields):
     return solver.ledger(WEIGHTING, dpb.Sizes(60, 60, people))
 
 
+def test_all_releases_have_the_precision_and_the_relation_of_the_plan():
+    added = dpb.Neighbours.ADD_OR_REMOVE_ONE
+    solver = tuned().with_precision("grid").with_neighbours(added).with_noise(2.0)
+    (best,) = solver.ledger(WEIGHTING, dpb.Sizes(60, 60, "disjoint")).releases
+    trainings = [release for training in best.trainings for release in training]
+    found = {
+        (r.mechanism.precision, r.mechanism.neighbours) for r in (best, *trainings)
+    }
+    assert len(trainings) == len(TRAININGS)
+    assert found == {("grid", added)}
+
+
 @pytest.mark.parametrize(
     ("people", "mus"),
     [
