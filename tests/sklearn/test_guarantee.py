@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel.core.usability import RecordsCheck
 from dpbilevel.sklearn import (
     DPLogisticRegression,
     DPMLPClassifier,
@@ -249,6 +250,24 @@ def test_two_fits_never_share_noise(name, runs):
         assert not any(is_key(leaf) for leaf in kept)
     first, second = (jax.flatten_util.ravel_pytree(value)[0] for *_, value in runs)
     assert (first != second).sum() >= 4  # but for weights that nothing moves
+
+
+def test_the_check_and_the_run_have_keys_of_their_own(monkeypatch):
+    def spied(call):
+        def spy(*args, key, **options):
+            keys.append(tuple(jax.random.key_data(key).tolist()))
+            return call(*args, key=key, **options)
+
+        return spy
+
+    keys = []
+    monkeypatch.setattr(RecordsCheck, "release", spied(RecordsCheck.release))
+    monkeypatch.setattr(base, "_run", spied(base._run))
+    given = jax.random.key(1)
+    model = DPLogisticRegression(**LABELS, **SHORT, epsilon=100.0)
+    model.fit(*table(), key=given)
+    assert len(keys) == 2
+    assert len({*keys, tuple(jax.random.key_data(given).tolist())}) == 3
 
 
 def is_key(leaf):
