@@ -68,10 +68,7 @@ def event_claim(event: "dp_accounting.DpEvent", neighbours: Neighbours) -> Claim
     mu = accounting.gaussian_mu(event)
     if mu is not None:
         return functools.partial(accounting.gaussian_delta, mu)
-    if accounting.selects(event):
-        return lambda e: np.vectorize(accounting.profile(event, neighbours))(e)
-    loss = functools.cache(lambda: accounting.privacy_loss(event, neighbours))
-    return lambda e: np.asarray(loss().get_delta_for_epsilon(e), np.float64)
+    return lambda e: np.vectorize(accounting.profile(event, neighbours))(e)
 
 
 def ledger_claims(ledger: Ledger) -> dict[str, Claim]:

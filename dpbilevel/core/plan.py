@@ -309,15 +309,14 @@ def _check_accuracy(ledger: Ledger, budget: PrivacyBudget, name: str) -> None:
 def _least_scale(ledger: Callable[[float], Ledger], budget: PrivacyBudget) -> float:
     exact = all(map(accounting.is_exact, ledger(1.0).events().values()))
 
-    def delta(interval: float) -> Callable[[float], float]:
-        return lambda scale: ledger(scale).delta_if_proved(budget.epsilon, interval)
+    def delta(scale: float, *, rough: bool = False) -> float:
+        return ledger(scale).delta_if_proved(budget.epsilon, rough=rough)
 
     if exact:
-        return _least_safe(delta(accounting.FINE), budget.delta, 1.0, 1e-12)
-    # A coarse accountant is safe and fast; the fine one then wins back its slack.
-    coarse = _least_safe(delta(accounting.COARSE), budget.delta, 1.0, 2e-3)
-    fine = delta(accounting.FINE)
-    return _least_safe(fine, budget.delta, coarse, 5e-4, step=1.005)
+        return _least_safe(delta, budget.delta, 1.0, 1e-12)
+    estimate = functools.partial(delta, rough=True)
+    start = _least_safe(estimate, budget.delta, 1.0, 2e-3)
+    return _least_safe(delta, budget.delta, start, 5e-4, step=1.005)
 
 
 def _least_safe(

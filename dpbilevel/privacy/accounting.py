@@ -1,37 +1,29 @@
-"""From events to a privacy profile: exact for Gaussians, PLD for most others.
+"""From events to a privacy profile: closed forms, and compositions of losses.
 
 One convention for every `event`, a composition: the noise multiplier inside is the
 noise over the sensitivity *under the stated relation*, `neighbours`. dp-accounting's
 accountants disagree on who doubles a sensitivity under replace-one, so the conversion
-is made here and nowhere else. `interval` is the discretization of the privacy loss;
-finer is tighter and slower.
+is made here and nowhere else.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
-
-import numpy as np
 
 from . import allocation_loss, pure, renyi
 from ._lazy import dp_accounting
 from .allocation import RandomAllocationEvent
 from .best_of import BestOf
 from .budget import Neighbours
-from .gaussian import Profile, gaussian_delta, gaussian_epsilon
+from .composition import Composition
+from .gaussian import gaussian_delta, gaussian_epsilon
+from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
 from .repetitions import Repetitions
 
-FINE = 1e-4  # discretization of the reported epsilon
-COARSE = 1e-3  # discretization of the search for the noise
-# Below this multiplier a privacy loss distribution takes minutes and gigabytes.
-SMALLEST_SAMPLED_MULTIPLIER = 0.1
-# Charged to delta per sampled release: transforms of a discretized loss round, in
-# either direction, by up to a tenth of it, which decides deltas below 1e-10.
-ROUNDING = 2.0**-50
+# Noise below one over this counts as a full batch, of which the losses are too large to
+# be discretized.
+_LARGEST_SHIFT = 15.0
 _LARGEST_EPSILON = 700.0  # beyond it nothing is private
-
-_Pld: TypeAlias = Any  # a dp-accounting PrivacyLossDistribution, which is untyped
 
 
 def gaussian_mu(event: "dp_accounting.DpEvent") -> float | None:
@@ -90,23 +82,29 @@ def total_variation_delta(epsilon: float, distance: float, delta: float = 0.0) -
 
 
 def delta(
-    event: "dp_accounting.DpEvent",
-    neighbours: Neighbours,
-    epsilon: float,
-    interval: float = FINE,
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, epsilon: float
 ) -> float:
-    r"""The smallest $\delta$ at which `event` is $(\varepsilon, \delta)$-DP.
+    r"""Return the smallest $\delta$ at which `event` is $(\varepsilon, \delta)$-DP.
 
-    An upper bound, exact for unsampled Gaussians; for sampled ones never below
-    $2^{-50}$ a release, to cover the rounding of their composition.
+    An upper bound, exact for unsampled Gaussians; for sampled ones above the exact one
+    by less than a hundredth.
+
+    Raises:
+        ValueError: An event that this library does not account for.
     """
-    return profile(event, neighbours, interval)(epsilon)
+    return profile(event, neighbours)(epsilon)
 
 
 def profile(
-    event: "dp_accounting.DpEvent", neighbours: Neighbours, interval: float = FINE
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, *, rough: bool = False
 ) -> Callable[[float], float]:
-    r"""The function from $\varepsilon \ge 0$ to what `delta` returns."""
+    r"""Return the function from $\varepsilon \ge 0$ to what `delta` returns.
+
+    Args:
+        event: A composition.
+        neighbours: The relation.
+        rough: Whether estimates are enough, for the choice of noise only.
+    """
     mu = gaussian_mu(event)
     if mu is not None:  # closed forms first
         return lambda epsilon: float(gaussian_delta(mu, epsilon))
@@ -120,178 +118,147 @@ def profile(
         assert pure.is_pure(draw)
         total = pure.epsilon_of(draw)
         return lambda epsilon: float(pure.delta_with_gaussian(total, mu, epsilon))
-    if _hopeless(event):
-        return lambda epsilon: 1.0
-    loss = privacy_loss(event, neighbours, interval)
+    ways = compositions(event, neighbours)
+    whole = full_batch_mu(event)
 
     def numeric(epsilon: float) -> float:
         if parts is not None and epsilon >= sum(parts):
             return 0.0  # without the rounding of a discretized loss
-        return float(loss.get_delta_for_epsilon(epsilon))
+        epsilon = min(epsilon, _LARGEST_EPSILON)
+        most = 1.0 if whole is None else float(gaussian_delta(whole, epsilon))
+        return min(
+            most, max((w.delta(epsilon, rough=rough) for w in ways), default=1.0)
+        )
 
     return numeric
 
 
 def epsilon(
-    event: "dp_accounting.DpEvent",
-    neighbours: Neighbours,
-    delta: float,
-    interval: float = FINE,
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, delta: float
 ) -> float:
-    r"""The smallest $\varepsilon$ at which `event` is $(\varepsilon, \delta)$-DP."""
+    r"""Return the smallest $\varepsilon$ at which `event` is $(\varepsilon,
+    \delta)$-DP.
+    """  # noqa: D205
     mu = gaussian_mu(event)
     if mu is not None:
         return gaussian_epsilon(mu, delta)
     parts = pure_epsilons(event)
     if parts is not None and (delta == 0 or len(parts) == 1):
         return pure.smallest_epsilon(sum(parts), delta)
-    if selects(event) and delta == 0:
+    if delta == 0 and not _draw_and_gaussians(event):
         return math.inf
-    if selects(event) or _draw_and_gaussians(event):
-        return smallest_epsilon(profile(event, neighbours), delta)
-    if _hopeless(event):
-        return math.inf
-    loss = privacy_loss(event, neighbours, interval)
-    value = float(loss.get_epsilon_for_delta(delta))
+    about = smallest_epsilon(profile(event, neighbours, rough=True), delta)
+    value = smallest_epsilon(
+        profile(event, neighbours), delta, min(about, _LARGEST_EPSILON)
+    )
+    whole = full_batch_mu(event)
+    if whole is not None:
+        value = min(value, gaussian_epsilon(whole, delta))
     return value if parts is None else min(value, sum(parts))
 
 
-def smallest_epsilon(delta_of: Callable[[float], float], delta: float) -> float:
-    r"""The smallest $\varepsilon \ge 0$ at which a profile is at most `delta`.
+def smallest_epsilon(
+    delta_of: Callable[[float], float], delta: float, about: float = 0.0
+) -> float:
+    r"""Return the smallest $\varepsilon \ge 0$ at which a profile is at most `delta`.
 
     The safe end of the last bracket.
 
     Args:
         delta_of: The profile, decreasing.
         delta: $\delta$ in [0, 1].
+        about: Where to look first, to six digits; finite.
     """
-    low = high = 0.0
+    low, high, step = 0.0, about, max(about / 128, 1e-3)
+    if about > step and not delta_of(about - step) <= delta:
+        low = about - step
     while not delta_of(high) <= delta:
-        low, high = high, max(2 * high, 1e-3)
+        low, high, step = high, high + step, 2 * step
         if high > _LARGEST_EPSILON:
             return math.inf
-    while high - low > 1e-12 * high:
+    while high - low > (1e-6 if about else 1e-12) * high:
         middle = (low + high) / 2
         low, high = (low, middle) if delta_of(middle) <= delta else (middle, high)
     return high
 
 
-def privacy_loss(
-    event: "dp_accounting.DpEvent", neighbours: Neighbours, interval: float = FINE
-) -> _Pld:
-    """The privacy loss distribution of a composition of events.
+def full_batch_mu(event: "dp_accounting.DpEvent") -> float | None:
+    r"""Return the $\mu$ of the Gaussian releases of an event, were no batch drawn.
+
+    By the convexity of the divergence in pairs of laws, a batch that is drawn without
+    regard to the values of records costs no more than the one that has the record.
+
+    Returns:
+        `None` if there are other releases.
+    """
+    mu, sampled = _split(event)
+    if any(pure.is_pure(part) or renyi.selects([(part, 1)]) for part, _ in sampled):
+        return None
+    return math.hypot(mu, *(math.sqrt(n) * _shift(part) for part, n in sampled))
+
+
+def compositions(
+    event: "dp_accounting.DpEvent", neighbours: Neighbours
+) -> tuple[Composition, ...]:
+    """Return the losses of an event, in one or both directions of the relation.
+
+    Returns:
+        None if they are too large to be discretized.
 
     Raises:
         ValueError: An event that this library does not account for.
     """
     mu, sampled = _split(event)
-    slack = min(1.0, ROUNDING * (1 + sum(count for _, count in sampled)))
-    total = _bounded_loss(0.0, slack, interval)
-    if mu:  # exactly one Gaussian, so discretized once
-        merged = dp_accounting.GaussianDpEvent(1 / mu)
-        total = total.compose(_single(merged, neighbours, interval))
-    for part, count in sampled:
-        single = _single(part, neighbours, interval)
-        total = total.compose(single.self_compose(count))
-    return total
-
-
-def without_replacement_delta(epsilon: Profile, mu: float, fraction: float) -> Profile:
-    r"""The profile of a Gaussian release of a random subset, under replace-one.
-
-    With $q$ the fraction sampled and $\delta_\mu$ the profile of the release on the
-    whole subset, $\delta(\varepsilon) = q\, \delta_\mu(\log(1 + (e^\varepsilon - 1) /
-    q))$ for $\varepsilon \ge 0$, and $\delta(-\varepsilon) = 1 - e^{-\varepsilon} +
-    e^{-\varepsilon} \delta(\varepsilon)$ by the symmetry of the relation.
-
-    Args:
-        epsilon: $\varepsilon$, of any sign; one or an array.
-        mu: One over the noise multiplier.
-        fraction: $q$, batch size over number of records.
-
-    References:
-        Balle, Barthe and Gaboardi, "Privacy amplification by subsampling", NeurIPS
-        2018, Theorem 9.
-    """
-    size = np.abs(epsilon)
-    # log(1 + (e^eps - 1) / q), without overflow at large losses.
-    base = size + np.log(-np.expm1(-size) / fraction + np.exp(-size))
-    positive = fraction * gaussian_delta(mu, base)
-    mirrored = -np.expm1(-size) + np.exp(-size) * positive
-    return np.where(np.asarray(epsilon) < 0, mirrored, positive)
-
-
-def _bounded_loss(epsilon: float, delta: float, interval: float) -> _Pld:
-    """That of the worst mechanism of one epsilon and delta."""
-    pld = dp_accounting.pld
-    parameters = pld.common.DifferentialPrivacyParameters(epsilon, delta)
-    return pld.privacy_loss_distribution.from_privacy_parameters(parameters, interval)
-
-
-def _single(part, neighbours: Neighbours, interval: float) -> _Pld:
-    losses = dp_accounting.pld.privacy_loss_distribution
-    match part:
-        case dp_accounting.GaussianDpEvent(noise_multiplier=multiplier):
-            return losses.from_gaussian_mechanism(
-                multiplier, value_discretization_interval=interval
-            )
-        case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
-            return _bounded_loss(pure.epsilon_of(part), 0.0, interval)
-        case dp_accounting.PoissonSampledDpEvent(
-            sampling_probability=rate,
-            event=dp_accounting.GaussianDpEvent(noise_multiplier=multiplier),
-        ):
-            # Per-record noise: this constructor doubles the sensitivity itself.
-            return losses.from_gaussian_mechanism(
-                multiplier * neighbours.contributions,
-                sampling_prob=rate,
-                neighboring_relation=dp_accounting.NeighboringRelation[neighbours.name],
-                value_discretization_interval=interval,
-            )
-        case dp_accounting.SampledWithoutReplacementDpEvent(
-            source_dataset_size=size,
-            sample_size=sample,
-            event=dp_accounting.GaussianDpEvent(noise_multiplier=multiplier),
-        ) if neighbours is Neighbours.REPLACE_ONE:
-            return _without_replacement(sample / size, multiplier, interval)
-        case RandomAllocationEvent(batches, event):
-            mu = 1 / (event.noise_multiplier * neighbours.contributions)
-            return _allocated(neighbours, mu, batches, interval)
-    raise ValueError(
-        f"accounting: {type(part).__name__} is not accounted for under {neighbours}."
+    kept = [(_losses(part, neighbours), count) for part, count in sampled]
+    if max([mu, *(_shift(part) for part, _ in sampled)]) > _LARGEST_SHIFT:
+        return ()
+    if mu:
+        kept.append(((Shifted(1.0, 1.0, mu / 2),), 1))
+    number = max((len(ways) for ways, _ in kept), default=0)
+    return tuple(
+        _composition(tuple((ways[min(way, len(ways) - 1)], n) for ways, n in kept))
+        for way in range(number)
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _without_replacement(fraction: float, multiplier: float, interval: float) -> _Pld:
-    """Samples the profile on a grid and connects the dots from above."""
-    mu = 1 / multiplier
-    # The largest loss with mass above 1e-20, amplified, and the same below.
-    top = math.log1p(fraction * math.expm1(min(mu * (9.5 + mu / 2), 600.0)))
-    steps = np.arange(-math.ceil(top / interval) - 1, math.ceil(top / interval) + 2)
-    profile = without_replacement_delta(steps * interval, mu, fraction)
-    deltas = np.clip(np.minimum.accumulate(profile), 0.0, 1.0)
-    pld = dp_accounting.pld
-    pmf = pld.pld_pmf.create_pmf_pessimistic_connect_dots(interval, steps, deltas)
-    return pld.privacy_loss_distribution.PrivacyLossDistribution(pmf)
+_composition = functools.lru_cache(maxsize=16)(Composition)
 
 
-@functools.lru_cache(maxsize=64)
-def _allocated(
-    neighbours: Neighbours, mu: float, batches: int, interval: float
-) -> _Pld:
-    """Connects the dots between points of the profiles of a pass, from above."""
-    pld = dp_accounting.pld
-    masses = []
-    for ratios, found in allocation_loss.profiles(neighbours, mu, batches):
-        top = math.ceil(math.log(max(ratios[-1], 1 / ratios[1])) / interval)
-        steps = np.arange(-top, top + 1)
-        deltas = np.interp(np.exp(steps * interval), ratios, found)
-        deltas = np.clip(np.minimum.accumulate(deltas), 0.0, 1.0)
-        masses.append(
-            pld.pld_pmf.create_pmf_pessimistic_connect_dots(interval, steps, deltas)
-        )
-    return pld.privacy_loss_distribution.PrivacyLossDistribution(*masses)
+def _shift(part) -> float:
+    """Return the distance of the means of a full batch, in standard deviations."""
+    if pure.is_pure(part):  # of an epsilon that is large where this is
+        return pure.epsilon_of(part) / _LARGEST_SHIFT
+    multiplier = part.event.noise_multiplier
+    return 1 / multiplier if multiplier else math.inf
+
+
+def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
+    """Return the loss of one release, of both directions if they differ."""
+    match part:
+        case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
+            likely = 1 / (1 + math.exp(-pure.epsilon_of(part)))
+            return (Atoms((likely, 1 - likely), (1 - likely, likely)),)
+        case dp_accounting.PoissonSampledDpEvent(
+            sampling_probability=rate, event=dp_accounting.GaussianDpEvent()
+        ):
+            if neighbours is Neighbours.REPLACE_ONE:
+                return (Shifted(rate, rate, _shift(part) / 2),)
+            return tuple(Shifted(rate, 0.0, _shift(part), v) for v in (False, True))
+        case dp_accounting.SampledWithoutReplacementDpEvent(
+            source_dataset_size=size,
+            sample_size=sample,
+            event=dp_accounting.GaussianDpEvent(),
+        ) if neighbours is Neighbours.REPLACE_ONE:
+            return (Subset(sample / size, _shift(part)),)
+        case RandomAllocationEvent(batches):
+            mu = _shift(part) / neighbours.contributions
+            ways: tuple[allocation_loss.Way, ...] = ("replace",)
+            if neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+                ways = "remove", "add"
+            return tuple(Allocated(way, mu, batches) for way in ways)
+    raise ValueError(
+        f"accounting: {type(part).__name__} is not accounted for under {neighbours}."
+    )
 
 
 def _flatten(event, count: int = 1) -> "list[tuple[dp_accounting.DpEvent, int]]":
@@ -333,13 +300,3 @@ def _draw_and_gaussians(event) -> bool:
     mu, others = _split(event)
     one = [count for part, count in others if pure.is_pure(part)] == [1]
     return one and len(others) == 1 and 0 < mu < math.inf
-
-
-def _hopeless(event) -> bool:
-    mu, sampled = _split(event)
-    multipliers = [
-        getattr(getattr(part, "event", part), "noise_multiplier", math.inf)
-        for part, _ in sampled
-    ]
-    smallest = min([*multipliers, 1 / mu if mu else math.inf])
-    return smallest < SMALLEST_SAMPLED_MULTIPLIER

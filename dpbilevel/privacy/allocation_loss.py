@@ -34,13 +34,13 @@ References:
     2025. The bound for replace-one is derived in docs/mathematics.md.
 """
 
+import functools
 import math
 from typing import Literal
 
 import numpy as np
 import scipy
 
-from .budget import Neighbours
 from .gaussian import gaussian_delta
 
 Way = Literal["replace", "remove", "add"]
@@ -147,7 +147,7 @@ def _of_the_sum(term: _Term, batches: int) -> float:
     logs = tilt * values + _log(masses)
     total = scipy.special.logsumexp(logs)
     weights = np.exp(logs - total)
-    spread = 12 * math.sqrt(batches * (weights @ (values - weights @ values) ** 2))
+    spread = 12 * math.sqrt(batches * _spread(weights, values))
     size = scipy.fft.next_fast_len(int((end + max(spread, end)) / step) + 2, real=True)
     # The sum modulo the window: what falls below it comes in again from above.
     law = np.bincount(np.arange(len(values)) % size, weights, minlength=size)
@@ -167,7 +167,7 @@ def _window(tilt: float, values, masses, batches: int) -> tuple[float, float]:
     M(\tau)^t$ where $b \ge 1 / \tau$.
     """
     weights = scipy.special.softmax(tilt * values + _log(masses))
-    deviation = math.sqrt(batches * (weights @ values**2))
+    deviation = math.sqrt(batches * np.sum(weights * values**2))
     tilts = tilt + np.geomspace(1e-2, 1e2, 16) / max(deviation, values[-1])
     logs = np.array([_log_moment(t, values, masses) for t in tilts])
     ends = (batches * logs - math.log(_OUTSIDE)) / tilts
@@ -208,6 +208,11 @@ def _discretized(term: _Term, batches: int):
     return step, lowest, masses, cut
 
 
+def _spread(weights, values) -> float:
+    """Return the variance; not by linear algebra, whose threads wait for others."""
+    return float(np.sum(weights * (values - np.sum(weights * values)) ** 2))
+
+
 def _log(masses):
     with np.errstate(divide="ignore"):
         return np.log(masses)
@@ -227,7 +232,7 @@ def _saddle(values, masses) -> float:
     values = values[np.minimum(starts + 15, len(values) - 1)]  # the last is positive
 
     def mean(tilt):
-        return float(scipy.special.softmax(tilt * values + logs) @ values)
+        return float(np.sum(scipy.special.softmax(tilt * values + logs) * values))
 
     if mean(0.0) >= 0:
         return 0.0
@@ -242,30 +247,27 @@ def _saddle(values, masses) -> float:
     return 0.0
 
 
-def profiles(
-    neighbours: Neighbours, mu: float, batches: int
-) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    r"""Points $(a, H_a)$ of the profiles of a pass, one for each direction.
+def profile(way: Way, mu: float, batches: int) -> tuple[np.ndarray, np.ndarray]:
+    r"""Return points $(a, H_a)$ of the profile of a pass.
 
     Straight lines between them are above the profile, which is convex.
 
     Args:
-        neighbours: The relation.
+        way: As in `divergence`.
         mu: As in `divergence`.
         batches: As in `divergence`.
 
     Returns:
-        Increasing $a$ and decreasing $H_a$, from $a = 0$; one pair under replace-one,
-        of removal and of addition under add-or-remove-one.
+        Increasing $a$ and decreasing $H_a$, from $a = 0$.
     """
-    if neighbours is Neighbours.REPLACE_ONE:
-        one = _at_positive_losses("replace", mu, batches)
-        return (_both_sides(one, one),)
-    removed = _at_positive_losses("remove", mu, batches)
-    added = _at_positive_losses("add", mu, batches)
-    return _both_sides(removed, added), _both_sides(added, removed)
+    reverse: dict[Way, Way] = {"replace": "replace", "remove": "add", "add": "remove"}
+    return _both_sides(
+        _at_positive_losses(way, mu, batches),
+        _at_positive_losses(reverse[way], mu, batches),
+    )
 
 
+@functools.lru_cache(maxsize=8)
 def _at_positive_losses(way: Way, mu: float, batches: int):
     r"""$a \ge 1$ and $H_a$, until it vanishes."""
     level = divergence(way, mu, batches, 0.0)

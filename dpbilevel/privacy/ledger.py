@@ -14,6 +14,8 @@ from .abstract_release import AbstractRelease
 from .budget import Neighbours, People
 from .clipping import Basis
 
+_NEGLIGIBLE = 1e-20  # smaller than any delta of a budget
+
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
@@ -79,23 +81,27 @@ class Ledger:
         bases = (release.basis for release in self.releases)
         return functools.reduce(Basis.worse, bases, Basis.CLIPPED)
 
-    def delta(self, epsilon: float, interval: float = accounting.FINE) -> float:
+    def delta(self, epsilon: float) -> float:
         r"""The smallest $\delta$ for `epsilon`, over all kinds of people.
 
         Args:
             epsilon: $\varepsilon \ge 0$.
-            interval: Discretization of the privacy loss, where one is needed.
 
         Returns:
             1 where a release is unproved.
         """
         unproved = self.basis is Basis.UNPROVED
-        return 1.0 if unproved else self.delta_if_proved(epsilon, interval)
+        return 1.0 if unproved else self.delta_if_proved(epsilon)
 
-    def delta_if_proved(self, epsilon: float, interval: float) -> float:
-        """The delta if every sampler met its target: for the choice of noise only."""
+    def delta_if_proved(self, epsilon: float, *, rough: bool = False) -> float:
+        """Return the delta if every sampler met its target, to choose the noise by.
+
+        Args:
+            epsilon: As in `delta`.
+            rough: Whether an estimate is enough, off by some percent.
+        """
         failure, events = self.failure, self.events().values()
-        profiles = [accounting.profile(e, self.neighbours, interval) for e in events]
+        profiles = [accounting.profile(e, self.neighbours, rough=rough) for e in events]
 
         def worst(epsilon: float) -> float:
             return max((profile(epsilon) for profile in profiles), default=0.0)
@@ -103,8 +109,8 @@ class Ledger:
         def total(epsilon: float) -> float:
             return accounting.total_variation_delta(epsilon, failure, worst(epsilon))
 
-        here = total(epsilon)
-        if here <= (1 + 1e-9) * worst(epsilon):
+        here, alone = total(epsilon), worst(epsilon)
+        if here - alone <= max(1e-9 * alone, _NEGLIGIBLE):
             return here
         # The price of an overflow grows with epsilon; any smaller one holds as well.
         # At the end the failures alone cost a delta of 1.
@@ -112,9 +118,7 @@ class Ledger:
         smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
         return min(here, float(smaller.fun))
 
-    def epsilons(
-        self, delta: float, interval: float = accounting.FINE
-    ) -> dict[str, float]:
+    def epsilons(self, delta: float) -> dict[str, float]:
         r"""The smallest $\varepsilon$ at `delta` per kind of person.
 
         Infinite where a release is unproved. As `epsilon`, but `delta` may be 0.
@@ -122,17 +126,16 @@ class Ledger:
         events = self.events()
         if self.basis is Basis.UNPROVED:
             return dict.fromkeys(events, math.inf)
-        return {p: self._epsilon(e, delta, interval) for p, e in events.items()}
+        return {p: self._epsilon(e, delta) for p, e in events.items()}
 
-    def epsilon(self, delta: float, interval: float = accounting.FINE) -> float:
+    def epsilon(self, delta: float) -> float:
         r"""The smallest $\varepsilon$ at `delta`: the largest over kinds of people.
 
         Args:
             delta: $\delta$ in (0, 1); Gaussian noise has no finite epsilon at zero.
-            interval: Discretization of the privacy loss, where one is needed.
         """
         _checks.fraction("Ledger.epsilon", delta=delta)
-        return max(self.epsilons(delta, interval).values(), default=0.0)
+        return max(self.epsilons(delta).values(), default=0.0)
 
     def __add__(self, other: "Ledger") -> "Ledger":
         """Both runs on the same records, one after the other."""
@@ -168,19 +171,18 @@ class Ledger:
         releases = tuple(dataclasses.replace(r, name=name) for r, name in names)
         return dataclasses.replace(self, releases=releases)
 
-    def _epsilon(self, event, delta, interval) -> float:
+    def _epsilon(self, event, delta) -> float:
         """Solves for epsilon with the slack, which itself grows with epsilon."""
 
         def slack(epsilon: float) -> float:
             return accounting.total_variation_delta(epsilon, self.failure)
 
-        spent = 0.0
-        value = accounting.epsilon(event, self.neighbours, delta, interval)
+        spent = 1e-9 * delta if self.failure else 0.0
         for _ in range(20):
+            value = accounting.epsilon(event, self.neighbours, delta - spent)
             if slack(value) <= spent:
                 return value
             spent = 1.5 * slack(value)  # more than now: the next epsilon is larger
             if spent >= delta:  # nothing is left for the releases themselves
                 return math.inf
-            value = accounting.epsilon(event, self.neighbours, delta - spent, interval)
         return math.inf

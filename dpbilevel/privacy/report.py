@@ -201,20 +201,22 @@ def describe(
             *(IDEALISED[name] for name in sorted(precisions)),
             GENERATOR,
         ),
-        certificates=_certificates(ledger),
+        certificates=_certificates(ledger, budget),
         accountant=_accountant(ledger, budget),
         versions={"dpbilevel": __version__}
         | {name: importlib.metadata.version(name) for name in packages},
     )
 
 
-def _certificates(ledger: Ledger) -> tuple[str, ...]:
+def _certificates(ledger: Ledger, budget: PrivacyBudget) -> tuple[str, ...]:
     notes = [note for release in ledger.releases for note in release.notes]
     overflow = sum(release.overflow for release in ledger.releases)
     if overflow:
+        cost = accounting.total_variation_delta(budget.epsilon, overflow)
+        part = f": {rounded_up(cost / budget.delta, 3)} of it" if budget.delta else ""
         notes.append(
             "some batch is not drawn as accounted for, as where one overflows, with "
-            f"probability at most {rounded_up(overflow, 3)}, counted in delta"
+            f"probability at most {rounded_up(overflow, 3)}, counted in delta{part}"
         )
     return tuple(notes)
 
@@ -230,7 +232,7 @@ def _accountant(ledger: Ledger, budget: PrivacyBudget) -> str:
         return "exact composition of draws without delta"
     if any(map(accounting.selects, events)):
         return "profile and Renyi divergences of private selection"
-    return f"privacy loss distributions, discretization {accounting.FINE}"
+    return "privacy loss distributions, composed by weighed Fourier transforms"
 
 
 def _of_sampling(ledger: Ledger) -> dict[str, None]:

@@ -7,7 +7,6 @@ value where all but one of its terms vanish.
 import dataclasses
 import math
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -987,11 +986,3 @@ def test_runs_on_numbered_batches_are_charged_one_by_one():
         for _, event in run.charges(dpb.People.OVERLAPPING)
     ]
     assert math.hypot(*charged) == pytest.approx(math.sqrt(2) / 2)
-
-
-def test_every_sampled_release_is_charged_the_rounding_of_its_composition():
-    for count in (1, 50):
-        event = dpb.Poisson(0.01).event(5.0, dpb.Neighbours.REPLACE_ONE, 100)
-        event = dp_accounting.SelfComposedDpEvent(event, count)
-        found = accounting.delta(event, dpb.Neighbours.REPLACE_ONE, 30.0, 1e-2)
-        assert found >= (1 + count) * 2.0**-50 * (1 - 1e-6)

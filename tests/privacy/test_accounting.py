@@ -78,27 +78,25 @@ def test_extreme_multipliers_neither_overflow_nor_vanish(multiplier):
     assert accounting.gaussian_mu(Gaussian(multiplier)) > 0
 
 
-def test_composed_rounding_does_not_eat_a_small_delta():
+@pytest.mark.parametrize("target", [1e-5, 1e-12, 1e-15, 1e-20])
+def test_a_hundred_thousand_releases_keep_a_small_delta(target):
     # As many subsets of everything as make one Gaussian of multiplier 1.
     many = repeated(without_replacement(1.0, math.sqrt(1e5)), 100_000)
-    exact = accounting.gaussian_epsilon(1.0, 1e-12)
-    alone = accounting._without_replacement(1.0, math.sqrt(1e5), 1e-4)
-    found = alone.self_compose(100_000).get_delta_for_epsilon(exact)
-    # The control: what the transform alone finds is off by as much as a small delta,
-    # to a side that depends on the release of SciPy.
-    rounding = abs(found - 1e-12)
-    assert rounding > 1e-13
-    charged = accounting.delta(many, REPLACE, exact)
-    assert charged >= max(1e-12, found + rounding)
-    # At deltas in use the charge is not felt.
-    usual = accounting.gaussian_epsilon(1.0, 1e-5)
-    assert accounting.delta(many, REPLACE, usual) == pytest.approx(1e-5, rel=3e-3)
+    exact = accounting.gaussian_epsilon(1.0, target)
+    (composed,) = accounting.compositions(many, REPLACE)
+    assert target <= composed.delta(exact) <= 1.01 * target
+    whole = accounting.full_batch_mu(many)
+    assert whole == pytest.approx(1.0, rel=1e-12)
+    assert accounting.epsilon(many, REPLACE, target) <= exact * (1 + 1e-9)
 
 
-def test_no_epsilon_holds_at_a_delta_below_the_rounding():
-    event = repeated(without_replacement(0.1, 2.0), 1000)
-    assert accounting.epsilon(event, REPLACE, 1e-13) == math.inf
-    assert accounting.epsilon(event, REPLACE, 1e-11) < 100
+@pytest.mark.parametrize("make", [without_replacement, Poisson])
+def test_a_batch_at_random_costs_no_more_than_the_one_with_the_record(make):
+    for multiplier in (1e-3, 0.05, 1.0):
+        inner = multiplier if make is without_replacement else Gaussian(multiplier)
+        event = repeated(make(0.1, inner), 1000)
+        whole = accounting.gaussian_epsilon(math.sqrt(1000) / multiplier, 1e-13)
+        assert 0 < accounting.epsilon(event, REPLACE, 1e-13) <= whole < math.inf
 
 
 def test_many_full_batches_with_little_noise_are_not_discretized():
@@ -106,7 +104,8 @@ def test_many_full_batches_with_little_noise_are_not_discretized():
     full, sampled = repeated(Gaussian(3.0), 1_000_000), Poisson(0.1, Gaussian(2.0))
     event = dp_accounting.ComposedDpEvent([full, sampled])
     assert accounting.delta(event, REPLACE, 10.0) == 1
-    assert accounting.epsilon(event, REPLACE, DELTA) == math.inf
+    whole = accounting.gaussian_epsilon(math.hypot(1000 / 3, 1 / 2), DELTA)
+    assert accounting.epsilon(event, REPLACE, DELTA) == whole
 
 
 def test_an_approximate_law_costs_its_distance_there_and_back():
@@ -124,7 +123,7 @@ def test_profiles_at_the_ends():
     assert accounting.epsilon(silent, REPLACE, DELTA) == 0
     assert accounting.epsilon(broken, REPLACE, DELTA) == math.inf
     assert accounting.delta(broken, REPLACE, 1.0) == 1
-    for event in (Poisson(0.1, Gaussian(0.01)), without_replacement(0.1, 0.0)):
+    for event in (Poisson(0.1, Gaussian(0.0)), without_replacement(0.1, 0.0)):
         assert accounting.delta(event, REPLACE, 1.0) == 1
         assert accounting.epsilon(event, REPLACE, DELTA) == math.inf
 
@@ -153,10 +152,10 @@ def test_epsilon_is_below_renyi_and_basic_composition(name, multiplier):
         "subset": (without_replacement(0.02, multiplier), REPLACE),
     }[name]
     count = 200
-    tight = accounting.epsilon(repeated(event, count), relation, DELTA, 1e-3)
+    tight = accounting.epsilon(repeated(event, count), relation, DELTA)
     accountant = rdp.RdpAccountant(neighboring_relation=RDP_RELATIONS[name])
     renyi = accountant.compose(event, count).get_epsilon(DELTA)
-    basic = count * accounting.epsilon(event, relation, DELTA / count, 1e-3)
+    basic = count * accounting.epsilon(event, relation, DELTA / count)
     assert 0 < tight <= renyi <= basic
 
 
@@ -172,12 +171,6 @@ def test_reference_values_of_a_thousand_sampled_releases(event, relation, expect
     # Noise of 4 clip norms; its multiplier is 2 where the sensitivity is 2 clip norms.
     value = accounting.epsilon(repeated(event, 1000), relation, DELTA)
     assert value == pytest.approx(expected, abs=2e-3)
-
-
-def test_the_bridge_composes_gaussians_exactly():
-    ten = accounting._without_replacement(1.0, 2.0, 1e-4).self_compose(10)
-    exact = accounting.epsilon(Gaussian(2 / math.sqrt(10)), REPLACE, DELTA)
-    assert exact <= ten.get_epsilon_for_delta(DELTA) <= exact + 1e-4
 
 
 @pytest.mark.parametrize("multiplier", [1.0, 3.0])
@@ -205,10 +198,8 @@ def mixture(fraction, shift, sigma):
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3])
 @pytest.mark.parametrize("multiplier", [0.7, 2.0])
-@pytest.mark.parametrize("epsilon", [0.0, 0.1, 1.0, -0.2, -1.0])
-def test_the_subset_profile_is_attained_and_the_bridge_is_above_it(
-    fraction, multiplier, epsilon
-):
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 1.0])
+def test_the_subset_profile_is_attained(fraction, multiplier, epsilon):
     # All other records contribute -C, so a batch without the person is N(0) on both
     # sides, and one with the person is moved by one sensitivity.
     attained = max(
@@ -218,12 +209,10 @@ def test_the_subset_profile_is_attained_and_the_bridge_is_above_it(
             (mixture(0, 1, multiplier), mixture(fraction, 1, multiplier)),
         )
     )
-    claimed = accounting.without_replacement_delta(epsilon, 1 / multiplier, fraction)
-    assert claimed >= attained * (1 - 1e-6)
-    assert claimed == pytest.approx(attained, rel=1e-5)
-    bridge = accounting._without_replacement(fraction, multiplier, 1e-4)
-    assert attained * (1 - 1e-6) <= bridge.get_delta_for_epsilon(epsilon)
-    assert bridge.get_delta_for_epsilon(epsilon) <= claimed * 1.001 + 1e-9
+    claimed = accounting.delta(
+        without_replacement(fraction, multiplier), REPLACE, epsilon
+    )
+    assert attained * (1 - 1e-6) <= claimed <= attained * 1.001 + 1e-9
 
 
 @pytest.mark.parametrize("count", [1, 10, 300])
@@ -255,20 +244,11 @@ def test_more_noise_fewer_releases_and_smaller_batches_are_more_private(make):
     def epsilon(rate=0.05, multiplier=1.5, count=20):
         inner = multiplier if make is without_replacement else Gaussian(multiplier)
         event = repeated(make(rate, inner), count)
-        return accounting.epsilon(event, REPLACE, DELTA, 1e-3)
+        return accounting.epsilon(event, REPLACE, DELTA)
 
     assert epsilon() > epsilon(multiplier=1.6) > epsilon(multiplier=5.0) > 0
     assert epsilon() > epsilon(count=19) > epsilon(count=1)
     assert epsilon() > epsilon(rate=0.04) > epsilon(rate=0.001)
-
-
-@pytest.mark.parametrize("make", [without_replacement, Poisson])
-def test_a_finer_grid_is_tighter_and_a_coarser_one_still_a_bound(make):
-    inner = 1.5 if make is without_replacement else Gaussian(1.5)
-    event = repeated(make(0.05, inner), 20)
-    grids = (1e-4, 1e-3, 1e-2)
-    values = [accounting.epsilon(event, REPLACE, DELTA, grid) for grid in grids]
-    assert values == sorted(values)
 
 
 def test_what_no_accountant_supports_is_refused():

@@ -33,7 +33,7 @@ class Row:
     claimed: Callable
     truth: Callable
     mistake: Callable
-    slack: float = 3e-4
+    slack: float = 5e-4
 
 
 def agrees(claimed, truth, slack):
@@ -261,12 +261,12 @@ def largest(losses, count, epsilon):
 
 def overflow_rows():
     for rate, capacity, count, epsilon in [
-        (0.25, 75, 5, 0.5),
-        (0.25, 75, 40, 2.0),
+        (0.25, 64, 5, 0.5),
+        (0.25, 70, 40, 2.0),
         (0.0625, 22, 3, 0.0625),
     ]:
         sampling = dpb.Poisson(rate, capacity=capacity)  # rates are realised exactly
-        query = dpb.privacy.Query("records", 200, 1.0, sampling)
+        query = dpb.privacy.Query("records", 191, 1.0, sampling)
         release = dpb.privacy.Release("a", count, (query,), dpb.privacy.Gaussian(1.5))
         claimed = functools.partial(dpb.privacy.Ledger((release,)).delta, epsilon)
 
@@ -274,12 +274,12 @@ def overflow_rows():
             rate, capacity, count, epsilon = args
             factor = 1 + math.exp(epsilon) if factor is None else factor
             loss = reference.replaced_loss(rate, 1 / 1.5)
-            failure = count * reference.overflow(200, rate, capacity)
+            failure = count * reference.overflow(192, rate, capacity)  # of all rows
             return reference.composed([(loss, count)], epsilon) + factor * failure
 
         yield (
             f"{count} draws of at most {capacity}",
-            Row(claimed, truth, functools.partial(truth, 1.0), 1e-5),
+            Row(claimed, truth, functools.partial(truth, 1.0)),
         )
 
 
@@ -453,7 +453,7 @@ def extreme_rows():
     yield (
         "a million rare releases",
         Row(
-            functools.partial(accounting.delta, rare, ADD_OR_REMOVE, 1.0, 1e-3),
+            functools.partial(accounting.delta, rare, ADD_OR_REMOVE, 1.0),
             functools.partial(rarely_seen, 1e-6, 5.0),
             functools.partial(rarely_seen, 1e-5, 5.0),
             BOUND,
@@ -464,7 +464,7 @@ def extreme_rows():
     yield (
         "almost no noise",
         Row(
-            functools.partial(accounting.delta, loud, REPLACE, 50.0, 1e-3),
+            functools.partial(accounting.delta, loud, REPLACE, 50.0),
             functools.partial(reference.composed, losses, 50.0, 1e-6),
             functools.partial(reference.gaussian, math.sqrt(2) / 0.11, 50.0),
         ),
@@ -546,8 +546,8 @@ every_event = pytest.mark.parametrize("name", EVENTS)
 def test_fine_is_below_coarse_below_renyi_below_basic_composition(name):
     event, relation = EVENTS[name]
     fine = accounting.epsilon(times(event, 200), relation, 1e-5)
-    coarse = accounting.epsilon(times(event, 200), relation, 1e-5, 1e-3)
-    basic = 200 * accounting.epsilon(event, relation, 1e-5 / 200, 1e-3)
+    coarse = accounting.epsilon(times(event, 200), relation, 1e-5)
+    basic = 200 * accounting.epsilon(event, relation, 1e-5 / 200)
     assert 0 < fine <= coarse <= basic
     if name == "poisson, replace":  # no Renyi accountant: adding and removing
         return
@@ -568,9 +568,9 @@ def test_a_count_equals_a_list_and_a_nest_of_events(name):
         times(composed([event, times(event, 2)]), 4),
         composed([times(event, 5), dp_accounting.NoOpDpEvent(), times(event, 7)]),
     ]
-    values = [accounting.delta(form, relation, 0.3, 1e-3) for form in forms]
+    values = [accounting.delta(form, relation, 0.3) for form in forms]
     assert values == pytest.approx([values[0]] * 4, rel=1e-6)
-    assert values[0] > accounting.delta(times(event, 11), relation, 0.3, 1e-3)
+    assert values[0] > accounting.delta(times(event, 11), relation, 0.3)
 
 
 def charged(
@@ -593,7 +593,7 @@ def charged(
         dpb.privacy.Query("lower", size, lower, sampling),
     )
     release = dpb.privacy.Release("a", count, queries, dpb.privacy.Gaussian(multiplier))
-    return dpb.privacy.Ledger((release,), people).delta(epsilon, 1e-3)
+    return dpb.privacy.Ledger((release,), people).delta(epsilon)
 
 
 @pytest.mark.parametrize(
@@ -604,7 +604,7 @@ def charged(
         {"count": 19},
         {"rate": 0.09},
         {"capacity": 150},
-        {"size": 990},
+        {"size": 900},
         {"people": DISJOINT},
         {"kind": "subset", "multiplier": 1.3},
         {"kind": "subset", "count": 19},

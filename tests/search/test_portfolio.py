@@ -157,10 +157,10 @@ def test_a_draw_and_gaussian_releases_are_accounted_for_exactly():
     ledger = gibo().with_sizes(400).with_noise(2.0).ledger(PLATEAU, 400)
     (event,) = ledger.events().values()
     relation = dpb.Neighbours.REPLACE_ONE
-    loss = accounting.privacy_loss(event, relation)
+    (composed,) = accounting.compositions(event, relation)
     for epsilon in (0.0, 0.5, 1.5):
         found = accounting.delta(event, relation, epsilon)
-        above = loss.get_delta_for_epsilon(epsilon)
+        above = composed.delta(epsilon)
         assert found <= above <= found * (1 + 1e-3) + 1e-12
         if epsilon:
             back = accounting.epsilon(event, relation, found)
