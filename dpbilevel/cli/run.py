@@ -255,7 +255,7 @@ def _checked(
     assert found is not None
     if found.stops:
         with whole():
-            spending.stop(out, number)
+            spending.stop(out, number, " ".join(found.remarks))
             checkpoint.remove(out)
         raise ValueError(_stopped(prepared.config, found, first))
     odometer.charge(out, number, report)

@@ -32,7 +32,7 @@ class Run:
         resumed: How often it was resumed: the same release, no further cost.
         finished: Whether its result was written.
         number: Its number in the folder, as recorded.
-        stopped: Whether it stopped after its check of the records.
+        stopped: What its check of the records released, if it stopped after that.
     """
 
     started: str
@@ -44,7 +44,7 @@ class Run:
     resumed: int = 0
     finished: bool = False
     number: int = 1
-    stopped: bool = False
+    stopped: str = ""
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -56,7 +56,7 @@ class Run:
         times = f", resumes: {self.resumed}" if self.resumed else ""
         end = "finished" if self.finished else "not finished"
         if self.stopped:
-            end = "stopped before training: too few usable records"
+            end = f"stopped before training, too few usable records: {self.stopped}"
         return f"{self.started}: {_cost([self])}, {end}{times}"
 
 
@@ -181,9 +181,13 @@ def charge(folder: Path, number: int, report: PrivacyReport) -> None:
         _append(folder, event)
 
 
-def stop(folder: Path, number: int) -> None:
-    """Records that a run ends after its check of the records; `OSError` as `finish`."""
-    _append(folder, {"event": "stopped", "run": number})
+def stop(folder: Path, number: int, why: str) -> None:
+    """Records that a run ends after its check of the records, and what that released.
+
+    Raises:
+        OSError: The disk refuses; the record is as before.
+    """
+    _append(folder, {"event": "stopped", "run": number, "stopped": why})
 
 
 def finish(folder: Path, number: int) -> None:
@@ -249,8 +253,8 @@ def _apply(event: dict[str, Any], runs: list[Run]) -> int:
     for i in found[-1:]:  # none where the line of its start is lost
         if kind == "resumed":
             event = {"resumed": runs[i].resumed + 1}
-        elif kind != "charged":
-            event = {kind: True}
+        elif kind == "finished":
+            event = {"finished": True}
         runs[i] = _checked(dataclasses.replace(runs[i], **event))
     return number
 
@@ -259,7 +263,8 @@ def _checked(run: Run) -> Run:
     """The run, if it can be added up and printed."""
     if not (run.epsilon >= 0 and run.delta >= 0):
         raise ValueError("a cost is not negative.")
-    if not all(isinstance(t, str) for t in (run.started, run.relation, run.people)):
+    texts = run.started, run.relation, run.people, run.stopped
+    if not all(isinstance(text, str) for text in texts):
         raise TypeError("a text is no text.")
     return run
 

@@ -60,7 +60,9 @@ def test_a_misspelt_class_stops_the_run_by_its_name(folder, capsys):
     assert "the rest of the budget is unspent" in said
     check_small_part_alone(folder)
     assert main(["report", str(folder / "out")]) == 2
-    assert "stopped before training: too few usable records" in capsys.readouterr().out
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert "stopped before training, too few usable records: " in line
+    assert "'Yes' (" in line
 
 
 def test_a_column_of_another_unit_stops_the_run_until_it_is_declared(folder, capsys):

@@ -1,5 +1,7 @@
 """Files of records: what is said of them before anything is planned or spent."""
 
+import dataclasses
+import gzip
 import os
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.cli import auto, results
+from dpbilevel.cli import auto, facts, results
 from dpbilevel.cli.files import read_csv
 from dpbilevel.cli.main import main
 from dpbilevel.planning import dry_runs
@@ -93,6 +95,12 @@ HEADER = b"pay,town,clinic,rich\n"
         (b"pay;town;rich\n1;Ulm;no\n", 'set separator = ";"'),
         (b"pay\ttown\trich\n", r'set separator = "\t"'),
         ("pay,town,rich\n".encode("utf-16"), "is in UTF-16; save it as UTF-8"),
+        (b"PAR1\x15\x04", "is a Parquet file; export it as comma-separated text"),
+        (b"PK\x03\x04\x14", "is a spreadsheet (xlsx, ods) or a zip archive"),
+        (b"\xfd7zXZ\x00", "is compressed by xz; unpack it"),
+        (gzip.compress(HEADER + b"1,Ulm,A,no\n" * 59), "there are 59 records"),
+        (gzip.compress(HEADER * 9)[:-9], "is compressed by gzip, and damaged"),
+        (gzip.compress(b"PK\x03\x04"), "is a spreadsheet"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_before_the_dry_runs(
@@ -106,6 +114,46 @@ def test_quoted_separators_and_marks_of_the_encoding_are_no_mistakes(tmp_path):
     file.write_bytes(b'\xef\xbb\xbfpay,"town, of"\r\n1," Ulm,\nOld "\r\n')
     table = read_csv(file)
     assert table.columns == {"pay": ["1"], "town, of": ["Ulm,\nOld"]}
+
+
+def test_a_file_compressed_by_gzip_gives_the_same_bits(file, tmp_path):
+    write_csv(tmp_path, rows_of(60))
+    data = auto.read_for_run(str(file))[0].data
+    plain = tmp_path / "people.csv"
+    packed = tmp_path / "people.csv.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for a, b in zip(
+        data.load(packed).as_bytes(), data.load(plain).as_bytes(), strict=True
+    ):
+        assert a == b
+    assert facts.header_of(packed) == dataclasses.replace(
+        facts.header_of(plain), file=packed
+    )
+
+
+def test_a_damaged_file_is_refused_in_the_same_words_whatever_it_holds(tmp_path):
+    said = set()
+    for rows in (b"1,Ulm\n" * 900, b"2,Rom\n" * 900):
+        content = bytearray(gzip.compress(b"pay,town\n" + rows))
+        content[-6] ^= 1  # its sum of the content
+        (tmp_path / "a.csv.gz").write_bytes(content)
+        with pytest.raises(ValueError, match="damaged or cut off") as error:
+            read_csv(tmp_path / "a.csv.gz")
+        said.add(str(error.value))
+    assert len(said) == 1
+
+
+def test_a_delta_that_allows_to_publish_a_record_is_refused(file, tmp_path, capsys):
+    write_csv(tmp_path, rows_of(60))
+    text = file.read_text().replace("1e-5", "0.02")
+    file.write_text(text)
+    out = str(tmp_path / "out")
+    said = failure(capsys, "run", str(file), "--out", out)
+    assert "delta = 0.02 is not below one over the number of records, 0.017" in said
+    assert not os.path.exists(out)
+    file.write_text(text.replace("delta", "allow_large_delta = true\ndelta"))
+    assert main(["run", str(file), "--out", out]) == 0
+    assert "delta = 0.02 is not below one over" in capsys.readouterr().out
 
 
 def test_another_separator_gives_the_same_bits(file, tmp_path):
