@@ -203,7 +203,7 @@ def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer
 def _caught(catch: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that `catch` names."""
     several = isinstance(catch, Iterable) and not isinstance(catch, type)
-    found = tuple(catch) if several else (catch,)
+    found: tuple[Any, ...] = tuple(catch) if several else (catch,)
     for kind in found:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(
