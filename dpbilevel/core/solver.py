@@ -106,7 +106,8 @@ class AbstractSolver(Checked, Generic[Problem, State]):
         Args:
             scale: The noise multiplier of the single Gaussian release that a run on
                 full batches amounts to: the run is 1/scale-GDP. With sampling the run
-                is more private than that.
+                is more private than that. It is not the noise multiplier of a step,
+                which is the field `noise_multiplier`.
         """
 
     def with_sizes(self, sizes: Any) -> Self:

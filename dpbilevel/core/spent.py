@@ -247,8 +247,9 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, 
         return math.inf, delta
     print(
         f"{owner}: without a plan, this run costs epsilon = {rounded_up(epsilon)} at "
-        f"delta = {rounded_up(delta)} ({solver.neighbours}, {sizes} records), by the "
-        "noise of the solver. dpbilevel.calibrate finds the noise for a budget.",
+        f"delta = {rounded_up(delta)} ({solver.neighbours.value}, {sizes} records), by "
+        "the noise and in the precision of the solver. dpbilevel.calibrate finds the "
+        'noise for a budget, and sets precision="grid".',
         file=sys.stderr,
     )
     _remember(solver, (epsilon, delta))
