@@ -63,18 +63,17 @@ def means(names):
     rows = jnp.asarray(base + 0.05 * noise, HALF)
     w = jnp.asarray(0.1 * rng.normal(size=(32, 24)), HALF)
 
-    @jax.jit
-    def both(rows):
-        def pair(loss):
-            def slope(rows):
-                return jax.grad(loss)(w, rows)
+    def pair(loss):
+        def slope(rows):
+            return jax.grad(loss)(w, rows)
 
-            mean = clipped_mean(slope, rows[None], clip_norm=100.0)
-            return slope(rows), unsealed(mean)
+        mean = clipped_mean(slope, rows[None], clip_norm=100.0)
+        return slope(rows), unsealed(mean)
 
-        return {name: pair(LOSSES[name]) for name in names}
-
-    return jax.tree.map(lambda v: np.asarray(v, np.float64), both(rows))
+    # Operation by operation: a compiler leaves out roundings to bfloat16 as it likes.
+    with jax.disable_jit():
+        pairs = {name: pair(LOSSES[name]) for name in names}
+    return jax.tree.map(lambda v: np.asarray(v, np.float64), pairs)
 
 
 def errors(names):
@@ -91,7 +90,8 @@ def test_factors_round_no_more_than_formed_gradients():
 def test_numbers_that_round_every_factor_are_off_by_more(monkeypatch):
     # The control: factors that stay in half precision.
     monkeypatch.setattr(factored, "_widened", lambda v: v)
-    assert errors(["three numbers"])["three numbers"] > 2**-7
+    found = errors(["three numbers", "a scaled layer", "a convolution"])
+    assert min(found.values()) > 2**-7
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
