@@ -62,8 +62,9 @@ ROWWISE = frozenset(
     """
     # calls and loops
     """
-    closed_call cond custom_jvp_call custom_linear_solve custom_vjp_call debug_callback
-    debug_print eval_jaxpr jit pure_callback remat2 scan while
+    call_hi_primitive closed_call cond custom_jvp_call custom_linear_solve
+    custom_vjp_call debug_callback debug_print eval_jaxpr jit pure_callback remat2 scan
+    while
     """.split()
 )
 # Generators that batch key by key. Those of the rbg family use the first record's key.
@@ -108,6 +109,8 @@ def _is_rowwise(eqn: Any) -> bool:
     own = getattr(primitives, f"{name.replace('-', '_')}_p", eqn.primitive)
     if name not in ROWWISE or own is not eqn.primitive:
         return False
+    if name == "call_hi_primitive":  # jax.numpy.searchsorted and nonzero, or one's own
+        return type(eqn.params["_prim"]).__module__ == "jax._src.numpy.hijax"
     if name == "pure_callback":
         return eqn.params["vmap_method"] == "sequential"
     dtypes = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}

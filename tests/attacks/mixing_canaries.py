@@ -287,6 +287,12 @@ ENTRIES |= {
         (bits(v)[0], bits(v)[1]), jnp.arange(8, dtype=jnp.uint32)
     ),
     "one_minus_square": jax.grad(lambda v: jnp.sum(jnp.tanh(v))),
+    "call_hi_primitive": lambda v: (
+        jnp.searchsorted(jnp.sort(v[:16]), v),
+        jnp.searchsorted(jnp.linspace(-1, 1, 5), v),
+        jnp.searchsorted(jnp.sort(v), jnp.linspace(-1, 1, 5)),
+        jnp.nonzero(v > 0, size=4),
+    ),
     "cond": lambda v: lax.cond(v[0] > 0, jnp.sin, jnp.cos, v),
     "custom_jvp_call": jax.nn.relu,
     "custom_vjp_call": doubled,
@@ -304,6 +310,8 @@ if hasattr(lax, "mulhi"):
     ENTRIES["mulhi"] = lambda v: lax.mulhi(whole(v), whole(v[::-1]))
 if hasattr(primitives, "log2_p"):
     ENTRIES["log2"] = jnp.log2
+if jax.__version_info__ < (0, 12):
+    del ENTRIES["call_hi_primitive"]
 if not hasattr(primitives, "one_minus_square_p"):
     del ENTRIES["one_minus_square"]
 ENTRIES[primitives.closed_call_p.name] = closed  # eval_jaxpr in later releases
