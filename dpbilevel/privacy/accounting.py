@@ -118,7 +118,7 @@ def profile(
         assert pure.is_pure(draw)
         total = pure.epsilon_of(draw)
         return lambda epsilon: float(pure.delta_with_gaussian(total, mu, epsilon))
-    ways = compositions(event, neighbours)
+    ways = compositions(event, neighbours, rough=rough)
     whole = full_batch_mu(event)
 
     def numeric(epsilon: float) -> float:
@@ -198,9 +198,14 @@ def full_batch_mu(event: "dp_accounting.DpEvent") -> float | None:
 
 
 def compositions(
-    event: "dp_accounting.DpEvent", neighbours: Neighbours
+    event: "dp_accounting.DpEvent", neighbours: Neighbours, *, rough: bool = False
 ) -> tuple[Composition, ...]:
     """Return the losses of an event, in one or both directions of the relation.
+
+    Args:
+        event: A composition.
+        neighbours: The relation.
+        rough: Whether passes may be taken as about as many Poisson batches.
 
     Returns:
         None if they are too large to be discretized.
@@ -209,6 +214,8 @@ def compositions(
         ValueError: An event that this library does not account for.
     """
     mu, sampled = _split(event)
+    if rough:
+        sampled = [_in_poisson_batches(*pair) for pair in sampled]
     kept = [(_losses(part, neighbours), count) for part, count in sampled]
     if max([mu, *(_shift(part) for part, _ in sampled)]) > _LARGEST_SHIFT:
         return ()
@@ -222,6 +229,14 @@ def compositions(
 
 
 _composition = functools.lru_cache(maxsize=16)(Composition)
+
+
+def _in_poisson_batches(part, count: int):
+    """Return what costs about as much, and is faster to compute."""
+    if not isinstance(part, RandomAllocationEvent) or part.batches == 1:
+        return part, count
+    batch = dp_accounting.PoissonSampledDpEvent(1 / part.batches, part.event)
+    return batch, count * part.batches
 
 
 def _shift(part) -> float:

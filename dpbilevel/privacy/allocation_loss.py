@@ -142,8 +142,9 @@ def _of_the_sum(term: _Term, batches: int) -> float:
         return max(0.0, float(mean))
     step, lowest, masses, cut = _discretized(term, batches)
     values = step * (lowest + np.arange(len(masses)))
-    tilt = _saddle(values, masses)
-    end, outside = _window(tilt, values, masses, batches)
+    above = _above_cells(values, masses)
+    tilt = _saddle(*above)
+    end, outside = _window(tilt, *above, batches)
     logs = tilt * values + _log(masses)
     total = scipy.special.logsumexp(logs)
     weights = np.exp(logs - total)
@@ -160,20 +161,28 @@ def _of_the_sum(term: _Term, batches: int) -> float:
     return float(min(1.0, (found + outside) / batches + cut))
 
 
-def _window(tilt: float, values, masses, batches: int) -> tuple[float, float]:
+def _above_cells(values, masses):
+    """Return the values and logarithms of masses of sixteen cells at a time, raised."""
+    starts = np.arange(0, len(values), 16)
+    tops = values[np.minimum(starts + 15, len(values) - 1)]
+    return tops, _log(np.add.reduceat(masses, starts))
+
+
+def _window(tilt: float, values, logs, batches: int) -> tuple[float, float]:
     r"""An end $b$, and a bound on $\mathbb E[S; S > b]$ by a steeper tilt.
 
     With the moment $M(\tau)^t$ of $e^{\tau S}$ it is at most $b\, e^{-\tau b}
     M(\tau)^t$ where $b \ge 1 / \tau$.
     """
-    weights = scipy.special.softmax(tilt * values + _log(masses))
+    weights = scipy.special.softmax(tilt * values + logs)
     deviation = math.sqrt(batches * np.sum(weights * values**2))
     tilts = tilt + np.geomspace(1e-2, 1e2, 16) / max(deviation, values[-1])
-    logs = np.array([_log_moment(t, values, masses) for t in tilts])
-    ends = (batches * logs - math.log(_OUTSIDE)) / tilts
+    exponents = np.multiply.outer(tilts, values) + logs
+    moments = scipy.special.logsumexp(exponents, axis=1)
+    ends = (batches * moments - math.log(_OUTSIDE)) / tilts
     best = int(np.argmin(ends))
     end = max(ends[best], 1 / tilts[best], values[-1])
-    log_bound = batches * logs[best] - tilts[best] * end
+    log_bound = batches * moments[best] - tilts[best] * end
     return end, end * math.exp(log_bound)
 
 
@@ -218,18 +227,11 @@ def _log(masses):
         return np.log(masses)
 
 
-def _log_moment(tilt: float, values, masses) -> float:
-    return float(scipy.special.logsumexp(tilt * values + _log(masses)))
-
-
-def _saddle(values, masses) -> float:
+def _saddle(values, logs) -> float:
     """The tilt at which a term has about mean zero; none where its mean is positive.
 
-    Any tilt is valid, so that sixteen cells are taken as one.
+    Any tilt is valid. The last value is positive.
     """
-    starts = np.arange(0, len(values), 16)
-    logs = _log(np.add.reduceat(masses, starts))
-    values = values[np.minimum(starts + 15, len(values) - 1)]  # the last is positive
 
     def mean(tilt):
         return float(np.sum(scipy.special.softmax(tilt * values + logs) * values))
@@ -274,7 +276,7 @@ def _at_positive_losses(way: Way, mu: float, batches: int):
     scale = max(2.5 * level, 1e-6)  # of a Gaussian's loss, were it one
     losses, found = [0.0], [level]
     while found[-1] > _LEAST and losses[-1] < _LARGEST:
-        losses.append(losses[-1] + max(scale / 12, losses[-1] / 24))
+        losses.append(losses[-1] + max(scale / 8, losses[-1] / 16))
         found.append(divergence(way, mu, batches, losses[-1]))
     return np.exp(losses), np.array(found)
 
