@@ -276,7 +276,7 @@ def _at_positive_losses(way: Way, mu: float, batches: int):
     scale = max(2.5 * level, 1e-6)  # of a Gaussian's loss, were it one
     losses, found = [0.0], [level]
     while found[-1] > _LEAST and losses[-1] < _LARGEST:
-        losses.append(losses[-1] + max(scale / 8, losses[-1] / 16))
+        losses.append(losses[-1] + max(scale / 12, losses[-1] / 20))
         found.append(divergence(way, mu, batches, losses[-1]))
     return np.exp(losses), np.array(found)
 
