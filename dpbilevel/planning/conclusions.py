@@ -96,7 +96,7 @@ def reason_of(
         found = "releases the model of the least test loss"
     text = (
         f"{first.method} {found} on synthetic records ({', '.join(twins)}; where yours "
-        "differ, pass twins= in Python)."
+        "differ, pass synthetic= in Python)."
     )
     if first.levels == 2 and single is not None:
         best = f" The best method of one level, {single.method}, misses up to"

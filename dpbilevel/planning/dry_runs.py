@@ -28,6 +28,7 @@ from .candidates import Candidate, candidates, is_linear
 from .conclusions import Trial, outlook_of, ranked_best, reason_of
 from .race import Effort, leads_of, race, rounds_of
 from .settings import toml_of
+from .synthetic import Synthetic, example_for
 from .teachers import AbstractTwin, Twin
 from .twins import twins as default_twins
 
@@ -108,6 +109,7 @@ def auto(
     clip_norm: float = 1.0,
     records: PyTree = None,
     twins: Sequence[AbstractTwin] | None = None,
+    synthetic: Callable[[Key, Any], PyTree] | None = None,
     effort: Effort = "fast",
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
     precision: Precision = "grid",
@@ -153,6 +155,9 @@ def auto(
         twins: Public distributions that the records may follow; by default those of
             `dpbilevel.planning.twins(problem, records)`. Twins that are more like the
             records lead to a better choice. They must not be fitted to the records.
+        synthetic: In place of `twins`, a function of a typed key and the sizes that
+            returns records as `solve` takes them, `Levels` for two levels: with fields
+            of any names. It must use public knowledge alone.
         effort: `"fast"` or `"thorough"`: how many dry runs.
         neighbours: The neighbouring relation of the guarantee. Under
             add-or-remove-one methods that rest on a certificate are left out.
@@ -190,7 +195,7 @@ def auto(
     if isinstance(problem, BilevelProblem):
         check_pair(owner, w0)
     problem, w0, _ = arrays_of(owner, problem, w0)
-    laws = _laws(problem, w0, clip_norm, records, twins)
+    laws = _laws(problem, w0, clip_norm, records, twins, synthetic)
     w0 = jax.tree.map(jnp.asarray, w0)
     offered = candidates(problem, w0, clip_norm, records)
     large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
@@ -252,13 +257,19 @@ def _laws(
     clip_norm: float,
     records: PyTree,
     twins: Sequence[AbstractTwin] | None,
+    synthetic: Callable[[Key, Any], PyTree] | None,
 ) -> tuple[AbstractTwin, ...]:
     """The twins that were passed, or the default ones.
 
     Raises:
-        ValueError: None was passed.
-        TypeError: What was passed is no twin.
+        ValueError: None was passed, or both twins and a function.
+        TypeError: What was passed is no twin, or no function.
     """
+    if synthetic is not None:
+        _checks.function("auto", synthetic=synthetic)
+        if twins is not None:
+            raise ValueError("auto: give either synthetic= or twins=, got both.")
+        return (Synthetic(synthetic),)
     if twins is None:
         model = w0[1] if isinstance(problem, BilevelProblem) else w0
         # The largest gradient of a linear model is as long as the features.
@@ -370,13 +381,12 @@ class _DryRuns:
 def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:
     try:
         return _loss(problem, w0, test)
-    except (TypeError, KeyError, IndexError) as error:
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
         shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
         raise ValueError(
-            f"auto: the twins have records of shapes and dtypes {shapes}, which the "
-            f"loss cannot read ({type(error).__name__}: {error}). Pass records=, what "
-            "your records look like, or twins=[...], instances of a subclass of "
-            "dpbilevel.planning.AbstractTwin."
+            f"auto: synthetic records have shapes and dtypes {shapes}, which the loss "
+            f"cannot read ({type(error).__name__}: {error}). Pass records=, what your "
+            f"records look like, or synthetic=, which draws some:{example_for(problem)}"
         ) from error
 
 
