@@ -384,9 +384,9 @@ def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
         raise ValueError(
-            f"auto: synthetic records have shapes and dtypes {shapes}, which the loss "
-            f"cannot read ({type(error).__name__}: {error}). Pass records=, what your "
-            f"records look like, or synthetic=, which draws some:{example_for(problem)}"
+            "auto: pass synthetic=, a function that draws records like yours, or "
+            "records=, what they look like. The loss cannot read the default ones, of "
+            f"shapes {shapes} ({type(error).__name__}: {error}).{example_for(problem)}"
         ) from error
 
 

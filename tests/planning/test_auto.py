@@ -582,7 +582,7 @@ def test_a_budget_that_no_method_reaches_is_refused_with_the_reasons():
 
 def test_losses_that_do_not_read_the_twins_are_refused_with_what_to_do():
     problem = dpb.FiniteSum(lambda w, z: jnp.sum(w * z["rows"]))
-    with pytest.raises(ValueError, match="which the loss cannot read"):
+    with pytest.raises(ValueError, match="The loss cannot read"):
         dpb.auto(problem, BUDGET, sizes=100, w0=jnp.zeros(6))
 
 
