@@ -296,7 +296,9 @@ def pure_games():
 
 def exact(family, n):
     """Gaps of the saddle points of noisy mean matrices, each released once."""
-    noise = dpb.privacy.Gaussian(least_multiplier(dpb.FullBatch(), 1, n, BUDGET))
+    noise = dpb.privacy.Gaussian(
+        least_multiplier(dpb.FullBatch(), 1, n, BUDGET), precision="float"
+    )
 
     @jax.jit
     def released(key):
@@ -306,6 +308,7 @@ def exact(family, n):
             family.draw(key_data, n),
             clip_norm=math.prod(family.mean.shape) ** 0.5,
             denominator=float(n),
+            precision="float",
         )
         return noise.release(mean, key=key_noise)
 

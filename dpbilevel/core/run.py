@@ -158,7 +158,7 @@ def start(
         >>> while run.done < run.num_steps:
         ...     run = dpb.advance(run, 5)
         ...     print(run.done, round(run.epsilon, 2))
-        5 0.69
+        5 0.68
         10 1.0
     """
     _checks.instance("start", Plan, plan=plan)

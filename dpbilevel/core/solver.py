@@ -202,7 +202,7 @@ class AbstractGaussianSolver(AbstractSolver[Problem, State]):
     neighbours: Neighbours = eqx.field(  # pyright: ignore[reportIncompatibleMethodOverride]
         static=True, default=Neighbours.REPLACE_ONE, kw_only=True
     )
-    precision: Precision = eqx.field(static=True, default="float", kw_only=True)
+    precision: Precision = eqx.field(static=True, default="grid", kw_only=True)
 
     @property
     def release_noise(self) -> Gaussian:

@@ -145,7 +145,7 @@ def clipped_mean(
     mask: Bool[Array, " n"] | None = None,
     denominator: float | Float[Array, ""] | None = None,
     microbatch: int | Literal["auto"] = "auto",
-    precision: Precision = "float",
+    precision: Precision = "grid",
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
 ) -> Bounded:
     r"""The clipped mean of a per-record function, sealed with its sensitivity.
@@ -182,8 +182,8 @@ def clipped_mean(
         microbatch: The most records of a micro-batch on a device, or `"auto"`: chosen
             from the size of one record's value and the backend. Rounded down to a power
             of two, so that a record's rounding does not depend on its place.
-        precision: `"float"` sums in floating point; `"grid"` rounds every record's
-            scaled value to a public grid and sums integers, exactly.
+        precision: `"grid"` rounds every record's scaled value to a public grid and sums
+            integers, exactly; `"float"` sums in floating point, for research.
         neighbours: The relation that the mean is released under. Under replace-one all
             other records keep their rows, which makes sums of products cheaper and
             their margin for rounding smaller.

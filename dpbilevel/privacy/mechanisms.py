@@ -28,8 +28,9 @@ class Gaussian(eqx.Module):
         noise_multiplier: $m \ge 0$, the noise's standard deviation over the value's
             $\ell_2$ sensitivity $S$. `None` until a plan sets it.
         neighbours: The relation under which $S$ is taken.
-        precision: Of the values it releases: `"float"`, for research, or `"grid"`, on
-            which noise and value are integers and their sum is exact. Static.
+        precision: Precision of the values that it releases: `"grid"`, on which noise
+            and value are integers and their sum is exact, or `"float"`, for research.
+            Static.
 
     Privacy:
         One release of a bounded value; exactly $1/m$-GDP. With $m = 0$ nothing is
@@ -42,7 +43,7 @@ class Gaussian(eqx.Module):
 
     noise_multiplier: float | Float[Array, ""] | None = None
     neighbours: Neighbours = eqx.field(static=True, default=Neighbours.REPLACE_ONE)
-    precision: Precision = eqx.field(static=True, default="float")
+    precision: Precision = eqx.field(static=True, default="grid")
 
     def __check_init__(self):
         if self.noise_multiplier is not None:

@@ -39,7 +39,9 @@ def gradient(record):
 
 
 def by_mean(data):
-    return dpb.privacy.clipped_mean(gradient, data, clip_norm=1.0).raw
+    return dpb.privacy.clipped_mean(
+        gradient, data, clip_norm=1.0, precision="float"
+    ).raw
 
 
 def by_solve(data):
@@ -127,7 +129,7 @@ def test_source_that_does_not_exist_has_no_influence():
     @jax.jit
     def mean(data):
         return dpb.privacy.clipped_mean(
-            by_x_and_y, data, clip_norm=1.0, denominator=N
+            by_x_and_y, data, clip_norm=1.0, denominator=N, precision="float"
         ).raw
 
     data = records(np.full(3, 5.0, np.float32))
@@ -202,7 +204,7 @@ def test_other_numbers_are_records_too(dtype):
     def value(record):
         return record["features"].astype(jnp.float32)
 
-    mean = dpb.privacy.clipped_mean(value, data, clip_norm=10.0).raw
+    mean = dpb.privacy.clipped_mean(value, data, clip_norm=10.0, precision="float").raw
     np.testing.assert_allclose(mean, 1.0, rtol=1e-5)
 
 

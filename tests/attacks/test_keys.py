@@ -312,7 +312,9 @@ class Keyed(dpb.FullBatch):
 def test_batches_that_need_no_key_get_none(other):
     keyed = Keyed([])
     queries = Query("upper", 8, 1.0, keyed), Query("lower", 8, 1.0, other)
-    release = releases.Release("sum", 1, queries, dpb.privacy.Gaussian(1.0))
+    release = releases.Release(
+        "sum", 1, queries, dpb.privacy.Gaussian(1.0, precision="float")
+    )
     value = {"upper": lambda z: z, "lower": lambda z: z}
     data = dpb.Levels(jnp.ones((8, 2)), jnp.ones((8, 2)))
     assert release.of(value, data, key=jax.random.key(0)).shape == (2,)

@@ -268,7 +268,7 @@ def test_primitives_that_may_mix_records_are_refused_by_name(name):
 
     def means(read):
         def mean(rows):
-            return clipped_mean(read, rows, clip_norm=1.0).raw
+            return clipped_mean(read, rows, clip_norm=1.0, precision="float").raw
 
         return jax.vmap(mean, axis_name="parts")(jnp.ones((2, 64, 32)))
 
@@ -284,4 +284,4 @@ def test_what_reads_no_record_may_use_any_primitive():
         noise = jax.random.normal(jax.random.key(0, impl="rbg"), (32,))
         return v - center(noise) - averaged(jnp.ones(32))
 
-    clipped_mean(fun, jnp.ones((64, 32)), clip_norm=1.0)
+    clipped_mean(fun, jnp.ones((64, 32)), clip_norm=1.0, precision="float")

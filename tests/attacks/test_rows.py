@@ -257,13 +257,21 @@ def test_both_levels_are_padded_and_shared_records_once():
 def test_a_batch_is_clipped_whole_and_its_padding_counts_for_nothing():
     records = jnp.zeros((1000, 1)).at[0].set(1.0)
     batch = dpb.Poisson(0.05).draw(records, 1000, key=jax.random.key(0))
-    whole = dpb.privacy.clipped_mean(lambda z: z, batch, clip_norm=1.0)
+    whole = dpb.privacy.clipped_mean(
+        lambda z: z, batch, clip_norm=1.0, precision="float"
+    )
     forgotten = dpb.privacy.clipped_mean(
-        lambda z: z, batch.records, clip_norm=1.0, denominator=batch.denominator
+        lambda z: z,
+        batch.records,
+        clip_norm=1.0,
+        denominator=batch.denominator,
+        precision="float",
     )
     np.testing.assert_array_equal(whole.raw, forgotten.raw)
     with pytest.raises(ValueError, match="brings its own mask and denominator"):
-        dpb.privacy.clipped_mean(lambda z: z, batch, clip_norm=1.0, denominator=3.0)
+        dpb.privacy.clipped_mean(
+            lambda z: z, batch, clip_norm=1.0, denominator=3.0, precision="float"
+        )
 
 
 FAST = {

@@ -102,7 +102,7 @@ class Quieter(dpb.privacy.Gaussian):
     """Adds a fifth of the noise that it claims."""
 
     def release(self, bounded, *, key):
-        quiet = dpb.privacy.Gaussian(self.noise_multiplier / 5)
+        quiet = dpb.privacy.Gaussian(self.noise_multiplier / 5, precision="float")
         return quiet.release(bounded, key=key)
 
 

@@ -99,7 +99,9 @@ def test_witness_reproduces_the_ratio(relation):
 
 def test_a_private_denominator_is_refused():
     def own_number(records):
-        return dpb.privacy.clipped_mean(lambda z: z["v"], records, clip_norm=1.0)
+        return dpb.privacy.clipped_mean(
+            lambda z: z["v"], records, clip_norm=1.0, precision="float"
+        )
 
     with pytest.raises(ValueError, match="public denominator"):
         search(own_number, dpb.Neighbours.ADD_OR_REMOVE_ONE)

@@ -85,7 +85,7 @@ def test_penalties_grow_on_useless_features_and_shrink_on_useful_ones():
         inner,
         step_size=1.0,
         upper_clip_norm=1e6,
-        run_noise=dpb.privacy.Gaussian(0.0),
+        run_noise=dpb.privacy.Gaussian(0.0, precision="float"),
         output=dpb.outputs.Last(),
     )
     x = dpb.solve(
@@ -294,9 +294,15 @@ def test_a_record_of_an_unknown_source_has_no_influence():
     stray = data.lower | {"source": data.lower["source"].at[0].set(7)}
     gradient = jax.grad(problem.lower, 1)
     x, y = jnp.zeros(2), jnp.zeros(5)
-    mean = dpb.privacy.clipped_mean(lambda z: gradient(x, y, z), stray, clip_norm=1.0)
+    mean = dpb.privacy.clipped_mean(
+        lambda z: gradient(x, y, z), stray, clip_norm=1.0, precision="float"
+    )
     rest = jax.tree.map(lambda v: v[1:], data.lower)
     expected = dpb.privacy.clipped_mean(
-        lambda z: gradient(x, y, z), rest, clip_norm=1.0, denominator=20.0
+        lambda z: gradient(x, y, z),
+        rest,
+        clip_norm=1.0,
+        denominator=20.0,
+        precision="float",
     )
     np.testing.assert_allclose(mean.raw, expected.raw, rtol=1e-5)

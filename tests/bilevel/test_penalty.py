@@ -113,7 +113,7 @@ def noiseless(penalty, **fields):
                 "clip_norm": HUGE,
                 "upper_clip_norm": HUGE,
                 "step_size": 1e-3,
-                "run_noise": dpb.privacy.Gaussian(0.0),
+                "run_noise": dpb.privacy.Gaussian(0.0, precision="float"),
                 "output": dpb.outputs.Last(),
             }
             | fields

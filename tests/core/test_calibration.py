@@ -99,7 +99,7 @@ def test_the_noise_multiplier_of_a_solver_is_that_of_dp_sgd(rate):
 )
 def test_the_noise_of_a_whole_run_is_no_argument_of_a_solver(name, remedy):
     with pytest.raises(TypeError, match=remedy):
-        dpb.NoisyGD(3, 1.0, 0.1, **{name: dpb.privacy.Gaussian(1.1)})
+        dpb.NoisyGD(3, 1.0, 0.1, **{name: dpb.privacy.Gaussian(1.1, precision="float")})
     inner = dpb.NoisyGD(3, 1.0, 0.1)
     with pytest.raises(TypeError, match="Use run_noise"):
         dpb.PenaltyBilevel(3, 1.0, inner, step_size=0.1, noise_multiplier=1.1)

@@ -336,7 +336,9 @@ def shifts(rows):
         (3,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:3]
     )
     read = jax.jit(
-        lambda v: unsealed(clipped_mean(steep, v, clip_norm=1.0, denominator=1.0))
+        lambda v: unsealed(
+            clipped_mean(steep, v, clip_norm=1.0, denominator=1.0, precision="float")
+        )
     )
     records = np.random.default_rng(3).normal(size=(3, D)).astype(np.float32)
 
@@ -392,10 +394,12 @@ def together(page, place):
     words = np.asarray(jax.random.key_data(dpb.root_key())).tobytes()
     every = multihost_utils.process_allgather(np.frombuffer(words, np.uint8))
     page["keys"] = len({row.tobytes() for row in every})
-    bounded = clipped_mean(lambda z: z, place(np.ones(N, np.float32)), clip_norm=1.0)
+    bounded = clipped_mean(
+        lambda z: z, place(np.ones(N, np.float32)), clip_norm=1.0, precision="float"
+    )
     key = jax.random.key(jax.process_index())
     try:
-        dpb.privacy.Gaussian(1.0).release(bounded, key=key)
+        dpb.privacy.Gaussian(1.0, precision="float").release(bounded, key=key)
     except ValueError as error:
         page["error"] = str(error)
 

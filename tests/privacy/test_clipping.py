@@ -39,7 +39,11 @@ def gaussian_records(n=37, d=6, seed=0, scale=1.0):
 def test_clipped_mean_equals_a_numpy_reference(clip_norm, denominator):
     records = gaussian_records()
     bounded = dpb.privacy.clipped_mean(
-        identity, records, clip_norm=clip_norm, denominator=denominator
+        identity,
+        records,
+        clip_norm=clip_norm,
+        denominator=denominator,
+        precision="float",
     )
     expected = reference(records, clip_norm) / (denominator or len(records))
     np.testing.assert_allclose(bounded.raw, expected, rtol=1e-4, atol=1e-6 * clip_norm)
@@ -48,7 +52,7 @@ def test_clipped_mean_equals_a_numpy_reference(clip_norm, denominator):
 def test_the_norm_runs_over_the_whole_pytree():
     records = gaussian_records(scale=5.0)
     tree = {"a": records[:, :2], "b": records[:, 2:].reshape(-1, 2, 2)}
-    bounded = dpb.privacy.clipped_mean(identity, tree, clip_norm=1.0)
+    bounded = dpb.privacy.clipped_mean(identity, tree, clip_norm=1.0, precision="float")
     flat = np.concatenate([bounded.raw["a"], bounded.raw["b"].ravel()])
     np.testing.assert_allclose(flat, reference(records, 1.0) / 37, rtol=1e-5, atol=1e-7)
 
@@ -61,7 +65,7 @@ def test_sensitivity_is_the_clip_norm_over_the_denominator(neighbours, factor):
     records = gaussian_records()
     mask = jnp.arange(37) < 5
     bounded = dpb.privacy.clipped_mean(
-        identity, records, clip_norm=3.0, mask=mask, denominator=37.0
+        identity, records, clip_norm=3.0, mask=mask, denominator=37.0, precision="float"
     )
     assert bounded.sensitivity(neighbours) == pytest.approx(factor * 3 / 37)
     assert bounded.basis is dpb.privacy.Basis.CLIPPED
@@ -84,7 +88,7 @@ def test_a_record_that_is_not_finite_has_no_influence(bad, microbatch):
     mask = jnp.arange(37) != 5
     with_bad, without = (
         dpb.privacy.clipped_mean(
-            identity, r, clip_norm=1.0, mask=m, microbatch=microbatch
+            identity, r, clip_norm=1.0, mask=m, microbatch=microbatch, precision="float"
         )
         for r, m in ((spoiled, None), (records, mask))
     )
@@ -114,14 +118,20 @@ def test_a_finite_record_counts_in_its_direction_however_long_it_is(
 def test_a_gradient_that_is_not_a_number_has_no_influence():
     gradient = jax.grad(lambda w, z: jnp.sqrt(z) * w)  # NaN for a negative record
     records = jnp.asarray([1.0, -1.0, 4.0])
-    value = dpb.privacy.clipped_mean(lambda z: gradient(1.0, z), records, clip_norm=9.0)
+    value = dpb.privacy.clipped_mean(
+        lambda z: gradient(1.0, z), records, clip_norm=9.0, precision="float"
+    )
     assert float(value.raw) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("microbatch", ["auto", 1, 3])
 def test_no_records_and_no_unmasked_records_give_zero(microbatch):
     query = functools.partial(
-        dpb.privacy.clipped_mean, identity, clip_norm=1.0, microbatch=microbatch
+        dpb.privacy.clipped_mean,
+        identity,
+        clip_norm=1.0,
+        microbatch=microbatch,
+        precision="float",
     )
     empty = query(jnp.zeros((0, 3)), denominator=10.0)
     masked = query(jnp.ones((5, 3)), mask=jnp.zeros(5, bool))
@@ -133,7 +143,9 @@ def test_no_records_and_no_unmasked_records_give_zero(microbatch):
 def test_masked_rows_may_hold_anything_and_the_denominator_stays():
     records = gaussian_records().at[20:].set(jnp.nan)
     mask = jnp.arange(37) < 20
-    bounded = dpb.privacy.clipped_mean(identity, records, clip_norm=1.0, mask=mask)
+    bounded = dpb.privacy.clipped_mean(
+        identity, records, clip_norm=1.0, mask=mask, precision="float"
+    )
     expected = reference(records[:20], 1.0) / 37
     np.testing.assert_allclose(bounded.raw, expected, rtol=1e-5, atol=1e-7)
 
@@ -148,7 +160,7 @@ def test_microbatches_change_nothing_but_rounding(microbatch):
 
     whole, parts = (
         dpb.privacy.clipped_mean(
-            fun, records, clip_norm=4.0, mask=mask, microbatch=size
+            fun, records, clip_norm=4.0, mask=mask, microbatch=size, precision="float"
         ).raw
         for size in ("auto", microbatch)
     )
@@ -169,11 +181,15 @@ def test_memory_does_not_grow_with_the_number_of_records(monkeypatch):
         return record[:, None] * record[None, :]
 
     def chunked(records):
-        return dpb.privacy.clipped_mean(outer, records, clip_norm=1.0).raw
+        return dpb.privacy.clipped_mean(
+            outer, records, clip_norm=1.0, precision="float"
+        ).raw
 
     def at_once(records):
         n = records.shape[0]
-        return dpb.privacy.clipped_mean(outer, records, clip_norm=1.0, microbatch=n).raw
+        return dpb.privacy.clipped_mean(
+            outer, records, clip_norm=1.0, microbatch=n, precision="float"
+        ).raw
 
     sizes = (20_000, 80_000)
     small, large = (peak_bytes(chunked, n) for n in sizes)
@@ -188,7 +204,7 @@ def test_half_precision_records_are_summed_in_float32(dtype):
     n = 4000
     records = jnp.full((n, 1), 0.3, dtype)
     total = dpb.privacy.clipped_mean(
-        identity, records, clip_norm=1.0, denominator=1.0
+        identity, records, clip_norm=1.0, denominator=1.0, precision="float"
     ).raw
     assert total.dtype == jnp.float32
     exact = n * float(records[0, 0])
@@ -205,7 +221,7 @@ def test_clipped_norm_never_exceeds_the_clip_norm(d, clip_norm):
     for scale in (1e-20, 1e-3, 1.0, 1e6):
         records = (scale * rng.normal(size=(1, d))).astype(np.float32)
         value = dpb.privacy.clipped_mean(
-            identity, jnp.asarray(records), clip_norm=clip_norm
+            identity, jnp.asarray(records), clip_norm=clip_norm, precision="float"
         )
         assert np.linalg.norm(np.asarray(value.raw, np.float64)) <= clip_norm
 
@@ -214,7 +230,10 @@ def test_mixed_precisions_are_clipped_to_the_norm_of_the_coarser():
     with jax.enable_x64(True):
         records = jnp.asarray(np.random.default_rng(0).normal(size=(1, 500)))
         both = dpb.privacy.clipped_mean(
-            lambda z: {"a": z, "b": z.astype(jnp.float32)}, records, clip_norm=1.0
+            lambda z: {"a": z, "b": z.astype(jnp.float32)},
+            records,
+            clip_norm=1.0,
+            precision="float",
         ).raw
     assert (both["a"].dtype, both["b"].dtype) == (jnp.float64, jnp.float32)
     flat = np.concatenate([np.asarray(v, np.float64) for v in both.values()])
@@ -254,12 +273,16 @@ def test_misuse_is_refused_with_a_reason(arguments, message):
 
 def test_no_value_is_refused():
     with pytest.raises(TypeError, match="floating-point arrays, got none"):
-        dpb.privacy.clipped_mean(lambda _: None, jnp.ones(3), clip_norm=1.0)
+        dpb.privacy.clipped_mean(
+            lambda _: None, jnp.ones(3), clip_norm=1.0, precision="float"
+        )
 
 
 def test_integer_values_are_refused():
     with pytest.raises(TypeError, match="floating-point arrays, got int32"):
-        dpb.privacy.clipped_mean(identity, jnp.arange(3), clip_norm=1.0)
+        dpb.privacy.clipped_mean(
+            identity, jnp.arange(3), clip_norm=1.0, precision="float"
+        )
 
 
 def test_numbers_are_traced_not_compiled_in():
@@ -269,7 +292,7 @@ def test_numbers_are_traced_not_compiled_in():
     def query(clip_norm):
         traces.append(None)
         return dpb.privacy.clipped_mean(
-            identity, jnp.full((4, 1), 9.0), clip_norm=clip_norm
+            identity, jnp.full((4, 1), 9.0), clip_norm=clip_norm, precision="float"
         )
 
     for clip_norm in (1.0, 2.0):

@@ -343,6 +343,7 @@ def test_no_array_of_the_size_of_a_matrix_is_formed_for_a_record(neighbours):
                 clip_norm=1.0,
                 microbatch=n,
                 neighbours=neighbours,
+                precision="float",
             ).raw
 
         compiled = jax.jit(mean).lower(records).compile()
@@ -378,7 +379,7 @@ def test_integers_on_the_way_to_a_value_are_left_alone():
         return jnp.zeros(20, int).at[row].add(1).astype(jnp.float32)
 
     for fun in (words, lambda row: (row * row[0] // 2).astype(jnp.float32)):
-        found = unsealed(clipped_mean(fun, counts, clip_norm=100.0))
+        found = unsealed(clipped_mean(fun, counts, clip_norm=100.0, precision="float"))
         np.testing.assert_allclose(found, jax.vmap(fun)(counts).mean(0), rtol=1e-6)
 
 

@@ -67,7 +67,7 @@ def means(names):
         def slope(rows):
             return jax.grad(loss)(w, rows)
 
-        mean = clipped_mean(slope, rows[None], clip_norm=100.0)
+        mean = clipped_mean(slope, rows[None], clip_norm=100.0, precision="float")
         return slope(rows), unsealed(mean)
 
     # Operation by operation: a compiler leaves out roundings to bfloat16 as it likes.
@@ -102,4 +102,7 @@ def test_means_of_half_precision_are_in_float32(dtype):
     def slope(rows):
         return jax.grad(lambda w: jnp.sum(jnp.sin(rows @ w) / 3).astype(dtype))(w)
 
-    assert unsealed(clipped_mean(slope, rows, clip_norm=1.0)).dtype == jnp.float32
+    assert (
+        unsealed(clipped_mean(slope, rows, clip_norm=1.0, precision="float")).dtype
+        == jnp.float32
+    )

@@ -19,7 +19,7 @@ def zeros(dtype=jnp.float32):
         return {"a": jnp.zeros(SIZE, dtype) * record, "b": record}
 
     return dpb.privacy.clipped_mean(
-        nothing, records, clip_norm=CLIP_NORM, denominator=RECORDS
+        nothing, records, clip_norm=CLIP_NORM, denominator=RECORDS, precision="float"
     )
 
 
@@ -30,7 +30,7 @@ def zeros(dtype=jnp.float32):
 def test_noise_has_the_standard_deviation_that_the_event_claims(
     neighbours, multiplier, getkey
 ):
-    mechanism = dpb.privacy.Gaussian(multiplier, neighbours)
+    mechanism = dpb.privacy.Gaussian(multiplier, neighbours, precision="float")
     released = mechanism.release(zeros(), key=getkey())
     claimed = mechanism.event().noise_multiplier * (
         neighbours.contributions * CLIP_NORM / RECORDS
@@ -44,21 +44,29 @@ def test_noise_has_the_standard_deviation_that_the_event_claims(
 @pytest.mark.reuses_keys
 def test_the_released_value_is_the_mean_plus_the_noise_of_its_key(getkey):
     records = jnp.arange(6.0).reshape(3, 2)
-    bounded = dpb.privacy.clipped_mean(lambda z: z, records, clip_norm=100.0)
+    bounded = dpb.privacy.clipped_mean(
+        lambda z: z, records, clip_norm=100.0, precision="float"
+    )
     key = getkey()
-    silent = dpb.privacy.Gaussian(0.0).release(bounded, key=key)
+    silent = dpb.privacy.Gaussian(0.0, precision="float").release(bounded, key=key)
     np.testing.assert_allclose(silent, [2.0, 3.0], rtol=1e-6)
     one, two = (
-        dpb.privacy.Gaussian(m).release(bounded, key=key) - silent for m in (1.0, 2.0)
+        dpb.privacy.Gaussian(m, precision="float").release(bounded, key=key) - silent
+        for m in (1.0, 2.0)
     )
     np.testing.assert_allclose(two, 2 * one, rtol=1e-4)
-    other = dpb.privacy.Gaussian(1.0).release(bounded, key=getkey()) - silent
+    other = (
+        dpb.privacy.Gaussian(1.0, precision="float").release(bounded, key=getkey())
+        - silent
+    )
     assert not np.any(np.isclose(one, other))
 
 
 def test_half_precision_values_are_released_in_float32(getkey):
     bounded = zeros(jnp.bfloat16)
-    released = dpb.privacy.Gaussian(1.0).release(bounded, key=getkey())
+    released = dpb.privacy.Gaussian(1.0, precision="float").release(
+        bounded, key=getkey()
+    )
     assert released["a"].dtype == jnp.float32
     # bfloat16 noise would have 128 values.
     assert len(np.unique(released["a"])) > 0.99 * SIZE
@@ -66,7 +74,9 @@ def test_half_precision_values_are_released_in_float32(getkey):
 
 def test_noise_is_relative_to_the_sum_of_sensitivities(getkey):
     bounded = zeros() + zeros()
-    released = dpb.privacy.Gaussian(1.0).release(bounded, key=getkey())
+    released = dpb.privacy.Gaussian(1.0, precision="float").release(
+        bounded, key=getkey()
+    )
     std = 2 * 2 * CLIP_NORM / RECORDS
     assert np.std(released["a"]) == pytest.approx(std, rel=0.02)
 
@@ -81,7 +91,10 @@ def test_a_multiplier_is_traced_not_compiled_in(getkey):
         return mechanism.release(dpb.privacy.Bounded(jnp.zeros(1000), 1.0), key=key)
 
     key = getkey()
-    stds = [float(release(dpb.privacy.Gaussian(m), key).std()) for m in (1.0, 3.0)]
+    stds = [
+        float(release(dpb.privacy.Gaussian(m, precision="float"), key).std())
+        for m in (1.0, 3.0)
+    ]
     assert stds[1] == pytest.approx(3 * stds[0], rel=1e-4)
     assert len(traces) == 1
 
@@ -89,20 +102,26 @@ def test_a_multiplier_is_traced_not_compiled_in(getkey):
 def test_nothing_is_released_without_a_multiplier_a_bound_or_a_typed_key(getkey):
     bounded = dpb.privacy.Bounded(jnp.zeros(2), 1.0)
     with pytest.raises(ValueError, match=r"Get a calibrated solver from dpbilevel"):
-        dpb.privacy.Gaussian().release(bounded, key=getkey())
+        dpb.privacy.Gaussian(precision="float").release(bounded, key=getkey())
     with pytest.raises(TypeError, match="only a Bounded value can be released"):
-        dpb.privacy.Gaussian(1.0).release(jnp.zeros(2), key=getkey())
+        dpb.privacy.Gaussian(1.0, precision="float").release(jnp.zeros(2), key=getkey())
     with pytest.raises(TypeError, match="must be a typed key"):
-        dpb.privacy.Gaussian(1.0).release(bounded, key=jnp.zeros(2, jnp.uint32))
+        dpb.privacy.Gaussian(1.0, precision="float").release(
+            bounded, key=jnp.zeros(2, jnp.uint32)
+        )
     with pytest.raises(TypeError, match=r"must be one of Neighbours"):
-        dpb.privacy.Gaussian(1.0, "replace_one")
+        dpb.privacy.Gaussian(1.0, "replace_one", precision="float")
 
 
 def test_scaling_and_setting_the_multiplier_keep_the_relation():
     removal = dpb.Neighbours.ADD_OR_REMOVE_ONE
-    mechanism = dpb.privacy.Gaussian(2.0, removal)
-    assert mechanism.scaled(1.5) == dpb.privacy.Gaussian(3.0, removal)
-    assert mechanism.with_multiplier(5.0) == dpb.privacy.Gaussian(5.0, removal)
+    mechanism = dpb.privacy.Gaussian(2.0, removal, precision="float")
+    assert mechanism.scaled(1.5) == dpb.privacy.Gaussian(
+        3.0, removal, precision="float"
+    )
+    assert mechanism.with_multiplier(5.0) == dpb.privacy.Gaussian(
+        5.0, removal, precision="float"
+    )
 
 
 @pytest.mark.reuses_keys
@@ -143,8 +162,10 @@ def test_a_solver_with_numbers_of_half_precision_is_refused(kind, field):
 
 
 def test_a_mechanism_of_half_precision_is_refused():
-    mean = dpb.privacy.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
-    mechanism = dpb.privacy.Gaussian(jnp.asarray(1.01, jnp.bfloat16))
+    mean = dpb.privacy.clipped_mean(
+        lambda z: z, jnp.ones(3), clip_norm=1.0, precision="float"
+    )
+    mechanism = dpb.privacy.Gaussian(jnp.asarray(1.01, jnp.bfloat16), precision="float")
     with pytest.raises(TypeError, match="noise_multiplier is bfloat16"):
         mechanism.release(mean, key=jax.random.key(0))
 
@@ -171,6 +192,8 @@ def test_noise_that_underflows_releases_nothing_of_the_value(precision):
 def test_fast_math_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with pytest.raises(ValueError, match="XLA_FLAGS turns fast math on"):
-        dpb.privacy.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
+        dpb.privacy.clipped_mean(
+            lambda z: z, jnp.ones(3), clip_norm=1.0, precision="float"
+        )
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    dpb.privacy.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0)
+    dpb.privacy.clipped_mean(lambda z: z, jnp.ones(3), clip_norm=1.0, precision="float")

@@ -36,6 +36,7 @@ def library(rows, mask, clip_norm, dtype, microbatch="auto"):
         clip_norm=clip_norm,
         mask=mask,
         microbatch=microbatch,
+        precision="float",
     ).raw
 
 
@@ -158,7 +159,9 @@ def test_the_search_catches_a_private_denominator():
 def test_tiny_values_do_not_slip_past_a_tiny_clip_norm(tiny):
     # Their squares underflow, so a plain norm would be zero.
     records = jnp.full((1, 1000), 10 * tiny, jnp.float32)
-    value = dpb.privacy.clipped_mean(lambda z: z, records, clip_norm=tiny).raw
+    value = dpb.privacy.clipped_mean(
+        lambda z: z, records, clip_norm=tiny, precision="float"
+    ).raw
     assert np.linalg.norm(np.asarray(value, np.float64)) <= float(np.float32(tiny))
 
 
@@ -168,8 +171,10 @@ def test_no_value_is_released_where_its_noise_underflows(getkey):
 
     def released(sign, clip_norm):
         records = jnp.full((1000, 1), sign * clip_norm, jnp.float32)
-        bounded = dpb.privacy.clipped_mean(lambda z: z, records, clip_norm=clip_norm)
-        return dpb.privacy.Gaussian(0.1).release(bounded, key=key)
+        bounded = dpb.privacy.clipped_mean(
+            lambda z: z, records, clip_norm=clip_norm, precision="float"
+        )
+        return dpb.privacy.Gaussian(0.1, precision="float").release(bounded, key=key)
 
     # Some backends keep noise of so little size, others make zero of it.
     np.testing.assert_array_equal(released(1, 1e-37), released(-1, 1e-37))
@@ -189,7 +194,12 @@ def absorbed(first, n=20_000, big=8_192):
 def test_no_arrangement_of_records_lets_one_decide_how_others_round(rows):
     def total(values):
         mean = dpb.privacy.clipped_mean(
-            lambda v: v[None], values, clip_norm=1.0, denominator=1.0, microbatch=rows
+            lambda v: v[None],
+            values,
+            clip_norm=1.0,
+            denominator=1.0,
+            microbatch=rows,
+            precision="float",
         )
         return float(mean.raw[0])
 
@@ -205,17 +215,23 @@ def test_a_plain_float32_sum_is_moved_by_more_than_its_sensitivity():
 
 def test_sum_of_mean_and_mean_of_other_shape_is_refused():
     records = jnp.ones((4, 1))
-    one = dpb.privacy.clipped_mean(lambda v: v, records, clip_norm=1.0)
-    many = dpb.privacy.clipped_mean(lambda v: jnp.zeros(9) * v, records, clip_norm=1.0)
+    one = dpb.privacy.clipped_mean(
+        lambda v: v, records, clip_norm=1.0, precision="float"
+    )
+    many = dpb.privacy.clipped_mean(
+        lambda v: jnp.zeros(9) * v, records, clip_norm=1.0, precision="float"
+    )
     with pytest.raises(ValueError, match="cannot add values of shapes"):
         _ = one + many
 
 
 def test_own_number_of_rows_is_no_denominator_where_it_is_private():
     relation = dpb.Neighbours.ADD_OR_REMOVE_ONE
-    own = dpb.privacy.clipped_mean(lambda v: v, jnp.ones(4), clip_norm=1.0)
+    own = dpb.privacy.clipped_mean(
+        lambda v: v, jnp.ones(4), clip_norm=1.0, precision="float"
+    )
     given = dpb.privacy.clipped_mean(
-        lambda v: v, jnp.ones(4), clip_norm=1.0, denominator=4.0
+        lambda v: v, jnp.ones(4), clip_norm=1.0, denominator=4.0, precision="float"
     )
     with pytest.raises(ValueError, match="give clipped_mean a public denominator"):
         own.sensitivity(relation)
@@ -232,14 +248,14 @@ def test_vectors_are_refused_where_a_number_bounds_the_sensitivity(name):
 
 def test_a_vector_of_multipliers_is_refused():
     with pytest.raises(ValueError, match="noise_multiplier must be a single number"):
-        dpb.privacy.Gaussian(jnp.asarray([1.0, 0.0]))
+        dpb.privacy.Gaussian(jnp.asarray([1.0, 0.0]), precision="float")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_a_clip_norm_beyond_float32_lets_nothing_through():
     values = jnp.asarray([1.0, jnp.nan])
     mean = dpb.privacy.clipped_mean(
-        lambda v: v, values, clip_norm=1e39, denominator=1e39
+        lambda v: v, values, clip_norm=1e39, denominator=1e39, precision="float"
     )
     assert float(mean.raw) == 0.0
 

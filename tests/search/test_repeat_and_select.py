@@ -247,7 +247,7 @@ def test_the_number_cut_at_the_steps_is_covered_by_the_failure(mean, shape):
         "best",
         1,
         (dpb.privacy.Query("records", 10, 1.0),),
-        dpb.privacy.Gaussian(2.0),
+        dpb.privacy.Gaussian(2.0, precision="float"),
         Repetitions(mean, shape),
         steps,
     )

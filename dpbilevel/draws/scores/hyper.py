@@ -240,7 +240,9 @@ class _Objective(_SolvedAnew):
             return value - upper(x0, y0, record)
 
         n = float(self.sizes.upper)
-        mean = clipped_mean(centered, self.data.upper, clip_norm=half, denominator=n)
+        mean = clipped_mean(
+            centered, self.data.upper, clip_norm=half, denominator=n, precision="float"
+        )
         value = unsealed(mean)
         public = self.problem.upper_public
         if public is not None:
