@@ -13,6 +13,7 @@ from ._lazy import dp_accounting
 from .abstract_release import AbstractRelease
 from .budget import Neighbours, People
 from .clipping import Basis
+from .gaussian import gaussian_delta, gaussian_epsilon
 
 _NEGLIGIBLE = 1e-20  # smaller than any delta of a budget
 
@@ -116,7 +117,11 @@ class Ledger:
         # At the end the failures alone cost a delta of 1.
         ends = 0.0, min(epsilon, -math.log(min(failure, 1.0)))
         smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
-        return min(here, float(smaller.fun))
+        # Which rows a batch leaves out depends on no record, so that a full batch
+        # bounds the cost of those that overflow, too.
+        whole = [accounting.full_batch_mu(event) for event in events]
+        most = 1.0 if None in whole else float(gaussian_delta(max(whole), epsilon))
+        return min(here, float(smaller.fun), most)
 
     def epsilons(self, delta: float) -> dict[str, float]:
         r"""The smallest $\varepsilon$ at `delta` per kind of person.
@@ -172,7 +177,9 @@ class Ledger:
         return dataclasses.replace(self, releases=releases)
 
     def _epsilon(self, event, delta) -> float:
-        """Solves for epsilon with the slack, which itself grows with epsilon."""
+        """Solve for epsilon with the slack, which itself grows with epsilon."""
+        whole = accounting.full_batch_mu(event)
+        most = math.inf if whole is None else gaussian_epsilon(whole, delta)
 
         def slack(epsilon: float) -> float:
             return accounting.total_variation_delta(epsilon, self.failure)
@@ -181,8 +188,8 @@ class Ledger:
         for _ in range(20):
             value = accounting.epsilon(event, self.neighbours, delta - spent)
             if slack(value) <= spent:
-                return value
+                return min(value, most)
             spent = 1.5 * slack(value)  # more than now: the next epsilon is larger
             if spent >= delta:  # nothing is left for the releases themselves
-                return math.inf
-        return math.inf
+                break
+        return most

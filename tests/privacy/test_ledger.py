@@ -202,14 +202,27 @@ def test_a_larger_epsilon_never_needs_a_larger_delta():
     paid += part.failure * (1 + np.exp(grid))
     assert deltas[2] == pytest.approx(min(paid), rel=2e-2)
     assert 0 < ledger.delta(0.0) <= 1
-    # And batches that always overflow promise nothing at any epsilon.
-    certain = release(count=3, sampling=dpb.Poisson(0.5, capacity=100))
-    assert [dpb.privacy.Ledger((certain,)).delta(e) for e in (0.0, 5.0)] == [1.0, 1.0]
 
 
-def test_no_epsilon_holds_at_a_delta_below_the_chance_of_overflow():
-    part = release(sampling=dpb.Poisson(0.1, capacity=110))
-    assert dpb.privacy.Ledger((part,)).epsilon(DELTA) == math.inf
+@pytest.mark.parametrize(("rate", "capacity"), [(0.5, 100), (0.1, 110)])
+def test_batches_that_overflow_cost_no_more_than_full_batches(rate, capacity):
+    part = release(count=3, multiplier=2.0, sampling=dpb.Poisson(rate, capacity))
+    assert part.failure > 0.1
+    ledger, mu = dpb.privacy.Ledger((part,)), math.sqrt(3) / 2.0
+    for epsilon in (0.0, 5.0):
+        full = float(accounting.gaussian_delta(mu, epsilon))
+        assert ledger.delta(epsilon) == pytest.approx(full)
+    assert ledger.epsilon(DELTA) == pytest.approx(
+        accounting.gaussian_epsilon(mu, DELTA)
+    )
+
+
+def test_the_epsilon_of_little_noise_is_finite_beside_a_chance_of_overflow():
+    part = release(count=200, multiplier=0.2, sampling=dpb.Poisson(0.2))
+    ledger = dpb.privacy.Ledger((part,))
+    mu = math.sqrt(200) / 0.2
+    # Times e^epsilon, the chance of overflow is above any delta.
+    assert 100 < ledger.epsilon(DELTA) <= accounting.gaussian_epsilon(mu, DELTA)
 
 
 @pytest.mark.parametrize("multiplier", [0.0, 1e-3])
