@@ -78,7 +78,7 @@ def test_penalties_grow_on_useless_features_and_shrink_on_useful_ones():
     )
     groups = jnp.asarray([0, 0, 0, 1, 1, 1])
     problem = dpb.penalty_tuning(dpb.squared_loss, groups, bounds=(-6.0, 3.0))
-    inner = dpb.NoisyGD(60, 1e6, step_size=0.05)
+    inner = dpb.NoisyGD(60, 1e6, step_size=0.05, precision="float")
     solver = dpb.PenaltyBilevel(
         60,
         10.0,
@@ -127,7 +127,7 @@ def test_refit_starts_from_the_search_and_keeps_its_x():
         output=dpb.outputs.Last(),
     )
     solver = dpb.Refitted(search, dpb.NoisyGD(300, 100.0, step_size=1.0), (0.75, 0.25))
-    solver = solver.with_noise(1e-7)
+    solver = solver.with_noise(1e-7).with_precision("float")
     w0 = (jnp.zeros(2), jnp.zeros(5))
     solution = dpb.solve(
         problem, solver, data, w0, key=jax.random.key(0), trajectory=True
@@ -150,7 +150,11 @@ def test_refit_of_both_levels_weighs_all_records_alike():
     w0 = (jnp.zeros(2), jnp.zeros(5))
 
     def solved(reads):
-        solver = dpb.Refitted(search, fit, (0.5, 0.5), reads).with_noise(1e-7)
+        solver = (
+            dpb.Refitted(search, fit, (0.5, 0.5), reads)
+            .with_noise(1e-7)
+            .with_precision("float")
+        )
         return dpb.solve(problem, solver, data, w0, key=jax.random.key(0)).value
 
     (x, y), (same, of_lower) = solved("both"), solved("lower")
@@ -218,9 +222,16 @@ def test_penalty_of_weights_keeps_them_equal_where_it_is_large(parametrization):
     data = two_sources(400)
     logits = parametrization == "logits"
     x0 = jnp.zeros(2) if logits else jnp.full(2, 0.5)
-    solver = dpb.PenaltyBilevel(
-        20, 10.0, dpb.NoisyGD(10, 1.0, step_size=1.0), step_size=3.0 if logits else 0.5
-    ).with_noise(1e-6)
+    solver = (
+        dpb.PenaltyBilevel(
+            20,
+            10.0,
+            dpb.NoisyGD(10, 1.0, step_size=1.0),
+            step_size=3.0 if logits else 0.5,
+        )
+        .with_noise(1e-6)
+        .with_precision("float")
+    )
 
     def largest(weight_penalty):
         problem = dpb.source_weighting(

@@ -69,7 +69,7 @@ def unclipped(of, *names):
 
 def noiseless(*args, **fields):
     make = unclipped(differences, "difference_clip_norm")
-    return make(*args, **fields).with_noise(0.0)
+    return make(*args, **fields).with_noise(0.0).with_precision("float")
 
 
 def ridge_example(seed=1):
@@ -109,7 +109,10 @@ def test_without_noise_the_iterates_are_those_of_f2sa(x64):
     peer = unclipped(functools.partial(dpb.bilevel.F2SA, **RATES))
     ours, theirs, other = runs_of(
         noiseless(8, penalty=4.0),
-        *(peer(num_steps=8, penalty=p).with_noise(0.0) for p in (4.0, 5.0)),
+        *(
+            peer(num_steps=8, penalty=p).with_noise(0.0).with_precision("float")
+            for p in (4.0, 5.0)
+        ),
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), ours, theirs)
     assert not np.allclose(ours[0], other[0], rtol=1e-5)  # the control
@@ -117,7 +120,11 @@ def test_without_noise_the_iterates_are_those_of_f2sa(x64):
 
 def test_for_large_penalties_it_is_the_single_loop_method(x64):
     peer = unclipped(dpb.SingleLoopBilevel, "hessian_clip_norm")
-    peer = peer(num_steps=8, linear_step_size=0.2, **RATES).with_noise(0.0)
+    peer = (
+        peer(num_steps=8, linear_step_size=0.2, **RATES)
+        .with_noise(0.0)
+        .with_precision("float")
+    )
     penalties = (1e2, 1e4, 1e6)
     *ours, theirs = runs_of(*(noiseless(8, penalty=p) for p in penalties), peer)
     errors = [float(jnp.abs(found[0] - theirs[0]).max()) for found in ours]
@@ -180,7 +187,11 @@ def test_no_noise_is_multiplied_by_the_penalty():
 def test_a_huge_record_moves_the_release_by_what_the_ledger_says(name, role):
     problem, data, w0 = CLIPPED[name]
     clip_norms = {"clip_norm": 0.5, "cross_clip_norm": 0.3, "upper_clip_norm": 2.0}
-    solver = differences(1, difference_clip_norm=0.2, **clip_norms).with_noise(0.0)
+    solver = (
+        differences(1, difference_clip_norm=0.2, **clip_norms)
+        .with_noise(0.0)
+        .with_precision("float")
+    )
     (release,) = solver.ledger(problem, problem.sizes_of(data)).releases
     claimed = {q.role: q.contribution for q in release.queries}[role]
     with_it, without = (

@@ -134,7 +134,9 @@ def test_with_equal_scales_it_is_one_level_on_both():
     one_group = dpb.penalty_tuning(dpb.logistic_loss, np.zeros(4, int), bounds=(-6, 2))
     w0 = jnp.full(1, -6.0), W0[1]
     (_, ours), _ = exact(ScaledGroups(LONG), one_group, w0=w0)
-    baseline = OneLevel(LONG, "both").with_noise(0.0).with_sizes(SIZES)
+    baseline = (
+        OneLevel(LONG, "both").with_noise(0.0).with_precision("float").with_sizes(SIZES)
+    )
     theirs = jax.jit(dpb.solve)(
         one_group, baseline.with_precision("float"), DATA, w0, key=jax.random.key(0)
     ).value[1]
@@ -159,7 +161,12 @@ def test_groups_may_cross_the_leaves_of_a_model():
 
 
 def test_a_record_moves_the_scaled_gradient_by_the_clip_norm_at_most():
-    solver = ScaledGroups(GD, full_above=0.5).with_noise(0.0).with_sizes(SIZES)
+    solver = (
+        ScaledGroups(GD, full_above=0.5)
+        .with_noise(0.0)
+        .with_precision("float")
+        .with_sizes(SIZES)
+    )
     found = {"screen": jnp.asarray([1.0, 1.0, 0.1, 0.0]), "fit": jnp.zeros(4)}
     level = solver.level("fit", TUNING, W0, found)
     long = jax.tree.map(lambda v: 1e6 * v[0], DATA.lower)

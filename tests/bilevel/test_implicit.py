@@ -294,7 +294,8 @@ def test_nothing_but_released_values_is_kept(monkeypatch):
         return jax.tree.map(jnp.ones_like, bounded.raw)
 
     monkeypatch.setattr(dpb.privacy.Gaussian, "release", same_for_all)
-    solver = implicit(noise_multiplier=1.0, sizes=EXACT.problem.sizes_of(EXACT.data))
+    sizes = EXACT.problem.sizes_of(EXACT.data)
+    solver = implicit(noise_multiplier=1.0, precision="float", sizes=sizes)
     states, step = [], jax.jit(type(solver).step)
     for factor in (1.0, -0.5):
         data = jax.tree.map(lambda v, factor=factor: factor * v, EXACT.data)

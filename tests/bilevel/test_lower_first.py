@@ -66,7 +66,7 @@ AUDITS = {
 @functools.cache
 def noiseless(steps=(300, 300)):
     lower, upper = (dpb.NoisyGD(n, 100.0, 1.0) for n in steps)
-    solver = LowerFirst(lower, upper).with_noise(0.0)
+    solver = LowerFirst(lower, upper).with_noise(0.0).with_precision("float")
     sizes = MIXING.sizes_of(DATA, "disjoint")
     return jax.jit(dpb.solve)(
         MIXING, solver.with_sizes(sizes), DATA, W0, key=jax.random.key(0)

@@ -119,7 +119,7 @@ def noiseless(penalty, **fields):
             | fields
         )
     )
-    return solver.with_noise(0.0)
+    return solver.with_noise(0.0).with_precision("float")
 
 
 def outer_gradient(example, x, solver):

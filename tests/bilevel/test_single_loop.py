@@ -92,7 +92,9 @@ def solver_of(num_steps=4, **fields):
 def noiseless(num_steps=4, **fields):
     clip_norms = ("clip_norm", "hessian_clip_norm", "cross_clip_norm")
     wide = dict.fromkeys((*clip_norms, "upper_clip_norm"), HUGE)
-    return solver_of(num_steps, noise_multiplier=0.0, **(wide | fields))
+    return solver_of(
+        num_steps, noise_multiplier=0.0, precision="float", **(wide | fields)
+    )
 
 
 def solved(example, solver, **options):

@@ -172,7 +172,9 @@ def one_level(records, solver, *, ridge=RIDGE, key=None):
 
 def alone(records, solver, ridge=RIDGE):
     return one_level(
-        records, solver.with_noise(0.0).with_precision("float"), ridge=ridge
+        records,
+        solver.with_noise(0.0).with_precision("float"),
+        ridge=ridge,
     )
 
 

@@ -69,7 +69,7 @@ AUDITS = {
 
 
 def noiseless(solver):
-    return solver.with_noise(0.0).with_sizes(SIZES)
+    return solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)
 
 
 # One program for every start.

@@ -51,7 +51,7 @@ def test_run_is_counted_before_its_first_step(prepared, tmp_path, monkeypatch):
         assert events_of(tmp_path) == ["started"]
         raise Stop
 
-    monkeypatch.setattr("dpbilevel.cli.run._advance", step)
+    monkeypatch.setattr("dpbilevel.cli.run.all_steps", step)
     with pytest.raises(Stop):
         run(prepared, tmp_path)
     assert not spending.read(tmp_path).runs[0].finished

@@ -59,6 +59,7 @@ def solve(problem, solver, data, w0, key, trajectory=False):
 def extragradient(steps=300, step_size=0.3, multiplier=0.0, **fields):
     if multiplier is not None:
         fields["noise_multiplier"] = multiplier * (2 * steps) ** 0.5
+    fields = {"precision": "float"} | fields
     return dpb.games.NoisyExtragradient(steps, 1e3, step_size, **fields)
 
 
@@ -151,7 +152,13 @@ def test_every_query_of_a_single_pass_reads_a_batch_of_its_own():
     records = jnp.arange(8.0)
     problem = dpb.games.VariationalInequality(lambda w, z: z * jnp.ones_like(w))
     solver = dpb.games.NoisyExtragradient(
-        2, 1e3, 1.0, dpb.privacy.SinglePass(2), noise_multiplier=0.0, sizes=8
+        2,
+        1e3,
+        1.0,
+        dpb.privacy.SinglePass(2),
+        noise_multiplier=0.0,
+        precision="float",
+        sizes=8,
     )
     path = solve(problem, solver, records, jnp.zeros(1), jax.random.key(0), True)
     means = [2.0, 3.0, 4.0, 5.0]  # of records t and t + 4

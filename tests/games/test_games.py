@@ -167,7 +167,9 @@ def test_robust_value_is_the_mean_plus_the_variance_over_twice_the_strength():
 
 
 def noiseless(problem, data, steps=200, step_size=1.0):
-    solver = dpb.games.NoisyExtragradient(steps, 1e3, step_size, noise_multiplier=0.0)
+    solver = dpb.games.NoisyExtragradient(
+        steps, 1e3, step_size, noise_multiplier=0.0, precision="float"
+    )
     w0 = dpb.games.group_start(problem, jnp.zeros(4), (0.8, 0.2))
     return jax.jit(dpb.solve)(problem, solver, data, w0, key=jax.random.key(0)).value
 
@@ -183,6 +185,7 @@ def on_average(data):
         1e3,
         step_size=1.0,
         noise_multiplier=0.0,
+        precision="float",
         output=dpb.outputs.Mean(),
     )
     return jax.jit(dpb.solve)(

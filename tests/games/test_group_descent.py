@@ -49,6 +49,7 @@ AUDITS = {"GroupDescent": Audited(planned_group_descent())}
 
 def released(solver, game, w0):
     """The sealed value of one step, before any noise, as a function of the data."""
+    solver = solver.with_precision("float")
 
     @jax.jit
     def raw(data):
@@ -100,7 +101,7 @@ def test_exact_sensitivity_is_two_over_n_whatever_the_weights(weights):
 def test_released_gradient_and_losses_are_those_of_the_weighted_groups():
     data, weights = two_groups(), (0.4, 0.6)
     solver = dpb.games.GroupDescent(3, clip_norm=9.0, loss_bound=9.0, step_size=0.5)
-    solver = solver.with_noise(0.0).with_sizes(400)
+    solver = solver.with_noise(0.0).with_precision("float").with_sizes(400)
     game = dpb.games.group_fair(dpb.logistic_loss, SHARES)
     x = jnp.asarray([0.3, -1.0, 0.5, 0.2])
     w0 = dpb.games.group_start(game, x, weights)
@@ -121,7 +122,7 @@ def test_a_gradient_is_clipped_before_it_is_weighted():
     # Of two records of equal slope the small group's counts for all of its weight.
     game = dpb.games.group_fair(affine, SHARES)
     solver = dpb.games.GroupDescent(3, clip_norm=1.0, loss_bound=2.0, step_size=1.0)
-    solver = solver.with_noise(0.0).with_sizes(2)
+    solver = solver.with_noise(0.0).with_precision("float").with_sizes(2)
     w0 = dpb.games.group_start(game, jnp.zeros(2), (0.5, 0.5))
     rows = [record((9.0, 0.0), 0), record((0.0, 9.0), 1)]
     data = jax.tree.map(lambda *v: jnp.stack(list(map(jnp.asarray, v))), *rows)
@@ -175,11 +176,13 @@ def run(solver, game, data, key=0):
 def test_without_noise_groups_become_equal_and_without_settings():
     data = two_groups()
     game = dpb.games.group_fair(dpb.Logistic(), SHARES, radius=5.0)
-    solver = dpb.games.GroupDescent(400).with_noise(0.0)
+    solver = dpb.games.GroupDescent(400).with_noise(0.0).with_precision("float")
     x, y = run(solver, game, data)
     losses = dpb.debug.group_losses(dpb.logistic_loss, x, data, 2)
     assert abs(float(losses[0] - losses[1])) < 0.02
-    noisy = dpb.games.NoisyExtragradient(400, 1e6, 1.0, noise_multiplier=0.0)
+    noisy = dpb.games.NoisyExtragradient(
+        400, 1e6, 1.0, noise_multiplier=0.0, precision="float"
+    )
     exact = worst(run(noisy, game, data)[0], data)
     assert worst(x, data) < exact + 0.01
     weights = dpb.games.group_weights(game, y)
@@ -190,7 +193,7 @@ def test_public_penalty_stops_the_weights_where_they_are_best():
     data, tau = two_groups(), 2.0
     game = dpb.games.group_robust(dpb.Logistic(), SHARES, tau, radius=5.0, scale=3.0)
     solver = dpb.games.GroupDescent(400, loss_bound=6.0)  # cuts no loss
-    x, y = run(solver.with_noise(0.0), game, data)
+    x, y = run(solver.with_noise(0.0).with_precision("float"), game, data)
     losses = dpb.debug.group_losses(dpb.logistic_loss, x, data, 2)
     mean = jnp.asarray(SHARES) @ losses
     best = jnp.asarray(SHARES) * (1 + (losses - mean) / tau)

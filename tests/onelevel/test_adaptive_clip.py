@@ -147,7 +147,9 @@ def test_levels_keep_their_shares_of_the_sensitivity_where_the_norm_moves(
     )
     level = PenalizedLevel(problem, None, penalty=5.0, upper_clip_norm=2.0)
     sizes = dpb.Sizes(N, N, "disjoint")
-    solver = adaptive(6, rate=1.0).with_noise(1e-3).with_sizes(sizes)
+    solver = (
+        adaptive(6, rate=1.0).with_noise(1e-3).with_precision("float").with_sizes(sizes)
+    )
     data = dpb.Levels(LENGTHS, LENGTHS)
 
     def share(release):

@@ -71,7 +71,7 @@ def placed(places):
 def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
     drawn = np.arange(N) * 7 % 5
     monkeypatch.setattr(RandomAllocation, "in_pass", placed(drawn))
-    solver = AllocatedGD(2, 5, 1e6, 0.1, noise_multiplier=0.0)
+    solver = AllocatedGD(2, 5, 1e6, 0.1, noise_multiplier=0.0, precision="float")
     jax.clear_caches()
     found = run(solver, trajectory=True)
     w, path = np.full(3, 2.0), []
@@ -86,7 +86,15 @@ def test_noiseless_passes_equal_a_loop_over_batches(monkeypatch):
 
 
 def test_the_mean_is_that_of_all_updates(monkeypatch):
-    one = AllocatedGD(1, 4, 1e6, 0.1, noise_multiplier=0.0, output=dpb.outputs.Mean())
+    one = AllocatedGD(
+        1,
+        4,
+        1e6,
+        0.1,
+        noise_multiplier=0.0,
+        precision="float",
+        output=dpb.outputs.Mean(),
+    )
     monkeypatch.setattr(RandomAllocation, "in_pass", placed(np.zeros(N, int)))
     jax.clear_caches()
     w, visited = np.full(3, 2.0), []
@@ -99,9 +107,9 @@ def test_the_mean_is_that_of_all_updates(monkeypatch):
 
 
 def test_passes_of_one_run_and_of_two_keys_differ():
-    solver = AllocatedGD(1, 5, 1e6, 0.1, noise_multiplier=0.0)
+    solver = AllocatedGD(1, 5, 1e6, 0.1, noise_multiplier=0.0, precision="float")
     assert np.any(run(solver, 0).value != run(solver, 1).value)
-    alone = AllocatedGD(1, 1, 1e6, 0.1, noise_multiplier=0.0)
+    alone = AllocatedGD(1, 1, 1e6, 0.1, noise_multiplier=0.0, precision="float")
     np.testing.assert_array_equal(run(alone, 0).value, run(alone, 1).value)
 
 

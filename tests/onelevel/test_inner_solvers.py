@@ -75,7 +75,9 @@ def run(solver, problem=PROBLEM, data=POINTS):
 
 
 def test_noiseless_descent_reaches_the_minimizer():
-    w = run(dpb.NoisyGD(200, 1e6, step_size=0.3, noise_multiplier=0.0))
+    w = run(
+        dpb.NoisyGD(200, 1e6, step_size=0.3, noise_multiplier=0.0, precision="float")
+    )
     np.testing.assert_allclose(w, MEAN, atol=1e-5)
 
 
@@ -85,10 +87,17 @@ def test_noiseless_steps_equal_the_formula():
     for _ in range(5):
         w = w - 0.3 * (w - np.mean(POINTS, 0) + w / 2)
         total += w
-    last = run(dpb.NoisyGD(5, 1e6, step_size=0.3, noise_multiplier=0.0))
+    last = run(
+        dpb.NoisyGD(5, 1e6, step_size=0.3, noise_multiplier=0.0, precision="float")
+    )
     mean = run(
         dpb.NoisyGD(
-            5, 1e6, step_size=0.3, noise_multiplier=0.0, output=dpb.outputs.Mean()
+            5,
+            1e6,
+            step_size=0.3,
+            noise_multiplier=0.0,
+            precision="float",
+            output=dpb.outputs.Mean(),
         )
     )
     np.testing.assert_allclose(last, w, rtol=1e-5)
@@ -97,7 +106,9 @@ def test_noiseless_steps_equal_the_formula():
 
 def test_optimizer_state_is_carried():
     rule = optax.sgd(0.1, momentum=0.9)
-    found = run(dpb.NoisyGD(20, 1e6, step_size=rule, noise_multiplier=0.0))
+    found = run(
+        dpb.NoisyGD(20, 1e6, step_size=rule, noise_multiplier=0.0, precision="float")
+    )
     w, memory = START, rule.init(START)
     for _ in range(20):
         updates, memory = rule.update(w - POINTS.mean(0) + w / 2, memory, w)
@@ -122,7 +133,11 @@ def test_localized_rounds_equal_the_pseudocode():
             offset = w - center
             w = center + offset * min(1, radius / np.linalg.norm(offset))
         center = np.mean(visited, 0)
-    found = run(dpb.onelevel.LocalizedGD(radii, 4, mu, 1e6, noise_multiplier=0.0))
+    found = run(
+        dpb.onelevel.LocalizedGD(
+            radii, 4, mu, 1e6, noise_multiplier=0.0, precision="float"
+        )
+    )
     np.testing.assert_allclose(found, center, rtol=1e-5)
 
 

@@ -284,7 +284,7 @@ BEST = RECORDS.mean(axis=0)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_with_hardly_any_noise_the_best_point_is_found(name):
     problem = box_problem(box=dpb.sets.Box(-1.0, 1.0))
-    solver = SOLVERS[name].with_noise(1e-3).with_sizes(30)
+    solver = SOLVERS[name].with_noise(1e-3).with_precision("float").with_sizes(30)
 
     @jax.jit
     def run(keys):

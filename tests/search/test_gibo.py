@@ -143,7 +143,11 @@ def test_with_two_points_a_step_it_follows_clipped_gradient_descent(steps):
     exact = dpb.NoisyGD(steps, 1.0, step_size=1.0)
     found, expected = (
         solve(
-            problem, s.with_noise(0.0), records, np.zeros(4), key=jax.random.key(2)
+            problem,
+            s.with_noise(0.0).with_precision("float"),
+            records,
+            np.zeros(4),
+            key=jax.random.key(2),
         ).trajectory
         for s in (solver, exact)
     )

@@ -137,7 +137,7 @@ def test_a_plan_takes_for_the_draw_what_it_needs(size, most):
 
 @pytest.mark.slow
 def test_without_noise_the_best_start_is_drawn_and_nothing_is_added():
-    solver = gibo().with_sizes(400).with_noise(0.0)
+    solver = gibo().with_sizes(400).with_noise(0.0).with_precision("float")
     assert solver.run_noise.noise_multiplier == 0
     paths = [
         dpb.solve(

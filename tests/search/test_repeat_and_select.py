@@ -326,7 +326,7 @@ DATA, W0 = jnp.zeros(10), jnp.full(1, 0.5)
 def exact(shape, mean=2.0):
     """Hardly any noise, so that the answer tells the smallest of K uniform numbers."""
     solver = dpb.search.RepeatAndSelect(24, 1.0, mean=mean, shape=shape)
-    return solver.with_noise(1e-4).with_sizes(10)
+    return solver.with_noise(1e-4).with_precision("float").with_sizes(10)
 
 
 def answers(solver, runs=4000):

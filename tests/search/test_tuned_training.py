@@ -193,7 +193,11 @@ def one_step(kind=dpb.search.TunedTraining, **fields):
     """Hardly any noise, so that the answer tells which candidates were among the K."""
     candidates = tuple(dpb.NoisyGD(1, 5.0, size) for size in SIZES)
     solver = tuned(kind, candidates, num_steps=24, clip_range=1.0, **fields)
-    return solver.with_noise(1e-4).with_sizes(CENTRE.sizes_of(RECORDS, "disjoint"))
+    return (
+        solver.with_noise(1e-4)
+        .with_precision("float")
+        .with_sizes(CENTRE.sizes_of(RECORDS, "disjoint"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +288,11 @@ def test_updates_left_out_count_for_the_shown_run_alone(kind):
 @pytest.mark.slow
 def test_candidates_of_different_counts_train_as_they_say():
     trainings = tuple(dpb.NoisyGD(count, 5.0, 0.1) for count in (1, 3, 7))
-    solver = tuned(candidates=trainings, num_steps=24).with_noise(1e-4)
+    solver = (
+        tuned(candidates=trainings, num_steps=24)
+        .with_noise(1e-4)
+        .with_precision("float")
+    )
     solver = solver.with_sizes(CENTRE.sizes_of(RECORDS, "disjoint"))
     seen = set()
     for key in range(12):
