@@ -7,8 +7,10 @@ import functools
 import inspect
 import math
 import os
+import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
@@ -131,6 +133,16 @@ def budget_split(owner: str, value: object, *parts: str) -> None:
             )
         within = {"budget_split": number}
         _require(owner, within, lambda v: 1e-30 <= v <= 1e30, "from 1e-30 to 1e30")
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user, the last one outside of this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        if frame.f_back is None:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def count(owner: str, **values: object) -> None:

@@ -79,8 +79,10 @@ def solve(
         return _run(*run)
     costs = spent.costs_of(problem, solver, bound.sizes, "solve")
     name, relation = f"solve: {type(solver).__name__}", solver.neighbours
-    with spent.counted(name, relation.value, costs, bound.sizes, data, stacklevel=4):
-        return _run(*run)
+    count = spent.begun(name, relation.value, costs, bound.sizes, data)
+    solution = _run(*run)
+    count()
+    return solution
 
 
 def solved(

@@ -201,13 +201,14 @@ def fit(
     name, costs = f"fit: {type(solver).__name__}", spent.costs_by(plan.report)
     relation = plan.report.relation
     options: Any = {"key": key, "trajectory": trajectory}
-    with spent.counted(name, relation, costs, sizes, data, stacklevel=4):
-        if progress or callback is not None or every is not None:
-            run = started("fit", problem, plan, data, w0, kept=kept, **options)
-            run = watched(run, progress=progress, callback=callback, every=every)
-            solution = run.solution
-        else:
-            solution = solved(problem, plan.solver, data, w0, **options)
+    count = spent.begun(name, relation, costs, sizes, data)
+    if progress or callback is not None or every is not None:
+        run = started("fit", problem, plan, data, w0, kept=kept, **options)
+        run = watched(run, count, progress=progress, callback=callback, every=every)
+        solution = run.solution
+    else:
+        solution = solved(problem, plan.solver, data, w0, **options)
+    count()
     rejected = solution.rejected_updates
     remark = divergence(int(rejected)) if _checks.concrete(rejected) else None
     if remark is not None:

@@ -168,8 +168,8 @@ def start(
     )
     name, report = f"start: {type(plan.solver).__name__}", plan.report
     costs, sizes = spent.costs_by(report), plan.solver.sizes
-    with spent.counted(name, report.relation, costs, sizes, data, stacklevel=4):
-        return run
+    spent.begun(name, report.relation, costs, sizes, data)()
+    return run
 
 
 def started(
@@ -227,12 +227,15 @@ def advance(run: Run, steps: int | None = None) -> Run:
 
 def watched(
     run: Run,
+    count: Callable[[], None],
     *,
     progress: bool,
     callback: Callable[[Run], object] | None,
     every: int | None,
 ) -> Run:
     """Return the run at its end, or where `callback` ended it; arguments as in `fit`.
+
+    `count` is called before `callback` sees anything.
 
     Raises:
         TypeError: `callback` cannot be called.
@@ -251,8 +254,10 @@ def watched(
             run = advance(run, part)
             jax.block_until_ready(run.state)
             show(run.done)
-            if callback is not None and callback(run):
-                break
+            if callback is not None:
+                count()
+                if callback(run):
+                    break
     return run
 
 

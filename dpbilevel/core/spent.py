@@ -1,19 +1,18 @@
 """The private runs of this process, and what they cost together."""
 
-import contextlib
 import dataclasses
 import math
 import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .. import _checks
 from ..privacy.disk import shapes_of
 from ..privacy.report import PrivacyReport, Status, rounded_up
 from .levels import people_of
@@ -130,6 +129,13 @@ class _Process:
         self.shapes: dict[str, bool] = {}  # of records; whether it was warned
         self.costs: dict[int, tuple[weakref.ref, tuple[float, float]]] = {}
 
+    def count(self, run: ProcessRun, shapes: str) -> None:
+        """Add a run, under the lock."""
+        self.shapes.setdefault(shapes, False)
+        if self.runs and dataclasses.replace(self.runs[-1], times=1) == run:
+            run = dataclasses.replace(run, times=self.runs.pop().times + 1)
+        self.runs.append(run)
+
     def costs_of(self, solver: Any) -> tuple[float, float] | None:
         """Return epsilon and delta of a solver that was planned, if it was."""
         found = self.costs.get(id(solver))
@@ -140,10 +146,11 @@ _process = _Process()
 
 
 def spent() -> ProcessSpending:
-    """Return the private runs that this process has finished, and their total.
+    """Return the private runs of this process that released something, and their total.
 
     Counted are the fits of estimators and of `PrivateSearch`, `fit`, `solve`,
-    `minimize`, `AskTell` and studies, each in full. A call that JAX traces is not seen:
+    `minimize`, `AskTell` and studies. Each counts in full from its first release on,
+    even if it is interrupted later. A call that JAX traces is not seen:
     `jax.jit(solve)` runs a compiled program, `jax.vmap(solve)` several runs at once.
     Runs of other processes, such as those of the command line and of parallel
     workers, are not seen either; `dpbilevel.search.spent(folder)` counts runs by
@@ -167,16 +174,16 @@ def costs_by(report: PrivacyReport) -> tuple[float, float]:
     return report.epsilon if claimed else math.inf, report.delta
 
 
-@contextlib.contextmanager
-def counted(
+def begun(
     method: str,
     relation: str,
     costs: tuple[float, float],
     sizes: Any,
     records: PyTree,
-    stacklevel: int = 5,
-) -> Iterator[None]:
-    """Count one run of this process, unless it raises.
+) -> Callable[[], None]:
+    """Return a function that counts a run of this process, once however often called.
+
+    Call it before anything of the run can reach the user.
 
     Args:
         method: What was called.
@@ -184,7 +191,6 @@ def counted(
         costs: Its epsilon and delta.
         sizes: The planned numbers of records.
         records: The records, whose shapes are read.
-        stacklevel: How far up the warning points.
 
     Warns:
         PrivacyWarning: Another run was made on records of the same shape, once for
@@ -197,7 +203,8 @@ def counted(
     many = f"{sizes} records" if people is None else f"{sizes.upper} upper records"
     if people is not None:
         many += f", {sizes.lower} lower records"
-    shapes = f"{many} of parts {', '.join(map(str, widths))}" if widths else many
+    each = ", ".join(map(str, widths))
+    shapes = f"{many} (shapes of one record: {each})" if widths else many
     run = ProcessRun(method, *costs, relation, whose, shapes)
     with _process.lock:
         again = _process.shapes.get(shapes) is False
@@ -206,22 +213,22 @@ def counted(
             _process.shapes[shapes] = True
     if again:
         both = ProcessSpending((*earlier, run))
-        warnings.warn(
+        _checks.warn(
             f"{method}: a second private run of this process on {shapes}. If both read "
             f"the same records, their budgets add: epsilon = "
             f"{rounded_up(both.epsilon)} at delta = {rounded_up(both.delta)}. This is "
-            "said once; dpbilevel.spent() has the total of all runs.",
+            "said once for each shape of records; dpbilevel.spent() has the total of "
+            "all runs.",
             PrivacyWarning,
-            stacklevel=stacklevel,
         )
-    yield
-    with _process.lock:
-        _process.shapes.setdefault(shapes, False)
-        last = _process.runs[-1] if _process.runs else run
-        if _process.runs and dataclasses.replace(last, times=1) == run:
-            run = dataclasses.replace(run, times=last.times + 1)
-            del _process.runs[-1]
-        _process.runs.append(run)
+    waiting = [run]
+
+    def count() -> None:
+        with _process.lock:
+            while waiting:
+                _process.count(waiting.pop(), shapes)
+
+    return count
 
 
 def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from ..core.checkpoint import Checkpoint
 from ..core.columns import Column
 from ..core.resume import after, solution_of
 from ..core.solution import Solution, divergence
-from ..core.spent import counted
+from ..core.spent import begun
 from ..privacy.floats import double_precision
 from ..privacy.noise import PRNGKey, derive, follows, step_keys
 from ..privacy.report import PrivacyReport
@@ -81,18 +81,15 @@ class Rounds:
                 check = end.enter_context(lock.held(Path(folder)))
                 self._open(Path(folder), check)
                 if self.solution is None:
-                    self._count()
                     self._end = end.pop_all()  # the lock stays
-        else:
-            self._count()
-
-    def _count(self) -> None:
-        """Count the run among those of this process: in full, from its start on."""
-        run, n = self._run, self._run.problem.num_records
-        costs = run.costs
+        if self.solution is not None:
+            return
         name = f"{run.owner}: {type(run.solver).__name__}"
-        with counted(name, run.solver.neighbours.value, costs, n, None):
-            pass
+        size, relation = run.problem.num_records, run.solver.neighbours.value
+        self._count = begun(name, relation, run.costs, size, None)
+        if self.done or run.problem.training is not None:
+            # An earlier step, or the first training, may already have been seen.
+            self._count()
 
     def _open(self, path: Path, check: Callable[[], None]) -> None:
         run = self._run
@@ -257,6 +254,7 @@ class Rounds:
     def _release(self, current: _Round) -> None:
         """Ends a round, and after the last one the search."""
         if current.after is None:  # else the disk refused the release that was made
+            self._count()
             current.after = self._released(current)
         if self._folder is not None:
             self._folder.keep(current.after)

@@ -237,12 +237,13 @@ class PrivateEstimator(Seedless, BaseEstimator):
         first, indicators = check
         name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)
         sizes, relation = plan.solver.sizes, plan.report.relation
-        with spent.counted(name, relation, costs, sizes, records):
-            found = Usability({})
-            if first.releases:
-                own, key = derive(key, "usability", "run")
-                found = first.release(indicators, key=own, owner=name)
-            solution = _run(problem, plan.solver, records, w0, key=key)
+        count = spent.begun(name, relation, costs, sizes, records)
+        found = Usability({})
+        if first.releases:
+            own, key = derive(key, "usability", "run")
+            found = first.release(indicators, key=own, owner=name)
+        solution = _run(problem, plan.solver, records, w0, key=key)
+        count()
         first_of_all, *declared = DECLARED
         of_run = *plan.report.assumptions, *first.assumptions
         assumed = first_of_all, *of_run, *declared

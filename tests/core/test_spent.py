@@ -82,18 +82,61 @@ def test_what_jax_traces_and_what_fails_is_no_run():
     assert "no private run" in str(dpb.spent())
 
 
-def test_a_search_counts_from_its_start_on():
-    box = dpb.search.BlackBox(None, 5, dpb.sets.Box(0.0, 1.0))
-    solver = dpb.search.RandomSearch(4, 1.0)
-    budget = dpb.PrivacyBudget(0.25, 0.0)
-    for _ in range(2):
-        search = dpb.search.AskTell(
+def test_a_run_whose_callback_fails_counts_in_full():
+    seen = []
+
+    def stop(run):
+        seen.append(dpb.spent())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dpb.fit(
+            PROBLEM,
+            SOLVER,
+            RECORDS,
+            jnp.zeros(()),
+            budget=BUDGET,
+            key=jax.random.key(0),
+            callback=stop,
+        )
+    assert seen[0].epsilon == pytest.approx(1.0, rel=1e-4)  # before the first call
+    assert dpb.spent() == seen[0]
+
+
+def test_a_search_counts_from_its_first_release_on():
+    def search():
+        box = dpb.search.BlackBox(None, 5, dpb.sets.Box(0.0, 1.0))
+        solver = dpb.search.RandomSearch(4, 1.0)
+        budget = dpb.PrivacyBudget(0.25, 0.0)
+        return dpb.search.AskTell(
             box, solver, np.zeros(1), key=jax.random.key(0), budget=budget
         )
-    search.close()
+
+    search().ask()
+    assert dpb.spent().runs == ()
+    for _ in range(2):
+        begun = search()
+        begun.tell(np.ones((len(begun.ask()), 5)))
     (found,) = dpb.spent().runs
     assert (found.method, found.times) == ("AskTell: RandomSearch", 2)
     assert dpb.spent().epsilon == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_search_that_trains_privately_counts_before_its_first_training():
+    def losses(point):
+        raise RuntimeError("after a training")
+
+    training = dpb.search.DeclaredTraining([(20.0, 1.0, 1)], num_records=100)
+    box = dpb.search.BlackBox(losses, 5, dpb.sets.Box(0.0, 1.0), training=training)
+    with pytest.raises(RuntimeError, match="after a training"):
+        dpb.search.minimize(
+            box,
+            dpb.search.NoisyUCB(2, 1.0),
+            np.zeros(1),
+            key=jax.random.key(0),
+            budget=BUDGET,
+        )
+    assert dpb.spent().epsilon == pytest.approx(1.0, rel=1e-3)
 
 
 def test_runs_of_threads_are_all_counted():
