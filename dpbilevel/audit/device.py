@@ -16,7 +16,7 @@ from ..privacy.products import (
 
 @dataclasses.dataclass(frozen=True)
 class DeviceArithmetic:
-    """How far matrix products are off on a device, and whether it mixes records.
+    """Result of the device tests: errors of matrix products, and mixed records.
 
     Attributes:
         device: Its name and platform.
@@ -32,11 +32,11 @@ class DeviceArithmetic:
 
     @property
     def passed(self) -> bool:
-        """Whether all products and operations passed: not a proof."""
+        """Whether all products and operations passed, which is no proof."""
         return not self.mixed and all(error.passed for error in self.errors)
 
     def __str__(self) -> str:
-        """Return the outcome, one product a line, and what to do if one failed."""
+        """Return the outcome, one product a line, with advice if one failed."""
         head = f"matrix products on {self.device}, {self.versions}"
         verdict = "all within the bound that sums over records assume"
         if not all(error.passed for error in self.errors):

@@ -12,7 +12,7 @@ from .data import find_files, without_sources
 from .datasets import TableData
 from .files import CsvFile, existing, read_csv
 
-_SHOWN = 5  # row numbers and unlisted values
+_SHOWN = 5  # row numbers and unlisted values that a line shows
 _FIRST = (
     "For the curator alone: nothing here is protected, and this command writes no file",
     "and is part of no run. Do not publish it. Correct spellings, units and bounds in",
@@ -32,19 +32,19 @@ def check(
     validation: Path | None = None,
     ids: str | None = None,
 ) -> Iterator[str]:
-    """Yield how the files of a config fit it, as lines of text.
+    """Yield lines of text on how the files of a config fit the config.
 
     Args:
         config: The config.
         data: A file of records instead of the config's.
         validation: A file of validation records instead of the config's.
-        ids: A column that tells whose record a row is.
+        ids: The column with the person of each row.
 
     Raises:
         ValueError: The config reads no file, or a file is missing or lacks a column.
 
     Privacy:
-        NON-PRIVATE, and every line says so. It reads cells and tells them.
+        NON-PRIVATE, and every line says so: lines contain cells of the files.
     """
     source = config.data
     if not isinstance(source, CsvFile):
@@ -83,12 +83,12 @@ def _lines(data: CsvFile, table: Table, ids: str | None) -> Iterator[str]:
         yield (
             f"{ids}: {len(counts)} different; {len(several)} in more than one row, at "
             f"most {max(several.values(), default=1)}; {counts['']} rows without one"
-            + ("; a row must hold all that one person contributes" if several else "")
+            + ("; put all that one person contributes into one row" if several else "")
         )
 
 
 def _lists(data: TableData) -> dict[str, tuple[tuple[Value, ...], str]]:
-    """The columns whose values are listed, and what becomes of another value."""
+    """Return the columns with listed values, and the effect of an unlisted value."""
     label, none = data.label, "the record has no influence"
     found = {b.column: (b.values, "counts as none of them") for b in data.categorical}
     if label.positive:
@@ -126,8 +126,8 @@ def _values(
         others = collections.Counter(cells[int(i)] for i in rows).most_common(_SHOWN)
         shown = ", ".join(f"{value!r} {count}" for value, count in others)
         yield (
-            f"  {len(rows)} not listed, {remedy}: {shown} (rows {_rows(rows)}); add "
-            "them to the list, or correct its spelling"
+            f"  {len(rows)} not listed, {remedy}: {shown} (rows {_rows(rows)}). "
+            "Add these values to the list, or correct the spelling of a listed value."
         )
 
 

@@ -14,8 +14,8 @@ from .numbers import check_unit, number, reader
 Cells = Sequence[str]
 Value = str | float  # of a cell: its text, or the number that it reads as
 
-# How a cell fits the config: as declared; empty; cut to the bounds; or such that its
-# record has no influence, because the cell is unreadable or none of the listed values.
+# A mark says how a cell fits the config: as declared, empty, cut to the bounds, or
+# unusable. A record with an unusable cell (unreadable or unlisted) has no influence.
 FITS, MISSING, CUT, UNUSABLE = range(4)
 _ROUNDING = 1e-5  # of constants with six digits, relative
 
@@ -51,8 +51,8 @@ class AbstractRecords(abc.ABC):
     """Records as arrays. NON-PRIVATE: this is the data.
 
     Attributes:
-        marks: How each cell that is checked fits the config, one column each; `None`
-            for records that are in no file.
+        marks: Marks of the checked cells, one column each; `None` for records that are
+            in no file.
     """
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class AbstractRecords(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Records(AbstractRecords):
-    """Features and labels, and where records belong.
+    """Features, labels, sources and groups of records.
 
     Attributes:
         features: One row per record.
@@ -126,7 +126,7 @@ class Standardized:
     Args:
         transform: $t$: `"none"` or `"log1p"`.
         clip: $c > 0$; values are clipped to $[-c, c]$.
-        unit: What may stand before or after a number, such as `"€"` or `"%"`.
+        unit: Text that may stand before or after a number, such as `"€"` or `"%"`.
         decimal: The decimal sign. If it or the unit is declared, thousands may be
             separated by the other sign, spaces or apostrophes.
     """
@@ -141,7 +141,7 @@ class Standardized:
         r"""Return $(t(v) - m) / s$; NaN if a cell is empty or no number.
 
         Privacy:
-            Cell by cell; silent whatever a cell holds.
+            Works cell by cell, and never raises because of a cell.
         """
         read = reader(self.unit, self.decimal)
         values = np.asarray([read(cell) for cell in cells])
@@ -298,7 +298,7 @@ class Label(Standardized):
             )
         if classes and (self.unit or self.decimal):
             raise ValueError(
-                "unit and decimal are for a numeric label, and this one has classes; "
+                "unit and decimal are for a numeric label, and this label has classes; "
                 "remove them."
             )
         check_values("positive and negative", (*self.positive, *self.negative))
@@ -320,12 +320,12 @@ class Label(Standardized):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes -1 and +1; none if the label is a number."""
+        """Names of the classes -1 and +1; none if the label is a number."""
         both = (" or ".join(map(named, v)) for v in (self.negative, self.positive))
         return tuple(filter(None, both))
 
     def fits(self, table: Table) -> np.ndarray:
-        """Return how each label fits the config; a missing one is unusable."""
+        """Return the mark of each label; a missing label is unusable."""
         cells = table.column(self.column)
         if self.mean is None or self.scale is None:
             return listed(cells, (*self.positive, *self.negative))
@@ -358,7 +358,7 @@ def positions(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
 
 
 def listed(cells: Cells, values: tuple[Value, ...]) -> np.ndarray:
-    """Return how each cell fits if it has to be one of the values."""
+    """Return the mark of each cell of a column with listed values."""
     return np.where(positions(cells, values) < 0, UNUSABLE, FITS)
 
 

@@ -33,14 +33,14 @@ class Privacy:
     """The table `[privacy]`: all but the precision must be said.
 
     Args:
-        epsilon: Of the budget.
-        delta: Of the budget.
-        people: Who has records in which level; said for two levels, and only there.
+        epsilon: Epsilon of the budget.
+        delta: Delta of the budget.
+        people: Relation of the people in the two levels; only for two levels.
         neighbours: The neighbouring relation.
         precision: `"grid"`, or `"float"` for research.
         allow_large_delta: Whether `run` accepts a delta of one over the number of
             records or more.
-        check_records: Whether a run first releases how usable the records are.
+        check_records: Whether a run first releases the fraction of usable records.
     """
 
     epsilon: float
@@ -87,13 +87,13 @@ class Config:
 
     @property
     def check(self) -> RecordsCheck:
-        """The first release of a run: how usable the records are."""
+        """The first release of a run: the fractions of usable records."""
         data, people = self.data, self.privacy.people
         own = data.checked_columns if self.privacy.check_records else None
         columns = {}
         if own is not None and people in (None, People.SHARED):
             columns = {RECORDS if people is None else "upper": own}
-        elif own is not None:  # a source belongs to a training record alone
+        elif own is not None:  # only training records have a source
             assert isinstance(data, TableData)
             upper = dataclasses.replace(data, sources=None).checked_columns
             columns = {"upper": upper, "lower": own}

@@ -54,9 +54,9 @@ def find_files(
         )
     if _same(file, held_out):
         raise ValueError(
-            f"{held_out} is the file of the training records, too, or a copy of it. "
-            'For the same records in both levels say people = "shared"; to split them '
-            "leave the second file out."
+            f"{held_out} is also the file of the training records, or a copy of it. "
+            'If both levels have the same records, say people = "shared". To split the '
+            "records, leave the second file out."
         )
     return file, held_out
 
@@ -70,7 +70,7 @@ def check_files(
     override: Path | None = None,
     validation: Path | None = None,
 ) -> None:
-    """Refuses the files that `load` would refuse.
+    """Check that `load` would accept the files.
 
     Raises:
         ValueError: As `find_files`; a file without a header, a missing column, too few
@@ -104,12 +104,12 @@ def load(
     override: Path | None = None,
     validation: Path | None = None,
 ) -> dict[str, AbstractRecords]:
-    """Reads the records of all levels, which are in two files or split from one.
+    """Return the records of all levels, from two files or split from one file.
 
     Args:
-        data: Where they come from.
+        data: The source of the records.
         people: Who is behind them; `None` for one level.
-        neighbours: The relation, which decides how they are split.
+        neighbours: The relation, which decides how records are split.
         base: The folder that relative paths start from.
         override: A file to read instead of the config's.
         validation: The same for validation records.
@@ -227,7 +227,7 @@ def _test_file(test: HeldOut, base: Path, *others: Path | None) -> Path:
 
 
 def _same(file: Path, other: Path) -> bool:
-    """Whether two files are one, or have the same bytes."""
+    """Return whether two paths are one file, or files with the same bytes."""
     return file.samefile(other) or bool(copies([file, other]))
 
 

@@ -123,7 +123,7 @@ class TableData(FeatureData):
 
     @property
     def _places(self) -> list[Sources | Groups]:
-        """Where records belong, if a column says so."""
+        """Columns of the sources and groups, if there are any."""
         return [p for p in (self.sources, self.groups) if p is not None and p.column]
 
     @property

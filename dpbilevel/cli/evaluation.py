@@ -27,9 +27,8 @@ PEOPLE = "person of the test file"
 # The score of a record is in [0, 1]; less one half it is at most this long.
 _HALF = 0.5
 _UNLISTED = (
-    "a record whose label or source the config does not list has no influence, in no "
-    "file, and how many there are is private, up to the released check of the records: "
-    "compare the spellings with those of all files"
+    "Records with an unlisted label or source are ignored in every file. Their number "
+    "is private, except for the released check. Compare the spellings with the files."
 )
 _ASSUMED = {
     "public": "the records of the test file {} are public",
@@ -38,7 +37,7 @@ _ASSUMED = {
     "accuracy is computed",
 }
 _NO_BETTER = (
-    "; no better than that answer: the cells of a file may not be what the config says "
+    "; no better than that answer: the cells of a file may differ from the config "
     "(decimal commas, other units, other labels; docs/troubleshooting.md)"
 )
 
@@ -49,17 +48,16 @@ class Evaluation:
 
     Attributes:
         metric: What was computed.
-        value: Its value; `None` where all records are left out.
+        value: Value of the metric; `None` if all records are left out.
         file: The test file, as in the config.
         kind: `"public"`, `"counted"` or `"non_private"`.
         records: How many records were read.
-        left_out: How many of them have no listed label or a feature that is no number;
-            `None` where that is private.
-        trivial: What the best constant answer reaches: that of the larger class, or of
-            the public mean; of a counted accuracy the released share of the most
-            frequent class among the other records; `None` if neither is known.
-        noise_std: By how much noise of one standard deviation makes `value` larger; 0
-            where there is none.
+        left_out: How many records have an unlisted label or a feature that is no
+            number; `None` if this number is private.
+        trivial: Value of the metric for the best constant answer: the larger class or
+            the public mean. For a counted accuracy it is the released fraction of the
+            most frequent class among the other records. `None` if it is not known.
+        noise_std: Standard deviation of the noise in `value`; 0 without noise.
     """
 
     metric: str
@@ -105,7 +103,7 @@ class Evaluation:
         if usability is None or self.trivial is not None or self.metric != "accuracy":
             return self
         shares = {r: level.constant_accuracy for r, level in usability.levels.items()}
-        # Those that the model is for: of two levels the validation records.
+        # The model is for the validation records if there are two levels.
         found = next(
             (shares[r] for r in (RECORDS, "upper", "lower") if r in shares), None
         )

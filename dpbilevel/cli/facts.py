@@ -18,12 +18,12 @@ _MOST_CATEGORIES, _FEW_NUMBERS = 30, 10
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The plausible values of a numeric column; what is beyond counts as the end.
+    """The plausible values of a numeric column; values beyond are cut to its ends.
 
     Args:
-        low: The smallest.
-        high: The largest.
-        unit: What may stand before or after a number.
+        low: The smallest value.
+        high: The largest value.
+        unit: Text that may stand before or after a number.
     """
 
     low: float
@@ -45,10 +45,10 @@ Content = Range | Values
 
 
 def range_of(text: str) -> Range:
-    """Return the range that `LOW..HIGH` or `LOW..HIGH UNIT` says.
+    """Return the range that the text `LOW..HIGH` or `LOW..HIGH UNIT` describes.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The text has another form.
     """
     found = _RANGE.fullmatch(text)
     if found is None:
@@ -108,7 +108,7 @@ class Header:
 
 
 def header_of(file: Path) -> Header:
-    """Reads the first line of a file, and nothing else.
+    """Return the names in the first line of a file; read nothing else.
 
     Raises:
         ValueError: There is no such file, it is empty or no text in UTF-8, or its first

@@ -24,7 +24,7 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _GZIP = b"\x1f\x8b"
 _TEXT = "export it as comma-separated text in UTF-8"
 _UNPACK = "unpack it, or compress it by gzip"
-# First bytes of files that are no text: what each is, and what to do.
+# First bytes of files that are no text, with the kind of file and advice.
 _NOT_TEXT = {
     b"\xff\xfe": ("is in UTF-16", "save it as UTF-8 (in Excel: CSV UTF-8)"),
     b"\xfe\xff": ("is in UTF-16", "save it as UTF-8 (in Excel: CSV UTF-8)"),
@@ -69,14 +69,14 @@ class HeldOut:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractData(abc.ABC):
-    """Where the records of a run come from: the table `[data]` of a config.
+    """Source of the records of a run: the table `[data]` of a config.
 
     Args:
         training: The number of training records.
 
     Attributes:
-        source: Its name in a config.
-        instead: A source that reads a file.
+        source: Name of the source in a config.
+        instead: Name of a source that reads a file.
         validation: The number of validation records; none for one level.
         sources: The sources of the training records.
         groups: The groups of the records.
@@ -229,7 +229,7 @@ def existing(path: Path, what: str, remedy: str) -> Path:
 
 
 def read_header(path: Path, separator: str) -> list[str]:
-    """The names of the columns of a file; no cell of a record is read.
+    """Return the names of the columns of a file; read no cell of a record.
 
     Raises:
         ValueError: There is no header, the file is no text in UTF-8, it has another
@@ -255,7 +255,7 @@ def read_header(path: Path, separator: str) -> list[str]:
 
 
 def read_csv(path: Path, separator: str = ",") -> Table:
-    """Reads a comma-separated file with a header; cells are stripped of spaces.
+    """Return the table in a comma-separated file; cells are stripped of spaces.
 
     Args:
         path: An existing file, in UTF-8; it may be compressed by gzip.
@@ -291,7 +291,7 @@ def opened(path: Path) -> Generator[TextIO]:
             for mark, (what, remedy) in _NOT_TEXT.items():
                 if first.startswith(mark):
                     raise ValueError(f"{path} {what}; {remedy}.")
-            # No byte may raise; spreadsheets begin with a mark of the encoding.
+            # No byte may raise an error; spreadsheets begin with a byte-order mark.
             yield io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(

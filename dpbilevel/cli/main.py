@@ -26,19 +26,19 @@ from .run import refuse, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
         argv: The arguments, by default those of the process.
 
     Returns:
         0, or 1 if an audit found a violation or the device failed its test, 2 after a
-        mistake of the user, 130 after a `KeyboardInterrupt`, 141 where the reader of
-        the output has closed it. In a process of its own an interrupt ends that process
+        mistake of the user, 130 after a `KeyboardInterrupt`, 141 if the reader of the
+        output has closed it. In a process of its own an interrupt ends that process
         (`dpbilevel.core.interrupts`).
 
     Privacy:
-        What is printed is public or released, but for the lines of `check`, which are
+        The output is public or released, except for the lines of `check`, which are
         marked NON-PRIVATE. `init` prints the first row of a file, a header.
     """
     arguments = _parser().parse_args(argv)
@@ -187,7 +187,7 @@ def _add_check(command, config: Any) -> None:
     add = command("check", _check, tells)
     add("config", **config)
     _add_files(add)
-    add("--ids", metavar="COLUMN", help="column that tells whose record a row is")
+    add("--ids", metavar="COLUMN", help="column with the person of each row")
 
 
 def _add_run(command, config: Any, folder: Any, flag: Any) -> None:
@@ -225,7 +225,7 @@ def _init(arguments: argparse.Namespace) -> int:
     text = draft.written(init.draft(arguments.data, flags), out)
     with interrupts.whole():
         out.write_text(text, encoding="utf-8")
-    print(f"\nconfig: {out} (read it, and correct what is not so)")
+    print(f"\nconfig: {out} (read it, and correct mistakes)")
     if arguments.run is not None:
         return main(["run", str(out), "--out", str(arguments.run)])
     print(f"  its guarantee, before any data: dpbilevel calibrate {out}")

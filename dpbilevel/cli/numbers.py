@@ -10,7 +10,7 @@ def check_unit(unit: str) -> None:
     """Check that a unit cannot be read as a part of a number.
 
     Raises:
-        ValueError: It can.
+        ValueError: The unit can be read so.
     """
     if unit and not re.fullmatch(r"\D*[^\d\s+.,'’_-]\D*", unit):
         raise ValueError(
@@ -20,10 +20,10 @@ def check_unit(unit: str) -> None:
 
 
 def reader(unit: str, decimal: str) -> Callable[[str], float]:
-    """Return what reads a cell as a number, and as NaN if it is none.
+    """Return a function that reads a cell as a number, or as NaN if it is no number.
 
     Args:
-        unit: The unit, or nothing.
+        unit: The unit; empty if there is none.
         decimal: The decimal sign; if it and the unit are missing, a cell is a number as
             programs write it.
     """
@@ -48,7 +48,7 @@ def reader(unit: str, decimal: str) -> Callable[[str], float]:
 
 
 def number(cell: str) -> float:
-    """Return the number that a cell is as programs write it, or NaN."""
+    """Return a cell as a number in the form that programs write, or NaN."""
     try:
         return float(cell)
     except ValueError:

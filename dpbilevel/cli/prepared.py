@@ -16,7 +16,7 @@ from .task import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A run that is planned and has not touched data."""
+    """A planned run that has not touched data."""
 
     config: Config
     problem: Problem
@@ -43,7 +43,7 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Plans a run from the config alone.
+    """Plan a run from the config alone.
 
     Raises:
         ValueError: No noise reaches the budget with this solver and sampling.

@@ -29,24 +29,24 @@ MOST_NAMED = 16  # coefficients of a page
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a finished run published.
+    """Published result of a finished run.
 
     Attributes:
         task: The name of the task.
-        label: What one shown value is, such as `"weight"`.
-        names: What each shown value belongs to.
+        label: Kind of the shown values, such as `"weight"`.
+        names: Name of each shown value, such as a source.
         shown: The released weights or log-penalties.
         x: The released upper variable; of a game the first.
         y: The released lower variable, or `None`; of a game the second.
-        trajectory: What is shown, after every step, with the start as row 0.
+        trajectory: Shown values after every step; row 0 is the initial point.
         report: The guarantee.
         versions: The software.
         config: The config as it was given.
         power: The largest power of any attack with 5 % false alarms, by the ledger.
         rejected_updates: As in `Solution`.
-        features: What each coefficient of the model belongs to.
-        test: The accuracy or error on the test file, where the config names one.
-        usability: What the check of the records released; `None` without a check.
+        features: Name of the feature of each coefficient.
+        test: The accuracy or error on the test file, if the config names one.
+        usability: Released result of the check of the records; `None` without one.
     """
 
     task: str
@@ -108,7 +108,7 @@ class Result:
 
     @property
     def checked(self) -> list[str]:
-        """How usable the records of each level are, as released, in words."""
+        """Text on the released fractions of usable records, for each level."""
         levels = {} if self.usability is None else self.usability.levels
         lines = []
         for role, level in levels.items():
@@ -121,7 +121,7 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader should know about the run and its records."""
+        """Warnings about the run and its records."""
         remarks = [] if self.usability is None else [*self.usability.remarks]
         remark = divergence(self.rejected_updates)
         return remarks if remark is None else [*remarks, remark]
@@ -247,7 +247,7 @@ def load(folder: Path) -> Result:
 
 
 def usability_of(page: dict[str, Any]) -> Usability | None:
-    """Return what the check of the records released, as a page of JSON holds it."""
+    """Return the released result of the check of the records, for JSON."""
     found = page.get(checkpoint.CHECK)
     if found is None:
         return None

@@ -51,7 +51,7 @@ def run(
     restart: bool = False,
     progress: Progress = lambda done: None,
 ) -> Result:
-    """Runs a planned config and writes its result folder.
+    """Run a planned config and write its result folder.
 
     Args:
         prepared: The plan.
@@ -130,7 +130,7 @@ def refuse(
     resume: bool = False,
     restart: bool = False,
 ) -> None:
-    """Refuses what `run`, with these arguments, would refuse before it plans anything.
+    """Check that `run` would accept these arguments, before anything is planned.
 
     Raises:
         ValueError: The options exclude each other, the folder holds something else or
@@ -218,7 +218,7 @@ def _checked(
     out: Path,
     keep: Callable[[Checkpoint], None],
 ) -> Checkpoint:
-    """Release how usable the records are, once in a run, and stop if they are not.
+    """Release the fractions of usable records once, and stop if they are too low.
 
     Args:
         prepared: The plan.
@@ -228,15 +228,15 @@ def _checked(
         keep: Called with the run once its check is released.
 
     Returns:
-        The run, with what was released in its checkpoint.
+        The run; its checkpoint holds the released fractions.
 
     Raises:
         ValueError: Less than half of the records of a level can be used.
 
     Privacy:
         The check alone is on record before it reads a record, and the whole plan before
-        training does. A run that goes on has the same key for the check until its
-        release is in the checkpoint, and keeps that release afterwards.
+        training does. A resumed run has the same key for the check until the release is
+        in the checkpoint. Afterwards it keeps that release.
     """
     number, report = saved.fingerprint["run"], prepared.report
     first = prepared.report_of_check
@@ -332,9 +332,9 @@ def _places(
 def _load(
     prepared: Prepared, data: Path | None, validation: Path | None
 ) -> tuple[PyTree, dict[str, np.ndarray], Records | None]:
-    """The records on the device, checked against the plan, and those of the test.
+    """Return records on the device, indicators of their cells, and test records.
 
-    Between them, by role: how the records fit the config, as indicators.
+    The indicators say by role how the cells of each record fit the config.
     """
     config = prepared.config
     neighbours, people = config.privacy.neighbours, config.privacy.people

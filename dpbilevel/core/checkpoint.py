@@ -24,7 +24,7 @@ NAME = "checkpoint.SECRET"
 TEMPORARY = f"{NAME}.tmp"
 RESULT = "result.json"  # the result of a run of the command line
 SEARCH = "search.json"  # the result of a search
-CHECK = "usability"  # in a fingerprint: what the check of the records released
+CHECK = "usability"  # in a fingerprint: the released check of the records
 _PACKAGES = ("dp-accounting", "equinox", "jax", "jaxlib", "numpy", "optax")
 _NOTICE = (
     b"dpbilevel checkpoint 2. SECRET: it holds the key of the noise still to come and "

@@ -38,7 +38,7 @@ class Column:
 
     @classmethod
     def of(cls, column: Any) -> "Column":
-        """From a list, an array, or a column of a data frame or an Arrow table.
+        """Make a column of a list, an array, a data frame column or an Arrow column.
 
         A list or tuple has one entry for each of its elements. An element in a list or
         array of its own stands for itself; any longer one is no number and no text.
@@ -70,7 +70,7 @@ class Column:
 
 
 def separate(values: Iterable[Any], count: int) -> Shaped[np.ndarray, " n"]:
-    """Return an array of `count` objects, none of which NumPy takes for a row."""
+    """Return an array of `count` objects; NumPy never takes one for a row."""
     entries = np.empty(count, object)
     for place, value in enumerate(values):
         entries[place] = value
@@ -80,8 +80,8 @@ def separate(values: Iterable[Any], count: int) -> Shaped[np.ndarray, " n"]:
 def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
     """Return the cells of rows, each read alone, or `None` if rows have no cells.
 
-    The width is that of most rows: a row of another width is a row of `None`, which is
-    no number. Privacy: the width counts as public, as the columns of a table do.
+    The width is the most frequent one. A row of another width is a row of `None`, which
+    is no number. Privacy: the width counts as public, like the columns of a table.
 
     Args:
         rows: A list or tuple with one row for each record.
@@ -99,29 +99,29 @@ def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
 
 
 def _cells(row: Any) -> list[Any] | None:
-    """Return the cells of a row; `None` if it is none."""
+    """Return the cells of a row; `None` if the object is no row."""
     try:
         if isinstance(row, str | bytes | dict | set | frozenset) or len(row) < 0:
             return None
         return list(row)
-    except Exception:  # whatever an object raises that is no row
+    except Exception:  # an object that is no row may raise anything
         return None
 
 
 def _entry(value: Any) -> Any:
-    """Return an entry of a list: one that is alone in a list stands for itself."""
+    """Return an entry of a list; a list of one element stands for that element."""
     try:
         if value is np.ma.masked:
             return None
         if isinstance(value, list | tuple) and len(value) == 1:
             return value[0]
         return value[0] if getattr(value, "shape", None) == (1,) else value
-    except Exception:  # whatever an object raises that is no number
+    except Exception:  # an object that is no number may raise anything
         return None
 
 
 def _unmasked(array: np.ma.MaskedArray) -> Shaped[np.ndarray, "..."]:
-    """Return the entries of a masked array as objects, `None` where it is masked."""
+    """Return the entries of a masked array as objects; masked ones are `None`."""
     entries = np.array(array.data, object)
     entries[np.ma.getmaskarray(array)] = None
     return entries

@@ -132,7 +132,7 @@ def check_apart(data: Levels) -> None:
 
 
 def _same_files(upper: AbstractStore, lower: AbstractStore) -> str:
-    """Name the file, or the copies of one, that both levels read; empty if none."""
+    """Return the name of a file, or of copies, that both levels read; empty if none."""
     if set(upper.identities) & set(lower.identities):
         return "one file"
     for group in copies({*upper.tables, *lower.tables}):

@@ -15,7 +15,7 @@ except ImportError:  # Windows
     fcntl = None
 
 NAME = "dpbilevel.lock"
-_ATTEMPTS = 100  # each fails only if another run ends just then
+_ATTEMPTS = 100  # each fails only if another run ends at that moment
 
 
 @contextlib.contextmanager
@@ -23,13 +23,13 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
     """Keep every other run out of a folder, which is created if need be.
 
     Yields a function that raises `ValueError` if the lock file was deleted or replaced
-    since, because another run may hold a new one. It is to be called, in process 0,
-    before a run writes down what it released.
+    since, because another run may hold a new one. Call it, in process 0, before a run
+    writes a release to disk.
 
     A killed process leaves its file behind but no lock; the next run takes it over.
-    Where there are no file locks a warning says so, and nothing is locked. A folder
-    that was created here and is empty at the end is removed. A process that is forked
-    inside leaves the lock as it is.
+    If there are no file locks, a warning says so and nothing is locked. A folder that
+    was created here and is empty at the end is removed. A process that is forked inside
+    leaves the lock as it is.
 
     In a program of several processes (`jax.distributed`) all call this together, and
     process 0 holds the lock.

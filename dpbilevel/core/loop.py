@@ -34,7 +34,7 @@ def solve(
     key: PRNGKey,
     trajectory: bool = False,
 ) -> Solution[None]:
-    """Runs `solver` on `problem` and returns what it releases.
+    """Run `solver` on `problem` and return the released solution.
 
     A pure function of its arguments: `jax.jit(solve)` compiles once for all numbers,
     `jax.vmap` runs a batch of keys or of stacked solvers: as many runs, as many
@@ -149,7 +149,7 @@ def _run(
     data = rows_of(solver, data, key)
     state = solver.init(problem, w0)
     _, keys = step_keys(key, solver.num_steps)  # as for a run in parts
-    # Part of a program of the caller's, the loop is traced with it.
+    # If the caller compiles this call, the loop is traced as a part of that program.
     steps = all_steps if _checks.concrete(key) else scan_steps
     state, path = steps(problem, solver, data, state, keys, trajectory=trajectory)
     solution = Solution(solver.answer(problem, state), path, rejected_updates(state))
@@ -178,7 +178,7 @@ def scan_steps(
     return jax.lax.scan(one_step, state, keys)
 
 
-# At the top, so that all runs of the same shapes and functions share one program.
+# Defined at module level, so that runs of the same shapes share one program.
 all_steps = jax.jit(scan_steps, static_argnames="trajectory")
 
 
@@ -263,14 +263,14 @@ def public_rows(records: PyTree, size: int, name: str, owner: str) -> PyTree:
     rows = padded_rows(size)
     if _checks.leading_axis(name, shapes_of(records)) > rows:
         raise ValueError(
-            f"{owner}: {name} has more records than the {rows} rows that the plan for "
-            f"{size} pads them to. Under add-or-remove-one the planned size is a "
-            "public bound; calibrate with a larger sizes=."
+            f"{owner}: {name} has more records than the {rows} rows of the plan for "
+            f"{size} records. Under add-or-remove-one the planned size is a public "
+            "bound: calibrate with a larger sizes=."
         )
     if isinstance(records, OnDisk):
         return records.padded(rows)
-    # Whole blocks on every device: in others a row's rounding depends on its place.
-    # Where devices are not known, no shape may depend on them and the records.
+    # Every device gets whole blocks; otherwise a row's rounding depends on its place.
+    # If the devices are not known, the shapes must not depend on them.
     shards = shards_of(records)
     return padded(records, rows + -rows % (BLOCK * shards.known))
 

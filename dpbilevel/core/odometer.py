@@ -150,7 +150,7 @@ def begin(
     *,
     first: PrivacyReport | None = None,
 ) -> None:
-    """Records that a run starts, or goes on; to be called before it reads a record.
+    """Record that a run starts or continues; call this before it reads a record.
 
     Args:
         folder: The result folder.
@@ -170,12 +170,12 @@ def begin(
     with _kept(folder):
         # On record first: of two runs that start at once, at least one sees the other.
         spending.begin(folder, number, first or report, config)
-        # Also where it goes on: it may have been killed right here, or moved since.
+        # A resumed run is checked, too: it may have been killed here, or moved since.
         _check_limits(folder, number, report, goes_on=goes_on)
 
 
 def charge(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Records that all of a run counts, after a first part; before it reads a record.
+    """Record the cost of the whole run; call this before the rest reads a record.
 
     Arguments and errors are those of `begin`.
     """
@@ -186,7 +186,7 @@ def charge(folder: Path, number: int, report: PrivacyReport) -> None:
 
 @contextlib.contextmanager
 def _kept(folder: Path) -> Iterator[None]:
-    """Leaves the record of a folder as it was where an error is raised."""
+    """Restore the spending record of a folder if an error is raised."""
     file = folder / NAME
     before = file.read_bytes() if file.is_file() else None
     try:

@@ -50,12 +50,12 @@ def calibrate(
     precision: Precision = "grid",
     before: tuple[AbstractRelease, ...] = (),
 ) -> Plan[Solver]:
-    r"""Finds the least noise at which one run of `solver` stays within `budget`.
+    r"""Find the least noise at which one run of `solver` stays within `budget`.
 
     Everything that decides the guarantee is public and on the host: the ledger of the
     whole run is composed for a common noise scale, and $\delta$ at the target
     $\varepsilon$ is solved for the scale, by Brent's method. A scale is returned only
-    where its $\delta$ is at most the target, so the reported epsilon never exceeds the
+    if its $\delta$ is at most the target, so the reported epsilon never exceeds the
     budget.
 
     Args:

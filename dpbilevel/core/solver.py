@@ -101,7 +101,7 @@ class AbstractSolver(Checked, Generic[Problem, State]):
 
     @abc.abstractmethod
     def with_noise(self, scale: Number) -> Self:
-        """The same solver at this noise, divided as its fields specify.
+        """Return the same solver at this noise, divided as its fields specify.
 
         Args:
             scale: The noise multiplier of the single Gaussian release that a run on

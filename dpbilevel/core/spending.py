@@ -170,7 +170,7 @@ def cost(report: PrivacyReport) -> tuple[float, float]:
 
 
 def charge(folder: Path, number: int, report: PrivacyReport) -> None:
-    """Records, once, that the whole of a run counts and not its first part alone.
+    """Record once that the whole run counts, instead of its first part alone.
 
     Raises:
         OSError: The disk refuses; the record is as before.
@@ -182,7 +182,7 @@ def charge(folder: Path, number: int, report: PrivacyReport) -> None:
 
 
 def stop(folder: Path, number: int, why: str) -> None:
-    """Records that a run ends after its check of the records, and what that released.
+    """Record that a run ends after its check, and the released values of the check.
 
     Raises:
         OSError: The disk refuses; the record is as before.

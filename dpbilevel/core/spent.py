@@ -46,7 +46,7 @@ class ProcessRun:
     times: int = 1
 
     def __str__(self) -> str:
-        """One line of text."""
+        """Return the run as one line of text."""
         times = f"{self.times} times, each " if self.times > 1 else ""
         cost = f"epsilon = {rounded_up(self.epsilon)} at delta = "
         people = f", people {self.people}" if self.people else ""
@@ -58,7 +58,7 @@ class ProcessRun:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpending:
-    r"""What the private runs of this process have spent.
+    r"""Budget that the private runs of this process have spent.
 
     Attributes:
         runs: The runs, in order; equal ones in a row are one entry.
@@ -107,7 +107,7 @@ class ProcessSpending:
         return drift + spread, min(1.0, 2 * slack)
 
     def __str__(self) -> str:
-        """The totals, and one line for each run."""
+        """Return the totals, and one line for each run."""
         if not self.runs:
             return "spending: no private run was made in this process"
         lines = totals([run for run in self.runs for _ in range(run.times)])

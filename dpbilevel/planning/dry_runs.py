@@ -117,7 +117,7 @@ def auto(
     progress: Callable[[int, int], None] = lambda done, total: None,
     before: tuple[AbstractRelease, ...] = (),
 ) -> AutoPlan:
-    """A plan without settings, by dry runs on synthetic records.
+    """Plan a run without settings, by dry runs on synthetic records.
 
     Every candidate, plain descent on one level among them, is calibrated to the budget
     and runs on synthetic twins of the records, of the same sizes; the released model is
@@ -259,7 +259,7 @@ def _laws(
     twins: Sequence[AbstractTwin] | None,
     synthetic: Callable[[Key, Any], PyTree] | None,
 ) -> tuple[AbstractTwin, ...]:
-    """The twins that were passed, or the default ones.
+    """Return the twins that were passed, or the default twins.
 
     Raises:
         ValueError: None was passed, or both twins and a function.

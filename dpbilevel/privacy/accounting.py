@@ -20,8 +20,8 @@ from .gaussian import gaussian_delta, gaussian_epsilon
 from .losses import AbstractLoss, Allocated, Atoms, Shifted, Subset
 from .repetitions import Repetitions
 
-# Noise below one over this counts as a full batch, of which the losses are too large to
-# be discretized.
+# A batch with noise below one over this counts as a full batch, because its losses are
+# too large to be discretized.
 _LARGEST_SHIFT = 15.0
 _LARGEST_EPSILON = 700.0  # beyond it nothing is private
 
@@ -86,8 +86,8 @@ def delta(
 ) -> float:
     r"""Return the smallest $\delta$ at which `event` is $(\varepsilon, \delta)$-DP.
 
-    An upper bound, exact for unsampled Gaussians; for sampled ones above the exact one
-    by less than a hundredth.
+    The result is an upper bound. It is exact for unsampled Gaussians, and above the
+    exact value by less than a hundredth for sampled ones.
 
     Raises:
         ValueError: An event that this library does not account for.
@@ -103,7 +103,7 @@ def profile(
     Args:
         event: A composition.
         neighbours: The relation.
-        rough: Whether estimates are enough, for the choice of noise only.
+        rough: Whether estimates suffice; only for the choice of noise.
     """
     mu = gaussian_mu(event)
     if mu is not None:  # closed forms first
@@ -162,7 +162,7 @@ def smallest_epsilon(
 ) -> float:
     r"""Return the smallest $\varepsilon \ge 0$ at which a profile is at most `delta`.
 
-    The safe end of the last bracket.
+    The result is the safe end of the last bracket.
 
     Args:
         delta_of: The profile, decreasing.
@@ -183,10 +183,10 @@ def smallest_epsilon(
 
 
 def full_batch_mu(event: "dp_accounting.DpEvent") -> float | None:
-    r"""Return the $\mu$ of the Gaussian releases of an event, were no batch drawn.
+    r"""Return the $\mu$ that the Gaussian releases of an event have on full batches.
 
-    By the convexity of the divergence in pairs of laws, a batch that is drawn without
-    regard to the values of records costs no more than the one that has the record.
+    By the convexity of the divergence in pairs of laws, a batch that is drawn
+    independently of record values costs no more than a batch with the record.
 
     Returns:
         `None` if there are other releases.
@@ -205,10 +205,10 @@ def compositions(
     Args:
         event: A composition.
         neighbours: The relation.
-        rough: Whether passes may be taken as about as many Poisson batches.
+        rough: Whether a pass may be replaced by as many Poisson batches.
 
     Returns:
-        None if they are too large to be discretized.
+        The losses, or `None` if they are too large to be discretized.
 
     Raises:
         ValueError: An event that this library does not account for.
@@ -232,7 +232,7 @@ _composition = functools.lru_cache(maxsize=16)(Composition)
 
 
 def _in_poisson_batches(part, count: int):
-    """Return what costs about as much, and is faster to compute."""
+    """Return Poisson batches of about the same cost, which are faster to compute."""
     if not isinstance(part, RandomAllocationEvent) or part.batches == 1:
         return part, count
     batch = dp_accounting.PoissonSampledDpEvent(1 / part.batches, part.event)
@@ -241,7 +241,7 @@ def _in_poisson_batches(part, count: int):
 
 def _shift(part) -> float:
     """Return the distance of the means of a full batch, in standard deviations."""
-    if pure.is_pure(part):  # of an epsilon that is large where this is
+    if pure.is_pure(part):  # large if epsilon is large
         return pure.epsilon_of(part) / _LARGEST_SHIFT
     multiplier = part.event.noise_multiplier
     return 1 / multiplier if multiplier else math.inf

@@ -148,7 +148,7 @@ def clipped_mean(
     precision: Precision = "grid",
     neighbours: Neighbours = Neighbours.REPLACE_ONE,
 ) -> Bounded:
-    r"""The clipped mean of a per-record function, sealed with its sensitivity.
+    r"""Return the clipped mean of a per-record function, with its sensitivity.
 
     $$
     \frac{1}{m} \sum_{i=1}^{n} \mathrm{mask}_i \,

@@ -98,7 +98,7 @@ class OnDisk(_checks.AbstractStored):
     def parquet(
         cls, paths: Paths, columns: Columns, *, progress: Progress | None = None
     ) -> Self:
-        """Records in the rows of Parquet files; needs pyarrow.
+        """Make `OnDisk` records of the rows of Parquet files; needs pyarrow.
 
         Args:
             paths: A file, or several whose rows follow each other.

@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from . import allocation_loss
 
-_PIECES = 1024  # of a law, to choose tilts and grids by
-# Standard deviations of the lower tail. Losses below are raised to its end, which is
-# safe; they have a mass of 1e-15 and little part in the divergence.
+_PIECES = 1024  # number of pieces of a law by which tilts and grids are chosen
+# Length of the lower tail in standard deviations. Smaller losses are raised to the end
+# of the tail, which is safe. Their mass is 1e-15, with little effect on the divergence.
 _NEAR = 8.0
-# Of the mass of a cell, divided by the step: covers the rounding of both masses.
+# Divided by the step, this fraction of a cell's mass covers the rounding of masses.
 _MARGIN = 2.0**-46
 
 
@@ -35,13 +35,13 @@ class AbstractLoss(abc.ABC):
 
     @abc.abstractmethod
     def cells(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the masses of `P` and `Q` between losses.
+        """Return the masses of `P` and `Q` between neighbouring edges.
 
         Args:
-            edges: Increasing losses, of which zero may be one.
+            edges: Increasing losses; zero may be among them.
 
         Returns:
-            One mass more than there are edges: also below the first, above the last.
+            One mass more than there are edges; the first and the last are the tails.
         """
 
     @abc.abstractmethod
@@ -49,11 +49,11 @@ class AbstractLoss(abc.ABC):
         """Return the losses at which the tails are cut off.
 
         Args:
-            reach: How far out in standard deviations.
+            reach: Distance from the mean, in standard deviations.
         """
 
     def pieces(self, reaches: np.ndarray):
-        """Return about a thousand parts of the laws, to choose by and not to count.
+        """Return about a thousand pieces of the laws, for choices and not for results.
 
         Args:
             reaches: As in `ends`.
@@ -74,7 +74,7 @@ class AbstractLoss(abc.ABC):
         return mass[kept], loss, np.cumsum(kept)[last], beyond[last + 1]
 
     def discretized(self, step: float, reach: float):
-        """Return the loss on multiples of `step`, never smaller than it is.
+        """Return a loss on multiples of `step` that is never more private.
 
         Args:
             step: The distance of neighbouring losses.
@@ -201,7 +201,7 @@ class Subset(AbstractLoss):
 
 @dataclasses.dataclass(frozen=True)
 class Atoms(AbstractLoss):
-    """A loss of few values.
+    """A loss with few values.
 
     Attributes:
         mass: The masses of `P`.

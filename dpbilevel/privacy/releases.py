@@ -60,7 +60,7 @@ class AbstractGaussianRelease(AbstractRelease):
     def of(
         self, what: Any, data: PyTree, *, key: PRNGKey, index: Index = None
     ) -> PyTree:
-        """One of these releases: what it reads, and the noise.
+        """Make one of these releases: read the records and add the noise.
 
         Args:
             what: The per-record function of each query, by its role.

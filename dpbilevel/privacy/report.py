@@ -138,7 +138,7 @@ class PrivacyReport:
         return table("PrivacyReport", self.rows())
 
     def __str__(self) -> str:
-        """The report as a page of text."""
+        """Return the report as a page of text."""
         lines = [self.claim]
         if len(self.epsilon_by_person) > 1:
             lines += [

@@ -67,14 +67,14 @@ ROWWISE = frozenset(
     while
     """.split()
 )
-# Generators that batch key by key. Those of the rbg family use the first record's key.
+# Generators that batch key by key; the rbg family uses the first record's key.
 _GENERATORS = "threefry2x32", "threefry4x32", "philox2x32", "philox4x32"
 
 
 def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
     """Check that no primitive can mix records if the jaxpr of one record is batched.
 
-    Only equations that read the record count: others are not batched.
+    Only equations that read the record are checked; others are not batched.
 
     Args:
         owner: The function that an error names.
@@ -90,17 +90,25 @@ def check_rowwise(owner: str, jaxpr: Any, dependent: Sequence[Any]) -> None:
         if not any(not isinstance(v, Literal) and v in known for v in eqn.invars):
             continue
         if not _is_rowwise(eqn):
+            name = eqn.primitive.name
             raise ValueError(
-                f"{owner}: the function of a record uses the primitive "
-                f"{eqn.primitive.name!r}, which may combine records when it is "
-                "vectorized. Use functions of jax.numpy or jax.lax in its place, or "
-                "loop with jax.lax.scan: for example matrix products and masks for "
-                "ragged products, a callback with vmap_method='sequential', and "
-                "threefry keys for others."
+                f"{owner}: the function of a record uses the primitive {name!r}, which "
+                f"may combine records if it is vectorized. {_remedy(name)}"
             )
         for inner in inner_jaxprs(eqn):
             check_rowwise(owner, inner, inner.invars)
         known.update(eqn.outvars)
+
+
+def _remedy(name: str) -> str:
+    """Return advice for a primitive that is refused."""
+    if name.startswith("ragged_dot"):
+        return "Replace ragged_dot by a masked matrix product."
+    if name == "pure_callback":
+        return "Set vmap_method='sequential'."
+    if name.startswith("random_"):
+        return "Use threefry keys."
+    return "Use other functions of jax.numpy or jax.lax, or loop with jax.lax.scan."
 
 
 def _is_rowwise(eqn: Any) -> bool:
@@ -153,8 +161,8 @@ def _convolves(jaxpr: Any) -> bool:
 def _convolution(items: tuple, lhs: Array, rhs: Array) -> Array:
     """Return a convolution whose batches are never groups of one convolution.
 
-    JAX batches a convolution of which both operands are batched as one with as many
-    groups, and backends may compute groups with zeros times what others hold.
+    If both operands are batched, JAX makes one convolution with a group for each
+    record. Backends may compute a group with zeros times the values of other groups.
     """
     params = dict(items)
 
@@ -170,7 +178,7 @@ def _convolution(items: tuple, lhs: Array, rhs: Array) -> Array:
             merged = jnp.moveaxis(lhs, 0, axis)
             rows = size * merged.shape[axis + 1]
             shape = (*merged.shape[:axis], rows, *merged.shape[axis + 2 :])
-            # Again such a convolution: there may be another batch around this one.
+            # The result may be batched once more, by a `jax.vmap` around this one.
             result = _convolution(items, merged.reshape(shape), rhs)
             own = result.shape[out] // size
             shape = (*result.shape[:out], size, own, *result.shape[out + 1 :])
@@ -192,7 +200,7 @@ def _convolution_jvp(items, primals, tangents):
 def _by_products(params: dict[str, Any], lhs: Array, rhs: Array) -> Array:
     """Return a convolution as matrix products, one for each place of the window.
 
-    Of the places in the output or in the second operand, whichever are fewer.
+    The places are those of the output or of the second operand, whichever has fewer.
     """
     numbers = params["dimension_numbers"]
     zipped = zip(params["padding"], params["lhs_dilation"], strict=True)

@@ -204,7 +204,7 @@ class Poisson(AbstractSampling):
         return roomy(trials, self.realised_rate)
 
     def draw(self, records, size, *, key, index=None) -> Batch:
-        """Draws the batch as fixed-shape rows with a mask.
+        """Draw the batch as fixed-shape rows with a mask.
 
         Rows that are chosen keep their places whether or not they are records, so
         that a record less moves no other.
@@ -230,15 +230,15 @@ class Poisson(AbstractSampling):
         return self.realised_rate * size
 
     def event(self, noise_multiplier, neighbours, size) -> "dp_accounting.DpEvent":
-        """A Poisson-sampled Gaussian event."""
+        """Return a Poisson-sampled Gaussian event."""
         return dp_accounting.PoissonSampledDpEvent(
             self.realised_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
         )
 
     def failure(self, neighbours: Neighbours, size: int) -> float:
-        """The probability that more than `capacity` rows are chosen.
+        """Return the probability that more than `capacity` rows are chosen.
 
-        Of all rows that `size` records are padded to, under both relations.
+        The rows are those that `size` records are padded to, under both relations.
         """
         rows = padded_rows(size)
         if self.capacity is None:
@@ -247,7 +247,7 @@ class Poisson(AbstractSampling):
 
 
 def roomy(trials: int, rate: float) -> int:
-    r"""Room that independent members outgrow with probability at most `OVERFLOW`.
+    r"""Return a capacity that is exceeded with probability at most `OVERFLOW`.
 
     By Chernoff's bound: of $n$ members $k$ or more come with probability at most
     $e^{-n \,\mathrm{KL}(k / n \| q)}$ where $k \ge n q$.

@@ -128,7 +128,7 @@ class Shards:
 
 
 def shards_of(records: PyTree) -> Shards:
-    """How records are spread.
+    """Return how records are distributed over devices.
 
     It is known by the types of arrays in a mesh of explicit axes, and outside of
     `jax.jit` by the arrays themselves. Elsewhere there are as many parts as there may
@@ -209,7 +209,7 @@ def taken(
 
 
 def _local(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation, wherever its arrays were when it was traced."""
+    """Return the results of an equation, regardless of where it was traced."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         inner = params[_CALLS[name]]

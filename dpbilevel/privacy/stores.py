@@ -27,7 +27,7 @@ Columns = Mapping[str, str | Sequence[str]]
 
 
 class AbstractStore(abc.ABC):
-    """Where records lie. Read twice, they are the same.
+    """Storage of records; every read returns the same records.
 
     Attributes:
         count: How many there are.

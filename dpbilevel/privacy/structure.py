@@ -56,7 +56,7 @@ def opened(
     shards: Shards,
     owner: str = "clipped_mean",
 ) -> tuple[Callable[..., PyTree], list[Any]]:
-    """A function of what `fun` closes over and of a record, and what that is.
+    """Return `fun` as a function of its closure and a record, and the closure.
 
     It runs on every device that records are spread over. With `products`, as in
     `structured`, its leaves may be forms; without, they are the arrays of `fun`. Under
@@ -392,7 +392,7 @@ def _is_floating(*variables) -> bool:
 
 
 def _formed(run: _Run, eqn, operands: list[Any]) -> None:
-    """No form: an array is computed."""
+    """Return no form: the array is computed."""
     del run, eqn, operands
 
 

@@ -82,7 +82,7 @@ class AskTell:
         self._warn()
 
     def ask(self) -> Float[np.ndarray, "k d"]:
-        """The points whose losses come next, float64; none when the search is done.
+        """Return the points to evaluate next, float64; none when the search is done.
 
         Until `tell` has taken losses, every call returns the same points.
 

@@ -36,7 +36,7 @@ def minimize(
     progress: bool = False,
     trajectory: bool = False,
 ) -> Solution:
-    """Runs `solver` on losses that come from Python; `solve` for black boxes.
+    """Run `solver` on losses computed in Python: `solve` for black boxes.
 
     All of it is computed in float64, whatever the setting of JAX; the black box itself
     is called under the caller's setting. With the losses of a `FiniteSum`, the same key

@@ -185,7 +185,7 @@ def optimize_study(
 
 
 def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer:
-    """Return what a search that is done released."""
+    """Return the released answer of a finished search."""
     solution, report = search.result, search.report
     assert solution is not None
     assert report is not None
@@ -219,9 +219,9 @@ def _with_queue(
     space: "_StudySpace",
     folder: Path | str | None,
 ) -> AbstractAskTellSolver:
-    """Return the solver with the points of queued trials first, which are taken.
+    """Take the queued trials, and return the solver with their points first.
 
-    A run that goes on in its folder has those that it began with.
+    A resumed run keeps the queued points that it began with.
     """
     takes = hasattr(solver, "starts")
     before = None if folder is None else recorded(Path(folder))

@@ -58,7 +58,7 @@ def planned_descent(
     settings: Settings,
     before: tuple[AbstractRelease, ...],
 ) -> Plan[NoisyGD]:
-    r"""A calibrated descent on full batches; kept for the next fit of these sizes.
+    r"""Return a calibrated descent on full batches, cached by the sizes.
 
     A single release has noise of the deviation $s C$, and each of $T$ has $s C \sqrt
     T$, so that steps of size $\eta$ walk by $\eta s C T$ by noise alone. Of that $a$

@@ -105,7 +105,7 @@ class FairClassifier(LinearClassifier):
         key: PRNGKey | None = None,
         **refused: Any,
     ) -> "FairClassifier":
-        """Plans without records, then runs the plan once: one release.
+        """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features, of shape `(n, d)`.

@@ -102,7 +102,7 @@ class DPLogisticRegression(LinearClassifier):
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
     ) -> "DPLogisticRegression":
-        """Plans without records, then runs the plan once: one release.
+        """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features, of shape `(n, d)`.

@@ -110,7 +110,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
     ) -> "DPMLPClassifier":
-        """Plans without records, then runs the plan once: one release.
+        """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features, of shape `(n, d)`.

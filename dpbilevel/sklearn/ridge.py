@@ -96,7 +96,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
     def fit(
         self, X: Any, y: Any, *, key: PRNGKey | None = None, **refused: Any
     ) -> "DPRidge":
-        """Plans without records, then runs the plan once: one release.
+        """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features, of shape `(n, d)`.

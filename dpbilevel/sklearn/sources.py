@@ -116,7 +116,7 @@ class DPSourceReweighting(LinearClassifier):
         key: PRNGKey | None = None,
         **refused: Any,
     ) -> "DPSourceReweighting":
-        """Plans without records, then runs the plan once: one release.
+        """Fit the model: plan without records, then run the plan once.
 
         Args:
             X: Features of the training records, of shape `(n, d)`.
