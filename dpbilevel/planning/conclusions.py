@@ -77,8 +77,18 @@ def reason_of(
     budget: PrivacyBudget,
     twins: list[str],
     starts: Sequence[float],
+    *,
+    own: bool = False,
 ) -> str:
-    """Why the first method is planned, in a few sentences."""
+    """Why the first method is planned, in a few sentences.
+
+    Args:
+        ranked: The best setting of each method.
+        budget: The budget.
+        twins: The names of the synthetic records.
+        starts: The losses of the starting point.
+        own: Whether the synthetic records are those of the caller's function.
+    """
     first = ranked[0]
     single, double = (
         next((trial for trial in ranked if trial.levels == levels), None)
@@ -95,8 +105,8 @@ def reason_of(
     if len(twins) == 1:
         found = "releases the model of the least test loss"
     text = (
-        f"{first.method} {found} on synthetic records ({', '.join(twins)}; where yours "
-        "differ, pass synthetic= in Python)."
+        f"{first.method} {found} on synthetic records ({', '.join(twins)})."
+        f"{'' if own else ' If your data differ, pass synthetic= in Python.'}"
     )
     if first.levels == 2 and single is not None:
         best = f" The best method of one level, {single.method}, misses up to"

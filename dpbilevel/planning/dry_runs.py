@@ -155,9 +155,10 @@ def auto(
         twins: Public distributions that the records may follow; by default those of
             `dpbilevel.planning.twins(problem, records)`. Twins that are more like the
             records lead to a better choice. They must not be fitted to the records.
-        synthetic: In place of `twins`, a function of a typed key and the sizes that
-            returns records as `solve` takes them, `Levels` for two levels: with fields
-            of any names. It must use public knowledge alone.
+        synthetic: In place of `twins`, a function of a typed key and sizes that returns
+            that many, as `solve` takes records, `Levels` for two levels: with fields
+            of any names. The sizes include the test records: twice the records, of two
+            levels twice the upper ones. It must use public knowledge alone.
         effort: `"fast"` or `"thorough"`: how many dry runs.
         neighbours: The neighbouring relation of the guarantee. Under
             add-or-remove-one methods that rest on a certificate are left out.
@@ -226,7 +227,7 @@ def auto(
     return AutoPlan(
         plan.solver,
         plan.report,
-        reason_of(best, budget, [law.name for law in laws], starts)
+        reason_of(best, budget, [law.name for law in laws], starts, own=bool(synthetic))
         + outlook
         + _remark_on(problem, w0),
         best,

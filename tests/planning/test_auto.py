@@ -77,7 +77,7 @@ def test_two_levels_are_planned_where_sources_are_good_or_bad():
     assert plan.pays
     assert isinstance(plan.solver, SelectedSources)
     assert "best method of one level" in plan.reason
-    assert "on synthetic records (GoodOrBad;" in plan.reason
+    assert "(GoodOrBad). If your data differ, pass synthetic=" in plan.reason
 
 
 def test_one_level_is_planned_where_all_records_are_alike():

@@ -34,11 +34,31 @@ def synthetic(key, sizes):
     return dpb.Levels(rows(keys[0], sizes.upper), rows(keys[1], sizes.lower))
 
 
-def test_records_of_any_fields_are_drawn_anew_for_each_test():
-    twin = Synthetic(synthetic).draw(PROBLEM, W0, SIZES, jax.random.key(0))
+def test_test_records_are_further_records_of_the_same_call():
+    calls = []
+
+    def numbered(key, sizes):
+        calls.append(sizes)
+        upper = ones(sizes.upper) | {"t": jnp.arange(12.0)}
+        return dpb.Levels(upper, ones(sizes.lower))
+
+    twin = Synthetic(numbered).draw(PROBLEM, W0, SIZES, jax.random.key(0))
+    assert calls == [dpb.Sizes(12, 9, "disjoint")]
     assert PROBLEM.sizes_of(twin.data, "disjoint") == SIZES
-    assert twin.test["a"].shape == (6, 3)
-    assert not jnp.array_equal(twin.test["a"], twin.data.upper["a"])
+    found = jnp.concatenate([twin.data.upper["t"], twin.test["t"]])
+    assert jnp.array_equal(jnp.sort(found), jnp.arange(12.0))
+    assert not jnp.array_equal(found, jnp.arange(12.0))  # a sorted table is mixed
+
+
+def test_one_level_and_shared_levels_get_twice_the_records():
+    one = dpb.FiniteSum(lambda w, r: (r["a"] @ w - r["t"]) ** 2)
+    twin = Synthetic(rows).draw(one, W0[0], 5, jax.random.key(0))
+    assert twin.data["t"].shape == twin.test["t"].shape == (5,)
+    sizes = dpb.Sizes(5, 5, "shared")
+    shared = Synthetic(lambda key, n: dpb.Levels.shared(rows(key, n.upper)))
+    twin = shared.draw(PROBLEM, W0, sizes, jax.random.key(0))
+    assert PROBLEM.sizes_of(twin.data) == sizes
+    assert twin.test["t"].shape == (5,)
 
 
 def test_fields_that_the_default_records_lack_are_answered_with_a_function():
@@ -51,11 +71,21 @@ def test_fields_that_the_default_records_lack_are_answered_with_a_function():
     [
         ({"synthetic": 3}, TypeError, "synthetic must be a function"),
         ({"synthetic": synthetic, "twins": ()}, ValueError, "got both"),
-        ({"synthetic": lambda k, n: rows(k, 6)}, TypeError, "must be dpbilevel.Levels"),
+        (
+            {"synthetic": lambda k, n: rows(k, 6)},
+            ValueError,
+            "must be dpbilevel.Levels",
+        ),
+        ({"synthetic": lambda key: 1}, TypeError, "synthetic must take two arguments"),
+        (
+            {"synthetic": lambda k, n: {}["a"]},
+            ValueError,
+            "synthetic, asked .* KeyError",
+        ),
         (
             {"synthetic": lambda *_: dpb.Levels(ones(5), ones(9))},
             ValueError,
-            "synthetic must return records of the planned",
+            "synthetic was asked for Sizes.*and returned",
         ),
     ],
 )
