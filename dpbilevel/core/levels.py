@@ -101,7 +101,7 @@ def check_apart(data: Levels) -> None:
     file is refused, and so are two Parquet files with the same bytes.
 
     Raises:
-        ValueError: They do.
+        ValueError: The levels hold the same records.
     """
     upper, lower = (
         [

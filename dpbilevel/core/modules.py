@@ -59,7 +59,7 @@ def arrays_of(
         w0: The initial point, or its shapes.
 
     Returns:
-        The problem on arrays, the arrays, and what is kept; an initial point without
+        The problem on arrays, the arrays, and the kept leaves; an initial point without
         modules, or of arrays alone, is returned as it is, with `None`.
 
     Raises:
@@ -70,7 +70,7 @@ def arrays_of(
     of_modules = any(isinstance(v, eqx.Module) for v in modules)
     if not of_modules or all(map(_is_array, leaves)):
         return problem, w0, None
-    # Of the class itself: a subclass may compute its functions from other fields.
+    # Only the class itself: a subclass may compute its functions from other fields.
     terms = vars(type(problem)).get("terms")
     if terms is None:
         raise TypeError(

@@ -36,8 +36,8 @@ class Run:
     Attributes:
         problem: The problem.
         plan: The plan, for one run.
-        data: The records in a public number of rows: what `solver.step` takes in a loop
-            of your own.
+        data: The records in a public number of rows, as `solver.step` takes them in a
+            loop of your own.
         done: The number of steps done.
         state: The state of the solver. It may hold more than is released.
         key: The key of the steps to come. Secret.
@@ -45,7 +45,7 @@ class Run:
         kept: The leaves of the initial point that are no arrays, if any.
 
     Privacy:
-        All that may be published of a run is `value`, `solution`, `done` and `epsilon`.
+        Only `value`, `solution`, `done` and `epsilon` of a run may be published.
     """
 
     problem: AbstractProblem
@@ -84,9 +84,9 @@ class Run:
     def epsilon(self) -> float:
         """Epsilon of the steps done, at the delta of the plan.
 
-        Releases that `calibrate` took as `before` are only in that of the whole run. It
-        holds if the number of steps was chosen before the run. A run that ends early
-        because of what it showed costs the epsilon of the plan.
+        Releases that `calibrate` took as `before` count in the epsilon of the whole run
+        only. The value holds if the number of steps was chosen before the run. A run
+        that ends early because of a released value costs the epsilon of the plan.
         """
         solver, report = self.plan.solver, self.plan.report
         if self.done == 0 or self.done == self.num_steps:
@@ -130,7 +130,7 @@ def start(
 
     Args:
         problem: The problem of the plan.
-        plan: What `calibrate` returned.
+        plan: The plan, as returned by `calibrate`.
         data: The records, as in `solve`. Under add-or-remove-one they are padded to the
             rows of the plan.
         w0: The initial point.
@@ -183,7 +183,7 @@ def started(
     trajectory: bool,
     kept: Kept | None,
 ) -> Run:
-    """Return what `start` does, without counting it among the runs of this process."""
+    """Return the run as `start` does, without counting it in this process."""
     solver = bound_run(owner, problem, plan.solver, data, w0, key)
     data = rows_of(solver, data, key, owner)
     state = solver.init(problem, w0)
@@ -274,7 +274,7 @@ def resume(
         problem: The same problem; its losses are compared by the compiled program.
         plan: The same plan; calibrate again with the same arguments.
         data: The same records; a hash of them is compared.
-        w0: The initial point, of which only the shape is read.
+        w0: The initial point; only its shape is read.
 
     Raises:
         TypeError: As in `start`.
@@ -285,7 +285,7 @@ def resume(
     saved = checkpoint.read(Path(folder))
     problem, w0, kept = arrays_of("resume", problem, w0)
     options: Any = {"trajectory": len(saved.path) > 0, "kept": kept}
-    # The same release as where it began, which counted it.
+    # This continues a release that was counted when it began.
     run = started("resume", problem, plan, data, w0, key=saved.key, **options)
     saved = resume_run(Path(folder), saved, run._checkpoint())
     state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
@@ -317,7 +317,7 @@ def _arguments(run: Run) -> tuple[Any, ...]:
 
 
 def _fingerprint(run: Run) -> dict[str, Any]:
-    """Return what the bits of a run depend on. SECRET: it holds a hash of records."""
+    """Return all that decides the bits of a run. SECRET: it holds a hash of records."""
     records = hashlib.sha256()
     for leaf in jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk)):
         stored = isinstance(leaf, OnDisk)

@@ -1,4 +1,4 @@
-"""Estimators have no seed: who knows it can subtract the noise."""
+"""Refusal of seeds: a person who knows the seed can subtract the noise."""
 
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ def refuse(owner: str, given: dict[str, Any]) -> None:
     """Refuse arguments that other estimators have, with advice.
 
     Raises:
-        TypeError: There are any; the first one is named.
+        TypeError: There is such an argument; the first one is named.
     """
     for name in given:
         reason = _WHY.get(name, "there is no such argument.")

@@ -33,7 +33,7 @@ class Plan(Generic[Solver]):
         return f"{kind}({method}, {self.report.claim})"
 
     def rows(self) -> dict[str, object]:
-        """Return what a notebook shows of the plan, by name."""
+        """Return the rows that a notebook shows of the plan, by name."""
         solver = self.solver
         method = {"method": type(solver).__name__, "steps": solver.num_steps}
         return method | {"sizes": solver.sizes} | self.report.rows()
@@ -77,11 +77,11 @@ class Solution(eqx.Module, Generic[Report]):
     def __repr__(self) -> str:
         """Return the shapes of the answer and the guarantee."""
         parts = [f"{name}={value}" for name, value in self._shapes().items()]
-        report: Any = self.report  # whose type depends on the call
+        report: Any = self.report  # its type depends on the call
         return f"Solution({', '.join(parts + ([report.claim] if report else []))})"
 
     def _repr_html_(self) -> str:
-        report: Any = self.report  # whose type depends on the call
+        report: Any = self.report  # its type depends on the call
         return table("Solution", self._shapes() | (report.rows() if report else {}))
 
     def _shapes(self) -> dict[str, object]:

@@ -93,8 +93,8 @@ class AbstractSolver(Checked, Generic[Problem, State]):
     def ledger_of_steps(self, problem: Problem, sizes: Any, done: int) -> Ledger:
         """Return the releases of the first `done` steps, at least 1.
 
-        By default those of the whole run, more than were made. A solver whose steps all
-        make the same releases overrides it.
+        The default is all releases of the run, which are more than were made. A solver
+        whose steps all make the same releases overrides it.
         """
         del done
         return self.ledger(problem, sizes)

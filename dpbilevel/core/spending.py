@@ -22,17 +22,17 @@ class Run:
     """A run that was started: spent, whether or not it ever finished.
 
     Attributes:
-        started: When, in UTC.
+        started: Time of the start, in UTC.
         epsilon: The plan's epsilon, or that of the first part of a run if no more was
             begun; infinite where none is claimed.
         delta: The plan's delta.
         relation: The neighbouring relation.
-        people: Who may have records in which level; empty for one level.
+        people: Relation of the people in the levels; empty for one level.
         config: The SHA-256 of the config.
         resumed: How often it was resumed: the same release, no further cost.
         finished: Whether its result was written.
         number: Its number in the folder, as recorded.
-        stopped: What its check of the records released, if it stopped after that.
+        stopped: Released result of its check, if the run stopped after the check.
     """
 
     started: str

@@ -28,11 +28,11 @@ class ProcessRun:
     """A private run of this process. Public in all its parts.
 
     Attributes:
-        method: What was called, and the solver.
+        method: The called function, and the solver.
         epsilon: The epsilon of its plan; infinite if none is claimed.
         delta: The delta of its plan.
         relation: The neighbouring relation.
-        people: Who may have records in which level; empty for one level.
+        people: Relation of the people in the levels; empty for one level.
         records: The public number of records, and the shapes of their parts.
         times: How often it was made without another run in between.
     """
@@ -148,13 +148,12 @@ _process = _Process()
 def spent() -> ProcessSpending:
     """Return the private runs of this process that released something, and their total.
 
-    Counted are the fits of estimators and of `PrivateSearch`, `fit`, `solve`,
+    The total counts the fits of estimators and of `PrivateSearch`, `fit`, `solve`,
     `minimize`, `AskTell` and studies. Each counts in full from its first release on,
     even if it is interrupted later. A call that JAX traces is not seen:
     `jax.jit(solve)` runs a compiled program, `jax.vmap(solve)` several runs at once.
-    Runs of other processes, such as those of the command line and of parallel
-    workers, are not seen either; `dpbilevel.search.spent(folder)` counts runs by
-    their folders.
+    Runs of other processes, such as those of the command line and of parallel workers,
+    are not seen either; `dpbilevel.search.spent(folder)` counts runs by their folders.
 
     Privacy:
         As in `ProcessSpending`. Runs and totals are public.
@@ -186,7 +185,7 @@ def begun(
     Call it before anything of the run can reach the user.
 
     Args:
-        method: What was called.
+        method: The called function.
         relation: The neighbouring relation.
         costs: Its epsilon and delta.
         sizes: The planned numbers of records.
@@ -238,7 +237,7 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, 
         problem: The problem.
         solver: The solver as the caller gave it.
         sizes: The numbers of records.
-        owner: What was called.
+        owner: The called function.
     """
     with _process.lock:
         known = _process.costs_of(solver)
@@ -250,7 +249,7 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, 
     try:
         ledger = solver.with_sizes(sizes).ledger(problem, sizes)
         epsilon = ledger.epsilon(delta)
-    except ValueError:  # not calibrated, as the run itself will say
+    except ValueError:  # not calibrated: the run itself raises the error
         return math.inf, delta
     print(
         f"{owner}: without a plan, this run costs epsilon = {rounded_up(epsilon)} at "

@@ -211,18 +211,18 @@ def if_converged(
 ) -> PyTree:
     r"""Return `tree`, or NaN where `y` does not minimize the objective.
 
-    It does where $\|\nabla_y g\|$ is at most `tolerance` times the larger of 1 and
+    `y` does so if $\|\nabla_y g\|$ is at most `tolerance` times the larger of 1 and
     $\|\nabla^2_{yy} g\, y\|$; `None` skips the check.
 
     Args:
         owner: The name of the function in an error.
-        tree: What is returned.
+        tree: The value to return.
         y: The lower variable.
-        linearized: What `linearized` returned at `y`.
+        linearized: The result of `linearized` at `y`.
         tolerance: The tolerance.
 
     Raises:
-        ValueError: It does not, and the values are known: outside `jax.jit`.
+        ValueError: `y` does not minimize the objective, outside `jax.jit`.
     """
     if tolerance is None:
         return tree

@@ -132,14 +132,16 @@ def auto(
     times that of parameters is above 5 million, `effort="fast"` tries every second
     setting and makes a third of the runs.
 
-    Methods are compared by the missed share of the possible improvement: among those
-    whose worst case over the twins is within 8 percentage points of the smallest one,
-    that of the least mean is planned, but a method of one level is preferred where its
-    worst case and its mean are within 3 points of the smallest ones. Dry runs with
-    larger budgets then estimate from which epsilon on two levels would be planned.
+    Methods are compared by the missed share of the possible improvement. Candidates are
+    methods whose worst case over the twins is within 8 percentage points of the
+    smallest one. The candidate with the least mean is planned. A method of one level is
+    preferred if its worst case and its mean are within 3 points of the smallest ones.
+    Dry runs with larger budgets then estimate from which epsilon on two levels would be
+    planned.
 
     Args:
-        problem: A `FiniteSum`, a `BilevelProblem`, or that of `source_weighting`.
+        problem: A `FiniteSum`, a `BilevelProblem`, or the problem of
+            `source_weighting`.
         budget: The guarantee to reach.
         sizes: As for `calibrate`.
         w0: The starting point.
@@ -164,7 +166,7 @@ def auto(
             add-or-remove-one methods that rest on a certificate are left out.
         precision: As for `calibrate`. Dry runs are in `"float"`: the distribution of
             the noise is the same up to rounding.
-        seed: Of the synthetic records and their noise, which protect no records.
+        seed: Seed of the synthetic records and their noise, which protect no records.
         progress: Called after every dry run on all twins with the number of runs done
             and the number planned so far.
         before: As for `calibrate`.
@@ -264,7 +266,7 @@ def _laws(
 
     Raises:
         ValueError: None was passed, or both twins and a function.
-        TypeError: What was passed is no twin, or no function.
+        TypeError: An argument is no twin, or no function.
     """
     if synthetic is not None:
         _checks.function("auto", synthetic=synthetic)

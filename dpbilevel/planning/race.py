@@ -86,7 +86,7 @@ def race(
 def _most_runs(
     settings: Mapping[str, int], rounds: tuple[int, ...], number: int
 ) -> int:
-    """Return the most runs from round `number` on: no method is left out any more.
+    """Return the largest possible number of runs from round `number` on.
 
     The total that is shown never grows, so the share that is done never falls.
     """

@@ -228,7 +228,7 @@ def _log(masses):
 
 
 def _saddle(values, logs) -> float:
-    """Return the tilt that gives a term mean zero; none if its mean is positive.
+    """Return the tilt that gives a term mean zero; zero if its mean is positive.
 
     Any tilt is valid. The last value is positive.
     """

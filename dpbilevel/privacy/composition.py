@@ -17,11 +17,11 @@ from .losses import AbstractLoss
 _TILTS = 96
 # Standard deviations at which single losses are cut off.
 _REACHES = np.array([4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 15.0, 20.0, 30.0, 37.0])
-# The grid of losses: what part of delta it may add, and the numbers of its cells.
+# The grid of losses: the part of delta that it may add, and its numbers of cells.
 _MOST_ADDED, _CELLS, _MOST_CELLS = 5e-3, 2**16, 2**21
 _UNIT = 2.0**-52
-_FAR = 25.0  # nats that count as nothing
-_LEAST = -60.0  # the logarithm of a delta below which none is told from another
+_FAR = 25.0  # a factor of exp(-25) is negligible
+_LEAST = -60.0  # logarithm of the least delta that is resolved
 
 
 class Composition:
@@ -65,12 +65,12 @@ class Composition:
         tilts, logs = self.tilts, self.logs
         if np.min((logs[-1] - tilts * (epsilon + _FAR))[:_TILTS]) < -_FAR:
             return 1.0  # hardly any loss is so small
-        if epsilon >= self.most:  # none is so large but those that are cut off
+        if epsilon >= self.most:  # only losses that are cut off are so large
             return min(1.0, float(self.beyond[-1]))
         up = tilts[_TILTS + 1 : -1]
         heights = logs[:, _TILTS + 1 : -1] - up * epsilon - np.log(up * (up + 1))
         heights = np.maximum(heights, _LEAST)
-        with np.errstate(divide="ignore"):  # what is cut off must not be felt
+        with np.errstate(divide="ignore"):  # the mass cut off must be negligible
             cut = np.maximum(np.log(self.beyond) + 16, 2 * _LEAST)
         costs = np.logaddexp(heights, cut[:, None])
         best = divmod(int(np.argmin(costs)), len(up))
@@ -95,8 +95,8 @@ class Composition:
         place += _TILTS + 1
         logs, tilt, log = self.logs[reach], self.tilts[place], self.logs[reach, place]
         less, more = self.tilts[:place], self.tilts[place + 1 :]
-        # Chernoff bounds: outside of the window the weighed law has nothing, nor has
-        # the law itself above it.
+        # Chernoff bounds: the mass of the weighed law outside of the window is
+        # negligible, and so is the mass of the law itself above the window.
         low = np.max((log - logs[:place] - _FAR) / (tilt - less))
         weighed = (logs[place + 1 :] - log + _FAR) / (more - tilt)
         ends = (logs[place + 1 :] - height + _FAR) / more
@@ -162,7 +162,7 @@ class _Law:
 
 
 def _norm(values) -> float:
-    # Not by a library of linear algebra, whose threads wait for each other.
+    # No linear algebra library is used, because its threads wait for each other.
     return math.sqrt(np.sum(values * values))
 
 

@@ -21,7 +21,7 @@ def copies(files: Iterable[Path]) -> list[list[Path]]:
     Privacy:
         Reads the records, so an error that tells of a copy is not protected.
     """
-    groups = [[file for file in files if file.is_file()]]  # no pipes
+    groups = [[file for file in files if file.is_file()]]  # pipes are left out
     for read in (_size, _ends, _digest):
         groups = [some for group in groups for some in _grouped(group, read)]
     return groups

@@ -26,27 +26,27 @@ _MOST_PASSES = 4  # at a time, by one compiled program
 class OnDisk(_checks.AbstractStored):
     """Records on disk; make them by `OnDisk.parquet(...)` or `OnDisk.arrays(...)`.
 
-    Every pass reads them, for data larger than memory. They stand where records stand:
+    Every pass reads them, for data larger than memory. Pass them in place of records:
     `fit(problem, solver, OnDisk.parquet(...), w0, ...)`, `Levels(upper=...,
     lower=OnDisk.parquet(...))`, `solve`, `clipped_mean`. Only `FullBatch` draws from
     them. A pass reads chunks of a public number of rows in their order, the next one
     while one is worked on; no more than a few chunks are in memory, of about 32 MiB on
-    a CPU. `OnDisk.parquet` and `OnDisk.arrays` read shapes, and whether there are
-    nulls or copies of a file.
+    a CPU. `OnDisk.parquet` and `OnDisk.arrays` read shapes, and whether there are nulls
+    or copies of a file.
 
     Attributes:
-        guard: An array without axes, so that what takes rows of arrays fails.
+        guard: An array without axes, so that functions of rows of arrays fail.
         rows: The number of rows that a pass runs over. Public. Static.
-        store: Where the records lie. Static.
-        structure: That of the records as a pytree. Static.
-        progress: What is called in every pass. Static.
+        store: Storage of the records. Static.
+        structure: Pytree structure of the records. Static.
+        progress: Function that is called in every pass. Static.
 
     Privacy:
-        What is released is what the same records in memory release, on the grid bit for
-        bit (docs/out_of_core.md). Errors, and what `progress` is called with, depend on
-        files and sizes, not on the values of records. Not protected is that a column
-        with nulls is refused, and so is a copy of a Parquet file. How long a pass takes
-        is covered by no guarantee.
+        The releases are those of the same records in memory, on the grid bit for bit
+        (docs/out_of_core.md). Errors, and what `progress` is called with, depend on
+        files and sizes, not on the values of records. It is not protected whether a
+        column has nulls, or whether two Parquet files are copies: both are refused. The
+        duration of a pass is covered by no guarantee.
     """
 
     guard: Bool[Array | np.ndarray, ""]
@@ -102,9 +102,9 @@ class OnDisk(_checks.AbstractStored):
 
         Args:
             paths: A file, or several whose rows follow each other.
-            columns: What a record is made of: a column for a number, a list of columns
-                for a vector, as in `{"features": ["age", "income"], "label": "paid"}`.
-                They hold numbers or truth values; a vector has their common dtype.
+            columns: The parts of a record: a column for a number, a list of columns for
+                a vector, as in `{"features": ["age", "income"], "label": "paid"}`. They
+                hold numbers or truth values; a vector has their common dtype.
             progress: Called with the rows read so far and all rows, in every pass.
 
         Returns:

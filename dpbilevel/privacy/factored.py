@@ -71,7 +71,7 @@ class Factored(eqx.Module):
 
     def dense(self) -> Array:
         """The array of one record."""
-        # Summed in float32 at least and not rounded to less, as the factors are not.
+        # The sum is in float32 at least, and is not rounded to fewer bits.
         left, right = (v.astype(wide(self.dtype)) for v in (self.left, self.right))
         return self.folded(jnp.einsum("tp,tq->pq", left, right))
 
@@ -172,7 +172,7 @@ class SparseRows(eqx.Module):
         rows = _widened(self.rows)
         merge = (same & first[:, None]).astype(rows.dtype)
         spread = jnp.expand_dims(kept, range(1, rows.ndim))
-        rows = jnp.where(spread, rows, 0)  # what is dropped may hold anything
+        rows = jnp.where(spread, rows, 0)  # dropped entries may hold anything
         rows = jnp.tensordot(merge, rows, 1, precision="highest")
         return dataclasses.replace(self, rows=rows)
 

@@ -95,7 +95,7 @@ class Ledger:
         return 1.0 if unproved else self.delta_if_proved(epsilon)
 
     def delta_if_proved(self, epsilon: float, *, rough: bool = False) -> float:
-        """Return the delta if every sampler met its target, to choose the noise by.
+        """Return the delta if every sampler met its target, for the choice of noise.
 
         Args:
             epsilon: As in `delta`.
@@ -117,8 +117,8 @@ class Ledger:
         # At the end the failures alone cost a delta of 1.
         ends = 0.0, min(epsilon, -math.log(min(failure, 1.0)))
         smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
-        # Which rows a batch leaves out depends on no record, so that a full batch
-        # bounds the cost of those that overflow, too.
+        # The rows that a batch leaves out depend on no record. A full batch therefore
+        # also bounds the cost of batches that overflow.
         whole = [accounting.full_batch_mu(event) for event in events]
         most = 1.0 if None in whole else float(gaussian_delta(max(whole), epsilon))
         return min(here, float(smaller.fun), most)
@@ -160,7 +160,7 @@ class Ledger:
     def part(self, done: int, steps: int) -> "Ledger":
         """Return the releases of the first `done` of `steps` equal steps.
 
-        A release that is not made equally often in every step counts whole.
+        A release that is not made equally often in every step counts in full.
         """
         releases = tuple(
             dataclasses.replace(r, count=r.count // steps * done)

@@ -158,7 +158,7 @@ def check_rows(owner: str) -> None:
 
 @functools.cache
 def _mixed(device: Any) -> tuple[str, ...]:
-    """Return what mixes records; in a thread without the caller's contexts."""
+    """Return the mixing operations, found in a thread without the caller's contexts."""
 
     def found() -> tuple[str, ...]:
         with jax.default_device(device):

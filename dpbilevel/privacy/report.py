@@ -126,7 +126,7 @@ class PrivacyReport:
         return f"PrivacyReport({self.claim})"
 
     def rows(self) -> dict[str, object]:
-        """Return what a notebook shows of the report, by name."""
+        """Return the rows that a notebook shows of the report, by name."""
         return {
             "guarantee": self.claim,
             "releases": sum(row["count"] for row in self.ledger),

@@ -130,11 +130,11 @@ class Shards:
 def shards_of(records: PyTree) -> Shards:
     """Return how records are distributed over devices.
 
-    It is known by the types of arrays in a mesh of explicit axes, and outside of
-    `jax.jit` by the arrays themselves. Elsewhere there are as many parts as there may
-    be devices: the number of devices that rows are spread over divides both that of the
-    rows and, in a mesh of all devices, that of the devices, so that every part of
-    consecutive rows is on one device.
+    The distribution is known from the types of arrays in a mesh of explicit axes, and
+    outside of `jax.jit` from the arrays themselves. Elsewhere there are as many parts
+    as there may be devices: the number of devices that rows are spread over divides
+    both that of the rows and, in a mesh of all devices, that of the devices, so that
+    every part of consecutive rows is on one device.
     """
     leaves = jax.tree.leaves(records)
     found = [_shards(leaf) for leaf in leaves]

@@ -30,11 +30,11 @@ class AbstractStore(abc.ABC):
     """Storage of records; every read returns the same records.
 
     Attributes:
-        count: How many there are.
+        count: Number of records.
         kinds: For each leaf of the records, the shape of one record and the dtype.
-        files: The files that they lie in.
-        tables: Those of these files that hold whole records, and at least one.
-        arrays: The arrays that they are read from, if any.
+        files: Files that hold the records.
+        tables: The files that hold whole records, at least one in each.
+        arrays: Arrays that hold the records, if any.
         order: The order of the entries of arrays that are fast to fill, `"C"` or `"F"`.
     """
 
@@ -356,10 +356,10 @@ def _opening(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return which file it is, and what changes if the file does.
+    """Return the identity of a file, and a time that changes with its content.
 
-    The time of the last change of the inode is the only one that no program can set
-    back: `os.utime` restores that of the content after a rewrite.
+    Only the inode change time cannot be set back by a program: after a rewrite
+    `os.utime` can restore the modification time.
     """
     with _opening(path):
         about = path.stat()

@@ -22,9 +22,9 @@ from .run import planned
 class AskTell:
     """A search in steps: `ask` names points, `tell` takes everyone's losses there.
 
-    What `minimize` does, with evaluations that are made elsewhere: on a cluster, by
-    another process, days later. With the same losses and the same key it releases
-    what `minimize` does, bit for bit; both with a folder, or both without one.
+    It works like `minimize`, but the evaluations are made elsewhere: on a cluster, by
+    another process, days later. With the same losses and the same key it makes the
+    releases of `minimize`, bit for bit, if both have a folder or both have none.
 
     Args:
         problem: The black box; its `losses` may be `None`, and are not called.
@@ -33,10 +33,10 @@ class AskTell:
         key: One typed key; consumed by this search.
         budget: The guarantee to reach: the solver is calibrated first.
         precision: As in `calibrate`; read with `budget` only.
-        folder: Where to keep losses as they are told, and a checkpoint of every step. A
-            later object with the same arguments and folder goes on where this one
-            stopped, in this process or another one; after the end it has the result.
-            It is locked until the search is done, closed or no longer referred to.
+        folder: Folder for the losses that are told, and for a checkpoint of every step.
+            A later object with the same arguments and folder goes on where this one
+            stopped, in this process or another one; after the end it has the result. It
+            is locked until the search is done, closed or no longer referred to.
 
     Raises:
         TypeError: As `minimize`.
@@ -87,7 +87,7 @@ class AskTell:
         Until `tell` has taken losses, every call returns the same points.
 
         Raises:
-            ValueError: The search was closed, or is that of a process from which this
+            ValueError: The search was closed, or belongs to the process from which this
                 one was forked, or the folder's lock file was deleted or replaced.
             OSError: The disk refuses.
         """

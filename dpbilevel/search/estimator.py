@@ -155,10 +155,10 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
         progress: bool = False,
         **refused: Any,
     ) -> "PrivateSearch":
-        """Searches, then fits the estimator to the training records.
+        """Search, then fit the estimator to the training records.
 
-        Where the estimator refuses a validation row, that row counts for nothing, and
-        where it cannot be fitted at some parameters, all rows do.
+        If the estimator refuses a validation row, that row counts for nothing. If it
+        cannot be fitted at some parameters, all rows count for nothing.
 
         Args:
             X: Training inputs, not protected: an array, a sparse matrix or a data
@@ -167,8 +167,8 @@ class PrivateSearch(Seedless, MetaEstimatorMixin, BaseEstimator):
             validation: `(X, y)` of the private records, of the kinds and columns of
                 the training ones.
             key: One typed key; by default a new one of the operating system's.
-            folder: Where evaluations are kept, so that a stopped search goes on with
-                the same arguments and the same validation records in the same order; it
+            folder: Folder of the evaluations. A stopped search continues with the same
+                arguments and the same validation records in the same order. The folder
                 holds losses and is secret until the search is done.
             progress: Whether to show a progress bar.
             **refused: No further argument: `random_state` raises with the reason.

@@ -102,11 +102,11 @@ class Folder:
         return saved
 
     def losses(self, step: int, number: int, point: Point) -> Losses | None:
-        """What was kept of an evaluation; `None` where nothing was.
+        """Return the stored evaluation, or `None` if there is none.
 
         Raises:
-            ValueError: What was kept is damaged, or from another point; or the lock of
-                the folder was lost.
+            ValueError: The stored evaluation is damaged, or from another point; or the
+                lock of the folder was lost.
             OSError: The disk refuses.
         """
         file = self._evaluation(step, number)
@@ -145,8 +145,8 @@ class Folder:
         """Write the result: released values and public ones only.
 
         Args:
-            solution: What was released.
-            noisy: The points whose noisy losses were, and these.
+            solution: The released solution.
+            noisy: The points whose noisy losses were released, and these losses.
 
         Raises:
             ValueError: The lock of the folder was lost.

@@ -47,17 +47,17 @@ def minimize(
         problem: The black box.
         solver: A solver that asks for losses: calibrated, or with `budget` any.
         w0: The starting point, one vector, public or already private; projected onto
-            the set. What searches the whole box takes its shape only.
+            the set. A solver that searches the whole box takes its shape only.
         key: One typed key; consumed by this run, or not used if it resumes another. In
             a program of several processes the same one in all of them.
         budget: The guarantee to reach: the solver is calibrated first, on the
             problem's number of records, and its own noise is replaced.
         precision: As in `calibrate`; read with `budget` only.
-        folder: Where to keep every evaluation as it is made. A later call with the same
-            arguments and folder goes on where the run was interrupted, without
-            evaluating again; one after the end returns the finished result. Needs
-            `budget`, so that the folder can say what its run costs, and
-            `BlackBox.records`, so that no run goes on with other records.
+        folder: Folder for every evaluation. A later call with the same arguments and
+            folder continues an interrupted run without evaluating again; after the end
+            it returns the finished result. Needs `budget`, so that the folder can say
+            what its run costs, and `BlackBox.records`, so that no run goes on with
+            other records.
         progress: Whether to show a bar of steps and evaluations; needs tqdm.
         trajectory: Whether to return the released iterates.
 

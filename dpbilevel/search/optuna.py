@@ -73,8 +73,8 @@ def optimize_study(
     The objective returns the loss of every validation record, not their mean. As in
     `Study.optimize`, trials that were queued (`Study.enqueue_trial`) are evaluated
     first, and every evaluation has a trial of the study, which is `RUNNING` meanwhile
-    and whose number the objective sees. What the objective reports or sets on the trial
-    it is given (an `optuna.trial.FixedTrial`) reaches no storage. In the study
+    and whose number the objective sees. Values that the objective reports or sets on
+    its trial (an `optuna.trial.FixedTrial`) are not stored. In the study
 
     - each point whose noisy loss the solver releases is a finished trial with that
       value: all points of `NoisyUCB`, the best of `RepeatAndSelect`;

@@ -118,7 +118,7 @@ class RepeatAndSelect(
 
     @override
     def noisy_losses(self, state: BestRun) -> tuple[Array, Array]:
-        """Return that of the best run, after the last; none if nothing was repeated."""
+        """Return the best run after the last step; none if nothing was repeated."""
         last = state.t == self.num_steps
         shown = int(last & jnp.isfinite(state.best_value))
         return state.w[None][:shown], state.value[None][:shown]

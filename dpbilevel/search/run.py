@@ -33,13 +33,13 @@ _COPIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has evaluated nothing; with a report where it was calibrated here.
+    """A run that has evaluated nothing; with a report if it was calibrated here.
 
     Attributes:
         owner: What to name in an error.
-        problem: Without its losses: what is compiled must not read them, and need not
-            keep them alive.
-        solver: Calibrated, and bound to the problem's number of records.
+        problem: The problem without its losses: compiled code must not read them, and
+            need not keep them alive.
+        solver: The solver, calibrated and bound to the problem's number of records.
         report: Its guarantee.
         costs: Its epsilon and delta.
         first: The run before its first step.

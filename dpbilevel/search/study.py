@@ -15,7 +15,7 @@ from ..privacy.report import rounded_up
 from .ask_tell import AskTell
 
 # User attributes of trials.
-_RELEASE = "release"  # tells the releases of a search from all others
+_RELEASE = "release"  # identifies the search of a release
 _UNKNOWN = "not released"
 
 
@@ -23,7 +23,7 @@ class StudyTrials:
     """The trials of one search in a study: one for every evaluation.
 
     Args:
-        owner: What to name in an error.
+        owner: Name for error messages.
         study: The study.
         distributions: The parameters that are declared.
         optuna: The module.
@@ -45,8 +45,8 @@ class StudyTrials:
             own: Whether answers of earlier searches, which wait too, are counted.
 
         Raises:
-            ValueError: One has a parameter that is not declared, or a value outside of
-                its distribution.
+            ValueError: A trial has a parameter that is not declared, or a value outside
+                of its distribution.
         """
         waiting = self._study.get_trials(deepcopy=False, states=(self._states.WAITING,))
         waiting = [v for v in waiting if own or _RELEASE not in v.user_attrs]
@@ -73,7 +73,7 @@ class StudyTrials:
         return [dict(trial.params) for trial in self._taken]
 
     def give_up(self, *, queue_again: bool) -> None:
-        """Let those trials fail that were taken from the queue and not evaluated."""
+        """Mark trials that were taken from the queue and not evaluated as failed."""
         while self._taken:
             trial = self._taken.pop(0)
             self._study.tell(trial, state=self._states.FAIL)
@@ -86,7 +86,7 @@ class StudyTrials:
         Args:
             search: The search before its next evaluation.
             shown: Whether the loss of every evaluation is released.
-            folder: That of the search.
+            folder: The folder of the search.
         """
         self._name, self._shown = _name_of(folder), shown
         report = search.report
@@ -101,7 +101,7 @@ class StudyTrials:
             release = str(trial.user_attrs.get(_RELEASE, self._name))
             others += not release.startswith(self._name)
             if trial.state == self._states.RUNNING and self._owns(trial):
-                # Of a process that was killed; the folder's lock lets no other be here.
+                # It is of a killed process: the folder's lock excludes any other.
                 self._study.tell(trial.number, state=self._states.FAIL)
         if others and search.result is None:
             warnings.warn(
@@ -124,7 +124,7 @@ class StudyTrials:
         """Call the objective in a trial of the study, and tell the search its losses.
 
         Raises:
-            ValueError: The objective suggests what is not declared, or as `AskTell`.
+            ValueError: The objective suggests an undeclared parameter, or as `AskTell`.
         """
         index = len(search.noisy_losses[1])
         number = self._begun(index, params)
@@ -152,7 +152,7 @@ class StudyTrials:
     def finish(
         self, answer: dict[str, Any], released: list[tuple[dict[str, Any], float]]
     ) -> None:
-        """Add what was released and is not in the study yet.
+        """Add the releases that are not in the study yet.
 
         Args:
             answer: The parameters of the answer.
@@ -186,7 +186,7 @@ class StudyTrials:
             return trial.number
         running = self._states.RUNNING
         # The accounting covers the points of all evaluations only if it covers their
-        # losses: of hidden runs not even the place of the selected one may be told.
+        # losses. If runs are hidden, the index of the selected run must be hidden, too.
         trial = self._optuna.trial.create_trial(
             state=running,
             params=params if self._shown else {},
@@ -209,7 +209,7 @@ class StudyTrials:
 
 
 def _name_of(folder: Path | str | None) -> str:
-    """Return what tells a search from all others; the same if it goes on."""
+    """Return an identifier of a search; a resumed search has the same one."""
     if folder is None:
         return uuid.uuid4().hex
     path = Path(folder).resolve()
@@ -218,7 +218,7 @@ def _name_of(folder: Path | str | None) -> str:
 
 
 def _declared(owner: str, distributions: dict[str, Any], optuna: Any) -> Any:
-    """Return the class of trials that suggest what is declared and nothing else."""
+    """Return a class of trials that suggest declared parameters only."""
 
     class DeclaredTrial(optuna.trial.FixedTrial):
         """A trial that has no study, and refuses what `distributions` does not have."""

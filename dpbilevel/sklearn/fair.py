@@ -40,24 +40,24 @@ class FairClassifier(LinearClassifier):
         radius: Of the ball of models about the origin, in units of the rows.
         max_iter: The number of steps.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
-        size: A public number of records to plan for, where theirs is private.
-        check_records: Whether to release, for a hundredth of the squared budget, how
-            usable the records are; see docs/estimators.md.
+        size: A public number of records to plan for, if their number is private.
+        check_records: Whether to release the fraction of usable records, for a
+            hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
         intercept_: Of shape `(1,)` or `(k,)`.
         classes_: The declared classes, sorted.
         groups_: The declared groups, sorted.
-        group_weights_: The released weight of each, of sum 1: of the group that is
-            worst off the largest, where that is worth its noise.
+        group_weights_: The released weights of the groups, of sum 1. The group that is
+            worst off has the largest weight, if that is worth its noise.
         n_iter_: The number of steps.
-        records_usable_: The released share of records that can be used.
-        records_check_: All that was released of the records, column by column.
+        records_usable_: The released fraction of records that can be used.
+        records_check_: All released values of the check, column by column.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
-        feature_names_in_: The names of the columns, where X has any.
+        feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
         `max_iter` releases of gradient and losses, enforced by clipping. Under

@@ -36,21 +36,21 @@ class DPLogisticRegression(LinearClassifier):
         clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
             large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
-        size: A public number of records to plan for, where theirs is private.
-        check_records: Whether to release, for a hundredth of the squared budget, how
-            usable the records are; see docs/estimators.md.
+        size: A public number of records to plan for, if their number is private.
+        check_records: Whether to release the fraction of usable records, for a
+            hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
         intercept_: Of shape `(1,)` or `(k,)`.
         classes_: The declared classes, sorted.
         n_iter_: The number of steps.
-        records_usable_: The released share of records that can be used.
-        records_check_: All that was released of the records, column by column.
+        records_usable_: The released fraction of records that can be used.
+        records_check_: All released values of the check, column by column.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
-        feature_names_in_: The names of the columns, where X has any.
+        feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
         `n_iter_` noisy gradients, enforced by clipping. Under replace-one the number

@@ -50,9 +50,9 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         learning_rate_init: The step size of Adam, which is fed with noisy gradients.
         clip_norm: The bound on one record's gradient.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
-        size: A public number of records to plan for, where theirs is private.
-        check_records: Whether to release, for a hundredth of the squared budget, how
-            usable the records are; see docs/estimators.md.
+        size: A public number of records to plan for, if their number is private.
+        check_records: Whether to release the fraction of usable records, for a
+            hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
         coefs_: The matrices of the layers.
@@ -60,12 +60,12 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         classes_: The declared classes, sorted.
         n_iter_: The number of steps.
         n_layers_: The number of layers, those of features and classes included.
-        records_usable_: The released share of records that can be used.
-        records_check_: All that was released of the records, column by column.
+        records_usable_: The released fraction of records that can be used.
+        records_check_: All released values of the check, column by column.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
-        feature_names_in_: The names of the columns, where X has any.
+        feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
         `max_iter` noisy gradients, each clipped record by record. Under replace-one the

@@ -45,19 +45,19 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         clip_norm: The bound on one record's gradient, in units of half the width of
             `target_bounds`. `"auto"`: as large as the noise admits.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.
-        size: A public number of records to plan for, where theirs is private.
-        check_records: Whether to release, for a hundredth of the squared budget, how
-            usable the records are; see docs/estimators.md.
+        size: A public number of records to plan for, if their number is private.
+        check_records: Whether to release the fraction of usable records, for a
+            hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(d,)`.
         intercept_: A number.
         n_iter_: The number of steps.
-        records_usable_: The released share of records that can be used.
-        records_check_: All that was released of the records, column by column.
+        records_usable_: The released fraction of records that can be used.
+        records_check_: All released values of the check, column by column.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
-        feature_names_in_: The names of the columns, where X has any.
+        feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
         As `DPLogisticRegression`; a record whose target is not a finite number is

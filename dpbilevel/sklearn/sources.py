@@ -48,25 +48,25 @@ class DPSourceReweighting(LinearClassifier):
             `bilevel.SelectedSources`, which needs no dry runs.
         effort: `"fast"` or `"thorough"`, of the dry runs.
         verbose: Whether to show a bar of the dry runs on stderr; needs tqdm.
-        check_records: Whether to release, for a hundredth of the squared budget, how
-            usable the records are; see docs/estimators.md.
+        check_records: Whether to release the fraction of usable records, for a
+            hundredth of the squared budget; see docs/estimators.md.
 
     Attributes:
         coef_: Of shape `(1, d)` for two classes, else `(k, d)`.
         intercept_: Of shape `(1,)` or `(k,)`.
         classes_: The declared classes, sorted.
         sources_: The declared sources, sorted.
-        source_weights_: The released weight of each, of sum 1; all alike where the
-            method has one level.
+        source_weights_: The released weights of the sources, of sum 1; all are equal if
+            the method has one level.
         plan_: The `planning.AutoPlan` with its reason, or the `Plan` of `solver`.
         two_levels_pay_: Whether the dry runs chose a method of two levels; `None` with
             a `solver` that was given.
-        records_usable_: The released share of records that can be used.
-        records_check_: All that was released of the records, column by column.
+        records_usable_: The released fraction of records that can be used.
+        records_check_: All released values of the check, column by column.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
-        feature_names_in_: The names of the columns, where X has any.
+        feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
         One run of the planned solver. Training and clean records are both protected,
