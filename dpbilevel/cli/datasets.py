@@ -112,7 +112,7 @@ class TableData(FeatureData):
         return Records(features, label, found, group, marks)
 
     def cell_marks(self, table: Table) -> dict[str, np.ndarray]:
-        """Return how the cells of each checked column fit the config. NON-PRIVATE."""
+        """Return the marks of the cells of each checked column. NON-PRIVATE."""
         found = {self.label.column: self.label.fits(table)}
         for block in self.numeric:
             for name, mean, scale in block.constants:

@@ -205,7 +205,7 @@ class CsvFile(AbstractData):
 
     @abc.abstractmethod
     def cell_marks(self, table: Table) -> dict[str, np.ndarray]:
-        """Return how the cells of each column that is checked fit the config.
+        """Return the marks of the cells of each checked column.
 
         Privacy:
             NON-PRIVATE, row by row.

@@ -61,9 +61,9 @@ def held(folder: Path) -> Iterator[Callable[[], None]]:
         if not all(_is_at(descriptor, folder / NAME) for descriptor in taken):
             raise ValueError(
                 f"{folder / NAME} was deleted or replaced while this run held it, so "
-                "another run may be in progress in the folder: this run stops, and "
-                "what it computed last is not released. Once no other process uses "
-                f"{folder}, start again as after an interruption."
+                "another run may be in progress in the folder. This run stops without "
+                f"its last release; if no other process uses {folder}, start again as "
+                "after an interruption."
             )
 
     with at_end(leave):

@@ -80,14 +80,14 @@ def reason_of(
     *,
     own: bool = False,
 ) -> str:
-    """Why the first method is planned, in a few sentences.
+    """Return in a few sentences why the first method is planned.
 
     Args:
         ranked: The best setting of each method.
         budget: The budget.
         twins: The names of the synthetic records.
         starts: The losses of the starting point.
-        own: Whether the synthetic records are those of the caller's function.
+        own: Whether the caller's function drew the synthetic records.
     """
     first = ranked[0]
     single, double = (

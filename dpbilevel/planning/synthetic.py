@@ -88,7 +88,7 @@ class Synthetic(AbstractTwin):
                 "auto: synthetic must take two arguments, a typed key and the sizes, "
                 f"got a function of other ones ({error})."
             ) from None
-        except ValueError:  # of some built-in functions nothing is known
+        except ValueError:  # some built-in functions have no known signature
             return
 
 

@@ -19,8 +19,9 @@ from .noise import PRNGKey, check_key
 from .rows import BLOCK, padded_rows, unpacked
 from .shards import Shards, taken
 
-# The chance, per draw, that a batch outgrows a capacity chosen by us. Ten million draws
-# cost less than a thousandth of a delta of 1e-15 at epsilon 22, of 1e-6 at epsilon 43.
+# The probability, per draw, that a batch exceeds the default capacity. Ten million
+# draws cost less than a thousandth of a delta of 1e-15 at epsilon 22, of 1e-6 at
+# epsilon 43.
 OVERFLOW = 2.0**-116
 
 Index = int | Int[Array, ""] | None
@@ -171,10 +172,10 @@ class Poisson(AbstractSampling):
     Args:
         rate: In (0, 1); realised to 32 bits, and accounted for as realised. Static.
         capacity: The most records of a batch, whose rows are the next multiple of 64.
-            How often it overflows is bounded over the rows that records are padded to,
-            of which there are never fewer than records. If omitted, the smallest
-            multiple of 64 that a tail bound keeps from overflowing but with probability
-            2^-116 a draw.
+            The overflow probability is bounded for the rows that records are padded to,
+            which are at least as many as the records. The default is the smallest
+            multiple of 64 that overflows with probability at most 2^-116 a draw, by a
+            tail bound.
     """
 
     rate: float = eqx.field(static=True)

@@ -94,10 +94,10 @@ def optimize_study(
             `suggest` methods.
         distributions: Public: `FloatDistribution`, `IntDistribution` or
             `CategoricalDistribution` by parameter.
-        solver: What searches, as in `minimize`, in one coordinate in [-1, 1] for each
-            parameter; with categories no `GradientInformativeBO`. Queued trials need
-            `RandomSearch` or `NoisyUCB`, whose number of evaluations includes them;
-            those that are too many go on waiting.
+        solver: The solver, as in `minimize`, in one coordinate in [-1, 1] for each
+            parameter. It cannot be `GradientInformativeBO` if there are categories.
+            Queued trials need `RandomSearch` or `NoisyUCB`, whose number of evaluations
+            includes them; those that are too many go on waiting.
         num_records: The number of validation records, public.
         budget: The guarantee for them, and with `training` for those trained on.
         key: One typed key.
@@ -106,8 +106,8 @@ def optimize_study(
             second time.
         records: Text that tells the records from others, as in `BlackBox`; needed with
             `folder`.
-        training: What one call of the objective releases of other records that it
-            trains on, as in `BlackBox`.
+        training: The releases that one call of the objective makes of other records
+            that it trains on, as in `BlackBox`.
         trainings_after: As in `BlackBox`.
         catch: Exceptions of the objective, as in `Study.optimize`: the trial fails, the
             point counts as the worst for every record, and the search goes on. Others
