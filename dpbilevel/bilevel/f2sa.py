@@ -47,7 +47,7 @@ class F2SA(AbstractJointSolver):
     `PenaltyBilevel` there is no inner loop; compared with `SingleLoopBilevel` there is
     no Hessian, and a bias that falls like $1 / \lambda$.
 
-    Steps are shorter where they would overshoot the public terms, as in `NoisyGD`:
+    Steps are shorter if they would overshoot the public terms, as in `NoisyGD`:
     those of $x$ the upper one, that of $y$ the lower one, that of $z$ both.
 
     Args:
@@ -59,16 +59,16 @@ class F2SA(AbstractJointSolver):
             with $q_y$ and $q_z$.
         clip_norm: The bound $C_y$ on $\nabla_y g$ of one lower record.
         cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
-            lower record; it includes the factor $\lambda$. Where no lower loss reads x,
-            the unit of $\nabla_x f$.
+            lower record; it includes the factor $\lambda$. If no lower loss reads x, it
+            is the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
         budget_split: How the squared budget is split over $y$, $z$ and $x$: the noise
-            of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record's
-            loss reads x, over the first two. Where upper records are few, about
+            of a block is $C_b / \sqrt{s_b}$ times a common factor. If no record's loss
+            reads x, it is split over the first two. If upper records are few, about
             $(\lambda C_y n_f / (C_f n_g))^2$ of it for $z$, with the numbers of
             records: above that the share of an upper record decides the noise of all
             blocks.
@@ -80,8 +80,8 @@ class F2SA(AbstractJointSolver):
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
         In units $u_b = C_b / \sqrt{s_b}$ of the blocks a lower record moves the mean by
         at most $1 / n_g$ and an upper record by at most $\sqrt{(C_f / (\lambda u_z))^2
-        + (C_f / u_x)^2} / n_f$, the second term only where upper losses read x; twice
-        that under replace-one. Enforced by clipping, for any functions. Where no
+        + (C_f / u_x)^2} / n_f$, the second term only if upper losses read x; twice
+        that under replace-one. Enforced by clipping, for any functions. If no
         record's loss reads x, $q_x$ is a function of released values and needs no noise
         and no budget. $x$, $y$, $z$ and the whole trajectory are released.
 

@@ -57,7 +57,7 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
     derivatives. Losses are evaluated at $z$, which is $\delta / \lambda$ from `y_set`
     at most. The hypergradient formula holds where $y^*(x)$ is in its interior.
 
-    Steps are shorter where they would overshoot the public terms, as in `NoisyGD`:
+    Steps are shorter if they would overshoot the public terms, as in `NoisyGD`:
     those of $x$ the upper one, the others the lower one.
 
     Args:
@@ -74,16 +74,16 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
             $\max(C_y, C_f n_g / n_f)$ with the records of a batch of each level: below
             that the share of one upper record decides the noise of all blocks.
         cross_clip_norm: The bound $C_x$ on $\lambda (\nabla_x g - \nabla_x g)$ of one
-            lower record; it includes the factor $\lambda$. Where no lower loss reads x,
-            the unit of $\nabla_x f$.
+            lower record; it includes the factor $\lambda$. If no lower loss reads x, it
+            is the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
         budget_split: How the squared budget is split over $y$, $\delta$ and $x$: the
-            noise of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no
-            record's loss reads x, over the first two.
+            noise of a block is $C_b / \sqrt{s_b}$ times a common factor. If no record's
+            loss reads x, it is split over the first two.
         output: Which pair $(x, y)$ is the answer: `Last()`, `Mean()` of all,
             or `TailMean()` of the second half.
         sizes: The planned sizes; set by `calibrate`. Static.
@@ -92,9 +92,9 @@ class FiniteDifferenceBilevel(AbstractJointSolver):
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
         In units $u_b = C_b / \sqrt{s_b}$ of the blocks a lower record moves the mean by
         at most $1 / n_g$ and an upper record by at most $\sqrt{(C_f / u_\delta)^2 +
-        (C_f / u_x)^2} / n_f$, the second term only where upper losses read x; twice
+        (C_f / u_x)^2} / n_f$, the second term only if upper losses read x; twice
         that under replace-one. Enforced by clipping, for any functions and any penalty.
-        Where no record's loss reads x, $q_x$ is a function of released values and needs
+        If no record's loss reads x, $q_x$ is a function of released values and needs
         no noise and no budget. $x$, $y$, $\delta$ and the whole trajectory are
         released.
 

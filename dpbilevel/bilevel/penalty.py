@@ -65,7 +65,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
     g(x_t, y_t)\bigr) + \nu_t, \qquad x_{t+1} = \Pi_X(x_t - \eta \tilde g_t).
     $$
 
-    Both inner solves start from the previous step's private solutions. Where no
+    Both inner solves start from the previous step's private solutions. If no
     record's loss reads $x$, $\tilde g_t$ is a function of released values and needs no
     noise and no budget.
 
@@ -87,8 +87,8 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
         run_noise: The mechanism of the whole run, seen as one release on full batches:
             no noise multiplier of a step. Set by `calibrate`.
         budget_split: How the squared budget is split over lower solves, penalized
-            solves and outer gradients; where those are free, over the first two.
-        output: Which pair is the answer: `Last()`; `Mean()`, better where records are
+            solves and outer gradients; if those are free, over the first two.
+        output: Which pair is the answer: `Last()`; `Mean()`, better if records are
             few; or as in the paper `SmallestStep()`, the $x_t$ with the smallest
             $\|x_{t+1} - x_t\|$ and its $y_t$.
         sizes: The planned sizes; set by `calibrate`. Static.
@@ -177,7 +177,7 @@ class PenaltyBilevel(AbstractSolver[BilevelProblem, _State]):
 
         $K_1 = \Delta^{1/4} \ell^{3/4} \kappa^{5/4}$, $K_2 = \Delta^{1/6} \ell^{5/6}
         \kappa^{11/6}$. The third term is that of batches of $b$ records, the fourth
-        that of the population. Where no record's loss reads $x$ the outer gradient is
+        that of the population. If no record's loss reads $x$ the outer gradient is
         free, and the first and the third are left out.
 
         Args:

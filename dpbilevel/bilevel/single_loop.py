@@ -47,7 +47,7 @@ class SingleLoopBilevel(AbstractJointSolver):
     level.
 
     The hypergradient formula holds where $y^*(x)$ is in the interior of `y_set`. Steps
-    are shorter where they would overshoot the public terms, as in `NoisyGD`: those of
+    are shorter if they would overshoot the public terms, as in `NoisyGD`: those of
     $x$ the upper one, the others the lower one.
 
     Args:
@@ -63,15 +63,15 @@ class SingleLoopBilevel(AbstractJointSolver):
             of each level: below that the share of one upper record decides the noise of
             all blocks.
         cross_clip_norm: The bound $C_x$ on $\nabla_{xy}^2 g \, v$ of one lower record;
-            where no lower loss reads x, the unit of $\nabla_x f$.
+            if no lower loss reads x, it is the unit of $\nabla_x f$.
         upper_clip_norm: The bound $C_f$ on $\nabla_y f$ and on $\nabla_x f$ of one
             upper record.
         sampling: How each step's batches are drawn, one per level.
         noise_multiplier, neighbours, precision: The mechanism of a release, set by
             `calibrate`; as in `AbstractGaussianSolver`.
         budget_split: How the squared budget is split over $y$, $v$ and $x$: the noise
-            of a block is $C_b / \sqrt{s_b}$ times a common factor. Where no record's
-            loss reads x, over the first two.
+            of a block is $C_b / \sqrt{s_b}$ times a common factor. If no record's loss
+            reads x, it is split over the first two.
         output: Which pair is the answer: `Last()`, `Mean()` of all,
             or `TailMean()` of the second half.
         sizes: The planned sizes; set by `calibrate`. Static.
@@ -80,8 +80,8 @@ class SingleLoopBilevel(AbstractJointSolver):
         `num_steps` Gaussian releases of all blocks at once, from one batch per level.
         In the blocks' units a lower record moves the mean by at most $1 / n_g$ and an
         upper record by at most $\sqrt{(C_f / u_v)^2 + (C_f / u_x)^2} / n_f$, the second
-        term only where upper losses read x; twice that under replace-one. Enforced by
-        clipping, for any functions. Where no record's loss reads x, $q_x$ is a function
+        term only if upper losses read x; twice that under replace-one. Enforced by
+        clipping, for any functions. If no record's loss reads x, $q_x$ is a function
         of released values and needs no noise and no budget. $x$, $y$, $v$ and the whole
         trajectory are released.
 

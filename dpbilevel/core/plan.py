@@ -178,8 +178,9 @@ def fit(
             same shape; said once for each shape.
 
     Privacy:
-        One run under `budget`, and no less where `callback` ends it early: what it
-        decides by is released. The numbers of records are published with the report;
+        One run under `budget`. If `callback` ends the run early, the whole budget still
+            counts, because `callback` decides by released values. The numbers of
+            records are published with the report;
         under add-or-remove-one they are private, so use `calibrate` with public sizes
         and `solve` instead.
     """

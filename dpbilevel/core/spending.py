@@ -24,7 +24,7 @@ class Run:
     Attributes:
         started: Time of the start, in UTC.
         epsilon: The plan's epsilon, or that of the first part of a run if no more was
-            begun; infinite where none is claimed.
+            begun; infinite if none is claimed.
         delta: The plan's delta.
         relation: The neighbouring relation.
         people: Relation of the people in the levels; empty for one level.

@@ -60,7 +60,7 @@ class GroupDescent(AbstractNoisySolver[GroupGame, _State]):
     $s$ that of equal weights per record. The last term is what this costs the model:
     the average of $T$ iterates has between $\frac12 \eta d s^2$ of it, where the loss
     is flat, and a $T$-th of that, where it is as curved as the step size admits; the
-    geometric mean is charged. So a group of few records is followed only where that is
+    geometric mean is charged. So a group of few records is followed only if that is
     worth its noise, and without noise the term vanishes.
 
     The gradient of every record of a micro-batch is formed, as it is clipped before it

@@ -43,7 +43,7 @@ class AdaptiveClipGD(NoisyGD):
     .434, and .543, .381 and .487 (`benchmarks/clip_norms.py`). With few records
     $k_t$ is mostly noise, and the norm wanders.
 
-    A `step_size` fits gradients of one length: where the clip norm shrinks, so do the
+    A `step_size` fits gradients of one length: if the clip norm shrinks, so do the
     steps, unless it is an optax optimizer that scales them.
 
     Args:
@@ -64,7 +64,7 @@ class AdaptiveClipGD(NoisyGD):
         `num_steps` Gaussian releases, each of one clipped mean of sensitivity $2 C_t
         \sqrt{1 + a^2} / m$ under replace-one. $C_t$ is a function of earlier releases,
         and the noise is relative to it: the coordinate is a part of what is clipped and
-        costs no release of its own. Where records of two levels are read, the norms of
+        costs no release of its own. If records of two levels are read, the norms of
         both move by the same factor. Report and ledger list the sensitivity at $C_0$.
 
     References:

@@ -34,10 +34,10 @@ def implicit_hypergradient(
     r"""NON-PRIVATE. $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v =
     \nabla_y f$, at $y = y^*(x)$.
 
-    There it is the gradient of $F$; elsewhere it is off by at most $C \|y -
-    y^*(x)\|$, and refused, as NaN inside `jax.jit`, unless `tolerance=None`.
-    The Hessian is never formed: its products come from one linearization of
-    $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `v0`.
+    At $y^*(x)$ the result is the gradient of $F$. Elsewhere its error is at most $C \|y
+    - y^*(x)\|$, and it is refused (NaN inside `jax.jit`) unless `tolerance=None`. The
+    Hessian is never formed: its products come from one linearization of $\nabla_y g$ at
+    $(x, y)$. Along a trajectory of $x$ pass `v0`.
 
     Args:
         problem: The problem.
@@ -47,12 +47,12 @@ def implicit_hypergradient(
         linear_solver: Solves for $v$.
         v0: A starting point of that solve: `solution.value` of an earlier call, or
             `extrapolated` from the last ones.
-        tolerance: $y$ counts as $y^*(x)$ where $\|\nabla_y g\|$ is at most this times
-            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. With `None`, any $y$ does,
-            as of methods that follow a path of $x$.
+        tolerance: $y$ counts as $y^*(x)$ if $\|\nabla_y g\|$ is at most this times
+            the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. `None` accepts any $y$, for
+            methods that follow a path of $x$.
 
     Returns:
-        The gradient, a pytree like `x`, NaN where $y$ has not converged; and the
+        The gradient, a pytree like `x`, NaN if $y$ has not converged; and the
         `LinearSolution` with $v$, the norm of its residual and the number of Hessian
         products.
 

@@ -52,13 +52,13 @@ def lower_solution(
         y0: A starting point: a pytree of arrays, or a module whose arrays are the
             variable. Has no influence on derivatives.
         linear_solver: Solves the system of a derivative.
-        tolerance: The solve has converged where $\|\nabla_y g\|$ is at most this times
+        tolerance: The solve has converged if $\|\nabla_y g\|$ is at most this times
             the larger of 1 and $\|\nabla^2_{yy} g\, y\|$. `None` takes any answer; a
             `y_set` other than `Euclidean()` is not checked.
 
     Returns:
-        A pytree like `y0`; NaN where the gradient at the solver's answer is not finite,
-        as with a NaN in a record, or where the solve has not converged.
+        A pytree like `y0`; NaN if the gradient at the solver's answer is not finite,
+        as with a NaN in a record, or if the solve has not converged.
 
     Raises:
         TypeError: An argument of another type, such as the class of a solver.

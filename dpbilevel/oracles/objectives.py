@@ -209,7 +209,7 @@ def if_converged(
     linearized: tuple[Scalar, PyTree, Callable],
     tolerance: float | None,
 ) -> PyTree:
-    r"""Return `tree`, or NaN where `y` does not minimize the objective.
+    r"""Return `tree`, or NaN if `y` does not minimize the objective.
 
     `y` does so if $\|\nabla_y g\|$ is at most `tolerance` times the larger of 1 and
     $\|\nabla^2_{yy} g\, y\|$; `None` skips the check.

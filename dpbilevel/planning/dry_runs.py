@@ -128,7 +128,7 @@ def auto(
 
     About 150 short runs are made on each twin of sources, fewer of other problems, so
     time grows with the sizes: on two cores it takes one to two minutes for linear
-    models of two classes and 10 000 to 50 000 records. Where the number of records
+    models of two classes and 10 000 to 50 000 records. If the number of records
     times that of parameters is above 5 million, `effort="fast"` tries every second
     setting and makes a third of the runs.
 

@@ -208,7 +208,7 @@ def clipped_mean(
 
         On the grid the sum of rounded values is exact, whatever their order. Products
         of factors are added in groups and rounded group by group, with a margin for
-        what one record moves: its group where the others keep their rows, else all
+        what one record moves: its group if the others keep their rows, else all
         groups. What one record contributes is computed by a program that depends on the
         number of rows; it does not depend on the values of other rows, nor, in
         micro-batches of a power of two, on its place (tested on CPU and GPU, but a

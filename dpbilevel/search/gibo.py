@@ -78,7 +78,7 @@ class GradientInformativeBO(
         max_batch: The most points per step; $2d + 16$ by default. Where they do not
             reach the tolerance, the step counts as unmet, of which `minimize` warns.
             Static.
-        may_skip: Whether a step may evaluate nothing, where earlier points suffice.
+        may_skip: Whether a step may evaluate nothing, if earlier points suffice.
             Static.
         keep: How many earlier points stay in use. Static.
         keep_rule: Which: the `"last"`, or those `"closest"` to the iterate. Static.

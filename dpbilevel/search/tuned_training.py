@@ -94,7 +94,7 @@ class TunedTraining(AbstractGaussianSolver[BilevelProblem, TuningState]):
         so its records are protected by the same guarantee as those that select: a
         person with a record in both levels is charged for both, disjoint people are for
         one. The models, losses and counts of all other runs are secret, and so are
-        their candidates: where these are different programs, time is unprotected.
+        their candidates: if these are different programs, time is unprotected.
 
     References:
         Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",

@@ -25,7 +25,7 @@ class FairClassifier(LinearClassifier):
     r"""A linear classifier that minimizes the loss of the group that is worst off.
 
     The problem is `games.group_fair`, the solver `games.GroupDescent`: weights of the
-    groups rise where the loss is large, and the model follows them.
+    groups rise if the loss is large, and the model follows them.
 
     Args:
         epsilon: $\varepsilon$.

@@ -46,7 +46,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         activation: `"relu"`, `"tanh"` or `"identity"`.
         max_iter: The number of steps, each of one batch.
         batch_size: The expected number of records of a batch, which is drawn by
-            `Poisson`; all of them where there are no more. `"auto"`: 2048.
+            `Poisson`; all of them if there are no more. `"auto"`: 2048.
         learning_rate_init: The step size of Adam, which is fed with noisy gradients.
         clip_norm: The bound on one record's gradient.
         neighbours: `"replace_one"`, or `"add_or_remove_one"` with `size`.

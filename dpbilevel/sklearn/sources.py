@@ -123,7 +123,7 @@ class DPSourceReweighting(LinearClassifier):
             y: Their labels.
             sources: The source of each training record.
             clean: `(X, y)` of the clean records.
-            people: `"disjoint"` where nobody has a training record and a clean one,
+            people: `"disjoint"` if nobody has a training record and a clean one,
                 else `"overlapping"`. Checked only as far as arrays share memory.
             key: One typed key; by default a new one of the operating system's.
             **refused: No further argument is accepted; `sample_weight` and
