@@ -95,8 +95,8 @@ def read(folder: Path, *, notice: bytes = _NOTICE) -> Checkpoint:
     file = folder / NAME
     if not file.is_file():
         raise ValueError(
-            f"nothing to resume: {folder} holds no checkpoint. Start the run without "
-            "--resume."
+            f"nothing to resume: {folder} holds no checkpoint. Give the folder of the "
+            "checkpoint, or start a new run."
         )
     return parsed(file, file.read_bytes(), notice=notice)
 

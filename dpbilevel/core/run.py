@@ -26,6 +26,8 @@ from .progress import check_bar, step_bar
 from .resume import resume_run
 from .solution import Plan, Solution
 
+_NAME = "first key"  # in a fingerprint: a hash that tells the run from others
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Run:
@@ -43,6 +45,7 @@ class Run:
         key: The key of the steps to come. Secret.
         path: Room for the released iterates of all steps, or `None`.
         kept: The leaves of the initial point that are no arrays, if any.
+        name: A hash that tells the run from others, for its checkpoints. Secret.
 
     Privacy:
         Only `value`, `solution`, `done` and `epsilon` of a run may be published.
@@ -56,6 +59,7 @@ class Run:
     key: PRNGKey
     path: PyTree | None = None
     kept: Kept | None = None
+    name: str = ""
 
     def __repr__(self) -> str:
         """Return the progress and the plan; never the key, nor a record."""
@@ -98,15 +102,32 @@ class Run:
         """Write a checkpoint into a folder, from which `resume` goes on.
 
         The file `checkpoint.SECRET`, readable by its owner alone, replaces an earlier
-        one. It holds the state of the solver, the released iterates and the key of the
-        noise still to come, but no record; whoever has it can subtract that noise. It
-        is not part of what may be published: delete it when the run has ended.
+        one of the same run. It holds the state of the solver, the released iterates and
+        the key of the noise still to come, but no record; whoever has it can subtract
+        that noise. It is not part of what may be published: delete it when the run
+        has ended.
 
         Raises:
             OSError: The disk refuses; an earlier checkpoint is intact.
+            ValueError: The folder holds the checkpoint of another run.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
+        file = Path(folder) / checkpoint.NAME
+        if file.exists() and not self._wrote(file):
+            raise ValueError(
+                f"save: {file} is not a checkpoint of this run, and that of another "
+                "run could not be continued once it is replaced. Give another folder, "
+                "or delete the file if its run shall not go on."
+            )
         checkpoint.write(Path(folder), self._checkpoint())
+
+    def _wrote(self, file: Path) -> bool:
+        """Return whether a file is a checkpoint of this run."""
+        try:
+            saved = checkpoint.parsed(file, file.read_bytes())
+        except ValueError:  # damaged, or of a search
+            return False
+        return saved.fingerprint.get(_NAME) == self.name
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint(
@@ -193,7 +214,9 @@ def started(
             lambda v: jnp.zeros((solver.num_steps, *v.shape), v.dtype),
             solver.released(state),
         )
-    return Run(problem, plan, data, 0, state, key, path, kept)
+    # As hard to invert as the keys of later steps, which a checkpoint holds anyway.
+    name = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes()).hexdigest()
+    return Run(problem, plan, data, 0, state, key, path, kept, name)
 
 
 def advance(run: Run, steps: int | None = None) -> Run:
@@ -287,6 +310,8 @@ def resume(
     options: Any = {"trajectory": len(saved.path) > 0, "kept": kept}
     # This continues a release that was counted when it began.
     run = started("resume", problem, plan, data, w0, key=saved.key, **options)
+    name = saved.fingerprint.setdefault(_NAME, run.name)
+    run = dataclasses.replace(run, name=name)
     saved = resume_run(Path(folder), saved, run._checkpoint())
     state, path = jax.tree.map(jnp.asarray, (saved.state, saved.path))
     return dataclasses.replace(run, done=saved.done, state=state, path=path)
@@ -329,4 +354,5 @@ def _fingerprint(run: Run) -> dict[str, Any]:
         "software": checkpoint.software(),
         "program": hashlib.sha256(program.encode()).hexdigest(),
         "records": records.hexdigest(),
+        _NAME: run.name,
     }
