@@ -14,8 +14,9 @@ from .numbers import check_unit, number, reader
 Cells = Sequence[str]
 Value = str | float  # of a cell: its text, or the number that it reads as
 
-# A mark says how a cell fits the config: as declared, empty, cut to the bounds, or
-# unusable. A record with an unusable cell (unreadable or unlisted) has no influence.
+# A mark says how a cell fits the config: as declared, empty, cut to the bounds (or a
+# category that is not listed), or unusable. A record with an unusable cell (unreadable,
+# or an unlisted label, source or group) has no influence.
 FITS, MISSING, CUT, UNUSABLE = range(4)
 _ROUNDING = 1e-5  # of constants with six digits, relative
 
@@ -268,6 +269,12 @@ class Categorical:
         """The block's features, row by row."""
         found = positions(table.column(self.column), self.values)
         return found[:, None] == np.arange(self.size)
+
+    def marks(self, table: Table) -> np.ndarray:
+        """Return how each cell fits: `FITS`, `MISSING`, or `CUT` if not listed."""
+        cells = table.column(self.column)
+        marks = np.where(positions(cells, self.values) < 0, CUT, FITS)
+        return np.where([cell == "" for cell in cells], MISSING, marks)
 
 
 @dataclasses.dataclass(frozen=True)

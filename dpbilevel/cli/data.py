@@ -176,11 +176,14 @@ def indicators(columns: Columns, records: AbstractRecords) -> np.ndarray:
         NON-PRIVATE, row by row: for `RecordsCheck.release`.
     """
     assert records.marks is not None
-    marks, label = records.marks[:, : len(columns.names)], None
+    marks, label, place = records.marks[:, : len(columns.names)], None, None
     if columns.classes:
         labels = _features(records).label
         label = np.where(np.isnan(labels), -1, labels > 0)
-    return columns.indicators(marks == UNUSABLE, marks == CUT, label)
+    if columns.places:
+        found = _features(records)
+        place = found.source if found.group is None else found.group
+    return columns.indicators(marks == UNUSABLE, marks == CUT, label, place)
 
 
 def load_test(

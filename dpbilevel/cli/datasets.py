@@ -17,6 +17,7 @@ from .columns import (
     Records,
     Table,
     listed,
+    named,
     positions,
     stacked,
     unit_rows,
@@ -117,6 +118,8 @@ class TableData(FeatureData):
         for block in self.numeric:
             for name, mean, scale in block.constants:
                 found[name] = block.marks(table.column(name), mean, scale)
+        for block in self.categorical:
+            found.setdefault(block.column, block.marks(table))
         for place in self._places:
             found[place.column] = listed(table.column(place.column), place.values)
         return found
@@ -130,8 +133,13 @@ class TableData(FeatureData):
     @override
     def checked_columns(self) -> Columns:
         names = [self.label.column, *(c for b in self.numeric for c in b.columns)]
+        names += [block.column for block in self.categorical]
         names += [place.column for place in self._places]
-        return Columns(tuple(dict.fromkeys(names)), self.label.classes)
+        columns = Columns(tuple(dict.fromkeys(names)), self.label.classes)
+        for place in self._places:
+            values = tuple(map(named, place.values))
+            columns = dataclasses.replace(columns, place=place.column, places=values)
+        return columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..core import checkpoint, lock
 from ..core.checkpoint import SEARCH
+from ..core.shares import LevelUsability, Usability
 from ..core.solution import divergence
-from ..core.usability import LevelUsability, Usability
 from ..privacy.report import PrivacyReport
 from .evaluation import Evaluation
 from .tasks import TASKS

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ..core.resume import (
     run_in_parts,
     solution_of,
 )
-from ..core.usability import Usability
+from ..core.shares import Usability
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive, root_key
 from ..privacy.products import check_products
@@ -95,17 +96,20 @@ def run(
             with_start=True,
         )
         saved = _begin(first, out) if before is None else resume_run(out, before, first)
-        progress(saved.done)
         try:
             number = saved.fingerprint["run"]
 
             def keep(saved):
                 still_locked()
                 checkpoint.write(out, saved)
+
+            def keep_and_show(saved):
+                keep(saved)
                 progress(saved.done)
 
             saved = _checked(prepared, rows, saved, out, keep)
-            saved = _steps(prepared, levels, saved, keep)
+            progress(saved.done)  # a bar begins below the warnings
+            saved = _steps(prepared, levels, saved, keep_and_show)
             result = _result(prepared, saved, test)
             picture = figure.draw(result)
             with whole():
@@ -231,7 +235,12 @@ def _checked(
         The run; its checkpoint holds the released fractions.
 
     Raises:
-        ValueError: Less than half of the records of a level can be used.
+        ValueError: Too few of the records of a level can be used, or a declared class,
+            group or source seems to be misspelt.
+
+    Warns:
+        UserWarning: Columns or values are not what was declared, before the rest of
+            the budget is spent.
 
     Privacy:
         The check alone is on record before it reads a record, and the whole plan before
@@ -258,6 +267,13 @@ def _checked(
             spending.stop(out, number, " ".join(found.remarks))
             checkpoint.remove(out)
         raise ValueError(_stopped(prepared.config, found, first))
+    for remark in found.remarks:
+        warnings.warn(
+            f"{remark} Correct mean and scale, units or spellings in the config: "
+            f"dpbilevel check {prepared.config.place} shows you the rows, for your "
+            "eyes alone.",
+            stacklevel=2,
+        )
     odometer.charge(out, number, report)
     return saved
 
@@ -265,10 +281,11 @@ def _checked(
 def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
     """Return the message of a run that stops after its check."""
     return (
-        f"{config.place}: the run stopped before training, because too few records can "
+        f"{config.place}: the run stopped before training, because records cannot "
         f"be used. {' '.join(found.remarks)} dpbilevel check {config.place} shows you "
         "the rows, for your eyes alone. Correct the config or the file and run again "
-        "in a new folder, or here with --restart. The check cost epsilon = "
+        "in a new folder, or here with --restart; if all is as it should be, with "
+        "check_records = false in [privacy]. The check cost epsilon = "
         f"{rounded_up(first.epsilon, 3)}, which adds to that run; the rest of the "
         "budget is unspent."
     )

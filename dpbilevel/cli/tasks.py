@@ -98,8 +98,8 @@ class SourceWeightingTask(AbstractTask):
     label = "weight"
     of = "source"
     remark = (
-        "  (of one record of the source; 0 where a source was dropped, and where no "
-        "record has its name: compare the config with the file)"
+        "  (of one record of the source; 0 if the source was dropped; the weight of a "
+        "source without records says nothing: compare the config with the file)"
     )
     problem_type = SourceWeighting
     places = "sources"

@@ -3,8 +3,8 @@ r"""The first release of a run: how usable the records are.
 A misspelt class or a column in another unit leaves records without influence, in
 silence, because an error would tell of them. So a run begins with one noisy mean of
 indicators of each level, for a hundredth of the squared budget: of the records that can
-be used, of each column that is wrong, and of each class. What follows from the released
-means, such as to stop before the rest of the budget is spent, is post-processing.
+be used, of each column that is wrong, and of each class, group and source. What follows
+from the released means (`core/shares.py`) is post-processing.
 """
 
 import dataclasses
@@ -27,54 +27,72 @@ from ..privacy.sampling import FullBatch
 from .levels import Levels, Sizes, people_of
 from .loop import public_rows
 from .plan import least_multiplier
+from .shares import OF_COLUMNS, OF_PLACES, LevelUsability, Usability
 
 SHARE = 0.01  # of the squared budget
-# Lengths of the blocks of wrong columns and of classes, in units of the usable entry:
-# the shorter they are, the less noise that entry has, and the more have theirs.
-_BLOCK = 0.5
-# The usable share is released if its noise is at most this, and judged with so many
-# standard deviations of it: a level whose records are all usable does not fail by
-# chance, except with probability 3e-5.
-_MOST_NOISE, _DEVIATIONS = 0.25, 2.0
+# Lengths of the blocks, in units of the usable entry: the shorter they are, the less
+# noise that entry has, and the more have theirs.
+_BLOCK, _PLACES = 1 / OF_COLUMNS, 1 / OF_PLACES
+# With more groups or sources their shares are lost in the noise, so none is released.
+_MOST_PLACES = 64
+_MOST_NOISE = 0.25  # of the usable share; with more it is not released
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
     r"""The columns of a level and its classes, as declared.
 
-    The row of a record is $(u - 1/2, w / 2, (e - 1/k) / 2)$: whether it can be used,
-    its wrong columns with equal entries and norm 1, and its class among $k$, with $e =
-    0$ if it has none. Its squared norm is at most $1/4 + 1/4 + (1 - 1/k) / 4$, whatever
-    the number of columns is.
+    The row of a record is $(u - 1/2, w / 2, (e - 1/k) / 2, (h - 1/m) / 3)$: whether it
+    can be used, its wrong columns with equal entries and norm 1, its class among $k$,
+    with $e = 0$ if it has none, and its group or source among $m$ in the same way. Its
+    squared norm is at most $1/4 + 1/4 + (1 - 1/k) / 4 + (1 - 1/m) / 9$ for $k, m \ge
+    2$, whatever the number of columns is.
 
     Args:
-        names: The name of each column that is checked.
+        names: The name of each column that is checked; the first one is the label's if
+            there are classes.
         classes: The name of each class; empty if the label is a number.
+        place: The name of the column of groups or sources, one of `names`.
+        places: The name of each group or source; empty without them. More than 64 are
+            not counted.
     """
 
     names: tuple[str, ...]
     classes: tuple[str, ...] = ()
+    place: str = ""
+    places: tuple[str, ...] = ()
+
+    @property
+    def lists(self) -> tuple[tuple[tuple[str, ...], float], ...]:
+        """Values and length of the blocks of classes, and of groups or sources."""
+        few = self.places if len(self.places) <= _MOST_PLACES else ()
+        return (self.classes, _BLOCK), (few, _PLACES)
 
     @property
     def clip_norm(self) -> float:
         """The largest norm of a row of `indicators`."""
-        one_hot = 1 - 1 / len(self.classes) if self.classes else 0.0
-        return math.sqrt(0.25 + _BLOCK**2 * (1 + one_hot))
+        # Each list centred: of a record with one of k values, or with none of them.
+        listed = ((len(values), block) for values, block in self.lists if values)
+        square = sum(block**2 * max(1 - 1 / k, 1 / k) for k, block in listed)
+        return math.sqrt(0.25 + _BLOCK**2 + square)
 
     def indicators(
         self,
         unusable: Bool[np.ndarray, "n k"],
         outside: Bool[np.ndarray, "n k"] | None = None,
         label: Int[np.ndarray, " n"] | None = None,
+        place: Int[np.ndarray, " n"] | None = None,
     ) -> Float[np.ndarray, "n w"]:
         """Return one row of indicators for each record, centred to be short.
 
         Args:
             unusable: Whether the cell of each column leaves its record without
                 influence: it cannot be read, or is not among the listed values.
-            outside: Whether the cell is cut to declared bounds. Its column counts as
-                wrong, its record as usable.
+            outside: Whether the cell is cut to declared bounds or is an unlisted
+                category. Its column counts as wrong, its record as usable.
             label: The number of each record's class, -1 if it is none of `classes`.
+            place: The number of each record's group or source, -1 if it is none of
+                `places`.
 
         Privacy:
             Row by row. NON-PRIVATE until `RecordsCheck.release` releases their mean.
@@ -84,118 +102,12 @@ class Columns:
         count = np.maximum(wrong.sum(axis=1, keepdims=True), 1).astype(np.float32)
         usable = ~unusable.any(axis=1, keepdims=True)
         blocks = [usable - np.float32(0.5), _BLOCK * (wrong / np.sqrt(count))]
-        if self.classes:
-            assert label is not None
-            one_hot = label[:, None] == np.arange(len(self.classes))
-            blocks.append(_BLOCK * (one_hot - np.float32(1 / len(self.classes))))
+        for (values, block), number in zip(self.lists, (label, place), strict=True):
+            if values:
+                assert number is not None
+                one_hot = number[:, None] == np.arange(len(values))
+                blocks.append(block * (one_hot - np.float32(1 / len(values))))
         return np.concatenate(blocks, axis=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class LevelUsability:
-    """The released means of the indicators of one level. Public.
-
-    Attributes:
-        usable: The share of records that can be used, with noise: it may be outside
-            of [0, 1].
-        noise_std: The standard deviation of the noise of `usable`; twice that of every
-            other share.
-        columns: For each column, the share of records in which it is wrong. A record
-            with `j` wrong columns counts as `j**-0.5` in each of them.
-        classes: For each class, the share of records that have it.
-    """
-
-    usable: float
-    noise_std: float
-    columns: dict[str, float]
-    classes: dict[str, float]
-
-    @property
-    def stops(self) -> bool:
-        """Whether less than half of the records can be used, beyond the noise.
-
-        Three quarters, if no record of some class stands out of it: the class may be
-        misspelt, and a model of the others is of no use.
-        """
-        few = self.usable + _DEVIATIONS * self.noise_std < 0.5
-        # One more deviation, or usable records would stop by chance more often.
-        noise = (_DEVIATIONS + 1) * self.noise_std
-        least = min(self.classes.values(), default=1.0)
-        return few or (self.usable + noise < 0.75 and least < 2 * noise)
-
-    @property
-    def wrong(self) -> tuple[str, ...]:
-        """The columns that are wrong in many records, the worst first.
-
-        Those that stand out of the noise, by half of the worst one at least.
-        """
-        least = max(self.columns.values(), default=0.0) / 2
-        least = max(least, 2 * _DEVIATIONS * self.noise_std)
-        names = sorted(self.columns, key=lambda name: -self.columns[name])
-        return tuple(name for name in names if self.columns[name] > least)
-
-    @property
-    def mostly_wrong(self) -> bool:
-        """Whether most records have the same wrong columns, beyond the noise.
-
-        The mean of vectors of norm 1 is longer than 1/2 only if many of them agree.
-        """
-        values, noise = np.asarray([*self.columns.values()]), 2 * self.noise_std
-        square = float(values @ values) - len(values) * noise**2
-        deviation = noise * math.sqrt(1 + 2 * len(values) * noise**2)
-        return square > 0.25 + 2 * _DEVIATIONS * deviation
-
-    @property
-    def constant_accuracy(self) -> float | None:
-        """The share of the most frequent class among the listed ones.
-
-        It is the accuracy of the best constant answer, up to noise. `None` if the label
-        is a number.
-        """
-        shares = np.clip([*self.classes.values()], 0.0, 1.0)
-        total = float(shares.sum())
-        return float(shares.max()) / total if total > 0 else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Usability:
-    """What the first release of a run says of its records. Public.
-
-    Attributes:
-        levels: The released means by role: `"records"`, or `"upper"` and `"lower"`.
-            Levels that are too small to be checked are left out.
-    """
-
-    levels: dict[str, LevelUsability]
-
-    @property
-    def stops(self) -> bool:
-        """Whether less than half of the records of a level can be used."""
-        return any(level.stops for level in self.levels.values())
-
-    @property
-    def usable(self) -> float:
-        """The least share of usable records of a level, cut to [0, 1]."""
-        shares = (level.usable for level in self.levels.values())
-        return min(max(min(shares, default=math.nan), 0.0), 1.0)
-
-    @property
-    def constant_accuracy(self) -> float | None:
-        """That of the first level that has classes: the upper one of two."""
-        known = (level.constant_accuracy for level in self.levels.values())
-        return next((value for value in known if value is not None), None)
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """One text for each level whose columns are not what was declared."""
-        found = {role: _remark(level) for role, level in self.levels.items()}
-        return tuple(
-            f"{text[0].upper()}{text[1:]}"
-            if role == RECORDS
-            else f"{role} level: {text}"
-            for role, text in found.items()
-            if text
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,36 +276,18 @@ def _level(
 ) -> LevelUsability:
     """Return the shares that the mean of rows of `Columns.indicators` stands for."""
     means, count = np.asarray(released, float), len(columns.names)
-    wrong, classes = means[1 : 1 + count] / _BLOCK, means[1 + count :] / _BLOCK
-    even = 1 / max(len(columns.classes), 1)
+    wrong, rest = means[1 : 1 + count] / _BLOCK, means[1 + count :]
+    shares = []
+    for values, block in columns.lists:
+        own, rest = rest[: len(values)], rest[len(values) :]
+        even = 1 / max(len(values), 1)
+        shares.append(
+            {n: float(v) / block + even for n, v in zip(values, own, strict=True)}
+        )
     return LevelUsability(
         float(means[0]) + 0.5,
         noise_std,
         dict(zip(columns.names, map(float, wrong), strict=True)),
-        dict(zip(columns.classes, (float(v) + even for v in classes), strict=True)),
+        *shares,
+        place=columns.place,
     )
-
-
-def _remark(level: LevelUsability) -> str:
-    """Return what is wrong with a level in words, or nothing."""
-    if not level.stops and not level.mostly_wrong:
-        return ""
-    if level.stops:
-        text = (
-            f"about {_percent(level.usable)} of the records can be used as declared "
-            f"(noise {_percent(level.noise_std)})"
-        )
-    else:
-        text = "most records have wrong cells in the same columns"
-    shown = [f"{name!r} ({_percent(level.columns[name])})" for name in level.wrong[:5]]
-    if shown:
-        text += f"; wrong in many records: {', '.join(shown)}"
-    if level.stops and level.classes:
-        shares = [f"{name!r} ({_percent(v)})" for name, v in level.classes.items()]
-        text += f"; shares of the declared classes: {', '.join(shares[:10])}"
-        text += f" and {len(shares) - 10} more" if len(shares) > 10 else ""
-    return f"{text}."
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * min(max(share, 0.0), 1.0), 1):g} %"

@@ -23,9 +23,10 @@ from ..core.loop import solved
 from ..core.plan import calibrate
 from ..core.problem import AbstractProblem
 from ..core.seeds import Seedless
+from ..core.shares import Usability
 from ..core.solution import Plan, divergence
 from ..core.solver import AbstractSolver
-from ..core.usability import Columns, RecordsCheck, Usability
+from ..core.usability import Columns, RecordsCheck
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key, derive, root_key
@@ -175,6 +176,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         units: Frame,
         beside: Mapping[str, Bool[np.ndarray, " n"]],
         label: Int[np.ndarray, " n"] | None = None,
+        place: tuple[str, np.ndarray, Int[np.ndarray, " n"]] | None = None,
     ) -> Described:
         """Describe which cells of each record are not what was declared.
 
@@ -184,6 +186,8 @@ class PrivateEstimator(Seedless, BaseEstimator):
             beside: For each column beside the features, whether a record has no
                 declared value there.
             label: The number of each record's class, if there are classes.
+            place: The name of the column of groups or sources in `beside`, what was
+                declared of it, and the number of each record's value.
         """
         width = table.shape[1]
         names = getattr(self, "feature_names_in_", [f"X[:, {i}]" for i in range(width)])
@@ -196,7 +200,8 @@ class PrivateEstimator(Seedless, BaseEstimator):
             for a, b in zip(starts, ends, strict=True)
         )
         classes = () if label is None else tuple(map(str, self._given("classes_")))
-        columns = Columns((*beside, *named), classes)
+        of, values, number = ("", (), None) if place is None else place
+        columns = Columns((*beside, *named), classes, of, tuple(map(str, values)))
         unread, cut = (
             np.logical_or.reduceat(cells, starts, axis=1)
             for cells in (~np.isfinite(table), units.outside(table))
@@ -204,7 +209,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         first = np.stack([*beside.values()], axis=1)
         unread = np.concatenate([first, unread], axis=1)
         cut = np.concatenate([np.zeros_like(first), cut], axis=1)
-        return columns, columns.indicators(unread, cut, label)
+        return columns, columns.indicators(unread, cut, label, number)
 
     def _check(
         self, budget: PrivacyBudget, planned: "Planned", **levels: Described
@@ -231,8 +236,9 @@ class PrivateEstimator(Seedless, BaseEstimator):
 
         Warns:
             RuntimeWarning: The run diverged.
-            UserWarning: Less than half of the records can be used, or most have wrong
-                cells in the same columns, by the released shares.
+            UserWarning: Too few of the records can be used, a declared value seems to
+                be misspelt, or many records have wrong cells in the same columns, by
+                the released shares.
         """
         first, indicators = check
         name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)

@@ -140,7 +140,8 @@ class FairClassifier(LinearClassifier):
         )
         records["group"] = group
         beside = {"y": labels < 0, "groups": group < 0}
-        cells = self._described(table, units, beside, labels)
+        place = "groups", self.groups_, group
+        cells = self._described(table, units, beside, labels, place)
         check = self._check(budget, planned, records=cells)
         game = self._game(shares, units)
         w0 = group_start(game, self._start(), shares)

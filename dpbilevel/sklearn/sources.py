@@ -156,7 +156,8 @@ class DPSourceReweighting(LinearClassifier):
         counts = np.isfinite(rows).all(axis=1) & (labels >= 0)
         lower["source"] = np.where(counts, source, -1).astype(np.int32)
         beside = {"y": labels < 0, "sources": source < 0}
-        cells = self._described(table, units, beside, labels)
+        place = "sources", self.sources_, source
+        cells = self._described(table, units, beside, labels, place)
         upper, clean_cells = self._clean(clean, units)
         if people == "disjoint":
             self._check_apart(X, clean[0])

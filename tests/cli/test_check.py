@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import tomllib
+import warnings
 
 import jax
 import numpy as np
@@ -63,6 +64,48 @@ def test_a_misspelt_class_stops_the_run_by_its_name(folder, capsys):
     (line,) = capsys.readouterr().out.splitlines()[1:]
     assert "stopped before training, too few usable records: " in line
     assert "'Yes' (" in line
+
+
+def test_a_misspelt_class_of_a_fifth_of_the_records_stops(folder, capsys):
+    rows = [(*row[:3], "no" if i % 4 else "yes") for i, row in enumerate(rows_of(400))]
+    write_csv(folder, rows)
+    said = stopped(folder, capsys, MISSPELT)
+    assert "no record seems to have 'Yes'" in said
+    assert "check_records = false in [privacy]" in said
+    check_small_part_alone(folder)
+
+
+WARNED = {
+    "categories": ('["Ulm", "Rom"]', '["ulm", "rom"]', "'town' (at least "),
+    "bounds": ("mean = [30]", "mean = [30000]", "'pay' (at least "),
+    "clean": ("", "", ""),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "name"), WARNED.values(), ids=[*WARNED])
+def test_unlisted_categories_and_wrong_bounds_are_warned_of_before_training(
+    folder, capfd, monkeypatch, old, new, name
+):
+    path = folder / "a.toml"
+    path.write_text(LARGE.replace(old, new))
+    steps = runner._steps
+
+    def silent(*arguments):
+        said.append(capfd.readouterr().err)
+        return steps(*arguments)
+
+    said = []
+    monkeypatch.setattr(runner, "_steps", silent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["run", str(path), "--out", str(folder / "out")]) == 0
+    (err,), out = said, capfd.readouterr().out
+    assert ("dpbilevel: warning: Many records have wrong cells" in err) == bool(name)
+    if name:
+        assert "values lie outside the declared range" in err
+        assert f"dpbilevel check {path} shows" in err
+        assert name in err
+    assert ("WARNING" in out) == bool(name)
 
 
 def test_a_column_of_another_unit_stops_the_run_until_it_is_declared(folder, capsys):
@@ -223,6 +266,25 @@ def many(people, relation, size):
     tables["data"] = tomllib.loads(CSV_DATA) | {"training": size, "validation": size}
     tables["privacy"] |= {"epsilon": 9.0, "people": people, "neighbours": relation}
     return tables
+
+
+@pytest.mark.parametrize("listed", ["B", "b"])
+def test_a_misspelt_source_stops_and_a_listed_one_does_not(tmp_path, listed):
+    rows = [
+        (*row[:2], "A" if i % 4 else "B", row[3]) for i, row in enumerate(rows_of(1200))
+    ]
+    write_csv(tmp_path, rows)
+    tables = many("disjoint", "replace_one", 600)
+    tables["data"]["sources"]["values"] = ["A", listed]
+    config = parse_config(tables, Place(str(tmp_path / "a.toml")))
+    relation = config.privacy.neighbours
+    records = load(config.data, config.privacy.people, relation, base=tmp_path)
+    columns = dict(config.check.columns)
+    described = {role: indicators(columns[role], records[role]) for role in records}
+    found = config.check.release(described, key=jax.random.key(0))
+    assert found.levels["lower"].dropped == (() if listed == "B" else ("b",))
+    assert found.stops == (listed == "b")
+    assert not found.levels["upper"].places
 
 
 @pytest.mark.parametrize(

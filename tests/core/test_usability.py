@@ -21,7 +21,8 @@ BUDGET = dpb.PrivacyBudget(1.0, 1e-6)
 LARGE = dpb.PrivacyBudget(100.0, 1e-5)
 COLUMNS = Columns(("label", "age", "pay"), ("no", "yes"))
 ONE = {"records": COLUMNS}
-TWO = {"upper": COLUMNS, "lower": Columns((*COLUMNS.names, "source"), ("no", "yes"))}
+PLACED = Columns((*COLUMNS.names, "source"), ("no", "yes"), "source", ("a", "b"))
+TWO = {"upper": COLUMNS, "lower": PLACED}
 MEAN = dpb.FiniteSum(lambda w, z: w * z)
 
 
@@ -33,7 +34,7 @@ def described(columns, unlisted=0.0, unread=0.0, cut=0.0, n=2000):
     bad[n - int(unread * n) :, 1] = True
     outside[: int(cut * n), 2] = True
     label = np.where(bad[:, 0], -1, np.arange(n) % 4 == 0)
-    return columns.indicators(bad, outside, label)
+    return columns.indicators(bad, outside, label, np.arange(n) % 2)
 
 
 def checked(check=None, seed=0, **shares):
@@ -64,12 +65,12 @@ def test_a_misspelt_class_or_a_currency_stops_and_is_named():
 
 def test_a_class_that_no_record_has_stops_and_a_rare_one_does_not():
     check, every = RecordsCheck.planned(ONE, BUDGET, 2000), np.arange(2000)
-    for label, stops in (
-        (np.where(every % 2, 0, -1), True),  # half of the records, of a misspelt class
-        (np.where(every % 5, every % 20 == 1, -1), False),  # a twentieth; many unlisted
+    for label, column, stops in (
+        (np.where(every % 2, 0, -1), 0, True),  # half of them, of a misspelt class
+        (every % 20 == 1, 1, False),  # a twentieth; many have no age
     ):
         bad = np.zeros((2000, 3), bool)
-        bad[:, 0] = label < 0
+        bad[:, column] = label < 0 if stops else every % 5 == 0
         rows = {"records": COLUMNS.indicators(bad, label=label)}
         found = [check.release(rows, key=jax.random.key(i)).stops for i in range(20)]
         assert found == [stops] * 20
@@ -161,9 +162,10 @@ def test_a_run_of_sampled_batches_is_planned_beside_the_check():
 
 def moved():
     """The longest change of the mean by one record, in units of what is charged."""
-    (release,) = RecordsCheck.planned(ONE, LARGE, 8).releases
-    bad = (np.arange(24)[:, None] >> np.arange(3)) % 2 > 0
-    rows = COLUMNS.indicators(bad, label=np.resize([-1, 0, 1], 24))
+    (release,) = RecordsCheck.planned({"records": PLACED}, LARGE, 8).releases
+    bad = (np.arange(48)[:, None] >> np.arange(4)) % 2 > 0
+    label, place = np.resize([-1, 0, 1], 48), np.resize([0, -1, 1, 0], 48)
+    rows = PLACED.indicators(bad, label=label, place=place)
 
     @jax.jit
     @jax.vmap
@@ -181,7 +183,7 @@ def moved():
 def test_no_record_moves_the_mean_by_more_than_is_charged(monkeypatch):
     assert 0.7 < moved() <= 1
     # Rows that are longer than they should be are clipped, whatever they hold.
-    norm = COLUMNS.clip_norm
+    norm = PLACED.clip_norm
     monkeypatch.setattr(usability, "_BLOCK", 3.0)
     monkeypatch.setattr(Columns, "clip_norm", norm)
     assert moved() <= 1
@@ -209,7 +211,8 @@ def rows_of(check, hostile=False):
         found = described(columns, n=size)
         if hostile:
             wrong = np.arange(len(columns.names))[None] == 1
-            found[:1] = columns.indicators(wrong, label=np.zeros(1, int))
+            one = np.zeros(1, int)
+            found[:1] = columns.indicators(wrong, label=one, place=one + 1)
         return jnp.asarray(found)
 
     sizes = {q.role: q.size for r in check.releases for q in r.queries}

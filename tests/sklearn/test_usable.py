@@ -7,8 +7,15 @@ import jax
 import numpy as np
 import pytest
 
+from dpbilevel import NoisyGD, bilevel
 from dpbilevel.core import usability
-from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
+from dpbilevel.sklearn import (
+    DPLogisticRegression,
+    DPRidge,
+    DPSourceReweighting,
+    FairClassifier,
+    base,
+)
 from tests.sklearn import test_guarantee
 from tests.sklearn.test_guarantee import STRANGE, estimators, fits, others, table
 
@@ -41,8 +48,39 @@ def test_a_misspelt_class_is_warned_of_by_its_name():
     with pytest.warns(UserWarning, match="many records: 'y'.*'No' .*'Yse' "):
         model = fitted(*drawn(), "No", "Yse")
     assert model.records_usable_ < 0.5
-    with pytest.warns(UserWarning, match="Most records have wrong cells.*'X.:, 1.'"):
+    with pytest.warns(UserWarning, match="Many records have wrong cells.*'X.:, 1.'"):
         fitted(drawn()[0] * [1, 1000, 1], drawn()[1], "No", "Yes")
+
+
+def of_groups(place, *declared):
+    """A fit of each estimator of groups or sources, and what was released of it."""
+    X, y = drawn()
+    shares = {name: 1 / len(declared) for name in declared}
+    settings = {"epsilon": 4.0, "classes": ["No", "Yes"], "bounds": (0, 1)}
+    fair = FairClassifier(shares=shares, max_iter=1, **settings)
+    yield fair.fit(X, y, groups=place, key=jax.random.key(0)).records_check_
+    one = bilevel.OneLevel(NoisyGD(1, 1.0, 1.0), reads="both")
+    weighed = DPSourceReweighting(sources=list(declared), solver=one, **settings)
+    clean = X[::2] + 0, y[::2]
+    found = weighed.fit(X, y, sources=place, clean=clean, key=jax.random.key(0))
+    yield found.records_check_
+
+
+def test_a_misspelt_group_or_source_is_warned_of_by_its_name():
+    place = np.where(np.arange(N) % 4, "urban", "rural")
+    for found in of_groups(place, "rural", "urban"):
+        assert not found.remarks  # nor a warning
+    with pytest.warns(UserWarning, match="no record seems to have 'rurl';"):
+        misspelt = [*of_groups(place, "rurl", "urban")]
+    assert [found.stops for found in misspelt] == [True, True]
+
+
+def test_a_misspelt_rare_class_is_warned_of_by_its_name():
+    X, _ = drawn()
+    y = np.where(X[:, 0] > 0.75, "yes", "no")
+    with pytest.warns(UserWarning, match="no record seems to have 'Yes';"):
+        fitted(X, y, "no", "Yes")
+    assert not fitted(X, y, "no", "yes").records_check_.remarks
 
 
 def test_a_column_of_texts_and_wrong_targets_are_warned_of():

@@ -1,0 +1,226 @@
+"""The released shares of usable records, and what follows from them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..privacy.queries import RECORDS
+
+# The noise of shares of columns and classes, and of groups and sources, in units of the
+# noise of the usable share.
+OF_COLUMNS, OF_PLACES = 2.0, 3.0
+# Shares are judged with so many standard deviations of their noise, the usable share
+# and wrong columns with twice as many: a level whose records are all usable does not
+# stop by chance, except with probability 3e-5.
+_DEVIATIONS = 2.0
+# A column that is wrong in so many records is told of, beyond the noise.
+_MANY = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelUsability:
+    """The released means of the indicators of one level. Public.
+
+    Attributes:
+        usable: The share of records that can be used, with noise: it may be outside
+            of [0, 1].
+        noise_std: The standard deviation of the noise of `usable`; that of `columns`
+            and `classes` is twice as large, that of `places` three times.
+        columns: For each column, the share of records in which it is wrong. A record
+            with `j` wrong columns counts as `j**-0.5` in each of them. The first one is
+            the label's if there are classes.
+        classes: For each class, the share of records that have it.
+        places: For each group or source, the share of records that are in it.
+        place: The name of their column.
+    """
+
+    usable: float
+    noise_std: float
+    columns: dict[str, float]
+    classes: dict[str, float]
+    places: dict[str, float] = dataclasses.field(default_factory=dict)
+    place: str = ""
+
+    @property
+    def stops(self) -> bool:
+        """Whether a model of these records is of no use, beyond the noise.
+
+        In three cases: less than half of the records can be used; less than three
+        quarters can, and no record of some class stands out of the noise; or `dropped`
+        names a value, however few records it costs.
+        """
+        few = self.usable + _DEVIATIONS * self.noise_std < 0.5
+        # One more deviation, or usable records would stop by chance more often.
+        noise = (_DEVIATIONS + 1) * self.noise_std
+        least = min(self.classes.values(), default=1.0)
+        unseen = self.usable + noise < 0.75 and least < OF_COLUMNS * noise
+        return few or unseen or bool(self.dropped)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The declared values that are probably misspelt.
+
+        Classes, groups and sources of which no record stands out of the noise, while
+        records cannot be used because of the column that holds them.
+        """
+        # Without wrong cells with probability 3e-5 at most, whatever the classes are.
+        least = 2 * _DEVIATIONS * self.noise_std
+        if 1 - self.usable <= least:
+            return ()
+        return tuple(
+            name
+            for column, shares, noise in self._lists
+            if self.columns[column] > least
+            for name in _unseen(shares, noise)
+        )
+
+    @property
+    def rare(self) -> tuple[str, ...]:
+        """The declared values that no record seems to have, if the noise is small.
+
+        So small that even shares would be seen: an even share is lost in the noise with
+        probability 3e-5 at most.
+        """
+        return tuple(
+            name
+            for _, shares, noise in self._lists
+            if len(shares) * 3 * _DEVIATIONS * noise < 1
+            for name in _unseen(shares, noise)
+        )
+
+    @property
+    def _lists(self) -> Iterator[tuple[str, dict[str, float], float]]:
+        """Column, shares and their noise: of classes, and of groups or sources."""
+        if self.classes:
+            yield next(iter(self.columns)), self.classes, OF_COLUMNS * self.noise_std
+        if self.places:
+            yield self.place, self.places, OF_PLACES * self.noise_std
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """The columns that are wrong in many records, the worst first.
+
+        Those that stand out of the noise, by half of the worst one at least.
+        """
+        least = max(self.columns.values(), default=0.0) / 2
+        least = max(least, 2 * _DEVIATIONS * self.noise_std)
+        names = sorted(self.columns, key=lambda name: -self.columns[name])
+        return tuple(name for name in names if self.columns[name] > least)
+
+    @property
+    def often_wrong(self) -> bool:
+        """Whether many records have the same wrong columns, beyond the noise.
+
+        One column alone in a tenth of them, or most records several. The mean of
+        vectors of norm 1 is longer than 1/2 only if many of them agree.
+        """
+        values = np.asarray([*self.columns.values()])
+        noise = OF_COLUMNS * self.noise_std
+        square = float(values @ values) - len(values) * noise**2
+        deviation = noise * math.sqrt(1 + 2 * len(values) * noise**2)
+        most = square > 0.25 + 2 * _DEVIATIONS * deviation
+        return most or bool(np.any(values > _MANY + 2 * _DEVIATIONS * noise))
+
+    @property
+    def constant_accuracy(self) -> float | None:
+        """The share of the most frequent class among the listed ones.
+
+        It is the accuracy of the best constant answer, up to noise. `None` if the label
+        is a number.
+        """
+        shares = np.clip([*self.classes.values()], 0.0, 1.0)
+        total = float(shares.sum())
+        return float(shares.max()) / total if total > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Usability:
+    """What the first release of a run says of its records. Public.
+
+    Attributes:
+        levels: The released means by role: `"records"`, or `"upper"` and `"lower"`.
+            Levels that are too small to be checked are left out.
+    """
+
+    levels: dict[str, LevelUsability]
+
+    @property
+    def stops(self) -> bool:
+        """Whether a model of the records of a level is of no use."""
+        return any(level.stops for level in self.levels.values())
+
+    @property
+    def usable(self) -> float:
+        """The least share of usable records of a level, cut to [0, 1]."""
+        shares = (level.usable for level in self.levels.values())
+        return min(max(min(shares, default=math.nan), 0.0), 1.0)
+
+    @property
+    def constant_accuracy(self) -> float | None:
+        """That of the first level that has classes: the upper one of two."""
+        known = (level.constant_accuracy for level in self.levels.values())
+        return next((value for value in known if value is not None), None)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """One text for each level whose columns are not what was declared."""
+        found = {role: _remark(level) for role, level in self.levels.items()}
+        return tuple(
+            f"{text[0].upper()}{text[1:]}"
+            if role == RECORDS
+            else f"{role} level: {text}"
+            for role, text in found.items()
+            if text
+        )
+
+
+def _unseen(shares: dict[str, float], noise: float) -> list[str]:
+    """Return the values whose share does not stand out of zero."""
+    return [name for name, share in shares.items() if share < _DEVIATIONS * noise]
+
+
+def _remark(level: LevelUsability) -> str:
+    """Return what is wrong with a level in words, or nothing."""
+    parts = []
+    if level.stops:
+        parts.append(
+            f"about {_percent(level.usable)} of the records can be used as declared "
+            f"(noise {_percent(level.noise_std)})"
+        )
+    elif level.often_wrong:
+        parts.append(
+            "many records have wrong cells in the same columns: values lie outside "
+            "the declared range or are not among the listed ones"
+        )
+    if parts and level.wrong:
+        # A lower bound: a record with several wrong cells counts in part in each.
+        shares = (
+            f"{name!r} (at least {_percent(level.columns[name])})"
+            for name in level.wrong[:5]
+        )
+        parts.append(f"wrong in many records: {', '.join(shares)}")
+    absent = level.dropped if level.stops else level.rare
+    if absent:
+        parts.append(f"no record seems to have {_first(map(repr, absent))}")
+    if parts and (level.stops or absent):
+        for kind, of in (
+            ("classes", level.classes),
+            ("groups or sources", level.places),
+        ):
+            if of:
+                listed = (f"{name!r} ({_percent(v)})" for name, v in of.items())
+                parts.append(f"shares of the declared {kind}: {_first(listed)}")
+    return f"{'; '.join(parts)}." if parts else ""
+
+
+def _first(names: Iterator[str]) -> str:
+    """Return ten names as a list, and how many more there are."""
+    shown = [*names]
+    more = f" and {len(shown) - 10} more" if len(shown) > 10 else ""
+    return ", ".join(shown[:10]) + more
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * min(max(share, 0.0), 1.0), 1):g} %"
