@@ -81,7 +81,7 @@ def test_report_tells_the_values_and_the_guarantee_that_the_run_printed(
     guarantee = "\n".join(finished.stdout.splitlines()[:10])
     assert guarantee.startswith("ENFORCED: epsilon = 1")
     assert f"\n\n{guarantee}\n" in told
-    assert "0 where a source was dropped, and where no record has its name" in told
+    assert "the weight of a source without records says nothing" in told
 
 
 def test_progress_goes_to_stderr(finished):
