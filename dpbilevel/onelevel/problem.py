@@ -184,10 +184,13 @@ def check_scalar(
         variables = variables if record else arguments
         names = ("w0",) if len(variables) == 1 else ("x", "y")
         shapes = _in_words(dict(zip(names, variables, strict=False)) | record)
-        if type(error) in (TypeError, ValueError):
-            raise type(error)(
-                f"{name} fails for {shapes}: {error} Give an initial point and records "
-                "of the lengths that it reads."
+        missing = type(error) in (KeyError, IndexError, AttributeError)
+        if missing or type(error) in (TypeError, ValueError):
+            kind = ValueError if missing else type(error)
+            what = f"{type(error).__name__}: {error}" if missing else str(error)
+            raise kind(
+                f"{name} fails for {shapes}: {what.removesuffix('.')}. Give an "
+                "initial point and records of the fields and lengths that it reads."
             ) from error
         error.add_note(f"This happened while tracing {name}, called with {shapes}.")
         raise
