@@ -284,7 +284,7 @@ def _stopped(config: Config, found: Usability, first: PrivacyReport) -> str:
         f"{config.place}: the run stopped before training, because records cannot "
         f"be used. {' '.join(found.remarks)} dpbilevel check {config.place} shows you "
         "the rows, for your eyes alone. Correct the config or the file and run again "
-        "in a new folder, or here with --restart; if all is as it should be, with "
+        "in a new folder, or here with --restart. If the records are right, set "
         "check_records = false in [privacy]. The check cost epsilon = "
         f"{rounded_up(first.epsilon, 3)}, which adds to that run; the rest of the "
         "budget is unspent."

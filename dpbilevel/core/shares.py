@@ -1,4 +1,4 @@
-"""The released shares of usable records, and what follows from them."""
+"""The released shares of usable records, and conclusions from these shares."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ OF_COLUMNS, OF_PLACES = 2.0, 3.0
 # and wrong columns with twice as many: a level whose records are all usable does not
 # stop by chance, except with probability 3e-5.
 _DEVIATIONS = 2.0
-# A column that is wrong in so many records is told of, beyond the noise.
+# A column is reported if it is wrong in more than this share of the records.
 _MANY = 0.1
 
 
@@ -47,12 +47,12 @@ class LevelUsability:
     def stops(self) -> bool:
         """Whether a model of these records is of no use, beyond the noise.
 
-        In three cases: less than half of the records can be used; less than three
-        quarters can, and no record of some class stands out of the noise; or `dropped`
-        names a value, however few records it costs.
+        This is so in three cases. Less than half of the records can be used. Or less
+        than three quarters can be used, and some class has no record beyond the noise.
+        Or `dropped` names a value, even if it costs few records.
         """
         few = self.usable + _DEVIATIONS * self.noise_std < 0.5
-        # One more deviation, or usable records would stop by chance more often.
+        # One deviation more is needed, or usable records would stop more often.
         noise = (_DEVIATIONS + 1) * self.noise_std
         least = min(self.classes.values(), default=1.0)
         unseen = self.usable + noise < 0.75 and least < OF_COLUMNS * noise
@@ -62,10 +62,10 @@ class LevelUsability:
     def dropped(self) -> tuple[str, ...]:
         """The declared values that are probably misspelt.
 
-        Classes, groups and sources of which no record stands out of the noise, while
-        records cannot be used because of the column that holds them.
+        These are classes, groups and sources without a record beyond the noise, if
+        records cannot be used because of the column of these values.
         """
-        # Without wrong cells with probability 3e-5 at most, whatever the classes are.
+        # If no cell is wrong, a share exceeds this with probability 3e-5 at most.
         least = 2 * _DEVIATIONS * self.noise_std
         if 1 - self.usable <= least:
             return ()
@@ -80,8 +80,8 @@ class LevelUsability:
     def rare(self) -> tuple[str, ...]:
         """The declared values that no record seems to have, if the noise is small.
 
-        So small that even shares would be seen: an even share is lost in the noise with
-        probability 3e-5 at most.
+        The noise is small enough if equal shares would be seen: an equal share is lost
+        in the noise with probability 3e-5 at most.
         """
         return tuple(
             name
@@ -92,7 +92,7 @@ class LevelUsability:
 
     @property
     def _lists(self) -> Iterator[tuple[str, dict[str, float], float]]:
-        """Column, shares and their noise: of classes, and of groups or sources."""
+        """Column, shares and noise of the classes, and of the groups or sources."""
         if self.classes:
             yield next(iter(self.columns)), self.classes, OF_COLUMNS * self.noise_std
         if self.places:
@@ -102,7 +102,7 @@ class LevelUsability:
     def wrong(self) -> tuple[str, ...]:
         """The columns that are wrong in many records, the worst first.
 
-        Those that stand out of the noise, by half of the worst one at least.
+        These columns exceed the noise, and half of the share of the worst column.
         """
         least = max(self.columns.values(), default=0.0) / 2
         least = max(least, 2 * _DEVIATIONS * self.noise_std)
@@ -113,8 +113,9 @@ class LevelUsability:
     def often_wrong(self) -> bool:
         """Whether many records have the same wrong columns, beyond the noise.
 
-        One column alone in a tenth of them, or most records several. The mean of
-        vectors of norm 1 is longer than 1/2 only if many of them agree.
+        Either one column is wrong in a tenth of the records, or most records are wrong
+        in the same columns. The mean of vectors of norm 1 is longer than 1/2 only if
+        many of them agree.
         """
         values = np.asarray([*self.columns.values()])
         noise = OF_COLUMNS * self.noise_std
@@ -137,7 +138,7 @@ class LevelUsability:
 
 @dataclasses.dataclass(frozen=True)
 class Usability:
-    """What the first release of a run says of its records. Public.
+    """Released shares of usable records of all levels. Public.
 
     Attributes:
         levels: The released means by role: `"records"`, or `"upper"` and `"lower"`.
@@ -159,13 +160,13 @@ class Usability:
 
     @property
     def constant_accuracy(self) -> float | None:
-        """That of the first level that has classes: the upper one of two."""
+        """Accuracy of the best constant answer, in the first level with classes."""
         known = (level.constant_accuracy for level in self.levels.values())
         return next((value for value in known if value is not None), None)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """One text for each level whose columns are not what was declared."""
+        """One text for each level whose columns differ from the declaration."""
         found = {role: _remark(level) for role, level in self.levels.items()}
         return tuple(
             f"{text[0].upper()}{text[1:]}"
@@ -182,7 +183,7 @@ def _unseen(shares: dict[str, float], noise: float) -> list[str]:
 
 
 def _remark(level: LevelUsability) -> str:
-    """Return what is wrong with a level in words, or nothing."""
+    """Return a text on the mistakes in a level; empty if there are none."""
     parts = []
     if level.stops:
         parts.append(
@@ -195,7 +196,7 @@ def _remark(level: LevelUsability) -> str:
             "the declared range or are not among the listed ones"
         )
     if parts and level.wrong:
-        # A lower bound: a record with several wrong cells counts in part in each.
+        # These are lower bounds: several wrong cells of a record count in part.
         shares = (
             f"{name!r} (at least {_percent(level.columns[name])})"
             for name in level.wrong[:5]

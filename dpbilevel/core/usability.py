@@ -1,10 +1,10 @@
-r"""The first release of a run: how usable the records are.
+r"""The first release of a run: the fractions of usable records.
 
-A misspelt class or a column in another unit leaves records without influence, in
-silence, because an error would tell of them. So a run begins with one noisy mean of
-indicators of each level, for a hundredth of the squared budget: of the records that can
-be used, of each column that is wrong, and of each class, group and source. What follows
-from the released means (`core/shares.py`) is post-processing.
+A misspelt class or a column in another unit leaves records without influence. No error
+says so, because it would reveal records. A run therefore first releases one noisy mean
+of indicators of each level, for a hundredth of the squared budget. The indicators are
+of usable records, of each wrong column, and of each class, group and source.
+Conclusions from the released means (`core/shares.py`) are post-processing.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from .loop import public_rows
 from .plan import least_multiplier
 from .shares import OF_COLUMNS, OF_PLACES, LevelUsability, Usability
 
-SHARE = 0.01  # of the squared budget
-# Lengths of the blocks, in units of the usable entry: the shorter they are, the less
-# noise that entry has, and the more have theirs.
+SHARE = 0.01  # share of the squared budget
+# Lengths of the blocks, in units of the usable entry. Shorter blocks mean less noise in
+# the usable entry, and more noise in the blocks.
 _BLOCK, _PLACES = 1 / OF_COLUMNS, 1 / OF_PLACES
 # With more groups or sources their shares are lost in the noise, so none is released.
 _MOST_PLACES = 64
-_MOST_NOISE = 0.25  # of the usable share; with more it is not released
+_MOST_NOISE = 0.25  # the usable share is released if its noise is at most this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Columns:
     @property
     def clip_norm(self) -> float:
         """The largest norm of a row of `indicators`."""
-        # Each list centred: of a record with one of k values, or with none of them.
+        # Each list is centred; a record has one of the k values, or none of them.
         listed = ((len(values), block) for values, block in self.lists if values)
         square = sum(block**2 * max(1 - 1 / k, 1 / k) for k, block in listed)
         return math.sqrt(0.25 + _BLOCK**2 + square)
@@ -98,7 +98,7 @@ class Columns:
             Row by row. NON-PRIVATE until `RecordsCheck.release` releases their mean.
         """
         wrong = unusable if outside is None else unusable | outside
-        # Wrong cells of one record count in equal parts, of norm 1 in all.
+        # Wrong cells of one record count in equal parts; together they have norm 1.
         count = np.maximum(wrong.sum(axis=1, keepdims=True), 1).astype(np.float32)
         usable = ~unusable.any(axis=1, keepdims=True)
         blocks = [usable - np.float32(0.5), _BLOCK * (wrong / np.sqrt(count))]
@@ -112,10 +112,10 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class RecordsCheck:
-    """A planned first release of how usable the records are.
+    """A planned first release of the fractions of usable records.
 
     Attributes:
-        columns: What is declared of each level, by role.
+        columns: The declaration of each level, by role.
         releases: The release of each level that is checked, for `calibrate(before=)`.
     """
 
@@ -135,7 +135,7 @@ class RecordsCheck:
         """Return the check at a hundredth of the squared budget of every person.
 
         Args:
-            columns: What is declared, by role: `"records"` for one level; `"upper"` and
+            columns: The declarations by role: `"records"` for one level; `"upper"` and
                 `"lower"` for two, or `"upper"` alone if the levels are shared.
             budget: The budget of the whole run.
             sizes: As for `calibrate`.
@@ -154,7 +154,7 @@ class RecordsCheck:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the report of the run says of levels that are not checked."""
+        """Assumptions in the report of the run about levels that are not checked."""
         checked = {query.role for r in self.releases for query in r.queries}
         left = [role for role, _ in self.columns if role not in checked]
         if not left:
@@ -172,21 +172,22 @@ class RecordsCheck:
         key: PRNGKey,
         owner: str = "solve",
     ) -> Usability:
-        """Release how usable the records are.
+        """Release the fractions of usable records.
 
         Args:
             indicators: The rows of `Columns.indicators`, by role; under replace-one as
                 many as planned.
             key: A typed key for this check alone, such as the first one of
                 `derive(key, "usability", "run")`.
-            owner: What is named in an error.
+            owner: Name for error messages.
 
         Raises:
             ValueError: The number of rows is not the planned one (replace-one), or
                 above the rows of the plan (add-or-remove-one).
 
         Privacy:
-            What `releases` counts. Nothing else of the records is read.
+            The call makes the releases that `releases` counts. It reads nothing else of
+            the records.
         """
         columns, means = dict(self.columns), self.means(indicators, key, owner)
         return Usability(
@@ -235,7 +236,7 @@ def _planned(
         return RecordsCheck(columns, ())
 
     def planned(roles: dict[str, Columns]) -> list[Release]:
-        # Who may have a record in each level is charged for all of them.
+        # A person who may have a record in each level is charged for all levels.
         apart = people_of(sizes) is People.DISJOINT
         times = 1 if apart else max(len(roles), 1)
         multiplier = least_multiplier(FullBatch(), 1, 1, budget)
@@ -274,7 +275,7 @@ def _itself(row: Float[Array, " w"]) -> Float[Array, " w"]:
 def _level(
     columns: Columns, released: Float[Array, " w"], noise_std: float
 ) -> LevelUsability:
-    """Return the shares that the mean of rows of `Columns.indicators` stands for."""
+    """Return the shares that a mean of rows of `Columns.indicators` represents."""
     means, count = np.asarray(released, float), len(columns.names)
     wrong, rest = means[1 : 1 + count] / _BLOCK, means[1 + count :]
     shares = []

@@ -34,10 +34,10 @@ def implicit_hypergradient(
     r"""NON-PRIVATE. $\nabla_x f - \nabla^2_{xy} g\, v$ with $\nabla^2_{yy} g\, v =
     \nabla_y f$, at $y = y^*(x)$.
 
-    At $y^*(x)$ the result is the gradient of $F$. Elsewhere its error is at most $C \|y
-    - y^*(x)\|$, and it is refused (NaN inside `jax.jit`) unless `tolerance=None`. The
-    Hessian is never formed: its products come from one linearization of $\nabla_y g$ at
-    $(x, y)$. Along a trajectory of $x$ pass `v0`.
+    At $y^*(x)$ the result is the gradient of $F$. Elsewhere the error is at most
+    $C \|y - y^*(x)\|$, and $y$ is refused (NaN inside `jax.jit`) unless
+    `tolerance=None`. The Hessian is never formed: its products come from one
+    linearization of $\nabla_y g$ at $(x, y)$. Along a trajectory of $x$ pass `v0`.
 
     Args:
         problem: The problem.

@@ -44,7 +44,7 @@ DECLARED = (
     "the table was read or made: read files with declared types",
 )
 _FLOATS: Any = (np.float64, np.float32)
-# Features are checked one by one up to so many, then in groups of neighbours.
+# Up to this number features are checked one by one, else in groups of neighbours.
 _MOST_COLUMNS = 64
 _COMPARE = (
     "Compare what was declared, such as classes and bounds, with the spelling and the "
@@ -63,9 +63,9 @@ class PrivateEstimator(Seedless, BaseEstimator):
 
     Attributes:
         privacy_report_: The guarantee of the last `fit`, with what it assumes.
-        records_check_: What was released of the records beside the model.
-        records_usable_: The share of records that can be used, with noise; NaN if it
-            was not released.
+        records_check_: Released shares of usable records.
+        records_usable_: The share of usable records, with noise; NaN if it was not
+            released.
     """
 
     privacy_report_: PrivacyReport
@@ -178,7 +178,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         label: Int[np.ndarray, " n"] | None = None,
         place: tuple[str, np.ndarray, Int[np.ndarray, " n"]] | None = None,
     ) -> Described:
-        """Describe which cells of each record are not what was declared.
+        """Return the columns, and indicators of cells that differ from the declaration.
 
         Args:
             table: The features, NaN where one is no number.
@@ -214,7 +214,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
     def _check(
         self, budget: PrivacyBudget, planned: "Planned", **levels: Described
     ) -> Check:
-        """Plan the release of how usable the records of each level are."""
+        """Plan the release of the share of usable records of each level."""
         _checks.instance(self._owner, bool, check_records=self._given("check_records"))
         if not self._given("check_records"):
             return RecordsCheck((), ()), {}
@@ -232,7 +232,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         key: PRNGKey,
         check: Check,
     ) -> PyTree:
-        """Runs a plan once, checks the records, and keeps report and released shares.
+        """Check the records, run a plan once, and keep report and released shares.
 
         Warns:
             RuntimeWarning: The run diverged.
@@ -296,7 +296,7 @@ class PrivateClassifier(PrivateEstimator):
 def _named(X: Any, array: np.ndarray) -> Any:
     """Return what has the names and the number of columns of X.
 
-    Of a list scikit-learn would count the cells of the first record.
+    If X is a list, scikit-learn would count the cells of the first record.
     """
     return array if isinstance(X, list | tuple) else X
 
@@ -383,14 +383,14 @@ def plan_of(
     shapes: tuple[tuple[int, ...], ...],
     before: tuple[AbstractRelease, ...],
 ) -> Plan[Any]:
-    """The calibrated solver; kept for the next fit of records of these sizes.
+    """Return the calibrated solver, cached for fits of these sizes.
 
     Args:
         problem: The problem.
-        solver: The solver, of the relation that is meant.
+        solver: The solver, with the intended relation.
         budget: The budget.
         sizes: The numbers of records.
-        shapes: Those of the leaves of the start.
+        shapes: Shapes of the leaves of the initial point.
         before: As for `calibrate`.
     """
     w0 = tuple(jnp.zeros(shape) for shape in shapes)
