@@ -7,8 +7,9 @@ text makes all as long. Here entries are converted alone, and errors follow type
 
 import collections
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from jaxtyping import Float, Shaped
 _TEXTS = "string", "large_string", "utf8", "large_utf8", "categor", "enum"
 _NUMBERS = "int", "uint", "float", "double", "half", "decimal", "bool", "sparse"
 _OBJECTS = "object", "null", "unknown"
+# Methods of arrays and data frames, one of which each of them has.
+_ARRAYS = "__array__", "__array_interface__", "__array_struct__"
+_ARRAYS += "to_pylist", "to_list", "tocsr"
 # Of NumPy's kinds of types.
 _OF_NUMPY = dict.fromkeys("biuf", "numbers") | {"U": "texts", "S": "texts"}
 _OF_NUMPY |= {"O": "objects"}
@@ -40,18 +44,19 @@ class Column:
     def of(cls, column: Any) -> "Column":
         """Make a column of a list, an array, a data frame column or an Arrow column.
 
-        A list or tuple has one entry for each of its elements. An element in a list or
+        A sequence has one entry for each of its elements. An element in a list or
         array of its own stands for itself; any longer one is no number and no text.
 
         Raises:
-            ValueError: Its type stands for no numbers or texts.
+            ValueError: Its type stands for no numbers or texts, or as `elements`.
         """
         column = _only_column(column)
         own = getattr(column, "dtype", getattr(column, "type", None))
         if isinstance(column, np.ma.MaskedArray):
             return cls(_unmasked(column), kind_of(column.dtype))
-        if isinstance(column, list | tuple):
-            return cls(separate(map(_entry, column), len(column)), "objects")
+        found = elements(column)
+        if found is not None:
+            return cls(separate(map(_entry, found), len(found)), "objects")
         values = _listed(column, own)
         if values is None:
             array = np.asarray(column)
@@ -69,6 +74,34 @@ class Column:
         return np.asarray(flat, np.float64).reshape(array.shape)
 
 
+def elements(values: Any) -> list[Any] | None:
+    """Return the elements of a list or another sequence, each as it is.
+
+    NumPy would read all of them together, and raise an error if one has another shape.
+
+    Returns:
+        `None` for arrays, data frames, texts and single values.
+
+    Raises:
+        ValueError: It is a set, a mapping, a generator or another iterable that is no
+            sequence, by its type.
+    """
+    if isinstance(values, str | bytes | bytearray | memoryview):
+        return None
+    if any(hasattr(values, name) for name in _ARRAYS):
+        return None
+    if not hasattr(values, "__iter__") and not hasattr(values, "__getitem__"):
+        return None
+    sized = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    if not sized or isinstance(values, Mapping | type):
+        raise ValueError(
+            f"{type(values).__name__} is no sequence. Give a list or an array with one "
+            "element for each record."
+        )
+    # Some sequences do not tell their end to a loop.
+    return list(itertools.islice(values, len(values)))
+
+
 def separate(values: Iterable[Any], count: int) -> Shaped[np.ndarray, " n"]:
     """Return an array of `count` objects; NumPy never takes one for a row."""
     entries = np.empty(count, object)
@@ -84,7 +117,7 @@ def table_of(rows: Sequence[Any]) -> Shaped[np.ndarray, "n d"] | None:
     is no number. Privacy: the width counts as public, like the columns of a table.
 
     Args:
-        rows: A list or tuple with one row for each record.
+        rows: One row for each record, as from `elements`.
     """
     cells = [_cells(row) for row in rows]
     widths = collections.Counter(None if row is None else len(row) for row in cells)

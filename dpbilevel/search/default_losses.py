@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from sklearn.base import is_classifier, is_regressor
 
-from ..core.columns import Column, table_of
+from ..core.columns import Column, elements, table_of
 from .row_losses import Losses, count
 
 
@@ -67,7 +67,8 @@ def _labels(y):
 def _square(prediction, y):
     # Row by row: (n,) less (n, 1) would be all pairs of records.
     rows = (count(y), -1)
-    several = table_of(y) if isinstance(y, list | tuple) else None
+    listed = elements(y)
+    several = None if listed is None else table_of(listed)
     targets = Column.of(y) if several is None else Column(several, "objects")
     errors = np.reshape(prediction, rows) - targets.numbers().reshape(rows)
     return np.mean(errors**2, axis=1)

@@ -122,7 +122,8 @@ def optimize_study(
             `catch` has something else than exceptions.
         ValueError: The study maximizes or has several objectives, a distribution has
             one value, the objective suggests a parameter that is not declared or from
-            another distribution, a queued trial does not fit, or as `minimize`.
+            another distribution or raises `TrialPruned`, a queued trial does not fit,
+            or as `minimize`.
 
     Warns:
         PrivacyWarning: The study holds released values of an earlier search.

@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from ..core import lock
 from ..core.checkpoint import Checkpoint
-from ..core.columns import Column
+from ..core.columns import Column, elements
 from ..core.resume import after, solution_of
 from ..core.solution import Solution, divergence
 from ..core.spent import begun
@@ -209,13 +209,14 @@ class Rounds:
             raise ValueError(f"{self._run.owner}: no points to evaluate; call ask().")
         owner, n = self._run.owner, self._run.problem.num_records
         try:
-            len(losses)
-        except TypeError:
+            listed = elements(losses)
+            given = list(losses) if listed is None else listed
+        except (TypeError, ValueError):
             raise TypeError(
-                f"{owner}: tell takes one row of {n} losses for each point, got a "
-                "number or nothing."
+                f"{owner}: tell takes one row of {n} losses for each point, got "
+                f"{type(losses).__name__}. Give a list of rows or an array."
             ) from None
-        rows = [_checked(owner, row, n) for row in losses]
+        rows = [_checked(owner, row, n) for row in given]
         if not 0 < len(rows) <= len(current.open):
             raise ValueError(
                 f"{owner}: got the losses at {len(rows)} points, where ask() returns "

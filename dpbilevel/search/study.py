@@ -124,7 +124,8 @@ class StudyTrials:
         """Call the objective in a trial of the study, and tell the search its losses.
 
         Raises:
-            ValueError: The objective suggests an undeclared parameter, or as `AskTell`.
+            ValueError: The objective suggests an undeclared parameter or prunes the
+                trial, or as `AskTell`.
         """
         index = len(search.noisy_losses[1])
         number = self._begun(index, params)
@@ -136,11 +137,17 @@ class StudyTrials:
             except caught:
                 # Public, and the same for every record: as bad as can be.
                 losses, failed = np.full(num_records, np.nan), True
+            except self._optuna.TrialPruned:
+                raise ValueError(
+                    f"{self._owner}: the objective raised TrialPruned, but pruning is "
+                    "not supported. Return the losses of all records at every trial."
+                ) from None
             if trial.refused is not None:  # also if it was caught
                 raise trial.refused
             search.tell([losses])
             if failed:
-                self._failed.add(index)
+                if self._shown:  # else no release is of this evaluation alone
+                    self._failed.add(index)
             elif self._shown:
                 state = self._states.COMPLETE
                 value = float(search.noisy_losses[1][index])

@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from .. import _checks
 from ..core import spent
-from ..core.columns import Column
+from ..core.columns import Column, elements
 from ..core.levels import Sizes
 from ..core.loop import solved
 from ..core.plan import calibrate
@@ -296,9 +296,9 @@ class PrivateClassifier(PrivateEstimator):
 def _named(X: Any, array: np.ndarray) -> Any:
     """Return what has the names and the number of columns of X.
 
-    If X is a list, scikit-learn would count the cells of the first record.
+    If X is a sequence, scikit-learn would count the cells of the first record.
     """
-    return array if isinstance(X, list | tuple) else X
+    return X if elements(X) is None else array
 
 
 def key_or_fresh(key: PRNGKey | None) -> PRNGKey:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from .. import _checks
-from ..core.columns import Column, kind_of, table_of
+from ..core.columns import Column, elements, kind_of, table_of
 
 # Entries of a feature that is uniform in its bounds have this mean square.
 _UNIFORM = 1 / 3
@@ -220,10 +220,11 @@ def numbers(table: Any) -> Any:
             "a row for each record."
         )
     _refuse_types(table)
-    if isinstance(table, list | tuple):
-        found = table_of(table)
+    rows = elements(table)
+    if rows is not None:
+        found = table_of(rows)
         column = Column(
-            np.empty(len(table), object) if found is None else found, "objects"
+            np.empty(len(rows), object) if found is None else found, "objects"
         )
     elif isinstance(table, np.ma.MaskedArray):
         column = Column.of(table)

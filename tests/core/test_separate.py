@@ -1,5 +1,6 @@
 """One entry of a record changes how no other record is read, whatever holds them."""
 
+import collections
 import datetime
 import decimal
 import fractions
@@ -63,7 +64,35 @@ def objects(values):
     return found
 
 
-CONTAINERS = {"list": list, "tuple": tuple, "objects": objects}
+class Sized:
+    """A sequence of the least that Python asks for."""
+
+    def __init__(self, values):
+        self._values = values
+
+    def __len__(self):
+        return len(self._values)
+
+    def __getitem__(self, place):
+        return self._values[place]
+
+
+class Wrapped(Sized):
+    """An array-like of objects."""
+
+    def __array__(self, dtype=None, copy=None):
+        return objects(self._values)
+
+
+SEQUENCES = [list, tuple, collections.deque, collections.UserList, Sized]
+CONTAINERS = {make.__name__: make for make in (*SEQUENCES, objects, Wrapped)}
+REFUSED = {
+    "set": set,
+    "dict": dict.fromkeys,
+    "view": lambda values: dict.fromkeys(values).keys(),
+    "generator": iter,
+    "class": lambda _: list,
+}
 
 
 def labels(values):
@@ -128,7 +157,7 @@ def test_an_entry_changes_no_other(reader, container, wrapped, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("container", [list, tuple])
+@pytest.mark.parametrize("container", SEQUENCES)
 @pytest.mark.parametrize("inner", [list, tuple, np.asarray])
 def test_a_row_or_a_cell_of_a_table_changes_no_other_row(container, inner, recwarn):
     table = np.arange(2.0 * N).reshape(N, 2)
@@ -146,6 +175,26 @@ def test_a_row_or_a_cell_of_a_table_changes_no_other_row(container, inner, recwa
                 assert found.shape == table.shape
                 np.testing.assert_array_equal(found[others], table[others], name)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("container", REFUSED)
+def test_what_has_no_order_is_refused_by_its_type(container):
+    make = REFUSED[container]
+    for values in (range(N), ["a secret"] * N, [(1.0,) * place for place in range(N)]):
+        for read in (READ["column"], READ["target"], numbers):
+            with pytest.raises(ValueError, match=r"no sequence|2D array, got") as error:
+                read(make(values))
+            assert "secret" not in str(error.value)
+        with pytest.raises(TypeError, match="must be a vector of 6 real numbers"):
+            told(make(values))
+
+
+@pytest.mark.parametrize("container", SEQUENCES)
+def test_one_short_record_leaves_the_width_of_a_fit(container):
+    rows = [[1.0], *([0.5, 0.2],) * (N - 1)]
+    model = DPRidge(bounds=(-1, 1), target_bounds=(-1, 1))
+    assert np.isnan(model._table(container(rows))[0]).all()
+    assert model.n_features_in_ == 2
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -332,8 +332,8 @@ def test_losses_in_the_folder_are_the_owners_alone(tmp_path):
         ([[[SECRET], [SECRET, 2.0]]], ValueError, r"got shape \(2,\)"),
         ([{"loss": SECRET}], TypeError, "got dict of objects"),
         ([np.full(30, SECRET), np.full(29, SECRET)], ValueError, r"shape \(29,\)"),
-        (SECRET, TypeError, "got a number or nothing"),
-        (None, TypeError, "got a number or nothing"),
+        (SECRET, TypeError, "each point, got float"),
+        (None, TypeError, "each point, got NoneType"),
     ],
 )
 def test_what_does_not_fit_is_refused_without_a_loss_and_nothing_is_taken(

@@ -232,6 +232,40 @@ def test_an_exception_that_is_caught_counts_as_the_worst_for_everyone():
     assert not [v for v in plain.report.assumptions if "catch=" in v]
 
 
+class Pruning(Objective):
+    """Fails at its second call, by an exception with a loss in its text."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+
+    def __call__(self, trial):
+        self.calls += 1
+        if self.calls == 2:
+            raise self.kind(f"loss {RECORDS[0]}")
+        return super().__call__(trial)
+
+
+def test_a_failed_evaluation_leaves_the_one_release_of_hidden_runs_in_the_study():
+    study = optuna.create_study()
+    objective = Pruning(FloatingPointError)
+    answer = studied(study, objective, BEST, catch=FloatingPointError)
+    assert "FAIL" in states(study)
+    kept = [v for v in study.get_trials() if v.value is not None]
+    assert [v.value for v in kept] == released(answer)
+    assert [v.params for v in kept] == [answer.params]
+    assert study.best_params == answer.params
+
+
+def test_pruning_is_refused_without_the_words_of_the_objective():
+    study = optuna.create_study()
+    with pytest.raises(ValueError, match="pruning is not supported") as error:
+        studied(study, Pruning(optuna.TrialPruned), UCB)
+    assert str(RECORDS[0]) not in str(error.value)
+    assert error.value.__suppress_context__
+    assert states(study)[1] == "FAIL"
+
+
 @pytest.mark.parametrize("catch", [RuntimeError("no"), [3], KeyboardInterrupt, None])
 def test_what_is_no_exception_cannot_be_caught(catch):
     with pytest.raises(TypeError, match="catch must be an exception class or several"):
