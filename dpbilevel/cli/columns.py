@@ -18,7 +18,7 @@ Value = str | float  # of a cell: its text, or the number that it reads as
 # category that is not listed), or unusable. A record with an unusable cell (unreadable,
 # or an unlisted label, source or group) has no influence.
 FITS, MISSING, CUT, UNUSABLE = range(4)
-_ROUNDING = 1e-5  # of constants with six digits, relative
+_ROUNDING = 1e-5  # relative rounding of constants with six digits
 
 
 @dataclasses.dataclass(frozen=True)

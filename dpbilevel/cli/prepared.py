@@ -22,7 +22,7 @@ class Prepared:
     problem: Problem
     solver: AbstractSolver  # calibrated
     w0: PyTree  # public
-    report: PrivacyReport  # of one run
+    report: PrivacyReport  # the guarantee of one run
     check: RecordsCheck  # the first release of a run
 
     @property

@@ -240,7 +240,7 @@ def _check_limits(
 ) -> None:
     """Raises `ValueError` where a run that is on record leads above a limit."""
     recorded = {run.number: run.cost for run in spending.read(folder).runs}[number]
-    whole = spending.cost(report)  # of which a first part may be on record alone
+    whole = spending.cost(report)  # the record may hold only a first part
     ahead = [max(0.0, b - a) for a, b in zip(recorded, whole, strict=True)]
     absolute = Path(os.path.abspath(folder))
     above = [p for end in (absolute, folder.resolve()) for p in (end, *end.parents)]

@@ -126,7 +126,7 @@ class _Process:
     def __init__(self):
         self.lock = threading.Lock()
         self.runs: list[ProcessRun] = []
-        self.shapes: dict[str, bool] = {}  # of records; whether it was warned
+        self.shapes: dict[str, bool] = {}  # whether each was warned of
         self.costs: dict[int, tuple[weakref.ref, tuple[float, float]]] = {}
 
     def count(self, run: ProcessRun, shapes: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-Compute = Callable[[Any, list[Any]], Sequence[Any]]  # of an equation and its operands
+Compute = Callable[[Any, list[Any]], Sequence[Any]]  # (equation, operands)
 
 
 def evaluated(jaxpr: Any, args: Sequence[Any], compute: Compute) -> list[Any]:
@@ -42,7 +42,7 @@ def retraced(value: Any, compute: Compute) -> Any:
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if hasattr(value, "consts"):  # with those that it closes over
+    if hasattr(value, "consts"):  # a closed jaxpr
         inner = functools.partial(_with, value.jaxpr, compute, value.consts)
         return traced(inner, value.jaxpr.invars)
     if isinstance(value, core.Jaxpr):

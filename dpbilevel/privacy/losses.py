@@ -126,7 +126,7 @@ class Shifted(AbstractLoss):
         up, down = self.up * half, ratio * self.down * half
         c = (1 - self.up) - ratio * (1 - self.down)
         size = np.hypot(c, 2 * np.sqrt(up * down))
-        with np.errstate(divide="ignore", invalid="ignore"):  # of what is not taken
+        with np.errstate(divide="ignore", invalid="ignore"):  # unused branch
             root = np.where(c > 0, 2 * down / (size + c), (size - c) / (2 * up))
             return np.log(root) / self.shift
 
@@ -181,7 +181,7 @@ class Subset(AbstractLoss):
         mass, other = (np.zeros(len(edges) + 1) for _ in range(2))
         for way in (1, -1):
             ends = np.maximum(way * edges[::way], 0.0)
-            start = self.shift / 2  # of positive losses, exactly
+            start = self.shift / 2  # exact lower end of positive losses
             inner = np.where(ends > 0, self._half._inverse(ends), start)
             inner = np.concatenate([[start], np.maximum(inner, start), [np.inf]])
             more, less = self._half._masses(inner)

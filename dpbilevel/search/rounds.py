@@ -68,7 +68,7 @@ class Rounds:
 
     def __init__(self, run: Run, folder: Path | str | None):
         self.solution: Solution | None = None
-        self._noisy: NoisyLosses | None = None  # of a run that was finished before
+        self._noisy: NoisyLosses | None = None  # set if the run was finished before
         self.remarks: list[str] = []
         self._run, self._saved = run, run.first
         self._round: _Round | None = None

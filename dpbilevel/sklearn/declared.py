@@ -195,7 +195,7 @@ def index_of(
     def place(value: Any) -> int:
         try:
             return places.get(value, -1)
-        except Exception:  # whatever an object raises that is none of them
+        except Exception:  # another object may raise anything
             return -1
 
     entries = column.entries

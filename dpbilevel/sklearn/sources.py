@@ -226,7 +226,7 @@ class DPSourceReweighting(LinearClassifier):
         return _PLANS[of]
 
 
-# By problem, budget, sizes, shapes, effort and check, for the next fits.
+# Plans for later fits, by problem, budget, sizes, shapes, effort and check.
 _PLANS: dict[tuple[Any, ...], AutoPlan] = {}
 
 
