@@ -92,6 +92,23 @@ def calibrate(
         is, on this problem and data of these sizes. A second run is a second release,
         and changing a field of the solver or the problem voids the report.
     """
+    options: Any = {"sizes": sizes, "w0": w0, "precision": precision, "before": before}
+    plan = calibrated(problem, solver, budget, **options)
+    plan.warn("calibrate")
+    return plan
+
+
+def calibrated(
+    problem: AbstractProblem,
+    solver: Solver,
+    budget: PrivacyBudget,
+    *,
+    sizes: Sizes | int,
+    w0: PyTree | None = None,
+    precision: Precision = "grid",
+    before: tuple[AbstractRelease, ...] = (),
+) -> Plan[Solver]:
+    """Return what `calibrate` does, without a warning of the plan's remarks."""
     solver_for(problem, solver, "calibrate")
     _checks.instance("calibrate", PrivacyBudget, budget=budget)
     _checks.instance("calibrate", tuple, before=before)
@@ -107,16 +124,14 @@ def calibrate(
         release.check(budget)  # what the release itself refuses
     scale = _least_scale(ledger, budget)
     _check_accuracy(ledger(scale), budget, type(solver).__name__)
-    calibrated = planned.with_noise(scale).with_counts(problem)  # which follow from it
+    found = planned.with_noise(scale).with_counts(problem)  # which follow from it
     if w0 is not None and people_of(sizes) is not None:
         check_pair("calibrate", w0)
     problem, w0, _ = arrays_of("calibrate", problem, w0)
     w0 = jax.tree.map(_shaped, w0)
-    dimensions = {} if w0 is None else calibrated.dimensions(w0)
-    counted = _after(before, calibrated.ledger(problem, sizes))
-    forecast = () if w0 is None else calibrated.forecast(problem, sizes, w0)
-    for text in (*large_delta(counted, budget), *_too_long(forecast)):
-        warnings.warn(f"calibrate: {text}.", stacklevel=2)
+    dimensions = {} if w0 is None else found.dimensions(w0)
+    counted = _after(before, found.ledger(problem, sizes))
+    forecast = () if w0 is None else found.forecast(problem, sizes, w0)
     report = describe(
         counted,
         budget,
@@ -124,8 +139,9 @@ def calibrate(
         dimensions=dimensions,
         forecast=forecast,
     )
-    spent.planned(calibrated, report)
-    return Plan(calibrated, report)
+    spent.planned(found, report)
+    remarks = (*large_delta(counted, budget), *_too_long(forecast))
+    return Plan(found, report, remarks=remarks)
 
 
 def fit(
@@ -198,7 +214,9 @@ def fit(
     if _on_disk(data):
         any_noise = solver.with_sizes(sizes).with_noise(1.0)
         _check_drawn(any_noise.ledger(problem, sizes), data)
-    plan = calibrate(problem, solver, budget, sizes=sizes, w0=w0, precision=precision)
+    planned: Any = {"sizes": sizes, "w0": w0, "precision": precision}
+    plan = calibrated(problem, solver, budget, **planned)
+    plan.warn("fit")
     name, costs = f"fit: {type(solver).__name__}", spent.costs_by(plan.report)
     relation = plan.report.relation
     options: Any = {"key": key, "trajectory": trajectory}

@@ -22,10 +22,21 @@ class Plan(Generic[Solver]):
     Attributes:
         solver: The solver with its noise and the planned sizes.
         report: The guarantee.
+        remarks: What to warn of before the run.
     """
 
     solver: Solver
     report: PrivacyReport
+    remarks: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def warn(self, owner: str) -> None:
+        """Warn of the remarks, at the line of the user.
+
+        Args:
+            owner: The name of the function that the user called.
+        """
+        for text in self.remarks:
+            _checks.warn(f"{owner}: {text}.")
 
     def __repr__(self) -> str:
         """Return the method and the guarantee; `print` shows all of both."""

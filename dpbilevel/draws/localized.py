@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from .. import _checks
 from .._checks import Number
-from ..core.plan import calibrate
+from ..core.plan import calibrated
 from ..core.solver import AbstractSolver
 from ..onelevel.problem import FiniteSum
 from ..privacy.budget import Neighbours, PrivacyBudget
@@ -114,7 +114,7 @@ class LocalizedDraws(AbstractSolver[FiniteSum, _State]):
             ValueError: A constant is not declared, or the budget cannot be met.
         """
         _checks.count(f"{cls.__name__}.tuned", num_rounds=num_rounds)
-        one = calibrate(problem, draw, budget, sizes=sizes).solver
+        one = calibrated(problem, draw, budget, sizes=sizes).solver
         noise, bend, _ = one.promises(problem)  # d / k and mu
         slope = one.plan(problem, sizes).regularity.lipschitz
         diameter, d = float(problem.w_set.diameter), draw.coordinates()

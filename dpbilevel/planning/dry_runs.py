@@ -17,7 +17,7 @@ from ..bilevel.problem import BilevelProblem, Sizes
 from ..core.levels import check_pair
 from ..core.loop import solved
 from ..core.modules import arrays_of
-from ..core.plan import calibrate
+from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
 from ..core.solution import Plan
 from ..core.solver import AbstractSolver
@@ -225,7 +225,8 @@ def auto(
     )
     outlook = outlook_of(best, starts, budget, dry.table)
     planned |= {"w0": w0, "precision": precision}
-    plan = calibrate(problem, best[0].solver, budget, **planned)
+    plan = calibrated(problem, best[0].solver, budget, **planned)
+    plan.warn(owner)
     return AutoPlan(
         plan.solver,
         plan.report,
@@ -359,7 +360,7 @@ class _DryRuns:
         return drawn
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
-        return calibrate(self.problem, solver, budget, **self.options)
+        return calibrated(self.problem, solver, budget, **self.options)
 
     def losses(self, solver: AbstractSolver, number: int) -> list[float]:
         """The test losses of a calibrated solver on all twins, in one run."""

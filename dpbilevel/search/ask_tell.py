@@ -1,12 +1,13 @@
 """A search whose points are evaluated elsewhere."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
 
+from .. import _checks
 from ..core.solution import Solution
 from ..privacy.budget import PrivacyBudget
 from ..privacy.clipping import Precision
@@ -57,6 +58,8 @@ class AskTell:
         is not covered.
     """
 
+    _owner: ClassVar[str] = "AskTell"  # in errors and warnings
+
     def __init__(
         self,
         problem: BlackBox,
@@ -69,7 +72,7 @@ class AskTell:
         folder: Path | str | None = None,
     ):
         plan = planned(
-            "AskTell",
+            self._owner,
             problem,
             solver,
             w0,
@@ -151,4 +154,4 @@ class AskTell:
 
     def _warn(self) -> None:
         while self._rounds.remarks:
-            warnings.warn(f"AskTell: {self._rounds.remarks.pop(0)}", stacklevel=3)
+            _checks.warn(f"{self._owner}: {self._rounds.remarks.pop(0)}")

@@ -164,7 +164,7 @@ def optimize_study(
     start = np.zeros(space.coordinates)
     try:
         solver = _with_queue(solver, trials, space, folder)
-        with AskTell(
+        with _Search(
             problem, solver, start, key=key, budget=budget, folder=folder
         ) as search:
             trials.begin(search, solver.shows_every_loss, folder)
@@ -183,6 +183,12 @@ def optimize_study(
     answer = _answer(search, space, bool(caught))
     trials.finish(answer.params, list(answer.trials))
     return answer
+
+
+class _Search(AskTell):
+    """The search of a study."""
+
+    _owner = _OWNER
 
 
 def _answer(search: AskTell, space: "_StudySpace", catches: bool) -> StudyAnswer:

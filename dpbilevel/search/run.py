@@ -13,7 +13,7 @@ from .. import _checks
 from ..core import spent
 from ..core.checkpoint import Checkpoint
 from ..core.loop import bound_to
-from ..core.plan import calibrate
+from ..core.plan import calibrated
 from ..core.resume import first_checkpoint
 from ..onelevel.problem import check_set, check_start
 from ..privacy.budget import Neighbours, PrivacyBudget
@@ -86,7 +86,8 @@ def planned(
     with double_precision():
         if budget is not None:
             options = {"sizes": n, "w0": w0, "precision": precision}
-            plan = calibrate(problem, solver, budget, **options)
+            plan = calibrated(problem, solver, budget, **options)
+            plan.warn(owner)
             solver, report = plan.solver, plan.report
             if folder is not None:
                 said = (*report.assumptions, _COPIES)

@@ -20,7 +20,7 @@ from ..core import spent
 from ..core.columns import Column, elements
 from ..core.levels import Sizes
 from ..core.loop import solved
-from ..core.plan import calibrate
+from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
 from ..core.seeds import Seedless
 from ..core.shares import Usability
@@ -241,6 +241,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
                 the released shares.
         """
         first, indicators = check
+        plan.warn(f"{self._owner}.fit")
         name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)
         sizes, relation = plan.solver.sizes, plan.report.relation
         count = spent.begun(name, relation, costs, sizes, records)
@@ -395,4 +396,4 @@ def plan_of(
     """
     w0 = tuple(jnp.zeros(shape) for shape in shapes)
     start = w0[0] if len(w0) == 1 else w0
-    return calibrate(problem, solver, budget, sizes=sizes, w0=start, before=before)
+    return calibrated(problem, solver, budget, sizes=sizes, w0=start, before=before)

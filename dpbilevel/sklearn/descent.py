@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax.numpy as jnp
 
 from .. import _checks
 from ..core.outputs import TailMean
-from ..core.plan import calibrate
+from ..core.plan import calibrated
 from ..core.solution import Plan
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
@@ -79,11 +78,11 @@ def planned_descent(
         solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
         solver = solver.with_neighbours(planned.relation)
         start = jnp.zeros(shape)
-        with warnings.catch_warnings():
-            # An estimator has no step size to change; its steps are shortened.
-            warnings.filterwarnings("ignore", message="calibrate: steps")
-            options: Any = {"sizes": planned.size, "w0": start, "before": before}
-            return calibrate(problem, solver, budget, **options)
+        options: Any = {"sizes": planned.size, "w0": start, "before": before}
+        found = calibrated(problem, solver, budget, **options)
+        # An estimator has no step size to change; its steps are shortened.
+        said = tuple(text for text in found.remarks if not text.startswith("steps"))
+        return dataclasses.replace(found, remarks=said)
 
     noise: Any = plan(1, 1.0, 1.0).report.ledger[-1]["noise_std"]  # s
     reach = settings.walk / noise  # of the product of all three

@@ -1,13 +1,16 @@
 import dataclasses
 import functools
 import math
+import warnings
 
 import dp_accounting
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dpbilevel as dpb
 from dpbilevel.core import plan
+from dpbilevel.sklearn import DPRidge
 
 N = 1000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)
@@ -241,3 +244,13 @@ def test_a_delta_that_jumps_is_left_on_the_safe_side(above):
     for allowed in (0.0, 1e-6):
         scale = plan._least_safe(delta, allowed, 1.0, 1e-9)
         assert 3.0 <= scale <= 3.0 * (1 + 1e-8)
+
+
+def test_a_large_delta_is_warned_of_once_by_the_name_and_at_the_line_of_the_call():
+    ridge = DPRidge(1.0, 0.5, bounds=(-1.0, 1.0), target_bounds=(-1.0, 1.0))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ridge.fit(np.ones((9, 2)), np.ones(9))
+    (found,) = [w for w in said if "not below one over" in str(w.message)]
+    assert str(found.message).startswith("DPRidge.fit: delta = 0.5")
+    assert found.filename == __file__
