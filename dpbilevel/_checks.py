@@ -319,7 +319,7 @@ _ELSEWHERE = {
     "lr": ("step_size", ""),
     "max_grad_norm": ("clip_norm", ""),
     "max_iter": ("num_steps", ""),
-    "noise": ("noise_multiplier", ", that of each release, with neighbours="),
+    "noise": ("noise_multiplier", ", the noise of each release, and neighbours="),
     "noise_multiplier": ("run_noise", ", which dpb.calibrate finds for a budget"),
     "optimizer": ("step_size", ", such as step_size=optax.adam(0.1)"),
     "sample_rate": ("sampling", _POISSON),

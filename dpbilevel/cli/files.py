@@ -241,11 +241,12 @@ def read_header(path: Path, separator: str) -> list[str]:
         raise ValueError(f"{path} is empty; it needs a header and one row per record.")
     other = next((s for s in SEPARATORS if len(header) == 1 and s in header[0]), None)
     if other is not None:
+        own = SEPARATORS.get(separator, repr(separator))
         raise ValueError(
             f"{path} has one column only in its header, which is the first row, and "
-            f"{SEPARATORS[other]} in its name. If they are between the columns, set "
-            f"separator = {json.dumps(other)} in [data] of the config, or, for a "
-            "further file of a finished run, save it with the separator of the first."
+            f"{SEPARATORS[other]} in its name. If they are between the columns of all "
+            f"files of the config, set separator = {json.dumps(other)} in [data]. If "
+            f"other files have {own} there, save this one like them."
         )
     if len(set(header)) < len(header):
         raise ValueError(

@@ -228,7 +228,7 @@ def _sizes(asked: Questions, header: Header, task: str, neighbours: str):
     clean = None
     if task == "source_weighting":
         question = "file of clean records to judge the sources by (- for a random part)"
-        clean = asked.ask("clean", question, _file)
+        clean = asked.ask("clean", question, _file_beside(header.file))
     if clean is None:
         held_out = number(0, rows, int)
         question = "how many of them are for validation"
@@ -260,12 +260,21 @@ def _rows(header: Header, counted: bool, least: int = 1):
     return read
 
 
-def _file(text: str) -> Path | None:
-    if text == "-":
-        return None
-    if not Path(text).is_file():
-        raise ValueError(f"there is no file {text}")
-    return Path(text)
+def _file_beside(training: Path):
+    """Return the reader of a further file, which is not the training file."""
+
+    def read(text: str) -> Path | None:
+        if text == "-":
+            return None
+        if not Path(text).is_file():
+            raise ValueError(f"there is no file {text}")
+        if Path(text).samefile(training):
+            raise ValueError(
+                f"{text} holds the training records; give a file of others, or -"
+            )
+        return Path(text)
+
+    return read
 
 
 def _below_one_over(records: int):
@@ -289,13 +298,10 @@ def _delta(records: int) -> str:
 
 
 def _test(asked: Questions, label: str, columns: dict[str, Content], header: Header):
-    file = asked.ask(
-        "test", "file of other people to test the model on (- for none)", _file, "-"
-    )
+    question = "file of other people to test the model on (- for none)"
+    file = asked.ask("test", question, _file_beside(header.file), "-")
     if file is None:
         return None
-    if file.samefile(header.file):
-        raise ValueError(f"{file} holds the training records; give a file of others.")
     other = header_of(file)
     missing = [name for name in (label, *columns) if name not in other.names]
     if missing or other.separator != header.separator:

@@ -124,7 +124,9 @@ class FairClassifier(LinearClassifier):
         """
         refuse(f"{self._owner}.fit", refused)
         if groups is None:
-            raise ValueError(f"{self._owner}.fit: give groups=, that of each record.")
+            raise ValueError(
+                f"{self._owner}.fit: give groups=, the group of each record."
+            )
         budget, key = self._budget(), key_or_fresh(key)
         table, units = self._table(X), self._frame()
         labels_of = self._column(y, table)

@@ -147,7 +147,10 @@ def test_a_public_file_proposes_what_is_in_it_and_the_config_says_so(folder):
 def test_every_task_gets_a_config_of_its_own(folder, task, capsys):
     flags = ["--task", task, *TRAINING, *FEATURES]
     if task == "source_weighting":
-        flags += ["--sources", "site=north,south", "--clean", "clean.csv"]
+        flags += ["--sources", "site=north,south", "--clean", "people.csv"]
+        same = failure(capsys, "init", "people.csv", *flags, "--people", "disjoint")
+        assert "people.csv holds the training records" in same
+        flags[-1] = "clean.csv"
         said = failure(
             capsys, "init", "people.csv", *flags[:-2], "--people", "disjoint"
         )
