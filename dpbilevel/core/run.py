@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from .. import _checks
 from ..privacy.disk import OnDisk
+from ..privacy.jaxprs import constants
 from ..privacy.noise import PRNGKey, step_keys
 from . import checkpoint, spent
 from .checkpoint import Checkpoint
@@ -343,16 +344,24 @@ def _arguments(run: Run) -> tuple[Any, ...]:
 
 def _fingerprint(run: Run) -> dict[str, Any]:
     """Return all that decides the bits of a run. SECRET: it holds a hash of records."""
-    records = hashlib.sha256()
-    for leaf in jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk)):
-        stored = isinstance(leaf, OnDisk)
-        content = repr(leaf.store.identities).encode() if stored else np.asarray(leaf)
-        records.update(content)
-    program = _steps.lower(*_arguments(run), 1).as_text()
+    stored = jax.tree.leaves(run.data, is_leaf=lambda v: isinstance(v, OnDisk))
+    traced = _steps.trace(*_arguments(run), 1)
+    program = traced.lower().as_text().encode()
+    # Numbers that the text of the program may leave out.
+    numbers = jax.tree.leaves((run.problem, run.plan.solver))
     return {
         "plan": json.loads(run.plan.report.to_json()),
         "software": checkpoint.software(),
-        "program": hashlib.sha256(program.encode()).hexdigest(),
-        "records": records.hexdigest(),
+        "program": _hashed([program, *constants(traced.jaxpr), *numbers]),
+        "records": _hashed(
+            v.store.digest if isinstance(v, OnDisk) else v for v in stored
+        ),
         _NAME: run.name,
     }
+
+
+def _hashed(values: Iterable[Any]) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value if isinstance(value, bytes) else np.asarray(value).tobytes())
+    return found.hexdigest()

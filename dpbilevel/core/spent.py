@@ -127,7 +127,7 @@ class _Process:
         self.lock = threading.Lock()
         self.runs: list[ProcessRun] = []
         self.shapes: dict[str, bool] = {}  # whether each was warned of
-        self.costs: dict[int, tuple[weakref.ref, tuple[float, float]]] = {}
+        self.costs: dict[int, tuple[weakref.ref, Any, tuple[float, float]]] = {}
 
     def count(self, run: ProcessRun, shapes: str) -> None:
         """Add a run, under the lock."""
@@ -136,10 +136,10 @@ class _Process:
             run = dataclasses.replace(run, times=self.runs.pop().times + 1)
         self.runs.append(run)
 
-    def costs_of(self, solver: Any) -> tuple[float, float] | None:
-        """Return epsilon and delta of a solver that was planned, if it was."""
-        found = self.costs.get(id(solver))
-        return found[1] if found is not None and found[0]() is solver else None
+    def costs_of(self, solver: Any, sizes: Any) -> tuple[float, float] | None:
+        """Return epsilon and delta of a run on data of these sizes, if known."""
+        of, planned, costs = self.costs.get(id(solver), (lambda: None, None, None))
+        return costs if of() is solver and planned == sizes else None
 
 
 _process = _Process()
@@ -164,7 +164,7 @@ def spent() -> ProcessSpending:
 
 def planned(solver: Any, report: PrivacyReport) -> None:
     """Remember what a run of this solver object costs, as long as it exists."""
-    _remember(solver, costs_by(report))
+    _remember(solver, solver.sizes, costs_by(report))
 
 
 def costs_by(report: PrivacyReport) -> tuple[float, float]:
@@ -240,7 +240,7 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, 
         owner: The called function.
     """
     with _process.lock:
-        known = _process.costs_of(solver)
+        known = _process.costs_of(solver, sizes)
     if known is not None:
         return known
     people = people_of(sizes)
@@ -258,15 +258,15 @@ def costs_of(problem: Any, solver: Any, sizes: Any, owner: str) -> tuple[float, 
         'noise for a budget, and sets precision="grid".',
         file=sys.stderr,
     )
-    _remember(solver, (epsilon, delta))
+    _remember(solver, sizes, (epsilon, delta))
     return epsilon, delta
 
 
-def _remember(solver: Any, costs: tuple[float, float]) -> None:
+def _remember(solver: Any, sizes: Any, costs: tuple[float, float]) -> None:
     place = id(solver)
 
     def forget(_):
         _process.costs.pop(place, None)
 
     with _process.lock:
-        _process.costs[place] = weakref.ref(solver, forget), costs
+        _process.costs[place] = weakref.ref(solver, forget), sizes, costs

@@ -60,10 +60,21 @@ def traced(fun: Callable, variables: Sequence[Any]) -> Any:
     return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in avals))
 
 
+def constants(jaxpr: Any) -> list[Any]:
+    """Return the arrays that a jaxpr, or one inside of it, closes over."""
+    found = [*getattr(jaxpr, "consts", ())]
+    for eqn in jaxpr.eqns:
+        found += [v.val for v in eqn.invars if isinstance(v, core.Literal)]
+        for value in jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr):
+            found += constants(value) if _is_jaxpr(value) else []
+    return found
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")
+
+
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Return the jaxprs among the parameters of an equation, without constants."""
-    values = jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
-    )
-    found = [getattr(v, "jaxpr", v) for v in values]
-    return [v for v in found if hasattr(v, "eqns")]
+    values = jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr)
+    return [getattr(v, "jaxpr", v) for v in values if _is_jaxpr(v)]

@@ -131,9 +131,9 @@ class Shifted(AbstractLoss):
             return np.log(root) / self.shift
 
     def _loss(self, x: float) -> float:
-        exponent = x * self.shift - self.shift**2 / 2
-        rise = math.log1p(self.up * math.expm1(exponent))
-        return rise - math.log1p(self.down * math.expm1(exponent - 2 * x * self.shift))
+        half = self.shift**2 / 2
+        rise = _log_mixed(self.up, x * self.shift - half)
+        return rise - _log_mixed(self.down, -x * self.shift - half)
 
     @override
     def cells(self, edges):
@@ -262,6 +262,11 @@ class Allocated(AbstractLoss):
     @override
     def ends(self, reach):
         return self._atoms.ends(reach)
+
+
+def _log_mixed(fraction: float, exponent: float) -> float:
+    r"""Return $\log(1 - p + p e^a)$ of a fraction $p$ and an exponent $a$."""
+    return exponent if fraction == 1 else math.log1p(fraction * math.expm1(exponent))
 
 
 def normal_masses(edges: np.ndarray) -> np.ndarray:

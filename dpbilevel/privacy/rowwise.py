@@ -8,13 +8,14 @@ and convolutions are batched here.
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, primitives
+from jax.extend.core import Literal, Primitive, primitives
 from jaxtyping import Array
 
 from .floats import wide
@@ -67,6 +68,7 @@ ROWWISE = frozenset(
     while
     """.split()
 )
+_OF_JAX: set[Primitive] = set()
 # Generators that batch key by key; the rbg family uses the first record's key.
 _GENERATORS = "threefry2x32", "threefry4x32", "philox2x32", "philox4x32"
 
@@ -113,9 +115,7 @@ def _remedy(name: str) -> str:
 
 def _is_rowwise(eqn: Any) -> bool:
     name = eqn.primitive.name
-    # A primitive of another library may have the name of one of JAX's.
-    own = getattr(primitives, f"{name.replace('-', '_')}_p", eqn.primitive)
-    if name not in ROWWISE or own is not eqn.primitive:
+    if name not in ROWWISE or not _is_of_jax(eqn.primitive):
         return False
     if name == "call_hi_primitive":  # jax.numpy.searchsorted and nonzero, or one's own
         return type(eqn.params["_prim"]).__module__ == "jax._src.numpy.hijax"
@@ -124,6 +124,15 @@ def _is_rowwise(eqn: Any) -> bool:
     dtypes = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}
     keys = {v for v in dtypes if jnp.issubdtype(v, jax.dtypes.prng_key)}
     return keys <= _key_dtypes()
+
+
+def _is_of_jax(primitive: Primitive) -> bool:
+    """Return whether JAX has a primitive, and not only one of the same name."""
+    if primitive not in _OF_JAX:  # also of modules that were imported since
+        modules = [v for k, v in [*sys.modules.items()] if k.startswith("jax._src")]
+        found = (v for module in modules for v in vars(module).values())
+        _OF_JAX.update(v for v in found if isinstance(v, Primitive))
+    return primitive in _OF_JAX
 
 
 @functools.cache

@@ -251,6 +251,7 @@ REFUSED = {
     "custom_vmap_call": averaged,
     "averaged": foreign("averaged"),
     "mul": foreign("mul"),
+    "tile": foreign("tile"),
     "pure_callback": called_back,
     "random_seed": shared_bits,
     "psum": lambda v: jax.lax.psum(v, "parts"),

@@ -152,6 +152,12 @@ def test_the_same_noise_is_refused_on_anything_else(in_parts, tmp_path):
         dpb.resume(tmp_path, PROBLEM, PLAN, moved, W0)
     with pytest.raises(ValueError, match=r"the loss or the solver has changed"):
         dpb.resume(tmp_path, dpb.FiniteSum(other_distance), PLAN, ROWS, W0)
+    # At other iterates, what the same noise hides would be a difference of gradients.
+    longer = dataclasses.replace(PLAN.solver, step_size=0.25)
+    with pytest.raises(ValueError, match="cannot resume"):
+        dpb.resume(
+            tmp_path, PROBLEM, dataclasses.replace(PLAN, solver=longer), ROWS, W0
+        )
     budget = dpb.PrivacyBudget(2.0, 1e-3)
     louder = dpb.calibrate(PROBLEM, SOLVER, budget, sizes=N)
     with pytest.raises(ValueError, match=r"cannot resume .* plan\.epsilon was"):
@@ -168,6 +174,24 @@ def test_the_checkpoint_of_another_run_is_not_replaced(in_parts, tmp_path):
     with pytest.raises(ValueError, match="is not a checkpoint of this run"):
         other.save(tmp_path)
     assert dpb.resume(tmp_path, PROBLEM, PLAN, ROWS, W0).done == in_parts[2].done
+
+
+def test_the_same_noise_is_refused_on_other_records_on_disk(tmp_path):
+    np.save(tmp_path / "rows.npy", np.asarray(ROWS))
+
+    def on_disk(rows=slice(None)):
+        found = np.load(tmp_path / "rows.npy", mmap_mode="r+")
+        return dpb.privacy.OnDisk.arrays(found[rows])
+
+    plan = dpb.calibrate(PROBLEM, PLANNED, BUDGET, sizes=N // 2)
+    first, key = on_disk(slice(N // 2)), jax.random.key(2)
+    dpb.start(PROBLEM, plan, first, W0, key=key).save(tmp_path)
+    dpb.resume(tmp_path, PROBLEM, plan, on_disk(slice(N // 2)), W0)
+    with pytest.raises(ValueError, match="the records are not those"):
+        dpb.resume(tmp_path, PROBLEM, plan, on_disk(slice(N // 2, 2 * (N // 2))), W0)
+    first.store.arrays[0][0] += 1
+    with pytest.raises(ValueError, match="the records are not those"):
+        dpb.resume(tmp_path, PROBLEM, plan, on_disk(slice(N // 2)), W0)
 
 
 def test_a_run_shows_neither_its_key_nor_records(in_parts):

@@ -229,7 +229,9 @@ def test_several_passes_need_the_noise_of_the_tight_profile(
 ):
     budget = dpb.PrivacyBudget(epsilon, 1e-5)
     found = least_multiplier(dpb.FixedSize(batch), count, size, budget)
-    assert multiplier - 2e-3 <= found <= multiplier * 1.003
+    # The references are rounded up: by an inverse Laplace transform the delta of 5.677
+    # is 9.93e-6 where that of 5.679 is claimed to be 1e-5.
+    assert multiplier * 0.9995 <= found <= multiplier * 1.003
 
 
 def test_the_papers_noise_for_several_extragradient_passes_is_too_small():

@@ -136,6 +136,16 @@ def test_gaussians_compose_by_their_squared_precision():
     assert accounting.gaussian_mu(Poisson(0.1, Gaussian(1.0))) is None
 
 
+@pytest.mark.parametrize("relation", [REPLACE, ADD_OR_REMOVE])
+@pytest.mark.parametrize("multiplier", [0.07, 0.3])
+def test_little_noise_beside_sampled_releases_is_counted(multiplier, relation):
+    loud, sampled = Gaussian(multiplier), repeated(Poisson(0.01, Gaussian(4.0)), 20)
+    event = dp_accounting.ComposedDpEvent([loud, sampled])
+    alone = accounting.gaussian_epsilon(1 / multiplier, DELTA)
+    whole = accounting.gaussian_epsilon(math.hypot(1 / multiplier, 20**0.5 / 4), DELTA)
+    assert alone < accounting.epsilon(event, relation, DELTA) < whole
+
+
 RDP_RELATIONS = {
     "gaussian": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
     "poisson": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
