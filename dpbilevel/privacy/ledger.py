@@ -119,8 +119,9 @@ class Ledger:
         smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
         # The rows that a batch leaves out depend on no record. A full batch therefore
         # also bounds the cost of batches that overflow.
-        whole = [accounting.full_batch_mu(event) for event in events]
-        most = 1.0 if None in whole else float(gaussian_delta(max(whole), epsilon))
+        mus = (accounting.full_batch_mu(event) for event in events)
+        most = max(math.inf if mu is None else mu for mu in mus)
+        most = float(gaussian_delta(most, epsilon))
         return min(here, float(smaller.fun), most)
 
     def epsilons(self, delta: float) -> dict[str, float]:
