@@ -70,6 +70,8 @@ class Composition:
         up = tilts[_TILTS + 1 : -1]
         heights = logs[:, _TILTS + 1 : -1] - up * epsilon - np.log(up * (up + 1))
         heights = np.maximum(heights, _LEAST)
+        # Beside a moment that overflows, a law would have no window.
+        heights[np.isinf(logs[:, _TILTS + 2 :])] = np.inf
         with np.errstate(divide="ignore"):  # the mass cut off must be negligible
             cut = np.maximum(np.log(self.beyond) + 16, 2 * _LEAST)
         costs = np.logaddexp(heights, cut[:, None])

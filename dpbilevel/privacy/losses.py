@@ -147,7 +147,13 @@ class Shifted(AbstractLoss):
         near = min(reach, _NEAR)
         if self.reverse:
             far = -reach - self.shift * (self.down > 0)
-            return -self._loss(near), -self._loss(far)
+            high = -self._loss(far)
+            if self.down == 0 and self.up < 1:
+                most = -math.log1p(-self.up)  # no loss is larger
+                # Close to it, places are lost to rounding: just above, no mass is left.
+                if high > (1 - 2.0**-16) * most:
+                    high = most + 2.0**-50 * (1 + most)
+            return -self._loss(near), high
         return self._loss(-near), self._loss(reach + self.shift * (self.up > 0))
 
 

@@ -10,6 +10,7 @@ from dp_accounting import rdp
 
 import dpbilevel as dpb
 from dpbilevel.privacy import accounting
+from tests.privacy import reference_accounting
 
 REPLACE, ADD_OR_REMOVE = dpb.Neighbours.REPLACE_ONE, dpb.Neighbours.ADD_OR_REMOVE_ONE
 DELTA = 1e-5
@@ -247,6 +248,24 @@ def test_poisson_profiles_equal_numerical_integrals(relation, rate, multiplier):
         event = Poisson(rate, Gaussian(multiplier))
         value = accounting.delta(event, relation, epsilon)
         assert expected * (1 - 1e-6) <= value <= expected * 1.001 + 1e-9
+
+
+@pytest.mark.parametrize("rate", [2.0**-31, 1e-6, 0.01, 0.3, 0.9])
+@pytest.mark.parametrize("multiplier", [0.15, 0.25, 1.0])
+def test_a_loss_that_has_a_largest_value_has_no_mass_beyond(rate, multiplier):
+    # An added record's loss is below -log(1 - rate), however little the noise.
+    most = -math.log1p(-rate)
+
+    def added(count, epsilon):
+        event = repeated(Poisson(rate, Gaussian(multiplier)), count)
+        return accounting.compositions(event, ADD_OR_REMOVE)[1].delta(epsilon)
+
+    for part in (0.5, 0.9, 0.99, 1 - 1e-6):
+        exact = reference_accounting.added(rate, 1 / multiplier, part * most)
+        found = added(1, part * most)
+        assert exact * (1 - 1e-11) - 1e-16 <= found <= exact * 1.001 + 2e-6
+    for count in (1, 5):
+        assert added(count, count * (most * (1 + 1e-8) + 1e-14)) < 1e-20
 
 
 @pytest.mark.parametrize("make", [without_replacement, Poisson])
