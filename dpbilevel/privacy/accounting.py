@@ -251,8 +251,9 @@ def _losses(part, neighbours: Neighbours) -> tuple[AbstractLoss, ...]:
     """Return the loss of one release, of both directions if they differ."""
     match part:
         case dp_accounting.RandomizedResponseDpEvent(num_buckets=2):
-            likely = 1 / (1 + math.exp(-pure.epsilon_of(part)))
-            return (Atoms((likely, 1 - likely), (1 - likely, likely)),)
+            ratio = math.exp(-pure.epsilon_of(part))
+            masses = 1 / (1 + ratio), ratio / (1 + ratio)
+            return (Atoms(masses, masses[::-1]),)
         case dp_accounting.PoissonSampledDpEvent(
             sampling_probability=rate, event=dp_accounting.GaussianDpEvent()
         ):

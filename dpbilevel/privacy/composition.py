@@ -165,7 +165,8 @@ class _Law:
 
 def _norm(values) -> float:
     # No linear algebra library is used, because its threads wait for each other.
-    return math.sqrt(np.sum(values * values))
+    largest = float(np.max(np.abs(values))) or 1.0  # whose square may overflow
+    return largest * math.sqrt(np.sum((values / largest) ** 2))
 
 
 def _weighed(logs, masses) -> tuple[float, np.ndarray]:

@@ -181,10 +181,16 @@ def test_a_delta_of_one_over_the_number_of_records_is_warned_of():
         calibrated(budget=dpb.PrivacyBudget(1.0, 0.5))
 
 
-def test_a_delta_below_the_chance_of_overflow_is_refused():
-    solver = dpb.NoisyGD(5, 1.0, step_size=0.1, sampling=dpb.Poisson(0.1, capacity=110))
-    with pytest.raises(ValueError, match="no amount of noise reaches the budget"):
-        dpb.calibrate(PROBLEM, solver, BUDGET, sizes=N)
+def test_batches_that_overflow_are_planned_like_full_ones():
+    def noise(sampling):
+        solver = dpb.NoisyGD(5, 1.0, step_size=0.1, sampling=sampling)
+        plan = dpb.calibrate(PROBLEM, solver, BUDGET, sizes=N)
+        return float(plan.solver.noise_multiplier)
+
+    overflowing = dpb.Poisson(0.1, capacity=110)
+    assert overflowing.failure(dpb.Neighbours.REPLACE_ONE, N) > BUDGET.delta
+    assert noise(overflowing) == pytest.approx(noise(dpb.FullBatch()), rel=2e-3)
+    assert noise(dpb.Poisson(0.1)) < noise(overflowing) / 2
 
 
 def test_subsets_are_refused_under_add_or_remove_before_any_data():

@@ -64,7 +64,7 @@ def solve(problem, solver, data, w0):
 def proximal(steps=60, multiplier=0.0, **fields):
     defaults = {"clip_norm": 1e3, "strength": 4.0, "inner_steps": 8}
     solver = dpb.games.InexactProximalPoint(steps, **(defaults | fields))
-    return solver.with_noise(multiplier)
+    return solver if multiplier is None else solver.with_noise(multiplier)
 
 
 def resolvent(problem, **fields):

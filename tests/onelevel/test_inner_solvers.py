@@ -200,6 +200,7 @@ def test_localized_from_theorem_refuses_too_few_records():
 
 def test_public_denominator_of_the_plan_is_used_when_a_record_leaves():
     noise = {"noise_multiplier": 0.0, "neighbours": dpb.Neighbours.ADD_OR_REMOVE_ONE}
+    noise["precision"] = "float"
     problem = dpb.FiniteSum(PROBLEM.loss)
     solver = dpb.NoisyGD(1, 1e6, step_size=1.0, **noise).with_sizes(50)
     w = run(solver, problem, POINTS[1:])

@@ -448,7 +448,7 @@ def test_features_have_the_norm_of_the_largest_gradient_and_labels_are_the_same(
     drawn = [
         [
             law.draw(problem, w0, SIZES, jax.random.key(5)).data.lower
-            for law in dry_runs._laws(problem, w0, norm, None, None)
+            for law in dry_runs._laws(problem, w0, norm, None, None, None)
         ]
         for norm in (1.0, 8.0)
     ]
@@ -461,7 +461,7 @@ def test_features_have_the_norm_of_the_largest_gradient_and_labels_are_the_same(
 
 def test_the_clip_norm_of_a_network_is_no_norm_of_features():
     problem, model = dpb.source_weighting(dpb.logistic_loss, 3), [jnp.zeros(3)] * 2
-    laws = dry_runs._laws(problem, (jnp.zeros(3), model), 8.0, LAYOUT, None)
+    laws = dry_runs._laws(problem, (jnp.zeros(3), model), 8.0, LAYOUT, None, None)
     assert {law.norm for law in laws} == {1.0}
 
 

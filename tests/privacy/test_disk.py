@@ -342,7 +342,7 @@ def test_other_samplings_are_refused(tmp_path, sampling):
 def test_sampled_records_on_disk_are_refused_before_noise_is_sought(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(plan, "calibrate", None)  # which may take minutes
+    monkeypatch.setattr(plan, "calibrated", None)
     disk, key = mapped(tmp_path, records()), jax.random.key(0)
     sampling = dpb.Poisson(0.1)
     solver = dpb.NoisyGD(3, clip_norm=1.0, step_size=0.5, sampling=sampling)
