@@ -165,7 +165,9 @@ class _Law:
 
 def _norm(values) -> float:
     # No linear algebra library is used, because its threads wait for each other.
-    largest = float(np.max(np.abs(values))) or 1.0  # whose square may overflow
+    largest = (
+        float(np.max(np.abs(values), initial=0.0)) or 1.0
+    )  # its square may overflow
     return largest * math.sqrt(np.sum((values / largest) ** 2))
 
 

@@ -117,11 +117,8 @@ class Ledger:
         # At the end the failures alone cost a delta of 1.
         ends = 0.0, min(epsilon, -math.log(min(failure, 1.0)))
         smaller = scipy.optimize.minimize_scalar(total, bounds=ends, method="bounded")
-        # The rows that a batch leaves out depend on no record. A full batch therefore
-        # also bounds the cost of batches that overflow.
-        mus = (accounting.full_batch_mu(event) for event in events)
-        most = max(math.inf if mu is None else mu for mu in mus)
-        most = float(gaussian_delta(most, epsilon))
+        mu = max(map(self._full_batch_mu, events))
+        most = float(gaussian_delta(mu, epsilon))
         return min(here, float(smaller.fun), most)
 
     def epsilons(self, delta: float) -> dict[str, float]:
@@ -177,10 +174,20 @@ class Ledger:
         releases = tuple(dataclasses.replace(r, name=name) for r, name in names)
         return dataclasses.replace(self, releases=releases)
 
+    def _full_batch_mu(self, event) -> float:
+        """Return a mu that holds whatever overflows, infinite if none is known.
+
+        The rows that a batch leaves out depend on no record. A full batch therefore
+        also bounds the cost of batches that overflow, but not of draws that are off.
+        """
+        if any(release.failure > release.overflow for release in self.releases):
+            return math.inf
+        mu = accounting.full_batch_mu(event)
+        return math.inf if mu is None else mu
+
     def _epsilon(self, event, delta) -> float:
         """Solve for epsilon with the slack, which itself grows with epsilon."""
-        whole = accounting.full_batch_mu(event)
-        most = math.inf if whole is None else gaussian_epsilon(whole, delta)
+        most = gaussian_epsilon(self._full_batch_mu(event), delta)
 
         def slack(epsilon: float) -> float:
             return accounting.total_variation_delta(epsilon, self.failure)

@@ -207,7 +207,8 @@ def same_key_for_both(key, *domains):
 
 def one_key_for_all_lanes(solver, problem, data, w, *, key):
     bounded = Bounded(jnp.zeros((2, SIZE)), 1.0)
-    release = functools.partial(solver.release_noise.release, key=key)
+    noise = solver.release_noise.with_precision("float")
+    release = functools.partial(noise.release, key=key)
     lanes = Bounded(bounded.raw, jnp.ones(2))
     return jax.vmap(release)(lanes)[0]
 

@@ -86,11 +86,18 @@ def test_interrupted_run_counts_although_another_replaces_it(prepared, tmp_path)
     assert not (tmp_path / checkpoint.NAME).exists()
 
 
-def test_restart_that_stops_before_it_counts_is_counted_on_resume(prepared, tmp_path):
+def test_restart_that_stops_before_it_counts_is_counted_on_resume(
+    prepared, tmp_path, monkeypatch
+):
+    def stop(*arguments, **options):
+        raise Stop
+
     with pytest.raises(Stop):
         run(prepared, tmp_path, progress=stop_at(1))
-    with pytest.raises(Stop):  # a new key is in the folder, its run not yet recorded
-        run(prepared, tmp_path, restart=True, progress=stop_at(0))
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        # A new key is in the folder, its run not yet recorded.
+        patch.setattr("dpbilevel.core.odometer.begin", stop)
+        run(prepared, tmp_path, restart=True)
     assert events_of(tmp_path) == ["started"]
     run(prepared, tmp_path, resume=True)
     assert events_of(tmp_path) == ["started", "started", "finished"]

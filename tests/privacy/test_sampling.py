@@ -234,7 +234,6 @@ def test_a_full_batch_is_everything_under_either_relation(getkey):
         assert dpb.FullBatch().failure(relation, 7) == 0
 
 
-@pytest.mark.reuses_keys
 def test_batches_in_which_a_record_moves_others_on_say_so(getkey):
     numbers = np.arange(64, dtype=np.float32)
 
@@ -255,6 +254,7 @@ def test_batches_in_which_a_record_moves_others_on_say_so(getkey):
     assert of(dpb.FixedSize(30)).in_place
 
 
+@pytest.mark.reuses_keys
 @pytest.mark.parametrize("sampling", [dpb.Poisson(0.3, N), dpb.FixedSize(5)])
 def test_the_key_and_nothing_else_decides_the_batch(sampling, getkey):
     assert len(np.unique(inclusions(sampling)[:50], axis=0)) > 10
