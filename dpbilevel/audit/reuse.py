@@ -92,7 +92,7 @@ def noise_reuse(
     found = canaries(solver, x_in_records=x_in_records, coordinates=leaves)
     canary = next(iter(found.values()))
     run = SolverRun(canary.problem, canary.solver, canary.w0)
-    with _recorded(canary.solver) as tape, jax.disable_jit():
+    with _recorded() as tape, jax.disable_jit():
         run(canary.data, key=key)
     streams = [stream for stream in tape if stream.size == coordinates]
     if len(streams) < 2:
@@ -109,15 +109,21 @@ def noise_reuse(
 
 
 @contextlib.contextmanager
-def _recorded(solver: AbstractSolver) -> Iterator[list[Float[np.ndarray, " d"]]]:
-    """Collects the noise of every release by the solver's kinds of mechanism."""
+def _recorded() -> Iterator[list[Float[np.ndarray, " d"]]]:
+    """Collect the noise of every release, by whatever kind of mechanism."""
     tape: list[Float[np.ndarray, " d"]] = []
-    nodes = jax.tree.leaves(solver, is_leaf=lambda v: isinstance(v, Gaussian))
-    kinds = {type(node) for node in nodes if isinstance(node, Gaussian)}
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
+        for kind in _kinds(Gaussian):
             stack.enter_context(mock.patch.object(kind, "release", _taped(kind, tape)))
         yield tape
+
+
+def _kinds(kind: type[Gaussian]) -> Iterator[type[Gaussian]]:
+    """Yield the mechanisms that have a release of their own."""
+    if "release" in vars(kind):
+        yield kind
+    for other in kind.__subclasses__():
+        yield from _kinds(other)
 
 
 def _taped(kind: type[Gaussian], tape: list):

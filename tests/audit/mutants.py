@@ -22,6 +22,7 @@ from dpbilevel.games.resolvents import Resolvent
 from dpbilevel.onelevel import AdaptiveClipGD, AllocatedGD
 from dpbilevel.onelevel.noisy_gd import gradient_release
 from dpbilevel.privacy.allocation import RandomAllocation
+from dpbilevel.privacy.clipping import unsealed
 from dpbilevel.privacy.noise import step_keys
 from dpbilevel.privacy.normal import standard_normal
 from dpbilevel.privacy.queries import Query
@@ -161,7 +162,9 @@ class SilentInOneBlock(dpb.privacy.Gaussian):
     def release(self, bounded, *, key):
         noisy = dpb.privacy.Gaussian.release(self, bounded, key=key)
         second = list(vars(noisy))[1]
-        return dataclasses.replace(noisy, **{second: getattr(bounded.raw, second)})
+        return dataclasses.replace(
+            noisy, **{second: getattr(unsealed(bounded), second)}
+        )
 
 
 class WarmStartsFromExactSolution(dpb.PenaltyBilevel):

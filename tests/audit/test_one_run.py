@@ -102,7 +102,9 @@ class Quieter(dpb.privacy.Gaussian):
     """Adds a fifth of the noise that it claims."""
 
     def release(self, bounded, *, key):
-        quiet = dpb.privacy.Gaussian(self.noise_multiplier / 5, precision="float")
+        quiet = dpb.privacy.Gaussian(
+            self.noise_multiplier / 5, precision=self.precision
+        )
         return quiet.release(bounded, key=key)
 
 
