@@ -108,7 +108,7 @@ def test_a_counted_accuracy_is_in_the_ledger_and_within_the_budget(folder):
     assert report.epsilon <= 1.0
     assert report.epsilon_by_person[evaluation.PEOPLE] == pytest.approx(1.0, rel=1e-6)
     assert any("has one in another file" in text for text in report.assumptions)
-    assert any("compare the spellings" in text for text in report.assumptions)
+    assert any("Compare the spellings" in text for text in report.assumptions)
     found = run(prepared, folder / "out")
     right = expected_scores(folder, found.model).mean()
     assert abs(found.test.value - right) < 6 * row["noise_std"]
