@@ -18,7 +18,8 @@ import numpy as np
 import dpbilevel as dpb
 from dpbilevel.cli.columns import Records
 from dpbilevel.cli.config import read_config
-from dpbilevel.cli.data import load_levels
+from dpbilevel.cli.data import as_levels
+from dpbilevel.cli.data import load as load_records
 from dpbilevel.cli.prepared import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -33,13 +34,14 @@ def load():
     config = read_config(ROOT / f"configs/{name}.toml")
     print(f"records: {'Adult census' if census else 'generated'}")
     privacy, override = config.privacy, ADULT if census else None
-    levels = load_levels(
+    by_role = load_records(
         config.data,
         privacy.people,
         privacy.neighbours,
         base=config.folder,
         override=override,
     )
+    levels = as_levels(by_role)
     records = config.data.load(config.data.file(config.folder, override))
     order = np.random.default_rng(config.data.split_seed).permutation(
         len(records.label)
