@@ -206,7 +206,7 @@ Unclipped, ClippedAsABatch = read_by(ReadsUnclipped), read_by(ClipsTheBatch)
 
 def on_problem(kind):
     """Noisy gradient descent on a canary problem of another class."""
-    canary = audit.canaries(planned_noisy_gd())["records"]
+    canary = audit.canaries(planned_noisy_gd().with_precision("float"))["records"]
     problem = kind(canary.problem.loss)
     return audit.trade_off(
         audit.SolverRun(problem, canary.solver, canary.w0),

@@ -65,7 +65,7 @@ class AsksByLosses(GIBO):
 def outcome(kind):
     """An audit where one of ten records has a huge slope, or everyone else's."""
     with jax.enable_x64(True):
-        solver = planned_gibo(kind=kind)
+        solver = planned_gibo(kind=kind).with_precision("float")
         problem = dpb.FiniteSum(lambda w, z: z * jnp.sum(w))
         same = jnp.full(10, OTHERS)
         return audit.trade_off(

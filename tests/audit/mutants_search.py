@@ -79,7 +79,8 @@ class ShowsEveryRepetition(dpb.search.RepeatAndSelect):
         after = dpb.search.RepeatAndSelect.tell(
             self, problem, state, asked, losses, key=again
         )
-        mean = clipped_loss(losses[:, 0], self.clip_range, self.sizes, "float")
+        precision = self.release_noise.precision
+        mean = clipped_loss(losses[:, 0], self.clip_range, self.sizes, precision)
         (key,) = derive(key, "noise")
         return dataclasses.replace(
             after, value=self.release_noise.release(mean, key=key)
@@ -153,7 +154,10 @@ def selection(kind=dpb.search.RepeatAndSelect):
 
 
 def of_ucb(kind):
-    return Mutant("NoisyUCB", lambda: audited(planned_ucb(kind), runs=RUNS), sound_ucb)
+    def broken():  # its means are floats
+        return audited(planned_ucb(kind).with_precision("float"), runs=RUNS)
+
+    return Mutant("NoisyUCB", broken, sound_ucb)
 
 
 def of_draw(kind=dpb.search.RandomSearch, **fields):
