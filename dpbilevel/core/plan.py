@@ -380,8 +380,12 @@ def _least_safe(
             ratio = math.log(delta(scale) / allowed)
         else:
             ratio = 1.0 if unsafe(scale) else -1.0
-        # Never 0, where the search would stop: delta may be the same for less noise.
-        return max(ratio, _TINY) if unsafe(scale) else min(ratio, -_TINY)
+        if unsafe(scale):
+            return max(ratio, _TINY)
+        if -4 * tolerance < ratio < 0:
+            return 0.0  # near enough, so the search stops
+        # Not 0 where delta is what is allowed: it may be the same for less noise.
+        return min(ratio, -_TINY)
 
     root = scipy.optimize.brentq(excess, *ends, xtol=tolerance / 4, maxiter=500)
     scale = math.exp(root)

@@ -47,7 +47,7 @@ Way = Literal["replace", "remove", "add"]
 
 # Of a term: cells of the grid, where its tails are cut off; of the sum: what is outside
 # of the window.
-_POINTS, _TAIL, _OUTSIDE = 2**15, 9.0, 1e-20
+_POINTS, _TAIL, _OUTSIDE = 2**14, 9.0, 1e-20
 _ROUNDING = 1e-6  # relative, of sums and probabilities; they are off by much less
 _LARGEST_SHIFT = 4.0  # of a mu beyond it a release is hardly amplified
 _LARGEST = 300.0  # losses beyond it count as infinite
@@ -200,7 +200,7 @@ def _discretized(term: _Term, batches: int):
     # Below -t a sum with a term of at most 1 each is negative anyhow.
     low = -far if term.up else -float(batches)
     low = max(float(term(-_TAIL - term.mu)), low)
-    step = max((high - low) / _POINTS, min(deviation, high) / 200)
+    step = max((high - low) / _POINTS, min(deviation, high) / 100)
     lowest = math.floor(low / step)  # a grid of multiples: sums are exact
     values = step * np.arange(lowest, math.ceil(high / step) + 1)
     inner = term.inverse(values)
