@@ -152,7 +152,8 @@ def closed(v):
 
 
 def sharded(v):
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("rows",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return lax.with_sharding_constraint(v * 2, place)
 
 
