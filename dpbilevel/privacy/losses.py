@@ -235,7 +235,8 @@ class Atoms(AbstractLoss):
     @override
     def ends(self, reach):
         finite = self._losses[np.isfinite(self._losses)]
-        return float(finite.min()), float(finite.max())
+        # A cell ends below its upper edge, so the largest loss is below the end.
+        return float(finite.min()), float(np.nextafter(finite.max(), np.inf))
 
 
 @dataclasses.dataclass(frozen=True)
