@@ -36,8 +36,8 @@ class RandomAllocation(AbstractSampling):
     r"""Every record in one batch of a pass, uniformly and independently of all others.
 
     Batches of a pass differ in size. They have room for as many records as are outgrown
-    with probability 1e-12, which is counted, and a mask; sums are divided by the public
-    $n / t$.
+    with probability at most $2^{-116}$, which is counted, and a mask; sums are divided
+    by the public $n / t$.
 
     Args:
         batches: $t$, the batches of a pass, at most 65 536. Static.

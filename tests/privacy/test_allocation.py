@@ -90,6 +90,33 @@ def test_two_batches_are_those_of_a_quadrature(way, mu):
             assert exact * (1 - 1e-4) <= found <= 1.01 * exact + 1e-15
 
 
+@pytest.mark.parametrize("way", ["replace", "remove"])
+def test_sums_above_the_window_are_bounded(way, monkeypatch):
+    exact = of_two(way, 1.0, 0.3)
+    monkeypatch.setattr(allocation_loss, "_OUTSIDE", 1e-4)  # a window that is seen
+    assert allocation_loss.divergence(way, 1.0, 2, 0.3) >= exact
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_term_on_the_grid_keeps_its_mass_and_at_least_its_mean(way):
+    term, batches = allocation_loss._Term(way, 3.9, math.exp(0.5)), 3
+    step, lowest, masses, cut = allocation_loss._discretized(term, batches)
+    values = step * (lowest + np.arange(len(masses)))
+    assert masses.sum() == pytest.approx(1.0, abs=1e-12)
+    # The mean of every ratio is 1.
+    assert masses @ values + cut >= loss_of(way, 1.0, 1.0, math.exp(0.5)) - 1e-12
+
+
+def test_the_two_directions_of_add_or_remove_are_composed_apart():
+    mu, epsilon = 1.0, 0.3
+    event = RandomAllocationEvent(2, dp_accounting.GaussianDpEvent(1 / mu))
+    ways = accounting.compositions(event, ADD_OR_REMOVE)
+    for way, composed in zip(("remove", "add"), ways, strict=True):
+        exact = of_two(way, mu, epsilon)
+        assert exact * (1 - 1e-4) <= composed.delta(epsilon) <= 1.01 * exact
+    assert of_two("add", mu, epsilon) < 0.99 * of_two("remove", mu, epsilon)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_many_batches_are_those_of_a_simulation_and_of_no_other_noise(way):
     mu, batches, runs, epsilon = 0.8, 20, 400_000, 0.1
@@ -245,6 +272,22 @@ def test_the_chance_of_an_overflow_is_counted():
     plan = dpb.calibrate(problem, solver, budget, sizes=N)
     failure = plan.solver.ledger(problem, N).failure
     assert failure == pytest.approx(3 * BATCHES * SCHEME.failure(REPLACE, N))
+
+
+@pytest.mark.parametrize(("count", "passes"), [(1, 1), (8, 1), (9, 2), (17, 3)])
+def test_a_pass_that_is_begun_is_charged(count, passes):
+    query = Query("records", N, 1.0, SCHEME)
+    release = Release("mean", count, (query,), Gaussian(1.0))
+    ((_, event),) = release.charges(dpb.People.SHARED)
+    assert (event.count, event.event.batches) == (passes, BATCHES)
+
+
+@pytest.mark.parametrize("batches", [3, 1000, 65_535])
+def test_that_some_places_are_more_frequent_is_counted(batches):
+    # 64 random bits modulo the batches: so many places have one value of them more.
+    more = 2**64 % batches
+    distance = more * (batches - more) / batches / 2**64  # in total variation
+    assert 0 < distance <= RandomAllocation(batches).failure(REPLACE, 10**6)
 
 
 def test_a_release_outside_of_a_pass_is_refused():

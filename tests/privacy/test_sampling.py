@@ -97,6 +97,13 @@ def test_a_record_is_chosen_exactly_when_its_bits_are_below_the_rate(getkey):
     np.testing.assert_array_equal(chosen, np.flatnonzero(bits < 2**30))
 
 
+def test_bits_equal_to_the_rate_choose_no_record(getkey, monkeypatch):
+    bits = jnp.asarray([2**30 - 1, 2**30, 2**30 + 1], jnp.uint32)
+    monkeypatch.setattr(jax.random, "bits", lambda *_: bits)
+    batch = dpb.Poisson(0.25).draw(jnp.arange(3), 3, key=getkey())
+    assert batch.records[batch.mask].tolist() == [0]
+
+
 def test_an_overflowing_batch_is_full_and_raises_nothing(getkey):
     sampling = dpb.Poisson(0.9, capacity=3)
     records = {"x": jnp.arange(50), "y": jnp.ones((50, 2))}
