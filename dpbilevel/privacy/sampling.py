@@ -223,7 +223,10 @@ class Poisson(AbstractSampling):
             )
         bits = jax.random.bits(check_key(key), (n,), jnp.uint32)
         chosen = bits < jnp.uint32(self._threshold)  # integers: the rate is exact
-        most = self._capacity(max(n, padded_rows(size)))
+        planned = padded_rows(size)
+        most = max(n, planned)  # more on several devices
+        if self.rows(size) != planned:  # otherwise no overflow is accounted for
+            most = self._capacity(most)
         return masked_batch(records, present, chosen, most, self.denominator(size))
 
     def denominator(self, size: int) -> float:

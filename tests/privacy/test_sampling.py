@@ -163,6 +163,16 @@ def test_the_default_capacity_fits_more_records_than_planned(getkey):
     assert int(batch.mask.sum()) > 1500
 
 
+def test_a_batch_without_a_chance_of_overflow_has_room_for_all_rows(getkey):
+    sampling, rows = dpb.Poisson(0.3), 256  # more than planned, on several devices
+    assert sampling.failure(ADD_OR_REMOVE, 50) == 0
+    batch = sampling.draw(jnp.arange(rows), 50, key=getkey())
+    assert len(batch.mask) >= rows
+    # The control: a plan for as many records has less room, and counts the chance.
+    assert sampling.rows(rows - 1) < rows
+    assert sampling.failure(ADD_OR_REMOVE, rows - 1) > 0
+
+
 @pytest.mark.parametrize("n", [0, 1])
 def test_poisson_draws_from_no_records_and_from_one(n, getkey):
     records = {"x": jnp.ones((n, 3)), "k": jnp.arange(n)}
