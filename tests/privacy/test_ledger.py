@@ -187,6 +187,19 @@ def test_overflowing_batches_are_charged_to_delta():
     assert epsilon > accounting.epsilon(event, REPLACE, DELTA)
 
 
+def test_overflows_add_up_over_roles_and_releases_and_once_for_a_joint_batch():
+    sampling = dpb.Poisson(0.1, capacity=130)
+    sizes = 800, 1000
+    upper, lower = (sampling.failure(REPLACE, size) for size in sizes)
+    apart = release(BOTH, 3, 2.0, sampling, sizes=sizes)
+    joint = release(BOTH, 3, 2.0, sampling, sizes=(800, 800), joint=True)
+    assert 0 < upper < lower
+    assert apart.failure == pytest.approx(3 * (upper + lower))
+    assert joint.failure == pytest.approx(3 * upper)
+    total = dpb.privacy.Ledger((apart, joint)).failure
+    assert total == pytest.approx(6 * upper + 3 * lower)
+
+
 def test_a_larger_epsilon_never_needs_a_larger_delta():
     # The price of an overflow alone, (1 + e^epsilon) p, would exceed one.
     part = release(count=100, multiplier=3.0, sampling=dpb.Poisson(0.05, 110))
