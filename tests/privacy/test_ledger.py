@@ -230,6 +230,15 @@ def test_batches_that_overflow_cost_no_more_than_full_batches(rate, capacity):
     )
 
 
+def test_batches_that_overflow_cost_the_people_who_lose_most_a_full_batch():
+    sampling = dpb.Poisson(0.5, capacity=100)
+    part = release(BOTH, 3, 2.0, sampling, clip_norms=(1.0, 3.0))
+    ledger, mu = dpb.privacy.Ledger((part,), DISJOINT), math.sqrt(3) / 2.0
+    for epsilon in (0.0, 2.0):
+        full = float(accounting.gaussian_delta(0.75 * mu, epsilon))
+        assert ledger.delta(epsilon) == pytest.approx(full)
+
+
 def test_the_epsilon_of_little_noise_is_finite_beside_a_chance_of_overflow():
     part = release(count=200, multiplier=0.2, sampling=dpb.Poisson(0.2))
     ledger = dpb.privacy.Ledger((part,))
@@ -244,6 +253,13 @@ def test_too_little_noise_has_no_small_epsilon(sampling, multiplier):
     ledger = dpb.privacy.Ledger((release(multiplier=multiplier, sampling=sampling),))
     assert ledger.epsilon(DELTA) > 1000
     assert ledger.delta(10.0) == pytest.approx(1.0)
+
+
+def test_a_part_has_whole_steps_and_all_of_what_is_not_the_same_in_every_step():
+    ledger = dpb.privacy.Ledger(tuple(release(count=count) for count in (1, 8, 6)))
+    for done, counts in ((1, (1, 2, 6)), (3, (1, 6, 6)), (4, (1, 8, 6))):
+        part = ledger.part(done, 4)
+        assert tuple(r.count for r in part.releases) == counts
 
 
 def test_an_empty_ledger_loses_nothing():
