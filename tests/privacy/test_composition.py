@@ -3,11 +3,14 @@
 import dataclasses
 import math
 
+import dp_accounting
 import mpmath
 import numpy as np
 import pytest
 import scipy.stats
 
+import dpbilevel as dpb
+from dpbilevel.privacy import accounting, pure
 from dpbilevel.privacy.composition import Composition, _Law
 from dpbilevel.privacy.losses import Allocated, Atoms, Shifted, Subset
 from tests.privacy import reference_accounting as reference
@@ -69,16 +72,15 @@ def test_what_a_pass_may_lose_beyond_its_largest_finite_loss_counts_as_infinite(
 @pytest.mark.parametrize(("one", "count"), [(0.1, 100), (0.5, 60), (2.0, 20)])
 def test_composed_releases_without_delta_cost_what_a_binomial_sum_does(one, count):
     chance = 1 / (1 + math.exp(-one))
-    composed = Composition(
-        ((Atoms((chance, 1 - chance), (1 - chance, chance)), count),)
-    )
+    event = dp_accounting.SelfComposedDpEvent(pure.event(one), count)
+    profile = accounting.profile(event, dpb.Neighbours.REPLACE_ONE)
     ups = np.arange(count + 1)
     law = scipy.stats.binom.pmf(ups, count, chance)
     for part in (0.3, 0.5, 0.7):
         epsilon = part * one * count
         gaps = np.maximum(one * (2 * ups - count) - epsilon, 0)
         exact = law @ -np.expm1(-gaps)
-        assert exact * (1 - 1e-9) <= composed.delta(epsilon) <= 1.01 * exact
+        assert exact * (1 - 1e-9) <= profile(epsilon) <= 1.01 * exact
 
 
 EVERY_LOSS = [
