@@ -113,6 +113,13 @@ def test_losses_above_the_window_of_a_law_are_bounded():
     assert short.delta(epsilon) >= chance * -math.expm1(epsilon - loss)
 
 
+def test_no_law_is_used_below_its_window():
+    composed = Composition(((Shifted(0.3, 0.0, 1.0), 3000),))
+    laws = [composed.delta(epsilon) and [*composed._laws] for epsilon in (20.3, 12.9)]
+    assert laws[0] == laws[1]  # one tilt for both
+    assert min(law.low for law in composed._laws.values()) <= 12.9
+
+
 @pytest.mark.parametrize("epsilon", [30.0, 40.0])
 def test_a_delta_below_the_rounding_of_a_transform_is_not_below_the_exact_one(epsilon):
     count, chance = 100, 0.1  # a loss of 1 with this chance
