@@ -81,6 +81,22 @@ def test_composed_releases_without_delta_cost_what_a_binomial_sum_does(one, coun
         gaps = np.maximum(one * (2 * ups - count) - epsilon, 0)
         exact = law @ -np.expm1(-gaps)
         assert exact * (1 - 1e-9) <= profile(epsilon) <= 1.01 * exact
+    found = accounting.epsilon(event, dpb.Neighbours.REPLACE_ONE, float(exact))
+    assert epsilon * (1 - 1e-6) <= found <= 1.01 * epsilon
+
+
+def test_every_release_without_delta_beside_gaussian_ones_counts():
+    one, count, mu, epsilon = 0.1, 20, 0.5, 1.5
+    draws = dp_accounting.SelfComposedDpEvent(pure.event(one), count)
+    gaussian = dp_accounting.GaussianDpEvent(1 / mu)
+    event = dp_accounting.ComposedDpEvent([draws, gaussian])
+    exact = sum(
+        scipy.stats.binom.pmf(ups, count, 1 / (1 + math.exp(-one)))
+        * reference.gaussian(mu, epsilon - one * (2 * ups - count))
+        for ups in range(count + 1)
+    )
+    found = accounting.delta(event, dpb.Neighbours.REPLACE_ONE, epsilon)
+    assert exact * (1 - 1e-9) <= found <= 1.01 * exact
 
 
 EVERY_LOSS = [
