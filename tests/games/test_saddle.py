@@ -231,7 +231,7 @@ def test_several_passes_need_the_noise_of_the_tight_profile(
     found = least_multiplier(dpb.FixedSize(batch), count, size, budget)
     # The references are rounded up: by an inverse Laplace transform the delta of 5.677
     # is 9.93e-6 where that of 5.679 is claimed to be 1e-5.
-    assert multiplier * 0.9995 <= found <= multiplier * 1.003
+    assert multiplier * 0.999 <= found <= multiplier * 1.003
 
 
 def test_the_papers_noise_for_several_extragradient_passes_is_too_small():
