@@ -26,6 +26,7 @@ NAMES = (
     "tuned_training",
     "tuned_estimators",
     "estimators",
+    "real_tables",
     "census",
     "single_loop",
     "hypergradient",
