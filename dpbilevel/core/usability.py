@@ -211,17 +211,36 @@ class RecordsCheck:
         keys = [key] if len(roles) < 2 else derive(key, *roles)
         found = {}
         for release, own in zip(self.releases, keys, strict=False):
-            (query,) = release.queries
-            rows = indicators[query.role]
-            if release.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
-                rows = public_rows(rows, query.size, query.role, owner)
-            elif len(rows) != query.size:
-                raise ValueError(
-                    f"{owner}: the check of records is planned for {query.size} "
-                    f"{query.role} rows, got {len(rows)}. Plan for the number of rows."
-                )
-            found[query.role] = _released(query, release.mechanism, rows, key=own)
+            (role,) = (query.role for query in release.queries)
+            found[role] = released_mean(release, indicators[role], key=own, owner=owner)
         return found
+
+
+def released_mean(
+    release: Release, rows: Any, *, key: PRNGKey, owner: str = "solve"
+) -> Float[Array, " w"]:
+    """Make a release that reads the mean of one level's rows.
+
+    Args:
+        release: The release, of one query.
+        rows: One row of numbers for each record, of a norm of at most the clip norm;
+            under replace-one as many as planned.
+        key: A typed key for this release alone.
+        owner: Name for error messages.
+
+    Raises:
+        ValueError: The number of rows is not the planned one (replace-one), or above
+            the rows of the plan (add-or-remove-one).
+    """
+    (query,) = release.queries
+    if release.neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        rows = public_rows(rows, query.size, query.role, owner)
+    elif len(rows) != query.size:
+        raise ValueError(
+            f"{owner}: the release of {release.name!r} is planned for {query.size} "
+            f"{query.role} rows, got {len(rows)}. Plan for the number of rows."
+        )
+    return _released(query, release.mechanism, rows, key=key)
 
 
 @functools.lru_cache(maxsize=128)

@@ -68,6 +68,7 @@ _DOMAINS = {
     "remoments": 0xD9B00064,
     "usability": 0xD9B00070,
     "run": 0xD9B00071,
+    "lengths": 0xD9B00072,
 }
 
 

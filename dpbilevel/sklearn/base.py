@@ -33,6 +33,7 @@ from ..privacy.noise import PRNGKey, check_key, derive, root_key
 from ..privacy.report import PrivacyReport
 from ..privacy.rows import filler, padded_rows
 from .declared import Frame, declared, frame, index_of, numbers
+from .lengths import SHORT, Lengths
 
 _run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
@@ -49,6 +50,11 @@ _MOST_COLUMNS = 64
 _COMPARE = (
     "Compare what was declared, such as classes and bounds, with the spelling and the "
     "unit in the records. Another fit is another release."
+)
+_WIDE = (
+    "most rows are far shorter than the longest one that was declared, by the "
+    "released `row_length_`. Declare narrower bounds if they are public knowledge. For "
+    "rows of a known length, such as embeddings, declare data_norm=."
 )
 # The columns of a level and the indicators of its records; a check and all indicators.
 Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
@@ -231,14 +237,25 @@ class PrivateEstimator(Seedless, BaseEstimator):
         w0: PyTree,
         key: PRNGKey,
         check: Check,
+        lengths: Lengths | None = None,
     ) -> PyTree:
         """Check the records, run a plan once, and keep report and released shares.
+
+        Args:
+            problem: The problem.
+            plan: The plan, with the releases before it.
+            records: The records in a public number of rows.
+            w0: The initial point.
+            key: The key of the fit.
+            check: The check and its indicators.
+            lengths: A release of how long rows are; the features of `records` are
+                divided by the released length.
 
         Warns:
             RuntimeWarning: The run diverged.
             UserWarning: Too few of the records can be used, a declared value seems to
-                be misspelt, or many records have wrong cells in the same columns, by
-                the released shares.
+                be misspelt, many records have wrong cells in the same columns, or rows
+                are far shorter than declared, by the released shares.
         """
         first, indicators = check
         plan.warn(f"{self._owner}.fit")
@@ -249,6 +266,10 @@ class PrivateEstimator(Seedless, BaseEstimator):
         if first.releases:
             own, key = derive(key, "usability", "run")
             found = first.release(indicators, key=own, owner=name)
+        if lengths is not None:
+            own, key = derive(key, "lengths", "run")
+            self.row_length_ = lengths.typical(key=own, owner=name)
+            records = lengths.in_unit(records, self.row_length_)
         solution = _run(problem, plan.solver, records, w0, key=key)
         count()
         first_of_all, *declared = DECLARED
@@ -258,6 +279,8 @@ class PrivateEstimator(Seedless, BaseEstimator):
         self.records_check_, self.records_usable_ = found, found.usable
         for text in found.remarks:
             warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
+        if lengths is not None and self.row_length_ < SHORT:
+            warnings.warn(f"{self._owner}.fit: {_WIDE}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
             warnings.warn(f"{self._owner}.fit: {remark}", RuntimeWarning, stacklevel=3)

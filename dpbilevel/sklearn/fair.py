@@ -16,7 +16,7 @@ from ..games.groups import group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
 from .base import Planned, key_or_fresh, plan_of
 from .declared import Frame, declared, index_of
-from .linear import SHARE, LinearClassifier
+from .linear import CONSTANT, FEATURES, LinearClassifier
 
 EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
 
@@ -167,7 +167,7 @@ class FairClassifier(LinearClassifier):
         count = len(self.classes_)
         square = units.longest**2
         if self._constant:
-            square = SHARE**2 * (square + 1)
+            square = FEATURES**2 * square + CONSTANT**2
         smoothness = (0.25 if count == 2 else 0.5) * square
         bound = 2 * math.log(count)  # twice the loss of no model
         return _made(self._loss, shares, float(self.radius), smoothness, bound)

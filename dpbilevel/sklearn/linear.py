@@ -15,8 +15,9 @@ from ..onelevel.losses import Record, example, logistic_loss, score
 from .base import PrivateClassifier, with_nan
 from .declared import Frame
 
-# The constant feature is as long as a typical row: together they have length 1.
-SHARE = 0.5**0.5
+# A row and the constant feature together have length 1. A longer constant makes the
+# model see less of the features, and a shorter one learn the constant more slowly.
+FEATURES, CONSTANT = 0.85**0.5, 0.15**0.5
 
 
 def softmax_loss(weights: Float[Array, "d k"], record: Record) -> Float[Array, ""]:
@@ -43,8 +44,8 @@ def with_constant(
         constant: Whether the model has one.
     """
     if constant:
-        ones = np.ones((len(rows), 1), rows.dtype)
-        rows = SHARE * np.concatenate([rows, ones], axis=1)
+        constants = np.full((len(rows), 1), CONSTANT)
+        rows = np.concatenate([FEATURES * rows, constants], axis=1)
     return with_nan(rows, counts)
 
 
@@ -54,7 +55,7 @@ def split(
     """Coefficients and constants of features in the units of a `Frame`."""
     if not constant:
         return model, np.zeros(len(model))
-    return SHARE * model[:, :-1], SHARE * model[:, -1]
+    return FEATURES * model[:, :-1], CONSTANT * model[:, -1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,11 +107,19 @@ class LinearClassifier(ClassifierMixin, PrivateClassifier):
             "label": label.astype(features.dtype if binary else np.int32),
         }
 
-    def _keep(self, model: Float[np.ndarray, "d ..."], units: Frame) -> None:
-        """Sets coefficients and intercept, in units of the features as they came."""
+    def _keep(
+        self, model: Float[np.ndarray, "d ..."], units: Frame, unit: float = 1.0
+    ) -> None:
+        """Sets coefficients and intercept, in units of the features as they came.
+
+        Args:
+            model: The model of rows in units of `units`, divided by `unit`.
+            units: The frame.
+            unit: The unit.
+        """
         model = np.atleast_2d(np.asarray(model, float).T)
         weights, constant = split(model, self._constant)
-        self.coef_, self.intercept_ = units.coefficients(weights, constant)
+        self.coef_, self.intercept_ = units.coefficients(weights / unit, constant)
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """`X @ coef_.T + intercept_`; one number a row for two classes.

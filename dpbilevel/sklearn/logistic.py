@@ -6,12 +6,14 @@ from .. import _checks
 from ..core.seeds import refuse
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
-from .base import Planned, key_or_fresh
+from .base import Planned, key_or_fresh, with_nan
 from .descent import Settings, planned_descent
+from .lengths import Lengths
 from .linear import LinearClassifier, ridge_on
 
 # docs/estimators.md, "Settings".
-_SETTINGS = Settings(5.0, 24.0, steps=(200, 2000), clip_norm=(0.25, 1.0))
+_TWO = Settings(2.0, 8.0, steps=(30, 1000), clip_norm=(0.7, 2.0))
+_MORE = Settings(2.0, 4.0, steps=(30, 1000), clip_norm=(0.7, 2.0))
 
 
 class DPLogisticRegression(LinearClassifier):
@@ -80,7 +82,7 @@ class DPLogisticRegression(LinearClassifier):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = 2000,
+        max_iter: int = 1000,
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
@@ -124,19 +126,29 @@ class DPLogisticRegression(LinearClassifier):
         column = self._column(y, table)
         self.classes_ = self._declared_classes()
         planned = Planned.of(owner, self.neighbours, self.size, len(table))
-        settings = _SETTINGS.with_parameters(owner, self.max_iter, self.clip_norm)
+        settings = _TWO if len(self.classes_) == 2 else _MORE
+        settings = settings.with_parameters(owner, self.max_iter, self.clip_norm)
         _checks.non_negative(owner, ridge=self.ridge)
         labels = self._labels(column)
-        records = self._records(units.rows(table), labels)
+        rows = units.rows(table)
+        records = self._records(rows, labels)
+        usable = with_nan(rows, labels >= 0)
+        lengths = Lengths.planned(budget, planned, usable, units.longest)
         cells = self._described(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, planned, records=cells)
         start = self._start()
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(self._loss, public=penalty)
         plan = planned_descent(
-            problem, start.shape, budget, planned, settings, check[0].releases
+            problem,
+            start.shape,
+            budget,
+            planned,
+            settings,
+            (*check[0].releases, *lengths.releases),
         )
-        model = self._solved(problem, plan, planned.rows(records), start, key, check)
+        records = planned.rows(records)
+        model = self._solved(problem, plan, records, start, key, check, lengths)
         self.n_iter_ = plan.solver.num_steps
-        self._keep(model, units)
+        self._keep(model, units, lengths.unit(self.row_length_))
         return self

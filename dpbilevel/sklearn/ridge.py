@@ -13,13 +13,14 @@ from ..core.seeds import refuse
 from ..onelevel.losses import squared_loss
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
-from .base import Planned, PrivateEstimator, key_or_fresh
+from .base import Planned, PrivateEstimator, key_or_fresh, with_nan
 from .declared import interval, targets
 from .descent import Settings, planned_descent
+from .lengths import Lengths
 from .linear import ridge_on, split, with_constant
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
-_SETTINGS = Settings(0.5, 3.0, steps=(300, 2000), clip_norm=(0.1, 1.0))
+_SETTINGS = Settings(0.45, 1.0, steps=(30, 1000), clip_norm=(0.15, 1.0))
 
 
 class DPRidge(RegressorMixin, PrivateEstimator):
@@ -74,7 +75,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = 2000,
+        max_iter: int = 1000,
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,
@@ -122,7 +123,10 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         _checks.non_negative(owner, ridge=self.ridge)
         counts = np.isfinite(column)
         inside = np.clip(np.where(counts, column, center), *ends)
-        features = with_constant(units.rows(table), counts, self._constant)
+        rows = units.rows(table)
+        features = with_constant(rows, counts, self._constant)
+        usable = with_nan(rows, counts)
+        lengths = Lengths.planned(budget, planned, usable, units.longest)
         label = ((inside - center) / half).astype(features.dtype)
         wrong = ~((column >= ends[0]) & (column <= ends[1]))
         cells = self._described(table, units, {"y": wrong})
@@ -131,11 +135,17 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(squared_loss, public=penalty)
         plan = planned_descent(
-            problem, start.shape, budget, planned, settings, check[0].releases
+            problem,
+            start.shape,
+            budget,
+            planned,
+            settings,
+            (*check[0].releases, *lengths.releases),
         )
         records = planned.rows({"features": features, "label": label})
-        model = self._solved(problem, plan, records, start, key, check)
+        model = self._solved(problem, plan, records, start, key, check, lengths)
         weights, constant = split(half * model[None].astype(float), self._constant)
+        weights = weights / lengths.unit(self.row_length_)
         coef, intercept = units.coefficients(weights, constant + center)
         self.coef_, self.intercept_ = coef[0], float(intercept[0])
         self.n_iter_ = plan.solver.num_steps

@@ -38,9 +38,9 @@ def test_records_as_declared_are_said_to_be_usable():
     model = fitted(*drawn(), "No", "Yes")
     assert model.records_usable_ == pytest.approx(1, abs=0.1)
     assert model.constant_accuracy_ == pytest.approx(0.75, abs=0.1)
-    first, gradient = model.privacy_report_.ledger
+    first, lengths, gradient = model.privacy_report_.ledger
     assert (first["release"], first["count"]) == ("usable records", 1)
-    assert gradient["count"] == 5
+    assert (lengths["release"], gradient["count"]) == ("lengths of rows", 5)
     assert model.privacy_report_.epsilon <= 1
 
 
@@ -107,7 +107,8 @@ def test_the_check_is_left_out_where_it_says_nothing_or_is_not_wanted():
     unchecked = fitted(X, y, "No", "Yes", check_records=False)
     small = fitted(X[:60], y[:60], "No", "Yes")
     for model in (unchecked, small):
-        assert len(model.privacy_report_.ledger) == 1
+        made = [row["release"] for row in model.privacy_report_.ledger]
+        assert "usable records" not in made
         assert math.isnan(model.records_usable_)
         assert math.isnan(model.constant_accuracy_)
     assert "not checked" in str(small.privacy_report_)
@@ -117,7 +118,7 @@ def test_the_check_is_left_out_where_it_says_nothing_or_is_not_wanted():
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The indicators that are released, with more budget, so that 64 records do."""
+    """What is released before a run, with more budget, so that 64 records do."""
     seen = []
     budget = base.PrivacyBudget(200.0, 1e-5)
     monkeypatch.setattr(base.PrivateEstimator, "_budget", lambda self: budget)
@@ -139,7 +140,8 @@ def test_one_record_moves_its_own_indicators_alone(name, checks, getkey):
     first = fit(X, y, getkey())
     made = len(checks)
     charged = [row["release"] for row in first.privacy_report_.ledger]
-    assert made == sum("usable records" in text for text in charged) > 0
+    first_ones = ("usable records", "lengths of rows")
+    assert made == sum(text.startswith(first_ones) for text in charged) > 0
     for row, label in STRANGE.values():
         with warnings.catch_warnings(record=True) as caught:
             fit(*test_guarantee.replaced(X, y, row, label), getkey())
@@ -156,8 +158,9 @@ def test_every_fit_has_noise_of_its_own(checks):
     X, y = table()
     fits()["logistic"](X, y, jax.random.key(1))
     fits()["logistic"](X, y, jax.random.key(2))
-    (_, _, one), (_, _, other) = checks
-    assert not np.any(one == other)
+    means = [means for _, _, means in checks]
+    for one, other in zip(means[:2], means[2:], strict=True):
+        assert not np.any(one == other)
 
 
 def test_a_private_number_of_records_shows_in_no_indicator(checks):
@@ -166,5 +169,8 @@ def test_a_private_number_of_records_shows_in_no_indicator(checks):
     model = DPLogisticRegression(**private, bounds=(-1, 1), max_iter=1)
     for rows in (64, 63, 0):
         model.fit(X[:rows], y[:rows])
-    assert len({rows.records.shape for _, rows, _ in checks}) == 1
-    assert np.isnan(checks[-1][1].records).all()
+    checked, measured = checks[::2], checks[1::2]
+    assert len({rows.records.shape for _, rows, _ in checked}) == 1
+    assert len({rows.records.shape for _, rows, _ in measured}) == 1
+    assert np.isnan(checked[-1][1].records).all()
+    assert not measured[-1][1].records.any()

@@ -1,0 +1,147 @@
+"""How long rows typically are, by a release of its own before the fit.
+
+Declared bounds admit rows far longer than those of the records. Noise and clip norm are
+in proportion to the unit of rows, so a unit that fits the records is worth more than
+the share of the budget that it costs.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from ..core.plan import least_multiplier
+from ..core.usability import released_mean
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
+from ..privacy.sampling import FullBatch
+
+SHARE = 0.02  # of the squared budget
+SHORT = 1 / 8  # of the longest row; shorter rows are worth a warning
+# Bins of lengths, the first one of the longest rows; each is shorter than the one
+# before by the square root of 2.
+_BINS = 14
+_LONGER = 0.25  # the share of rows that are longer than the unit
+_LEAST = 0.25  # the share of rows that must count
+_MOST_NOISE = 0.1  # in a share; with more of it the declared unit is kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """A planned release of the shares of rows in each bin of lengths, and the rows.
+
+    Attributes:
+        release: The release; None if there are too few records for shares with little
+            noise, or delta is 0.
+        rows: The features in units of a `Frame`, in the planned number; NaN where a
+            record does not count. NON-PRIVATE.
+        longest: The length of the longest row that is declared.
+    """
+
+    release: Release | None
+    rows: Float[np.ndarray, "n d"]
+    longest: float
+
+    @classmethod
+    def planned(
+        cls,
+        budget: PrivacyBudget,
+        planned: Any,
+        rows: Float[np.ndarray, "n d"],
+        longest: float,
+    ) -> "Lengths":
+        """Return the release at a fiftieth of the squared budget.
+
+        Args:
+            budget: The budget of the whole fit.
+            planned: The public number of records, `size`, and the `relation`.
+            rows: As above.
+            longest: As above.
+
+        Privacy:
+            Touches no data.
+        """
+        release = _planned(budget, planned.size, planned.relation)
+        return cls(release, planned.rows(rows), longest)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The release for `calibrate(before=)`."""
+        return () if self.release is None else (self.release,)
+
+    def typical(self, *, key: PRNGKey, owner: str) -> float:
+        """Release the length that a quarter of the rows that count exceed.
+
+        Args:
+            key: A typed key for this release alone.
+            owner: Name for error messages.
+
+        Returns:
+            A fraction of the longest row, from 1 down to a hundredth; NaN without a
+            release, or if hardly any row counts.
+
+        Privacy:
+            The one release of `release`: the mean of rows of zeros and at most a one.
+        """
+        if self.release is None:
+            return math.nan
+        bins = in_bins(self.rows / self.longest)
+        shares = released_mean(self.release, bins, key=key, owner=owner)
+        longer = np.cumsum(np.asarray(shares, float))
+        if longer[-1] < _LEAST:
+            return math.nan
+        wanted = _LONGER * min(longer[-1], 1.0)
+        place = int(np.argmax(longer >= wanted))
+        before = longer[place - 1] if place else 0.0
+        part = (wanted - before) / (longer[place] - before)
+        return 2 ** (-(place + part) / 2)
+
+    def unit(self, length: float) -> float:
+        """Return the released length in units of the frame; 1 without a release."""
+        return 1.0 if math.isnan(length) else self.longest * length
+
+    def in_unit(self, records: dict[str, Any], length: float) -> dict[str, Any]:
+        """Return records whose features are divided by the released length.
+
+        A constant feature, which comes after them, is kept.
+        """
+        features, width = records["features"], self.rows.shape[1]
+        divisor = np.ones(features.shape[1], features.dtype)
+        divisor[:width] = self.unit(length)
+        return records | {"features": features / divisor}
+
+
+def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
+    """Return a one in the bin of each row's length; zeros where a row does not count.
+
+    Args:
+        rows: Rows of length 1 at most.
+
+    Privacy:
+        Row by row. NON-PRIVATE until `Lengths.typical` releases the mean.
+    """
+    counts = np.isfinite(rows).all(axis=1)
+    length = np.linalg.norm(np.where(counts[:, None], rows, 0), axis=1)
+    bins = np.floor(-2 * np.log2(np.maximum(length, 2.0**-_BINS)))
+    bins = np.clip(bins, 0, _BINS - 1)
+    found = (bins[:, None] == np.arange(_BINS)) & counts[:, None]
+    return found.astype(np.float32)
+
+
+@functools.lru_cache(maxsize=128)
+def _planned(
+    budget: PrivacyBudget, size: int, neighbours: Neighbours
+) -> Release | None:
+    if budget.delta == 0:
+        return None
+    multiplier = least_multiplier(FullBatch(), 1, 1, budget) / math.sqrt(SHARE)
+    query = Query(RECORDS, size, 1.0)
+    noise = Gaussian(multiplier, neighbours, "grid")
+    release = Release("lengths of rows", 1, (query,), noise)
+    return release if release.noise_std <= _MOST_NOISE else None
