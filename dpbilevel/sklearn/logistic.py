@@ -20,8 +20,9 @@ class DPLogisticRegression(LinearClassifier):
     r"""Logistic regression, for two classes or more, with a guarantee.
 
     Minimizes the mean loss plus $\rho \|w\|^2$ by noisy gradient descent, `NoisyGD` on
-    full batches; nothing has to be set. The step size follows from the noise, and with
-    it how far the model goes: a ridge is seldom needed beside that.
+    full batches; nothing has to be set. A first release finds how long rows are. Steps
+    are stable for rows of that length, and their number follows from the noise, which
+    has the effect of a ridge.
 
     Args:
         epsilon: $\varepsilon$.
@@ -32,7 +33,8 @@ class DPLogisticRegression(LinearClassifier):
         data_norm: Declared instead of bounds: the largest length of a row; longer ones
             are shortened to it in `fit`.
         fit_intercept: Whether to fit a constant, too.
-        ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
+        ridge: $\rho \ge 0$, public, in units of rows of length 1, which is the released
+            length; costs no budget.
         max_iter: The maximum number of steps; fewer are made if the noise requires it.
             Public.
         clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
@@ -49,14 +51,18 @@ class DPLogisticRegression(LinearClassifier):
         n_iter_: The number of steps.
         records_usable_: The released fraction of records that can be used.
         records_check_: All released values of the check, column by column.
+        row_length_: The released length that a quarter of the rows exceed, over that of
+            the longest row that is declared; NaN if there are too few records.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
-        `n_iter_` noisy gradients, enforced by clipping. Under replace-one the number
-        of records is public; so is whatever was declared, the columns and their types.
+        `n_iter_` noisy gradients, enforced by clipping, after the check of the records
+        and the shares of rows by length, which cost a fiftieth of the squared budget.
+        Under replace-one the number of records is public; so is whatever was declared,
+        the columns and their types.
         A record with a missing number, or a label that was not declared, is ignored
         without a message, because an error would reveal it. Every `fit` is a release of
         its own: k-fold cross-validation costs k of them, and a score on the records

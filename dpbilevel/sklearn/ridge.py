@@ -40,7 +40,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
             ones are shortened to it in `fit`.
         fit_intercept: Whether to fit a constant, too; without one the target is not
             centered.
-        ridge: $\rho \ge 0$, public, in units of rows of length 1; costs no budget.
+        ridge: $\rho \ge 0$, public, in units of rows of length 1, which is the released
+            length; costs no budget.
         max_iter: The maximum number of steps; fewer are made if the noise requires it.
             Public.
         clip_norm: The bound on one record's gradient, in units of half the width of
@@ -56,6 +57,8 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         n_iter_: The number of steps.
         records_usable_: The released fraction of records that can be used.
         records_check_: All released values of the check, column by column.
+        row_length_: The released length that a quarter of the rows exceed, over that of
+            the longest row that is declared; NaN if there are too few records.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, if X has any.
