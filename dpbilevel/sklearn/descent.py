@@ -24,13 +24,14 @@ class Settings:
     Attributes:
         walk: $a$: the noise of a run moves no coordinate by much more.
         longest: $\eta_{\max}$: what the curvature of the loss admits.
-        steps: The range of the number of steps $T$.
+        steps: The least number of steps $T$, the most at the least clip norm, and the
+            most of all.
         clip_norm: The range of the bound $C$ on one record's gradient.
     """
 
     walk: float
     longest: float
-    steps: tuple[int, int]
+    steps: tuple[int, int, int]
     clip_norm: tuple[float, float]
 
     def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
@@ -40,12 +41,12 @@ class Settings:
             ValueError: One is out of range.
         """
         _checks.count(owner, max_iter=max_iter)
-        steps = min(self.steps[0], int(max_iter)), int(max_iter)
+        least, some, most = (min(count, int(max_iter)) for count in self.steps)
         given = self.clip_norm
         if clip_norm != "auto":
             _checks.positive(owner, clip_norm=clip_norm)
             given = (float(clip_norm), float(clip_norm))
-        return dataclasses.replace(self, steps=steps, clip_norm=given)
+        return dataclasses.replace(self, steps=(least, some, most), clip_norm=given)
 
 
 @functools.lru_cache(maxsize=128)
@@ -61,9 +62,9 @@ def planned_descent(
 
     A single release has noise of the deviation $s C$, and each of $T$ has $s C \sqrt
     T$, so that steps of size $\eta$ walk by $\eta s C T$ by noise alone. Of that $a$
-    is spent on as many steps of the longest size as there may be, then on a larger clip
-    norm, which biases the model less. Where $a$ is too little for the fewest steps and
-    the least clip norm, steps are shorter. All depend on public numbers alone.
+    is spent on steps of the longest size, then on a larger clip norm, which biases the
+    model less, then on more steps. If $a$ is too little for the fewest steps and the
+    least clip norm, steps are shorter. All depend on public numbers alone.
 
     Args:
         problem: The problem.
@@ -87,7 +88,8 @@ def planned_descent(
     noise: Any = plan(1, 1.0, 1.0).report.ledger[-1]["noise_std"]  # s
     reach = settings.walk / noise  # of the product of all three
     least, most = settings.clip_norm
-    steps = int(reach / (least * settings.longest))
-    steps = min(max(steps, settings.steps[0]), settings.steps[1])
+    fewest, some, many = settings.steps
+    steps = min(max(int(reach / (least * settings.longest)), fewest), some)
     clip_norm = min(max(reach / (settings.longest * steps), least), most)
+    steps = min(max(int(reach / (clip_norm * settings.longest)), steps), many)
     return plan(steps, clip_norm, min(settings.longest, reach / (clip_norm * steps)))

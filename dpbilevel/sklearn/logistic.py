@@ -12,8 +12,8 @@ from .lengths import Lengths
 from .linear import LinearClassifier, ridge_on
 
 # docs/estimators.md, "Settings".
-_TWO = Settings(2.0, 8.0, steps=(30, 1000), clip_norm=(0.7, 2.0))
-_MORE = Settings(2.0, 4.0, steps=(30, 1000), clip_norm=(0.7, 2.0))
+_TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
+_MORE = Settings(2.0, 4.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
 
 
 class DPLogisticRegression(LinearClassifier):
@@ -88,7 +88,7 @@ class DPLogisticRegression(LinearClassifier):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = 1000,
+        max_iter: int = 3000,
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,

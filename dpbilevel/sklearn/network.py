@@ -20,7 +20,10 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
+from ..privacy.structure import rowwise
 from .base import Planned, PrivateClassifier, key_or_fresh, plan_of, with_nan
+from .lengths import Lengths
+from .recalibration import Recalibration
 
 Layers = tuple[tuple[Float[Array, "p q"], Float[Array, " q"]], ...]
 # By the module of the arrays: on the host predictions need no program for each shape.
@@ -31,10 +34,15 @@ _ACTIVATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 # From so many records on, batches of this many are drawn instead of all.
 _BATCH = 2048
+# The length of a typical row. Longer rows learn faster, from noise too.
+_INPUT = 3.0
 
 
 class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
     r"""A network of dense layers with a softmax, trained by DP-SGD.
+
+    After the training one slope of all scores and a constant for each class are fitted,
+    so that probabilities are not too sure.
 
     Args:
         epsilon: $\varepsilon$.
@@ -62,13 +70,16 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         n_layers_: The number of layers, those of features and classes included.
         records_usable_: The released fraction of records that can be used.
         records_check_: All released values of the check, column by column.
+        row_length_: As of `DPLogisticRegression`.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
-        `max_iter` noisy gradients, each clipped record by record. Under replace-one the
+        `max_iter` noisy gradients, each clipped record by record, between the shares of
+        rows by length (a fiftieth of the squared budget) and a fit of one slope and of
+        constants of the scores (a tenth). Under replace-one the
         number of records is public; so is whatever was declared. Parameters start at
         random numbers of the key. A record with a missing number, or a label that was
         not declared, is ignored without a message, because an error would reveal it.
@@ -86,8 +97,8 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         activation: str = "relu",
         max_iter: int = 100,
         batch_size: int | str = "auto",
-        learning_rate_init: float = 0.03,
-        clip_norm: float = 0.5,
+        learning_rate_init: float = 0.04,
+        clip_norm: float = 4.0,
         neighbours: str = "replace_one",
         size: int | None = None,
         check_records: bool = True,
@@ -134,31 +145,35 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         widths = self._widths()
         planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
         rows, labels = units.rows(table), self._labels(column)
-        records = {
-            "features": with_nan(self._entry * rows, labels >= 0),
-            "label": np.maximum(labels, 0),
-        }
+        usable = with_nan(rows, labels >= 0)
+        lengths = Lengths.planned(budget, planned, usable, units.longest)
+        recalibration = Recalibration.planned(budget, planned)
+        records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
         cells = self._described(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, planned, records=cells)
-        first, then = jax.random.split(key)
+        first, then, last = jax.random.split(key, 3)
         start = initial(widths, key=first)
         shapes = tuple(v.shape for v in jax.tree.leaves(start))
         problem = FiniteSum(_loss_of(self.activation))
         solver = self._solver(planned.size).with_neighbours(planned.relation)
-        before = check[0].releases
+        before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, planned.size, shapes, before)
-        layers = self._solved(problem, plan, planned.rows(records), start, then, check)
-        self.coefs_ = [self._entry / units.scale[:, None] * layers[0][0]]
-        self.coefs_ += [weights for weights, _ in layers[1:]]
+        records = planned.rows(records)
+        layers = self._solved(problem, plan, records, start, then, check, lengths)
+        records = lengths.in_unit(records, self.row_length_)
+        found = _all_scores(self.activation, layers, records["features"])
+        slope, shifts = recalibration.fitted(
+            np.asarray(found), records["label"], key=last
+        )
+        unit = units.scale[:, None] * lengths.unit(self.row_length_)
+        self.coefs_ = [weights for weights, _ in layers]
         self.intercepts_ = [constants for _, constants in layers]
+        self.coefs_[-1] = slope * self.coefs_[-1]
+        self.intercepts_[-1] = slope * self.intercepts_[-1] + shifts
+        self.coefs_[0] = _INPUT / unit * self.coefs_[0]
         self.intercepts_[0] = self.intercepts_[0] - units.center @ self.coefs_[0]
         self.n_iter_, self.n_layers_ = int(self.max_iter), len(widths)
         return self
-
-    @property
-    def _entry(self) -> float:
-        """Of rows of norm about 1, so that an entry has a mean square of about 1."""
-        return math.sqrt(self.n_features_in_)
 
     def _widths(self) -> tuple[int, ...]:
         """From features to classes."""
@@ -244,6 +259,13 @@ def scores(activation: str, layers: Any, rows: Any, module: Any = jnp) -> Any:
         rows = _ACTIVATIONS[activation](module, rows @ weights + constants)
     weights, constants = layers[-1]
     return rows @ weights + constants
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _all_scores(activation: str, layers: Layers, rows: Float[Array, "n d"]) -> Any:
+    """The scores of the records; each from its own row alone."""
+    of_row = functools.partial(scores, activation, layers)
+    return jax.vmap(rowwise("DPMLPClassifier.fit", of_row))(rows)
 
 
 @functools.lru_cache(maxsize=8)

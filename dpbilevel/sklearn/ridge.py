@@ -20,7 +20,7 @@ from .lengths import Lengths
 from .linear import ridge_on, split, with_constant
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
-_SETTINGS = Settings(0.45, 1.0, steps=(30, 1000), clip_norm=(0.15, 1.0))
+_SETTINGS = Settings(0.45, 1.0, steps=(30, 1000, 3000), clip_norm=(0.15, 1.0))
 
 
 class DPRidge(RegressorMixin, PrivateEstimator):
@@ -78,7 +78,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         data_norm: float | None = None,
         fit_intercept: bool = True,
         ridge: float = 0.0,
-        max_iter: int = 1000,
+        max_iter: int = 3000,
         clip_norm: float | str = "auto",
         neighbours: str = "replace_one",
         size: int | None = None,

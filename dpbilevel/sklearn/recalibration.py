@@ -1,0 +1,113 @@
+"""A private correction of probabilities: a slope and constants of the scores.
+
+A network that is trained with noisy gradients takes noise for signal, and is too sure
+of its answers. After the training, one slope for all scores and a constant for each
+class are fitted by noisy descent, for a tenth of the squared budget.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from ..core.loop import solved
+from ..core.outputs import TailMean
+from ..core.plan import least_multiplier
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import FiniteSum
+from ..privacy.abstract_release import AbstractRelease
+from ..privacy.budget import PrivacyBudget
+from ..privacy.noise import PRNGKey
+from ..privacy.sampling import FullBatch
+
+SHARE = 0.1  # of the squared budget
+_STEPS, _CLIP_NORM, _LONGEST_STEP = 50, 1.4, 4.0
+_WALK = 1.0  # the noise of the run moves no coordinate by much more
+# Scores of a record are shortened to this length; the slope is fitted in units of it.
+_LENGTH = 3.0
+_SLOPES = 0.05, 1.0  # a slope above 1 would follow what the training has overfitted
+
+
+def _loss(model: Any, record: Any) -> Float[Array, ""]:
+    slope, constants = model
+    return optax.losses.softmax_cross_entropy_with_integer_labels(
+        slope * record["scores"] + constants, record["label"]
+    )
+
+
+_PROBLEM = FiniteSum(_loss)
+_run = jax.jit(
+    lambda solver, records, w0, key: (
+        solved(_PROBLEM, solver, records, w0, key=key).value
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recalibration:
+    """A planned fit of a slope and constants.
+
+    Attributes:
+        solver: The solver, with its noise and sizes.
+        releases: What it releases, for `calibrate(before=)`.
+    """
+
+    solver: NoisyGD
+    releases: tuple[AbstractRelease, ...]
+
+    @classmethod
+    def planned(cls, budget: PrivacyBudget, planned: Any) -> "Recalibration":
+        """Return the fit for a tenth of the squared budget.
+
+        Args:
+            budget: The budget of the whole fit; delta is not 0.
+            planned: The public number of records, `size`, and the `relation`.
+
+        Privacy:
+            Touches no data.
+        """
+        multiplier = least_multiplier(FullBatch(), 1, 1, budget)
+        multiplier *= math.sqrt(_STEPS / SHARE)
+        solver = NoisyGD(
+            _STEPS,
+            _CLIP_NORM,
+            _LONGEST_STEP,
+            output=TailMean(),
+            noise_multiplier=multiplier,
+            neighbours=planned.relation,
+        ).with_sizes(planned.size)
+        release = solver.release(_PROBLEM, planned.size)
+        step = min(_LONGEST_STEP, _WALK / (_STEPS * release.noise_std))
+        solver = dataclasses.replace(solver, step_size=step)
+        charged = dataclasses.replace(release, name="recalibration", count=_STEPS)
+        return cls(solver, (charged,))
+
+    def fitted(
+        self, scores: Float[np.ndarray, "n k"], labels: np.ndarray, *, key: PRNGKey
+    ) -> tuple[float, Float[np.ndarray, " k"]]:
+        """Release the slope and the constants.
+
+        Args:
+            scores: The scores of a released model, in the planned number of rows; NaN
+                where a record does not count.
+            labels: The numbers of the classes.
+            key: A typed key for this run alone.
+
+        Returns:
+            A slope from .05 to 1, and a constant for each class.
+
+        Privacy:
+            One run of `solver`.
+        """
+        centred = scores - scores.mean(axis=1, keepdims=True)
+        length = np.linalg.norm(centred, axis=1, keepdims=True)
+        records = {"scores": centred / np.maximum(length, _LENGTH), "label": labels}
+        w0 = jnp.asarray(_LENGTH), jnp.zeros(scores.shape[1])
+        slope, constants = _run(self.solver, records, w0, key)
+        least, most = _SLOPES
+        return min(max(float(slope) / _LENGTH, least), most), np.asarray(constants)
