@@ -14,9 +14,10 @@ from ..games.group_descent import GroupDescent
 from ..games.group_game import GroupGame
 from ..games.groups import group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
-from .base import Planned, key_or_fresh, plan_of
-from .declared import Frame, declared, index_of
-from .linear import CONSTANT, FEATURES, LinearClassifier
+from .base import Planned, key_or_fresh, plan_of, with_nan
+from .declared import declared, index_of
+from .lengths import Lengths
+from .linear import LinearClassifier
 
 EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
 
@@ -54,13 +55,15 @@ class FairClassifier(LinearClassifier):
         n_iter_: The number of steps.
         records_usable_: The released fraction of records that can be used.
         records_check_: All released values of the check, column by column.
+        row_length_: As of `DPLogisticRegression`.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
-        `max_iter` releases of gradient and losses, enforced by clipping. Under
+        `max_iter` releases of gradient and losses, enforced by clipping, after the
+        shares of rows by length (a fiftieth of the squared budget). Under
         replace-one the number of records is public; so is whatever was declared. The
         group of a record is part of it and protected. A record with a missing number,
         or a label or group that was not declared, is ignored without a message, because
@@ -136,39 +139,40 @@ class FairClassifier(LinearClassifier):
         _checks.count(self._owner, max_iter=self.max_iter)
         planned = Planned.of(self._owner, self.neighbours, self.size, len(table))
         labels = self._labels(labels_of)
-        records = self._records(units.rows(table), labels)
+        rows = units.rows(table)
+        records = self._records(rows, labels)
         group = index_of(
             self._owner, "shares", self.groups_, self._column(groups, table, "groups")
         )
+        usable = with_nan(rows, (labels >= 0) & (group >= 0))
+        lengths = Lengths.planned(budget, planned, usable, units.longest)
         records["group"] = group
         beside = {"y": labels < 0, "groups": group < 0}
         place = "groups", self.groups_, group
         cells = self._described(table, units, beside, labels, place)
         check = self._check(budget, planned, records=cells)
-        game = self._game(shares, units)
+        game = self._game(shares)
         w0 = group_start(game, self._start(), shares)
         solver = GroupDescent(num_steps=int(self.max_iter))
         solver = solver.with_neighbours(planned.relation)
         shapes = tuple(v.shape for v in w0)
-        before = check[0].releases
+        before = (*check[0].releases, *lengths.releases)
         plan = plan_of(game, solver, budget, planned.size, shapes, before)
-        model, weights = self._solved(game, plan, planned.rows(records), w0, key, check)
+        records = planned.rows(records)
+        model, weights = self._solved(game, plan, records, w0, key, check, lengths)
         self.group_weights_ = np.asarray(group_weights(game, weights))
         self.n_iter_ = solver.num_steps
-        self._keep(model, units)
+        self._keep(model, units, lengths.unit(self.row_length_))
         return self
 
-    def _game(self, shares: tuple[float, ...], units: Frame) -> GroupGame:
-        """The game; steps follow from how curved the loss of the longest row may be.
+    def _game(self, shares: tuple[float, ...]) -> GroupGame:
+        """The game; steps follow from how curved the loss of a typical row may be.
 
         The second derivative of a logistic loss is at most 1/4 of the squared length of
         a row, that of a softmax at most 1/2.
         """
         count = len(self.classes_)
-        square = units.longest**2
-        if self._constant:
-            square = FEATURES**2 * square + CONSTANT**2
-        smoothness = (0.25 if count == 2 else 0.5) * square
+        smoothness = 0.25 if count == 2 else 0.5
         bound = 2 * math.log(count)  # twice the loss of no model
         return _made(self._loss, shares, float(self.radius), smoothness, bound)
 
