@@ -266,12 +266,15 @@ class PrivateEstimator(Seedless, BaseEstimator):
         if first.releases:
             own, key = derive(key, "usability", "run")
             found = first.release(indicators, key=own, owner=name)
+        length = math.nan
         if lengths is not None:
             own, key = derive(key, "lengths", "run")
-            self.row_length_ = lengths.typical(key=own, owner=name)
-            records = lengths.in_unit(records, self.row_length_)
+            length = lengths.typical(key=own, owner=name)
+            records = lengths.in_unit(records, length)
         solution = _run(problem, plan.solver, records, w0, key=key)
         count()
+        if lengths is not None:  # an interrupted fit shows nothing
+            self.row_length_ = length
         first_of_all, *declared = DECLARED
         of_run = *plan.report.assumptions, *first.assumptions
         assumed = first_of_all, *of_run, *declared
@@ -279,7 +282,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         self.records_check_, self.records_usable_ = found, found.usable
         for text in found.remarks:
             warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
-        if lengths is not None and self.row_length_ < SHORT:
+        if length < SHORT:
             warnings.warn(f"{self._owner}.fit: {_WIDE}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:

@@ -104,9 +104,11 @@ class Recalibration:
         Privacy:
             One run of `solver`.
         """
-        centred = scores - scores.mean(axis=1, keepdims=True)
-        length = np.linalg.norm(centred, axis=1, keepdims=True)
-        records = {"scores": centred / np.maximum(length, _LENGTH), "label": labels}
+        with np.errstate(all="ignore"):  # a warning would tell of a record
+            centred = scores - scores.mean(axis=1, keepdims=True)
+            length = np.linalg.norm(centred, axis=1, keepdims=True)
+            shortened = centred / np.maximum(length, _LENGTH)
+        records = {"scores": shortened, "label": labels}
         w0 = jnp.asarray(_LENGTH), jnp.zeros(scores.shape[1])
         slope, constants = _run(self.solver, records, w0, key)
         least, most = _SLOPES

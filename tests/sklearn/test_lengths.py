@@ -10,7 +10,7 @@ import dpbilevel as dpb
 from dpbilevel.core import usability
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.privacy.budget import Neighbours
-from dpbilevel.sklearn import DPLogisticRegression, DPRidge
+from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
 from dpbilevel.sklearn.base import Planned
 from dpbilevel.sklearn.lengths import SHARE, Lengths, in_bins
 
@@ -145,3 +145,15 @@ def test_bounds_that_are_far_too_wide_are_warned_of():
     with pytest.warns(UserWarning, match="far shorter than the longest.*data_norm="):
         wide.fit(X, y)
     assert wide.row_length_ < 0.05
+
+
+def test_an_interrupted_fit_shows_no_released_length(monkeypatch):
+    def interrupted(*run, key):
+        raise KeyboardInterrupt
+
+    X = np.random.default_rng(0).uniform(-1, 1, (N, 3))
+    model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), max_iter=2)
+    monkeypatch.setattr(base, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, (X[:, 0] > 0).astype(int))
+    assert not hasattr(model, "row_length_")

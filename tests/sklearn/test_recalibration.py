@@ -1,6 +1,7 @@
 """A network's scores get a slope and constants, which are charged for."""
 
 import dataclasses
+import warnings
 
 import jax
 import numpy as np
@@ -51,6 +52,15 @@ def test_records_without_scores_have_no_influence(getkey):
     found, constants = planned().fitted(scores, labels, key=getkey())
     assert found == pytest.approx(0.5, abs=0.2)
     assert np.isfinite(constants).all()
+
+
+def test_scores_that_overflow_raise_no_warning(getkey):
+    scores, labels = drawn(0.5, [0.0, 0.0, 0.0])
+    scores[0], scores[1], scores[2] = 3e38, np.inf, [3e38, -3e38, 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, _ = planned().fitted(scores, labels, key=getkey())
+    assert found == pytest.approx(0.5, abs=0.2)
 
 
 @pytest.mark.parametrize("relation", Neighbours)
