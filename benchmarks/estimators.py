@@ -3,11 +3,10 @@
 Tasks of diffprivlib's notebooks and docstrings and larger ones of scikit-learn: medians
 and quartiles of 10 splits into training and test records, each with a key of its own,
 test accuracy or R^2, at equal epsilon. Where bounds are needed all methods get the same
-public ones. No setting was chosen on the tasks of `unused`. diffprivlib runs in a
-process of its own, by the Python of $DIFFPRIVLIB, in whose environment it is installed.
-Prints tables, and with everything there puts each into the page in place of the one of
+public ones. diffprivlib runs in a process of its own, by the Python of $DIFFPRIVLIB, in
+whose environment it is installed. Prints tables, and with everything there puts each into the page in place of the one of
 the same title. `python -m benchmarks estimators`; `--task=iris` runs the tasks whose
-names begin so, `--task=Seconds` and `--task=Tasks` those two tables.
+names begin so, `--task=Seconds` and `--task=Further` those two tables.
 """
 
 import datetime
@@ -43,8 +42,8 @@ PAGE = ROOT / "docs/estimators.md"
 PEER = os.environ.get("DIFFPRIVLIB", "")
 EPSILONS = (0.3, 1.0, 3.0, 10.0)
 KEYS, DELTA = 10, 1e-5
-UNUSED = (1.0, 3.0)  # epsilons of the tasks on which no setting was chosen
-TIMES, HELD_OUT = "Seconds of one fit", "Tasks not used to choose settings"
+MIDDLE = (1.0, 3.0)  # epsilons of further tasks
+TIMES, FURTHER = "Seconds of one fit", "Further tasks"
 COMPARED = ("census, 5 numbers (its notebook)", "breast cancer")  # settings, too
 # Of log-penalties: rows have length 1, so that useful ones are far below the default's,
 # which is for features of unit variance.
@@ -100,7 +99,7 @@ def tasks():
     return found
 
 
-def unused():
+def further():
     """Tasks of classification on which no setting was chosen, as in `tasks`.
 
     Bounds were fixed before the first run, by what the generator documents. The norm
@@ -275,7 +274,7 @@ def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
     if own is X:
         scaled = by_peer("logistic", unit, y, norm=2.0, **amount)
         found["diffprivlib, features scaled to [0, 1]"] = scaled
-    if epsilons == UNUSED:  # rows around 0, as the estimators here make them
+    if epsilons == MIDDLE:  # rows around 0, as the estimators here make them
         around = by_peer("logistic", 2 * unit - 1, y, norm=norm, **amount)
         found["diffprivlib, features scaled to [-1, 1]"] = around
     found["`DPLogisticRegression`"] = scores(
@@ -296,7 +295,7 @@ def of_classes(name, X, y, bounds, norm, epsilons=EPSILONS, keys=KEYS):
         found["settings by `dpb.auto`"] = scores(
             lambda epsilon: Planned(epsilon, bounds, by_auto), X, y
         )
-    if len(classes) == 10 or epsilons == UNUSED:
+    if len(classes) == 10 or epsilons == MIDDLE:
         found["`DPMLPClassifier`"] = scores(
             lambda epsilon: DPMLPClassifier(epsilon, **facts), X, y, **amount
         )
@@ -324,7 +323,7 @@ def regressions():
     return {"diabetes (its notebook)": (X, y, (-0.2, 0.2), (25.0, 346.0))}
 
 
-def unused_regressions():
+def further_regressions():
     """Likewise, tasks on which no setting was chosen; bounds are of the generators."""
     # The range of the features of Friedman's second and third, by their definition.
     ends = np.asarray([[0, 40 * np.pi, 0, 1], [100, 560 * np.pi, 1, 11]])
@@ -353,18 +352,18 @@ def times():
     return table(TIMES, ["task", "method", "first fit", "later fit"], rows)
 
 
-def held_out():
-    """The tasks on which no setting was chosen, all with default settings."""
+def further_tasks():
+    """Further tasks, all with default settings."""
     rows = []
-    found = [(n, of_classes, (n, *task)) for n, task in unused().items()]
-    found += [(n, of_numbers, task) for n, task in unused_regressions().items()]
+    found = [(n, of_classes, (n, *task)) for n, task in further().items()]
+    found += [(n, of_numbers, task) for n, task in further_regressions().items()]
     for name, measure, task in found:
-        for method, (values, _) in measure(*task, epsilons=UNUSED).items():
-            rows.append([name, method, *cells(values, UNUSED)])
+        for method, (values, _) in measure(*task, epsilons=MIDDLE).items():
+            rows.append([name, method, *cells(values, MIDDLE)])
             print(*rows[-1], flush=True)
     head = ["test accuracy (Friedman: R²) at epsilon", "method"]
-    head += [f"{epsilon:g}" for epsilon in UNUSED]
-    return table(HELD_OUT, head, rows)
+    head += [f"{epsilon:g}" for epsilon in MIDDLE]
+    return table(FURTHER, head, rows)
 
 
 def of_task(name, unit, found):
@@ -394,7 +393,7 @@ def main():
         wanted[name] = lambda name=name, task=task: of_task(
             name, "test R²", of_numbers(*task)
         )
-    wanted[HELD_OUT] = held_out
+    wanted[FURTHER] = further_tasks
     for name, measure in wanted.items():
         if not name.startswith(options.get("task", "")):
             continue
