@@ -4,9 +4,10 @@ Tasks of diffprivlib's notebooks and docstrings and larger ones of scikit-learn:
 and quartiles of 10 splits into training and test records, each with a key of its own,
 test accuracy or R^2, at equal epsilon. Where bounds are needed all methods get the same
 public ones. diffprivlib runs in a process of its own, by the Python of $DIFFPRIVLIB, in
-whose environment it is installed. Prints tables, and with everything there puts each into the page in place of the one of
-the same title. `python -m benchmarks estimators`; `--task=iris` runs the tasks whose
-names begin so, `--task=Seconds` and `--task=Further` those two tables.
+whose environment it is installed. Prints tables, and with everything there puts each
+into the page in place of the one of the same title. `python -m benchmarks estimators`;
+`--task=iris` runs the tasks whose names begin so, `--task=Seconds` and `--task=Further`
+those two tables.
 """
 
 import datetime
