@@ -204,7 +204,12 @@ def _remark(level: LevelUsability) -> str:
         parts.append(f"wrong in many records: {', '.join(shares)}")
     absent = level.dropped if level.stops else level.rare
     if absent:
-        parts.append(f"no record seems to have {_first(map(repr, absent))}")
+        names = _first(map(repr, absent))
+        parts.append(
+            f"no record seems to have {names}"
+            if level.stops
+            else f"few or no records have {names}, which may be rare or misspelt"
+        )
     if parts and (level.stops or absent):
         for kind, of in (
             ("classes", level.classes),

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from .. import _checks
 from ..core.columns import Column, elements, kind_of, table_of
 
+_ROUNDED = 1.001  # times the norm: rows that were divided by their length are not long
 # Entries of a feature that is uniform in its bounds have this mean square.
 _UNIFORM = 1 / 3
 
@@ -64,9 +65,11 @@ class Frame:
         return np.where(finite, rows, np.nan)
 
     def outside(self, X: Float[np.ndarray, "n d"]) -> Bool[np.ndarray, "n d"]:
-        """Return which entries `rows` cuts to their bounds; none without bounds."""
+        """Return which entries `rows` changes; with a norm, all of rows too long."""
         if self.norm is not None:
-            return np.zeros(X.shape, bool)
+            with np.errstate(all="ignore"):  # a warning would tell of a record
+                length = np.linalg.norm(X, axis=1, keepdims=True)
+            return np.broadcast_to(length > _ROUNDED * self.norm, X.shape)
         return (X < self.lower) | (X > self.upper)
 
     def coefficients(

@@ -80,7 +80,9 @@ def test_a_truly_rare_class_is_told_of_and_does_not_stop():
         assert not level.stops
         assert level.rare == ("yes",)
         (remark,) = Usability({"records": level}).remarks
-        assert "o record seems to have 'yes'; shares of the declared classes" in remark
+        assert (
+            "ew or no records have 'yes', which may be rare or misspelt; sh" in remark
+        )
 
 
 def test_shares_of_groups_are_released_with_the_noise_that_is_stated():

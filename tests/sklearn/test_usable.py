@@ -94,6 +94,15 @@ def test_a_column_of_texts_and_wrong_targets_are_warned_of():
         ridge.fit(X, 100 * X[:, 0])
 
 
+def test_a_norm_below_that_of_most_rows_is_warned_of():
+    X, y = drawn()
+    model = DPLogisticRegression(classes=["No", "Yes"], data_norm=0.1, max_iter=5)
+    with pytest.warns(UserWarning, match="outside the declared range.*'X.:, 0.'"):
+        model.fit(X, y, key=jax.random.key(0))
+    unit = X / np.linalg.norm(X, axis=1, keepdims=True)
+    model.set_params(data_norm=1.0).fit(unit.astype(np.float32), y)  # no warning
+
+
 def test_many_columns_are_checked_in_groups():
     X = np.random.default_rng(0).random((N, 200))
     X[:, 7] = np.nan
