@@ -65,7 +65,7 @@ def test_the_declared_unit_is_kept_without_records_enough(getkey):
 def test_a_fiftieth_of_the_squared_budget_is_charged():
     X = np.random.default_rng(0).uniform(-1, 1, (N, 3))
     model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), max_iter=2)
-    model.fit(X, (X[:, 0] > 0).astype(int))
+    model.fit(X, (X[:, 0] > 0).astype(int), key=jax.random.key(0))
     _, row, _ = model.privacy_report_.ledger
     assert row["release"] == "lengths of rows"
     whole = least_multiplier(dpb.privacy.FullBatch(), 1, 1, BUDGET)
@@ -127,13 +127,14 @@ def test_coefficients_are_in_units_of_the_features(kind):
     X = rng.uniform(-1, 1, (N, 2))
     more = {"bounds": (-5, 5), "epsilon": 100.0}
     if kind is DPRidge:
-        model = kind(**more, target_bounds=(-3, 3)).fit(X, X @ [1, -1] + 0.5)
+        model = kind(**more, target_bounds=(-3, 3))
+        model.fit(X, X @ [1, -1] + 0.5, key=jax.random.key(0))
         np.testing.assert_allclose(model.coef_, [1, -1], atol=0.1)
         assert model.intercept_ == pytest.approx(0.5, abs=0.1)
     else:
         chance = 1 / (1 + np.exp(-(X @ [2, -2] + 0.5)))
         y = (rng.random(N) < chance).astype(int)
-        model = kind(**more, classes=[0, 1]).fit(X, y)
+        model = kind(**more, classes=[0, 1]).fit(X, y, key=jax.random.key(0))
         np.testing.assert_allclose(model.coef_[0], [2, -2], atol=0.5)
     assert model.row_length_ == pytest.approx(0.14, rel=0.3)
 
@@ -143,7 +144,7 @@ def test_bounds_that_are_far_too_wide_are_warned_of():
     y = (X[:, 0] > 0).astype(int)
     wide = DPLogisticRegression(classes=[0, 1], bounds=(-50, 50), max_iter=2)
     with pytest.warns(UserWarning, match="far shorter than the longest.*data_norm="):
-        wide.fit(X, y)
+        wide.fit(X, y, key=jax.random.key(0))
     assert wide.row_length_ < 0.05
 
 

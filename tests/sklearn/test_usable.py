@@ -100,7 +100,8 @@ def test_a_norm_below_that_of_most_rows_is_warned_of():
     with pytest.warns(UserWarning, match="outside the declared range.*'X.:, 0.'"):
         model.fit(X, y, key=jax.random.key(0))
     unit = X / np.linalg.norm(X, axis=1, keepdims=True)
-    model.set_params(data_norm=1.0).fit(unit.astype(np.float32), y)  # no warning
+    model.set_params(data_norm=1.0)
+    model.fit(unit.astype(np.float32), y, key=jax.random.key(0))  # no warning
 
 
 def test_many_columns_are_checked_in_groups():
