@@ -119,7 +119,7 @@ def _cells(edges):
 
 
 def divergence(way: Way, mu: float, batches: int, epsilon: float) -> float:
-    r"""$H_a$ at $a = e^\varepsilon$: an upper bound, within a few thousandths.
+    r"""$H_a$ at $a = e^\varepsilon$: an upper bound, mostly within a hundredth.
 
     Never more than the profile of one Gaussian release, which the convexity of the
     divergence in pairs of laws bounds it by, and that one where $\mu > 4$.

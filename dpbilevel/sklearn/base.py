@@ -1,7 +1,6 @@
 """What all private estimators share: how records, keys and budgets enter a fit."""
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -18,16 +17,12 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from .. import _checks
 from ..core import spent
 from ..core.columns import Column, elements
-from ..core.levels import Sizes
 from ..core.loop import solved
-from ..core.plan import calibrated
 from ..core.problem import AbstractProblem
 from ..core.seeds import Seedless
 from ..core.shares import Usability
 from ..core.solution import Plan, divergence
-from ..core.solver import AbstractSolver
 from ..core.usability import Columns, RecordsCheck
-from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key, derive, root_key
 from ..privacy.report import PrivacyReport
@@ -399,27 +394,3 @@ def with_nan(
     counts = counts & np.isfinite(rows).all(axis=1)
     rows = np.where(counts[:, None], rows, np.nan)
     return rows.astype(jnp.result_type(float))
-
-
-@functools.lru_cache(maxsize=128)
-def plan_of(
-    problem: AbstractProblem,
-    solver: AbstractSolver,
-    budget: PrivacyBudget,
-    sizes: Sizes | int,
-    shapes: tuple[tuple[int, ...], ...],
-    before: tuple[AbstractRelease, ...],
-) -> Plan[Any]:
-    """Return the calibrated solver, cached for fits of these sizes.
-
-    Args:
-        problem: The problem.
-        solver: The solver, with the intended relation.
-        budget: The budget.
-        sizes: The numbers of records.
-        shapes: Shapes of the leaves of the initial point.
-        before: As for `calibrate`.
-    """
-    w0 = tuple(jnp.zeros(shape) for shape in shapes)
-    start = w0[0] if len(w0) == 1 else w0
-    return calibrated(problem, solver, budget, sizes=sizes, w0=start, before=before)

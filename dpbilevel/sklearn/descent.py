@@ -1,4 +1,4 @@
-"""Descent of linear models whose settings follow from the noise, without dry runs."""
+"""Plans of fits, and descent whose settings follow from the noise, without dry runs."""
 
 import dataclasses
 import functools
@@ -7,9 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from .. import _checks
+from ..core.levels import Sizes
 from ..core.outputs import TailMean
 from ..core.plan import calibrated
+from ..core.problem import AbstractProblem
 from ..core.solution import Plan
+from ..core.solver import AbstractSolver
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.abstract_release import AbstractRelease
@@ -93,3 +96,27 @@ def planned_descent(
     clip_norm = min(max(reach / (settings.longest * steps), least), most)
     steps = min(max(int(reach / (clip_norm * settings.longest)), steps), many)
     return plan(steps, clip_norm, min(settings.longest, reach / (clip_norm * steps)))
+
+
+@functools.lru_cache(maxsize=128)
+def plan_of(
+    problem: AbstractProblem,
+    solver: AbstractSolver,
+    budget: PrivacyBudget,
+    sizes: Sizes | int,
+    shapes: tuple[tuple[int, ...], ...],
+    before: tuple[AbstractRelease, ...],
+) -> Plan[Any]:
+    """Return the calibrated solver, cached for fits of these sizes.
+
+    Args:
+        problem: The problem.
+        solver: The solver, with the intended relation.
+        budget: The budget.
+        sizes: The numbers of records.
+        shapes: Shapes of the leaves of the initial point.
+        before: As for `calibrate`.
+    """
+    w0 = tuple(jnp.zeros(shape) for shape in shapes)
+    start = w0[0] if len(w0) == 1 else w0
+    return calibrated(problem, solver, budget, sizes=sizes, w0=start, before=before)

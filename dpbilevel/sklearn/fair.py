@@ -14,8 +14,9 @@ from ..games.group_descent import GroupDescent
 from ..games.group_game import GroupGame
 from ..games.groups import group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
-from .base import Planned, key_or_fresh, plan_of, with_nan
+from .base import Planned, key_or_fresh, with_nan
 from .declared import declared, index_of
+from .descent import plan_of
 from .lengths import Lengths
 from .linear import LinearClassifier
 
@@ -55,7 +56,7 @@ class FairClassifier(LinearClassifier):
         n_iter_: The number of steps.
         records_usable_: The released fraction of records that can be used.
         records_check_: All released values of the check, column by column.
-        row_length_: As of `DPLogisticRegression`.
+        row_length_: The released length of rows, as in `DPLogisticRegression`.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
@@ -162,11 +163,11 @@ class FairClassifier(LinearClassifier):
         model, weights = self._solved(game, plan, records, w0, key, check, lengths)
         self.group_weights_ = np.asarray(group_weights(game, weights))
         self.n_iter_ = solver.num_steps
-        self._keep(model, units, lengths.unit(self.row_length_))
+        self._keep(model, lengths.frame(units, self.row_length_))
         return self
 
     def _game(self, shares: tuple[float, ...]) -> GroupGame:
-        """The game; steps follow from how curved the loss of a typical row may be.
+        """Return the game, with steps for the curvature of rows at the unit.
 
         The second derivative of a logistic loss is at most 1/4 of the squared length of
         a row, that of a softmax at most 1/2.

@@ -1,4 +1,4 @@
-"""How long rows typically are, by a release of its own before the fit.
+"""The typical length of rows, from a release of its own before the fit.
 
 Declared bounds admit rows far longer than those of the records. Noise and clip norm are
 in proportion to the unit of rows, so a unit that fits the records is worth more than
@@ -21,6 +21,7 @@ from ..privacy.noise import PRNGKey
 from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
 from ..privacy.sampling import FullBatch
+from .declared import Frame
 
 SHARE = 0.02  # of the squared budget
 SHORT = 1 / 8  # of the longest row; shorter rows are worth a warning
@@ -83,7 +84,7 @@ class Lengths:
             owner: Name for error messages.
 
         Returns:
-            A fraction of the longest row, from 1 down to a hundredth; NaN without a
+            A fraction of the longest row, from 1 down to 1/128; NaN without a
             release, or if hardly any row counts.
 
         Privacy:
@@ -105,6 +106,10 @@ class Lengths:
     def unit(self, length: float) -> float:
         """Return the released length in units of the frame; 1 without a release."""
         return 1.0 if math.isnan(length) else self.longest * length
+
+    def frame(self, units: Frame, length: float) -> Frame:
+        """Return the units of rows that are divided by the released length."""
+        return dataclasses.replace(units, scale=units.scale * self.unit(length))
 
     def in_unit(self, records: dict[str, Any], length: float) -> dict[str, Any]:
         """Return records whose features are divided by the released length.

@@ -15,7 +15,7 @@ from ..onelevel.losses import Record, example, logistic_loss, score
 from .base import PrivateClassifier, with_nan
 from .declared import Frame
 
-# A row and the constant feature together have length 1. A longer constant makes the
+# A row at the unit and the constant together have length 1. A longer constant makes the
 # model see less of the features, and a shorter one learn the constant more slowly.
 FEATURES, CONSTANT = 0.85**0.5, 0.15**0.5
 
@@ -107,19 +107,11 @@ class LinearClassifier(ClassifierMixin, PrivateClassifier):
             "label": label.astype(features.dtype if binary else np.int32),
         }
 
-    def _keep(
-        self, model: Float[np.ndarray, "d ..."], units: Frame, unit: float = 1.0
-    ) -> None:
-        """Sets coefficients and intercept, in units of the features as they came.
-
-        Args:
-            model: The model of rows in units of `units`, divided by `unit`.
-            units: The frame.
-            unit: The unit.
-        """
+    def _keep(self, model: Float[np.ndarray, "d ..."], units: Frame) -> None:
+        """Set coefficients and intercept, in units of the features as they came."""
         model = np.atleast_2d(np.asarray(model, float).T)
         weights, constant = split(model, self._constant)
-        self.coef_, self.intercept_ = units.coefficients(weights / unit, constant)
+        self.coef_, self.intercept_ = units.coefficients(weights, constant)
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """`X @ coef_.T + intercept_`; one number a row for two classes.

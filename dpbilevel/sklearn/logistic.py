@@ -60,7 +60,8 @@ class DPLogisticRegression(LinearClassifier):
 
     Privacy:
         `n_iter_` noisy gradients, enforced by clipping, after the check of the records
-        and the shares of rows by length, which cost a fiftieth of the squared budget.
+        (a hundredth of the squared budget) and the shares of rows by length (a
+        fiftieth).
         Under replace-one the number of records is public; so is whatever was declared,
         the columns and their types.
         A record with a missing number, or a label that was not declared, is ignored
@@ -145,16 +146,11 @@ class DPLogisticRegression(LinearClassifier):
         start = self._start()
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(self._loss, public=penalty)
-        plan = planned_descent(
-            problem,
-            start.shape,
-            budget,
-            planned,
-            settings,
-            (*check[0].releases, *lengths.releases),
-        )
+        before = (*check[0].releases, *lengths.releases)
+        shape = start.shape
+        plan = planned_descent(problem, shape, budget, planned, settings, before)
         records = planned.rows(records)
         model = self._solved(problem, plan, records, start, key, check, lengths)
         self.n_iter_ = plan.solver.num_steps
-        self._keep(model, units, lengths.unit(self.row_length_))
+        self._keep(model, lengths.frame(units, self.row_length_))
         return self

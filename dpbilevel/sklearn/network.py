@@ -21,7 +21,8 @@ from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
 from ..privacy.structure import rowwise
-from .base import Planned, PrivateClassifier, key_or_fresh, plan_of, with_nan
+from .base import Planned, PrivateClassifier, key_or_fresh, with_nan
+from .descent import plan_of
 from .lengths import Lengths
 from .recalibration import Recalibration
 
@@ -70,16 +71,17 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         n_layers_: The number of layers, those of features and classes included.
         records_usable_: The released fraction of records that can be used.
         records_check_: All released values of the check, column by column.
-        row_length_: As of `DPLogisticRegression`.
+        row_length_: The released length of rows, as in `DPLogisticRegression`.
         constant_accuracy_: The released accuracy of the best constant answer.
         privacy_report_: The `PrivacyReport`.
         n_features_in_: $d$.
         feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
-        `max_iter` noisy gradients, each clipped record by record, between the shares of
-        rows by length (a fiftieth of the squared budget) and a fit of one slope and of
-        constants of the scores (a tenth). Under replace-one the
+        The check of the records (a hundredth of the squared budget), the shares of rows
+        by length (a fiftieth), `max_iter` noisy gradients, each clipped record by
+        record, and a fit of one slope and of constants of the scores (a tenth). Under
+        replace-one the
         number of records is public; so is whatever was declared. Parameters start at
         random numbers of the key. A record with a missing number, or a label that was
         not declared, is ignored without a message, because an error would reveal it.
@@ -165,12 +167,12 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         slope, shifts = recalibration.fitted(
             np.asarray(found), records["label"], key=last
         )
-        unit = units.scale[:, None] * lengths.unit(self.row_length_)
+        scale = lengths.frame(units, self.row_length_).scale[:, None]
         self.coefs_ = [weights for weights, _ in layers]
         self.intercepts_ = [constants for _, constants in layers]
         self.coefs_[-1] = slope * self.coefs_[-1]
         self.intercepts_[-1] = slope * self.intercepts_[-1] + shifts
-        self.coefs_[0] = _INPUT / unit * self.coefs_[0]
+        self.coefs_[0] = _INPUT / scale * self.coefs_[0]
         self.intercepts_[0] = self.intercepts_[0] - units.center @ self.coefs_[0]
         self.n_iter_, self.n_layers_ = int(self.max_iter), len(widths)
         return self
@@ -263,7 +265,7 @@ def scores(activation: str, layers: Any, rows: Any, module: Any = jnp) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _all_scores(activation: str, layers: Layers, rows: Float[Array, "n d"]) -> Any:
-    """The scores of the records; each from its own row alone."""
+    """Return the scores of the records, each from its own row alone."""
     of_row = functools.partial(scores, activation, layers)
     return jax.vmap(rowwise("DPMLPClassifier.fit", of_row))(rows)
 

@@ -137,19 +137,14 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         start = jnp.zeros(features.shape[1])
         penalty = ridge_on(float(self.ridge), self._constant)
         problem = FiniteSum(squared_loss, public=penalty)
-        plan = planned_descent(
-            problem,
-            start.shape,
-            budget,
-            planned,
-            settings,
-            (*check[0].releases, *lengths.releases),
-        )
+        before = (*check[0].releases, *lengths.releases)
+        shape = start.shape
+        plan = planned_descent(problem, shape, budget, planned, settings, before)
         records = planned.rows({"features": features, "label": label})
         model = self._solved(problem, plan, records, start, key, check, lengths)
         weights, constant = split(half * model[None].astype(float), self._constant)
-        weights = weights / lengths.unit(self.row_length_)
-        coef, intercept = units.coefficients(weights, constant + center)
+        unit = lengths.frame(units, self.row_length_)
+        coef, intercept = unit.coefficients(weights, constant + center)
         self.coef_, self.intercept_ = coef[0], float(intercept[0])
         self.n_iter_ = plan.solver.num_steps
         return self

@@ -19,8 +19,9 @@ from ..planning.race import Effort
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey
-from .base import Described, Planned, key_or_fresh, plan_of
+from .base import Described, Planned, key_or_fresh
 from .declared import declared, index_of
+from .descent import plan_of
 from .linear import LinearClassifier
 
 EXAMPLE = 'sources=["north", "south"]'
