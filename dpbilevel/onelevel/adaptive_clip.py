@@ -92,9 +92,8 @@ class AdaptiveClipGD(NoisyGD):
         gradients = problem.record_gradients(state.w)
         what = {role: _beside(gradients[role], part) for role, part in parts.items()}
         gradient, length = release.of(what, data, key=key)
-        moved = self.moved(
-            problem, optax.tree.add(gradient, problem.public_gradient(state.w)), state
-        )
+        gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
+        moved = self.moved(problem, gradient, state, release.deviation)
         share = length / sum(parts.values())  # k_t
         missing = (self.kept - share) / (1 - self.kept)
         norm = state.clip_norm * jnp.exp(self.rate * jnp.clip(missing, -1.0, 1.0))

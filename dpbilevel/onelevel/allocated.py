@@ -104,13 +104,14 @@ class AllocatedGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         key_pass, key_noise = derive(key, "sampling", "noise")
         release = self.release(problem, self.sizes).in_pass(data, key=key_pass)
         _, keys = step_keys(key_noise, self.batches)
+        deviation = release.deviation
 
         def update(state, batch):
             index, key = batch
             gradients = problem.record_gradients(state.w)
             gradient = release.of(gradients, data, key=key, index=index)
             gradient = optax.tree.add(gradient, problem.public_gradient(state.w))
-            return self._updates.moved(problem, gradient, state), None
+            return self._updates.moved(problem, gradient, state, deviation), None
 
         numbers = jnp.arange(self.batches)
         state, _ = jax.lax.scan(update, state, (numbers, keys))

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from .._checks import Count, Positive
 from ..core.curvature import overshooting_row
-from ..core.descent import Descent, Memory, StepSize, as_rule
+from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
 from ..core.solver import AbstractNoisySolver
@@ -27,6 +27,7 @@ class _State(eqx.Module):
     kept: PyTree  # by the output rule
     memory: Memory
     t: Int[Array, ""]
+    last: LastStep | None  # `None` for the steps of an optax rule
 
 
 class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
@@ -39,8 +40,11 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
     With `FullBatch` this is noisy gradient descent, with `Poisson` DP-SGD. A step along
     $q_t = \tilde g_t + \nabla r(w_t)$ is shorter, $\|q_t\|^2 / \langle q_t, \nabla^2
     r(w_t)\, q_t \rangle$ instead of $\eta$, where that is less: a step size that is too
-    long for the public term does not make the iterates diverge. An update whose result
-    is not finite is left out; `Solution.rejected_updates` counts them.
+    long for the public term does not make the iterates diverge. If $q_{t+1}$ points
+    back along the step before by more than half of its slope, beyond what noise
+    explains, the step was too long for the curvature of the records: most of it is
+    taken back, and the steps after it are as short. An update whose result is not
+    finite is left out; `Solution.rejected_updates` counts them.
 
     Args:
         num_steps: The number of steps. Static.
@@ -81,26 +85,39 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         """Starts at `w0`, projected onto the set."""
         w = problem.w_set.project(jax.tree.map(jnp.asarray, w0))
         memory = Descent(self.step_size, problem.w_set).init(w)
-        return _State(w, self.output.init(w), memory, jnp.zeros((), jnp.int32))
+        last = None if isinstance(self.step_size, Rule) else LastStep.none(w)
+        return _State(w, self.output.init(w), memory, jnp.zeros((), jnp.int32), last)
 
     def step(self, problem, data, state, *, key) -> _State:
         """One noisy gradient, one projected update."""
-        return self.moved(
-            problem, noisy_gradient(self, problem, data, state.w, key=key), state
-        )
+        release = self.release(problem, self.sizes)
+        gradient = noisy_gradient(self, problem, data, state.w, key=key)
+        return self.moved(problem, gradient, state, release.deviation)
 
     def moved(
-        self, problem: AbstractFiniteSum, gradient: PyTree, state: _State
+        self, problem: AbstractFiniteSum, gradient: PyTree, state: _State, deviation
     ) -> _State:
-        """The state after a projected update along $q_t$, the released `gradient`."""
+        """Return the state after a projected update along the released gradient.
+
+        Args:
+            problem: The problem.
+            gradient: $q_t$.
+            state: The state before.
+            deviation: A bound on the standard deviation of $q_t$ in any direction.
+        """
         descent = Descent(self.step_size, problem.w_set)
-        gradient = descent.shortened(gradient, problem.public_gradient, state.w)
-        w, memory = descent.update(gradient, state.memory, state.w)  # projected step
+        last, along = state.last, gradient
+        if last is not None:
+            along = descent.shortened(along, problem.public_gradient, state.w)
+            along = last.shorter(along)
+        w, memory = descent.update(along, state.memory, state.w)  # projected step
+        if last is not None:
+            w, last = last.then(gradient, deviation, state.w, w)
         kept = self.output.update(
             state.kept, w, before=state.w, t=state.t, num_steps=self.num_steps, key=None
         )
         values = {"w": w, "kept": kept, "memory": memory, "t": state.t + 1}
-        return dataclasses.replace(state, **values)
+        return dataclasses.replace(state, **values, last=last)
 
     @override
     def released(self, state: _State) -> PyTree:

@@ -20,7 +20,7 @@ from .limbs import MOST_PLACES
 from .mechanisms import Gaussian
 from .noise import PRNGKey, check_key, derive
 from .queries import LEVELS, RECORDS, Query, check_rows, of_role
-from .sampling import Index
+from .sampling import FullBatch, Index
 
 PERSON = "person"  # whoever may have a record in either level
 
@@ -169,6 +169,22 @@ class AbstractGaussianRelease(AbstractRelease):
         """The standard deviation of the noise in every coordinate."""
         factor = self.neighbours.contributions
         return self.noise_multiplier * factor * self.contribution
+
+    @property
+    def deviation(self) -> Any:
+        """Bound on the standard deviation of a released value in any direction.
+
+        Of the noise and of the choice of a batch: the square of a clipped value along a
+        direction is at most that of the clip norm. Numbers may be traced.
+        """
+        factor = self.mechanism.multiplier * self.neighbours.contributions
+        noise = batches = 0.0
+        for query in self.queries:
+            count = query.sampling.denominator(query.size)
+            noise += factor * query.clip_norm / count
+            if not isinstance(query.sampling, FullBatch):
+                batches += query.clip_norm / count**0.5
+        return (noise**2 + batches**2) ** 0.5
 
     @override
     def row(self) -> dict[str, Any]:

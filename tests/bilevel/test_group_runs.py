@@ -240,3 +240,38 @@ def test_where_most_groups_are_noise_it_is_better_than_one_level_alone():
         )
 
     assert loss(ScaledGroups(fit)) < min(map(loss, solvers)) - 0.03
+
+
+def uncentred(seed, n):
+    """Rows of 200 columns in 8 groups with a common mean: curvatures of about 1/4."""
+    rng = np.random.default_rng(seed)
+    rows = 1 + 0.5 * rng.normal(size=(n, 200))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    truth = np.random.default_rng(5).normal(size=200) * 8 * (np.arange(200) < 50)
+    margin = rows @ (truth - truth[:50].mean() * (np.arange(200) < 50))
+    label = np.where(rng.random(n) < 1 / (1 + np.exp(1 - margin)), 1.0, -1.0)
+    return {"features": rows.astype("f4"), "label": label.astype("f4")}
+
+
+def test_steps_too_long_for_the_kept_groups_end_below_the_constant_answer():
+    problem = dpb.penalty_tuning(dpb.logistic_loss, np.repeat(np.arange(8), 25))
+    data = dpb.Levels(uncentred(0, 500), uncentred(1, 2000))
+    test = uncentred(2, 2000)
+    w0 = dpb.bilevel.penalty_start(problem, jnp.zeros(200))
+    share = np.mean(test["label"] > 0)
+    constant = -share * np.log(share) - (1 - share) * np.log(1 - share)
+
+    def loss(step_size):
+        fit = dpb.NoisyGD(50, 0.7, step_size, output=dpb.outputs.TailMean())
+        plan = dpb.calibrate(
+            problem,
+            ScaledGroups(fit),
+            dpb.PrivacyBudget(3.0, 1e-5),
+            sizes=dpb.Sizes(500, 2000, "disjoint"),
+        )
+        y = dpb.solve(problem, plan.solver, data, w0, key=jax.random.key(0)).y
+        losses = jax.vmap(dpb.logistic_loss, (None, 0))(y, test)
+        return float(jnp.mean(losses))
+
+    assert loss(163.0) < constant
+    assert loss(optax.sgd(51.0)) > constant  # as they are
