@@ -41,6 +41,26 @@ def overshooting_row(
     return ({"release": "steps", **row, "from_start": True},)
 
 
+def unstable_row(
+    step_size: Any, smoothness: float | None
+) -> tuple[dict[str, Any], ...]:
+    r"""Return the row of a forecast on steps beyond a declared curvature of losses.
+
+    Args:
+        step_size: A number, or a `Rule`, about whose steps nothing is known.
+        smoothness: $\beta$, a bound on the curvature of every record's loss, such as
+            $R^2 / 4$ for a logistic, $R^2$ for a squared and $R^2 / 2$ for a softmax
+            loss of rows of norm at most $R$; `None` if none is declared.
+
+    Returns:
+        No row if step size times $\beta$ is at most 2.
+    """
+    if isinstance(step_size, Rule) or smoothness is None or step_size * smoothness <= 2:
+        return ()
+    row = {"step_size": float(step_size), "record_curvature": float(smoothness)}
+    return ({"release": "steps", **row, "from_start": True},)
+
+
 def largest_curvature(gradient: Callable[[PyTree], PyTree], w: PyTree) -> float:
     """The largest eigenvalue of a Hessian, by power iteration: at most the true one.
 

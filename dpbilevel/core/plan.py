@@ -85,7 +85,8 @@ def calibrate(
 
     Warns:
         UserWarning: Delta is not below one over the number of records; or steps are
-            too long at `w0` for the curvature of the public terms, and are shortened.
+            too long at `w0` for the curvature of the public terms, and are shortened,
+            or for a declared smoothness.
 
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
@@ -244,7 +245,7 @@ def _shaped(leaf: Any) -> Any:
 
 
 def _too_long(forecast: tuple[dict[str, Any], ...]) -> tuple[str, ...]:
-    """What to warn of: steps that are too long for public terms from the start on."""
+    """Return what to warn of: steps that are too long from the start on."""
     return tuple(overshooting(row) for row in forecast if row.get("from_start"))
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from typing_extensions import override
 
 from .._checks import Count, Positive
-from ..core.curvature import overshooting_row
+from ..core.curvature import overshooting_row, unstable_row
 from ..core.descent import Descent, LastStep, Memory, Rule, StepSize, as_rule
 from ..core.levels import Sizes
 from ..core.outputs import AbstractOutput, Last, check_output
@@ -133,8 +133,10 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
 
     @override
     def forecast(self, problem, sizes, w0):
-        """A row where steps overshoot the public terms."""
-        return overshooting_row(self.step_size, problem.public_gradient, w0)
+        """Return rows if steps overshoot the public terms or a declared smoothness."""
+        public = overshooting_row(self.step_size, problem.public_gradient, w0)
+        smoothness = getattr(problem, "smoothness", None)
+        return (*public, *unstable_row(self.step_size, smoothness))
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The gradient has as many coordinates as `w0`."""

@@ -292,8 +292,17 @@ def _ledger_line(row: dict[str, Any]) -> str:
 
 
 def overshooting(row: dict[str, Any]) -> str:
-    """What a row of the forecast says on steps too long for the public terms."""
-    size, curvature = row["step_size"], row["public_curvature"]
+    """Return what a row of the forecast says on steps that are too long."""
+    size = row["step_size"]
+    if "record_curvature" in row:
+        bound = row["record_curvature"]
+        return (
+            f"{row['release']}, of size {size:.3g}, may be too long for the records, "
+            f"whose declared smoothness is {bound:.3g}: the product, "
+            f"{size * bound:.3g}, is above 2. "
+            f"Use a step size of at most {2 / bound:.2g}"
+        )
+    curvature = row["public_curvature"]
     where = "" if row["from_start"] else " at the ends of the set of x"
     shorter = f"a step size of at most {1 / curvature:.2g}, or "
     return (
@@ -319,7 +328,7 @@ def _forecast_line(row: dict[str, Any]) -> str:
                 "epsilon or the records both would be equal)"
             )
         return text
-    if "public_curvature" in row:
+    if "public_curvature" in row or "record_curvature" in row:
         return f"  {overshooting(row)}"
     if "temperature" in row:
         return (

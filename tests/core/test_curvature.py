@@ -251,6 +251,39 @@ def test_training_warns_of_a_ridge_that_steps_overshoot():
             dpb.calibrate(problem, solver, BUDGET, sizes=200, w0=Y0)
 
 
+# Rows of norm 2: logistic, squared, softmax, by the largest eigenvalue of a Hessian.
+ROW = jnp.asarray([0.0, 2.0])
+LOSSES = {
+    1.0: lambda w: jnp.logaddexp(0.0, ROW @ w[:, 0]),
+    4.0: lambda w: 0.5 * (ROW @ w[:, 0]) ** 2,
+    2.0: lambda w: jax.nn.logsumexp(ROW @ w),
+}
+
+
+@pytest.mark.parametrize("smoothness", list(LOSSES))
+def test_steps_above_two_over_a_declared_smoothness_are_warned_of(smoothness):
+    loss = LOSSES[smoothness]
+    assert curvature(loss, jnp.zeros((2, 2))) == pytest.approx(smoothness, rel=1e-3)
+    problem = dpb.FiniteSum(dpb.logistic_loss, smoothness=smoothness)
+    stable = 2 / smoothness
+    options = {"sizes": 200, "w0": Y0}
+    dpb.calibrate(problem, dpb.NoisyGD(5, 1.0, stable), BUDGET, **options)
+    for solver in (
+        dpb.NoisyGD(5, 1.0, 1.1 * stable),
+        dpb.onelevel.AllocatedGD(2, 3, 1.0, 1.1 * stable),
+    ):
+        said = f"smoothness is {smoothness:g}: the product, 2.2, .* at most {stable:g}"
+        with pytest.warns(UserWarning, match=said):
+            plan = dpb.calibrate(problem, solver, BUDGET, **options)
+        assert "may be too long for the records" in str(plan.report)
+
+
+def test_without_a_declared_smoothness_nothing_is_known_of_the_records():
+    problem = dpb.FiniteSum(dpb.logistic_loss)
+    plan = dpb.calibrate(problem, dpb.NoisyGD(5, 1.0, 1e3), BUDGET, sizes=200, w0=Y0)
+    assert "too long" not in str(plan.report)
+
+
 def test_nothing_is_said_of_optax_rules():
     assert rows(penalty(optax.sgd(1.0)), LARGEST)[:2] == ([], [])
 
