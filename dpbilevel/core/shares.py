@@ -125,6 +125,15 @@ class LevelUsability:
         return most or bool(np.any(values > _MANY + 2 * _DEVIATIONS * noise))
 
     @property
+    def many_unusable(self) -> bool:
+        """Whether more than a tenth of the records cannot be used, beyond the noise.
+
+        If all can be used, this is so with probability 3e-5 at most.
+        """
+        noise = _DEVIATIONS * self.noise_std
+        return 1 - self.usable > max(_MANY + noise, 2 * noise)
+
+    @property
     def constant_accuracy(self) -> float | None:
         """The share of the most frequent class among the listed ones.
 
@@ -185,7 +194,7 @@ def _unseen(shares: dict[str, float], noise: float) -> list[str]:
 def _remark(level: LevelUsability) -> str:
     """Return a text on the mistakes in a level; empty if there are none."""
     parts = []
-    if level.stops:
+    if level.stops or level.many_unusable:
         parts.append(
             f"about {_percent(level.usable)} of the records can be used as declared "
             f"(noise {_percent(level.noise_std)})"
@@ -211,13 +220,15 @@ def _remark(level: LevelUsability) -> str:
             else f"few or no records have {names}, which may be rare or misspelt"
         )
     if parts and (level.stops or absent):
-        for kind, of in (
-            ("classes", level.classes),
-            ("groups or sources", level.places),
+        for kind, of, times in (
+            ("classes", level.classes, OF_COLUMNS),
+            ("groups or sources", level.places, OF_PLACES),
         ):
             if of:
                 listed = (f"{name!r} ({_percent(v)})" for name, v in of.items())
-                parts.append(f"shares of the declared {kind}: {_first(listed)}")
+                noise = _percent(times * level.noise_std)
+                of_all = f"shares of the declared {kind} (noise {noise})"
+                parts.append(f"{of_all}: {_first(listed)}")
     return f"{'; '.join(parts)}." if parts else ""
 
 

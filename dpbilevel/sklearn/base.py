@@ -51,6 +51,13 @@ _WIDE = (
     "released `row_length_`. Declare narrower bounds if they are public knowledge. For "
     "rows of a known length, such as embeddings, declare data_norm=."
 )
+_NOISE = (
+    "the noise of all steps together is as long as the gradients of records may be, so "
+    "the model says next to nothing of the records. Use more records, a larger epsilon "
+    "or fewer features."
+)
+_RATIO = "noise_norm_over_clip_norm"
+_MOST_NOISE = 0.5  # of this ratio for the mean of all steps
 # The columns of a level and the indicators of its records; a check and all indicators.
 Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
 Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
@@ -146,14 +153,15 @@ class PrivateEstimator(Seedless, BaseEstimator):
         return dataclasses.replace(column, entries=entries)
 
     def _frame(self) -> Frame:
-        """The units of the features."""
-        return frame(
+        """The units of the features, which are kept for predictions."""
+        self._units = frame(
             self._owner,
             self.n_features_in_,
             self._given("bounds"),
             self._given("data_norm"),
             centered=self._constant,
         )
+        return self._units
 
     @property
     def _constant(self) -> bool:
@@ -161,9 +169,12 @@ class PrivateEstimator(Seedless, BaseEstimator):
         return bool(getattr(self, "fit_intercept", True))
 
     def _test_rows(self, X: Any) -> Float[np.ndarray, "n d"]:
-        """Features to predict, which are not protected: errors may tell of them."""
+        """Features to predict, cut to what was declared, as in `fit`.
+
+        They are not protected: errors may tell of them.
+        """
         table: Any = validate_data(self, X, reset=False, dtype=_FLOATS)
-        return table
+        return self._units.cut(table)
 
     def __sklearn_tags__(self):
         """Two fits of the same records differ, by their noise."""
@@ -261,15 +272,16 @@ class PrivateEstimator(Seedless, BaseEstimator):
         if first.releases:
             own, key = derive(key, "usability", "run")
             found = first.release(indicators, key=own, owner=name)
-        length = math.nan
+        length, unit = math.nan, 1.0
         if lengths is not None:
             own, key = derive(key, "lengths", "run")
             length = lengths.typical(key=own, owner=name)
-            records = lengths.in_unit(records, length)
+            unit = lengths.unit(length) * self._stretch(found, plan.solver)
+            records = lengths.in_unit(records, unit)
         solution = _run(problem, plan.solver, records, w0, key=key)
         count()
         if lengths is not None:  # an interrupted fit shows nothing
-            self.row_length_ = length
+            self.row_length_, self._unit = length, unit
         first_of_all, *declared = DECLARED
         of_run = *plan.report.assumptions, *first.assumptions
         assumed = first_of_all, *of_run, *declared
@@ -277,12 +289,20 @@ class PrivateEstimator(Seedless, BaseEstimator):
         self.records_check_, self.records_usable_ = found, found.usable
         for text in found.remarks:
             warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
-        if length < SHORT:
+        rows = zip(plan.report.forecast, plan.report.ledger, strict=False)
+        noise = (row.get(_RATIO, 0) / made["count"] ** 0.5 for row, made in rows)
+        if lengths is not None and max(noise) > _MOST_NOISE:
+            warnings.warn(f"{self._owner}.fit: {_NOISE}", stacklevel=3)
+        if length < SHORT * self._units.numbers**0.5:
             warnings.warn(f"{self._owner}.fit: {_WIDE}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
             warnings.warn(f"{self._owner}.fit: {remark}", RuntimeWarning, stacklevel=3)
         return jax.tree.map(np.asarray, solution.value)
+
+    def _stretch(self, found: Usability, solver: Any) -> float:
+        """Return what the released unit is multiplied by."""
+        return 1.0
 
 
 class PrivateClassifier(PrivateEstimator):

@@ -48,21 +48,33 @@ class Frame:
         """The length of the longest row."""
         return 1.0 if self.norm is not None else _UNIFORM**-0.5
 
+    @property
+    def numbers(self) -> float:
+        """The share of columns that are not indicators, whose bounds are 0 and 1.
+
+        Most indicators of a row are 0, whatever else is declared.
+        """
+        if self.lower is None or self.upper is None:
+            return 1.0
+        return float(np.mean((self.lower != 0) | (self.upper != 1)))
+
     def rows(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
         """Rows in these units; NaN where an entry is not finite."""
         finite = np.isfinite(X).all(axis=1, keepdims=True)
-        X = np.where(finite, X, 0)
-        if self.norm is None:
-            rows = (np.clip(X, self.lower, self.upper) - self.center) / self.scale
-        else:
-            # Squares of huge entries would overflow.
-            largest = np.maximum(np.abs(X).max(axis=1, keepdims=True), self.norm)
-            unit = X / largest
-            length = np.linalg.norm(unit, axis=1, keepdims=True)
-            with np.errstate(all="ignore"):  # a warning would tell of a record
-                rows = unit * np.minimum(largest / self.norm, 1 / length)
-            rows = np.where(length > 0, rows, 0)
+        rows = (self.cut(np.where(finite, X, 0)) - self.center) / self.scale
         return np.where(finite, rows, np.nan)
+
+    def cut(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+        """Rows of finite entries, cut to the bounds or shortened to the norm."""
+        if self.norm is None:
+            return np.clip(X, self.lower, self.upper)
+        # Squares of huge entries would overflow.
+        largest = np.maximum(np.abs(X).max(axis=1, keepdims=True), self.norm)
+        unit = X / largest
+        length = np.linalg.norm(unit, axis=1, keepdims=True)
+        with np.errstate(all="ignore"):  # a warning would tell of a record
+            rows = unit * np.minimum(largest, self.norm / length)
+        return np.where(length > 0, rows, 0)
 
     def outside(self, X: Float[np.ndarray, "n d"]) -> Bool[np.ndarray, "n d"]:
         """Return which entries `rows` changes; with a norm, all of rows too long."""
@@ -119,7 +131,8 @@ def interval(
     """Lower and upper bounds of so many numbers.
 
     Raises:
-        ValueError: They are not finite and increasing, or of another number.
+        ValueError: They are not finite and increasing, of another number, or may as
+            well be pairs of the two features.
     """
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise ValueError(
@@ -142,6 +155,15 @@ def interval(
         raise ValueError(
             f"{owner}: the lower end of {name} must be below the upper one, and both "
             f"finite; number {first} has {lower[first]:g} and {upper[first]:g}."
+        )
+    pairs = isinstance(bounds, list) or isinstance(bounds[0], tuple)
+    if pairs and np.shape(bounds) == (2, 2) and np.all(np.diff((lower, upper)) > 0):
+        (a, b), (c, d) = bounds
+        raise ValueError(
+            f"{owner}: {name}={bounds} may be a pair (lower, upper) of "
+            "each feature, or the lower ends and then the upper ones. Write it as a "
+            f"tuple of two lists, the lower ends first: pairs as ([{a}, {c}], "
+            f"[{b}, {d}])."
         )
     return lower, upper
 

@@ -18,6 +18,7 @@ from ..onelevel.problem import FiniteSum
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
 from .base import Planned
+from .linear import ridge_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,15 @@ class Settings:
         steps: The least number of steps $T$, the most at the least clip norm, and the
             most of all.
         clip_norm: The range of the bound $C$ on one record's gradient.
+        ridge: $c$: the penalty has at least the weight $c s^2 d$ for $d$ features and
+            noise $s$. That is the best weight for rows and scores of length about 1.
     """
 
     walk: float
     longest: float
     steps: tuple[int, int, int]
     clip_norm: tuple[float, float]
+    ridge: float = 0.0
 
     def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
         """With those that an estimator was given.
@@ -54,23 +58,28 @@ class Settings:
 
 @functools.lru_cache(maxsize=128)
 def planned_descent(
-    problem: FiniteSum,
+    loss: Any,
+    ridge: float,
+    constant: bool,
     shape: tuple[int, ...],
     budget: PrivacyBudget,
     planned: Planned,
     settings: Settings,
     before: tuple[AbstractRelease, ...],
-) -> Plan[NoisyGD]:
-    r"""Return a calibrated descent on full batches, cached by the sizes.
+) -> tuple[FiniteSum, Plan[NoisyGD]]:
+    r"""Return a problem and a calibrated descent on full batches, cached by the sizes.
 
     A single release has noise of the deviation $s C$, and each of $T$ has $s C \sqrt
     T$, so that steps of size $\eta$ walk by $\eta s C T$ by noise alone. Of that $a$
     is spent on steps of the longest size, then on a larger clip norm, which biases the
     model less, then on more steps. If $a$ is too little for the fewest steps and the
-    least clip norm, steps are shorter. All depend on public numbers alone.
+    least clip norm, steps are shorter. A ridge shortens them, too. All depend on public
+    numbers alone.
 
     Args:
-        problem: The problem.
+        loss: The loss of a record.
+        ridge: The weight of the penalty that was asked for; `settings` may add to it.
+        constant: Whether the last row of the model is a constant.
         shape: Of the model.
         budget: The budget.
         planned: The public number of records and the neighbouring relation.
@@ -78,7 +87,8 @@ def planned_descent(
         before: As for `calibrate`.
     """
 
-    def plan(steps: int, clip_norm: float, step_size: float) -> Plan[NoisyGD]:
+    def plan(steps: int, clip_norm: float, step_size: float, ridge: float) -> Any:
+        problem = FiniteSum(loss, public=ridge_on(ridge, constant))
         solver = NoisyGD(steps, clip_norm, step_size, output=TailMean())
         solver = solver.with_neighbours(planned.relation)
         start = jnp.zeros(shape)
@@ -86,16 +96,18 @@ def planned_descent(
         found = calibrated(problem, solver, budget, **options)
         # An estimator has no step size to change; its steps are shortened.
         said = tuple(text for text in found.remarks if not text.startswith("steps"))
-        return dataclasses.replace(found, remarks=said)
+        return problem, dataclasses.replace(found, remarks=said)
 
-    noise: Any = plan(1, 1.0, 1.0).report.ledger[-1]["noise_std"]  # s
+    noise: Any = plan(1, 1.0, 1.0, 0.0)[1].report.ledger[-1]["noise_std"]  # s
+    ridge += settings.ridge * noise**2 * (shape[0] - constant)
+    longest = 1 / (1 / settings.longest + 2 * ridge)
     reach = settings.walk / noise  # of the product of all three
     least, most = settings.clip_norm
     fewest, some, many = settings.steps
-    steps = min(max(int(reach / (least * settings.longest)), fewest), some)
-    clip_norm = min(max(reach / (settings.longest * steps), least), most)
-    steps = min(max(int(reach / (clip_norm * settings.longest)), steps), many)
-    return plan(steps, clip_norm, min(settings.longest, reach / (clip_norm * steps)))
+    steps = min(max(int(reach / (least * longest)), fewest), some)
+    clip_norm = min(max(reach / (longest * steps), least), most)
+    steps = min(max(int(reach / (clip_norm * longest)), steps), many)
+    return plan(steps, clip_norm, min(longest, reach / (clip_norm * steps)), ridge)
 
 
 @functools.lru_cache(maxsize=128)

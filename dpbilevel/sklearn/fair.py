@@ -163,7 +163,7 @@ class FairClassifier(LinearClassifier):
         model, weights = self._solved(game, plan, records, w0, key, check, lengths)
         self.group_weights_ = np.asarray(group_weights(game, weights))
         self.n_iter_ = solver.num_steps
-        self._keep(model, lengths.frame(units, self.row_length_))
+        self._keep(model, lengths.frame(units, self._unit))
         return self
 
     def _game(self, shares: tuple[float, ...]) -> GroupGame:

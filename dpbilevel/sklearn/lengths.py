@@ -107,18 +107,18 @@ class Lengths:
         """Return the released length in units of the frame; 1 without a release."""
         return 1.0 if math.isnan(length) else self.longest * length
 
-    def frame(self, units: Frame, length: float) -> Frame:
-        """Return the units of rows that are divided by the released length."""
-        return dataclasses.replace(units, scale=units.scale * self.unit(length))
+    def frame(self, units: Frame, unit: float) -> Frame:
+        """Return the units of rows that are divided by a released length."""
+        return dataclasses.replace(units, scale=units.scale * unit)
 
-    def in_unit(self, records: dict[str, Any], length: float) -> dict[str, Any]:
-        """Return records whose features are divided by the released length.
+    def in_unit(self, records: dict[str, Any], unit: float) -> dict[str, Any]:
+        """Return records whose features are divided by a released length.
 
         A constant feature, which comes after them, is kept.
         """
         features, width = records["features"], self.rows.shape[1]
         divisor = np.ones(features.shape[1], features.dtype)
-        divisor[:width] = self.unit(length)
+        divisor[:width] = unit
         return records | {"features": features / divisor}
 
 

@@ -1,19 +1,22 @@
 """Logistic regression by noisy descent."""
 
+import dataclasses
 from typing import Any
 
 from .. import _checks
 from ..core.seeds import refuse
-from ..onelevel.problem import FiniteSum
+from ..core.shares import OF_COLUMNS, Usability
 from ..privacy.noise import PRNGKey
 from .base import Planned, key_or_fresh, with_nan
 from .descent import Settings, planned_descent
 from .lengths import Lengths
-from .linear import LinearClassifier, ridge_on
+from .linear import LinearClassifier
 
 # docs/estimators.md, "Settings".
-_TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
-_MORE = Settings(2.0, 4.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
+_TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0), ridge=2.0)
+_MORE = dataclasses.replace(_TWO, longest=4.0)
+# A class is rare if its share is below this one over the number of classes.
+_RARE = 0.2
 
 
 class DPLogisticRegression(LinearClassifier):
@@ -144,13 +147,25 @@ class DPLogisticRegression(LinearClassifier):
         cells = self._described(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, planned, records=cells)
         start = self._start()
-        penalty = ridge_on(float(self.ridge), self._constant)
-        problem = FiniteSum(self._loss, public=penalty)
         before = (*check[0].releases, *lengths.releases)
-        shape = start.shape
-        plan = planned_descent(problem, shape, budget, planned, settings, before)
+        penalty = self._loss, float(self.ridge), self._constant
+        public = start.shape, budget, planned, settings, before
+        problem, plan = planned_descent(*penalty, *public)
         records = planned.rows(records)
         model = self._solved(problem, plan, records, start, key, check, lengths)
         self.n_iter_ = plan.solver.num_steps
-        self._keep(model, lengths.frame(units, self.row_length_))
+        self._keep(model, lengths.frame(units, self._unit))
         return self
+
+    def _stretch(self, found: Usability, solver: Any) -> float:
+        """Return a longer unit if a class is rare, so that its records are not clipped.
+
+        Records of a rare class have gradients as long as their rows. A clip norm below
+        1 shortens them, and those of no other class: the class is underestimated. So
+        rows are shortened instead, for all classes alike.
+        """
+        level = found.levels.get("records")
+        if level is None or self.clip_norm != "auto":
+            return 1.0
+        most = min(level.classes.values()) + OF_COLUMNS * level.noise_std
+        return 1 / float(solver.clip_norm) if most < _RARE / len(level.classes) else 1.0

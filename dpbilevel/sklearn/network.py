@@ -80,7 +80,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
     Privacy:
         The check of the records (a hundredth of the squared budget), the shares of rows
         by length (a fiftieth), `max_iter` noisy gradients, each clipped record by
-        record, and a fit of one slope and of constants of the scores (a tenth). Under
+        record, and a fit of one slope and of constants of the scores (a fifth). Under
         replace-one the
         number of records is public; so is whatever was declared. Parameters start at
         random numbers of the key. A record with a missing number, or a label that was
@@ -149,7 +149,7 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         rows, labels = units.rows(table), self._labels(column)
         usable = with_nan(rows, labels >= 0)
         lengths = Lengths.planned(budget, planned, usable, units.longest)
-        recalibration = Recalibration.planned(budget, planned)
+        recalibration = Recalibration.planned(budget, planned, widths[-1])
         records = {"features": _INPUT * usable, "label": np.maximum(labels, 0)}
         cells = self._described(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, planned, records=cells)
@@ -162,12 +162,12 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         plan = plan_of(problem, solver, budget, planned.size, shapes, before)
         records = planned.rows(records)
         layers = self._solved(problem, plan, records, start, then, check, lengths)
-        records = lengths.in_unit(records, self.row_length_)
+        records = lengths.in_unit(records, self._unit)
         found = _all_scores(self.activation, layers, records["features"])
         slope, shifts = recalibration.fitted(
             np.asarray(found), records["label"], key=last
         )
-        scale = lengths.frame(units, self.row_length_).scale[:, None]
+        scale = lengths.frame(units, self._unit).scale[:, None]
         self.coefs_ = [weights for weights, _ in layers]
         self.intercepts_ = [constants for _, constants in layers]
         self.coefs_[-1] = slope * self.coefs_[-1]

@@ -11,13 +11,12 @@ from sklearn.utils.validation import check_is_fitted
 from .. import _checks
 from ..core.seeds import refuse
 from ..onelevel.losses import squared_loss
-from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from .base import Planned, PrivateEstimator, key_or_fresh, with_nan
 from .declared import interval, targets
 from .descent import Settings, planned_descent
 from .lengths import Lengths
-from .linear import ridge_on, split, with_constant
+from .linear import split, with_constant
 
 # docs/estimators.md, "Settings"; for targets in [-1, 1].
 _SETTINGS = Settings(0.45, 1.0, steps=(30, 1000, 3000), clip_norm=(0.15, 1.0))
@@ -135,15 +134,14 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         cells = self._described(table, units, {"y": wrong})
         check = self._check(budget, planned, records=cells)
         start = jnp.zeros(features.shape[1])
-        penalty = ridge_on(float(self.ridge), self._constant)
-        problem = FiniteSum(squared_loss, public=penalty)
         before = (*check[0].releases, *lengths.releases)
-        shape = start.shape
-        plan = planned_descent(problem, shape, budget, planned, settings, before)
+        penalty = squared_loss, float(self.ridge), self._constant
+        public = start.shape, budget, planned, settings, before
+        problem, plan = planned_descent(*penalty, *public)
         records = planned.rows({"features": features, "label": label})
         model = self._solved(problem, plan, records, start, key, check, lengths)
         weights, constant = split(half * model[None].astype(float), self._constant)
-        unit = lengths.frame(units, self.row_length_)
+        unit = lengths.frame(units, self._unit)
         coef, intercept = unit.coefficients(weights, constant + center)
         self.coef_, self.intercept_ = coef[0], float(intercept[0])
         self.n_iter_ = plan.solver.num_steps

@@ -12,7 +12,7 @@ from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPMLPClassifier
 from dpbilevel.sklearn.base import Planned
-from dpbilevel.sklearn.recalibration import _PROBLEM, SHARE, Recalibration
+from dpbilevel.sklearn.recalibration import SHARE, Recalibration
 
 N = 20_000
 BUDGET = dpb.PrivacyBudget(3.0, 1e-6)
@@ -28,7 +28,7 @@ def drawn(slope, shift):
 
 
 def planned(size=N, neighbours=Neighbours.REPLACE_ONE):
-    return Recalibration.planned(BUDGET, Planned(neighbours, size))
+    return Recalibration.planned(BUDGET, Planned(neighbours, size), 3)
 
 
 @pytest.mark.parametrize("slope", [0.4, 0.8])
@@ -64,9 +64,9 @@ def test_scores_that_overflow_raise_no_warning(getkey):
 
 
 @pytest.mark.parametrize("relation", Neighbours)
-def test_the_run_is_what_is_charged_and_a_tenth_of_the_squared_budget(relation):
+def test_the_run_is_what_is_charged_and_a_fifth_of_the_squared_budget(relation):
     found = planned(neighbours=relation)
-    ran = found.solver.ledger(_PROBLEM, N)
+    ran = found.solver.ledger(found.problem, N)
     charged = Ledger(found.releases)
     assert charged.epsilon(1e-6) == pytest.approx(ran.epsilon(1e-6), rel=1e-9)
     one = dataclasses.replace(found.releases[0], count=1)  # a broken copy

@@ -184,3 +184,26 @@ def test_a_private_number_of_records_shows_in_no_indicator(checks):
     assert len({rows.records.shape for _, rows, _ in measured}) == 1
     assert np.isnan(checked[-1][1].records).all()
     assert not measured[-1][1].records.any()
+
+
+def test_undeclared_labels_are_warned_of_where_their_share_stands_out():
+    rng = np.random.default_rng(1)
+    X, size = rng.random((8000, 3)), 1440  # 18 %
+    y = np.where(X[:, 0] > 0.25, "Yes", "No").astype(object)
+    y[:size] = "?"
+    with pytest.warns(UserWarning, match=r"8\d.* of the records can be used.*'y'"):
+        fitted(X, y, "No", "Yes", epsilon=0.3)
+
+
+def test_a_fit_that_is_all_noise_is_warned_of():
+    X, y = drawn()
+    with pytest.warns(UserWarning, match="noise of all steps together"):
+        fitted(X[:100], y[:100], "No", "Yes", epsilon=0.1)
+
+
+def test_many_indicators_are_not_taken_for_wide_bounds():
+    rng = np.random.default_rng(2)
+    X = np.eye(100)[rng.integers(0, 100, N)]
+    y = np.where(X[:, :50].sum(axis=1) > 0, "Yes", "No")
+    model = fitted(X, y, "No", "Yes", epsilon=3.0)
+    assert model.row_length_ < 1 / 8
