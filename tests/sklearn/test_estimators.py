@@ -2,6 +2,7 @@
 
 import pickle
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -11,14 +12,18 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 import dpbilevel as dpb
+from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import (
     DPLogisticRegression,
     DPMLPClassifier,
     DPRidge,
     DPSourceReweighting,
     FairClassifier,
+    logistic,
 )
 from dpbilevel.sklearn import sources as sources_module
+from dpbilevel.sklearn.base import Planned
+from dpbilevel.sklearn.descent import planned_descent
 
 NAMES = np.asarray(["left", "right"])
 BOX = {"bounds": ([-1, 2, -3], [1, 4, 5])}
@@ -102,6 +107,67 @@ def test_a_ridge_shortens_the_model():
         for ridge in (0.0, 0.1)
     ]
     assert lengths[1] < lengths[0] / 2
+
+
+def test_a_large_ridge_leaves_the_constant():
+    X, _ = records()
+    y = NAMES[(np.arange(len(X)) % 4 == 0).astype(int)]
+    model = DPLogisticRegression(**LABELS, ridge=10.0)
+    chance = model.fit(X, y, key=jax.random.key(0)).predict_proba(X)[:, 1]
+    assert np.abs(model.coef_).max() < 0.1
+    assert chance.mean() == pytest.approx(0.25, abs=0.06)
+
+
+@pytest.mark.parametrize("declared", [{"bounds": (-1, 1)}, {"data_norm": 1.0}])
+def test_rows_to_predict_are_cut_as_those_of_the_fit(declared):
+    X = np.random.default_rng(0).uniform(-0.5, 0.5, (2000, 3))
+    y = NAMES[(X[:, 0] > 0).astype(int)]
+    model = DPLogisticRegression(classes=NAMES, max_iter=5, **declared)
+    model.fit(X, y, key=jax.random.key(0))
+    far = np.array([[5.0, 0.0, 0.0], [50.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert np.ptp(model.decision_function(far)) < 1e-9
+    model.set_params(bounds=(-9, 9), data_norm=None)  # what the fit had stays
+    assert np.ptp(model.decision_function(far)) < 1e-9
+
+
+def test_bounds_that_may_be_pairs_of_two_features_are_refused():
+    X, y = records()
+    X, y = X[:, :2], (y > 0).astype(int)
+    for bounds in ([(-1, 1), (2, 4)], ((-1, 1), (2, 4)), [[-1, 1], [2, 4]]):
+        model = DPLogisticRegression(classes=[0, 1], bounds=bounds, max_iter=1)
+        with pytest.raises(ValueError, match=r"pairs as \(\[-1, 2\], \[1, 4\]\)"):
+            model.fit(X, y)
+    model.set_params(bounds=([-1, 2], [1, 4])).fit(X, y, key=jax.random.key(0))
+
+
+def test_a_rare_class_gets_a_longer_unit_and_its_share():
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-1, 1, (8000, 4))
+    y = (rng.random(8000) < 0.03 * np.exp(X[:, 0])).astype(int)
+    model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1))
+    model.fit(X, y, key=jax.random.key(0))
+    unit = model.row_length_ * 3**0.5
+    assert model._unit > 1.2 * unit
+    assert model.predict_proba(X)[:, 1].mean() > 0.75 * y.mean()
+    model.fit(X, (X[:, 0] > 0.4).astype(int), key=jax.random.key(0))
+    assert model._unit == pytest.approx(model.row_length_ * 3**0.5)
+
+
+@pytest.mark.parametrize("size", [200, 20_000])
+def test_the_ridge_grows_with_the_noise(size):
+    budget, planned = (
+        dpb.PrivacyBudget(1.0, 1e-5),
+        Planned(Neighbours.REPLACE_ONE, size),
+    )
+    public = (41,), budget, planned, logistic._TWO, ()
+    problem, plan = planned_descent(dpb.logistic_loss, 0.0, True, *public)
+    noise = plan.report.ledger[-1]["noise_std"] / plan.solver.num_steps**0.5
+    noise /= float(plan.solver.clip_norm)
+    assert problem.public is not None
+    weight = problem.public(np.eye(41, dtype=np.float32)[0])
+    assert weight == pytest.approx(2 * noise**2 * 40, rel=1e-3)
+    assert problem.public(np.eye(41, dtype=np.float32)[40]) == 0
+    assert plan.solver.step_size <= 1 / (1 / 8 + 2 * weight) + 1e-6
 
 
 def test_a_network_learns_what_no_linear_model_does():

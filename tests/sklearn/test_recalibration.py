@@ -85,3 +85,13 @@ def test_the_report_of_a_network_lists_the_recalibration():
     rows = {row["release"]: row for row in model.privacy_report_.ledger}
     assert rows["recalibration"]["count"] == 50
     assert model.privacy_report_.epsilon <= 1
+
+
+def test_scores_of_noise_leave_an_answer_that_is_nearly_constant():
+    rng = np.random.default_rng(0)
+    scores = 8 * rng.normal(size=(600, 3)).astype(np.float32)
+    labels = rng.integers(0, 3, 600).astype(np.int32)
+    found = Recalibration.planned(BUDGET, Planned(Neighbours.REPLACE_ONE, 600), 3)
+    slope, constants = found.fitted(scores, labels, key=jax.random.key(2))
+    assert slope < 0.1
+    assert np.abs(constants - constants.mean()).max() < 0.5
