@@ -128,10 +128,11 @@ class LevelUsability:
     def many_unusable(self) -> bool:
         """Whether more than a tenth of the records cannot be used, beyond the noise.
 
-        If all can be used, this is so with probability 3e-5 at most.
+        If all can be used, this is so with probability 3e-5 at most. Some column must
+        be wrong, too: under add-or-remove-one the records may be fewer than planned.
         """
         noise = _DEVIATIONS * self.noise_std
-        return 1 - self.usable > max(_MANY + noise, 2 * noise)
+        return 1 - self.usable > max(_MANY + noise, 2 * noise) and bool(self.wrong)
 
     @property
     def constant_accuracy(self) -> float | None:

@@ -154,14 +154,14 @@ class PrivateEstimator(Seedless, BaseEstimator):
 
     def _frame(self) -> Frame:
         """The units of the features, which are kept for predictions."""
-        self._units = frame(
+        self._units_ = frame(
             self._owner,
             self.n_features_in_,
             self._given("bounds"),
             self._given("data_norm"),
             centered=self._constant,
         )
-        return self._units
+        return self._units_
 
     @property
     def _constant(self) -> bool:
@@ -174,7 +174,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         They are not protected: errors may tell of them.
         """
         table: Any = validate_data(self, X, reset=False, dtype=_FLOATS)
-        return self._units.cut(table)
+        return self._units_.cut(table)
 
     def __sklearn_tags__(self):
         """Two fits of the same records differ, by their noise."""
@@ -293,7 +293,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         noise = (row.get(_RATIO, 0) / made["count"] ** 0.5 for row, made in rows)
         if lengths is not None and max(noise) > _MOST_NOISE:
             warnings.warn(f"{self._owner}.fit: {_NOISE}", stacklevel=3)
-        if length < SHORT * self._units.numbers**0.5:
+        if length < SHORT * self._units_.numbers**0.5:
             warnings.warn(f"{self._owner}.fit: {_WIDE}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:
