@@ -129,10 +129,12 @@ class LevelUsability:
         """Whether more than a tenth of the records cannot be used, beyond the noise.
 
         If all can be used, this is so with probability 3e-5 at most. Some column must
-        be wrong, too: under add-or-remove-one the records may be fewer than planned.
+        be wrong as often as a quarter of this: under add-or-remove-one the records may
+        be fewer than planned.
         """
-        noise = _DEVIATIONS * self.noise_std
-        return 1 - self.usable > max(_MANY + noise, 2 * noise) and bool(self.wrong)
+        noise, lost = _DEVIATIONS * self.noise_std, 1 - self.usable
+        worst = max(self.columns.values(), default=0.0)
+        return lost > max(_MANY + noise, 2 * noise) and worst > max(lost / 4, 2 * noise)
 
     @property
     def constant_accuracy(self) -> float | None:
