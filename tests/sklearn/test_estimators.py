@@ -283,6 +283,7 @@ def fitted():
     yield model.fit(X, y, sources=half, clean=(X, y)), X
 
 
+@pytest.mark.filterwarnings("ignore:.*noise of all steps together")  # tiny
 def test_estimators_are_cloned_pickled_and_shown():
     for model, X in fitted():
         copy = pickle.loads(pickle.dumps(model))
@@ -382,6 +383,7 @@ def test_arrays_of_texts_are_no_features_and_no_targets():
         DPRidge(**BOX, target_bounds=(-1, 1)).fit(X, X[:, 0].astype(str))
 
 
+@pytest.mark.filterwarnings("ignore:.*noise of all steps together")  # tiny
 def test_labels_that_are_texts_by_type_are_no_numbers():
     X, y = labelled(20)
     with pytest.raises(ValueError, match="declared with numbers, but the records have"):

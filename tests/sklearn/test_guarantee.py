@@ -20,6 +20,9 @@ from dpbilevel.sklearn import (
     declared,
 )
 
+# A few records, one step: hardly more than noise, which fits say from public numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*noise of all steps together")
+
 N = 64
 BOX = {"bounds": (-1, 1)}
 LABELS = {"classes": [0, 1], **BOX}
