@@ -287,6 +287,7 @@ Count = Annotated[int, count]
 Positive = Annotated[float, positive]
 NonNegative = Annotated[float, non_negative]
 Fraction = Annotated[float, fraction]
+ProperFraction = Annotated[float, proper_fraction]
 SignedShare = Annotated[float, signed_share]
 
 

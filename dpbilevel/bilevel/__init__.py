@@ -23,6 +23,7 @@ from .one_level import OneLevel
 from .penalty import PenaltyBilevel
 from .penalty_theorem import theorem_accuracy
 from .problem import BilevelProblem, Levels, Sizes
+from .recalibrated import BaseRate, Recalibrated
 from .refitted import Refitted
 from .single_loop import SingleLoopBilevel
 from .source_runs import MixedSources, ScoringModel, SelectedSources
@@ -31,6 +32,7 @@ from .warm_start import WarmStarted
 __all__ = [
     "F2SA",
     "AbstractCertificate",
+    "BaseRate",
     "BilevelProblem",
     "Constants",
     "FiniteDifferenceBilevel",
@@ -41,6 +43,7 @@ __all__ = [
     "OneLevel",
     "PenaltyBilevel",
     "PenaltyTuning",
+    "Recalibrated",
     "Refitted",
     "ScaledGroups",
     "ScoringModel",

@@ -16,7 +16,7 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
 from ..sets import AbstractSet, Euclidean
 from .applications import PenaltyTuning
-from .penalized import PenalizedLevel, equal_weights
+from .penalized import PenalizedLevel, equal_weights, noise_std
 from .problem import Sizes
 from .runs import AbstractRuns
 
@@ -145,12 +145,7 @@ class ScaledGroups(AbstractRuns):
         count = jnp.maximum(by_group([jnp.ones_like(v) for _, v in pairs]), 1)
         mean = by_group([v * v for _, v in pairs]) / count
         # The standard deviation that the release adds to each coordinate.
-        queries, _ = self._level(problem, SCREEN).queries(
-            self.screen.clip_norm, self.screen.sampling, self.sizes
-        )
-        shares = sum(q.clip_norm / q.sampling.denominator(q.size) for q in queries)
-        noise = self.screen.release_noise
-        sigma = noise.multiplier * noise.neighbours.contributions * shares
+        sigma = noise_std(self.screen, self._level(problem, SCREEN), self.sizes)
         above = mean - sigma**2 * (1 + self.margin * jnp.sqrt(2 / count))
         energy = jnp.sqrt(jnp.maximum(above, 0))
         top = jnp.max(energy)

@@ -69,6 +69,20 @@ class AbstractLevel(AbstractFiniteSum):
         """Nothing to check: the bilevel problem was checked as a whole."""
 
 
+def noise_std(solver: Any, level: AbstractFiniteSum, sizes: Sizes | None) -> Array:
+    """Return the standard deviation of the noise of one release, in a program too.
+
+    Args:
+        solver: A one-level solver of clipped means, with its noise.
+        level: What it solves.
+        sizes: The planned sizes.
+    """
+    queries, _ = level.queries(solver.clip_norm, solver.sampling, sizes)
+    parts = sum(q.clip_norm / q.sampling.denominator(q.size) for q in queries)
+    noise = solver.release_noise
+    return noise.multiplier * noise.neighbours.contributions * parts
+
+
 class PenalizedLevel(AbstractLevel):
     r"""The one-level problems inside a bilevel one, at a fixed $x$.
 

@@ -93,7 +93,7 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
         rows = [
             part.forecast(problem, sizes, w0)
             for kind, part in stages
-            if kind is BilevelProblem
+            if issubclass(kind, BilevelProblem)
         ]
         return tuple(itertools.chain(*rows))
 
@@ -103,6 +103,8 @@ class AbstractStages(AbstractSolver[BilevelProblem, State]):
         counted: dict[str, Any] = {
             name: getattr(self, name).with_sizes(sizes).with_counts(problem, sizes)
             for name, kind in self.stages.items()
-            if kind is BilevelProblem  # a refit meets its problem only at the chosen x
+            if issubclass(
+                kind, BilevelProblem
+            )  # a refit meets its problem only at the chosen x
         }
         return dataclasses.replace(self, **counted)

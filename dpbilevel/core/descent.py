@@ -97,17 +97,21 @@ class Descent(eqx.Module):
     Args:
         step_size: $\eta$, or a `Rule`.
         w_set: $W$.
+        momentum: $\beta$ of Nesterov's accelerated steps of one size, in [0, 1):
+            $v_t = \beta v_{t-1} + q_t$ and a step along $\beta v_t + q_t$; `None` for
+            plain steps, which remember nothing.
     """
 
     step_size: Any
     w_set: AbstractSet
+    momentum: Any = None
 
     @property
     def rule(self) -> optax.GradientTransformation:
-        """The optax rule: plain steps for a number."""
+        """Optax rule that turns released gradients into updates."""
         if isinstance(self.step_size, Rule):
             return self.step_size.optimizer
-        return optax.sgd(self.step_size)
+        return optax.sgd(self.step_size, self.momentum, nesterov=True)
 
     def init(self, w: PyTree) -> Memory:
         """What is remembered before the first update, which starts at `w`."""

@@ -55,6 +55,7 @@ class AdaptiveClipGD(NoisyGD):
             `calibrate`; as in `AbstractGaussianSolver`.
         output: Which iterate is the answer: `Last()`, `Mean()` of all,
             or `TailMean()` of the second half.
+        momentum: As in `NoisyGD`.
         sizes: The planned number of records; set by `calibrate`. Static.
         kept: $k$, the mean share of their lengths that gradients are to keep.
         rate: $\rho$, the most by which the logarithm of the norm changes in a step.

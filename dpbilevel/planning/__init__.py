@@ -5,7 +5,15 @@ from .conclusions import Trial
 from .dry_runs import AutoPlan, auto
 from .records import Classes
 from .teachers import AbstractTeacherTwin, AbstractTwin, Twin
-from .twins import Alike, GoodOrBad, NoiseGroups, Shifted, Tables, twins
+from .twins import (
+    Alike,
+    GoodOrBad,
+    MissingPositives,
+    NoiseGroups,
+    Shifted,
+    Tables,
+    twins,
+)
 
 __all__ = [
     "AbstractTeacherTwin",
@@ -15,6 +23,7 @@ __all__ = [
     "Candidate",
     "Classes",
     "GoodOrBad",
+    "MissingPositives",
     "NoiseGroups",
     "Shifted",
     "Tables",

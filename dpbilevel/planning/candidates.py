@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -15,6 +16,7 @@ from ..bilevel.lower_first import LowerFirst, is_apart
 from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
+from ..bilevel.recalibrated import BaseRate, Recalibrated
 from ..bilevel.refitted import Refitted
 from ..bilevel.source_runs import MixedSources, ScoringModel, SelectedSources
 from ..core.outputs import TailMean
@@ -33,8 +35,10 @@ _OF_BOTH = 1.118
 # may be biased more. Gradients of a network have no largest norm to take a part of.
 _CLIPPED, _CLIPPED_FIRST, _CLIPPED_NETWORK = 0.7, 0.5, 1.0
 
-# Of steps in coordinates of groups, in inverse squares of the largest norm.
-_LONGEST = 300.0
+# Steps of descent in inverse squares of the largest norm of a gradient. A logistic loss
+# has a curvature of at most a quarter of that square, so that plain steps above 8
+# diverge, and accelerated ones above 5.3. Momentum, at most this, makes longer moves.
+_STABLE, _MOST_MOMENTUM = 4.0, 0.95
 
 # Descent of a number of steps of a size.
 _Fit = Callable[[int, float], NoisyGD]
@@ -57,7 +61,11 @@ class Candidate:
 
 @functools.singledispatch
 def candidates(
-    problem: AbstractProblem, w0: PyTree, clip_norm: float, records: PyTree = None
+    problem: AbstractProblem,
+    w0: PyTree,
+    clip_norm: float,
+    records: PyTree = None,
+    intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
     """The candidates for a problem, by its class.
 
@@ -71,6 +79,7 @@ def candidates(
             its inverse square: features of norm $C$ have gradients of norm $C$ and
             curvatures of $C^2$.
         records: What a record looks like, as for `auto`; `None` for linear models.
+        intercept: The place of the constant feature of a linear model, or `None`.
 
     Raises:
         TypeError: None are known for this class.
@@ -86,9 +95,13 @@ def candidates(
 
 @candidates.register
 def _(
-    problem: FiniteSum, w0: PyTree, clip_norm: float, records: PyTree = None
+    problem: FiniteSum,
+    w0: PyTree,
+    clip_norm: float,
+    records: PyTree = None,
+    intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
-    del records
+    del records, intercept
     fit = _fit(clip_norm, w0)
     sizes = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     return (
@@ -99,11 +112,15 @@ def _(
 
 @candidates.register
 def _(
-    problem: BilevelProblem, w0: PyTree, clip_norm: float, records: PyTree = None
+    problem: BilevelProblem,
+    w0: PyTree,
+    clip_norm: float,
+    records: PyTree = None,
+    intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
     del records
     fit = _fit(clip_norm, w0[1])
-    found = (*_one_level(fit), _refitted(clip_norm, fit))
+    found = (*_one_level(fit, w0[1], intercept), _refitted(clip_norm, fit))
     if is_apart(problem, w0):
         found += (_lower_first(fit),)
     if not isinstance(problem.constants, AbstractCertificate):
@@ -114,33 +131,42 @@ def _(
 
 @candidates.register
 def _(
-    problem: PenaltyTuning, w0: PyTree, clip_norm: float, records: PyTree = None
+    problem: PenaltyTuning,
+    w0: PyTree,
+    clip_norm: float,
+    records: PyTree = None,
+    intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
     del records
     # Gradients are shorter without the groups that are dropped; how many are not known.
     settings = itertools.product((0.2, 0.4, 0.7), (2.5, 8.0, 25.0, 80.0))
-    # Longer steps oscillate where columns have a common mean.
     fits = [
-        _descent(part * clip_norm, 50, size, 1.0)
+        dataclasses.replace(
+            _descent(clip_norm, 50, size), clip_norm=float(f"{part * clip_norm:.6g}")
+        )
         for part, size in settings
-        if size <= _LONGEST * part**2
     ]
     scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
-    return (scaled, *of_two_levels(problem, w0, clip_norm))
+    return (scaled, *of_two_levels(problem, w0, clip_norm, None, intercept))
 
 
 @candidates.register
 def _(
-    problem: SourceWeighting, w0: PyTree, clip_norm: float, records: PyTree = None
+    problem: SourceWeighting,
+    w0: PyTree,
+    clip_norm: float,
+    records: PyTree = None,
+    intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
     fit = _fit(clip_norm, w0[1])
-    found = [*_one_level(fit)]
+    found = [*_one_level(fit, w0[1], intercept)]
     if is_linear(w0[1]):
         found += [
             _refitted(clip_norm, fit, (8.0,)),
-            _selected(clip_norm, fit, (4.0, 8.0, 16.0, 32.0, 64.0)),
+            _selected(clip_norm, fit, (8.0, 32.0)),
             _mixed(clip_norm),
+            *_recalibrated_sources(clip_norm, fit, intercept),
         ]
     else:
         # Mixtures of networks are no mixtures, and with so many parameters gradients of
@@ -155,6 +181,13 @@ def _(
 def _descent(
     clip_norm: float, steps: int, size: float, clipped: float = _CLIPPED
 ) -> NoisyGD:
+    """Return descent whose steps of `size` are made by momentum if they are long."""
+    plain = _plain(clip_norm, steps, min(size, _STABLE), clipped)
+    momentum = min(max(0.0, round(1 - _STABLE / size, 3)), _MOST_MOMENTUM)
+    return dataclasses.replace(plain, momentum=momentum)
+
+
+def _plain(clip_norm: float, steps: int, size: float, clipped: float) -> NoisyGD:
     # As they are shown: a plan can be copied from what it prints.
     clip = float(f"{clipped * clip_norm:.6g}")
     step_size = float(f"{size / clip_norm**2:.6g}")
@@ -171,11 +204,13 @@ def _fit(clip_norm: float, model: PyTree) -> _Fit:
     return functools.partial(_descent, clip_norm, clipped=clipped)
 
 
-def _one_level(fit: _Fit) -> tuple[Candidate, ...]:
+def _one_level(
+    fit: _Fit, model: PyTree, intercept: int | None
+) -> tuple[Candidate, ...]:
     many = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     # From a few hundred validation records, where noise admits few steps, to many.
     upper = [fit(10, s) for s in (0.5, 1.0, 2.0)] + [fit(100, s) for s in (2.0, 8.0)]
-    return (
+    found = (
         Candidate("upper level only", tuple(map(OneLevel, upper)), 1),
         Candidate(
             "lower level only",
@@ -188,6 +223,17 @@ def _one_level(fit: _Fit) -> tuple[Candidate, ...]:
             1,
         ),
     )
+    if not is_linear(model):
+        return found
+    recalibrated = tuple(
+        Recalibrated(OneLevel(fit(100, s), "lower"), fit(20, _STABLE), intercept)
+        for s in (8.0, 32.0)
+    )
+    found += (Candidate("lower level, recalibrated", recalibrated, 1),)
+    if intercept is None:
+        return found
+    rate = BaseRate(fit(30, 2 * _STABLE), intercept)
+    return (*found, Candidate("base rate", (rate,), 1))
 
 
 def _refitted(
@@ -221,6 +267,8 @@ def _selected(
     fit: _Fit,
     sizes: tuple[float, ...],
     scoring: ScoringModel | None = None,
+    *,
+    both: bool = True,
 ) -> Candidate:
     # Gradients of a model of the library's own do not depend on the user's clip norm.
     first_clip_norm = clip_norm if scoring is None else 1.0
@@ -235,26 +283,54 @@ def _selected(
         return dataclasses.replace(lower, fit_reads="both", budget_split=shares)
 
     settings = itertools.product((0.5, 2.0), sizes)
-    both = itertools.product((0.03, 0.1), sizes)
-    solvers = _each(solver, settings) + _each(of_both, both)
+    if not both:
+        return Candidate("SelectedSources", _each(solver, settings), 2)
+    both_levels = itertools.product((0.03, 0.1), sizes)
+    solvers = _each(solver, settings) + _each(of_both, both_levels)
     return Candidate("SelectedSources", solvers, 2)
 
 
-def _mixed(clip_norm: float) -> Candidate:
+def _mixed(clip_norm: float, *, short: bool = True) -> Candidate:
     def solver(first: float, then: float, clipped: float, size: float) -> MixedSources:
-        mixture = _descent(clip_norm, 10, size, clipped)
+        # Gradients along mixtures are short: no public bound of their curvature.
+        mixture = _plain(clip_norm, 10, size, clipped)
         # A step reads every record with every source's model: half of the usual number.
         models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
         return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
 
     # Shorter steps for large noise, longer ones where there is little of it.
     settings = [(20.0, 24.0, 0.5, 3.0), (30.0, 24.0, 0.55, 5.0)]
-    # Of many parameters mixtures move few, and gradients along them are short.
-    settings += [(30.0, 16.0, 0.1, 1024.0)]
-    # Where noise is large, all steps have to be short.
-    short = [(0.1, 4.0), (0.2, 2.0), (0.2, 4.0), (0.35, 2.0)]
-    settings += [(15.0, 4.0, *mixture) for mixture in short]
+    if short:
+        # Of many parameters mixtures move few, and gradients along them are short.
+        settings += [(30.0, 16.0, 0.1, 1024.0)]
+        # Where noise is large, all steps have to be short.
+        mixtures = [(0.1, 4.0), (0.2, 2.0), (0.2, 4.0), (0.35, 2.0)]
+        settings += [(15.0, 4.0, *mixture) for mixture in mixtures]
     return Candidate("MixedSources", _each(solver, settings), 2)
+
+
+def _recalibrated_sources(
+    clip_norm: float, fit: _Fit, intercept: int | None
+) -> tuple[Candidate, ...]:
+    """Return methods that choose sources, with a part of the budget for two numbers.
+
+    The parts are those with which disjoint people of either level spend all of theirs.
+    """
+
+    def candidate(method: Candidate, parts: dict, split: tuple) -> Candidate:
+        searches: Any = (dataclasses.replace(s, **parts) for s in method.solvers)
+        solvers = (
+            Recalibrated(s, fit(20, _STABLE), intercept, split) for s in searches
+        )
+        return Candidate(f"{method.name}, recalibrated", tuple(solvers), 2)
+
+    selected = _selected(clip_norm, fit, (8.0, 32.0), both=False)
+    mixed = _mixed(clip_norm, short=False)
+    of_mixed = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
+    return (
+        candidate(selected, {"budget_split": (0.5, 0.05, 0.95)}, (0.75, 0.25)),
+        candidate(mixed, {"budget_split": of_mixed}, (0.85, 0.15)),
+    )
 
 
 def _each(make, settings) -> tuple[AbstractSolver, ...]:

@@ -13,6 +13,8 @@ from .race import missed, regrets_of
 # dry runs: one level is enough; of worst cases, which are those of one twin, the mean
 # over the twins decides.
 _WORTH, _NEAR = 0.03, 0.08
+# A loss above the best constant answer by this share of it does harm.
+_HARM = 0.01
 # Multiples of epsilon tried where two levels do not pay.
 _MORE = (2, 4, 8, 16)
 
@@ -28,8 +30,8 @@ class Trial:
         losses: The mean test loss of the released model on each twin.
         regret: The share of what there is to gain that it misses on its worst twin: 0
             for the best of all settings on every twin, 1 for one that is no better
-            than the starting point somewhere. Where there is less to gain than 15 % of
-            the loss of the starting point, the share of these.
+            than the best constant answer somewhere. Where there is less to gain than
+            15 % of the loss of that answer, the share of these.
         runs: How many dry runs this rests on.
         leads: By which share of what there is to gain it is better than the planned
             method on each twin, in the runs that both made; negative where it is worse.
@@ -45,14 +47,17 @@ class Trial:
 
 
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
-    """The best setting of each method, best first; one level first where it is near.
+    """Return the best setting of each method, best first; one level if it is near.
 
-    Among methods that miss about as much on the worst twin the mean of all decides:
-    what is as good as another method on one twin may be far behind on the others.
-    Methods that were left out after few runs come last.
+    Settings whose mean loss is above the best constant answer on a twin come after all
+    that are not, within a method and among methods. Among methods that miss about as
+    much on the worst twin the mean of all decides: what is as good as another method on
+    one twin may be far behind on the others. Methods that were left out after few runs
+    come last.
     """
     best: dict[str, int] = {}
-    for index in sorted(trials, key=lambda i: trials[i].regret):
+    harms = {i: _harms(trial.losses, starts) for i, trial in trials.items()}
+    for index in sorted(trials, key=lambda i: (harms[i], trials[i].regret)):
         best.setdefault(trials[index].method, index)
     most = max(trial.runs for trial in trials.values())
     full = [i for i in best.values() if trials[i].runs == most]
@@ -60,14 +65,15 @@ def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     means = dict(zip(full, np.mean(missed(table, starts), 1), strict=True))
     least = min(trials[i].regret for i in full), min(means.values())
 
-    def order(index: int) -> tuple[bool, bool, bool, float]:
+    def order(index: int) -> tuple[bool, bool, bool, bool, float]:
         trial = trials[index]
         if index not in means:
-            return True, True, True, trial.regret
+            return True, harms[index], True, True, trial.regret
         near = trial.regret < least[0] + _NEAR
         lost = max(trial.regret - least[0], means[index] - least[1])
         enough = trial.levels == 1 and lost < _WORTH
-        return False, not enough, not near, means[index] if near else trial.regret
+        value = means[index] if near else trial.regret
+        return False, harms[index], not enough, not near, value
 
     return sorted(best.values(), key=order)
 
@@ -86,7 +92,7 @@ def reason_of(
         ranked: The best setting of each method.
         budget: The budget.
         twins: The names of the synthetic records.
-        starts: The losses of the starting point.
+        starts: The losses of the best constant answers.
         own: Whether the caller's function drew the synthetic records.
     """
     first = ranked[0]
@@ -96,8 +102,9 @@ def reason_of(
     )
     if not _improves(first.losses, starts):
         return (
-            f"No method improves on the starting point on every twin at {budget}. More "
-            f"records or a larger epsilon are needed; the best is {first.method}."
+            "No method improves on the best constant answer on every kind of synthetic "
+            f"records at {budget}. More records or a larger epsilon are needed. "
+            f"The plan is {first.method}."
         )
     # Of methods that were left out, too, which are better on some twins.
     most = max(first.regret, *(lead for trial in ranked for lead in trial.leads), 0.0)
@@ -125,8 +132,14 @@ def reason_of(
 
 
 def _improves(losses: Sequence[float], starts: Sequence[float]) -> bool:
-    """Whether a method is better than the start on every twin."""
+    """Whether a method is better than the best constant answer on every twin."""
     return all(loss < start for loss, start in zip(losses, starts, strict=True))
+
+
+def _harms(losses: Sequence[float], starts: Sequence[float]) -> bool:
+    """Whether a method is worse than the best constant answer on some twin."""
+    pairs = zip(losses, starts, strict=True)
+    return any(loss > start + _HARM * abs(start) for loss, start in pairs)
 
 
 def _compared(trial: Trial, place: int, twins: list[str]) -> str:
@@ -158,7 +171,7 @@ def outlook_of(
 
     Args:
         ranked: The best setting of each method.
-        starts: The losses of the starting point.
+        starts: The losses of the best constant answers.
         budget: The budget.
         table: As `_DryRuns.table`.
     """

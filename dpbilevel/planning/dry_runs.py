@@ -8,6 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.optimize import minimize
 from jaxtyping import Key, PyTree
 from typing_extensions import override
 
@@ -35,6 +36,7 @@ from .twins import twins as default_twins
 # Where a step reads more numbers than these, in records times parameters, every second
 # setting and fewer runs are tried with little effort: two minutes allow no more.
 _LARGE = 5e6
+_CONSTANT = "constant answer"
 
 # At the top, so that settings that differ in numbers share one compiled program.
 _solve = jax.jit(lambda *run, key: solved(*run, key=key).value)
@@ -48,7 +50,8 @@ class AutoPlan(Plan[Any]):
         reason: In a few sentences, with the best of one level beside it.
         trials: The best setting of each method, best method first.
         twins: The names of the twins that the losses refer to.
-        start_losses: The test losses of the starting point on the twins.
+        start_losses: The test losses of the best constant answers on the twins, or of
+            the initial point if it is better.
         left_out: Methods that the budget, the relation or the problem does not admit,
             and why.
     """
@@ -83,7 +86,7 @@ class AutoPlan(Plan[Any]):
     def __str__(self) -> str:
         """The reason, the table of methods, the settings and the guarantee."""
         width = max(len(trial.method) for trial in self.trials)
-        width = max(width, len("starting point"))
+        width = max(width, len(_CONSTANT))
         lines = [self.reason, "", "test loss on synthetic twins:"]
         lines.append(f"  {'':{width}}  " + "  ".join(f"{n:>10}" for n in self.twins))
         most = max(trial.runs for trial in self.trials)
@@ -94,7 +97,7 @@ class AutoPlan(Plan[Any]):
                 shown = f"  behind, left out after {trial.runs} runs"
             lines.append(f"  {trial.method:{width}}  {shown}")
         losses = "  ".join(f"{v:10.4f}" for v in self.start_losses)
-        lines.append(f"  {'starting point':{width}}  {losses}")
+        lines.append(f"  {_CONSTANT:{width}}  {losses}")
         lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
         lines += ["", f"solver: {self.trials[0].solver}", "", str(self.report)]
         return "\n".join(lines)
@@ -108,6 +111,7 @@ def auto(
     w0: PyTree,
     clip_norm: float = 1.0,
     records: PyTree = None,
+    intercept: int | None = -1,
     twins: Sequence[AbstractTwin] | None = None,
     synthetic: Callable[[Key, Any], PyTree] | None = None,
     effort: Effort = "fast",
@@ -154,6 +158,11 @@ def auto(
             matrix: a pytree of shapes with `planning.Classes` for the label, such as
             `{"features": jax.ShapeDtypeStruct((784,), "float32"), "label":
             dpb.planning.Classes(10)}`. Public; without the source of a record.
+        intercept: The place of a feature that is the same for all records, along the
+            leading axis of a linear model: by default the last one, `None` if there is
+            no such feature. Methods are compared with the best constant answer, and two
+            candidates fit the constant anew on the upper records. Other models have no
+            such feature.
         twins: Public distributions that the records may follow; by default those of
             `dpbilevel.planning.twins(problem, records)`. Twins that are more like the
             records lead to a better choice. They must not be fitted to the records.
@@ -200,14 +209,16 @@ def auto(
     problem, w0, _ = arrays_of(owner, problem, w0)
     laws = _laws(problem, w0, clip_norm, records, twins, synthetic)
     w0 = jax.tree.map(jnp.asarray, w0)
-    offered = candidates(problem, w0, clip_norm, records)
+    if not is_linear(w0[1] if isinstance(problem, BilevelProblem) else w0):
+        intercept = None
+    offered = candidates(problem, w0, clip_norm, records, intercept)
     large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
     if large:
         offered = [dataclasses.replace(m, solvers=m.solvers[::2]) for m in offered]
     # A forecast is for the plan alone.
     planned: Any = {"sizes": sizes, "before": before}
     dry = _DryRuns(problem, w0, laws, seed, planned | {"precision": "float"})
-    starts = [_start_loss(problem, w0, twin.test) for twin in dry.twins(0)]
+    starts = [_trivial(problem, w0, twin.test, intercept) for twin in dry.twins(0)]
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
     found = race(
         [method for method, _ in entries],
@@ -382,6 +393,24 @@ class _DryRuns:
         return [[self.losses(self.plan(s, budget).solver, 0)] for s in solvers]
 
 
+def _trivial(problem: Any, w0: PyTree, test: PyTree, intercept: int | None) -> float:
+    """Return the loss of the best constant answer, or of the initial point if less."""
+    start = _start_loss(problem, w0, test)
+    if intercept is None:
+        return start
+    two = isinstance(problem, BilevelProblem)
+    model = w0[1] if two else w0
+    zero = jnp.zeros_like(model)
+
+    def loss(constant):
+        y = zero.at[intercept].set(constant.reshape(zero[intercept].shape))
+        return _mean_loss(problem, (w0[0], y) if two else y, test)
+
+    initial = jnp.zeros(zero[intercept].size, zero.dtype)
+    found = float(minimize(jax.jit(loss), initial, method="BFGS").fun)
+    return min(start, found) if np.isfinite(found) else start
+
+
 def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:
     try:
         return _loss(problem, w0, test)
@@ -396,9 +425,13 @@ def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:
 
 def _loss(problem: Any, value: PyTree, test: PyTree) -> float:
     """The mean loss of a released model on test records."""
+    return float(_mean_loss(problem, value, test))
+
+
+def _mean_loss(problem: Any, value: PyTree, test: PyTree) -> jax.Array:
     if isinstance(problem, BilevelProblem):
         x, y = value
         losses = jax.vmap(functools.partial(problem.upper, x), (None, 0))(y, test)
     else:
         losses = jax.vmap(problem.loss, (None, 0))(value, test)
-    return float(jnp.mean(losses))
+    return jnp.mean(losses)

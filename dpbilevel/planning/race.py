@@ -23,7 +23,7 @@ _KEPT = (0.4, 0.25, 0.25)
 # By how much more than the best method one has to miss to be left out, after each round
 # but the last: few runs say little where the budget is small.
 _HOPELESS = (1.0, 0.3, 0.15)
-# What there is to gain counts as at least this share of the loss of the start.
+# What there is to gain counts as at least this share of the constant answer's loss.
 _LEAST = 0.15
 
 
@@ -48,7 +48,7 @@ def race(
         methods: The method of each setting.
         rounds: How many runs each setting that is left makes, round after round.
         dry_run: The losses of a setting on all twins, by its index and the run's.
-        starts: The losses of the starting point.
+        starts: The losses of the best constant answers.
         progress: As for `auto`, in runs on all twins.
 
     Returns:
@@ -169,7 +169,7 @@ def leads_of(
     Args:
         losses: Those of the setting, by run and twin.
         of: Those of the other one.
-        starts: The losses of the starting point.
+        starts: The losses of the best constant answers.
     """
     both = min(len(losses), len(of))
     table = np.asarray([np.mean(runs[:both], 0) for runs in (losses, of)])

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 from typing_extensions import override
 
-from .._checks import Count, Positive
+from .._checks import Count, Fraction, Positive
 from ..bilevel.applications import SourceWeighting
 from ..bilevel.problem import BilevelProblem, Levels, Sizes
 from ..core.problem import AbstractProblem
@@ -22,6 +23,12 @@ from .records import Layout, of_linear_model, shapes_of
 # Of several classes the scores vary more: by this factor times the 0.9th power of log2
 # of the number of classes.
 _MORE_CLASSES = 1.2
+# A constant and a column of two categories.
+_FEWEST_OF_BLOCKS = 3
+# Share of the variance of skewed columns that all of them have in common.
+_COMMON = 0.36
+
+Columns = Literal["normal", "skewed", "categories"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +82,19 @@ class AbstractTeacherTwin(AbstractTwin):
         norm: That of the features of every record.
         margin: The standard deviation of the margins of two classes. With 2.5 the best
             accuracy is not far above .8, with 4 it is .87.
+        columns: The law of the features: `"normal"` columns of decaying scale,
+            `"skewed"` and correlated ones whose means are not 0, or `"categories"`,
+            one-hot blocks of about the root of the number of features, with
+            frequencies that fall like one over the rank.
+        rate: The share of the second of two classes, or `None`: as it comes.
         test_size: The number of test records.
     """
 
     records: PyTree = eqx.field(static=True, default=None, converter=shapes_of)
     norm: Positive = eqx.field(static=True, default=1.0)
     margin: Positive = eqx.field(static=True, default=2.5)
+    columns: Columns = eqx.field(static=True, default="normal")
+    rate: Fraction | None = eqx.field(static=True, default=None)
     test_size: Count = eqx.field(static=True, default=4000)
 
     @abc.abstractmethod
@@ -93,12 +107,17 @@ class AbstractTeacherTwin(AbstractTwin):
         """
 
     def features(self, key: Key, rows: int, columns: int) -> Float[Array, "n d"]:
-        """Rows of norm 1: by default normal entries of decaying scale, a constant."""
-        return _features(key, rows, columns)
+        """Return rows of norm 1 with a constant last: by default as `columns` says."""
+        if self.columns == "categories" and columns >= _FEWEST_OF_BLOCKS:
+            return _categories(key, rows, self.blocks(columns))
+        return _features(key, rows, columns, skewed=self.columns == "skewed")
 
     def blocks(self, columns: int) -> list[int]:
-        """Widths of the blocks of features before a constant one: by default 1."""
-        return [1] * (columns - 1)
+        """Return the widths of the blocks of features before a constant one."""
+        if self.columns != "categories":
+            return [1] * (columns - 1)
+        count = max(1, round((columns - 1) ** 0.5))
+        return [len(part) for part in np.array_split(np.arange(columns - 1), count)]
 
     def prototypes(self, shape: tuple[int, ...]) -> Float[Array, "c d"]:
         """What the records of each class are like: rows that follow the same law.
@@ -166,6 +185,22 @@ class AbstractTeacherTwin(AbstractTwin):
         spread = jnp.std(jnp.moveaxis(scores, 1, 0).reshape(count, -1), 1)
         return models * margin / spread_over(spread, models[0])
 
+    def _moved(self, key: Key, model: Array) -> Float[Array, ""]:
+        """Return by how much the constant moves to give a model of labels its rate."""
+        if self.rate is None or model.ndim > 1 or len(model) == 1:
+            return jnp.zeros(())
+        rows, rate = self.gathered(key, 1000, model.shape), self.rate
+
+        def halved(_, ends):
+            low, high = ends
+            middle = (low + high) / 2
+            share = jnp.mean(jax.nn.sigmoid(rows @ model.at[-1].add(middle)))
+            above = share > rate
+            return jnp.where(above, low, middle), jnp.where(above, middle, high)
+
+        ends = jnp.asarray(-100.0), jnp.asarray(100.0)
+        return jnp.mean(jnp.stack(jax.lax.fori_loop(0, 25, halved, ends)))
+
     def sources(self, key: Key, rows: int, num_sources: int) -> Int[Array, " n"]:
         """The source of each training record: by default all are as likely."""
         return jax.random.randint(key, (rows,), 0, num_sources)
@@ -179,9 +214,11 @@ class AbstractTeacherTwin(AbstractTwin):
         upper, lower = (
             (sizes.upper, sizes.lower) if isinstance(sizes, Sizes) else (0, sizes)
         )
-        keys = jax.random.split(key, 4)
+        keys = jax.random.split(key, 5)
         held, total = upper + self.test_size, upper + self.test_size + lower
         target, sources = self.models(problem, layout.teacher, keys[0])
+        moved = self._moved(keys[4], target)
+        target, sources = target.at[-1].add(moved), sources.at[:, -1].add(moved)
         source = self.sources(keys[1], lower, len(sources))
         records = layout.labelled(
             self.norm * self.gathered(keys[2], total, layout.teacher),
@@ -226,11 +263,30 @@ def _with_source(training: PyTree, source: Int[Array, " n"]) -> PyTree:
     return {**training, "source": source.astype(jnp.int32)}
 
 
-def _features(key, rows: int, columns: int) -> Float[Array, "n d"]:
+def _features(key, rows: int, columns: int, *, skewed: bool) -> Float[Array, "n d"]:
     if columns == 1:
         return jax.random.rademacher(key, (rows, 1), jnp.result_type(float))
     spectrum = 1 / jnp.sqrt(jnp.arange(1, columns))
-    free = jax.random.normal(key, (rows, columns - 1)) * spectrum[None]
+    key, other = jax.random.split(key)
+    free = jax.random.normal(key, (rows, columns - 1))
+    if skewed:
+        shared = jax.random.normal(other, (rows, 1))
+        free = math.sqrt(1 - _COMMON) * free + math.sqrt(_COMMON) * shared
+        free = free.at[:, ::2].set(jnp.exp(free[:, ::2]) / 2)
+    free = free * spectrum[None]
     constant = jnp.full((rows, 1), jnp.linalg.norm(spectrum))
     features = jnp.concatenate([free, constant], 1)
+    return features / jnp.linalg.norm(features, axis=1, keepdims=True)
+
+
+def _categories(key, rows: int, widths: list[int]) -> Float[Array, "n d"]:
+    """Return one-hot blocks of these widths and a constant, rows of norm 1."""
+    # All blocks at once, padded with categories that do not occur.
+    count, rank = np.asarray(widths), np.arange(max(widths))
+    rarity = np.where(rank < count[:, None], -np.log(rank + 1.0), -np.inf)
+    drawn = jax.random.categorical(key, rarity, shape=(rows, len(count)))
+    places = drawn + (np.cumsum(count) - count)[None]
+    chosen = jnp.zeros((rows, sum(widths)))
+    chosen = chosen.at[jnp.arange(rows)[:, None], places].set(1.0)
+    features = jnp.concatenate([chosen, jnp.ones((rows, 1))], 1)
     return features / jnp.linalg.norm(features, axis=1, keepdims=True)

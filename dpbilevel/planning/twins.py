@@ -1,7 +1,9 @@
 """The default twins: public laws of records in the place of those of people."""
 
 import math
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +13,12 @@ from typing_extensions import override
 from .._checks import NonNegative, Positive
 from ..bilevel.applications import PenaltyTuning, SourceWeighting
 from ..core.problem import AbstractProblem
-from .teachers import AbstractTeacherTwin, AbstractTwin, spread_over
+from .teachers import AbstractTeacherTwin, AbstractTwin, Columns, spread_over
 
 # The margin of labels that few groups of features may decide.
 _OF_GROUPS = 4.0
-# A column of two categories and a constant one.
-_FEWEST_OF_TABLES = 3
+# The margin of labels that features say little about, as on most tables.
+_OF_TABLES = 1.0
 
 
 class GoodOrBad(AbstractTeacherTwin):
@@ -57,34 +59,15 @@ class Shifted(AbstractTeacherTwin):
 class Tables(AbstractTeacherTwin):
     """Columns of categories; the population is like no source, and like a mixture.
 
-    Columns are one-hot blocks of about the root of the number of features, with
-    frequencies and shares of sources that fall like one over the rank. Each source has
-    the population's coefficients in half of the blocks and others in the rest.
+    The shares of the sources fall like one over the rank. Each source has the
+    population's coefficients in half of the blocks and others in the rest.
 
     Args:
         shift: The distance of the other coefficients, in norms of the population's.
     """
 
+    columns: Columns = eqx.field(static=True, default="categories")
     shift: Positive = 1.0
-
-    @override
-    def features(self, key, rows, columns):
-        if columns < _FEWEST_OF_TABLES:
-            return super().features(key, rows, columns)
-        # All blocks at once, padded with categories that do not occur.
-        widths = np.asarray(_blocks(columns))
-        rank = np.arange(max(widths))
-        rarity = np.where(rank < widths[:, None], -np.log(rank + 1.0), -np.inf)
-        drawn = jax.random.categorical(key, rarity, shape=(rows, len(widths)))
-        places = drawn + (np.cumsum(widths) - widths)[None]
-        chosen = jnp.zeros((rows, columns - 1))
-        chosen = chosen.at[jnp.arange(rows)[:, None], places].set(1.0)
-        features = jnp.concatenate([chosen, jnp.ones((rows, 1))], 1)
-        return features / jnp.linalg.norm(features, axis=1, keepdims=True)
-
-    @override
-    def blocks(self, columns):
-        return _blocks(columns)
 
     @override
     def sources(self, key, rows, num_sources):
@@ -94,7 +77,7 @@ class Tables(AbstractTeacherTwin):
     @override
     def models(self, problem, shape, key):
         first, then = jax.random.split(key)
-        count, blocks = _num_sources(problem), np.asarray([*_blocks(shape[0]), 1])
+        count, blocks = _num_sources(problem), np.asarray([*self.blocks(shape[0]), 1])
         target, *others = self.teachers(first, count + 1, shape)
         differs = jax.random.bernoulli(then, 0.5, (count, len(blocks)))
         differs = jnp.repeat(differs, blocks, axis=1, total_repeat_length=shape[0])
@@ -106,10 +89,43 @@ class Tables(AbstractTeacherTwin):
 class Alike(AbstractTeacherTwin):
     """All records follow one model: one level is enough."""
 
+    @property
+    @override
+    def name(self) -> str:
+        normal = self.columns == "normal"
+        return "Alike" if normal else f"Alike, {self.columns}"
+
     @override
     def models(self, problem, shape, key):
         (target,) = self.teachers(key, 1, shape)
         return target, jnp.stack([target] * _num_sources(problem))
+
+
+class MissingPositives(AbstractTeacherTwin):
+    """Sources record a part of the positive labels, and effects that are too weak.
+
+    No source has the rate of the population. Its model is theirs up to a factor and a
+    constant, which few records are enough for.
+
+    Args:
+        drop: The largest difference of a source's log odds from the population's.
+    """
+
+    drop: Positive = 2.0
+
+    @override
+    def models(self, problem, shape, key):
+        first, then = jax.random.split(key)
+        (target,) = self.teachers(first, 1, shape)
+        part = (1 + jnp.arange(1.0, _num_sources(problem) + 1)) / 2
+        part = spread_over(part / part[-1], target)
+        sources = (1 - part / 2) * target[None]
+        height = jnp.mean(self.gathered(then, 1000, shape)[:, -1])
+        lower = -self.drop / height
+        if target.ndim > 1:  # of several classes the first one is what is recorded
+            lower = jnp.zeros(shape[1]).at[0].set(-lower)
+        part = part.reshape(-1, *[1] * (target.ndim - 1))
+        return target, sources.at[:, -1].add(part * lower)
 
 
 class NoiseGroups(AbstractTeacherTwin):
@@ -157,26 +173,35 @@ def twins(
 ) -> tuple[AbstractTwin, ...]:
     """The default twins of a problem.
 
-    For sources `GoodOrBad`, `Shifted`, `Tables` and `Alike`; for penalties
-    `NoiseGroups` with half, an eighth and all of the groups useful, where coefficients
-    fall like one over the rank, or over its root where all are; for others `Alike`.
+    For sources `GoodOrBad`, `Shifted`, `Tables`, `MissingPositives` and `Alike`; for
+    penalties `NoiseGroups` with half, an eighth and all of the groups useful, where
+    coefficients fall like one over the rank, or over its root where all are; for others
+    `Alike` with each law of the features. Between a tenth and a half of the labels are
+    positive.
 
     Args:
         problem: The problem.
         records: What a record looks like, as for `auto`; `None` for linear models.
         norm: That of the features of every record.
     """
-    alike = Alike(records, norm)
+    shared: Any = {"records": records, "norm": norm}
+    skewed = Alike(**shared, margin=_OF_TABLES, columns="skewed", rate=0.2)
     if isinstance(problem, SourceWeighting):
-        others = (law(records, norm) for law in (GoodOrBad, Shifted, Tables))
-        return (*others, alike)
-    if isinstance(problem, PenaltyTuning):
-        kinds = (0.5, 1.0), (0.125, 1.0), (1.0, 0.5)
-        return tuple(
-            NoiseGroups(records, norm, _OF_GROUPS, useful=useful, decay=decay)
-            for useful, decay in kinds
+        return (
+            GoodOrBad(**shared),
+            Shifted(**shared, columns="skewed", rate=0.3),
+            Tables(**shared, rate=0.2),
+            MissingPositives(**shared, margin=_OF_TABLES, rate=0.4),
+            skewed,
         )
-    return (alike,)
+    if isinstance(problem, PenaltyTuning):
+        kinds = (0.5, 1.0, 0.5), (0.125, 1.0, 0.2), (1.0, 0.5, 0.3)
+        return tuple(
+            NoiseGroups(**shared, margin=_OF_GROUPS, rate=rate, useful=part, decay=fall)
+            for part, fall, rate in kinds
+        )
+    categories = Alike(**shared, margin=_OF_TABLES, columns="categories", rate=0.1)
+    return Alike(**shared), skewed, categories
 
 
 def _groups(problem: AbstractProblem, columns: int) -> Int[np.ndarray, " d"]:
@@ -186,12 +211,6 @@ def _groups(problem: AbstractProblem, columns: int) -> Int[np.ndarray, " d"]:
         if len(leaves) == 1 and len(leaves[0]) == columns:
             return np.asarray(leaves[0]).reshape(columns, -1)[:, 0]
     return np.arange(columns)
-
-
-def _blocks(columns: int) -> list[int]:
-    """Widths of the blocks of categories before a constant column."""
-    count = max(1, round((columns - 1) ** 0.5))
-    return [len(part) for part in np.array_split(np.arange(columns - 1), count)]
 
 
 def _num_sources(problem: AbstractProblem) -> int:

@@ -42,7 +42,7 @@ def file(tmp_path):
 def few(monkeypatch):
     """One candidate with one setting, one law of records."""
 
-    def candidates(problem, w0, clip_norm, records=None):
+    def candidates(problem, w0, clip_norm, records=None, intercept=None):
         return (planning.Candidate("selected", (SelectedSources(FIT, FIT),), 2),)
 
     monkeypatch.setattr(dry_runs, "candidates", candidates)

@@ -195,7 +195,7 @@ def test_a_model_is_trained_on_one_level_and_named(file, tmp_path, capsys):
 def test_training_without_settings_is_planned_by_every_command(
     tmp_path, capsys, monkeypatch
 ):
-    def candidates(problem, w0, clip_norm, records=None):
+    def candidates(problem, w0, clip_norm, records=None, intercept=None):
         return (planning.Candidate("one", (dpb.NoisyGD(3, 1.0, 4.0),), 1),)
 
     monkeypatch.setattr(dry_runs, "candidates", candidates)

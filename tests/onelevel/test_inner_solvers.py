@@ -38,6 +38,7 @@ CONTRACT = {
     "noisy_gd_poisson": Case(
         ONE_LEVEL, small(sampling=POISSON, output=dpb.outputs.Mean()), LOWER, Y0
     ),
+    "noisy_gd_momentum": Case(ONE_LEVEL, small(momentum=0.8), LOWER, Y0),
     "localized": Case(ONE_LEVEL, localized(), LOWER, Y0),
     "localized_sgd": Case(ONE_LEVEL, localized(sampling=POISSON), LOWER, Y0),
 }
@@ -102,6 +103,27 @@ def test_noiseless_steps_equal_the_formula():
     )
     np.testing.assert_allclose(last, w, rtol=1e-5)
     np.testing.assert_allclose(mean, total / 5, rtol=1e-5)
+
+
+def test_steps_with_momentum_equal_the_formula():
+    w, v = np.asarray(START), np.zeros(3)
+    for _ in range(5):
+        gradient = w - np.mean(POINTS, 0) + w / 2
+        v = 0.6 * v + gradient
+        w = w - 0.3 * (gradient + 0.6 * v)
+    solver = dpb.NoisyGD(5, 1e6, 0.3, momentum=0.6, noise_multiplier=0.0)
+    np.testing.assert_allclose(run(solver.with_precision("float")), w, rtol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, float("nan"), "fast"])
+def test_momentum_is_at_least_0_and_below_1(momentum):
+    with pytest.raises(ValueError, match="momentum must be"):
+        small(momentum=momentum)
+
+
+def test_an_optimizer_and_momentum_are_refused():
+    with pytest.raises(ValueError, match="brings its own momentum"):
+        small(step_size=optax.sgd(0.1), momentum=0.9)
 
 
 def test_optimizer_state_is_carried():

@@ -10,7 +10,13 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.bilevel import MixedSources, OneLevel, Refitted, SelectedSources
+from dpbilevel.bilevel import (
+    MixedSources,
+    OneLevel,
+    Recalibrated,
+    Refitted,
+    SelectedSources,
+)
 from dpbilevel.planning import conclusions, dry_runs, race
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
@@ -26,7 +32,7 @@ LAYOUT = {
 }
 
 
-def few(problem, w0, clip_norm, records=None):
+def few(problem, w0, clip_norm, records=None, intercept=None):
     """One setting of a method of one level and one of two."""
     fit = dpb.NoisyGD(20, clip_norm, 4.0)
     return (
@@ -146,7 +152,7 @@ def test_leads_compare_the_runs_that_both_made():
 
 def test_a_plan_shows_why_settings_and_guarantee():
     text = str(plan_for(planning.GoodOrBad()))
-    for part in ("GoodOrBad", "starting point", "SelectedSources(", "epsilon = 2"):
+    for part in ("GoodOrBad", "constant answer", "SelectedSources(", "epsilon = 2"):
         assert part in text
 
 
@@ -313,7 +319,7 @@ def test_candidates_for_networks_leave_out_mixtures_and_searches_of_weights():
         {type(s) for c in planning.candidates(SOURCES, w0, 1.0) for s in c.solvers}
         for w0 in (W0, network)
     ]
-    assert kinds[0] - kinds[1] == {MixedSources, Refitted}
+    assert kinds[0] - kinds[1] == {MixedSources, Recalibrated, Refitted}
 
 
 def test_the_lower_level_first_is_a_candidate_where_it_reads_no_x():
@@ -361,7 +367,7 @@ def test_labels_of_a_twin_follow_the_law_of_its_models():
     law = planning.GoodOrBad(test_size=1)
     twin = law.draw(SOURCES, W0, dpb.Sizes(1, 50_000, "disjoint"), jax.random.key(3))
     target, models = law.models(
-        SOURCES, (6,), jax.random.split(jax.random.key(3), 4)[0]
+        SOURCES, (6,), jax.random.split(jax.random.key(3), 5)[0]
     )
     lower = twin.data.lower
     # An opposite one last, for the control.
@@ -491,7 +497,8 @@ def test_a_network_is_planned_on_records_of_the_declared_layout():
         plan = dpb.auto(
             problem, BUDGET, sizes=SIZES, w0=(jnp.zeros(5), start), records=LAYOUT
         )
-    assert plan.twins == ("GoodOrBad", "Shifted", "Tables", "Alike")
+    kinds = ("GoodOrBad", "Shifted", "Tables", "MissingPositives", "Alike, skewed")
+    assert plan.twins == kinds
     best = min(plan.trials, key=lambda trial: trial.losses[0])
     assert best.losses[0] < 0.95 * plan.start_losses[0]  # there is something to learn
     key = jax.random.key(5)

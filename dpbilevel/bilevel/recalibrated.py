@@ -1,0 +1,206 @@
+"""A few numbers of a model, fitted to the upper records."""
+
+import dataclasses
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
+
+from .. import _checks
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import AbstractFiniteSum
+from .applications import SourceWeighting
+from .penalized import UpperLevel, noise_std
+from .problem import BilevelProblem, Sizes
+from .refitted import AbstractSearchThenFit
+from .runs import AbstractRuns
+
+RATE = "rate"
+
+
+class _Span(eqx.Module):
+    r"""Models $y + \sum_j u_j b_j$, with a ridge $\rho \|u\|^2 / 2$.
+
+    Args:
+        x: The upper variable; released.
+        y: One array; released.
+        directions: The $b_j$, along the leading axis; released, or public.
+        ridge: $\rho$; public.
+    """
+
+    x: PyTree
+    y: Array
+    directions: Array
+    ridge: float | Float[Array, ""] = 0.0
+
+    def at(self, u: Float[Array, " k"]) -> Array:
+        """Return the model at `u`."""
+        return self.y + jnp.tensordot(u, self.directions, 1).astype(self.y.dtype)
+
+
+def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
+    """Return the upper level in the coordinates of a span."""
+    public = problem.upper_public
+
+    def upper(u, span, record):
+        return problem.upper(span.x, span.at(u), record)
+
+    def upper_public(u, span):
+        own = 0.0 if public is None else public(span.x, span.at(u))
+        return own + span.ridge / 2 * jnp.sum(u * u)
+
+    inside = BilevelProblem(upper, problem.lower, upper_public=upper_public)
+    return UpperLevel(inside, span)
+
+
+def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
+    """Return the directions of the constant, one for each score.
+
+    Raises:
+        ValueError: The model is not one array, or has no such feature.
+    """
+    leaves = jax.tree.leaves(y)
+    if len(leaves) != 1 or jnp.ndim(leaves[0]) > 2:
+        raise ValueError(
+            f"{owner}: y must be one array of shape (d,) or (d, k), coefficients of d "
+            f"features, got {len(leaves)} arrays. Use OneLevel for other models."
+        )
+    (y,) = leaves
+    if intercept is None:
+        return jnp.zeros((0, *y.shape), y.dtype)
+    rows = jnp.atleast_1d(y)  # a number is the coefficient of one feature
+    if type(intercept) is not int or not -len(rows) <= intercept < len(rows):
+        raise ValueError(
+            f"{owner}: intercept must be the place of a feature in y of shape "
+            f"{y.shape}, got {_checks.shown(intercept)}."
+        )
+    each = jnp.eye(rows[0].size, dtype=y.dtype).reshape(-1, *rows.shape[1:])
+    directions = jnp.zeros((len(each), *rows.shape), y.dtype)
+    return directions.at[:, intercept].set(each).reshape(-1, *y.shape)
+
+
+class BaseRate(AbstractRuns):
+    r"""Fits the coefficients of a constant feature on the upper records.
+
+    All other coefficients stay as they are, and so does $x$. From $y_0 = 0$ the answer
+    is a private estimate of the best constant prediction: of two classes, of the rate
+    of the positive ones. The baseline that every model has to beat.
+
+    Args:
+        rate: The one-level solver of the coefficients.
+        intercept: The place of the feature that is the same for all records, along the
+            leading axis of y. Static.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Raises:
+        ValueError: y is not one array of shape (d,) or (d, k), or has no such feature.
+
+    Privacy:
+        The releases of `rate`. Disjoint people of the lower level spend no budget.
+    """
+
+    rate: NoisyGD
+    intercept: int = eqx.field(static=True, default=-1)
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    stages: ClassVar = {RATE: AbstractFiniteSum}
+    budget_split: ClassVar = (1.0,)
+    in_config: ClassVar[bool] = True
+
+    @override
+    def level(self, name, problem, w0, found):
+        return _level(problem, w0 and self._span(w0))
+
+    @override
+    def start(self, name, w0, found):
+        return jnp.zeros(len(self._span(w0).directions), w0[1].dtype)
+
+    @override
+    def pair(self, name, problem, w0, found):
+        return w0[0], self._span(w0).at(found[RATE])
+
+    def _span(self, w0: PyTree) -> _Span:
+        x, y = w0
+        return _Span(x, y, constants_of("BaseRate", y, self.intercept))
+
+
+class Recalibrated(AbstractSearchThenFit):
+    r"""Runs a solver, then fits slope and constant of its model on the upper records.
+
+    With $\hat y$ the released model, the last run fits $u$ on the upper records in
+
+    $$\min_u \frac{1}{n_f} \sum_i f(x, y; z_i) + \frac{\rho}{2} \|u\|^2, \qquad
+    y = \hat y + u_0\, \hat y / \|\hat y\| + \sum_j u_j e_j,$$
+
+    with $e_j$ the coefficient of a constant feature, one for each score. A model of the
+    lower records, of which there are many, thereby has the base rate of the upper ones,
+    and coefficients as long as its predictions deserve. The ridge $\rho = \sigma /
+    \sqrt T$ is the noise that a mean gradient would have if the whole run released one:
+    where little can be seen of $u$, the model stays as it is.
+
+    Args:
+        search: The solver of the model: `OneLevel(model, reads="lower")`, or a method
+            that chooses sources.
+        calibration: The one-level solver of the last run. Gradients in $u$ are about
+            as long as those of the model: clip norm and step size have the same units.
+        intercept: The place of the feature that is the same for all records, along the
+            leading axis of y; `None` if there is none. Static.
+        budget_split: How the squared budget is split over search and calibration. With
+            disjoint people and a search that reads lower records alone the default
+            spends the whole budget of both; a search that reads both levels needs a
+            larger part.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Raises:
+        ValueError: y is not one array of shape (d,) or (d, k), or has no such feature.
+
+    Privacy:
+        The releases of both runs, composed; the status is the worse of the two.
+
+    References:
+        Platt, "Probabilistic outputs for support vector machines", 1999, for slope and
+        constant.
+    """
+
+    search: AbstractRuns
+    calibration: NoisyGD
+    intercept: int | None = eqx.field(static=True, default=-1)
+    budget_split: tuple[float, float] = eqx.field(
+        default=(1.0, 1.0), converter=_checks.floats
+    )
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    stages: ClassVar = {"search": SourceWeighting, "calibration": AbstractFiniteSum}
+    in_config: ClassVar[bool] = True
+
+    @override
+    def ledger(self, problem, sizes):
+        _checks.instance("Recalibrated", self.search.problem_type, problem=problem)
+        return super().ledger(problem, sizes)
+
+    @override
+    def level(self, problem, pair, sizes) -> UpperLevel:
+        bare = _level(problem, None)
+        if pair[1] is None:
+            return bare
+        ridge = noise_std(self.calibration, bare, sizes)
+        ridge = ridge / self.calibration.num_steps**0.5
+        return _level(problem, dataclasses.replace(self._span(pair), ridge=ridge))
+
+    @override
+    def start(self, y):
+        return jnp.zeros(1 + len(self._directions(y)), y.dtype)
+
+    @override
+    def model(self, pair, w):
+        return self._span(pair).at(w)
+
+    def _directions(self, y: PyTree) -> Array:
+        return constants_of("Recalibrated", y, self.intercept)
+
+    def _span(self, pair: PyTree) -> _Span:
+        length = jnp.linalg.norm(pair[1])
+        slope = pair[1] / jnp.where(length > 0, length, 1)
+        directions = jnp.concatenate([slope[None], self._directions(pair[1])])
+        return _Span(pair[0], pair[1], directions)
