@@ -11,7 +11,14 @@ import typing
 from pathlib import Path
 
 import dpbilevel as dpb
-from dpbilevel._checks import Count, Fraction, NonNegative, Positive, SignedShare
+from dpbilevel._checks import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    ProperFraction,
+    SignedShare,
+)
 from dpbilevel.bilevel.applications import PenaltyTuning, SourceWeighting
 from dpbilevel.bilevel.problem import BilevelProblem
 from dpbilevel.bilevel.stages import AbstractStages
@@ -46,6 +53,8 @@ KINDS = {
     Positive: "number > 0",
     NonNegative: "number >= 0",
     Fraction: "number in (0, 1)",
+    ProperFraction: "number in [0, 1)",
+    int: "integer",
     SignedShare: "number in [-1, 1]",
     StepSize: "number > 0",
     AbstractSampling: "table",
@@ -136,6 +145,8 @@ def _default(field: dataclasses.Field) -> str:
     value = field.default
     if value is dataclasses.MISSING:
         return "required"
+    if value is None:
+        return "none"
     if isinstance(value, AbstractSampling):
         return f"`{type(value).__name__}`"
     if isinstance(value, AbstractOutput):

@@ -166,7 +166,7 @@ class Recalibrated(AbstractSearchThenFit):
 
     search: AbstractRuns
     calibration: NoisyGD
-    intercept: int | None = eqx.field(static=True, default=-1)
+    intercept: int | None = eqx.field(static=True, default=None)
     budget_split: tuple[float, float] = eqx.field(
         default=(1.0, 1.0), converter=_checks.floats
     )

@@ -43,13 +43,13 @@ DATA = dpb.Levels(
     records(200, 1, -1.0),
 )
 SIZES = WEIGHTING.sizes_of(DATA, "disjoint")
-RECALIBRATED = Recalibrated(OneLevel(GD, "lower"), TWO)
+RECALIBRATED = Recalibrated(OneLevel(GD, "lower"), TWO, -1)
 CONTRACT = {
     "base_rate": Case(WEIGHTING, BaseRate(GD), DATA, W0, "disjoint", keeps_x=True),
     "recalibrated": Case(WEIGHTING, RECALIBRATED, DATA, W0, "disjoint", keeps_x=True),
     "recalibrated_both": Case(
         WEIGHTING,
-        Recalibrated(OneLevel(GD, "both"), TWO, None, budget_split=(0.6, 0.4)),
+        Recalibrated(OneLevel(GD, "both"), TWO, budget_split=(0.6, 0.4)),
         DATA,
         W0,
         "overlapping",

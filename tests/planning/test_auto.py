@@ -236,9 +236,9 @@ def test_bad_luck_on_one_twin_in_the_first_run_drops_no_setting():
 @pytest.mark.parametrize(
     ("limit", "effort", "runs"),
     [
-        (2000 * 6, "fast", 3 * 1 + 3 + 16 + 24),
-        (2000 * 6 - 1, "fast", 2 * 1 + 1 + 4 + 8),  # the first and the third setting
-        (2000 * 6 - 1, "thorough", 3 * 2 + 6 + 64 + 64),
+        (2000 * 6, "fast", 3 * 1 + 3 + 6 + 8),
+        (2000 * 6 - 1, "fast", 2 * 1 + 1 + 2 + 3),  # the first and the third setting
+        (2000 * 6 - 1, "thorough", 3 * 2 + 6 + 22 + 22),
     ],
 )
 def test_large_problems_are_planned_from_fewer_settings_and_runs(

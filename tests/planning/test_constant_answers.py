@@ -1,0 +1,136 @@
+"""Plans beside the best constant answer, on synthetic records that look like tables."""
+
+import math
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpbilevel as dpb
+from dpbilevel import planning
+from dpbilevel.bilevel import BaseRate, OneLevel, Recalibrated, SelectedSources
+from dpbilevel.planning import conclusions, dry_runs
+from dpbilevel.planning.settings import toml_of
+
+D = 6
+SOURCES = dpb.source_weighting(dpb.logistic_loss, 5)
+W0 = jnp.zeros(5), jnp.zeros(D)
+SIZES = dpb.Sizes(200, 4000, "disjoint")
+ONE = dpb.FiniteSum(dpb.logistic_loss)
+GD = dpb.NoisyGD(20, 1.0, 4.0)
+
+
+def entropy(share):
+    return -share * math.log(share) - (1 - share) * math.log(1 - share)
+
+
+def drawn(law, seed=1):
+    return law.draw(SOURCES, W0, SIZES, jax.random.key(seed))
+
+
+@pytest.mark.parametrize("place", [-1, 2])
+def test_the_constant_answer_of_labels_is_their_entropy(place):
+    features = np.random.default_rng(0).normal(size=(400, D))
+    features[:, place] = 1.0
+    label = np.where(np.arange(400) < 80, 1.0, -1.0)
+    test = {"features": jnp.asarray(features), "label": jnp.asarray(label)}
+    found = dry_runs._trivial(ONE, jnp.zeros(D), test, place)
+    assert found == pytest.approx(entropy(0.2), abs=1e-4)
+    # Without a constant feature it is the loss of the initial point.
+    start = dry_runs._trivial(ONE, jnp.zeros(D), test, None)
+    assert start == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_the_constant_answer_of_classes_is_their_entropy():
+    def loss(y, record):
+        return -jax.nn.log_softmax(record["features"] @ y)[record["label"]]
+
+    label = np.repeat([0, 1, 2], [100, 60, 40])
+    test = {"features": jnp.ones((200, 1)), "label": jnp.asarray(label)}
+    found = dry_runs._trivial(dpb.FiniteSum(loss), jnp.zeros((1, 3)), test, -1)
+    shares = np.asarray([0.5, 0.3, 0.2])
+    assert found == pytest.approx(-np.sum(shares * np.log(shares)), abs=1e-4)
+
+
+@pytest.mark.parametrize("law", [*planning.twins(SOURCES), *planning.twins(ONE)])
+def test_synthetic_records_have_a_constant_and_the_rate_of_tables(law):
+    problem, w0, sizes = (SOURCES, W0, SIZES)
+    twin = law.draw(problem, w0, sizes, jax.random.key(3))
+    label, features = (np.asarray(twin.test[k]) for k in ("label", "features"))
+    if law.rate is not None:
+        assert np.mean(label > 0) == pytest.approx(law.rate, abs=0.04)
+    assert features[:, -1].min() > 0
+    if law.columns == "skewed":
+        assert np.abs(np.mean(features[:, 0])) > 0.1  # means that are not 0
+        pair = np.corrcoef(features[:, 1], features[:, 3])[0, 1]
+        assert pair > 0.1
+
+
+def test_sources_with_missing_positives_have_fewer_than_the_population():
+    twin = drawn(planning.MissingPositives(rate=0.4))
+    source = np.asarray(twin.data.lower["source"])
+    positive = np.asarray(twin.data.lower["label"]) > 0
+    rates = [positive[source == k].mean() for k in range(5)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] < 0.39
+    assert rates[-1] < 0.2
+    assert np.mean(np.asarray(twin.test["label"]) > 0) > 0.36
+
+
+def trial(name, losses, regret, levels=2):
+    return conclusions.Trial(name, None, levels, losses, regret, 5)
+
+
+def test_no_method_that_is_worse_than_the_constant_answer_is_before_one_that_is_not():
+    harmful = trial("better elsewhere", (0.2, 0.512), 0.1)
+    harmless = trial("never worse", (0.4, 0.499), 0.4)
+    starts = [0.7, 0.5]
+    assert conclusions.ranked_best({1: harmful, 2: harmless}, starts) == [2, 1]
+    # The control: with a constant answer that is worse, the order is the other one.
+    assert conclusions.ranked_best({1: harmful, 2: harmless}, [0.7, 0.6]) == [1, 2]
+
+
+def test_of_one_method_a_setting_that_is_never_worse_is_preferred():
+    settings = trial("a", (0.2, 0.55), 0.1), trial("a", (0.4, 0.48), 0.4)
+    assert conclusions.ranked_best(dict(enumerate(settings)), [0.7, 0.5]) == [1]
+
+
+def kinds(w0, intercept):
+    found = planning.candidates(SOURCES, w0, 1.0, None, intercept)
+    return {type(solver) for method in found for solver in method.solvers}
+
+
+def test_the_base_rate_is_a_candidate_of_linear_models_with_a_constant_feature():
+    network = W0[0], {"a": jnp.zeros((D, 2)), "b": jnp.zeros(2)}
+    assert {BaseRate, Recalibrated} <= kinds(W0, -1)
+    assert kinds(W0, -1) - kinds(W0, None) == {BaseRate}
+    assert not {BaseRate, Recalibrated} & kinds(network, None)
+
+
+def test_steps_of_candidates_are_not_longer_than_the_curvature_admits():
+    models = jax.tree.leaves(
+        [method.solvers for method in planning.candidates(ONE, jnp.zeros(D), 2.0)],
+        is_leaf=lambda v: isinstance(v, dpb.NoisyGD),
+    )
+    # Logistic rows of norm 2 have a curvature of at most 1: steps of 1 and momentum.
+    assert max(model.step_size for model in models) <= 1.0
+    assert max(model.momentum for model in models) > 0.7
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        BaseRate(GD),
+        Recalibrated(OneLevel(GD, "lower"), GD, None),
+        Recalibrated(SelectedSources(GD, GD), GD, 2, (0.75, 0.25)),
+    ],
+)
+def test_such_plans_can_be_written_into_a_config(solver):
+    from dpbilevel.cli.config import _solver
+    from dpbilevel.cli.tables import Place
+
+    tables = tomllib.loads(toml_of(solver))
+    read = _solver(tables, Place("plan.toml"), solver.neighbours, type(SOURCES))
+    assert str(read) == str(solver)
