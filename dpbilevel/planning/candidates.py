@@ -164,9 +164,13 @@ def _(
     if is_linear(w0[1]):
         found += [
             _refitted(clip_norm, fit, (8.0,)),
-            _selected(clip_norm, fit, (8.0, 32.0)),
-            _mixed(clip_norm),
-            *_recalibrated_sources(clip_norm, fit, intercept),
+            *(
+                _recalibrated(method, fit, intercept)
+                for method in (
+                    _selected(clip_norm, fit, (8.0, 32.0)),
+                    _mixed(clip_norm),
+                )
+            ),
         ]
     else:
         # Mixtures of networks are no mixtures, and with so many parameters gradients of
@@ -267,8 +271,6 @@ def _selected(
     fit: _Fit,
     sizes: tuple[float, ...],
     scoring: ScoringModel | None = None,
-    *,
-    both: bool = True,
 ) -> Candidate:
     # Gradients of a model of the library's own do not depend on the user's clip norm.
     first_clip_norm = clip_norm if scoring is None else 1.0
@@ -283,14 +285,12 @@ def _selected(
         return dataclasses.replace(lower, fit_reads="both", budget_split=shares)
 
     settings = itertools.product((0.5, 2.0), sizes)
-    if not both:
-        return Candidate("SelectedSources", _each(solver, settings), 2)
-    both_levels = itertools.product((0.03, 0.1), sizes)
-    solvers = _each(solver, settings) + _each(of_both, both_levels)
+    both = itertools.product((0.03, 0.1), sizes)
+    solvers = _each(solver, settings) + _each(of_both, both)
     return Candidate("SelectedSources", solvers, 2)
 
 
-def _mixed(clip_norm: float, *, short: bool = True) -> Candidate:
+def _mixed(clip_norm: float) -> Candidate:
     def solver(first: float, then: float, clipped: float, size: float) -> MixedSources:
         # Gradients along mixtures are short: no public bound of their curvature.
         mixture = _plain(clip_norm, 10, size, clipped)
@@ -300,37 +300,32 @@ def _mixed(clip_norm: float, *, short: bool = True) -> Candidate:
 
     # Shorter steps for large noise, longer ones where there is little of it.
     settings = [(20.0, 24.0, 0.5, 3.0), (30.0, 24.0, 0.55, 5.0)]
-    if short:
-        # Of many parameters mixtures move few, and gradients along them are short.
-        settings += [(30.0, 16.0, 0.1, 1024.0)]
-        # Where noise is large, all steps have to be short.
-        mixtures = [(0.1, 4.0), (0.2, 2.0), (0.2, 4.0), (0.35, 2.0)]
-        settings += [(15.0, 4.0, *mixture) for mixture in mixtures]
+    # Of many parameters mixtures move few, and gradients along them are short.
+    settings += [(30.0, 16.0, 0.1, 1024.0)]
+    # Where noise is large, all steps have to be short.
+    short = [(0.1, 4.0), (0.2, 2.0), (0.2, 4.0), (0.35, 2.0)]
+    settings += [(15.0, 4.0, *mixture) for mixture in short]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 
-def _recalibrated_sources(
-    clip_norm: float, fit: _Fit, intercept: int | None
-) -> tuple[Candidate, ...]:
-    """Return methods that choose sources, with a part of the budget for two numbers.
+def _recalibrated(method: Candidate, fit: _Fit, intercept: int | None) -> Candidate:
+    """Return a method that chooses sources with a part of the budget for two numbers.
 
     The parts are those with which disjoint people of either level spend all of theirs.
     """
 
-    def candidate(method: Candidate, parts: dict, split: tuple) -> Candidate:
-        searches: Any = (dataclasses.replace(s, **parts) for s in method.solvers)
-        solvers = (
-            Recalibrated(s, fit(20, _STABLE), intercept, split) for s in searches
-        )
-        return Candidate(f"{method.name}, recalibrated", tuple(solvers), 2)
+    def solver(search: SelectedSources | MixedSources) -> Recalibrated:
+        inner, outer = (0.5, 0.05, 0.95), (0.75, 0.25)
+        if isinstance(search, MixedSources):
+            inner = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
+            outer = (0.85, 0.15)
+        elif search.fit_reads == "both":
+            inner, outer = search.budget_split, (0.9, 0.1)
+        search = dataclasses.replace(search, budget_split=inner)
+        return Recalibrated(search, fit(20, _STABLE), intercept, outer)
 
-    selected = _selected(clip_norm, fit, (8.0, 32.0), both=False)
-    mixed = _mixed(clip_norm, short=False)
-    of_mixed = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
-    return (
-        candidate(selected, {"budget_split": (0.5, 0.05, 0.95)}, (0.75, 0.25)),
-        candidate(mixed, {"budget_split": of_mixed}, (0.85, 0.15)),
-    )
+    solvers: Any = method.solvers
+    return Candidate(f"{method.name}, recalibrated", tuple(map(solver, solvers)), 2)
 
 
 def _each(make, settings) -> tuple[AbstractSolver, ...]:

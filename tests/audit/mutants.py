@@ -34,6 +34,7 @@ from tests.bilevel.test_finite_difference import planned_differences
 from tests.bilevel.test_group_runs import planned_scaled
 from tests.bilevel.test_implicit import planned_implicit
 from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
+from tests.bilevel.test_recalibrated import planned_recalibrated
 from tests.bilevel.test_single_loop import planned_single_loop
 from tests.bilevel.test_source_runs import (
     planned_fit_of_both,
@@ -737,6 +738,11 @@ def moments_of_mixtures(kind=Moments):
 
 
 @functools.cache
+def recalibrated(kind=dpb.bilevel.Recalibrated):
+    return audited(planned_recalibrated(kind), runs=20_000)
+
+
+@functools.cache
 def scaled(kind=dpb.bilevel.ScaledGroups):
     return audited(planned_scaled(kind), runs=20_000)
 
@@ -976,6 +982,11 @@ MUTANTS = {
         "Refitted, both levels",
         lambda: refit_of_both(charging_lower_alone(dpb.Refitted)),
         refit_of_both,
+    ),
+    "slope and constant that are not counted": Mutant(
+        "Recalibrated",
+        lambda: recalibrated(forgetting(dpb.bilevel.Recalibrated, "calibration")),
+        recalibrated,
     ),
     "scales of a gradient that is not counted": Mutant(
         "ScaledGroups",

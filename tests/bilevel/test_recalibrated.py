@@ -56,11 +56,16 @@ CONTRACT = {
         keeps_x=True,
     ),
 }
+
+
+def planned_recalibrated(kind=Recalibrated):
+    """For canary records of people of both levels."""
+    return planned(kind(OneLevel(TWO, "both"), TWO), "overlapping")
+
+
 AUDITS = {
     "BaseRate": Audited(planned(BaseRate(TWO, 0), "disjoint")),
-    "Recalibrated": Audited(
-        planned(Recalibrated(OneLevel(TWO, "both"), TWO, None), "overlapping")
-    ),
+    "Recalibrated": Audited(planned_recalibrated()),
 }
 
 
