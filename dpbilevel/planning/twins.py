@@ -118,14 +118,13 @@ class MissingPositives(AbstractTeacherTwin):
         first, then = jax.random.split(key)
         (target,) = self.teachers(first, 1, shape)
         part = (1 + jnp.arange(1.0, _num_sources(problem) + 1)) / 2
-        part = spread_over(part / part[-1], target)
-        sources = (1 - part / 2) * target[None]
+        part = part / part[-1]
+        sources = spread_over(1 - part / 2, target) * target[None]
         height = jnp.mean(self.gathered(then, 1000, shape)[:, -1])
         lower = -self.drop / height
         if target.ndim > 1:  # of several classes the first one is what is recorded
             lower = jnp.zeros(shape[1]).at[0].set(-lower)
-        part = part.reshape(-1, *[1] * (target.ndim - 1))
-        return target, sources.at[:, -1].add(part * lower)
+        return target, sources.at[:, -1].add(jnp.multiply.outer(part, lower))
 
 
 class NoiseGroups(AbstractTeacherTwin):
