@@ -140,7 +140,7 @@ def _(
     del records
     # Without the groups that are dropped rows are shorter, by how much is not known, so
     # that no public bound is near their curvature: descent takes back what is too long.
-    settings = itertools.product((0.5, 0.7), (10.0, 30.0, 100.0))
+    settings = itertools.product((0.2, 0.4, 0.7), (10.0, 30.0, 100.0, 200.0))
     fits = [_plain(clip_norm, 50, size, part) for part, size in settings]
     scaled = Candidate("ScaledGroups", tuple(map(ScaledGroups, fits)), 2)
     of_two_levels = candidates.dispatch(BilevelProblem)
