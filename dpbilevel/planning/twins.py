@@ -188,9 +188,9 @@ def twins(
     if isinstance(problem, SourceWeighting):
         return (
             GoodOrBad(**shared),
-            Shifted(**shared, columns="skewed", rate=0.3),
+            Shifted(**shared, rate=0.3),
             Tables(**shared, rate=0.2),
-            MissingPositives(**shared, margin=_OF_TABLES, rate=0.4),
+            MissingPositives(**shared, margin=_OF_TABLES, columns="skewed", rate=0.4),
             skewed,
         )
     if isinstance(problem, PenaltyTuning):
