@@ -188,8 +188,8 @@ def twins(
     if isinstance(problem, SourceWeighting):
         return (
             GoodOrBad(**shared),
-            Shifted(**shared, rate=0.3),
-            Tables(**shared, rate=0.2),
+            Shifted(**shared),
+            Tables(**shared),
             MissingPositives(**shared, margin=_OF_TABLES, columns="skewed", rate=0.4),
             skewed,
         )
