@@ -134,7 +134,8 @@ def test_unknown_key_names_the_close_match():
     text = refusal(("solver.inner.step_sise", 1.0))
     assert "[solver.inner]" in text
     assert "'step_sise' (did you mean 'step_size'?)" in text
-    assert "Allowed keys: num_steps, clip_norm, step_size, sampling, output." in text
+    keys = "num_steps, clip_norm, step_size, sampling, output, momentum"
+    assert f"Allowed keys: {keys}." in text
 
 
 def test_missing_key_names_its_table():
