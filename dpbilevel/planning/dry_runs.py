@@ -88,16 +88,22 @@ class AutoPlan(Plan[Any]):
         width = max(len(trial.method) for trial in self.trials)
         width = max(width, len(_CONSTANT))
         lines = [self.reason, "", "test loss on synthetic twins:"]
-        lines.append(f"  {'':{width}}  " + "  ".join(f"{n:>10}" for n in self.twins))
+        wide = [max(10, len(name)) for name in self.twins]
+
+        def row(values: Sequence[float]) -> str:
+            pairs = zip(values, wide, strict=True)
+            return "  ".join(f"{v:{w}.4f}" for v, w in pairs)
+
+        names = zip(self.twins, wide, strict=True)
+        lines.append(f"  {'':{width}}  " + "  ".join(f"{n:>{w}}" for n, w in names))
         most = max(trial.runs for trial in self.trials)
         for trial in self.trials:
             # Of fewer runs, which had other records, losses are not comparable.
-            shown = "  ".join(f"{v:10.4f}" for v in trial.losses)
+            shown = row(trial.losses)
             if trial.runs < most:
                 shown = f"  behind, left out after {trial.runs} runs"
             lines.append(f"  {trial.method:{width}}  {shown}")
-        losses = "  ".join(f"{v:10.4f}" for v in self.start_losses)
-        lines.append(f"  {_CONSTANT:{width}}  {losses}")
+        lines.append(f"  {_CONSTANT:{width}}  {row(self.start_losses)}")
         lines += [f"  {name}: left out. {why}" for name, why in self.left_out.items()]
         lines += ["", f"solver: {self.trials[0].solver}", "", str(self.report)]
         return "\n".join(lines)
