@@ -63,6 +63,13 @@ def worst_case(
     Raises:
         ValueError: No worst case is known.
     """
+    searched = getattr(solver, "search", solver)
+    if searched.problem_type is not solver.problem_type:
+        raise ValueError(
+            "canaries: no worst case is known for a search by "
+            f"{type(searched).__name__}. Audit that solver alone, or audit neighbouring "
+            "data of your own with audit.trade_off."
+        )
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
     if issubclass(VariationalInequality, solver.problem_type):

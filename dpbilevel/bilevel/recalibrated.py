@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
@@ -56,19 +55,22 @@ def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
     return UpperLevel(inside, span)
 
 
+def is_array(y: PyTree) -> bool:
+    """Whether a model is one array, or its shape."""
+    return hasattr(y, "shape") and hasattr(y, "dtype")
+
+
 def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
     """Return the directions of the constant, one for each score.
 
     Raises:
         ValueError: The model is not one array, or has no such feature.
     """
-    leaves = jax.tree.leaves(y)
-    if len(leaves) != 1 or jnp.ndim(leaves[0]) > 2:
+    if not is_array(y) or jnp.ndim(y) > 2:
         raise ValueError(
             f"{owner}: y must be one array of shape (d,) or (d, k), coefficients of d "
-            f"features, got {len(leaves)} arrays. Use OneLevel for other models."
+            f"features, got {_checks.shown(y)}. Use OneLevel for other models."
         )
-    (y,) = leaves
     if intercept is None:
         return jnp.zeros((0, *y.shape), y.dtype)
     rows = jnp.atleast_1d(y)  # a number is the coefficient of one feature
@@ -115,11 +117,13 @@ class BaseRate(AbstractRuns):
 
     @override
     def start(self, name, w0, found):
-        return jnp.zeros(len(self._span(w0).directions), w0[1].dtype)
+        size = len(constants_of("BaseRate", w0[1], self.intercept))
+        return jnp.zeros(size, w0[1].dtype)
 
     @override
     def pair(self, name, problem, w0, found):
-        return w0[0], self._span(w0).at(found[RATE])
+        y = self._span(w0).at(found[RATE])
+        return w0[0], problem.y_set.project(y)  # the span may leave the set
 
     def _span(self, w0: PyTree) -> _Span:
         x, y = w0
@@ -190,11 +194,12 @@ class Recalibrated(AbstractSearchThenFit):
 
     @override
     def start(self, y):
-        return jnp.zeros(1 + len(self._directions(y)), y.dtype)
+        size = 1 + len(self._directions(y))
+        return jnp.zeros(size, y.dtype)
 
     @override
-    def model(self, pair, w):
-        return self._span(pair).at(w)
+    def model(self, problem, pair, w):
+        return problem.y_set.project(self._span(pair).at(w))
 
     def _directions(self, y: PyTree) -> Array:
         return constants_of("Recalibrated", y, self.intercept)

@@ -64,9 +64,9 @@ class AbstractSearchThenFit(AbstractStages[_State]):
         """Return the initial point of the second run: by default `y`."""
         return y
 
-    def model(self, pair: PyTree, w: PyTree) -> PyTree:
+    def model(self, problem: BilevelProblem, pair: PyTree, w: PyTree) -> PyTree:
         """Return the y of an answer `w` of the second run: by default `w`."""
-        del pair
+        del problem, pair
         return w
 
     @override
@@ -92,7 +92,7 @@ class AbstractSearchThenFit(AbstractStages[_State]):
             pair = x, state.y if y is None else y
             level, start = self.level(problem, pair, self.sizes), self.start(pair[1])
             w, count = inner_solve(level, then, data, start, key=keys[1])
-            return state.search, self.model(pair, w), count
+            return state.search, self.model(problem, pair, w), count
 
         # The step count is public: both runs always happen.
         inner, y, count = jax.lax.cond(state.t < self.search.num_steps, search, last)

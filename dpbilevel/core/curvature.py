@@ -42,7 +42,7 @@ def overshooting_row(
 
 
 def unstable_row(
-    step_size: Any, smoothness: float | None
+    step_size: Any, smoothness: float | None, momentum: float | None = None
 ) -> tuple[dict[str, Any], ...]:
     r"""Return the row of a forecast on steps beyond a declared curvature of losses.
 
@@ -51,11 +51,16 @@ def unstable_row(
         smoothness: $\beta$, a bound on the curvature of every record's loss, such as
             $R^2 / 4$ for a logistic, $R^2$ for a squared and $R^2 / 2$ for a softmax
             loss of rows of norm at most $R$; `None` if none is declared.
+        momentum: $\mu$ of Nesterov's steps, or `None` for plain ones.
 
     Returns:
-        No row if step size times $\beta$ is at most 2.
+        No row if step size times $\beta$ is at most 2, or $(2 + 2 \mu) / (1 + 2 \mu)$
+        with momentum.
     """
-    if isinstance(step_size, Rule) or smoothness is None or step_size * smoothness <= 2:
+    if isinstance(step_size, Rule) or smoothness is None:
+        return ()
+    most = 2 if momentum is None else (2 + 2 * momentum) / (1 + 2 * momentum)
+    if step_size * smoothness <= most:
         return ()
     row = {"step_size": float(step_size), "record_curvature": float(smoothness)}
     return ({"release": "steps", **row, "from_start": True},)

@@ -204,6 +204,7 @@ class LastStep(eqx.Module):
             rise = optax.tree.vdot(gradient, self.move)
             noise = _SURELY * deviation * optax.tree.norm(self.move)
             is_long = rise > _OVERSHOT * self.slope + noise
+            is_long &= jnp.isfinite(rise)  # a public gradient may be infinite
             ratio = rise / jnp.where(is_long, self.slope, 1)
             return jnp.where(is_long, jnp.maximum(2, 1 + ratio), 1)
 

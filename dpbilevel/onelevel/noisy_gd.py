@@ -152,7 +152,7 @@ class NoisyGD(AbstractNoisySolver[AbstractFiniteSum, _State]):
         """Return rows if steps overshoot the public terms or a declared smoothness."""
         public = overshooting_row(self.step_size, problem.public_gradient, w0)
         smoothness = getattr(problem, "smoothness", None)
-        return (*public, *unstable_row(self.step_size, smoothness))
+        return (*public, *unstable_row(self.step_size, smoothness, self.momentum))
 
     def dimensions(self, w0: PyTree) -> dict[str, int]:
         """The gradient has as many coordinates as `w0`."""

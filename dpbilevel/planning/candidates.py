@@ -16,7 +16,7 @@ from ..bilevel.lower_first import LowerFirst, is_apart
 from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.recalibrated import BaseRate, Recalibrated
+from ..bilevel.recalibrated import BaseRate, Recalibrated, is_array
 from ..bilevel.refitted import Refitted
 from ..bilevel.source_runs import MixedSources, ScoringModel, SelectedSources
 from ..core.outputs import TailMean
@@ -35,10 +35,12 @@ _OF_BOTH = 1.118
 # may be biased more. Gradients of a network have no largest norm to take a part of.
 _CLIPPED, _CLIPPED_FIRST, _CLIPPED_NETWORK = 0.7, 0.5, 1.0
 
-# Steps of descent in inverse squares of the largest norm of a gradient. A logistic loss
-# has a curvature of at most a quarter of that square, so that plain steps above 8
-# diverge, and accelerated ones above 5.3. Momentum, at most this, makes longer moves.
-_STABLE, _MOST_MOMENTUM = 4.0, 0.95
+# Steps of descent in inverse squares of the largest norm of a gradient. A softmax loss
+# has a curvature of at most half of that square, a logistic one of a quarter, so that
+# accelerated steps above 2.7 and 5.3 diverge. Momentum makes longer moves.
+_STABLE, _MOST_MOMENTUM = 2.5, 0.95
+# The length of steps for a few numbers.
+_OF_FEW = 4.0
 
 # Descent of a number of steps of a size.
 _Fit = Callable[[int, float], NoisyGD]
@@ -183,7 +185,9 @@ def _descent(
 ) -> NoisyGD:
     """Return descent whose steps of `size` are made by momentum if they are long."""
     plain = _plain(clip_norm, steps, min(size, _STABLE), clipped)
-    momentum = min(max(0.0, round(1 - _STABLE / size, 3)), _MOST_MOMENTUM)
+    if size <= _STABLE:
+        return plain
+    momentum = min(round(1 - _STABLE / size, 3), _MOST_MOMENTUM)
     return dataclasses.replace(plain, momentum=momentum)
 
 
@@ -223,16 +227,16 @@ def _one_level(
             1,
         ),
     )
-    if not is_linear(model):
+    if not is_array(model):
         return found
     recalibrated = tuple(
-        Recalibrated(OneLevel(fit(100, s), "lower"), fit(20, _STABLE), intercept)
+        Recalibrated(OneLevel(fit(100, s), "lower"), fit(20, _OF_FEW), intercept)
         for s in (8.0, 32.0)
     )
     found += (Candidate("lower level, recalibrated", recalibrated, 1),)
     if intercept is None:
         return found
-    rate = BaseRate(fit(30, 2 * _STABLE), intercept)
+    rate = BaseRate(fit(30, 2 * _OF_FEW), intercept)
     return (*found, Candidate("base rate", (rate,), 1))
 
 
@@ -318,7 +322,7 @@ def _recalibrated(method: Candidate, fit: _Fit, intercept: int | None) -> Candid
         elif search.fit_reads == "both":
             inner, outer = search.budget_split, (0.9, 0.1)
         search = dataclasses.replace(search, budget_split=inner)
-        return Recalibrated(search, fit(20, _STABLE), intercept, outer)
+        return Recalibrated(search, fit(20, _OF_FEW), intercept, outer)
 
     solvers: Any = method.solvers
     return Candidate(f"{method.name}, recalibrated", tuple(map(solver, solvers)), 2)

@@ -15,6 +15,7 @@ from typing_extensions import override
 from .. import _checks
 from ..bilevel.applications import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
+from ..bilevel.recalibrated import constants_of, is_array
 from ..core.levels import check_pair
 from ..core.loop import solved
 from ..core.modules import arrays_of
@@ -192,8 +193,9 @@ def auto(
 
     Raises:
         TypeError: No candidates or twins are known for the problem.
-        ValueError: The model is no linear one and `records` and `twins` are missing,
-            the loss cannot read the twins, or no noise reaches the budget.
+        ValueError: `intercept` is no place of a feature, the model is no linear one and
+            `records` and `twins` are missing, the loss cannot read the twins, or no
+            noise reaches the budget.
 
     Privacy:
         Touches no records of people; spends nothing. The guarantee is that of one run
@@ -215,8 +217,10 @@ def auto(
     problem, w0, _ = arrays_of(owner, problem, w0)
     laws = _laws(problem, w0, clip_norm, records, twins, synthetic)
     w0 = jax.tree.map(jnp.asarray, w0)
-    if not is_linear(w0[1] if isinstance(problem, BilevelProblem) else w0):
+    model = w0[1] if isinstance(problem, BilevelProblem) else w0
+    if not is_array(model) or not jnp.ndim(model):
         intercept = None
+    constants_of(owner, jnp.zeros(1) if intercept is None else model, intercept)
     offered = candidates(problem, w0, clip_norm, records, intercept)
     large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
     if large:

@@ -120,7 +120,8 @@ class MissingPositives(AbstractTeacherTwin):
         part = (1 + jnp.arange(1.0, _num_sources(problem) + 1)) / 2
         part = part / part[-1]
         sources = spread_over(1 - part / 2, target) * target[None]
-        height = jnp.mean(self.gathered(then, 1000, shape)[:, -1])
+        constant = self.gathered(then, 1000, shape)[:, -1]
+        height = jnp.sqrt(jnp.mean(constant**2))
         lower = -self.drop / height
         if target.ndim > 1:  # of several classes the first one is what is recorded
             lower = jnp.zeros(shape[1]).at[0].set(-lower)

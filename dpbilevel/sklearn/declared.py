@@ -157,7 +157,8 @@ def interval(
             f"finite; number {first} has {lower[first]:g} and {upper[first]:g}."
         )
     pairs = isinstance(bounds, list) or isinstance(bounds[0], tuple)
-    if pairs and np.shape(bounds) == (2, 2) and np.all(np.diff((lower, upper)) > 0):
+    square = all(np.shape(v) == (2,) for v in bounds)
+    if pairs and square and np.all(np.diff((lower, upper)) > 0):
         (a, b), (c, d) = bounds
         raise ValueError(
             f"{owner}: {name}={bounds} may be a pair (lower, upper) of "

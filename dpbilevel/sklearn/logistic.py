@@ -158,7 +158,7 @@ class DPLogisticRegression(LinearClassifier):
         return self
 
     def _stretch(self, found: Usability, solver: Any) -> float:
-        """Return a longer unit if a class is rare, so that its records are not clipped.
+        """Return a longer unit if a class is rare, so that few of its rows are clipped.
 
         Records of a rare class have gradients as long as their rows. A clip norm below
         1 shortens them, and those of no other class: the class is underestimated. So

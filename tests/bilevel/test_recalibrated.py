@@ -10,6 +10,7 @@ import pytest
 from scipy.optimize import minimize
 
 import dpbilevel as dpb
+from dpbilevel.audit.worst_cases import worst_case
 from dpbilevel.bilevel import (
     BaseRate,
     OneLevel,
@@ -143,3 +144,20 @@ def test_of_several_scores_each_has_a_constant():
     np.testing.assert_array_equal(found[:, -1], np.eye(3))
     assert found.shape == (3, 4, 3)
     assert np.sum(found) == 3
+
+
+@pytest.mark.parametrize(
+    "solver", [BaseRate(LONG), Recalibrated(OneLevel(LONG, "lower"), LONG, -1)]
+)
+def test_released_models_are_in_the_set(solver):
+    inside = dataclasses.replace(WEIGHTING, y_set=dpb.sets.Ball(0.5))
+    exact = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)
+    run = jax.jit(lambda key: dpb.solve(inside, exact, DATA, W0, key=key).value[1])
+    assert np.linalg.norm(run(jax.random.key(0))) <= 0.5 + 1e-6
+    assert np.linalg.norm(noiseless(solver)) > 0.6  # the control: without the set
+
+
+def test_no_canary_is_known_for_a_recalibrated_choice_of_sources():
+    solver = planned(Recalibrated(SelectedSources(TWO, TWO), TWO), "overlapping")
+    with pytest.raises(ValueError, match="no worst case is known for a search by Sel"):
+        worst_case(solver, ("upper",), jnp.zeros(()))
