@@ -67,7 +67,7 @@ def worst_case(
     if searched.problem_type is not solver.problem_type:
         raise ValueError(
             "canaries: no worst case is known for a search by "
-            f"{type(searched).__name__}. Audit that solver alone, or audit neighbouring "
+            f"{type(searched).__name__}. Audit that solver alone, or neighbouring "
             "data of your own with audit.trade_off."
         )
     if issubclass(FiniteSum, solver.problem_type):

@@ -63,6 +63,7 @@ def unstable_row(
     if step_size * smoothness <= most:
         return ()
     row = {"step_size": float(step_size), "record_curvature": float(smoothness)}
+    row["stable_product"] = float(most)
     return ({"release": "steps", **row, "from_start": True},)
 
 

@@ -295,12 +295,12 @@ def overshooting(row: dict[str, Any]) -> str:
     """Return what a row of the forecast says on steps that are too long."""
     size = row["step_size"]
     if "record_curvature" in row:
-        bound = row["record_curvature"]
+        bound, most = row["record_curvature"], row["stable_product"]
         return (
             f"{row['release']}, of size {size:.3g}, may be too long for the records, "
             f"whose declared smoothness is {bound:.3g}: the product, "
-            f"{size * bound:.3g}, is above 2. "
-            f"Use a step size of at most {2 / bound:.2g}"
+            f"{size * bound:.3g}, is above {most:.2g}. "
+            f"Use a step size of at most {most / bound:.2g}"
         )
     curvature = row["public_curvature"]
     where = "" if row["from_start"] else " at the ends of the set of x"

@@ -278,6 +278,24 @@ def test_steps_above_two_over_a_declared_smoothness_are_warned_of(smoothness):
         assert "may be too long for the records" in str(plan.report)
 
 
+def test_accelerated_steps_are_stable_up_to_a_shorter_one():
+    problem = dpb.FiniteSum(dpb.logistic_loss, smoothness=0.5)
+    options = {"sizes": 200, "w0": Y0}
+    stable = (2 + 2 * 0.8) / (1 + 2 * 0.8) / 0.5
+    accelerated = dpb.NoisyGD(5, 1.0, stable, momentum=0.8)
+    dpb.calibrate(problem, accelerated, BUDGET, **options)
+    longer = dpb.NoisyGD(5, 1.0, 1.01 * stable, momentum=0.8)
+    with pytest.warns(UserWarning, match=r"the product, 1\.4, is above 1\.4"):
+        dpb.calibrate(problem, longer, BUDGET, **options)
+    # At the limit the iterates of a quadratic function neither grow nor vanish.
+    radii = []
+    for size in (0.99 * stable, 1.01 * stable):
+        kept = 1 - 0.5 * size
+        matrix = [[kept * 1.8, -kept * 0.8], [1.0, 0.0]]
+        radii.append(max(abs(np.linalg.eigvals(matrix))))
+    assert radii[0] < 1 < radii[1]
+
+
 def test_without_a_declared_smoothness_nothing_is_known_of_the_records():
     problem = dpb.FiniteSum(dpb.logistic_loss)
     plan = dpb.calibrate(problem, dpb.NoisyGD(5, 1.0, 1e3), BUDGET, sizes=200, w0=Y0)
