@@ -63,19 +63,15 @@ def worst_case(
     Raises:
         ValueError: No worst case is known.
     """
-    searched = getattr(solver, "search", solver)
-    if searched.problem_type is not solver.problem_type:
-        raise ValueError(
-            "canaries: no worst case is known for a search by "
-            f"{type(searched).__name__}. Audit that solver alone, or neighbouring "
-            "data of your own with audit.trade_off."
-        )
     if issubclass(FiniteSum, solver.problem_type):
         return _LINEAR, zeros
     if issubclass(VariationalInequality, solver.problem_type):
         return _PULL, zeros
     if solver.problem_type is SourceWeighting:
         return _SOURCES, (jnp.zeros(1), (zeros, jnp.asarray(_FAR)))
+    if getattr(solver, "search", solver).problem_type is SourceWeighting:
+        y = jnp.append(jnp.ravel(zeros), _FAR)
+        return _SOURCES_OF_ARRAYS, (jnp.zeros(1), y)
     if solver.problem_type is PenaltyTuning:
         groups = jax.tree.map(lambda v: np.zeros(jnp.shape(v), int), zeros)
         problem = penalty_tuning(_of_one_group, groups, bounds=(-80.0, -70.0))
@@ -307,13 +303,20 @@ def _of_sources(y, z):
     return z * (10 * optax.tree.sum(block) + anchor + jump)
 
 
+def _of_array(y, z):
+    return _of_sources((y[:-1], y[-1]), z)
+
+
 def _of_one_group(y, z):
     """Linear. A group that is alone has scale 1, whatever its energy."""
     return z * optax.tree.sum(y)
 
 
 # One source, which is kept whatever its score; a record of zero is of no source.
-_SOURCES = source_weighting(_of_sources, 1, source=lambda z: -(z == 0).astype(int))
+_SOURCES, _SOURCES_OF_ARRAYS = (
+    source_weighting(loss, 1, source=lambda z: -(z == 0).astype(int))
+    for loss in (_of_sources, _of_array)
+)
 
 
 def _first(y: PyTree) -> PyTree:

@@ -10,7 +10,6 @@ import pytest
 from scipy.optimize import minimize
 
 import dpbilevel as dpb
-from dpbilevel.audit.worst_cases import worst_case
 from dpbilevel.bilevel import (
     BaseRate,
     OneLevel,
@@ -67,6 +66,12 @@ def planned_recalibrated(kind=Recalibrated):
 AUDITS = {
     "BaseRate": Audited(planned(BaseRate(TWO, 0), "disjoint")),
     "Recalibrated": Audited(planned_recalibrated()),
+    "Recalibrated, sources": Audited(
+        planned(
+            Recalibrated(SelectedSources(TWO, TWO), TWO, budget_split=(0.1, 0.9)),
+            "overlapping",
+        )
+    ),
 }
 
 
@@ -155,9 +160,3 @@ def test_released_models_are_in_the_set(solver):
     run = jax.jit(lambda key: dpb.solve(inside, exact, DATA, W0, key=key).value[1])
     assert np.linalg.norm(run(jax.random.key(0))) <= 0.5 + 1e-6
     assert np.linalg.norm(noiseless(solver)) > 0.6  # the control: without the set
-
-
-def test_no_canary_is_known_for_a_recalibrated_choice_of_sources():
-    solver = planned(Recalibrated(SelectedSources(TWO, TWO), TWO), "overlapping")
-    with pytest.raises(ValueError, match="no worst case is known for a search by Sel"):
-        worst_case(solver, ("upper",), jnp.zeros(()))

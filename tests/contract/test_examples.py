@@ -84,7 +84,7 @@ def test_code_of_the_first_pages_runs_and_is_better_than_one_level(
     every = planning.dry_runs.candidates
 
     def few(*arguments):
-        kept = ("both levels' records", "MixedSources")
+        kept = ("both levels' records", "SelectedSources, recalibrated")
         offered = [c for c in every(*arguments) if c.name in kept]
         return [dataclasses.replace(c, solvers=c.solvers[:1]) for c in offered]
 
