@@ -139,7 +139,9 @@ def wide(name):
     data = dpb.Levels.shared(RECORDS) if shared else dpb.Levels(RECORDS, RECORDS + 0)
     sizes = dpb.Sizes(SIZE, SIZE, people)
     problem = APART if isinstance(solver, dpb.bilevel.LowerFirst) else TWO_LEVELS
-    return problem, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, ZERO)
+    few = isinstance(solver, dpb.bilevel.BaseRate | dpb.bilevel.Recalibrated)
+    y0 = ZERO[None] if few else ZERO  # a constant for each of as many scores
+    return problem, solver.with_noise(1.0).with_sizes(sizes), data, (ZERO, y0)
 
 
 def draws(problem, solver, data, w0):

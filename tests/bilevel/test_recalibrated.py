@@ -49,7 +49,7 @@ CONTRACT = {
     "recalibrated": Case(WEIGHTING, RECALIBRATED, DATA, W0, "disjoint", keeps_x=True),
     "recalibrated_both": Case(
         WEIGHTING,
-        Recalibrated(OneLevel(GD, "both"), TWO, budget_split=(0.6, 0.4)),
+        Recalibrated(OneLevel(GD, "both"), TWO, 0, budget_split=(0.6, 0.4)),
         DATA,
         W0,
         "overlapping",
