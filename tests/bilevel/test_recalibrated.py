@@ -40,7 +40,7 @@ def records(n, seed, offset):
 
 DATA = dpb.Levels(
     {k: v for k, v in records(50, 0, 2.5).items() if k != "source"},
-    records(200, 1, -1.0),
+    records(90, 1, -1.0),
 )
 SIZES = WEIGHTING.sizes_of(DATA, "disjoint")
 RECALIBRATED = Recalibrated(OneLevel(GD, "lower"), TWO, -1)
