@@ -189,8 +189,8 @@ def twins(
     if isinstance(problem, SourceWeighting):
         return (
             GoodOrBad(**shared),
-            Shifted(**shared),
-            Tables(**shared),
+            Shifted(**shared, rate=0.5),
+            Tables(**shared, rate=0.5),
             MissingPositives(**shared, margin=_OF_TABLES, columns="skewed", rate=0.4),
             skewed,
         )
