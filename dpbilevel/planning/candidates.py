@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..bilevel.applications import PenaltyTuning, SourceWeighting
@@ -35,10 +36,10 @@ _OF_BOTH = 1.118
 # may be biased more. Gradients of a network have no largest norm to take a part of.
 _CLIPPED, _CLIPPED_FIRST, _CLIPPED_NETWORK = 0.7, 0.5, 1.0
 
-# Steps of descent in inverse squares of the largest norm of a gradient. A softmax loss
-# has a curvature of at most half of that square, a logistic one of a quarter, so that
-# accelerated steps above 2.7 and 5.3 diverge. Momentum makes longer moves.
-_STABLE, _MOST_MOMENTUM = 2.5, 0.95
+# Steps of descent in inverse squares of the largest norm of a gradient. A logistic loss
+# has a curvature of at most a quarter of that square, so that accelerated steps above
+# 5.3 diverge. Momentum makes longer moves.
+_STABLE, _MOST_MOMENTUM = 4.0, 0.95
 # The length of steps for a few numbers.
 _OF_FEW = 4.0
 
@@ -165,8 +166,8 @@ def _(
             *(
                 _recalibrated(method, fit, intercept)
                 for method in (
-                    _selected(clip_norm, fit, (8.0, 32.0)),
-                    _mixed(clip_norm),
+                    _selected(clip_norm, fit, (8.0, 32.0, 64.0)),
+                    _mixed(clip_norm, w0[1]),
                 )
             ),
         ]
@@ -191,7 +192,9 @@ def _descent(
     return dataclasses.replace(plain, momentum=momentum)
 
 
-def _plain(clip_norm: float, steps: int, size: float, clipped: float) -> NoisyGD:
+def _plain(
+    clip_norm: float, steps: int, size: float, clipped: float = _CLIPPED
+) -> NoisyGD:
     # As they are shown: a plan can be copied from what it prints.
     clip = float(f"{clipped * clip_norm:.6g}")
     step_size = float(f"{size / clip_norm**2:.6g}")
@@ -203,9 +206,18 @@ def is_linear(model: PyTree) -> bool:
     return len(jax.tree.leaves(model)) == 1
 
 
+def _is_vector(model: PyTree) -> bool:
+    """Whether a model has one score."""
+    return is_array(model) and jnp.ndim(model) == 1
+
+
 def _fit(clip_norm: float, model: PyTree) -> _Fit:
+    if _is_vector(model):
+        return functools.partial(_descent, clip_norm)
+    # Of several classes or a network the curvature is mostly far below any bound: long
+    # steps are plain, and descent takes back those that are too long.
     clipped = _CLIPPED if is_linear(model) else _CLIPPED_NETWORK
-    return functools.partial(_descent, clip_norm, clipped=clipped)
+    return functools.partial(_plain, clip_norm, clipped=clipped)
 
 
 def _one_level(
@@ -231,7 +243,7 @@ def _one_level(
         return found
     recalibrated = tuple(
         Recalibrated(OneLevel(fit(100, s), "lower"), fit(20, _OF_FEW), intercept)
-        for s in (8.0, 32.0)
+        for s in (8.0, 32.0, 64.0)
     )
     found += (Candidate("lower level, recalibrated", recalibrated, 1),)
     if intercept is None:
@@ -290,13 +302,15 @@ def _selected(
     return Candidate("SelectedSources", solvers, 2)
 
 
-def _mixed(clip_norm: float) -> Candidate:
+def _mixed(clip_norm: float, model: PyTree) -> Candidate:
+    descent = _descent if _is_vector(model) else _plain
+
     def solver(first: float, then: float, clipped: float, size: float) -> MixedSources:
         # Gradients along mixtures are short: no public bound of their curvature.
         mixture = _plain(clip_norm, 10, size, clipped)
         # A step reads every record with every source's model: half of the usual number.
-        models = _descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
-        return MixedSources(models, mixture, _descent(clip_norm, 100, then), mixture)
+        models = descent(_OF_BOTH * clip_norm, 50, _OF_BOTH**2 * first)
+        return MixedSources(models, mixture, descent(clip_norm, 100, then), mixture)
 
     # Shorter steps for large noise, longer ones where there is little of it.
     settings = [(20.0, 24.0, 0.5, 3.0), (30.0, 24.0, 0.55, 5.0)]
