@@ -304,6 +304,7 @@ def _of_sources(y, z):
 
 
 def _of_array(y, z):
+    """Return the same with block and anchor in one array, the anchor last."""
     return _of_sources((y[:-1], y[-1]), z)
 
 

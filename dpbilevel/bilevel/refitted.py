@@ -78,7 +78,7 @@ class AbstractSearchThenFit(AbstractStages[_State]):
         return _State(search, y, Rejections.none(), jnp.zeros((), jnp.int32))
 
     def step(self, problem, data, state, *, key) -> _State:
-        """One step of the search, or the whole second run."""
+        """Return the state after one step of the search, or after the second run."""
         keys = derive(key, *self.stages)
         first, then = self.parts
 
@@ -99,19 +99,19 @@ class AbstractSearchThenFit(AbstractStages[_State]):
         return _State(inner, y, Rejections(count), state.t + 1)
 
     def released(self, state: _State) -> PyTree:
-        """The search's `x`, and its `y` or that of the second run."""
+        """Return the search's `x`, and its `y` or that of the second run."""
         return self.search.released(state.search)[0], state.y
 
     def adversary_view(self, state: _State) -> PyTree:
-        """What the search shows, and the `y` of the second run."""
+        """Return what the search shows, and the `y` of the second run."""
         return self.search.adversary_view(state.search), state.y
 
     def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """The search's answer with the `y` of the second run."""
+        """Return the search's answer with the `y` of the second run."""
         return self.search.answer(problem, state.search)[0], state.y
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """The releases of the search, then those of the second run."""
+        """Return the releases of the search, then those of the second run."""
         (_, name), (_, then) = self.stages, self.parts
         level = self.level(problem, (None, None), sizes)
         last = then.ledger(level, sizes).named(name)

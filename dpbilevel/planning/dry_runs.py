@@ -8,14 +8,12 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.optimize import minimize
 from jaxtyping import Key, PyTree
 from typing_extensions import override
 
 from .. import _checks
 from ..bilevel.applications import PenaltyTuning, penalty_start
 from ..bilevel.problem import BilevelProblem, Sizes
-from ..bilevel.recalibrated import constants_of, is_array
 from ..core.levels import check_pair
 from ..core.loop import solved
 from ..core.modules import arrays_of
@@ -28,9 +26,10 @@ from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates, is_linear
 from .conclusions import Trial, outlook_of, ranked_best, reason_of
+from .losses import constant_feature, mean_loss, model_of, trivial_loss
 from .race import Effort, leads_of, race, rounds_of
 from .settings import toml_of
-from .synthetic import Synthetic, example_for
+from .synthetic import Synthetic
 from .teachers import AbstractTwin, Twin
 from .twins import twins as default_twins
 
@@ -217,10 +216,7 @@ def auto(
     problem, w0, _ = arrays_of(owner, problem, w0)
     laws = _laws(problem, w0, clip_norm, records, twins, synthetic)
     w0 = jax.tree.map(jnp.asarray, w0)
-    model = w0[1] if isinstance(problem, BilevelProblem) else w0
-    if not is_array(model) or not jnp.ndim(model):
-        intercept = None
-    constants_of(owner, jnp.zeros(1) if intercept is None else model, intercept)
+    intercept = constant_feature(owner, model_of(problem, w0), intercept)
     offered = candidates(problem, w0, clip_norm, records, intercept)
     large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
     if large:
@@ -228,7 +224,7 @@ def auto(
     # A forecast is for the plan alone.
     planned: Any = {"sizes": sizes, "before": before}
     dry = _DryRuns(problem, w0, laws, seed, planned | {"precision": "float"})
-    starts = [_trivial(problem, w0, twin.test, intercept) for twin in dry.twins(0)]
+    starts = [trivial_loss(problem, w0, t.test, intercept) for t in dry.twins(0)]
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
     found = race(
         [method for method, _ in entries],
@@ -296,7 +292,7 @@ def _laws(
             raise ValueError("auto: give either synthetic= or twins=, got both.")
         return (Synthetic(synthetic),)
     if twins is None:
-        model = w0[1] if isinstance(problem, BilevelProblem) else w0
+        model = model_of(problem, w0)
         # The largest gradient of a linear model is as long as the features.
         norm = clip_norm if is_linear(model) else 1.0
         return default_twins(problem, records, norm)
@@ -389,7 +385,7 @@ class _DryRuns:
         for place, twin in enumerate(self.twins(number), len(self.laws)):
             key = jax.random.fold_in(self._key(number), place)
             value = _solve(self.problem, solver, twin.data, self.w0, key=key)
-            loss = _loss(self.problem, value, twin.test)
+            loss = float(mean_loss(self.problem, value, twin.test))
             found.append(loss if np.isfinite(loss) else np.inf)
         return found
 
@@ -401,47 +397,3 @@ class _DryRuns:
     ) -> list[list[list[float]]]:
         """The losses of solvers within a budget: by solver, run (of one) and twin."""
         return [[self.losses(self.plan(s, budget).solver, 0)] for s in solvers]
-
-
-def _trivial(problem: Any, w0: PyTree, test: PyTree, intercept: int | None) -> float:
-    """Return the loss of the best constant answer, or of the initial point if less."""
-    start = _start_loss(problem, w0, test)
-    if intercept is None:
-        return start
-    two = isinstance(problem, BilevelProblem)
-    model = w0[1] if two else w0
-    zero = jnp.zeros_like(model)
-
-    def loss(constant):
-        y = zero.at[intercept].set(constant.reshape(zero[intercept].shape))
-        return _mean_loss(problem, (w0[0], y) if two else y, test)
-
-    initial = jnp.zeros(zero[intercept].size, zero.dtype)
-    found = float(minimize(jax.jit(loss), initial, method="BFGS").fun)
-    return min(start, found) if np.isfinite(found) else start
-
-
-def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:
-    try:
-        return _loss(problem, w0, test)
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        shapes = jax.tree.map(lambda v: (v.shape[1:], str(v.dtype)), test)
-        raise ValueError(
-            "auto: pass synthetic=, a function that draws records like yours, or "
-            "records=, what they look like. The loss cannot read the default ones, of "
-            f"shapes {shapes} ({type(error).__name__}: {error}).{example_for(problem)}"
-        ) from error
-
-
-def _loss(problem: Any, value: PyTree, test: PyTree) -> float:
-    """The mean loss of a released model on test records."""
-    return float(_mean_loss(problem, value, test))
-
-
-def _mean_loss(problem: Any, value: PyTree, test: PyTree) -> jax.Array:
-    if isinstance(problem, BilevelProblem):
-        x, y = value
-        losses = jax.vmap(functools.partial(problem.upper, x), (None, 0))(y, test)
-    else:
-        losses = jax.vmap(problem.loss, (None, 0))(value, test)
-    return jnp.mean(losses)

@@ -50,7 +50,7 @@ class Frame:
 
     @property
     def numbers(self) -> float:
-        """The share of columns that are not indicators, whose bounds are 0 and 1.
+        """Share of columns that are not indicators, whose bounds are 0 and 1.
 
         Most indicators of a row are 0, whatever else is declared.
         """
@@ -59,13 +59,13 @@ class Frame:
         return float(np.mean((self.lower != 0) | (self.upper != 1)))
 
     def rows(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-        """Rows in these units; NaN where an entry is not finite."""
+        """Return rows in these units; NaN if an entry is not finite."""
         finite = np.isfinite(X).all(axis=1, keepdims=True)
         rows = (self.cut(np.where(finite, X, 0)) - self.center) / self.scale
         return np.where(finite, rows, np.nan)
 
     def cut(self, X: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-        """Rows of finite entries, cut to the bounds or shortened to the norm."""
+        """Return rows of finite entries, cut to the bounds or shortened to the norm."""
         if self.norm is None:
             return np.clip(X, self.lower, self.upper)
         # Squares of huge entries would overflow.
