@@ -27,6 +27,7 @@ NAMES = (
     "tuned_estimators",
     "estimators",
     "real_tables",
+    "natural_sources",
     "census",
     "single_loop",
     "hypergradient",

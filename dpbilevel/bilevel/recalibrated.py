@@ -18,6 +18,9 @@ from .refitted import AbstractSearchThenFit
 from .runs import AbstractRuns
 
 RATE = "rate"
+# The ridge in units of the noise of one long release. All of it keeps a model whose
+# base rate is a tenth of the upper records' halfway between the two.
+_RIDGE = 0.25
 
 
 class _Span(eqx.Module):
@@ -55,6 +58,17 @@ def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
     return UpperLevel(inside, span)
 
 
+def _with_ridge(
+    problem: BilevelProblem, span: _Span | None, solver: NoisyGD, sizes: Sizes | None
+) -> UpperLevel:
+    """Return this level with a ridge in proportion to the noise of one long release."""
+    bare = _level(problem, None)
+    if span is None:
+        return bare
+    ridge = _RIDGE * noise_std(solver, bare, sizes) / solver.num_steps**0.5
+    return _level(problem, dataclasses.replace(span, ridge=ridge))
+
+
 def is_array(y: PyTree) -> bool:
     """Whether a model is one array, or its shape."""
     return hasattr(y, "shape") and hasattr(y, "dtype")
@@ -89,7 +103,8 @@ class BaseRate(AbstractRuns):
 
     All other coefficients stay as they are, and so does $x$. From $y_0 = 0$ the answer
     is a private estimate of the best constant prediction: of two classes, of the rate
-    of the positive ones. The baseline that every model has to beat.
+    of the positive ones. The baseline that every model has to beat. A ridge as in
+    `Recalibrated` keeps noise from moving the answer far.
 
     Args:
         rate: The one-level solver of the coefficients.
@@ -113,7 +128,7 @@ class BaseRate(AbstractRuns):
 
     @override
     def level(self, name, problem, w0, found):
-        return _level(problem, w0 and self._span(w0))
+        return _with_ridge(problem, w0 and self._span(w0), self.rate, self.sizes)
 
     @override
     def start(self, name, w0, found):
@@ -141,8 +156,8 @@ class Recalibrated(AbstractSearchThenFit):
     with $e_j$ the coefficient of a constant feature, one for each score. A model of the
     lower records, of which there are many, thereby has the base rate of the upper ones,
     and coefficients as long as its predictions deserve. The ridge $\rho = \sigma /
-    \sqrt T$ is the noise that a mean gradient would have if the whole run released one:
-    where little can be seen of $u$, the model stays as it is.
+    (4 \sqrt T)$ is a quarter of the noise that a mean gradient would have if the whole
+    run released one: where little can be seen of $u$, the model stays as it is.
 
     Args:
         search: The solver of the model: `OneLevel(model, reads="lower")`, or a method
@@ -185,12 +200,8 @@ class Recalibrated(AbstractSearchThenFit):
 
     @override
     def level(self, problem, pair, sizes) -> UpperLevel:
-        bare = _level(problem, None)
-        if pair[1] is None:
-            return bare
-        ridge = noise_std(self.calibration, bare, sizes)
-        ridge = ridge / self.calibration.num_steps**0.5
-        return _level(problem, dataclasses.replace(self._span(pair), ridge=ridge))
+        span = None if pair[1] is None else self._span(pair)
+        return _with_ridge(problem, span, self.calibration, sizes)
 
     @override
     def start(self, y):

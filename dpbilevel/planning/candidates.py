@@ -161,15 +161,10 @@ def _(
     fit = _fit(clip_norm, w0[1])
     found = [*_one_level(fit, w0[1], intercept)]
     if is_linear(w0[1]):
+        sizes = (8.0, 32.0, 64.0) if _is_vector(w0[1]) else (8.0, 16.0, 32.0)
         found += [
-            _refitted(clip_norm, fit, (8.0,)),
-            *(
-                _recalibrated(method, fit, intercept)
-                for method in (
-                    _selected(clip_norm, fit, (8.0, 32.0, 64.0)),
-                    _mixed(clip_norm, w0[1]),
-                )
-            ),
+            _recalibrated(_selected(clip_norm, fit, (1.0,), sizes), fit, intercept),
+            _recalibrated(_mixed(clip_norm, w0[1]), fit, intercept),
         ]
     else:
         # Mixtures of networks are no mixtures, and with so many parameters gradients of
@@ -177,7 +172,8 @@ def _(
         # validation records.
         described = isinstance(records, Mapping)
         scoring = Layout(records).linear() if described else None
-        found.append(_selected(clip_norm, fit, (2.0, 4.0, 8.0), scoring))
+        sizes = (2.0, 4.0, 8.0)
+        found.append(_selected(clip_norm, fit, (0.5, 2.0), sizes, scoring))
     return tuple(found)
 
 
@@ -223,7 +219,7 @@ def _fit(clip_norm: float, model: PyTree) -> _Fit:
 def _one_level(
     fit: _Fit, model: PyTree, intercept: int | None
 ) -> tuple[Candidate, ...]:
-    many = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+    many = (1.0, 4.0, 16.0, 64.0)
     # From a few hundred validation records, where noise admits few steps, to many.
     upper = [fit(10, s) for s in (0.5, 1.0, 2.0)] + [fit(100, s) for s in (2.0, 8.0)]
     found = (
@@ -252,9 +248,7 @@ def _one_level(
     return (*found, Candidate("base rate", (rate,), 1))
 
 
-def _refitted(
-    clip_norm: float, fit: _Fit, sizes: tuple[float, ...] = (4.0, 8.0)
-) -> Candidate:
+def _refitted(clip_norm: float, fit: _Fit) -> Candidate:
     def solver(outer: float, size: float) -> Refitted:
         search = PenaltyBilevel(
             20,
@@ -266,7 +260,7 @@ def _refitted(
         )
         return Refitted(search, fit(100, size), (0.5, 0.5))
 
-    settings = itertools.product((5.0, 20.0), sizes)
+    settings = itertools.product((5.0, 20.0), (4.0, 8.0))
     return Candidate("PenaltyBilevel, refitted", _each(solver, settings), 2)
 
 
@@ -281,6 +275,7 @@ def _lower_first(fit: _Fit) -> Candidate:
 def _selected(
     clip_norm: float,
     fit: _Fit,
+    first_sizes: tuple[float, ...],
     sizes: tuple[float, ...],
     scoring: ScoringModel | None = None,
 ) -> Candidate:
@@ -296,7 +291,7 @@ def _selected(
         lower = solver(1.0, then)
         return dataclasses.replace(lower, fit_reads="both", budget_split=shares)
 
-    settings = itertools.product((0.5, 2.0), sizes)
+    settings = itertools.product(first_sizes, sizes)
     both = itertools.product((0.03, 0.1), sizes)
     solvers = _each(solver, settings) + _each(of_both, both)
     return Candidate("SelectedSources", solvers, 2)
@@ -313,12 +308,12 @@ def _mixed(clip_norm: float, model: PyTree) -> Candidate:
         return MixedSources(models, mixture, descent(clip_norm, 100, then), mixture)
 
     # Shorter steps for large noise, longer ones where there is little of it.
-    settings = [(20.0, 24.0, 0.5, 3.0), (30.0, 24.0, 0.55, 5.0)]
-    # Of many parameters mixtures move few, and gradients along them are short.
-    settings += [(30.0, 16.0, 0.1, 1024.0)]
-    # Where noise is large, all steps have to be short.
-    short = [(0.1, 4.0), (0.2, 2.0), (0.2, 4.0), (0.35, 2.0)]
-    settings += [(15.0, 4.0, *mixture) for mixture in short]
+    settings = [(20.0, 24.0, 0.5, 3.0)]
+    settings += [(15.0, 4.0, *mixture) for mixture in ((0.1, 4.0), (0.2, 4.0))]
+    settings += [(15.0, 4.0, 0.35, 2.0)]
+    if not _is_vector(model):
+        # Of many parameters mixtures move few, and gradients along them are short.
+        settings = [(30.0, 16.0, 0.1, 1024.0), *settings[::2]]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 
@@ -326,20 +321,32 @@ def _recalibrated(method: Candidate, fit: _Fit, intercept: int | None) -> Candid
     """Return a method that chooses sources with a part of the budget for two numbers.
 
     The parts are those with which disjoint people of either level spend all of theirs.
+    Upper records say more about the two numbers than about the sources, but where noise
+    is large the sources need more of them.
     """
 
-    def solver(search: SelectedSources | MixedSources) -> Recalibrated:
-        inner, outer = (0.5, 0.05, 0.95), (0.75, 0.25)
+    def parts(search: SelectedSources | MixedSources):
         if isinstance(search, MixedSources):
-            inner = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
-            outer = (0.85, 0.15)
+            yield (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49), (1.0, 0.3)
         elif search.fit_reads == "both":
-            inner, outer = search.budget_split, (0.9, 0.1)
-        search = dataclasses.replace(search, budget_split=inner)
-        return Recalibrated(search, fit(20, _OF_FEW), intercept, outer)
+            # A quarter of the fit's part is charged, which is most of the budget.
+            yield search.budget_split, (1.0, 2 * search.budget_split[0])
+        else:
+            yield (0.15, 0.05, 0.95), (1.0, 0.85)
+            yield (0.6, 0.05, 0.95), (1.0, 0.4)
 
-    solvers: Any = method.solvers
-    return Candidate(f"{method.name}, recalibrated", tuple(map(solver, solvers)), 2)
+    searches: Any = method.solvers
+    found = tuple(
+        Recalibrated(
+            dataclasses.replace(search, budget_split=inner),
+            fit(20, _OF_FEW),
+            intercept,
+            outer,
+        )
+        for search in searches
+        for inner, outer in parts(search)
+    )
+    return Candidate(f"{method.name}, recalibrated", found, 2)
 
 
 def _each(make, settings) -> tuple[AbstractSolver, ...]:

@@ -100,7 +100,7 @@ def reason_of(
         next((trial for trial in ranked if trial.levels == levels), None)
         for levels in (1, 2)
     )
-    if not _improves(first.losses, starts):
+    if not improves(first.losses, starts):
         return (
             "No method improves on the best constant answer on every kind of synthetic "
             f"records at {budget}. More records or a larger epsilon are needed. "
@@ -131,7 +131,7 @@ def reason_of(
     )
 
 
-def _improves(losses: Sequence[float], starts: Sequence[float]) -> bool:
+def improves(losses: Sequence[float], starts: Sequence[float]) -> bool:
     """Whether a method is better than the best constant answer on every twin."""
     return all(loss < start for loss, start in zip(losses, starts, strict=True))
 
@@ -166,6 +166,7 @@ def outlook_of(
     starts: list[float],
     budget: PrivacyBudget,
     table: Callable[..., list[list[list[float]]]],
+    answers: list[float],
 ) -> str:
     """The epsilon from which two levels pay or, where no method is useful, one is.
 
@@ -174,17 +175,18 @@ def outlook_of(
         starts: The losses of the best constant answers.
         budget: The budget.
         table: As `_DryRuns.table`.
+        answers: The losses of the best constant answers in its run.
     """
-    useful = _improves(ranked[0].losses, starts)
+    useful = improves(ranked[0].losses, starts)
     single = all(trial.levels == 1 for trial in ranked)
     if useful and (single or ranked[0].levels == 2):
         return ""
     for epsilon in (factor * budget.epsilon for factor in _MORE):
         larger = PrivacyBudget(epsilon, budget.delta)
         losses = table([trial.solver for trial in ranked], larger)
-        again = _judged(ranked, losses, starts)
-        best = again[ranked_best(dict(enumerate(again)), starts)[0]]
-        if not useful and _improves(best.losses, starts):
+        again = _judged(ranked, losses, answers)
+        best = again[ranked_best(dict(enumerate(again)), answers)[0]]
+        if not useful and improves(best.losses, answers):
             return (
                 f" From about epsilon = {epsilon:g} on {best.method} may improve on it."
             )

@@ -25,7 +25,7 @@ from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates, is_linear
-from .conclusions import Trial, outlook_of, ranked_best, reason_of
+from .conclusions import Trial, improves, outlook_of, ranked_best, reason_of
 from .losses import constant_feature, mean_loss, model_of, trivial_loss
 from .race import Effort, leads_of, race, rounds_of
 from .settings import toml_of
@@ -223,16 +223,18 @@ def auto(
         offered = [dataclasses.replace(m, solvers=m.solvers[::2]) for m in offered]
     # A forecast is for the plan alone.
     planned: Any = {"sizes": sizes, "before": before}
-    dry = _DryRuns(problem, w0, laws, seed, planned | {"precision": "float"})
-    starts = [trivial_loss(problem, w0, t.test, intercept) for t in dry.twins(0)]
+    planned_dry = planned | {"precision": "float"}
+    dry = _DryRuns(problem, w0, laws, seed, intercept, planned_dry)
+    rounds = rounds_of(effort, len(laws), large=large)
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
     found = race(
         [method for method, _ in entries],
-        rounds_of(effort, len(laws), large=large),
+        rounds,
         lambda index, number: dry.losses(plans[index].solver, number),
-        starts,
+        dry.answers,
         progress,
     )
+    starts = np.mean([dry.answers(run) for run in range(sum(rounds))], 0).tolist()
     trials = {i: _trial(*entries[i], runs, regret) for i, runs, regret in found}
     ranked = ranked_best(trials, starts)
     runs = {i: losses for i, losses, _ in found}
@@ -240,18 +242,20 @@ def auto(
         dataclasses.replace(trials[i], leads=leads_of(runs[i], runs[ranked[0]], starts))
         for i in ranked
     )
-    outlook = outlook_of(best, starts, budget, dry.table)
+    names = [law.name for law in laws]
+    reason = reason_of(best, budget, names, starts, own=bool(synthetic))
+    reason += outlook_of(best, starts, budget, dry.table, dry.answers(0))
     planned |= {"w0": w0, "precision": precision}
     plan = calibrated(problem, best[0].solver, budget, **planned)
     plan.warn(owner)
+    if not improves(best[0].losses, starts):
+        _checks.warn(f"{owner}: {reason}")
     return AutoPlan(
         plan.solver,
         plan.report,
-        reason_of(best, budget, [law.name for law in laws], starts, own=bool(synthetic))
-        + outlook
-        + _remark_on(problem, w0),
+        reason + _remark_on(problem, w0),
         best,
-        tuple(law.name for law in laws),
+        tuple(names),
         tuple(starts),
         left_out,
     )
@@ -359,6 +363,7 @@ class _DryRuns:
     w0: PyTree
     laws: tuple[AbstractTwin, ...]
     seed: int
+    intercept: int | None
     options: dict[str, Any]  # of `calibrate`
 
     @functools.cached_property
@@ -375,6 +380,19 @@ class _DryRuns:
             ]
 
         return drawn
+
+    @functools.cached_property
+    def answers(self) -> Callable[[int], list[float]]:
+        """The losses of the best constant answers on the twins of a run."""
+
+        @functools.cache
+        def found(number: int) -> list[float]:
+            return [
+                trivial_loss(self.problem, self.w0, twin.test, self.intercept)
+                for twin in self.twins(number)
+            ]
+
+        return found
 
     def plan(self, solver: AbstractSolver, budget: PrivacyBudget) -> Plan[Any]:
         return calibrated(self.problem, solver, budget, **self.options)

@@ -32,6 +32,7 @@ def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | 
     return intercept
 
 
+@jax.jit
 def mean_loss(problem: Any, value: PyTree, test: PyTree) -> Float[Array, ""]:
     """Return the mean loss of a released model on test records."""
     if isinstance(problem, BilevelProblem):
@@ -59,6 +60,15 @@ def trivial_loss(
     start = _start_loss(problem, w0, test)
     if intercept is None:
         return start
+    found = float(_constant_loss(problem, w0, test, intercept))
+    return min(start, found) if np.isfinite(found) else start
+
+
+# Jitted, because the constant answer of every draw is looked for.
+@functools.partial(jax.jit, static_argnames="intercept")
+def _constant_loss(
+    problem: Any, w0: PyTree, test: PyTree, intercept: int
+) -> Float[Array, ""]:
     zero = jnp.zeros_like(model_of(problem, w0))
 
     def loss(constant):
@@ -67,8 +77,7 @@ def trivial_loss(
         return mean_loss(problem, (w0[0], y) if two else y, test)
 
     initial = jnp.zeros(zero[intercept].size, zero.dtype)
-    found = float(minimize(loss, initial, method="BFGS").fun)
-    return min(start, found) if np.isfinite(found) else start
+    return minimize(loss, initial, method="BFGS").fun
 
 
 def _start_loss(problem: Any, w0: PyTree, test: PyTree) -> float:

@@ -37,7 +37,7 @@ def race(
     methods: list[Candidate],
     rounds: tuple[int, ...],
     dry_run: Callable[[int, int], list[float]],
-    starts: list[float],
+    answers: Callable[[int], list[float]],
     progress: Callable[[int, int], None],
 ) -> list[tuple[int, list[list[float]], float]]:
     """Successive halving within each method, and of methods that are far behind.
@@ -48,7 +48,8 @@ def race(
         methods: The method of each setting.
         rounds: How many runs each setting that is left makes, round after round.
         dry_run: The losses of a setting on all twins, by its index and the run's.
-        starts: The losses of the best constant answers.
+        answers: The losses of the best constant answers on all twins, by the run's
+            index.
         progress: As for `auto`, in runs on all twins.
 
     Returns:
@@ -56,10 +57,11 @@ def race(
         miss: of methods that were left out as it was then, from fewer runs.
     """
     losses: dict[int, list[list[float]]] = {index: [] for index in range(len(methods))}
-    left, behind = [*losses], {}
+    left, behind, known = [*losses], {}, []
     done = 0
     for number, count in enumerate(rounds):
         if number:
+            starts = np.mean(known, 0).tolist()
             shares = shares_of([losses[index] for index in left], starts)
             worst = dict(zip(left, np.max(shares, 1).tolist(), strict=True))
             means = dict(zip(left, np.mean(shares, 1).tolist(), strict=True))
@@ -71,13 +73,14 @@ def race(
             behind |= {index: worst[index] for index in out}
         names = collections.Counter(methods[index].name for index in left)
         total = done + _most_runs(names, rounds, number)
-        first = sum(rounds[:number])
-        for run in range(first, first + count):
+        for run in range(len(known), len(known) + count):
+            known.append(answers(run))
             for index in left:
                 losses[index].append(dry_run(index, run))
                 done += 1
                 progress(done, total)
     # Among those of equal runs: what few runs show depends on whose records they had.
+    starts = np.mean(known, 0).tolist()
     regrets = regrets_of([losses[index] for index in left], starts)
     missed = dict(zip(left, regrets, strict=True)) | behind
     return [(index, losses[index], regret) for index, regret in missed.items()]

@@ -19,6 +19,8 @@ from .teachers import AbstractTeacherTwin, AbstractTwin, Columns, spread_over
 _OF_GROUPS = 4.0
 # The margin of labels that features say little about, as on most tables.
 _OF_TABLES = 1.0
+# The margin of labels where sources differ from the population.
+_OF_SOURCES = 1.5
 
 
 class GoodOrBad(AbstractTeacherTwin):
@@ -45,7 +47,7 @@ class Shifted(AbstractTeacherTwin):
         shift: The largest distance of a source's model, in norms of the population's.
     """
 
-    shift: Positive = 1.2
+    shift: Positive = 0.8
 
     @override
     def models(self, problem, shape, key):
@@ -67,7 +69,7 @@ class Tables(AbstractTeacherTwin):
     """
 
     columns: Columns = eqx.field(static=True, default="categories")
-    shift: Positive = 1.0
+    shift: Positive = 0.7
 
     @override
     def sources(self, key, rows, num_sources):
@@ -188,9 +190,9 @@ def twins(
     skewed = Alike(**shared, margin=_OF_TABLES, columns="skewed", rate=0.2)
     if isinstance(problem, SourceWeighting):
         return (
-            GoodOrBad(**shared),
-            Shifted(**shared, rate=0.5),
-            Tables(**shared, rate=0.5),
+            GoodOrBad(**shared, margin=2.0),
+            Shifted(**shared, margin=_OF_SOURCES, rate=0.5),
+            Tables(**shared, margin=_OF_SOURCES, rate=0.5),
             MissingPositives(**shared, margin=_OF_TABLES, columns="skewed", rate=0.4),
             skewed,
         )

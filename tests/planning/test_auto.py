@@ -106,17 +106,16 @@ def outlook(one, two):
         assert len(solvers) == 2
         return [[[loss]] for loss in found[budget.epsilon]]
 
-    return conclusions.outlook_of(ranked, [1.0], dpb.PrivacyBudget(1.0, 1e-5), table)
+    budget = dpb.PrivacyBudget(1.0, 1e-5)
+    return conclusions.outlook_of(ranked, [1.0], budget, table, [1.0])
 
 
 def test_the_epsilon_from_which_on_two_levels_pay_is_found():
     one, two = (0.5, 0.5, 0.5, 0.5, 0.5), (0.9, 0.7, 0.4, 0.3, 0.2)
     assert outlook(one, two) == " Two levels may pay from about epsilon = 4 on."
     assert outlook(one, one) == " Nor do they on these records at epsilon = 16."
-    assert (
-        conclusions.outlook_of([trial(2, 0.1), trial(1, 0.2)], [1.0], BUDGET, None)
-        == ""
-    )
+    ranked = [trial(2, 0.1), trial(1, 0.2)]
+    assert conclusions.outlook_of(ranked, [1.0], BUDGET, None, [1.0]) == ""
 
 
 def test_the_epsilon_from_which_on_any_method_is_useful_is_found():
@@ -191,15 +190,15 @@ def test_methods_far_behind_are_left_out_early_but_for_one_level():
         made[index] += 1
         return [losses[index]]
 
-    found = race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
+    found = race.race(METHODS, (1, 2, 3), dry_run, lambda _: [1.0], lambda *_: None)
     assert made == [6, 1, 6]
     assert [(index, len(runs)) for index, runs, _ in found] == [(0, 6), (2, 6), (1, 1)]
     np.testing.assert_allclose([regret for *_, regret in found], [0, 7 / 9, 11 / 9])
     losses[1] = 0.5  # by four ninths, which is only too much after the second round
-    race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
+    race.race(METHODS, (1, 2, 3), dry_run, lambda _: [1.0], lambda *_: None)
     assert made == [12, 4, 12]
     losses[1] = 0.3
-    race.race(METHODS, (1, 2, 3), dry_run, [1.0], lambda *_: None)
+    race.race(METHODS, (1, 2, 3), dry_run, lambda _: [1.0], lambda *_: None)
     assert made == [18, 10, 18]
 
 
@@ -214,7 +213,7 @@ def test_failures_after_the_first_nine_runs_decide():
         return [(0.9 if fails else 0.1 if index < 8 else 0.12) + index / 1e4] * 4
 
     rounds = race.rounds_of("fast", 4, large=False)
-    found = race.race(methods, rounds, dry_run, [1.0] * 4, lambda *_: None)
+    found = race.race(methods, rounds, dry_run, lambda _: [1.0] * 4, lambda *_: None)
     assert rounds == (1, 3, 4, 6)
     assert made == [14, 4, 4, *[1] * 5] * 2
     assert {index for index, *_ in found} == {0, 8}
@@ -228,7 +227,7 @@ def test_bad_luck_on_one_twin_in_the_first_run_drops_no_setting():
         unlucky = index == 4 and number == 0
         return [0.3 if index < 4 else 0.1] * 3 + [0.6 if unlucky else 0.4 - index / 20]
 
-    found = race.race([METHODS[0]] * 5, (1, 3, 4), dry_run, [1.0] * 4, lambda *_: None)
+    found = race.race([METHODS[0]] * 5, (1, 3, 4), dry_run, lambda _: [1.0] * 4, lambda *_: None)
     assert [index for index, *_ in found] == [4]
 
 
@@ -261,7 +260,7 @@ def test_the_share_of_dry_runs_that_is_done_never_falls():
         settings,
         (1, 3, 8),
         lambda index, number: [index / 20],
-        [1.0],
+        lambda _: [1.0],
         lambda done, total: shown.append(done / total),
     )
     assert shown == sorted(shown)
@@ -274,7 +273,7 @@ def test_what_a_method_showed_on_easy_records_is_no_measure_of_later_runs(monkey
         return [(later if number else easy)[index]]
 
     monkeypatch.setattr(race, "_HOPELESS", (0.25, 0.1))
-    found = race.race(METHODS, (1, 9), dry_run, [1.0], lambda *_: None)
+    found = race.race(METHODS, (1, 9), dry_run, lambda _: [1.0], lambda *_: None)
     assert [(index, len(runs)) for index, runs, _ in found] == [
         (0, 10),
         (2, 10),

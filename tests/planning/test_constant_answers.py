@@ -11,7 +11,8 @@ import pytest
 import dpbilevel as dpb
 from dpbilevel import planning
 from dpbilevel.bilevel import BaseRate, OneLevel, Recalibrated, SelectedSources
-from dpbilevel.planning import conclusions, losses
+from dpbilevel.planning import conclusions, losses, race
+from dpbilevel.planning.candidates import Candidate
 from dpbilevel.planning.settings import toml_of
 
 D = 6
@@ -52,6 +53,48 @@ def test_the_constant_answer_of_classes_is_their_entropy():
     found = losses.trivial_loss(dpb.FiniteSum(loss), jnp.zeros((1, 3)), test, -1)
     shares = np.asarray([0.5, 0.3, 0.2])
     assert found == pytest.approx(-np.sum(shares * np.log(shares)), abs=1e-4)
+
+
+def test_losses_are_compared_with_the_constant_answers_of_the_same_draws():
+    # Draws whose labels are harder from run to run, and a method that is always better.
+    method = Candidate("method", (), 1)
+    runs = [0.1, 0.3, 0.9]
+    found = race.race(
+        [method],
+        (1, 2),
+        lambda index, number: [runs[number] - 0.05],
+        lambda number: [runs[number]],
+        lambda done, total: None,
+    )
+    ((_, losses_of_runs, missed),) = found
+    assert np.mean(losses_of_runs) < np.mean(runs)
+    assert missed == 0
+
+
+def one_draw_and_all(rates):
+    """Plan with synthetic labels of these rates, draw by draw."""
+    left = [*rates]
+
+    def synthetic(key, sizes):
+        rate = left.pop(0) if len(left) > 1 else left[0]
+        label = jnp.where(jnp.arange(sizes) < rate * sizes, 1.0, -1.0)
+        return {"features": jnp.ones((sizes, 1)), "label": label}
+
+    return synthetic
+
+
+def test_the_constant_answer_is_that_of_all_draws_and_harm_is_warned_of():
+    budget = dpb.PrivacyBudget(1.0, 1e-5)
+    with pytest.warns(UserWarning, match="No method improves on the best constant"):
+        plan = dpb.auto(
+            ONE,
+            budget,
+            sizes=400,
+            w0=jnp.zeros(1),
+            synthetic=one_draw_and_all([0.02, 0.5]),
+        )
+    # The first draw alone has .098.
+    assert plan.start_losses[0] > 0.6
 
 
 @pytest.mark.parametrize("law", [*planning.twins(SOURCES), *planning.twins(ONE)])
