@@ -165,7 +165,7 @@ def table(rows):
 
 
 def methods(rows):
-    """Return the medians over tasks of the losses in shares of the constant answer's."""
+    """Return medians over tasks of losses in shares of the constant answer's."""
     names = (*SHOWN, AUTO)
     lines = ["| method | " + " | ".join(f"epsilon {e:g}" for e in EPSILONS) + " |"]
     lines.append("|" + "---|" * (len(EPSILONS) + 1))
@@ -194,6 +194,7 @@ def main():
     rows = json.loads(ROWS.read_text()) if ROWS.exists() else []
     done = {(row["task"], row["epsilon"]) for row in rows}
     for name, split in splits.items():
+        jax.clear_caches()  # programs of many shapes fill the memory
         for epsilon in budgets:
             if name.startswith(prefix) and (name, epsilon) not in done:
                 task = made(name, split, tables[split.table], records[split.table])

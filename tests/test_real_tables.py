@@ -5,6 +5,8 @@ import pytest
 from sklearn import metrics
 
 from benchmarks import (
+    declared_tables,
+    natural_sources,
     real_labels,
     real_tables,
     real_targets,
@@ -84,6 +86,41 @@ def test_features_are_numbers_and_indicators_within_their_bounds():
     assert task.unit.tolist() == [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]]
     assert task.centered.tolist() == [[-1, 1, 0, 0, 1], [1, 0, 1, 0, 0]]
     assert np.linalg.norm(task.centered, axis=1).max() == task.longest
+
+
+@pytest.mark.parametrize(
+    ("split", "kept"),  # the columns are age, three kinds of work, x
+    [
+        (natural_sources.Split("", "work", "b"), [0, 4]),
+        (natural_sources.Split("", "age", 1, (40, 60)), [1, 2, 3, 4]),
+    ],
+)
+def test_a_split_has_no_column_of_its_sources_and_none_of_the_population(split, kept):
+    table = declared_tables.Table(
+        "", "", "y", None, {"age": (20, 80)}, {"work": ("a", "b", "c"), "x": (0, 1)}
+    )
+    rng, rows = np.random.default_rng(0), 2000
+    task = table_tasks.Task(
+        numbers=rng.choice([30.0, 50.0, 70.0], (rows, 1)),
+        codes=np.stack([rng.integers(0, 3, rows), rng.integers(0, 2, rows)], 1),
+        y=rng.integers(0, 2, rows),
+        bounds=np.array([[20.0, 80.0]]),
+        sizes=np.array([3, 2]),
+        target=np.array([0.0, 1.0]),
+    )
+    made = natural_sources.made("", split, table, task)
+    assert made.num_sources == 2
+    assert len(made.data.upper["label"]) == natural_sources.VALIDATION
+    found = [np.asarray(v["features"]) for v in (made.data.lower, made.test)]
+    column = task.numbers[:, 0] if split.bands else task.codes[:, 0]
+    of_population = column == (50.0 if split.bands else 1)
+    assert len(found[0]) == np.sum(~of_population)
+    assert len(found[1]) == np.sum(of_population) - natural_sources.VALIDATION
+    # The other columns and a constant, in rows of norm 1.
+    columns = task.centered[~of_population][:, kept]
+    columns = np.concatenate([columns, np.ones((len(columns), 1))], 1)
+    columns /= np.linalg.norm(columns, axis=1, keepdims=True)
+    np.testing.assert_allclose(found[0], columns, rtol=1e-5)
 
 
 def test_no_table_is_in_two_groups_and_bounds_increase():

@@ -161,7 +161,7 @@ def _(
     fit = _fit(clip_norm, w0[1])
     found = [*_one_level(fit, w0[1], intercept)]
     if is_linear(w0[1]):
-        sizes = (8.0, 32.0, 64.0) if _is_vector(w0[1]) else (8.0, 16.0, 32.0)
+        sizes = (8.0, 32.0, 64.0) if _is_vector(w0[1]) else (16.0, 8.0)
         found += [
             _recalibrated(_selected(clip_norm, fit, (1.0,), sizes), fit, intercept),
             _recalibrated(_mixed(clip_norm, w0[1]), fit, intercept),
@@ -321,32 +321,23 @@ def _recalibrated(method: Candidate, fit: _Fit, intercept: int | None) -> Candid
     """Return a method that chooses sources with a part of the budget for two numbers.
 
     The parts are those with which disjoint people of either level spend all of theirs.
-    Upper records say more about the two numbers than about the sources, but where noise
-    is large the sources need more of them.
+    Upper records say more about the two numbers than about the sources.
     """
 
-    def parts(search: SelectedSources | MixedSources):
+    def solver(search: SelectedSources | MixedSources) -> Recalibrated:
+        inner, outer = (0.4, 0.05, 0.95), (1.0, 0.6)
         if isinstance(search, MixedSources):
-            yield (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49), (1.0, 0.3)
+            inner = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
+            outer = (1.0, 0.3)
         elif search.fit_reads == "both":
             # A quarter of the fit's part is charged, which is most of the budget.
-            yield search.budget_split, (1.0, 2 * search.budget_split[0])
-        else:
-            yield (0.15, 0.05, 0.95), (1.0, 0.85)
-            yield (0.6, 0.05, 0.95), (1.0, 0.4)
+            inner = search.budget_split
+            outer = (1.0, 2 * inner[0])
+        search = dataclasses.replace(search, budget_split=inner)
+        return Recalibrated(search, fit(20, _OF_FEW), intercept, outer)
 
-    searches: Any = method.solvers
-    found = tuple(
-        Recalibrated(
-            dataclasses.replace(search, budget_split=inner),
-            fit(20, _OF_FEW),
-            intercept,
-            outer,
-        )
-        for search in searches
-        for inner, outer in parts(search)
-    )
-    return Candidate(f"{method.name}, recalibrated", found, 2)
+    solvers: Any = method.solvers
+    return Candidate(f"{method.name}, recalibrated", tuple(map(solver, solvers)), 2)
 
 
 def _each(make, settings) -> tuple[AbstractSolver, ...]:

@@ -13,7 +13,6 @@ from dpbilevel import planning
 from dpbilevel.bilevel import (
     OneLevel,
     Recalibrated,
-    Refitted,
     SelectedSources,
 )
 from dpbilevel.planning import conclusions, dry_runs, race
@@ -227,7 +226,9 @@ def test_bad_luck_on_one_twin_in_the_first_run_drops_no_setting():
         unlucky = index == 4 and number == 0
         return [0.3 if index < 4 else 0.1] * 3 + [0.6 if unlucky else 0.4 - index / 20]
 
-    found = race.race([METHODS[0]] * 5, (1, 3, 4), dry_run, lambda _: [1.0] * 4, lambda *_: None)
+    found = race.race(
+        [METHODS[0]] * 5, (1, 3, 4), dry_run, lambda _: [1.0] * 4, lambda *_: None
+    )
     assert [index for index, *_ in found] == [4]
 
 
@@ -317,7 +318,7 @@ def test_candidates_for_networks_leave_out_mixtures_and_searches_of_weights():
         {type(s) for c in planning.candidates(SOURCES, w0, 1.0) for s in c.solvers}
         for w0 in (W0, network)
     ]
-    assert kinds[0] - kinds[1] == {Recalibrated, Refitted}
+    assert kinds[0] - kinds[1] == {Recalibrated}
 
 
 def test_the_lower_level_first_is_a_candidate_where_it_reads_no_x():
@@ -412,7 +413,7 @@ def test_a_population_of_tables_is_none_of_the_sources_and_near_a_mixture_of_the
     target, models = map(np.asarray, law.models(problem, (columns,), jax.random.key(0)))
     rows = np.asarray(law.features(jax.random.key(1), 2000, columns))
     far = np.std(rows @ (models - target).T, axis=0) / np.std(rows @ target)
-    assert far.min() > 0.3
+    assert far.min() > 0.2
     mean = models.mean(0) - target
     assert np.std(rows @ mean) / np.std(rows @ target) < 0.5 * far.mean()
     agrees = np.mean(np.isclose(models, target))

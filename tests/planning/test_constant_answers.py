@@ -77,8 +77,8 @@ def one_draw_and_all(rates):
 
     def synthetic(key, sizes):
         rate = left.pop(0) if len(left) > 1 else left[0]
-        label = jnp.where(jnp.arange(sizes) < rate * sizes, 1.0, -1.0)
-        return {"features": jnp.ones((sizes, 1)), "label": label}
+        label = np.where(np.arange(sizes) < rate * sizes, 1.0, -1.0)
+        return {"features": np.ones((sizes, 1)), "label": label}
 
     return synthetic
 
