@@ -153,15 +153,14 @@ class PrivateEstimator(Seedless, BaseEstimator):
         return dataclasses.replace(column, entries=entries)
 
     def _frame(self) -> Frame:
-        """The units of the features, which are kept for predictions."""
-        self._units_ = frame(
+        """Return the declared units of the features."""
+        return frame(
             self._owner,
             self.n_features_in_,
             self._given("bounds"),
             self._given("data_norm"),
             centered=self._constant,
         )
-        return self._units_
 
     @property
     def _constant(self) -> bool:
@@ -243,6 +242,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         w0: PyTree,
         key: PRNGKey,
         check: Check,
+        units: Frame,
         lengths: Lengths | None = None,
     ) -> PyTree:
         """Check the records, run a plan once, and keep report and released shares.
@@ -254,6 +254,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
             w0: The initial point.
             key: The key of the fit.
             check: The check and its indicators.
+            units: The units of the features, which are kept for predictions.
             lengths: A release of how long rows are; the features of `records` are
                 divided by the released length.
 
@@ -280,6 +281,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
             records = lengths.in_unit(records, unit)
         solution = _run(problem, plan.solver, records, w0, key=key)
         count()
+        self._units_ = units
         if lengths is not None:  # an interrupted fit shows nothing
             self.row_length_, self._unit = length, unit
         first_of_all, *declared = DECLARED
@@ -293,7 +295,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         noise = (row.get(_RATIO, 0) / made["count"] ** 0.5 for row, made in rows)
         if lengths is not None and max(noise) > _MOST_NOISE:
             warnings.warn(f"{self._owner}.fit: {_NOISE}", stacklevel=3)
-        if length < SHORT * self._units_.numbers**0.5:
+        if length < SHORT * units.numbers**0.5:
             warnings.warn(f"{self._owner}.fit: {_WIDE}", stacklevel=3)
         remark = divergence(int(solution.rejected_updates))
         if remark is not None:

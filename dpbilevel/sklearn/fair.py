@@ -160,7 +160,9 @@ class FairClassifier(LinearClassifier):
         before = (*check[0].releases, *lengths.releases)
         plan = plan_of(game, solver, budget, planned.size, shapes, before)
         records = planned.rows(records)
-        model, weights = self._solved(game, plan, records, w0, key, check, lengths)
+        model, weights = self._solved(
+            game, plan, records, w0, key, check, units, lengths
+        )
         self.group_weights_ = np.asarray(group_weights(game, weights))
         self.n_iter_ = solver.num_steps
         self._keep(model, lengths.frame(units, self._unit))

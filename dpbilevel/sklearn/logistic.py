@@ -152,7 +152,7 @@ class DPLogisticRegression(LinearClassifier):
         public = start.shape, budget, planned, settings, before
         problem, plan = planned_descent(*penalty, *public)
         records = planned.rows(records)
-        model = self._solved(problem, plan, records, start, key, check, lengths)
+        model = self._solved(problem, plan, records, start, key, check, units, lengths)
         self.n_iter_ = plan.solver.num_steps
         self._keep(model, lengths.frame(units, self._unit))
         return self

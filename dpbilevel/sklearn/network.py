@@ -161,7 +161,9 @@ class DPMLPClassifier(ClassifierMixin, PrivateClassifier):
         before = (*check[0].releases, *lengths.releases, *recalibration.releases)
         plan = plan_of(problem, solver, budget, planned.size, shapes, before)
         records = planned.rows(records)
-        layers = self._solved(problem, plan, records, start, then, check, lengths)
+        layers = self._solved(
+            problem, plan, records, start, then, check, units, lengths
+        )
         records = lengths.in_unit(records, self._unit)
         found = _all_scores(self.activation, layers, records["features"])
         slope, shifts = recalibration.fitted(

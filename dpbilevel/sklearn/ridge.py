@@ -139,7 +139,7 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         public = start.shape, budget, planned, settings, before
         problem, plan = planned_descent(*penalty, *public)
         records = planned.rows({"features": features, "label": label})
-        model = self._solved(problem, plan, records, start, key, check, lengths)
+        model = self._solved(problem, plan, records, start, key, check, units, lengths)
         weights, constant = split(half * model[None].astype(float), self._constant)
         unit = lengths.frame(units, self._unit)
         coef, intercept = unit.coefficients(weights, constant + center)

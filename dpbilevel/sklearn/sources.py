@@ -172,7 +172,7 @@ class DPSourceReweighting(LinearClassifier):
             self.plan_.pays if isinstance(self.plan_, AutoPlan) else None
         )
         levels = Levels(upper, lower)
-        found = self._solved(problem, self.plan_, levels, start, key, check)
+        found = self._solved(problem, self.plan_, levels, start, key, check, units)
         self.source_weights_ = np.asarray(source_weights(found[0]))
         self._keep(found[1], units)
         return self
