@@ -139,12 +139,12 @@ def behind(row):
     """Return how far the plan is above the best candidate, in shares of the gap.
 
     The gap is that between the constant answer or the base rate, the better of both,
-    and the best candidate.
+    and the best candidate, and at least a hundredth of the better of both.
     """
     losses = row["losses"]
     best = min(v for k, v in losses.items() if k not in (CONSTANT, AUTO))
     trivial = min(losses[CONSTANT], losses[RATE])
-    return (losses[AUTO] - best) / max(trivial - best, 1e-9)
+    return (losses[AUTO] - best) / max(trivial - best, 0.01 * trivial)
 
 
 def table(rows):

@@ -18,9 +18,9 @@ from .refitted import AbstractSearchThenFit
 from .runs import AbstractRuns
 
 RATE = "rate"
-# The ridge in units of the noise of one long release. All of it keeps a model whose
-# base rate is a tenth of the upper records' halfway between the two.
-_RIDGE = 0.25
+# The ridge in squares of the noise of one long release: the best one where each number
+# improves a loss of curvature h by h u^2 / 2 = .04.
+_RIDGE = 12.0
 
 
 class _Span(eqx.Module):
@@ -61,11 +61,11 @@ def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
 def _with_ridge(
     problem: BilevelProblem, span: _Span | None, solver: NoisyGD, sizes: Sizes | None
 ) -> UpperLevel:
-    """Return this level with a ridge in proportion to the noise of one long release."""
+    """Return this level with a ridge that follows from the noise of its release."""
     bare = _level(problem, None)
     if span is None:
         return bare
-    ridge = _RIDGE * noise_std(solver, bare, sizes) / solver.num_steps**0.5
+    ridge = _RIDGE * noise_std(solver, bare, sizes) ** 2 / solver.num_steps
     return _level(problem, dataclasses.replace(span, ridge=ridge))
 
 
@@ -155,9 +155,11 @@ class Recalibrated(AbstractSearchThenFit):
 
     with $e_j$ the coefficient of a constant feature, one for each score. A model of the
     lower records, of which there are many, thereby has the base rate of the upper ones,
-    and coefficients as long as its predictions deserve. The ridge $\rho = \sigma /
-    (4 \sqrt T)$ is a quarter of the noise that a mean gradient would have if the whole
-    run released one: where little can be seen of $u$, the model stays as it is.
+    and coefficients as long as its predictions deserve. The ridge $\rho = 12 s^2$
+    follows from $s = \sigma / \sqrt T$, the noise that a mean gradient would have if
+    the whole run released one: where little can be seen of $u$, the model stays as it
+    is. With $h$ the curvature along $u_j$ the best ridge is $s^2 / (h u_j^2)$; the
+    constant stands for numbers that improve the loss by $h u_j^2 / 2 = .04$.
 
     Args:
         search: The solver of the model: `OneLevel(model, reads="lower")`, or a method

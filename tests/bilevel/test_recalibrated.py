@@ -110,14 +110,14 @@ def test_without_noise_slope_and_constant_are_the_best_ones_of_the_upper_records
     assert best.fun < mean_loss(model) - 0.05  # a model of the lower records is worse
 
 
-def test_the_ridge_is_a_quarter_of_the_noise_of_one_mean_gradient_of_the_whole_run():
+def test_the_ridge_is_twelve_times_the_squared_noise_of_one_release_of_the_whole_run():
     solver = RECALIBRATED.with_noise(3.0).with_sizes(SIZES)
     pair = W0[0], jnp.ones(D)
     level = solver.level(WEIGHTING, pair, SIZES)
     u = jnp.asarray([1.0, 2.0])
     bare = solver.level(WEIGHTING, (None, None), SIZES)
     noise = solver.calibration.release(bare, SIZES).noise_std
-    expected = noise / TWO.num_steps**0.5 / 4 * u
+    expected = 12 * noise**2 / TWO.num_steps * u
     np.testing.assert_allclose(level.public_gradient(u), expected, rtol=1e-5)
 
 
@@ -125,7 +125,7 @@ def test_the_ridge_of_a_base_rate_is_that_of_a_recalibration():
     solver = BaseRate(TWO).with_noise(3.0).with_sizes(SIZES)
     level = solver.level("rate", WEIGHTING, (W0[0], jnp.ones(D)), {})
     noise = solver.rate.release(level, SIZES).noise_std
-    expected = noise / TWO.num_steps**0.5 / 4 * 2.0
+    expected = 12 * noise**2 / TWO.num_steps * 2.0
     found = level.public_gradient(jnp.asarray([2.0]))
     np.testing.assert_allclose(found, [expected], rtol=1e-5)
 
