@@ -320,8 +320,9 @@ def _mixed(clip_norm: float, model: PyTree) -> Candidate:
 def _recalibrated(method: Candidate, fit: _Fit, intercept: int | None) -> Candidate:
     """Return a method that chooses sources with a part of the budget for two numbers.
 
-    The parts are those with which disjoint people of either level spend all of theirs.
-    Upper records say more about the two numbers than about the sources.
+    Upper records say more about the two numbers than about the sources. So disjoint
+    people of the lower level spend four fifths of the squared budget, those of the
+    upper level all of it.
     """
 
     def solver(search: SelectedSources | MixedSources) -> Recalibrated:
