@@ -7,7 +7,8 @@ of the candidates of `auto`, each at its best setting in hindsight, of the plan 
 `auto`, and of the constant answer, which knows the test labels. A call without options
 writes docs/natural_sources.md; `--task=union` runs the tasks that begin so,
 `--epsilon=1,3` these budgets. Rows are kept in runs/natural_sources/rows.json and not
-measured again. NON-PRIVATE evaluation. $TABLES as in `real_tables`.
+measured again. NON-PRIVATE evaluation. Environments of
+`benchmarks.table_tasks` are needed.
 """
 
 import dataclasses

@@ -18,8 +18,8 @@ from .refitted import AbstractSearchThenFit
 from .runs import AbstractRuns
 
 RATE = "rate"
-# The ridge in squares of the noise of one long release: the best one where each number
-# improves a loss of curvature h by h u^2 / 2 = .04.
+# The ridge in squares of the noise of one long release: the best one if each number
+# improves the loss by .04, which is h u^2 / 2 for a curvature of h.
 _RIDGE = 12.0
 
 
@@ -157,9 +157,9 @@ class Recalibrated(AbstractSearchThenFit):
     lower records, of which there are many, thereby has the base rate of the upper ones,
     and coefficients as long as its predictions deserve. The ridge $\rho = 12 s^2$
     follows from $s = \sigma / \sqrt T$, the noise that a mean gradient would have if
-    the whole run released one: where little can be seen of $u$, the model stays as it
-    is. With $h$ the curvature along $u_j$ the best ridge is $s^2 / (h u_j^2)$; the
-    constant stands for numbers that improve the loss by $h u_j^2 / 2 = .04$.
+    the whole run released one: if noise hides $u$, the model stays as it is. With $h$
+    the curvature along $u_j$ the best ridge is $s^2 / (h u_j^2)$. The factor 12 stands
+    for numbers that improve the loss by $h u_j^2 / 2 = .04$.
 
     Args:
         search: The solver of the model: `OneLevel(model, reads="lower")`, or a method

@@ -308,12 +308,11 @@ def _mixed(clip_norm: float, model: PyTree) -> Candidate:
         return MixedSources(models, mixture, descent(clip_norm, 100, then), mixture)
 
     # Shorter steps for large noise, longer ones where there is little of it.
-    settings = [(20.0, 24.0, 0.5, 3.0)]
-    settings += [(15.0, 4.0, *mixture) for mixture in ((0.1, 4.0), (0.2, 4.0))]
-    settings += [(15.0, 4.0, 0.35, 2.0)]
+    longer, shorter = (20.0, 24.0, 0.5, 3.0), (15.0, 4.0, 0.2, 4.0)
+    settings = [longer, (15.0, 4.0, 0.1, 4.0), shorter, (15.0, 4.0, 0.35, 2.0)]
     if not _is_vector(model):
         # Of many parameters mixtures move few, and gradients along them are short.
-        settings = [(30.0, 16.0, 0.1, 1024.0), *settings[::2]]
+        settings = [(30.0, 16.0, 0.1, 1024.0), longer, shorter]
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 
@@ -321,8 +320,8 @@ def _recalibrated(method: Candidate, fit: _Fit, intercept: int | None) -> Candid
     """Return a method that chooses sources with a part of the budget for two numbers.
 
     Upper records say more about the two numbers than about the sources. So disjoint
-    people of the lower level spend four fifths of the squared budget, those of the
-    upper level all of it.
+    people of the upper level spend all of the squared budget, those of the lower level
+    three to four fifths.
     """
 
     def solver(search: SelectedSources | MixedSources) -> Recalibrated:

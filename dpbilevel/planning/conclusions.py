@@ -132,7 +132,7 @@ def reason_of(
 
 
 def improves(losses: Sequence[float], starts: Sequence[float]) -> bool:
-    """Whether a method is better than the best constant answer on every twin."""
+    """Return whether a method beats the best constant answer on every twin."""
     return all(loss < start for loss, start in zip(losses, starts, strict=True))
 
 

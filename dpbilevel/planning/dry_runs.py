@@ -383,7 +383,7 @@ class _DryRuns:
 
     @functools.cached_property
     def answers(self) -> Callable[[int], list[float]]:
-        """The losses of the best constant answers on the twins of a run."""
+        """Return the losses of the best constant answers on the twins of a run."""
 
         @functools.cache
         def found(number: int) -> list[float]:
