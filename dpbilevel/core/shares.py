@@ -17,6 +17,7 @@ OF_COLUMNS, OF_PLACES = 2.0, 3.0
 _DEVIATIONS = 2.0
 # A column is reported if it is wrong in more than this share of the records.
 _MANY = 0.1
+_NEARLY_NONE = 0.05  # share of usable records that is called next to none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,12 @@ class LevelUsability:
         least = min(self.classes.values(), default=1.0)
         unseen = self.usable + noise < 0.75 and least < OF_COLUMNS * noise
         return few or unseen or bool(self.dropped)
+
+    @property
+    def none_usable(self) -> bool:
+        """Whether hardly any record can be used, as far as the noise tells."""
+        most = max(_NEARLY_NONE, _DEVIATIONS * self.noise_std)
+        return self.stops and self.usable < most
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -198,9 +205,13 @@ def _remark(level: LevelUsability) -> str:
     """Return a text on the mistakes in a level; empty if there are none."""
     parts = []
     if level.stops or level.many_unusable:
+        share = f"{_percent(level.usable)} of the records can be used as declared"
+        noise = f"(noise {_percent(level.noise_std)})"
         parts.append(
-            f"about {_percent(level.usable)} of the records can be used as declared "
-            f"(noise {_percent(level.noise_std)})"
+            f"no or next to no record can be used, so that a model of the records is "
+            f"noise alone: about {share} {noise}"
+            if level.none_usable
+            else f"about {share} {noise}"
         )
     elif level.often_wrong:
         parts.append(
@@ -220,7 +231,8 @@ def _remark(level: LevelUsability) -> str:
         parts.append(
             f"no record seems to have {names}"
             if level.stops
-            else f"few or no records have {names}, which may be rare or misspelt"
+            else f"the share of {names} is too small to tell from noise: it may be "
+            "rare or misspelt"
         )
     if parts and (level.stops or absent):
         for kind, of, times in (

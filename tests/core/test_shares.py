@@ -80,9 +80,26 @@ def test_a_truly_rare_class_is_told_of_and_does_not_stop():
         assert not level.stops
         assert level.rare == ("yes",)
         (remark,) = Usability({"records": level}).remarks
-        assert (
-            "ew or no records have 'yes', which may be rare or misspelt; sh" in remark
-        )
+        assert "of 'yes' is too small to tell from noise: it may be rare" in remark
+
+
+def test_the_message_on_a_rare_value_agrees_with_the_shares_that_it_prints():
+    level = LevelUsability(1.0, 0.04, {"y": 0.0}, {"0": 0.948, "1": 0.146})
+    (remark,) = Usability({"records": level}).remarks
+    assert "share of '1' is too small to tell from noise" in remark
+    assert "(noise 8 %): '0' (94.8 %), '1' (14.6 %)" in remark
+    assert "no records" not in remark
+
+
+@pytest.mark.parametrize(("usable", "said"), [(0.03, True), (0.2, False)])
+def test_records_of_which_none_can_be_used_are_told_of_in_the_strongest_words(
+    usable, said
+):
+    level = LevelUsability(usable, 0.02, {"y": 1 - usable}, {"0": usable, "1": 0.0})
+    (remark,) = Usability({"records": level}).remarks
+    words = "No or next to no record can be used, so that a model of the records is"
+    assert remark.startswith(words) is said
+    assert f"bout {100 * usable:g} % of the records can be used as declared" in remark
 
 
 def test_shares_of_groups_are_released_with_the_noise_that_is_stated():
