@@ -71,6 +71,7 @@ _DOMAINS = {
     "lengths": 0xD9B00072,
     "rate": 0xD9B00073,
     "calibration": 0xD9B00074,
+    "prepare": 0xD9B00075,
 }
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -26,9 +26,9 @@ from ..core.usability import Columns, RecordsCheck
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey, check_key, derive, root_key
 from ..privacy.report import PrivacyReport
-from ..privacy.rows import filler, padded_rows
 from .declared import Frame, declared, frame, index_of, numbers
 from .lengths import SHORT, Lengths
+from .planned import Planned
 
 _run = jax.jit(lambda *run, key: solved(*run, key=key))
 DECLARED = (
@@ -61,6 +61,9 @@ _MOST_NOISE = 0.5  # of this ratio for the mean of all steps
 # The columns of a level and the indicators of its records; a check and all indicators.
 Described: TypeAlias = tuple[Columns, Float[np.ndarray, "n w"]]
 Check: TypeAlias = tuple[RecordsCheck, Mapping[str, Float[np.ndarray, "n w"]]]
+# Problem, solver, records and initial point, from those that were planned.
+Run: TypeAlias = tuple[Any, Any, Any, Any]
+Prepare: TypeAlias = Callable[[Run, PRNGKey], Run]
 
 
 class PrivateEstimator(Seedless, BaseEstimator):
@@ -223,7 +226,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         return columns, columns.indicators(unread, cut, label, number)
 
     def _check(
-        self, budget: PrivacyBudget, planned: "Planned", **levels: Described
+        self, budget: PrivacyBudget, planned: Planned, **levels: Described
     ) -> Check:
         """Plan the release of the share of usable records of each level."""
         _checks.instance(self._owner, bool, check_records=self._given("check_records"))
@@ -244,6 +247,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
         check: Check,
         units: Frame,
         lengths: Lengths | None = None,
+        prepare: Prepare | None = None,
     ) -> PyTree:
         """Check the records, run a plan once, and keep report and released shares.
 
@@ -257,6 +261,7 @@ class PrivateEstimator(Seedless, BaseEstimator):
             units: The units of the features, which are kept for predictions.
             lengths: A release of how long rows are; the features of `records` are
                 divided by the released length.
+            prepare: Makes further releases and returns the run that follows from them.
 
         Warns:
             RuntimeWarning: The run diverged.
@@ -279,7 +284,11 @@ class PrivateEstimator(Seedless, BaseEstimator):
             length = lengths.typical(key=own, owner=name)
             unit = lengths.unit(length) * self._stretch(found, plan.solver)
             records = lengths.in_unit(records, unit)
-        solution = _run(problem, plan.solver, records, w0, key=key)
+        run = problem, plan.solver, records, w0
+        if prepare is not None:
+            own, key = derive(key, "prepare", "run")
+            run = prepare(run, own)
+        solution = _run(*run, key=key)
         count()
         self._units_ = units
         if lengths is not None:  # an interrupted fit shows nothing
@@ -291,7 +300,8 @@ class PrivateEstimator(Seedless, BaseEstimator):
         self.records_check_, self.records_usable_ = found, found.usable
         for text in found.remarks:
             warnings.warn(f"{self._owner}.fit: {text} {_COMPARE}", stacklevel=3)
-        rows = zip(plan.report.forecast, plan.report.ledger, strict=False)
+        forecast = plan.report.forecast
+        rows = zip(forecast, plan.report.ledger[-len(forecast) :], strict=True)
         noise = (row.get(_RATIO, 0) / made["count"] ** 0.5 for row, made in rows)
         if lengths is not None and max(noise) > _MOST_NOISE:
             warnings.warn(f"{self._owner}.fit: {_NOISE}", stacklevel=3)
@@ -348,60 +358,6 @@ def _named(X: Any, array: np.ndarray) -> Any:
 def key_or_fresh(key: PRNGKey | None) -> PRNGKey:
     """The key of a fit: the one given, or a new one of the operating system's."""
     return root_key() if key is None else check_key(key)
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """Who is a neighbour, and for how many records a fit is planned.
-
-    Attributes:
-        relation: The neighbouring relation.
-        size: The public number of records.
-    """
-
-    relation: Neighbours
-    size: Any  # an integer, or `Sizes` of two levels under replace-one
-
-    @classmethod
-    def of(cls, owner: str, neighbours: str, size: int | None, rows: int) -> "Planned":
-        """From the parameters of an estimator and the number of rows of a fit.
-
-        Raises:
-            ValueError: An unknown relation, or a size that is missing or known.
-        """
-        names = tuple(relation.value for relation in Neighbours)
-        _checks.one_of(owner, "neighbours", neighbours, names)
-        relation = Neighbours(neighbours)
-        if relation is Neighbours.REPLACE_ONE:
-            if size is not None:
-                raise ValueError(
-                    f"{owner}: size= is for neighbours='add_or_remove_one'; under "
-                    "replace_one the number of records is public and taken from X."
-                )
-            return cls(relation, rows)
-        if size is None:
-            raise ValueError(
-                f"{owner}: under neighbours='add_or_remove_one' the number of records "
-                "is private; give size=, a public number not far from it."
-            )
-        _checks.count(owner, size=size)
-        return cls(relation, int(size))
-
-    def rows(self, records: PyTree) -> PyTree:
-        """Records in a public number of rows: where theirs is private, NaN follow.
-
-        So no shape tells how many there are, and no program is compiled for it.
-        """
-        if self.relation is Neighbours.REPLACE_ONE:
-            return records
-        rows = padded_rows(self.size)
-
-        def filled(column):
-            missing = max(rows - len(column), 0)  # `solve` refuses too many
-            widths = [(0, missing)] + [(0, 0)] * (column.ndim - 1)
-            return np.pad(column, widths, constant_values=filler(column.dtype))
-
-        return jax.tree.map(filled, records)
 
 
 def with_nan(

@@ -17,8 +17,8 @@ from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import FiniteSum
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import PrivacyBudget
-from .base import Planned
 from .linear import ridge_on
+from .planned import Planned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,12 @@ from ..games.group_descent import GroupDescent
 from ..games.group_game import GroupGame
 from ..games.groups import group_fair, group_start, group_weights
 from ..privacy.noise import PRNGKey
-from .base import Planned, key_or_fresh, with_nan
+from .base import key_or_fresh, with_nan
 from .declared import declared, index_of
 from .descent import plan_of
 from .lengths import Lengths
 from .linear import LinearClassifier
+from .planned import Planned
 
 EXAMPLE = 'shares={"women": 0.5, "men": 0.5}'
 

@@ -7,10 +7,11 @@ from .. import _checks
 from ..core.seeds import refuse
 from ..core.shares import OF_COLUMNS, Usability
 from ..privacy.noise import PRNGKey
-from .base import Planned, key_or_fresh, with_nan
+from .base import key_or_fresh, with_nan
 from .descent import Settings, planned_descent
 from .lengths import Lengths
 from .linear import LinearClassifier
+from .planned import Planned
 
 # docs/estimators.md, "Settings".
 _TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0), ridge=2.0)

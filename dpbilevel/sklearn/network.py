@@ -21,9 +21,10 @@ from ..onelevel.problem import FiniteSum
 from ..privacy.noise import PRNGKey
 from ..privacy.sampling import AbstractSampling, FullBatch, Poisson
 from ..privacy.structure import rowwise
-from .base import Planned, PrivateClassifier, key_or_fresh, with_nan
+from .base import PrivateClassifier, key_or_fresh, with_nan
 from .descent import plan_of
 from .lengths import Lengths
+from .planned import Planned
 from .recalibration import Recalibration
 
 Layers = tuple[tuple[Float[Array, "p q"], Float[Array, " q"]], ...]

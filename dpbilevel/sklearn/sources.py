@@ -19,10 +19,11 @@ from ..planning.race import Effort
 from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.noise import PRNGKey
-from .base import Described, Planned, key_or_fresh
+from .base import Described, key_or_fresh
 from .declared import declared, index_of
 from .descent import plan_of
 from .linear import LinearClassifier
+from .planned import Planned
 
 EXAMPLE = 'sources=["north", "south"]'
 

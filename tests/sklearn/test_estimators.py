@@ -22,8 +22,8 @@ from dpbilevel.sklearn import (
     logistic,
 )
 from dpbilevel.sklearn import sources as sources_module
-from dpbilevel.sklearn.base import Planned
 from dpbilevel.sklearn.descent import planned_descent
+from dpbilevel.sklearn.planned import Planned
 
 NAMES = np.asarray(["left", "right"])
 BOX = {"bounds": ([-1, 2, -3], [1, 4, 5])}

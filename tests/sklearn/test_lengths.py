@@ -11,8 +11,8 @@ from dpbilevel.core import usability
 from dpbilevel.core.plan import least_multiplier
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPLogisticRegression, DPRidge, base
-from dpbilevel.sklearn.base import Planned
 from dpbilevel.sklearn.lengths import SHARE, Lengths, in_bins
+from dpbilevel.sklearn.planned import Planned
 
 N = 2000
 BUDGET = dpb.PrivacyBudget(1.0, 1e-5)

@@ -11,7 +11,7 @@ import dpbilevel as dpb
 from dpbilevel.privacy import Ledger
 from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import DPMLPClassifier
-from dpbilevel.sklearn.base import Planned
+from dpbilevel.sklearn.planned import Planned
 from dpbilevel.sklearn.recalibration import SHARE, Recalibration
 
 N = 20_000

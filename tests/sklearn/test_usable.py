@@ -143,12 +143,18 @@ def checks(monkeypatch):
     return seen
 
 
+def of_indicators(checks):
+    """Releases of several numbers a record; comparisons release one."""
+    return [check for check in checks if len(check[2]) > 1]
+
+
 @estimators
 def test_one_record_moves_its_own_indicators_alone(name, checks, getkey):
     X, y = table()
     fit = fits()[name]
     first = fit(X, y, getkey())
-    made = len(checks)
+    # Values that targets are compared with follow from earlier answers.
+    made = len(of_indicators(checks))
     charged = [row["release"] for row in first.privacy_report_.ledger]
     first_ones = ("usable records", "lengths of rows")
     assert made == sum(text.startswith(first_ones) for text in charged) > 0
@@ -156,6 +162,7 @@ def test_one_record_moves_its_own_indicators_alone(name, checks, getkey):
         with warnings.catch_warnings(record=True) as caught:
             fit(*test_guarantee.replaced(X, y, row, label), getkey())
         assert not caught
+    checks = of_indicators(checks)
     for start in range(made, len(checks), made):
         for (query, rows, _), (_, strange, _) in zip(
             checks[:made], checks[start : start + made], strict=True

@@ -1,0 +1,172 @@
+"""The center and the unit of the target, from noisy comparisons before the fit.
+
+Noise and clip norm are in proportion to the unit of the target. A declared range that
+is far too wide would leave nothing but noise, so the unit follows from the records. A
+search finds the median, and another one a quantile of the distances from it. Each of
+their steps releases how many more targets are above the tried value than should be.
+"""
+
+import dataclasses
+import functools
+import statistics
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from ..core.plan import least_multiplier
+from ..core.usability import released_mean
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
+from ..privacy.sampling import FullBatch
+from .planned import Planned
+
+# Numbers of comparisons with the center and with distances, and what is tried.
+_COMPARED = 12, 6
+_CENTERS = np.linspace(-1, 1, 1025)
+_DISTANCES = 2.0 ** np.arange(-10, 0.1, 0.25)
+# The share of targets that are farther from the center than the distance: the smaller
+# one tells long tails, and the larger one stands out of more noise.
+_FARTHER = 0.1, 1 / 3
+_DEVIATIONS = 4.0  # the unit, if targets were normal
+# The least and the largest share of the squared budget.
+_SHARE = 0.01, 0.15
+# Noise of a compared share that is worth more of the budget, and with which none is
+# released.
+_WANTED, _MOST_NOISE = 0.1, 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Planned noisy comparisons of targets, and the targets.
+
+    Attributes:
+        release: The comparisons; None if there are too few records for shares with
+            little noise, or delta is 0.
+        public: The public number of records, and the relation.
+        targets: Targets in [-1, 1]; NaN where a record does not count. NON-PRIVATE.
+        centered: Whether to search for the center, which is 0 otherwise.
+    """
+
+    release: Release | None
+    public: Planned
+    targets: Float[np.ndarray, " n"]
+    centered: bool
+
+    @classmethod
+    def planned(
+        cls,
+        budget: PrivacyBudget,
+        planned: Planned,
+        targets: Float[np.ndarray, " n"],
+        centered: bool,
+    ) -> "Spread":
+        """Return comparisons, for 1 % to 15 % of the squared budget.
+
+        Args:
+            budget: The budget of the whole fit.
+            planned: The public number of records, and the relation.
+            targets: As above.
+            centered: As above.
+
+        Privacy:
+            Touches no data.
+        """
+        release = _planned(budget, planned.size, planned.relation, centered)
+        return cls(release, planned, targets, centered)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The comparisons for `calibrate(before=)`."""
+        return () if self.release is None else (self.release,)
+
+    def found(self, *, key: PRNGKey, owner: str) -> tuple[float, float]:
+        """Release the center and the unit, in units of the targets.
+
+        Args:
+            key: A typed key for these comparisons alone.
+            owner: Name for error messages.
+
+        Returns:
+            About the median, and about four standard deviations. They are 0 and 1, as
+            declared, if that is less, or without a release.
+
+        Privacy:
+            As many releases as `release` counts, each the mean of one number a record.
+        """
+        release = self.release
+        if release is None:
+            return 0.0, 1.0
+        keys, noise = jax.random.split(key, release.count), release.noise_std
+
+        def quantile(
+            values: Float[np.ndarray, " n"],
+            share: float,
+            grid: Float[np.ndarray, " k"],
+            keys: PRNGKey,
+        ) -> float:
+            """Return about the value of a sorted grid that a share of values exceed.
+
+            Every answer counts by its noise, so that later ones correct a wrong one.
+            """
+            belief = np.zeros(len(grid))  # logarithms of chances
+            for own in keys:
+                value = middle(grid, belief)
+                # Rows are added afterwards: they must contribute 0.
+                rows = self.public.rows(compared(values, value, share))
+                mean = released_mean(release, rows, key=own, owner=owner)
+                more = float(mean[0]) - (share - 0.5)
+                belief += np.where(grid > value, 0.5, -0.5) * more / noise**2
+            return middle(grid, belief)
+
+        center = 0.0
+        if self.centered:
+            center = quantile(self.targets, 0.5, _CENTERS, keys[: -_COMPARED[1]])
+        longest = 1 + abs(center)
+        distance = np.abs(self.targets - center) / longest
+        least, most = _FARTHER
+        farther = min(max(least, 2 * noise), most)
+        found = longest * quantile(distance, farther, _DISTANCES, keys[-_COMPARED[1] :])
+        normal = statistics.NormalDist().inv_cdf(1 - farther / 2)
+        unit = _DEVIATIONS * found / normal
+        return (center, unit) if unit < 1 else (0.0, 1.0)
+
+
+def middle(grid: Float[np.ndarray, " k"], belief: Float[np.ndarray, " k"]) -> float:
+    """Return the median of a grid by the logarithms of chances."""
+    chances = np.cumsum(np.exp(belief - belief.max()))
+    return float(grid[np.searchsorted(chances, chances[-1] / 2)])
+
+
+def compared(
+    values: Float[np.ndarray, " n"], value: float, share: float
+) -> Float[np.ndarray, "n 1"]:
+    """Return 1/2 for each value that is larger, and -1/2 for each that is not.
+
+    NaN becomes the mean that the share stands for, so that it moves no comparison.
+
+    Privacy:
+        Row by row. NON-PRIVATE until `Spread.found` releases the mean.
+    """
+    sides = np.where(values > value, 0.5, -0.5)
+    return np.where(np.isnan(values), share - 0.5, sides)[:, None].astype(np.float32)
+
+
+@functools.lru_cache(maxsize=128)
+def _planned(
+    budget: PrivacyBudget, size: int, neighbours: Neighbours, centered: bool
+) -> Release | None:
+    if budget.delta == 0:
+        return None
+    count = sum(_COMPARED if centered else _COMPARED[1:])
+    query = Query(RECORDS, size, 0.5)
+    multiplier = least_multiplier(FullBatch(), count, 1, budget)
+    noise = Gaussian(multiplier, neighbours, "grid")
+    whole = Release("sides of targets", count, (query,), noise)
+    least, most = _SHARE
+    share = min(max((whole.noise_std / _WANTED) ** 2, least), most)
+    release = dataclasses.replace(whole, mechanism=noise.scaled(share**-0.5))
+    return release if release.noise_std <= _MOST_NOISE else None
