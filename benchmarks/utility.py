@@ -555,6 +555,13 @@ RUN = jax.jit(lambda problem, solver, data, w0, key: (
 ))  # fmt: skip
 
 
+def constant_answer(test):
+    """Return the entropy of test labels, the loss of their best constant answer."""
+    rates = np.unique(np.asarray(test["label"]), return_counts=True)[1]
+    rates = rates / np.sum(rates)
+    return float(-np.sum(rates * np.log(rates)))
+
+
 def tested(task, y):
     losses = jax.vmap(task.loss, (None, 0))(y, task.test)
     correct = jax.vmap(task.correct, (None, 0))(y, task.test)

@@ -2,11 +2,11 @@
 
 One plan for every task and budget, by `dpb.auto` or with the settings that an example
 has, then a run for each of 20 keys. Printed are the median and the worst of the
-released models' losses on test records beside the loss of the starting point, and how
-many runs released a number that is not finite. `--task=T1b` runs the tasks that begin
-so, `--epsilon=1,3` these budgets. Rows are kept in runs/worst_runs/rows.json and not
-measured again; a call without options writes docs/worst_runs.md. NON-PRIVATE
-evaluation. Data as in `benchmarks utility`.
+released models' losses on test records beside those of the starting point and of the
+best constant answer, and how many runs released a number that is not finite.
+`--task=T1b` runs the tasks that begin so, `--epsilon=1,3` these budgets. Rows are kept
+in runs/worst_runs/rows.json and not measured again; a call without options writes
+docs/worst_runs.md. NON-PRIVATE evaluation. Data as in `benchmarks utility`.
 """
 
 import functools
@@ -51,12 +51,16 @@ def mean_loss(loss, test):
 
 
 def planned(task, problem, w0, budget, **options):
-    """Releases of the plan of `auto` for a task of two levels, and their losses."""
+    """Releases of the plan of `auto` for a task of two levels, and their losses.
+
+    Then those of the start and of the constant answer.
+    """
     plan = dpb.auto(problem, budget, sizes=task.sizes, w0=w0, **options)
     solver = plan.trials[0].solver
     found = values(problem, solver, budget, task.sizes, task.data, w0)
     loss = mean_loss(task.loss, task.test)
-    return plan.trials[0].method, found, [loss(y) for _, y in found], loss(w0[1])
+    starts = loss(w0[1]), utility.constant_answer(task.test)
+    return plan.trials[0].method, found, [loss(y) for _, y in found], starts
 
 
 def sources(name, budget):
@@ -82,7 +86,8 @@ def unset_penalties(make, budget):
     w0 = (jnp.full_like(task.w0[0], MIDDLE), task.model)
     found = values(problem, solver, budget, task.sizes, task.data, w0)
     loss = mean_loss(task.loss, task.test)
-    return "PenaltyBilevel", found, [loss(y) for _, y in found], loss(w0[1])
+    starts = loss(w0[1]), utility.constant_answer(task.test)
+    return "PenaltyBilevel", found, [loss(y) for _, y in found], starts
 
 
 def worst_group(name, budget):
@@ -99,7 +104,7 @@ def worst_group(name, budget):
         groups = len(shares)
         return jnp.max(dpb.debug.group_losses(dpb.logistic_loss, x, test, groups))
 
-    return "GroupDescent", found, [worst(x) for x, _ in found], worst(zeros)
+    return "GroupDescent", found, [worst(x) for x, _ in found], (worst(zeros),)
 
 
 def new_people(people, budget):
@@ -109,7 +114,7 @@ def new_people(people, budget):
     problem, size = dpb.FiniteSum(meta_learning.meta_loss), len(data["label"])
     found = values(problem, meta_learning.DESCENT, budget, size, data, start)
     loss = mean_loss(meta_learning.meta_loss, test)
-    return "NoisyGD", found, [loss(w) for w in found], loss(start)
+    return "NoisyGD", found, [loss(w) for w in found], (loss(start),)
 
 
 def training(records, budget):
@@ -120,7 +125,7 @@ def training(records, budget):
     sizes, w0 = problem.sizes_of(data, "disjoint"), (jnp.zeros(0), model)
     found = values(problem, tuned_training.TUNED, budget, sizes, data, w0)
     error = mean_loss(tuned_training.error, test)
-    return "TunedTraining", found, [error(y) for _, y in found], error(model)
+    return "TunedTraining", found, [error(y) for _, y in found], (error(model),)
 
 
 def all_settings(problem, solvers, data, test, w0, budget):
@@ -130,7 +135,8 @@ def all_settings(problem, solvers, data, test, w0, budget):
     found = []
     for solver in solvers:
         found += values(problem, solver, budget, sizes, data, w0)
-    return f"{len(solvers)} settings", found, [loss(y) for _, y in found], loss(w0[1])
+    starts = loss(w0[1]), utility.constant_answer(test)
+    return f"{len(solvers)} settings", found, [loss(y) for _, y in found], starts
 
 
 def wrong_labels(budget):
@@ -163,7 +169,7 @@ def random_labels(budget):
 
 
 def tasks():
-    """What gives method, releases, their losses and that of the start, by name."""
+    """What gives method, releases, their losses and those to compare with, by name."""
     found = {}
     for name in utility.TASKS:
         needed = utility.NEEDS.get(name[:2])
@@ -210,7 +216,7 @@ def evaluate(name, task, epsilon):
     """A row of the table."""
     begin = time.perf_counter()
     budget = dpb.PrivacyBudget(epsilon, utility.DELTA)
-    method, found, losses, start = task(budget)
+    method, found, losses, (start, *constant) = task(budget)
     broken = sum(
         not all(np.isfinite(v).all() for v in jax.tree.leaves(value)) for value in found
     )
@@ -221,6 +227,7 @@ def evaluate(name, task, epsilon):
         "median": float(np.median(losses)),
         "worst": float(np.max(losses)),
         "start": float(start),
+        "constant answer": constant[0] if constant else None,
         "not finite": broken,
     }
     print(f"{row}, {time.perf_counter() - begin:.0f} s", flush=True)
@@ -228,19 +235,23 @@ def evaluate(name, task, epsilon):
 
 
 def table(rows):
-    """Those first whose worst run is worst beside the start."""
-    heads = "task", "epsilon", "method", "median", "worst", "start", "not finite"
+    """Those first whose worst run is worst beside the constant answer, or the start."""
+    heads = ("task", "epsilon", "method", "median", "worst", "start")
+    heads += ("constant answer", "not finite")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for row in sorted(rows, key=lambda r: r["start"] - r["worst"]):
-        cells = (
-            f"{row[head]:.3f}"
-            if head in ("median", "worst", "start")
-            else f"{row[head]:g}"
-            if head in ("epsilon", "not finite")
-            else row[head]
-            for head in heads
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+
+    def gain(row):
+        constant = row["constant answer"]
+        return (row["start"] if constant is None else constant) - row["worst"]
+
+    def cell(row, head):
+        value = row[head]
+        if value is None or isinstance(value, str):
+            return value or ""
+        return f"{value:g}" if head in ("epsilon", "not finite") else f"{value:.3f}"
+
+    for row in sorted(rows, key=gain):
+        lines.append(f"| {' | '.join(cell(row, head) for head in heads)} |")
     return "\n".join(lines)
 
 
