@@ -38,7 +38,7 @@ def test_records_as_declared_are_said_to_be_usable():
     model = fitted(*drawn(), "No", "Yes")
     assert model.records_usable_ == pytest.approx(1, abs=0.1)
     assert model.constant_accuracy_ == pytest.approx(0.75, abs=0.1)
-    first, lengths, gradient = model.privacy_report_.ledger
+    first, lengths, _, gradient = model.privacy_report_.ledger
     assert (first["release"], first["count"]) == ("usable records", 1)
     assert (lengths["release"], gradient["count"]) == ("lengths of rows", 5)
     assert model.privacy_report_.epsilon <= 1
@@ -156,7 +156,7 @@ def test_one_record_moves_its_own_indicators_alone(name, checks, getkey):
     # Values that targets are compared with follow from earlier answers.
     made = len(of_indicators(checks))
     charged = [row["release"] for row in first.privacy_report_.ledger]
-    first_ones = ("usable records", "lengths of rows")
+    first_ones = ("usable records", "lengths of rows", "base rates")
     assert made == sum(text.startswith(first_ones) for text in charged) > 0
     for row, label in STRANGE.values():
         with warnings.catch_warnings(record=True) as caught:
@@ -176,7 +176,7 @@ def test_every_fit_has_noise_of_its_own(checks):
     fits()["logistic"](X, y, jax.random.key(1))
     fits()["logistic"](X, y, jax.random.key(2))
     means = [means for _, _, means in checks]
-    for one, other in zip(means[:2], means[2:], strict=True):
+    for one, other in zip(means[:3], means[3:], strict=True):
         assert not np.any(one == other)
 
 
@@ -186,7 +186,7 @@ def test_a_private_number_of_records_shows_in_no_indicator(checks):
     model = DPLogisticRegression(**private, bounds=(-1, 1), max_iter=1)
     for rows in (64, 63, 0):
         model.fit(X[:rows], y[:rows])
-    checked, measured = checks[::2], checks[1::2]
+    checked, measured = checks[::3], checks[1::3]
     assert len({rows.records.shape for _, rows, _ in checked}) == 1
     assert len({rows.records.shape for _, rows, _ in measured}) == 1
     assert np.isnan(checked[-1][1].records).all()

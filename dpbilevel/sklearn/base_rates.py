@@ -1,0 +1,113 @@
+"""The base rates of the classes, from a release of their own before the fit.
+
+With few records a model of a rare class is worse than the constant answer, so the
+descent starts at that answer. The less the loss of a rare class is curved, the larger
+is the ridge that keeps the model there.
+"""
+
+import dataclasses
+import functools
+import statistics
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from ..core.plan import least_multiplier
+from ..core.usability import released_mean
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.mechanisms import Gaussian
+from ..privacy.noise import PRNGKey
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
+from ..privacy.sampling import FullBatch
+from .planned import Planned
+
+_SHARE = 0.002, 0.1  # of the squared budget
+_WANTED = 0.01  # noise of a rate that is worth more of the budget
+_MOST_NOISE = 0.25  # with more, no rate is released
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseRates:
+    """A planned release of the shares of the classes.
+
+    Attributes:
+        release: The release; None if the records are too few, or delta is 0.
+        rows: Indicators of the class, centred; zeros where there is none, in the
+            planned number. NON-PRIVATE.
+    """
+
+    release: Release | None
+    rows: Float[np.ndarray, "n k"]
+
+    @classmethod
+    def planned(
+        cls,
+        budget: PrivacyBudget,
+        planned: Planned,
+        labels: Int[np.ndarray, " n"],
+        count: int,
+    ) -> "BaseRates":
+        """Return the release, for .2 % to 10 % of the squared budget.
+
+        Args:
+            budget: The budget of the whole fit.
+            planned: The public number of records, and the relation.
+            labels: The number of each record's class, -1 if it has none.
+            count: The number of classes.
+
+        Privacy:
+            Touches no data.
+        """
+        one_hot = labels[:, None] == np.arange(count)
+        rows = np.where(labels[:, None] >= 0, one_hot - 1 / count, 0)
+        release = _planned(budget, planned.size, planned.relation, count)
+        return cls(release, planned.rows(rows.astype(np.float32)))
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The release for `calibrate(before=)`."""
+        return () if self.release is None else (self.release,)
+
+    def found(self, *, key: PRNGKey, owner: str) -> Float[np.ndarray, " k"]:
+        """Release the rates: positive, with sum 1; equal ones without a release.
+
+        Args:
+            key: A typed key for this release alone.
+            owner: Name for error messages.
+
+        Privacy:
+            The one release of `release`.
+        """
+        even = 1 / self.rows.shape[1]
+        if self.release is None:
+            return np.full(self.rows.shape[1], even)
+        mean = released_mean(self.release, self.rows, key=key, owner=owner)
+        shares = np.asarray(mean, float)
+        shares += even - shares.mean()
+        noise = self.release.noise_std * (1 - even) ** 0.5
+        rates = np.asarray([_expected(share, noise) for share in shares.tolist()])
+        return rates / rates.sum()
+
+
+def _expected(share: float, noise: float) -> float:
+    """Return the mean of a rate in [0, 1], uniform before its noisy share was seen."""
+    share = min(max(share, -4 * noise), 1 + 4 * noise)
+    normal = statistics.NormalDist(share, noise)
+    chance = normal.cdf(1) - normal.cdf(0)
+    return share + noise**2 * (normal.pdf(0) - normal.pdf(1)) / chance
+
+
+@functools.lru_cache(maxsize=128)
+def _planned(
+    budget: PrivacyBudget, size: int, neighbours: Neighbours, count: int
+) -> Release | None:
+    if budget.delta == 0:
+        return None
+    query = Query(RECORDS, size, (1 - 1 / count) ** 0.5)
+    noise = Gaussian(least_multiplier(FullBatch(), 1, 1, budget), neighbours, "grid")
+    whole = Release("base rates", 1, (query,), noise)
+    least, most = _SHARE
+    share = min(max((whole.noise_std / _WANTED) ** 2, least), most)
+    release = dataclasses.replace(whole, mechanism=noise.scaled(share**-0.5))
+    return release if release.noise_std <= _MOST_NOISE else None
