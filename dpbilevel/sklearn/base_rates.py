@@ -2,7 +2,7 @@
 
 With few records a model of a rare class is worse than the constant answer, so the
 descent starts at that answer. The less the loss of a rare class is curved, the larger
-is the ridge that keeps the model there.
+is the ridge that keeps the model there. With more records both would cost accuracy.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from .planned import Planned
 _SHARE = 0.002, 0.1  # of the squared budget
 _WANTED = 0.01  # noise of a rate that is worth more of the budget
 _MOST_NOISE = 0.25  # with more, no rate is released
+_CLEAR = 2.5  # a class is not rare for the records if its rate has so many noises
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +71,28 @@ class BaseRates:
         return () if self.release is None else (self.release,)
 
     def found(self, *, key: PRNGKey, owner: str) -> Float[np.ndarray, " k"]:
-        """Release the rates: positive, with sum 1; equal ones without a release.
+        """Release the rates: positive, with sum 1.
 
         Args:
             key: A typed key for this release alone.
             owner: Name for error messages.
 
+        Returns:
+            Equal rates without a release, or if every class has many records.
+
         Privacy:
             The one release of `release`.
         """
         even = 1 / self.rows.shape[1]
+        equal = np.full(self.rows.shape[1], even)
         if self.release is None:
-            return np.full(self.rows.shape[1], even)
+            return equal
         mean = released_mean(self.release, self.rows, key=key, owner=owner)
         shares = np.asarray(mean, float)
         shares += even - shares.mean()
         noise = self.release.noise_std * (1 - even) ** 0.5
+        if shares.min() > _CLEAR * noise:
+            return equal
         rates = np.asarray([_expected(share, noise) for share in shares.tolist()])
         return rates / rates.sum()
 

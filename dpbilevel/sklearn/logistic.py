@@ -33,8 +33,8 @@ class DPLogisticRegression(LinearClassifier):
     Minimizes the mean loss plus $\rho \|w\|^2$ by noisy gradient descent, `NoisyGD` on
     full batches; nothing has to be set. A first release finds how long rows are. Steps
     are stable for rows of that length, and their number follows from the noise, which
-    has the effect of a ridge. The descent starts at the constant answer, by released
-    base rates.
+    has the effect of a ridge. If the records of a class are few beside the noise, the
+    descent starts at the constant answer, by released base rates.
 
     Args:
         epsilon: $\varepsilon$.
