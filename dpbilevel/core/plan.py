@@ -91,7 +91,8 @@ def calibrate(
     Privacy:
         Touches no data. The guarantee holds for one run of the returned solver, as it
         is, on this problem and data of these sizes. A second run is a second release,
-        and changing a field of the solver or the problem voids the report.
+        and changing a field of the solver or the problem voids the report. Start, step
+        size and public terms may follow from releases in the ledger.
     """
     options: Any = {"sizes": sizes, "w0": w0, "precision": precision, "before": before}
     plan = calibrated(problem, solver, budget, **options)

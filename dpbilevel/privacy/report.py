@@ -40,6 +40,7 @@ IDEALISED = {
 _SHORT = 0.5
 TRUSTED = (
     "public terms, sets, counts, clip norms and the starting point hold no private data"
+    " but what is released"
 )
 
 

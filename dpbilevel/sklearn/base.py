@@ -274,6 +274,8 @@ class PrivateEstimator(Seedless, BaseEstimator):
         name, costs = f"{self._owner}.fit", spent.costs_by(plan.report)
         sizes, relation = plan.solver.sizes, plan.report.relation
         count = spent.begun(name, relation, costs, sizes, records)
+        if len(plan.report.ledger) > 1:  # an interrupt may come after a first release
+            count()
         found = Usability({})
         if first.releases:
             own, key = derive(key, "usability", "run")

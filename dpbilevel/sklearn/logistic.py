@@ -46,7 +46,8 @@ class DPLogisticRegression(LinearClassifier):
             are shortened to it in `fit`.
         fit_intercept: Whether to fit a constant, too.
         ridge: $\rho \ge 0$, public, in units of rows of length 1, which is the released
-            length; costs no budget.
+            length; costs no budget. If a class has few records beside the noise, it is
+            multiplied by up to 64.
         max_iter: The maximum number of steps; fewer are made if the noise requires it.
             Public.
         clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
@@ -194,7 +195,7 @@ class DPLogisticRegression(LinearClassifier):
             w0 = w0.at[-1].set(scores / CONSTANT)
         # Powers of 2 need few programs, each of which is compiled.
         curvature = (1 - rates @ rates) / (1 - 1 / len(rates))
-        times = 2.0 ** min(max(round(-math.log2(curvature)), 0), _RIDGES)
+        times = 2.0 ** max(round(-math.log2(max(curvature, 2.0**-_RIDGES))), 0)
         if times > 1 and problem.public is not None:
             first = jnp.zeros_like(w0).at[(0,) * w0.ndim].set(1.0)
             ridge = float(problem.public(first))

@@ -26,8 +26,7 @@ _SETTINGS = Settings(0.45, 1.0, steps=(30, 2000, 3000), clip_norm=(0.15, 1.0))
 _SMALL = 0.2  # of the declared range; a smaller unit is worth a warning
 _WIDE = (
     "most targets lie between {:.3g} and {:.3g}, by the released `target_range_`, and "
-    "target_bounds is far wider. Declare about this range if it is public knowledge: "
-    "finding it costs budget."
+    "target_bounds is far wider. Declare about this range if it is public knowledge."
 )
 
 
@@ -74,8 +73,9 @@ class DPRidge(RegressorMixin, PrivateEstimator):
         feature_names_in_: The names of the columns, if X has any.
 
     Privacy:
-        As `DPLogisticRegression`, and 18 noisy comparisons of targets for 1 % to 15 %
-        of the squared budget. A record whose target is not a finite number is ignored.
+        As `DPLogisticRegression`, with noisy comparisons of targets instead of base
+        rates: 18, or 6 without a constant, for 1 % to 15 % of the squared budget. A
+        record whose target is not a finite number is ignored.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ from .planned import Planned
 # Numbers of comparisons with the center and with distances, and what is tried.
 _COMPARED = 12, 6
 _CENTERS = np.linspace(-1, 1, 1025)
-_DISTANCES = 2.0 ** np.arange(-10, 0.1, 0.25)
+_DISTANCES = 2.0 ** np.arange(-13, 0.1, 0.25)
+_SAME = 2.0**-12  # a distance that is found below this one if most targets are equal
 # The share of targets that are farther from the center than the distance: the smaller
 # one tells long tails, and the larger one stands out of more noise.
 _FARTHER = 0.1, 1 / 3
@@ -92,7 +93,7 @@ class Spread:
 
         Returns:
             About the median, and about four standard deviations. They are 0 and 1, as
-            declared, if that is less, or without a release.
+            declared, if that is less, if most targets are equal, or without a release.
 
         Privacy:
             As many releases as `release` counts, each the mean of one number a record.
@@ -129,9 +130,11 @@ class Spread:
         distance = np.abs(self.targets - center) / longest
         least, most = _FARTHER
         farther = min(max(least, 2 * noise), most)
-        found = longest * quantile(distance, farther, _DISTANCES, keys[-_COMPARED[1] :])
+        found = quantile(distance, farther, _DISTANCES, keys[-_COMPARED[1] :])
+        if found < _SAME:  # of zeros and few costs the costs matter
+            return 0.0, 1.0
         normal = statistics.NormalDist().inv_cdf(1 - farther / 2)
-        unit = _DEVIATIONS * found / normal
+        unit = _DEVIATIONS * longest * found / normal
         return (center, unit) if unit < 1 else (0.0, 1.0)
 
 

@@ -9,7 +9,9 @@ import pytest
 import scipy.stats
 
 import dpbilevel as dpb
+from dpbilevel.core import usability
 from dpbilevel.core.usability import RecordsCheck
+from dpbilevel.privacy.noise import derive
 from dpbilevel.sklearn import (
     DPLogisticRegression,
     DPMLPClassifier,
@@ -17,7 +19,9 @@ from dpbilevel.sklearn import (
     DPSourceReweighting,
     FairClassifier,
     base,
+    base_rates,
     declared,
+    spread,
 )
 
 # A few records, one step: hardly more than noise, which fits say from public numbers.
@@ -271,6 +275,102 @@ def test_the_check_and_the_run_have_keys_of_their_own(monkeypatch):
     model.fit(*table(), key=given)
     assert len(keys) == 2
     assert len({*keys, tuple(jax.random.key_data(given).tolist())}) == 3
+
+
+MANY = {"bounds": (0, 1), "max_iter": 60}
+KINDS = {
+    "target": lambda **more: DPRidge(**MANY, target_bounds=(-50, 50), **more),
+    "target, no constant": lambda **more: DPRidge(
+        **MANY, target_bounds=(-50, 50), fit_intercept=False, **more
+    ),
+    "rare class": lambda **more: DPLogisticRegression(**MANY, classes=[0, 1], **more),
+}
+NAMED = pytest.mark.filterwarnings("ignore:.*(most targets|too small to tell)")
+PRIVATE_SIZE = {"neighbours": "add_or_remove_one", "size": 1480}
+
+
+def releases_of(model, monkeypatch):
+    """Clip norms and noises of all releases, what is charged, and the keys of a fit."""
+    made, keys, released, run = [], [], usability._released, base._run
+
+    def spy(query, mechanism, rows, *, key):
+        made.append((query.clip_norm, float(mechanism.noise_multiplier)))
+        keys.append(key)
+        return released(query, mechanism, rows, key=key)
+
+    def spied(problem, solver, records, w0, *, key):
+        for release in solver.ledger(problem, solver.sizes).releases:
+            row = release.row()
+            made.extend([(row["clip_norm"], row["noise_multiplier"])] * row["count"])
+        keys.append(key)
+        return run(problem, solver, records, w0, key=key)
+
+    monkeypatch.setattr(usability, "_released", spy)
+    monkeypatch.setattr(base, "_run", spied)
+    rng, given = np.random.default_rng(0), jax.random.key(3)
+    X = rng.uniform(0, 1, (1500, 3))
+    y = X @ [3, -2, 1] + 0.3 * rng.normal(size=1500)
+    if isinstance(model, DPLogisticRegression):
+        y = (rng.random(1500) < 0.03).astype(int)
+    model.fit(X, y, key=given)
+    monkeypatch.undo()
+    rows = model.privacy_report_.ledger
+    charged = [
+        (r["clip_norm"], r["noise_multiplier"]) for r in rows for _ in range(r["count"])
+    ]
+    return (
+        made,
+        charged,
+        [tuple(jax.random.key_data(k).tolist()) for k in (given, *keys)],
+    )
+
+
+@NAMED
+@pytest.mark.parametrize("relation", [{}, PRIVATE_SIZE])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_release_of_a_fit_is_charged_and_has_its_own_key(
+    name, relation, monkeypatch
+):
+    made, charged, keys = releases_of(KINDS[name](**relation), monkeypatch)
+    np.testing.assert_allclose(made, charged)
+    assert len(made) - 60 == {"target": 20, "rare class": 3}.get(name, 8)
+    assert len(set(keys)) == len(keys)
+
+
+@NAMED
+@pytest.mark.parametrize(
+    ("name", "module", "uncharged"),
+    [("target", spread, "Spread"), ("rare class", base_rates, "BaseRates")],
+)
+def test_a_release_that_is_not_charged_is_seen(name, module, uncharged, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(module, uncharged), "releases", ())
+        made, charged, _ = releases_of(KINDS[name](), pytest.MonkeyPatch())
+    assert len(made) > len(charged)
+
+
+@NAMED
+def test_a_key_that_two_reads_share_is_seen(monkeypatch):
+    def shared(key, *names):
+        return (
+            (jax.random.clone(key), key) if "prepare" in names else derive(key, *names)
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "derive", shared)
+        _, _, keys = releases_of(KINDS["rare class"](), pytest.MonkeyPatch())
+    assert len(set(keys)) < len(keys)
+
+
+def test_a_fit_counts_from_its_first_release_on(monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spread.Spread, "found", interrupted)
+    before = sum(run.times for run in dpb.spent().runs)
+    with pytest.raises(KeyboardInterrupt):
+        releases_of(KINDS["target"](), pytest.MonkeyPatch())
+    assert sum(run.times for run in dpb.spent().runs) == before + 1
 
 
 def is_key(leaf):
