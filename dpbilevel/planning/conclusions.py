@@ -113,7 +113,7 @@ def reason_of(
         found = "releases the model of the least test loss"
     text = (
         f"{first.method} {found} on synthetic records ({', '.join(twins)})."
-        f"{'' if own else ' If your data differ, pass synthetic= in Python.'}"
+        f"{'' if own else ' If your data differ, pass twins= or synthetic= in Python.'}"
     )
     if first.levels == 2 and single is not None:
         best = f" The best method of one level, {single.method}, misses up to"

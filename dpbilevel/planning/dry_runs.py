@@ -52,6 +52,7 @@ class AutoPlan(Plan[Any]):
         twins: The names of the twins that the losses refer to.
         start_losses: The test losses of the best constant answers on the twins, or of
             the initial point if it is better.
+        assumed: What the arguments say about the records, in words.
         left_out: Methods that the budget, the relation or the problem does not admit,
             and why.
     """
@@ -60,6 +61,7 @@ class AutoPlan(Plan[Any]):
     trials: tuple[Trial, ...]
     twins: tuple[str, ...]
     start_losses: tuple[float, ...]
+    assumed: str
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -70,7 +72,8 @@ class AutoPlan(Plan[Any]):
     @override
     def rows(self) -> dict[str, object]:
         compared = ", ".join(trial.method for trial in self.trials)
-        return {"reason": self.reason, "compared": compared} | super().rows()
+        found = {"reason": self.reason, "assumed": self.assumed, "compared": compared}
+        return found | super().rows()
 
     def to_toml(self) -> str:
         """The settings as the tables `[solver]` and `[refit]` of a config.
@@ -87,7 +90,7 @@ class AutoPlan(Plan[Any]):
         """The reason, the table of methods, the settings and the guarantee."""
         width = max(len(trial.method) for trial in self.trials)
         width = max(width, len(_CONSTANT))
-        lines = [self.reason, "", "test loss on synthetic twins:"]
+        lines = [self.reason, self.assumed, "", "test loss on synthetic twins:"]
         wide = [max(10, len(name)) for name in self.twins]
 
         def row(values: Sequence[float]) -> str:
@@ -227,19 +230,22 @@ def auto(
     dry = _DryRuns(problem, w0, laws, seed, intercept, planned_dry)
     rounds = rounds_of(effort, len(laws), large=large)
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
-    found = race(
+    found, starts = race(
         [method for method, _ in entries],
         rounds,
         lambda index, number: dry.losses(plans[index].solver, number),
         dry.answers,
         progress,
     )
-    starts = np.mean([dry.answers(run) for run in range(sum(rounds))], 0).tolist()
     trials = {i: _trial(*entries[i], runs, regret) for i, runs, regret in found}
     ranked = ranked_best(trials, starts)
     runs = {i: losses for i, losses, _ in found}
+    first = runs[ranked[0]]
+    # One run on every twin says nothing about a method that was left out after it.
     best = tuple(
-        dataclasses.replace(trials[i], leads=leads_of(runs[i], runs[ranked[0]], starts))
+        dataclasses.replace(trials[i], leads=leads_of(runs[i], first, starts))
+        if len(runs[i]) > 1
+        else trials[i]
         for i in ranked
     )
     names = [law.name for law in laws]
@@ -257,8 +263,19 @@ def auto(
         best,
         tuple(names),
         tuple(starts),
+        _assumed(model_of(problem, w0), clip_norm, intercept),
         left_out,
     )
+
+
+def _assumed(model: PyTree, clip_norm: float, intercept: int | None) -> str:
+    """Say what the plan takes for granted, and nobody checks."""
+    if not is_linear(model):
+        return f"Assumed: gradients of a network may be clipped at {clip_norm:g}."
+    constant = "no feature is the same for all records"
+    if intercept is not None:
+        constant = f"feature {intercept} is the same for all records"
+    return f"Assumed: gradients have norm {clip_norm:g} at most, and {constant}."
 
 
 def _numbers_read(sizes: Sizes | int, w0: PyTree) -> int:

@@ -95,7 +95,7 @@ class Alike(AbstractTeacherTwin):
     @override
     def name(self) -> str:
         normal = self.columns == "normal"
-        return "Alike" if normal else f"Alike, {self.columns}"
+        return "Alike" if normal else f"Alike ({self.columns})"
 
     @override
     def models(self, problem, shape, key):

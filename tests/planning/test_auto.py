@@ -81,7 +81,9 @@ def test_two_levels_are_planned_where_sources_are_good_or_bad():
     assert plan.pays
     assert isinstance(plan.solver, SelectedSources)
     assert "best method of one level" in plan.reason
-    assert "(GoodOrBad). If your data differ, pass synthetic=" in plan.reason
+    assert "(GoodOrBad). If your data differ, pass twins= or synthetic=" in plan.reason
+    assumed = "gradients have norm 1 at most, and feature -1 is the same for all"
+    assert assumed in str(plan)
 
 
 def test_one_level_is_planned_where_all_records_are_alike():
@@ -189,7 +191,7 @@ def test_methods_far_behind_are_left_out_early_but_for_one_level():
         made[index] += 1
         return [losses[index]]
 
-    found = race.race(METHODS, (1, 2, 3), dry_run, lambda _: [1.0], lambda *_: None)
+    found, _ = race.race(METHODS, (1, 2, 3), dry_run, lambda _: [1.0], lambda *_: None)
     assert made == [6, 1, 6]
     assert [(index, len(runs)) for index, runs, _ in found] == [(0, 6), (2, 6), (1, 1)]
     np.testing.assert_allclose([regret for *_, regret in found], [0, 7 / 9, 11 / 9])
@@ -212,7 +214,7 @@ def test_failures_after_the_first_nine_runs_decide():
         return [(0.9 if fails else 0.1 if index < 8 else 0.12) + index / 1e4] * 4
 
     rounds = race.rounds_of("fast", 4, large=False)
-    found = race.race(methods, rounds, dry_run, lambda _: [1.0] * 4, lambda *_: None)
+    found, _ = race.race(methods, rounds, dry_run, lambda _: [1.0] * 4, lambda *_: None)
     assert rounds == (1, 3, 4, 6)
     assert made == [14, 4, 4, *[1] * 5] * 2
     assert {index for index, *_ in found} == {0, 8}
@@ -226,7 +228,7 @@ def test_bad_luck_on_one_twin_in_the_first_run_drops_no_setting():
         unlucky = index == 4 and number == 0
         return [0.3 if index < 4 else 0.1] * 3 + [0.6 if unlucky else 0.4 - index / 20]
 
-    found = race.race(
+    found, _ = race.race(
         [METHODS[0]] * 5, (1, 3, 4), dry_run, lambda _: [1.0] * 4, lambda *_: None
     )
     assert [index for index, *_ in found] == [4]
@@ -274,7 +276,7 @@ def test_what_a_method_showed_on_easy_records_is_no_measure_of_later_runs(monkey
         return [(later if number else easy)[index]]
 
     monkeypatch.setattr(race, "_HOPELESS", (0.25, 0.1))
-    found = race.race(METHODS, (1, 9), dry_run, lambda _: [1.0], lambda *_: None)
+    found, _ = race.race(METHODS, (1, 9), dry_run, lambda _: [1.0], lambda *_: None)
     assert [(index, len(runs)) for index, runs, _ in found] == [
         (0, 10),
         (2, 10),
@@ -496,7 +498,7 @@ def test_a_network_is_planned_on_records_of_the_declared_layout():
         plan = dpb.auto(
             problem, BUDGET, sizes=SIZES, w0=(jnp.zeros(5), start), records=LAYOUT
         )
-    kinds = ("GoodOrBad", "Shifted", "Tables", "MissingPositives", "Alike, skewed")
+    kinds = ("GoodOrBad", "Shifted", "Tables", "MissingPositives", "Alike (skewed)")
     assert plan.twins == kinds
     best = min(plan.trials, key=lambda trial: trial.losses[0])
     assert best.losses[0] < 0.95 * plan.start_losses[0]  # there is something to learn
