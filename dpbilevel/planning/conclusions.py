@@ -13,8 +13,9 @@ from .race import missed, regrets_of
 # dry runs: one level is enough; of worst cases, which are those of one twin, the mean
 # over the twins decides.
 _WORTH, _NEAR = 0.03, 0.08
-# A loss above the best constant answer by this share of it does harm.
-_HARM = 0.01
+# Losses above the best constant answer by these shares of it do harm, in the mean of
+# all runs and in one run: a default must not need luck.
+_HARM, _HARM_ONCE = 0.01, 0.05
 # Multiples of epsilon tried where two levels do not pay.
 _MORE = (2, 4, 8, 16)
 
@@ -33,6 +34,8 @@ class Trial:
             than the best constant answer somewhere. Where there is less to gain than
             15 % of the loss of that answer, the share of these.
         runs: How many dry runs this rests on.
+        excess: By how much the loss of a run is above that of the best constant answer
+            to the same records, at most, on each twin, over the mean of that answer.
         leads: By which share of what there is to gain it is better than the planned
             method on each twin, in the runs that both made; negative where it is worse.
     """
@@ -43,20 +46,22 @@ class Trial:
     losses: tuple[float, ...]
     regret: float
     runs: int
+    excess: tuple[float, ...] = ()
     leads: tuple[float, ...] = ()
 
 
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     """Return the best setting of each method, best first; one level if it is near.
 
-    Settings whose mean loss is above the best constant answer on a twin come after all
-    that are not, within a method and among methods. Among methods that miss about as
-    much on the worst twin the mean of all decides: what is as good as another method on
-    one twin may be far behind on the others. Methods that were left out after few runs
-    come last.
+    Settings that do harm come after all that do not, within a method and among methods:
+    on a twin their mean loss is above the best constant answer by 1 %, or that of a run
+    by 5 %. If all do, the one with the best worst run comes first. Else methods that
+    were left out after few runs come last. Among methods that miss about as much on the
+    worst twin the mean of all decides: what is as good as another method on one twin
+    may be far behind on the others.
     """
     best: dict[str, int] = {}
-    harms = {i: _harms(trial.losses, starts) for i, trial in trials.items()}
+    harms = {i: _harms(trial, starts) for i, trial in trials.items()}
     for index in sorted(trials, key=lambda i: (harms[i], trials[i].regret)):
         best.setdefault(trials[index].method, index)
     most = max(trial.runs for trial in trials.values())
@@ -65,15 +70,19 @@ def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     means = dict(zip(full, np.mean(missed(table, starts), 1), strict=True))
     least = min(trials[i].regret for i in full), min(means.values())
 
-    def order(index: int) -> tuple[bool, bool, bool, bool, float]:
+    def order(index: int) -> tuple[float, bool, bool, bool, float]:
         trial = trials[index]
+        risk = 0.0
+        if harms[index]:  # one run on each twin shows no risk
+            shown = trial.runs > len(starts)
+            risk = 1 + max(trial.excess, default=0.0) if shown else np.inf
         if index not in means:
-            return True, harms[index], True, True, trial.regret
+            return risk, True, True, True, trial.regret
         near = trial.regret < least[0] + _NEAR
         lost = max(trial.regret - least[0], means[index] - least[1])
         enough = trial.levels == 1 and lost < _WORTH
         value = means[index] if near else trial.regret
-        return False, harms[index], not enough, not near, value
+        return risk, False, not enough, not near, value
 
     return sorted(best.values(), key=order)
 
@@ -100,11 +109,11 @@ def reason_of(
         next((trial for trial in ranked if trial.levels == levels), None)
         for levels in (1, 2)
     )
-    if not improves(first.losses, starts):
+    if not improves(first, starts):
         return (
             "No method improves on the best constant answer on every kind of synthetic "
-            f"records at {budget}. More records or a larger epsilon are needed. "
-            f"The plan is {first.method}."
+            f"records, and in every run, at {budget}. More records or a larger epsilon "
+            f"are needed. The plan is {first.method}."
         )
     # Of methods that were left out, too, which are better on some twins.
     most = max(first.regret, *(lead for trial in ranked for lead in trial.leads), 0.0)
@@ -131,15 +140,18 @@ def reason_of(
     )
 
 
-def improves(losses: Sequence[float], starts: Sequence[float]) -> bool:
+def improves(trial: Trial, starts: Sequence[float]) -> bool:
     """Return whether a method beats the best constant answer on every twin."""
-    return all(loss < start for loss, start in zip(losses, starts, strict=True))
+    pairs = zip(trial.losses, starts, strict=True)
+    better = all(loss < start for loss, start in pairs)
+    return better and not _harms(trial, starts)
 
 
-def _harms(losses: Sequence[float], starts: Sequence[float]) -> bool:
+def _harms(trial: Trial, starts: Sequence[float]) -> bool:
     """Whether a method is worse than the best constant answer on some twin."""
-    pairs = zip(losses, starts, strict=True)
-    return any(loss > start + _HARM * abs(start) for loss, start in pairs)
+    pairs = zip(trial.losses, starts, strict=True)
+    often = any(loss > start + _HARM * abs(start) for loss, start in pairs)
+    return often or max(trial.excess, default=0.0) > _HARM_ONCE
 
 
 def _compared(trial: Trial, place: int, twins: list[str]) -> str:
@@ -177,7 +189,7 @@ def outlook_of(
         table: As `_DryRuns.table`.
         answers: The losses of the best constant answers in its run.
     """
-    useful = improves(ranked[0].losses, starts)
+    useful = improves(ranked[0], starts)
     single = all(trial.levels == 1 for trial in ranked)
     if useful and (single or ranked[0].levels == 2):
         return ""
@@ -186,7 +198,7 @@ def outlook_of(
         losses = table([trial.solver for trial in ranked], larger)
         again = _judged(ranked, losses, answers)
         best = again[ranked_best(dict(enumerate(again)), answers)[0]]
-        if not useful and improves(best.losses, answers):
+        if not useful and improves(best, answers):
             return (
                 f" From about epsilon = {epsilon:g} on {best.method} may improve on it."
             )
@@ -204,6 +216,21 @@ def _judged(
     """The trials of the same settings with other losses."""
     pairs = zip(ranked, losses, regrets_of(losses, starts), strict=True)
     return [
-        dataclasses.replace(trial, losses=tuple(found), regret=regret, runs=1)
+        dataclasses.replace(
+            trial,
+            losses=tuple(found),
+            regret=regret,
+            runs=1,
+            excess=excess_of([found], [starts]),
+        )
         for trial, (found,), regret in pairs
     ]
+
+
+def excess_of(
+    losses: Sequence[Sequence[float]], answers: Sequence[Sequence[float]]
+) -> tuple[float, ...]:
+    """Return the `excess` of a trial from losses and constant answers by run."""
+    base = np.asarray(answers)
+    above = np.max(np.asarray(losses) - base, axis=0)
+    return tuple((above / (np.abs(np.mean(base, axis=0)) + 1e-9)).tolist())

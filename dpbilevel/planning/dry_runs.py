@@ -25,7 +25,14 @@ from ..privacy.abstract_release import AbstractRelease
 from ..privacy.budget import Neighbours, PrivacyBudget
 from ..privacy.clipping import Precision
 from .candidates import Candidate, candidates, is_linear
-from .conclusions import Trial, improves, outlook_of, ranked_best, reason_of
+from .conclusions import (
+    Trial,
+    excess_of,
+    improves,
+    outlook_of,
+    ranked_best,
+    reason_of,
+)
 from .losses import constant_feature, mean_loss, model_of, trivial_loss
 from .race import Effort, leads_of, race, rounds_of
 from .settings import toml_of
@@ -103,7 +110,9 @@ class AutoPlan(Plan[Any]):
         for trial in self.trials:
             # Of fewer runs, which had other records, losses are not comparable.
             shown = row(trial.losses)
-            if trial.runs < most:
+            if trial.runs < most and trial is self.trials[0]:
+                shown += f"  of {trial.runs} runs"
+            elif trial.runs < most:
                 shown = f"  behind, left out after {trial.runs} runs"
             lines.append(f"  {trial.method:{width}}  {shown}")
         lines.append(f"  {_CONSTANT:{width}}  {row(self.start_losses)}")
@@ -237,7 +246,8 @@ def auto(
         dry.answers,
         progress,
     )
-    trials = {i: _trial(*entries[i], runs, regret) for i, runs, regret in found}
+    known = [dry.answers(run) for run in range(sum(rounds))]
+    trials = {i: _trial(*entries[i], runs, regret, known) for i, runs, regret in found}
     ranked = ranked_best(trials, starts)
     runs = {i: losses for i, losses, _ in found}
     first = runs[ranked[0]]
@@ -254,7 +264,7 @@ def auto(
     planned |= {"w0": w0, "precision": precision}
     plan = calibrated(problem, best[0].solver, budget, **planned)
     plan.warn(owner)
-    if not improves(best[0].losses, starts):
+    if not improves(best[0], starts):
         _checks.warn(f"{owner}: {reason}")
     return AutoPlan(
         plan.solver,
@@ -285,12 +295,17 @@ def _numbers_read(sizes: Sizes | int, w0: PyTree) -> int:
 
 
 def _trial(
-    method: Candidate, solver: AbstractSolver, losses: list[list[float]], regret: float
+    method: Candidate,
+    solver: AbstractSolver,
+    losses: list[list[float]],
+    regret: float,
+    answers: list[list[float]],
 ) -> Trial:
-    """From the losses by run and twin."""
+    """From the losses by run and twin, and those of the best constant answers."""
     means = tuple(np.mean(losses, 0).tolist())
     runs = len(losses) * len(means)
-    return Trial(method.name, solver, method.levels, means, regret, runs)
+    excess = excess_of(losses, answers[: len(losses)])
+    return Trial(method.name, solver, method.levels, means, regret, runs, excess)
 
 
 def _laws(

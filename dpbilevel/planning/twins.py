@@ -203,7 +203,7 @@ def twins(
             for part, fall, rate in kinds
         )
     categories = Alike(**shared, margin=_OF_TABLES, columns="categories", rate=0.1)
-    return Alike(**shared), skewed, categories
+    return Alike(**shared, rate=0.5), skewed, categories
 
 
 def _groups(problem: AbstractProblem, columns: int) -> Int[np.ndarray, " d"]:

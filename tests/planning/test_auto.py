@@ -70,7 +70,7 @@ def test_every_method_is_listed_best_first():
 
 def test_the_chosen_setting_is_better_than_the_start_on_fresh_records():
     plan = plan_of_one_level()
-    twin = planning.Alike().draw(ONE, jnp.zeros(6), 2000, jax.random.key(77))
+    twin = planning.Alike(rate=0.5).draw(ONE, jnp.zeros(6), 2000, jax.random.key(77))
     w = dpb.solve(ONE, plan.solver, twin.data, jnp.zeros(6), key=jax.random.key(1))
     loss = jnp.mean(jax.vmap(dpb.logistic_loss, (None, 0))(w.value, twin.test))
     assert loss < 0.8 * np.log(2)
@@ -87,7 +87,7 @@ def test_two_levels_are_planned_where_sources_are_good_or_bad():
 
 
 def test_one_level_is_planned_where_all_records_are_alike():
-    plan = plan_for(planning.Alike())
+    plan = plan_for(planning.Alike(rate=0.5))
     assert not plan.pays
     assert isinstance(plan.solver, OneLevel)
     assert "Two levels do not pay here" in plan.reason
@@ -129,7 +129,7 @@ def test_the_epsilon_from_which_on_any_method_is_useful_is_found():
 
 def test_where_a_method_of_two_levels_is_better_is_said_if_one_level_is_planned():
     one, two = (
-        conclusions.Trial(f"of {n}", OneLevel(FIT), n, (0.5, 0.5), regret, 1, leads)
+        conclusions.Trial(f"of {n}", OneLevel(FIT), n, (0.5, 0.5), regret, 1, (), leads)
         for n, regret, leads in ((1, 0.0, (0.0, 0.0)), (2, 0.6, (0.15, -0.6)))
     )
     reason = conclusions.reason_of([one, two], BUDGET, ["Tables", "Alike"], [1.0, 1.0])
@@ -545,7 +545,7 @@ def test_a_plan_under_add_or_remove_one_is_that_of_calibrate_under_it():
             BUDGET,
             sizes=SIZES,
             w0=W0,
-            twins=[planning.Alike()],
+            twins=[planning.Alike(rate=0.5)],
             neighbours=relation,
         )
     again = dpb.calibrate(SOURCES, plan.trials[0].solver, BUDGET, sizes=SIZES, w0=W0)
@@ -615,7 +615,12 @@ def test_a_solver_that_cannot_serve_a_relation_refuses_it():
         planned.with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)
 
 
-LAWS = [planning.GoodOrBad(), planning.Shifted(), planning.Tables(), planning.Alike()]
+LAWS = [
+    planning.GoodOrBad(),
+    planning.Shifted(),
+    planning.Tables(),
+    planning.Alike(rate=0.5),
+]
 
 
 def chances_of(law, shape):

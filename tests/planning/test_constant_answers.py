@@ -1,5 +1,6 @@
 """Plans beside the best constant answer, on synthetic records that look like tables."""
 
+import dataclasses
 import math
 import tomllib
 
@@ -134,6 +135,22 @@ def test_no_method_that_is_worse_than_the_constant_answer_is_before_one_that_is_
     assert conclusions.ranked_best({1: harmful, 2: harmless}, starts) == [2, 1]
     # The control: with a constant answer that is worse, the order is the other one.
     assert conclusions.ranked_best({1: harmful, 2: harmless}, [0.7, 0.6]) == [1, 2]
+
+
+def test_a_method_that_needs_luck_comes_after_one_that_does_not_and_was_left_out():
+    lucky = conclusions.Trial("lucky", None, 2, (0.3, 0.4), 0.1, 50, (-0.2, 0.2))
+    safe = conclusions.Trial("safe", None, 1, (0.69, 0.504), 1.0, 10, (0.0, 0.02))
+    starts = [0.7, 0.5]
+    assert conclusions.ranked_best({1: lucky, 2: safe}, starts) == [2, 1]
+    # The control: without the run far above the constant answer.
+    steady = dataclasses.replace(lucky, excess=(-0.2, 0.02))
+    assert conclusions.ranked_best({1: steady, 2: safe}, starts) == [1, 2]
+
+
+def test_the_excess_of_a_run_is_over_the_constant_answer_to_its_records():
+    losses, answers = [[0.5, 0.6], [0.9, 0.6]], [[0.5, 0.5], [1.0, 0.8]]
+    found = conclusions.excess_of(losses, answers)
+    np.testing.assert_allclose(found, [0.0, 0.2])
 
 
 def test_of_one_method_a_setting_that_is_never_worse_is_preferred():
