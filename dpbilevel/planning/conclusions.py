@@ -13,9 +13,10 @@ from .race import missed, regrets_of
 # dry runs: one level is enough; of worst cases, which are those of one twin, the mean
 # over the twins decides.
 _WORTH, _NEAR = 0.03, 0.08
-# Losses above the best constant answer by these shares of it do harm, in the mean of
-# all runs and in one run: a default must not need luck.
-_HARM, _HARM_ONCE = 0.01, 0.05
+# A mean loss above the best constant answer by this share of it does harm.
+_HARM = 0.01
+# A plan with a run so far above that answer needs luck, which is warned of.
+_LUCK = 0.05
 # Multiples of epsilon tried where two levels do not pay.
 _MORE = (2, 4, 8, 16)
 
@@ -53,15 +54,14 @@ class Trial:
 def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     """Return the best setting of each method, best first; one level if it is near.
 
-    Settings that do harm come after all that do not, within a method and among methods:
-    on a twin their mean loss is above the best constant answer by 1 %, or that of a run
-    by 5 %. If all do, the one with the best worst run comes first. Else methods that
-    were left out after few runs come last. Among methods that miss about as much on the
-    worst twin the mean of all decides: what is as good as another method on one twin
-    may be far behind on the others.
+    Settings whose mean loss is above the best constant answer on a twin come after all
+    that are not, within a method and among methods. Among methods that miss about as
+    much on the worst twin the mean of all decides: what is as good as another method on
+    one twin may be far behind on the others. Methods that were left out after few runs
+    come last.
     """
     best: dict[str, int] = {}
-    harms = {i: _harms(trial, starts) for i, trial in trials.items()}
+    harms = {i: _harms(trial.losses, starts) for i, trial in trials.items()}
     for index in sorted(trials, key=lambda i: (harms[i], trials[i].regret)):
         best.setdefault(trials[index].method, index)
     most = max(trial.runs for trial in trials.values())
@@ -70,19 +70,15 @@ def ranked_best(trials: dict[int, Trial], starts: Sequence[float]) -> list[int]:
     means = dict(zip(full, np.mean(missed(table, starts), 1), strict=True))
     least = min(trials[i].regret for i in full), min(means.values())
 
-    def order(index: int) -> tuple[float, bool, bool, bool, float]:
+    def order(index: int) -> tuple[bool, bool, bool, bool, float]:
         trial = trials[index]
-        risk = 0.0
-        if harms[index]:  # one run on each twin shows no risk
-            shown = trial.runs > len(starts)
-            risk = 1 + max(trial.excess, default=0.0) if shown else np.inf
         if index not in means:
-            return risk, True, True, True, trial.regret
+            return True, harms[index], True, True, trial.regret
         near = trial.regret < least[0] + _NEAR
         lost = max(trial.regret - least[0], means[index] - least[1])
         enough = trial.levels == 1 and lost < _WORTH
         value = means[index] if near else trial.regret
-        return risk, False, not enough, not near, value
+        return False, harms[index], not enough, not near, value
 
     return sorted(best.values(), key=order)
 
@@ -111,9 +107,9 @@ def reason_of(
     )
     if not improves(first, starts):
         return (
-            "No method improves on the best constant answer on every kind of synthetic "
-            f"records, and in every run, at {budget}. More records or a larger epsilon "
-            f"are needed. The plan is {first.method}."
+            f"The plan, {first.method}, may be worse than the best constant answer. It "
+            "does not improve on that answer on every kind of synthetic records and in "
+            f"every run, at {budget}. More records or a larger epsilon are needed."
         )
     # Of methods that were left out, too, which are better on some twins.
     most = max(first.regret, *(lead for trial in ranked for lead in trial.leads), 0.0)
@@ -141,17 +137,19 @@ def reason_of(
 
 
 def improves(trial: Trial, starts: Sequence[float]) -> bool:
-    """Return whether a method beats the best constant answer on every twin."""
+    """Return whether a method beats the best constant answer on every twin.
+
+    In the mean, and without a run far above it.
+    """
     pairs = zip(trial.losses, starts, strict=True)
     better = all(loss < start for loss, start in pairs)
-    return better and not _harms(trial, starts)
+    return better and max(trial.excess, default=0.0) <= _LUCK
 
 
-def _harms(trial: Trial, starts: Sequence[float]) -> bool:
+def _harms(losses: Sequence[float], starts: Sequence[float]) -> bool:
     """Whether a method is worse than the best constant answer on some twin."""
-    pairs = zip(trial.losses, starts, strict=True)
-    often = any(loss > start + _HARM * abs(start) for loss, start in pairs)
-    return often or max(trial.excess, default=0.0) > _HARM_ONCE
+    pairs = zip(losses, starts, strict=True)
+    return any(loss > start + _HARM * abs(start) for loss, start in pairs)
 
 
 def _compared(trial: Trial, place: int, twins: list[str]) -> str:

@@ -110,9 +110,7 @@ class AutoPlan(Plan[Any]):
         for trial in self.trials:
             # Of fewer runs, which had other records, losses are not comparable.
             shown = row(trial.losses)
-            if trial.runs < most and trial is self.trials[0]:
-                shown += f"  of {trial.runs} runs"
-            elif trial.runs < most:
+            if trial.runs < most:
                 shown = f"  behind, left out after {trial.runs} runs"
             lines.append(f"  {trial.method:{width}}  {shown}")
         lines.append(f"  {_CONSTANT:{width}}  {row(self.start_losses)}")
