@@ -19,6 +19,9 @@ from dpbilevel.planning.settings import toml_of
 from tests.cli.test_cli import failure
 from tests.cli.test_runner import GENERATED
 
+# Few steps of few candidates, which plans say.
+pytestmark = pytest.mark.filterwarnings("default:auto. The plan")
+
 FIT = dpb.NoisyGD(5, 1.0, 4.0, output=dpb.outputs.TailMean())
 
 

@@ -192,6 +192,7 @@ def test_a_model_is_trained_on_one_level_and_named(file, tmp_path, capsys):
         assert tuple(arrays["features"]) == found.features
 
 
+@pytest.mark.filterwarnings("default:auto. The plan")
 def test_training_without_settings_is_planned_by_every_command(
     tmp_path, capsys, monkeypatch
 ):

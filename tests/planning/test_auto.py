@@ -571,6 +571,7 @@ def test_problems_with_a_certificate_have_draws_and_implicit_steps_too():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore:auto. The plan")  # penalties start far too large
 def test_methods_with_and_without_a_certificate_are_compared_on_the_same_twins():
     x = jnp.full(2, -1.0), jnp.zeros(3)
     sizes = dpb.Sizes(300, 1000, "disjoint")
