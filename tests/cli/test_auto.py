@@ -221,7 +221,7 @@ def test_a_config_under_add_or_remove_one_is_planned_under_it(file, few, tmp_pat
 
 @pytest.mark.slow
 def test_penalties_are_planned_from_the_lower_end(tmp_path, monkeypatch):
-    def scaled(problem, w0, clip_norm, records):
+    def scaled(problem, w0, clip_norm, records, intercept):
         assert (w0[0] == -8.0).all()
         solver = dpb.bilevel.ScaledGroups(FIT)
         return (planning.Candidate("scaled", (solver,), 2),)
