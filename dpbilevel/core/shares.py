@@ -61,7 +61,7 @@ class LevelUsability:
 
     @property
     def none_usable(self) -> bool:
-        """Whether hardly any record can be used, as far as the noise tells."""
+        """Return whether hardly any record can be used, as far as the noise tells."""
         most = max(_NEARLY_NONE, _DEVIATIONS * self.noise_std)
         return self.stops and self.usable < most
 

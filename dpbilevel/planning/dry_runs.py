@@ -237,14 +237,14 @@ def auto(
     dry = _DryRuns(problem, w0, laws, seed, intercept, planned_dry)
     rounds = rounds_of(effort, len(laws), large=large)
     entries, plans, left_out = _feasible(offered, neighbours, dry, budget)
-    found, starts = race(
+    found, known = race(
         [method for method, _ in entries],
         rounds,
         lambda index, number: dry.losses(plans[index].solver, number),
         dry.answers,
         progress,
     )
-    known = [dry.answers(run) for run in range(sum(rounds))]
+    starts = np.mean(known, 0).tolist()
     trials = {i: _trial(*entries[i], runs, regret, known) for i, runs, regret in found}
     ranked = ranked_best(trials, starts)
     runs = {i: losses for i, losses, _ in found}
@@ -299,7 +299,7 @@ def _trial(
     regret: float,
     answers: list[list[float]],
 ) -> Trial:
-    """From the losses by run and twin, and those of the best constant answers."""
+    """Return a trial from losses by run and twin, and those of constant answers."""
     means = tuple(np.mean(losses, 0).tolist())
     runs = len(losses) * len(means)
     excess = excess_of(losses, answers[: len(losses)])

@@ -39,7 +39,7 @@ def race(
     dry_run: Callable[[int, int], list[float]],
     answers: Callable[[int], list[float]],
     progress: Callable[[int, int], None],
-) -> tuple[list[tuple[int, list[list[float]], float]], list[float]]:
+) -> tuple[list[tuple[int, list[list[float]], float]], list[list[float]]]:
     """Successive halving within each method, and of methods that are far behind.
 
     The best method of one level stays, for comparison with two levels.
@@ -55,7 +55,7 @@ def race(
     Returns:
         The best settings of every method, their losses by run and twin, and what they
         miss: of methods that were left out as it was then, from fewer runs. And the
-        mean losses of the constant answers on the twins.
+        losses of the constant answers by run and twin.
     """
     losses: dict[int, list[list[float]]] = {index: [] for index in range(len(methods))}
     left, behind, known = [*losses], {}, []
@@ -85,7 +85,7 @@ def race(
     regrets = regrets_of([losses[index] for index in left], starts)
     missed = dict(zip(left, regrets, strict=True)) | behind
     found = [(index, losses[index], regret) for index, regret in missed.items()]
-    return found, starts
+    return found, known
 
 
 def _most_runs(

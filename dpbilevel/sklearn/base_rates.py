@@ -6,21 +6,16 @@ is the ridge that keeps the model there. With more records both would cost accur
 """
 
 import dataclasses
-import functools
 import statistics
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from ..core.plan import least_multiplier
 from ..core.usability import released_mean
-from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.mechanisms import Gaussian
+from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import FullBatch
-from .planned import Planned
+from .planned import Planned, release_within
 
 _SHARE = 0.002, 0.1  # of the squared budget
 _WANTED = 0.01  # noise of a rate that is worth more of the budget
@@ -62,7 +57,15 @@ class BaseRates:
         """
         one_hot = labels[:, None] == np.arange(count)
         rows = np.where(labels[:, None] >= 0, one_hot - 1 / count, 0)
-        release = _planned(budget, planned.size, planned.relation, count)
+        release = release_within(
+            budget,
+            planned,
+            "base rates",
+            clip_norm=(1 - 1 / count) ** 0.5,
+            shares=_SHARE,
+            wanted=_WANTED,
+            most_noise=_MOST_NOISE,
+        )
         return cls(release, planned.rows(rows.astype(np.float32)))
 
     @property
@@ -103,18 +106,3 @@ def _expected(share: float, noise: float) -> float:
     normal = statistics.NormalDist(share, noise)
     chance = normal.cdf(1) - normal.cdf(0)
     return share + noise**2 * (normal.pdf(0) - normal.pdf(1)) / chance
-
-
-@functools.lru_cache(maxsize=128)
-def _planned(
-    budget: PrivacyBudget, size: int, neighbours: Neighbours, count: int
-) -> Release | None:
-    if budget.delta == 0:
-        return None
-    query = Query(RECORDS, size, (1 - 1 / count) ** 0.5)
-    noise = Gaussian(least_multiplier(FullBatch(), 1, 1, budget), neighbours, "grid")
-    whole = Release("base rates", 1, (query,), noise)
-    least, most = _SHARE
-    share = min(max((whole.noise_std / _WANTED) ** 2, least), most)
-    release = dataclasses.replace(whole, mechanism=noise.scaled(share**-0.5))
-    return release if release.noise_std <= _MOST_NOISE else None

@@ -1,6 +1,7 @@
 """For how many records a fit is planned, and records in as many rows."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,8 +9,13 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _checks
-from ..privacy.budget import Neighbours
+from ..core.plan import least_multiplier
+from ..privacy.budget import Neighbours, PrivacyBudget
+from ..privacy.mechanisms import Gaussian
+from ..privacy.queries import RECORDS, Query
+from ..privacy.releases import Release
 from ..privacy.rows import filler, padded_rows
+from ..privacy.sampling import FullBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,3 +70,41 @@ class Planned:
             return np.pad(column, widths, constant_values=filler(column.dtype))
 
         return jax.tree.map(filled, records)
+
+
+@functools.lru_cache(maxsize=128)
+def release_within(
+    budget: PrivacyBudget,
+    planned: Planned,
+    name: str,
+    *,
+    count: int = 1,
+    clip_norm: float = 1.0,
+    shares: tuple[float, float],
+    wanted: float,
+    most_noise: float,
+) -> Release | None:
+    """Return a release of means of all records, for a part of the squared budget.
+
+    Args:
+        budget: The budget of the whole fit.
+        planned: The public number of records, and the relation.
+        name: What is released.
+        count: How many times.
+        clip_norm: The largest norm of a record.
+        shares: The least and the largest part of the squared budget.
+        wanted: The noise of a mean for which a larger part is taken.
+        most_noise: With more noise than this, `None` is returned; so it is for delta 0.
+
+    Privacy:
+        Touches no data.
+    """
+    if budget.delta == 0:
+        return None
+    multiplier = least_multiplier(FullBatch(), count, 1, budget)
+    noise = Gaussian(multiplier, planned.relation, "grid")
+    whole = Release(name, count, (Query(RECORDS, planned.size, clip_norm),), noise)
+    least, most = shares
+    share = min(max((whole.noise_std / wanted) ** 2, least), most)
+    release = dataclasses.replace(whole, mechanism=noise.scaled(share**-0.5))
+    return release if release.noise_std <= most_noise else None

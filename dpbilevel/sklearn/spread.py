@@ -7,22 +7,17 @@ their steps releases how many more targets are above the tried value than should
 """
 
 import dataclasses
-import functools
 import statistics
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..core.plan import least_multiplier
 from ..core.usability import released_mean
-from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.mechanisms import Gaussian
+from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import FullBatch
-from .planned import Planned
+from .planned import Planned, release_within
 
 # Numbers of comparisons with the center and with distances, and what is tried.
 _COMPARED = 12, 6
@@ -76,7 +71,16 @@ class Spread:
         Privacy:
             Touches no data.
         """
-        release = _planned(budget, planned.size, planned.relation, centered)
+        release = release_within(
+            budget,
+            planned,
+            "sides of targets",
+            count=sum(_COMPARED if centered else _COMPARED[1:]),
+            clip_norm=0.5,
+            shares=_SHARE,
+            wanted=_WANTED,
+            most_noise=_MOST_NOISE,
+        )
         return cls(release, planned, targets, centered)
 
     @property
@@ -156,20 +160,3 @@ def compared(
     """
     sides = np.where(values > value, 0.5, -0.5)
     return np.where(np.isnan(values), share - 0.5, sides)[:, None].astype(np.float32)
-
-
-@functools.lru_cache(maxsize=128)
-def _planned(
-    budget: PrivacyBudget, size: int, neighbours: Neighbours, centered: bool
-) -> Release | None:
-    if budget.delta == 0:
-        return None
-    count = sum(_COMPARED if centered else _COMPARED[1:])
-    query = Query(RECORDS, size, 0.5)
-    multiplier = least_multiplier(FullBatch(), count, 1, budget)
-    noise = Gaussian(multiplier, neighbours, "grid")
-    whole = Release("sides of targets", count, (query,), noise)
-    least, most = _SHARE
-    share = min(max((whole.noise_std / _WANTED) ** 2, least), most)
-    release = dataclasses.replace(whole, mechanism=noise.scaled(share**-0.5))
-    return release if release.noise_std <= _MOST_NOISE else None
