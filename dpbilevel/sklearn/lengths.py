@@ -6,22 +6,18 @@ the share of the budget that it costs.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from ..core.plan import least_multiplier
 from ..core.usability import released_mean
-from ..privacy.budget import Neighbours, PrivacyBudget
-from ..privacy.mechanisms import Gaussian
+from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.queries import RECORDS, Query
 from ..privacy.releases import Release
-from ..privacy.sampling import FullBatch
 from .declared import Frame
+from .planned import Planned, release_within
 
 SHARE = 0.02  # of the squared budget
 SHORT = 1 / 8  # of the longest row; shorter rows are worth a warning
@@ -53,7 +49,7 @@ class Lengths:
     def planned(
         cls,
         budget: PrivacyBudget,
-        planned: Any,
+        planned: Planned,
         rows: Float[np.ndarray, "n d"],
         longest: float,
     ) -> "Lengths":
@@ -68,7 +64,14 @@ class Lengths:
         Privacy:
             Touches no data.
         """
-        release = _planned(budget, planned.size, planned.relation)
+        release = release_within(
+            budget,
+            planned,
+            "lengths of rows",
+            shares=(SHARE, SHARE),
+            wanted=_MOST_NOISE,
+            most_noise=_MOST_NOISE,
+        )
         return cls(release, planned.rows(rows), longest)
 
     @property
@@ -137,16 +140,3 @@ def in_bins(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
     bins = np.clip(bins, 0, _BINS - 1)
     found = (bins[:, None] == np.arange(_BINS)) & counts[:, None]
     return found.astype(np.float32)
-
-
-@functools.lru_cache(maxsize=128)
-def _planned(
-    budget: PrivacyBudget, size: int, neighbours: Neighbours
-) -> Release | None:
-    if budget.delta == 0:
-        return None
-    multiplier = least_multiplier(FullBatch(), 1, 1, budget) / math.sqrt(SHARE)
-    query = Query(RECORDS, size, 1.0)
-    noise = Gaussian(multiplier, neighbours, "grid")
-    release = Release("lengths of rows", 1, (query,), noise)
-    return release if release.noise_std <= _MOST_NOISE else None
