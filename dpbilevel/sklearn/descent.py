@@ -31,15 +31,12 @@ class Settings:
         steps: The least number of steps $T$, the most at the least clip norm, and the
             most of all.
         clip_norm: The range of the bound $C$ on one record's gradient.
-        ridge: $c$: the penalty has at least the weight $c s^2 d$ for $d$ features and
-            noise $s$. That is the best weight for rows and scores of length about 1.
     """
 
     walk: float
     longest: float
     steps: tuple[int, int, int]
     clip_norm: tuple[float, float]
-    ridge: float = 0.0
 
     def with_parameters(self, owner: str, max_iter: Any, clip_norm: Any) -> "Settings":
         """With those that an estimator was given.
@@ -78,7 +75,7 @@ def planned_descent(
 
     Args:
         loss: The loss of a record.
-        ridge: The weight of the penalty that was asked for; `settings` may add to it.
+        ridge: The weight of the penalty.
         constant: Whether the last row of the model is a constant.
         shape: Of the model.
         budget: The budget.
@@ -99,7 +96,6 @@ def planned_descent(
         return problem, dataclasses.replace(found, remarks=said)
 
     noise: Any = plan(1, 1.0, 1.0, 0.0)[1].report.ledger[-1]["noise_std"]  # s
-    ridge += settings.ridge * noise**2 * (shape[0] - constant)
     longest = 1 / (1 / settings.longest + 2 * ridge)
     reach = settings.walk / noise  # of the product of all three
     least, most = settings.clip_norm

@@ -4,27 +4,24 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
 from .. import _checks
 from ..core.seeds import refuse
 from ..core.shares import OF_COLUMNS, Usability
 from ..privacy.noise import PRNGKey
 from .base import Run, key_or_fresh, with_nan
-from .base_rates import BaseRates
 from .descent import Settings, planned_descent
+from .effects import Effects
 from .lengths import Lengths
 from .linear import CONSTANT, LinearClassifier, ridge_on
 from .planned import Planned
 
 # docs/estimators.md, "Settings".
-_TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0), ridge=2.0)
+_TWO = Settings(2.0, 8.0, steps=(30, 1000, 3000), clip_norm=(0.7, 1.0))
 _MORE = dataclasses.replace(_TWO, longest=4.0)
 # A class is rare if its share is below this one over the number of classes.
 _RARE = 0.2
-_RIDGES = 6  # the ridge is doubled at most so often if a class is rare
 
 
 class DPLogisticRegression(LinearClassifier):
@@ -157,18 +154,19 @@ class DPLogisticRegression(LinearClassifier):
         cells = self._described(table, units, {"y": labels < 0}, labels)
         check = self._check(budget, planned, records=cells)
         start = self._start()
-        rates = BaseRates.planned(budget, planned, labels, len(self.classes_))
-        before = (*check[0].releases, *lengths.releases, *rates.releases)
+        shape = len(self.classes_), self.n_features_in_
+        effects = Effects.planned(budget, planned, *shape, centered=self._constant)
+        before = (*check[0].releases, *lengths.releases, *effects.releases)
         penalty = self._loss, float(self.ridge), self._constant
         public = start.shape, budget, planned, settings, before
         problem, plan = planned_descent(*penalty, *public)
         records = planned.rows(records)
 
-        def near_constant(run: Run, key: PRNGKey) -> Run:
-            return self._near_constant(run, rates.found(key=key, owner=owner))
+        def informed(run: Run, key: PRNGKey) -> Run:
+            return self._informed(run, effects, settings.longest, key)
 
         run = problem, plan, records, start, key, check, units, lengths
-        model = self._solved(*run, near_constant)
+        model = self._solved(*run, informed)
         self.n_iter_ = plan.solver.num_steps
         self._keep(model, lengths.frame(units, self._unit))
         return self
@@ -186,21 +184,24 @@ class DPLogisticRegression(LinearClassifier):
         most = min(level.classes.values()) + OF_COLUMNS * level.noise_std
         return 1 / float(solver.clip_norm) if most < _RARE / len(level.classes) else 1.0
 
-    def _near_constant(self, run: Run, rates: Float[np.ndarray, " k"]) -> Run:
-        """Return the run from the constant answer, with a ridge that fits the rates."""
+    def _informed(
+        self, run: Run, effects: Effects, longest: float, key: PRNGKey
+    ) -> Run:
+        """Return the run from the constant answer, with a ridge by the effects."""
         problem, solver, records, w0 = run
+        width, count = self.n_features_in_, len(self.classes_)
+        label = records["label"]
+        labels = label > 0 if count == 2 else label
+        features = records["features"][:, :width]
+        rates, weight = effects.found(features, labels, key=key, owner=self._owner)
         if self._constant:
             scores = np.log(rates / rates[0])
-            scores = scores[1] if len(rates) == 2 else scores - scores.mean()
+            scores = scores[1] if count == 2 else scores - scores.mean()
             w0 = w0.at[-1].set(scores / CONSTANT)
+        (release,) = solver.ledger(problem, solver.sizes).releases
+        noise = release.noise_std / release.count**0.5 / float(solver.clip_norm)
         # Powers of 2 need few programs, each of which is compiled.
-        curvature = (1 - rates @ rates) / (1 - 1 / len(rates))
-        times = 2.0 ** max(round(-math.log2(max(curvature, 2.0**-_RIDGES))), 0)
-        if times > 1 and problem.public is not None:
-            first = jnp.zeros_like(w0).at[(0,) * w0.ndim].set(1.0)
-            ridge = float(problem.public(first))
-            public = ridge_on(ridge * times, self._constant)
-            problem = dataclasses.replace(problem, public=public)
-            step = 1 / (1 / solver.step_size + 2 * ridge * (times - 1))
-            solver = dataclasses.replace(solver, step_size=step)
-        return problem, solver, records, w0
+        ridge = 2.0 ** round(math.log2(weight * noise**2)) + float(self.ridge)
+        problem = dataclasses.replace(problem, public=ridge_on(ridge, self._constant))
+        step = min(1 / (1 / longest + 2 * ridge), float(solver.step_size))
+        return problem, dataclasses.replace(solver, step_size=step), records, w0

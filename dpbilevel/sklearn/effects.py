@@ -1,0 +1,205 @@
+r"""How strong the effects of the features are, from a release before the fit.
+
+With many features and few records the noise of a fit needs a ridge; with strong effects
+the same ridge would hide them. If coefficients are equally likely in all directions and
+noise of the deviation $s$ is added to gradients, the expected loss is least with
+
+$$\rho = \frac{s^2 \operatorname{tr} H}{2 G^2}$$
+
+for the second derivative $H$ of the mean loss at the constant answer and the length $G$
+of its gradient there, whatever the eigenvalues of $H$ are. Both follow from the mean
+row of each class.
+"""
+
+import dataclasses
+import math
+import statistics
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from ..core.usability import released_mean
+from ..privacy.budget import PrivacyBudget
+from ..privacy.noise import PRNGKey
+from ..privacy.releases import Release
+from .planned import Planned, release_within
+
+# docs/constants.md, "Estimators".
+_SHARE = 0.01, 0.1  # of the squared budget
+_WANTED = 0.2  # noise worth more of it, times the number of parameters to the power 3/4
+# Weights beside products of indicators and features: indicators, features, squares.
+_RATE, _ROW, _SQUARE = 0.5, 0.25, 0.25
+_SPREAD = 0.05, 0.85  # limits of the mean squared distance of rows from their mean
+_WEAKEST = 0.5  # the variance of scores of effects that have the largest ridge
+_STRONGEST = 1.25  # squared distance of a class from others, over that of rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Effects:
+    """A planned release of the rates of the classes and the mean row of each.
+
+    Attributes:
+        release: The release; None if delta is 0.
+        classes: The number of classes.
+        width: The number of features, without a constant.
+        centered: Whether the model has a constant.
+    """
+
+    release: Release | None
+    classes: int
+    width: int
+    centered: bool
+
+    @classmethod
+    def planned(
+        cls,
+        budget: PrivacyBudget,
+        planned: Planned,
+        classes: int,
+        width: int,
+        *,
+        centered: bool = True,
+    ) -> "Effects":
+        """Return the release, for 1 % to 10 % of the squared budget.
+
+        Args:
+            budget: The budget of the whole fit.
+            planned: The public number of records, and the relation.
+            classes: As above.
+            width: As above.
+            centered: As above.
+
+        Privacy:
+            Touches no data.
+        """
+        products = 0.25 if classes == 2 else 1 - 1 / classes
+        squared = products * (1 + _RATE**2) + _ROW**2 + _SQUARE**2
+        release = release_within(
+            budget,
+            planned,
+            "rates and effects",
+            clip_norm=math.sqrt(squared),
+            shares=_SHARE,
+            wanted=_WANTED / (width * (classes - 1)) ** 0.75,
+            most_noise=math.inf,
+        )
+        return cls(release, classes, width, centered)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The release for `calibrate(before=)`."""
+        return () if self.release is None else (self.release,)
+
+    def found(
+        self,
+        features: Float[np.ndarray, "n d"],
+        labels: Int[np.ndarray, " n"],
+        *,
+        key: PRNGKey,
+        owner: str,
+    ) -> tuple[Float[np.ndarray, " k"], float]:
+        r"""Release the rates, and the weight of a ridge for noise 1.
+
+        Args:
+            features: Rows of length about 1, without a constant; NaN where one does not
+                count.
+            labels: The number of each record's class.
+            key: A typed key for this release alone.
+            owner: Name for error messages.
+
+        Returns:
+            Rates, positive and with sum 1, equal without a constant; and $\rho / s^2$.
+            Without a release rates are equal, and the ridge is for scores of variance
+            1.
+
+        Privacy:
+            The one release of `release`.
+        """
+        count, parameters = self.classes, self.width * (self.classes - 1)
+        equal = np.full(count, 1 / count)
+        if self.release is None:
+            return equal, self.width / float(1 - equal @ equal)
+        rows = rows_of(features, labels, count)
+        mean = released_mean(self.release, rows, key=key, owner=owner)
+        noise, blocks = self.release.noise_std, 1 if count == 2 else count
+        ends = np.cumsum((blocks * self.width, blocks, self.width))
+        products, shares, row, square = np.split(np.asarray(mean, float), ends)
+        products, shares, row = products.reshape(blocks, -1), shares / _RATE, row / _ROW
+        if count == 2:  # the other class has the opposite mean
+            products, shares = np.stack([-products[0], products[0]]), shares * [-1, 1]
+        # Noise of a share, and of a coordinate of the gradient.
+        of_share = noise / _RATE * (1 if count == 2 else math.sqrt(1 - 1 / count))
+        variance = noise**2 * (2 if count == 2 else 1)
+        rates, length = equal, 0.0
+        if self.centered:
+            noisy = (shares + equal).tolist()
+            rates = np.asarray([_expected(share, of_share) for share in noisy])
+            rates /= rates.sum()
+            length = float(row @ row) - self.width * (noise / _ROW) ** 2
+            products -= (rates - equal)[:, None] * row
+            variance += float(np.square(rates - equal).mean()) * (noise / _ROW) ** 2
+        gradient = products - products.mean(axis=0)
+        squared = float(np.square(gradient).sum()) - parameters * variance
+        squared -= count * of_share**2 * max(length, 0.0)
+        spread = min(max(float(square[0]) / _SQUARE - length, _SPREAD[0]), _SPREAD[1])
+        trace = spread * float(1 - rates @ rates)
+        # Between effects of each class that are alone in their direction and in all.
+        directions = self.width * math.sqrt(count - 1)
+        least = trace**2 / spread * _WEAKEST / (2 * directions)
+        most = _STRONGEST * spread * float(np.square(rates * (1 - rates)).sum())
+        strength = _expected_square((least, most), squared, variance, parameters)
+        return rates, trace / (2 * strength)
+
+
+def rows_of(
+    features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"], classes: int
+) -> Float[np.ndarray, "n w"]:
+    """Return what is released in the mean; NaN where a record does not count.
+
+    Args:
+        features: As for `Effects.found`.
+        labels: As for `Effects.found`.
+        classes: The number of classes.
+
+    Privacy:
+        Row by row. NON-PRIVATE until `Effects.found` releases the mean.
+    """
+    indicators = (labels[:, None] == np.arange(classes)) - 1 / classes
+    if classes == 2:
+        indicators = indicators[:, 1:]
+    products = indicators[:, :, None] * features[:, None, :]
+    squares = np.square(features).sum(axis=1, keepdims=True)
+    beside = _RATE * indicators, _ROW * features, _SQUARE * squares
+    parts = products.reshape(len(features), -1), *beside
+    return np.concatenate(parts, axis=1, dtype=np.float32)
+
+
+def _expected(share: float, noise: float) -> float:
+    """Return the mean of a rate in [0, 1], uniform before its noisy share was seen."""
+    share = min(max(share, -4 * noise), 1 + 4 * noise)
+    normal = statistics.NormalDist(share, noise)
+    chance = normal.cdf(1) - normal.cdf(0)
+    return share + noise**2 * (normal.pdf(0) - normal.pdf(1)) / chance
+
+
+def _expected_square(
+    limits: tuple[float, float], squared: float, variance: float, count: int
+) -> float:
+    """Return the mean squared length of a vector that was seen with normal noise.
+
+    Before it was seen, the chance of a squared length is in proportion to its inverse
+    square, within limits. The squared length of the noisy vector is about normal.
+
+    Args:
+        limits: The least and the largest squared length.
+        squared: The squared length with noise, less its expected excess.
+        variance: Of the noise of a coordinate.
+        count: The number of coordinates.
+    """
+    least, most = limits
+    squares = np.geomspace(least, max(most, 2 * least), 60)
+    deviation = np.sqrt(2 * variance * (count * variance + 2 * squares))
+    belief = -0.5 * ((squared - squares) / deviation) ** 2
+    belief -= np.log(deviation * squares)
+    chances = np.exp(belief - belief.max())
+    return float(chances @ squares / chances.sum())
