@@ -1,14 +1,14 @@
 r"""How strong the effects of the features are, from a release before the fit.
 
 With many features and few records the noise of a fit needs a ridge; with strong effects
-the same ridge would hide them. If coefficients are equally likely in all directions and
-noise of the deviation $s$ is added to gradients, the expected loss is least with
+the same ridge would hide them. If coefficients are equally likely in all directions,
+noise of the deviation $s$ is added to gradients, and the ridge is larger than the
+curvature, then the expected loss is least with
 
 $$\rho = \frac{s^2 \operatorname{tr} H}{2 G^2}$$
 
 for the second derivative $H$ of the mean loss at the constant answer and the length $G$
-of its gradient there, whatever the eigenvalues of $H$ are. Both follow from the mean
-row of each class.
+of its gradient there. Both follow from the mean row of each class.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from .planned import Planned, release_within
 # docs/constants.md, "Estimators".
 _SHARE = 0.01, 0.1  # of the squared budget
 _WANTED = 0.2  # noise worth more of it, times the number of parameters to the power 3/4
+_MOST_NOISE = 0.2  # with more, nothing is released
 # Weights beside products of indicators and features: indicators, features, squares.
 _RATE, _ROW, _SQUARE = 0.5, 0.25, 0.25
 _SPREAD = 0.05, 0.85  # limits of the mean squared distance of rows from their mean
@@ -39,7 +40,7 @@ class Effects:
     """A planned release of the rates of the classes and the mean row of each.
 
     Attributes:
-        release: The release; None if delta is 0.
+        release: The release; None if the records are too few, or delta is 0.
         classes: The number of classes.
         width: The number of features, without a constant.
         centered: Whether the model has a constant.
@@ -81,7 +82,7 @@ class Effects:
             clip_norm=math.sqrt(squared),
             shares=_SHARE,
             wanted=_WANTED / (width * (classes - 1)) ** 0.75,
-            most_noise=math.inf,
+            most_noise=_MOST_NOISE,
         )
         return cls(release, classes, width, centered)
 

@@ -85,8 +85,9 @@ def test_weak_effects_of_many_records_have_the_largest_ridge(getkey):
     assert weight == pytest.approx(2 * WIDTH / effects._WEAKEST, rel=0.2)
 
 
-def test_without_delta_nothing_is_released(getkey):
-    found = planned(50, 2, dpb.PrivacyBudget(1.0, 0.0))
+@pytest.mark.parametrize("budget", [(1.0, 0.0), (0.1, 1e-5)])
+def test_without_delta_or_enough_records_nothing_is_released(budget, getkey):
+    found = planned(50, 2, dpb.PrivacyBudget(*budget))
     assert not found.releases
     features, labels = records(50, (0.5, 0.5), 0.0)
     rates, weight = found.found(features, labels, key=getkey(), owner="fit")
@@ -109,6 +110,14 @@ def test_a_record_that_does_not_count_moves_nothing(getkey):
     ]
     assert found[0][0].tolist() == found[1][0].tolist()
     assert found[0][1] == found[1][1]
+
+
+def test_a_record_moves_its_own_row_alone():
+    features, labels = records(20, (0.5, 0.5), 0.2)
+    rows = effects.rows_of(features, labels, 2)
+    features[3], labels[3] = [1e6, -1e6, 1e-6], 1 - labels[3]
+    moved = np.any(rows != effects.rows_of(features, labels, 2), axis=1)
+    assert np.flatnonzero(moved).tolist() == [3]
 
 
 def noise_of_release(monkeypatch, share):

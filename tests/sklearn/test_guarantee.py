@@ -19,8 +19,8 @@ from dpbilevel.sklearn import (
     DPSourceReweighting,
     FairClassifier,
     base,
-    base_rates,
     declared,
+    effects,
     spread,
 )
 
@@ -340,7 +340,7 @@ def test_every_release_of_a_fit_is_charged_and_has_its_own_key(
 @NAMED
 @pytest.mark.parametrize(
     ("name", "module", "uncharged"),
-    [("target", spread, "Spread"), ("rare class", base_rates, "BaseRates")],
+    [("target", spread, "Spread"), ("rare class", effects, "Effects")],
 )
 def test_a_release_that_is_not_charged_is_seen(name, module, uncharged, monkeypatch):
     with monkeypatch.context() as patch:
