@@ -1,11 +1,9 @@
 """A few numbers of a model, fitted to the upper records."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 from typing_extensions import override
@@ -13,19 +11,16 @@ from typing_extensions import override
 from .. import _checks
 from ..onelevel.noisy_gd import NoisyGD
 from ..onelevel.problem import AbstractFiniteSum
-from ..privacy.queries import Query
-from ..sets import AbstractSet, Euclidean
 from .applications import SourceWeighting
-from .penalized import AbstractLevel, UpperLevel, levels_queries, noise_std
-from .problem import BilevelProblem, Levels, Sizes
+from .penalized import UpperLevel, noise_std
+from .problem import BilevelProblem, Sizes
 from .refitted import AbstractSearchThenFit
 from .runs import AbstractRuns
 
-HEIGHT, RATE = "height", "rate"
+RATE = "rate"
 # The ridge in squares of the noise of one long release: the best one if each number
 # improves the loss by .04, which is h u^2 / 2 for a curvature of h.
 _RIDGE = 12.0
-_LEAST_HEIGHT = 1 / 32  # of the largest
 
 
 class _Span(eqx.Module):
@@ -74,48 +69,6 @@ def _with_ridge(
     return _level(problem, dataclasses.replace(span, ridge=ridge))
 
 
-class _Height(AbstractLevel):
-    r"""Minimizes the distance from the gradients of the lower records, which is a mean.
-
-    $\min_v \frac{1}{2 n_g} \sum_i (v - m_i)^2$ for the length $m_i$ of the gradient
-    of a lower record in the coordinates of a span, at its origin.
-
-    Args:
-        problem: The bilevel problem.
-        span: Where gradients are taken, or `None` if only the queries matter.
-    """
-
-    problem: BilevelProblem
-    span: _Span | None
-
-    @property
-    def w_set(self) -> AbstractSet:
-        """All numbers."""
-        return Euclidean()
-
-    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-        """The distance of the current mean from the length of a record's gradient."""
-        span = self.span
-        assert span is not None
-
-        def lower(record):
-            def loss(u):
-                return self.problem.lower(span.x, span.at(u), record)
-
-            gradient = jax.grad(loss)(jnp.zeros(len(span.directions), span.y.dtype))
-            return w - jnp.linalg.norm(gradient)
-
-        return {"lower": lower}
-
-    def public_gradient(self, w: PyTree) -> PyTree:
-        """Zero: no term is public."""
-        return jnp.zeros_like(w)
-
-    def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
-        """One query on the lower records."""
-        return levels_queries(Levels(None, clip_norm), sampling, sizes)
-
-
 def is_array(y: PyTree) -> bool:
     """Whether a model is one array, or its shape."""
     return hasattr(y, "shape") and hasattr(y, "dtype")
@@ -153,69 +106,43 @@ class BaseRate(AbstractRuns):
     of the positive ones. The baseline that every model has to beat. A ridge as in
     `Recalibrated` keeps noise from moving the answer far.
 
-    How large the feature is, and with it the gradients, need not be known. The lower
-    records say it: with the noisy mean $m$ of the lengths of their gradients in the
-    coefficients, at $(x_0, y_0)$, the fit has the units $2 m$. There a feature that is
-    the same for all records gives gradients of length 1 at most for two classes.
-
     Args:
-        rate: The one-level solver of the coefficients, with settings for gradients of
-            length 1.
+        rate: The one-level solver of the coefficients.
         intercept: The place of the feature that is the same for all records, along the
             leading axis of y. Static.
-        height: The one-level solver of $m$, from 0: one step of size 1, whose clip norm
-            is the largest length of a lower record's gradient.
-        budget_split: How the squared budget is split over $m$ and the fit. With
-            disjoint people the fit has the whole budget of the upper level.
         sizes: The planned sizes; set by `calibrate`. Static.
 
     Raises:
         ValueError: y is not one array of shape (d,) or (d, k), or has no such feature.
 
     Privacy:
-        The releases of `height`, which read lower records alone, and those of `rate`,
-        which read upper ones.
+        The releases of `rate`. Disjoint people of the lower level spend no budget.
     """
 
     rate: NoisyGD
     intercept: int = eqx.field(static=True, default=-1)
-    height: NoisyGD = NoisyGD(1, 1.0, 1.0)
-    budget_split: tuple[float, float] = eqx.field(
-        default=(0.1, 1.0), converter=_checks.floats
-    )
     sizes: Sizes | None = eqx.field(static=True, default=None)
-    stages: ClassVar = {HEIGHT: AbstractFiniteSum, RATE: AbstractFiniteSum}
+    stages: ClassVar = {RATE: AbstractFiniteSum}
+    budget_split: ClassVar = (1.0,)
     in_config: ClassVar[bool] = True
 
     @override
     def level(self, name, problem, w0, found):
-        if name == HEIGHT:
-            return _Height(problem, w0 and self._span(w0))
-        span = None if found is None else self._in_units(w0, found[HEIGHT])
-        return _with_ridge(problem, span, self.rate, self.sizes)
+        return _with_ridge(problem, w0 and self._span(w0), self.rate, self.sizes)
 
     @override
     def start(self, name, w0, found):
-        if name == HEIGHT:
-            return jnp.zeros((), w0[1].dtype)
         size = len(constants_of("BaseRate", w0[1], self.intercept))
         return jnp.zeros(size, w0[1].dtype)
 
     @override
     def pair(self, name, problem, w0, found):
-        y = self._in_units(w0, found[HEIGHT]).at(found[RATE])
+        y = self._span(w0).at(found[RATE])
         return w0[0], problem.y_set.project(y)  # the span may leave the set
 
     def _span(self, w0: PyTree) -> _Span:
         x, y = w0
         return _Span(x, y, constants_of("BaseRate", y, self.intercept))
-
-    def _in_units(self, w0: PyTree, height: Array) -> _Span:
-        """Return the span with directions in units of the gradients."""
-        span = self._span(w0)
-        least = _LEAST_HEIGHT * self.height.clip_norm
-        unit = 2 * jnp.maximum(height, least)
-        return dataclasses.replace(span, directions=span.directions / unit)
 
 
 class Recalibrated(AbstractSearchThenFit):

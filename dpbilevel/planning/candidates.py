@@ -123,7 +123,7 @@ def _(
 ) -> tuple[Candidate, ...]:
     del records
     fit = _fit(clip_norm, w0[1])
-    found = (*_one_level(clip_norm, fit, w0[1], intercept), _refitted(clip_norm, fit))
+    found = (*_one_level(fit, w0[1], intercept), _refitted(clip_norm, fit))
     if is_apart(problem, w0):
         found += (_lower_first(fit),)
     if not isinstance(problem.constants, AbstractCertificate):
@@ -159,7 +159,7 @@ def _(
     intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
     fit = _fit(clip_norm, w0[1])
-    found = [*_one_level(clip_norm, fit, w0[1], intercept)]
+    found = [*_one_level(fit, w0[1], intercept)]
     if is_linear(w0[1]):
         sizes = (8.0, 32.0, 64.0) if _is_vector(w0[1]) else (16.0, 8.0)
         found += [
@@ -217,7 +217,7 @@ def _fit(clip_norm: float, model: PyTree) -> _Fit:
 
 
 def _one_level(
-    clip_norm: float, fit: _Fit, model: PyTree, intercept: int | None
+    fit: _Fit, model: PyTree, intercept: int | None
 ) -> tuple[Candidate, ...]:
     many = (1.0, 4.0, 16.0, 64.0)
     # From a few hundred validation records, where noise admits few steps, to many.
@@ -244,16 +244,8 @@ def _one_level(
     found += (Candidate("lower level, recalibrated", recalibrated, 1),)
     if intercept is None:
         return found
-    # In units of its own, where gradients have length 1.
-    units, height = (
-        NoisyGD(10, 0.85, _OF_FEW, output=TailMean()),
-        NoisyGD(1, clip_norm, 1.0),
-    )
-    rates = tuple(
-        BaseRate(dataclasses.replace(units, clip_norm=clip), intercept, height)
-        for clip in (0.85, 2.0)
-    )
-    return (*found, Candidate("base rate", rates, 1))
+    rate = BaseRate(fit(30, 2 * _OF_FEW), intercept)
+    return (*found, Candidate("base rate", (rate,), 1))
 
 
 def _refitted(clip_norm: float, fit: _Fit) -> Candidate:

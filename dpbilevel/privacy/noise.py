@@ -72,7 +72,6 @@ _DOMAINS = {
     "rate": 0xD9B00073,
     "calibration": 0xD9B00074,
     "prepare": 0xD9B00075,
-    "height": 0xD9B00076,
 }
 
 

@@ -94,37 +94,6 @@ def test_the_base_rate_is_the_logarithm_of_the_odds_of_the_upper_labels():
     assert y[-1] == pytest.approx(math.log(positive / (1 - positive)), abs=1e-3)
 
 
-def scaled(data, factor):
-    """The same records with another constant."""
-    features = data["features"].at[:, -1].mul(factor)
-    return data | {"features": features}
-
-
-def test_the_height_is_the_mean_length_of_the_gradients_of_the_lower_records():
-    solver = BaseRate(LONG).with_noise(0.0).with_precision("float").with_sizes(SIZES)
-    state = solver.step(
-        WEIGHTING, DATA, solver.init(WEIGHTING, W0), key=jax.random.key(0)
-    )
-    # Half of the constant, which is 1.
-    assert float(state.found["height"]) == pytest.approx(0.5, abs=1e-6)
-
-
-def test_the_noise_of_a_base_rate_does_not_depend_on_how_large_the_constant_is(getkey):
-    key = getkey()
-
-    def score(factor, height):
-        data = dpb.Levels(
-            *(scaled(level, factor) for level in (DATA.upper, DATA.lower))
-        )
-        rate = dpb.NoisyGD(10, clip_norm=1.0, step_size=2.0)
-        height = dataclasses.replace(dpb.NoisyGD(1, 1.0, 1.0), clip_norm=height)
-        solver = BaseRate(rate, height=height).with_noise(0.5).with_sizes(SIZES)
-        value = dpb.solve(WEIGHTING, solver, data, W0, key=jax.random.clone(key)).value
-        return factor * float(value[1][-1])
-
-    assert score(0.1, 0.1) == pytest.approx(score(1.0, 1.0), abs=0.02)
-
-
 @pytest.mark.parametrize("intercept", [-1, None])
 def test_without_noise_slope_and_constant_are_the_best_ones_of_the_upper_records(
     intercept,
@@ -154,8 +123,7 @@ def test_the_ridge_is_twelve_times_the_squared_noise_of_one_release_of_the_whole
 
 def test_the_ridge_of_a_base_rate_is_that_of_a_recalibration():
     solver = BaseRate(TWO).with_noise(3.0).with_sizes(SIZES)
-    found = {"height": jnp.asarray(0.5)}
-    level = solver.level("rate", WEIGHTING, (W0[0], jnp.ones(D)), found)
+    level = solver.level("rate", WEIGHTING, (W0[0], jnp.ones(D)), {})
     noise = solver.rate.release(level, SIZES).noise_std
     expected = 12 * noise**2 / TWO.num_steps * 2.0
     found = level.public_gradient(jnp.asarray([2.0]))
