@@ -31,7 +31,7 @@ _MOST_NOISE = 0.2  # with more, nothing is released
 # Weights beside products of indicators and features: indicators, features, squares.
 _RATE, _ROW, _SQUARE = 0.5, 0.25, 0.25
 _SPREAD = 0.05, 0.85  # limits of the mean squared distance of rows from their mean
-_WEAKEST = 0.5  # the variance of scores of effects that have the largest ridge
+_WEAKEST = 0.25  # the variance of scores of effects that have the largest ridge
 _STRONGEST = 1.25  # squared distance of a class from others, over that of rows
 
 
@@ -144,9 +144,7 @@ class Effects:
         squared -= count * of_share**2 * max(length, 0.0)
         spread = min(max(float(square[0]) / _SQUARE - length, _SPREAD[0]), _SPREAD[1])
         trace = spread * float(1 - rates @ rates)
-        # Between effects of each class that are alone in their direction and in all.
-        directions = self.width * math.sqrt(count - 1)
-        least = trace**2 / spread * _WEAKEST / (2 * directions)
+        least = trace**2 / spread * _WEAKEST / (2 * self.width)
         most = _STRONGEST * spread * float(np.square(rates * (1 - rates)).sum())
         strength = _expected_square((least, most), squared, variance, parameters)
         return rates, trace / (2 * strength)
