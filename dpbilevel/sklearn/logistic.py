@@ -29,9 +29,9 @@ class DPLogisticRegression(LinearClassifier):
 
     Minimizes the mean loss plus $\rho \|w\|^2$ by noisy gradient descent, `NoisyGD` on
     full batches; nothing has to be set. A first release finds how long rows are. Steps
-    are stable for rows of that length, and their number follows from the noise, which
-    has the effect of a ridge. If the records of a class are few beside the noise, the
-    descent starts at the constant answer, by released base rates.
+    are stable for rows of that length, and their number follows from the noise. Another
+    one finds the rate of each class and how strong effects are: the descent starts at
+    the constant answer, and a ridge follows from the noise and the effects.
 
     Args:
         epsilon: $\varepsilon$.
@@ -43,8 +43,7 @@ class DPLogisticRegression(LinearClassifier):
             are shortened to it in `fit`.
         fit_intercept: Whether to fit a constant, too.
         ridge: $\rho \ge 0$, public, in units of rows of length 1, which is the released
-            length; costs no budget. If a class has few records beside the noise, it is
-            multiplied by up to 64.
+            length; costs no budget. The ridge that follows from the effects is added.
         max_iter: The maximum number of steps; fewer are made if the noise requires it.
             Public.
         clip_norm: The bound on one record's gradient, in the same units. `"auto"`: as
@@ -71,7 +70,7 @@ class DPLogisticRegression(LinearClassifier):
     Privacy:
         `n_iter_` noisy gradients, enforced by clipping, after the check of the records
         (a hundredth of the squared budget), the shares of rows by length (a fiftieth)
-        and the base rates (.2 % to 10 %).
+        and the mean row of each class (1 % to 10 %).
         Under replace-one the number of records is public; so is whatever was declared,
         the columns and their types.
         A record with a missing number, or a label that was not declared, is ignored
