@@ -61,7 +61,7 @@ class Effects:
         *,
         centered: bool = True,
     ) -> "Effects":
-        """Return the release, for 1 % to 10 % of the squared budget.
+        """Return the release, for 1 % to 10 % of the squared budget, or none.
 
         Args:
             budget: The budget of the whole fit.
@@ -111,7 +111,8 @@ class Effects:
         Returns:
             Rates, positive and with sum 1, equal without a constant; and $\rho / s^2$.
             Without a release rates are equal, and the ridge is for scores of variance
-            1.
+            1. Longer rows are shortened, so that the rate of a class is too small if
+            only its rows are longer than 1: 2 and 5 times as long, by a third and half.
 
         Privacy:
             The one release of `release`.
@@ -163,14 +164,17 @@ def rows_of(
     Privacy:
         Row by row. NON-PRIVATE until `Effects.found` releases the mean.
     """
-    indicators = (labels[:, None] == np.arange(classes)) - 1 / classes
+    one_hot = (labels[:, None] == np.arange(classes)).astype(np.float32)
+    indicators = one_hot - np.float32(1 / classes)
     if classes == 2:
         indicators = indicators[:, 1:]
-    products = indicators[:, :, None] * features[:, None, :]
-    squares = np.square(features).sum(axis=1, keepdims=True)
-    beside = _RATE * indicators, _ROW * features, _SQUARE * squares
-    parts = products.reshape(len(features), -1), *beside
-    return np.concatenate(parts, axis=1, dtype=np.float32)
+    with np.errstate(all="ignore"):  # an exception would tell of a record
+        features = features.astype(np.float32)
+        products = indicators[:, :, None] * features[:, None, :]
+        squares = np.square(features).sum(axis=1, keepdims=True)
+        beside = _RATE * indicators, _ROW * features, _SQUARE * squares
+        parts = products.reshape(len(features), -1), *beside
+        return np.concatenate(parts, axis=1, dtype=np.float32)
 
 
 def _expected(share: float, noise: float) -> float:

@@ -1,6 +1,7 @@
 """Rates and effects are released, charged for, and decide the ridge of a fit."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.metrics import log_loss
@@ -8,7 +9,7 @@ from sklearn.metrics import log_loss
 import dpbilevel as dpb
 from dpbilevel.core import usability
 from dpbilevel.privacy.budget import Neighbours
-from dpbilevel.sklearn import DPLogisticRegression, effects
+from dpbilevel.sklearn import DPLogisticRegression, base, effects
 from dpbilevel.sklearn.effects import Effects
 from dpbilevel.sklearn.planned import Planned
 
@@ -118,6 +119,49 @@ def test_a_record_moves_its_own_row_alone():
     features[3], labels[3] = [1e6, -1e6, 1e-6], 1 - labels[3]
     moved = np.any(rows != effects.rows_of(features, labels, 2), axis=1)
     assert np.flatnonzero(moved).tolist() == [3]
+
+
+def runs_with_fixed_answers(monkeypatch, tables):
+    """What each table's run would be if every release had the same answer."""
+    runs = []
+
+    def spied(problem, solver, records, w0, *, key):
+        probe = np.arange(1.0, 1 + w0.size).reshape(w0.shape)
+        runs.append((np.asarray(w0), float(problem.public(probe)), solver.step_size))
+        raise KeyboardInterrupt
+
+    def fixed(query, mechanism, rows, *, key):
+        return jnp.linspace(0.01, 0.3, rows.shape[1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(usability, "_released", fixed)
+        patch.setattr(base, "_run", spied)
+        for X, y in tables:
+            model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1))
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(X, y, key=jax.random.key(0))
+    return runs
+
+
+def are_equal(runs):
+    return all(
+        np.array_equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True)
+    )
+
+
+def test_records_reach_a_run_through_released_numbers_alone(monkeypatch):
+    features, labels = records(600, (0.7, 0.3), 0.2)
+    strange = np.full_like(features, 1e-30)
+    strange[:5] = np.asarray([1e300, -1e300, np.nan, np.inf, 1e-300])[:, None]
+    tables = (features, labels), (strange, np.full(600, 7)), (-features, 1 - labels)
+    with np.errstate(all="raise"):
+        assert are_equal(runs_with_fixed_answers(monkeypatch, tables))
+
+    def leaking(release, rows, *, key, owner):
+        return np.nan_to_num(rows).mean(axis=0)
+
+    monkeypatch.setattr(effects, "released_mean", leaking)
+    assert not are_equal(runs_with_fixed_answers(monkeypatch, tables))  # the control
 
 
 def noise_of_release(monkeypatch, share):
