@@ -152,6 +152,7 @@ def of_indicators(checks):
     """
     planned = Planned(base.Neighbours.REPLACE_ONE, 64)
     effects = Effects.planned(base.PrivacyBudget(200.0, 1e-5), planned, 2, 3).release
+    assert effects is not None
     (query,) = effects.queries
     return [
         check
