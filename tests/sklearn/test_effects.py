@@ -121,13 +121,14 @@ def test_a_record_moves_its_own_row_alone():
     assert np.flatnonzero(moved).tolist() == [3]
 
 
-def runs_with_fixed_answers(monkeypatch, tables):
+def runs_with_fixed_answers(monkeypatch, tables, **parameters):
     """What each table's run would be if every release had the same answer."""
     runs = []
 
     def spied(problem, solver, records, w0, *, key):
         probe = np.arange(1.0, 1 + w0.size).reshape(w0.shape)
-        runs.append((np.asarray(w0), float(problem.public(probe)), solver.step_size))
+        penalty = float(problem.public(probe / np.linalg.norm(probe[:-1])))
+        runs.append((np.asarray(w0), penalty, float(solver.step_size)))
         raise KeyboardInterrupt
 
     def fixed(query, mechanism, rows, *, key):
@@ -137,7 +138,7 @@ def runs_with_fixed_answers(monkeypatch, tables):
         patch.setattr(usability, "_released", fixed)
         patch.setattr(base, "_run", spied)
         for X, y in tables:
-            model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1))
+            model = DPLogisticRegression(classes=[0, 1], bounds=(-1, 1), **parameters)
             with pytest.raises(KeyboardInterrupt):
                 model.fit(X, y, key=jax.random.key(0))
     return runs
@@ -162,6 +163,23 @@ def test_records_reach_a_run_through_released_numbers_alone(monkeypatch):
 
     monkeypatch.setattr(effects, "released_mean", leaking)
     assert not are_equal(runs_with_fixed_answers(monkeypatch, tables))  # the control
+
+
+@pytest.mark.parametrize("weight", [3.0, 300.0])
+def test_the_ridge_is_the_weight_times_squared_noise_and_the_one_that_was_asked_for(
+    weight, monkeypatch
+):
+    monkeypatch.setattr(
+        Effects, "found", lambda *_, **__: (np.asarray([0.5, 0.5]), weight)
+    )
+    tables = [records(600, (0.7, 0.3), 0.2)]
+    ((_, without, step),) = runs_with_fixed_answers(monkeypatch, tables)
+    ((_, found, _),) = runs_with_fixed_answers(monkeypatch, tables, ridge=0.25)
+    assert found == pytest.approx(without + 0.25)
+    # About 3.73 for epsilon 1, replace-one and what is left of the budget.
+    noise = 2 / 600 * 3.9
+    assert 0.6 < without / (weight * noise**2) < 1.7  # a power of 2
+    assert step <= 1 / (1 / 8 + 2 * without) + 1e-6
 
 
 def noise_of_release(monkeypatch, share):

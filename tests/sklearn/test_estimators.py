@@ -12,18 +12,14 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 import dpbilevel as dpb
-from dpbilevel.privacy.budget import Neighbours
 from dpbilevel.sklearn import (
     DPLogisticRegression,
     DPMLPClassifier,
     DPRidge,
     DPSourceReweighting,
     FairClassifier,
-    logistic,
 )
 from dpbilevel.sklearn import sources as sources_module
-from dpbilevel.sklearn.descent import planned_descent
-from dpbilevel.sklearn.planned import Planned
 
 NAMES = np.asarray(["left", "right"])
 BOX = {"bounds": ([-1, 2, -3], [1, 4, 5])}
@@ -151,23 +147,6 @@ def test_a_rare_class_gets_a_longer_unit_and_its_share():
     assert model.predict_proba(X)[:, 1].mean() > 0.75 * y.mean()
     model.fit(X, (X[:, 0] > 0.4).astype(int), key=jax.random.key(0))
     assert model._unit == pytest.approx(model.row_length_ * 3**0.5)
-
-
-@pytest.mark.parametrize("size", [200, 20_000])
-def test_the_ridge_grows_with_the_noise(size):
-    budget, planned = (
-        dpb.PrivacyBudget(1.0, 1e-5),
-        Planned(Neighbours.REPLACE_ONE, size),
-    )
-    public = (41,), budget, planned, logistic._TWO, ()
-    problem, plan = planned_descent(dpb.logistic_loss, 0.0, True, *public)
-    noise = plan.report.ledger[-1]["noise_std"] / plan.solver.num_steps**0.5
-    noise /= float(plan.solver.clip_norm)
-    assert problem.public is not None
-    weight = problem.public(np.eye(41, dtype=np.float32)[0])
-    assert weight == pytest.approx(2 * noise**2 * 40, rel=1e-3)
-    assert problem.public(np.eye(41, dtype=np.float32)[40]) == 0
-    assert plan.solver.step_size <= 1 / (1 / 8 + 2 * weight) + 1e-6
 
 
 def test_a_network_learns_what_no_linear_model_does():
