@@ -21,8 +21,7 @@ from jaxtyping import Float, Int
 from ..core.usability import released_mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.releases import Release
-from .planned import Planned, release_within
+from .planned import Beforehand, Planned, release_within
 
 # docs/constants.md, "Estimators".
 _SHARE = 0.01, 0.1  # of the squared budget
@@ -36,7 +35,7 @@ _STRONGEST = 1.25  # squared distance of a class from others, over that of rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Effects:
+class Effects(Beforehand):
     """A planned release of the rates of the classes and the mean row of each.
 
     Attributes:
@@ -46,7 +45,6 @@ class Effects:
         centered: Whether the model has a constant.
     """
 
-    release: Release | None
     classes: int
     width: int
     centered: bool
@@ -85,11 +83,6 @@ class Effects:
             most_noise=_MOST_NOISE,
         )
         return cls(release, classes, width, centered)
-
-    @property
-    def releases(self) -> tuple[Release, ...]:
-        """The release for `calibrate(before=)`."""
-        return () if self.release is None else (self.release,)
 
     def found(
         self,

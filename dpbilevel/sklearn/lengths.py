@@ -15,9 +15,8 @@ from jaxtyping import Float
 from ..core.usability import released_mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.releases import Release
 from .declared import Frame
-from .planned import Planned, release_within
+from .planned import Beforehand, Planned, release_within
 
 SHARE = 0.02  # of the squared budget
 SHORT = 1 / 8  # of the longest row; shorter rows are worth a warning
@@ -30,7 +29,7 @@ _MOST_NOISE = 0.1  # in a share; with more of it the declared unit is kept
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
+class Lengths(Beforehand):
     """A planned release of the shares of rows in each bin of lengths, and the rows.
 
     Attributes:
@@ -41,7 +40,6 @@ class Lengths:
         longest: The length of the longest row that is declared.
     """
 
-    release: Release | None
     rows: Float[np.ndarray, "n d"]
     longest: float
 
@@ -73,11 +71,6 @@ class Lengths:
             most_noise=_MOST_NOISE,
         )
         return cls(release, planned.rows(rows), longest)
-
-    @property
-    def releases(self) -> tuple[Release, ...]:
-        """The release for `calibrate(before=)`."""
-        return () if self.release is None else (self.release,)
 
     def typical(self, *, key: PRNGKey, owner: str) -> float:
         """Release the length that a quarter of the rows that count exceed.

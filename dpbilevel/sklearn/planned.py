@@ -72,6 +72,22 @@ class Planned:
         return jax.tree.map(filled, records)
 
 
+@dataclasses.dataclass(frozen=True)
+class Beforehand:
+    """A planned release before a fit, or none.
+
+    Attributes:
+        release: The release, or None.
+    """
+
+    release: Release | None
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The release for `calibrate(before=)`."""
+        return () if self.release is None else (self.release,)
+
+
 @functools.lru_cache(maxsize=128)
 def release_within(
     budget: PrivacyBudget,

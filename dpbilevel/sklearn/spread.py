@@ -16,8 +16,7 @@ from jaxtyping import Float
 from ..core.usability import released_mean
 from ..privacy.budget import PrivacyBudget
 from ..privacy.noise import PRNGKey
-from ..privacy.releases import Release
-from .planned import Planned, release_within
+from .planned import Beforehand, Planned, release_within
 
 # Numbers of comparisons with the center and with distances, and what is tried.
 _COMPARED = 12, 6
@@ -36,7 +35,7 @@ _WANTED, _MOST_NOISE = 0.1, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class Spread(Beforehand):
     """Planned noisy comparisons of targets, and the targets.
 
     Attributes:
@@ -47,7 +46,6 @@ class Spread:
         centered: Whether to search for the center, which is 0 otherwise.
     """
 
-    release: Release | None
     public: Planned
     targets: Float[np.ndarray, " n"]
     centered: bool
@@ -82,11 +80,6 @@ class Spread:
             most_noise=_MOST_NOISE,
         )
         return cls(release, planned, targets, centered)
-
-    @property
-    def releases(self) -> tuple[Release, ...]:
-        """The comparisons for `calibrate(before=)`."""
-        return () if self.release is None else (self.release,)
 
     def found(self, *, key: PRNGKey, owner: str) -> tuple[float, float]:
         """Release the center and the unit, in units of the targets.
