@@ -19,6 +19,7 @@ from ..bilevel.applications import (
 )
 from ..bilevel.constants import SecondOrderConstants
 from ..bilevel.problem import BilevelProblem
+from ..bilevel.recalibration import Recalibration
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
 from ..draws.exponential import ExponentialMechanism
@@ -42,6 +43,8 @@ from ..sets import Ball, Box, Euclidean, Product
 BEYOND = 1e6
 # Slopes of public terms that dwarf any noise and, over any penalty, each other.
 _PUSH_LOWER, _PUSH_UPPER = 1e6, 1e15
+# A start that noise does not turn around.
+_AHEAD = 1e3
 # A start, and a jump of a loss, that dwarf what noise moves.
 _FAR, _JUMP = 1e6, 1e15
 
@@ -69,7 +72,7 @@ def worst_case(
         return _PULL, zeros
     if solver.problem_type is SourceWeighting:
         return _SOURCES, (jnp.zeros(1), (zeros, jnp.asarray(_FAR)))
-    if getattr(solver, "search", solver).problem_type is SourceWeighting:
+    if getattr(solver, "first", solver).problem_type is SourceWeighting:
         y = jnp.append(jnp.ravel(zeros), _FAR)
         return _SOURCES_OF_ARRAYS, (jnp.zeros(1), y)
     if solver.problem_type is PenaltyTuning:
@@ -86,9 +89,17 @@ def worst_case(
     declared = BilevelProblem(_plain, _plain, x_in_records=x_in_records)
     reads = tuple(role for role in LEVELS if declared.reads_x(role))
     problem = _bilevel(reads)
+    if isinstance(getattr(solver, "then", None), Recalibration):
+        # A slope along a model whose sign noise does not change.
+        return problem, (zeros, jax.tree.map(lambda v: v + _AHEAD, zeros))
     if "lower" in reads:
         return problem, (zeros, (zeros, jnp.zeros(())))
     return problem, (zeros, zeros)
+
+
+@worst_case.register
+def _(solver: Recalibration, _, zeros):
+    return _LONG_OR_NOT, (zeros, jax.tree.map(jnp.ones_like, zeros))
 
 
 @worst_case.register
@@ -326,6 +337,14 @@ def _first(y: PyTree) -> PyTree:
 
 def _plain(x, y, z):
     return z * optax.tree.sum(_first(y))
+
+
+def _one_sided(x, y, z):
+    return jnp.maximum(z, 0) * optax.tree.sum(y)
+
+
+# A length has no sign: lower records of one sign have a gradient, the others have none.
+_LONG_OR_NOT = BilevelProblem(_plain, _one_sided, x_in_records=False)
 
 
 def _reading(x, y, z):

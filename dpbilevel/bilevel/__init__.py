@@ -23,7 +23,7 @@ from .one_level import OneLevel
 from .penalty import PenaltyBilevel
 from .penalty_theorem import theorem_accuracy
 from .problem import BilevelProblem, Levels, Sizes
-from .recalibrated import BaseRate, Recalibrated
+from .recalibration import Recalibration
 from .refitted import Refitted
 from .single_loop import SingleLoopBilevel
 from .source_runs import MixedSources, ScoringModel, SelectedSources
@@ -32,7 +32,6 @@ from .warm_start import WarmStarted
 __all__ = [
     "F2SA",
     "AbstractCertificate",
-    "BaseRate",
     "BilevelProblem",
     "Constants",
     "FiniteDifferenceBilevel",
@@ -43,7 +42,7 @@ __all__ = [
     "OneLevel",
     "PenaltyBilevel",
     "PenaltyTuning",
-    "Recalibrated",
+    "Recalibration",
     "Refitted",
     "ScaledGroups",
     "ScoringModel",

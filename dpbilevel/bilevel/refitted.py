@@ -1,7 +1,6 @@
 """A bilevel solver, then one run of a one-level solver at what it released."""
 
-import abc
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -20,11 +19,6 @@ from .penalized import PenalizedLevel, both_levels, rows_of_steps
 from .problem import BilevelProblem, Sizes
 from .stages import AbstractStages
 
-if TYPE_CHECKING:
-    from typing import ClassVar as AbstractVar
-else:
-    from equinox import AbstractVar
-
 REFIT = "refit"
 
 
@@ -35,97 +29,7 @@ class _State(eqx.Module):
     t: Int[Array, ""]
 
 
-class AbstractSearchThenFit(AbstractStages[_State]):
-    """A bilevel solver, the stage `"search"`, and one run of a one-level solver.
-
-    The second run starts at what the search released and changes y alone.
-    """
-
-    search: AbstractVar[AbstractSolver]
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the search, and one for the second run."""
-        return self.search.num_steps + 1
-
-    @abc.abstractmethod
-    def level(
-        self, problem: BilevelProblem, pair: PyTree, sizes: Sizes | None
-    ) -> AbstractFiniteSum:
-        """Return the one-level problem of the second run.
-
-        Args:
-            problem: The bilevel problem.
-            pair: The released (x, y), or (`None`, `None`) if only the queries matter.
-            sizes: The planned sizes.
-        """
-
-    def start(self, y: PyTree) -> PyTree:
-        """Return the initial point of the second run: by default `y`."""
-        return y
-
-    def model(self, problem: BilevelProblem, pair: PyTree, w: PyTree) -> PyTree:
-        """Return the y of an answer `w` of the second run: by default `w`."""
-        del problem, pair
-        return w
-
-    @override
-    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
-        search = self.parts[0].init(problem, w0)
-        _, y = self.search.released(search)
-        # A search that releases no y leaves the given one to the second run.
-        y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
-        return _State(search, y, Rejections.none(), jnp.zeros((), jnp.int32))
-
-    def step(self, problem, data, state, *, key) -> _State:
-        """Return the state after one step of the search, or after the second run."""
-        keys = derive(key, *self.stages)
-        first, then = self.parts
-
-        def search():
-            new = first.step(problem, data, state.search, key=keys[0])
-            y = self.search.released(new)[1]
-            return new, state.y if y is None else y, state.last.count
-
-        def last():
-            x, y = self.search.answer(problem, state.search)
-            pair = x, state.y if y is None else y
-            level, start = self.level(problem, pair, self.sizes), self.start(pair[1])
-            w, count = inner_solve(level, then, data, start, key=keys[1])
-            return state.search, self.model(problem, pair, w), count
-
-        # The step count is public: both runs always happen.
-        inner, y, count = jax.lax.cond(state.t < self.search.num_steps, search, last)
-        return _State(inner, y, Rejections(count), state.t + 1)
-
-    def released(self, state: _State) -> PyTree:
-        """Return the search's `x`, and its `y` or that of the second run."""
-        return self.search.released(state.search)[0], state.y
-
-    def adversary_view(self, state: _State) -> PyTree:
-        """Return what the search shows, and the `y` of the second run."""
-        return self.search.adversary_view(state.search), state.y
-
-    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
-        """Return the search's answer with the `y` of the second run."""
-        return self.search.answer(problem, state.search)[0], state.y
-
-    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
-        """Return the releases of the search, then those of the second run."""
-        (_, name), (_, then) = self.stages, self.parts
-        level = self.level(problem, (None, None), sizes)
-        last = then.ledger(level, sizes).named(name)
-        return self.search.ledger(problem, sizes) + last
-
-    @override
-    def dimensions(self, w0: PyTree) -> dict[str, int]:
-        (_, name), (_, then) = self.stages, self.parts
-        sizes = then.dimensions(self.start(w0[1]))
-        last = {f"{name}: {release}": size for release, size in sizes.items()}
-        return self.search.dimensions(w0) | last
-
-
-class Refitted(AbstractSearchThenFit):
+class Refitted(AbstractStages[_State]):
     r"""Runs a bilevel solver, then solves the lower level again at the chosen $x$.
 
     The search spends most of its budget on finding $x$ and its $y$ is rough. The refit
@@ -160,16 +64,84 @@ class Refitted(AbstractSearchThenFit):
     sizes: Sizes | None = eqx.field(static=True, default=None)
     stages: ClassVar = {"search": BilevelProblem, "refit": AbstractFiniteSum}
 
-    @override
-    def level(self, problem, pair, sizes) -> PenalizedLevel:
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the search, and one for the refit."""
+        return self.search.num_steps + 1
+
+    def level(
+        self, problem: BilevelProblem, x: PyTree, sizes: Sizes | None
+    ) -> PenalizedLevel:
+        """The one-level problem of the refit.
+
+        Args:
+            problem: The bilevel problem.
+            x: The released one, or `None` if only the queries matter.
+            sizes: The planned sizes.
+        """
         if self.refit_reads == "lower":
-            return PenalizedLevel(problem, pair[0])
+            return PenalizedLevel(problem, x)
         refit: Any = self.refit
-        return both_levels("Refitted", problem, pair[0], sizes, refit.clip_norm)
+        return both_levels("Refitted", problem, x, sizes, refit.clip_norm)
+
+    @override
+    def init(self, problem: BilevelProblem, w0: PyTree) -> _State:
+        search = self.parts[0].init(problem, w0)
+        _, y = self.search.released(search)
+        # A search that releases no y leaves the given one to the refit.
+        y = jax.tree.map(jnp.asarray, w0[1]) if y is None else y
+        return _State(search, y, Rejections.none(), jnp.zeros((), jnp.int32))
+
+    def step(self, problem, data, state, *, key) -> _State:
+        """Return the state after one step of the search, or after the refit."""
+        keys = derive(key, *self.stages)
+        first, then = self.parts
+
+        def search():
+            new = first.step(problem, data, state.search, key=keys[0])
+            y = self.search.released(new)[1]
+            return new, state.y if y is None else y, state.last.count
+
+        def last():
+            x, y = self.search.answer(problem, state.search)
+            y = state.y if y is None else y
+            level = self.level(problem, x, self.sizes)
+            y, count = inner_solve(level, then, data, y, key=keys[1])
+            return state.search, y, count
+
+        # The step count is public: both runs always happen.
+        inner, y, count = jax.lax.cond(state.t < self.search.num_steps, search, last)
+        return _State(inner, y, Rejections(count), state.t + 1)
+
+    def released(self, state: _State) -> PyTree:
+        """Return the search's `x`, and its `y` or that of the refit."""
+        return self.search.released(state.search)[0], state.y
+
+    def adversary_view(self, state: _State) -> PyTree:
+        """Return what the search shows, and the `y` of the refit."""
+        return self.search.adversary_view(state.search), state.y
+
+    def answer(self, problem: BilevelProblem, state: _State) -> PyTree:
+        """Return the search's answer with the `y` of the refit."""
+        return self.search.answer(problem, state.search)[0], state.y
+
+    def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
+        """Return the releases of the search, then those of the refit."""
+        (_, name), (_, then) = self.stages, self.parts
+        level = self.level(problem, None, sizes)
+        last = then.ledger(level, sizes).named(name)
+        return self.search.ledger(problem, sizes) + last
+
+    @override
+    def dimensions(self, w0: PyTree) -> dict[str, int]:
+        (_, name), (_, then) = self.stages, self.parts
+        sizes = then.dimensions(w0[1])
+        last = {f"{name}: {release}": size for release, size in sizes.items()}
+        return self.search.dimensions(w0) | last
 
     @override
     def forecast(self, problem, sizes, w0):
         """Of the search; and a row where steps of the refit overshoot."""
-        penalty = self.level(problem, (None, None), sizes).penalty
+        penalty = self.level(problem, None, sizes).penalty
         rows = rows_of_steps(problem, w0, {REFIT: self.refit}, penalty)
         return (*super().forecast(problem, sizes, w0), *rows)

@@ -1,6 +1,6 @@
 """Two bilevel solvers in turn: the released answer of one starts the other."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ from .. import _checks
 from ..core.solver import AbstractSolver
 from ..privacy.ledger import Ledger
 from ..privacy.noise import derive
+from .applications import SourceWeighting
 from .problem import BilevelProblem, Sizes
 from .stages import AbstractStages
 
@@ -29,7 +30,7 @@ class WarmStarted(AbstractStages[_State]):
     r"""Runs one bilevel solver and starts another one from its released answer.
 
     Args:
-        first: The solver that finds the start.
+        first: The solver that finds the start, also one of sources alone.
         then: The solver that goes on from there.
         budget_split: How the squared budget is split over both.
         sizes: The planned sizes; set by `calibrate`. Static.
@@ -45,13 +46,14 @@ class WarmStarted(AbstractStages[_State]):
         exponential mechanism.
     """
 
-    first: AbstractSolver
-    then: AbstractSolver
+    first: AbstractSolver[BilevelProblem, Any]
+    then: AbstractSolver[BilevelProblem, Any]
     budget_split: tuple[float, float] = eqx.field(
         default=(0.5, 0.5), converter=_checks.floats
     )
     sizes: Sizes | None = eqx.field(static=True, default=None)
-    stages: ClassVar = {FIRST: BilevelProblem, THEN: BilevelProblem}
+    stages: ClassVar = {FIRST: SourceWeighting, THEN: BilevelProblem}
+    in_config: ClassVar[bool] = True
 
     @property
     def num_steps(self) -> int:
@@ -97,6 +99,7 @@ class WarmStarted(AbstractStages[_State]):
 
     def ledger(self, problem: BilevelProblem, sizes: Sizes) -> Ledger:
         """The releases of the first, then those of the second."""
+        _checks.instance("WarmStarted", self.first.problem_type, problem=problem)
         first = self.first.ledger(problem, sizes).named(FIRST)
         return first + self.then.ledger(problem, sizes).named(THEN)
 

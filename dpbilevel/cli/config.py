@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 from .. import _public
 from ..bilevel.problem import BilevelProblem, Sizes
 from ..bilevel.refitted import Refitted
-from ..bilevel.runs import AbstractRuns
 from ..core.outputs import AbstractOutput
 from ..core.solver import MECHANISM_FIELDS, AbstractSolver
 from ..core.usability import RecordsCheck
@@ -210,9 +209,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
     reader = Reader(
         {
             AbstractSolver: one_level,
-            AbstractRuns: {
-                k: v for k, v in fitting.items() if issubclass(v, AbstractRuns)
-            },
+            AbstractSolver[BilevelProblem, Any]: fitting,
             AbstractSampling: public_classes(AbstractSampling),
             AbstractOutput: {
                 name: rule

@@ -17,9 +17,10 @@ from ..bilevel.lower_first import LowerFirst, is_apart
 from ..bilevel.one_level import OneLevel
 from ..bilevel.penalty import PenaltyBilevel
 from ..bilevel.problem import BilevelProblem
-from ..bilevel.recalibrated import BaseRate, Recalibrated, is_array
+from ..bilevel.recalibration import Recalibration, is_array
 from ..bilevel.refitted import Refitted
 from ..bilevel.source_runs import MixedSources, ScoringModel, SelectedSources
+from ..bilevel.warm_start import WarmStarted
 from ..core.outputs import TailMean
 from ..core.problem import AbstractProblem
 from ..core.solver import AbstractSolver
@@ -40,8 +41,11 @@ _CLIPPED, _CLIPPED_FIRST, _CLIPPED_NETWORK = 0.7, 0.5, 1.0
 # has a curvature of at most a quarter of that square, so that accelerated steps above
 # 5.3 diverge. Momentum makes longer moves.
 _STABLE, _MOST_MOMENTUM = 4.0, 0.95
-# The length of steps for a few numbers.
-_OF_FEW = 4.0
+# Parts of the squared budget of a fit on lower records and of a `Recalibration`, a
+# twentieth of which reads lower records: disjoint people of both levels spend all.
+_LOWER_THEN_UPPER = 0.95, 1.05
+# Steps of a few numbers in their units, for large noise and for little.
+_SIZES_OF_FEW = 0.5, 1.0
 
 # Descent of a number of steps of a size.
 _Fit = Callable[[int, float], NoisyGD]
@@ -123,7 +127,8 @@ def _(
 ) -> tuple[Candidate, ...]:
     del records
     fit = _fit(clip_norm, w0[1])
-    found = (*_one_level(fit, w0[1], intercept), _refitted(clip_norm, fit))
+    few = _few(clip_norm, w0[1], intercept)
+    found = (*_one_level(fit, few), _refitted(clip_norm, fit))
     if is_apart(problem, w0):
         found += (_lower_first(fit),)
     if not isinstance(problem.constants, AbstractCertificate):
@@ -159,12 +164,13 @@ def _(
     intercept: int | None = None,
 ) -> tuple[Candidate, ...]:
     fit = _fit(clip_norm, w0[1])
-    found = [*_one_level(fit, w0[1], intercept)]
+    few = _few(clip_norm, w0[1], intercept)
+    found = [*_one_level(fit, few)]
     if is_linear(w0[1]):
         sizes = (8.0, 32.0, 64.0) if _is_vector(w0[1]) else (16.0, 8.0)
         found += [
-            _recalibrated(_selected(clip_norm, fit, (1.0,), sizes), fit, intercept),
-            _recalibrated(_mixed(clip_norm, w0[1]), fit, intercept),
+            _recalibrated(_selected(clip_norm, fit, (1.0,), sizes), few),
+            _recalibrated(_mixed(clip_norm, w0[1]), few),
         ]
     else:
         # Mixtures of networks are no mixtures, and with so many parameters gradients of
@@ -216,9 +222,25 @@ def _fit(clip_norm: float, model: PyTree) -> _Fit:
     return functools.partial(_plain, clip_norm, clipped=clipped)
 
 
-def _one_level(
-    fit: _Fit, model: PyTree, intercept: int | None
-) -> tuple[Candidate, ...]:
+def _few(
+    clip_norm: float, model: PyTree, intercept: int | None
+) -> tuple[Recalibration, ...]:
+    """Return fits of a few numbers of a linear model, none for other models.
+
+    The first has short steps, which hardly multiply large noise.
+    """
+    if not is_array(model):
+        return ()
+    default = Recalibration(intercept=intercept)
+    # At zero a gradient of two classes has half of the largest norm, of many all of it.
+    part = (0.5 if _is_vector(model) else 1.0) * clip_norm
+    clip = float(f"{part * default.units.clip_norm:.6g}")
+    units = dataclasses.replace(default.units, clip_norm=clip)
+    fits = (dataclasses.replace(default.fit, step_size=s) for s in _SIZES_OF_FEW)
+    return tuple(dataclasses.replace(default, units=units, fit=fit) for fit in fits)
+
+
+def _one_level(fit: _Fit, few: tuple[Recalibration, ...]) -> tuple[Candidate, ...]:
     many = (1.0, 4.0, 16.0, 64.0)
     # From a few hundred validation records, where noise admits few steps, to many.
     upper = [fit(10, s) for s in (0.5, 1.0, 2.0)] + [fit(100, s) for s in (2.0, 8.0)]
@@ -235,17 +257,17 @@ def _one_level(
             1,
         ),
     )
-    if not is_array(model):
+    if not few:
         return found
+    short, long = few
     recalibrated = tuple(
-        Recalibrated(OneLevel(fit(100, s), "lower"), fit(20, _OF_FEW), intercept)
-        for s in (8.0, 32.0, 64.0)
+        WarmStarted(OneLevel(fit(100, size), "lower"), then, _LOWER_THEN_UPPER)
+        for size, then in ((8.0, short), (32.0, short), (64.0, long))
     )
     found += (Candidate("lower level, recalibrated", recalibrated, 1),)
-    if intercept is None:
+    if short.intercept is None:
         return found
-    rate = BaseRate(fit(30, 2 * _OF_FEW), intercept)
-    return (*found, Candidate("base rate", (rate,), 1))
+    return (*found, Candidate("base rate", (short,), 1))
 
 
 def _refitted(clip_norm: float, fit: _Fit) -> Candidate:
@@ -316,27 +338,30 @@ def _mixed(clip_norm: float, model: PyTree) -> Candidate:
     return Candidate("MixedSources", _each(solver, settings), 2)
 
 
-def _recalibrated(method: Candidate, fit: _Fit, intercept: int | None) -> Candidate:
+def _recalibrated(method: Candidate, few: tuple[Recalibration, ...]) -> Candidate:
     """Return a method that chooses sources with a part of the budget for two numbers.
 
     Upper records say more about the two numbers than about the sources. So disjoint
     people of the upper level spend all of the squared budget, those of the lower level
     three to four fifths.
     """
+    solvers: Any = method.solvers
+    longest = max(search.fit.momentum or 0.0 for search in solvers)
 
-    def solver(search: SelectedSources | MixedSources) -> Recalibrated:
+    def solver(search: SelectedSources | MixedSources) -> WarmStarted:
+        # Noise that admits the longest steps of a fit admits long ones here.
+        then = few[(search.fit.momentum or 0.0) == longest]
         inner, outer = (0.4, 0.05, 0.95), (1.0, 0.6)
         if isinstance(search, MixedSources):
             inner = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
             outer = (1.0, 0.3)
         elif search.fit_reads == "both":
             # A quarter of the fit's part is charged, which is most of the budget.
-            inner = search.budget_split
+            inner, then = search.budget_split, few[True]
             outer = (1.0, 2 * inner[0])
         search = dataclasses.replace(search, budget_split=inner)
-        return Recalibrated(search, fit(20, _OF_FEW), intercept, outer)
+        return WarmStarted(search, then, outer)
 
-    solvers: Any = method.solvers
     return Candidate(f"{method.name}, recalibrated", tuple(map(solver, solvers)), 2)
 
 

@@ -69,8 +69,7 @@ _DOMAINS = {
     "usability": 0xD9B00070,
     "run": 0xD9B00071,
     "lengths": 0xD9B00072,
-    "rate": 0xD9B00073,
-    "calibration": 0xD9B00074,
+    "units": 0xD9B00073,
     "prepare": 0xD9B00075,
 }
 

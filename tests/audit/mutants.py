@@ -34,7 +34,7 @@ from tests.bilevel.test_finite_difference import planned_differences
 from tests.bilevel.test_group_runs import planned_scaled
 from tests.bilevel.test_implicit import planned_implicit
 from tests.bilevel.test_penalty import CANARY_INNER, planned_penalty
-from tests.bilevel.test_recalibrated import planned_recalibrated
+from tests.bilevel.test_recalibration import planned_recalibration
 from tests.bilevel.test_single_loop import planned_single_loop
 from tests.bilevel.test_source_runs import (
     planned_fit_of_both,
@@ -737,9 +737,19 @@ def moments_of_mixtures(kind=Moments):
     )
 
 
+class QuieterUnits(dpb.bilevel.Recalibration):
+    """Adds a tenth of the noise that is charged to its units."""
+
+    def run(self, name, found):
+        solver = dpb.bilevel.Recalibration.run(self, name, found)
+        if name != "units":
+            return solver
+        return solver.with_noise(solver.run_noise.noise_multiplier / 10)
+
+
 @functools.cache
-def recalibrated(kind=dpb.bilevel.Recalibrated):
-    return audited(planned_recalibrated(kind), runs=20_000)
+def recalibration(kind=dpb.bilevel.Recalibration):
+    return audited(planned_recalibration(kind, "overlapping"), runs=20_000)
 
 
 @functools.cache
@@ -984,9 +994,17 @@ MUTANTS = {
         refit_of_both,
     ),
     "slope and constant that are not counted": Mutant(
-        "Recalibrated",
-        lambda: recalibrated(forgetting(dpb.bilevel.Recalibrated, "calibration")),
-        recalibrated,
+        "Recalibration",
+        lambda: recalibration(forgetting(dpb.bilevel.Recalibration, "fit")),
+        recalibration,
+    ),
+    "units that are not counted": Mutant(
+        "Recalibration",
+        lambda: recalibration(forgetting(dpb.bilevel.Recalibration, "units")),
+        recalibration,
+    ),
+    "units with a tenth of their noise": Mutant(
+        "Recalibration", lambda: recalibration(QuieterUnits), recalibration
     ),
     "scales of a gradient that is not counted": Mutant(
         "ScaledGroups",

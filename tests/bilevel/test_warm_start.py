@@ -159,7 +159,7 @@ def test_a_private_y_is_bought_by_a_refit():
             ValueError,
             "budget_split must be from 1e-30 to 1e30",
         ),
-        ({"first": INNER}, TypeError, "first must solve a BilevelProblem"),
+        ({"first": INNER}, TypeError, "first must solve a SourceWeighting"),
         ({"then": "gd"}, TypeError, "then must be an instance of"),
         (
             {"first": penalty().with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE)},

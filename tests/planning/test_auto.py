@@ -10,11 +10,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.bilevel import (
-    OneLevel,
-    Recalibrated,
-    SelectedSources,
-)
+from dpbilevel.bilevel import OneLevel, SelectedSources, WarmStarted
 from dpbilevel.planning import conclusions, dry_runs, race
 
 SIZES = dpb.Sizes(100, 3000, "disjoint")
@@ -320,7 +316,7 @@ def test_candidates_for_networks_leave_out_mixtures_and_searches_of_weights():
         {type(s) for c in planning.candidates(SOURCES, w0, 1.0) for s in c.solvers}
         for w0 in (W0, network)
     ]
-    assert kinds[0] - kinds[1] == {Recalibrated}
+    assert kinds[0] - kinds[1] == {WarmStarted}
 
 
 def test_the_lower_level_first_is_a_candidate_where_it_reads_no_x():

@@ -11,7 +11,7 @@ import pytest
 
 import dpbilevel as dpb
 from dpbilevel import planning
-from dpbilevel.bilevel import BaseRate, OneLevel, Recalibrated, SelectedSources
+from dpbilevel.bilevel import OneLevel, Recalibration, SelectedSources, WarmStarted
 from dpbilevel.planning import conclusions, losses, race
 from dpbilevel.planning.candidates import Candidate
 from dpbilevel.planning.settings import toml_of
@@ -167,9 +167,9 @@ def kinds(w0, intercept):
 
 def test_the_base_rate_is_a_candidate_of_linear_models_with_a_constant_feature():
     network = W0[0], {"a": jnp.zeros((D, 2)), "b": jnp.zeros(2)}
-    assert {BaseRate, Recalibrated} <= kinds(W0, -1)
-    assert kinds(W0, -1) - kinds(W0, None) == {BaseRate}
-    assert not {BaseRate, Recalibrated} & kinds(network, None)
+    assert {Recalibration, WarmStarted} <= kinds(W0, -1)
+    assert kinds(W0, -1) - kinds(W0, None) == {Recalibration}
+    assert not {Recalibration, WarmStarted} & kinds(network, None)
 
 
 def test_steps_of_candidates_are_not_longer_than_the_curvature_admits():
@@ -187,9 +187,9 @@ def test_steps_of_candidates_are_not_longer_than_the_curvature_admits():
 @pytest.mark.parametrize(
     "solver",
     [
-        BaseRate(GD),
-        Recalibrated(OneLevel(GD, "lower"), GD, None),
-        Recalibrated(SelectedSources(GD, GD), GD, 2, (0.75, 0.25)),
+        Recalibration(GD),
+        WarmStarted(OneLevel(GD, "lower"), Recalibration(), (1.0, 1.0)),
+        WarmStarted(SelectedSources(GD, GD), Recalibration(GD, GD, 2), (0.75, 0.25)),
     ],
 )
 def test_such_plans_can_be_written_into_a_config(solver):

@@ -1,0 +1,257 @@
+"""A few numbers of a model, fitted to the upper records."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+from typing_extensions import override
+
+from .. import _checks
+from ..core.outputs import TailMean
+from ..onelevel.noisy_gd import NoisyGD
+from ..onelevel.problem import AbstractFiniteSum
+from ..privacy.queries import Query
+from ..sets import AbstractSet, Euclidean
+from .applications import SourceWeighting
+from .penalized import AbstractLevel, UpperLevel, levels_queries, noise_std
+from .problem import BilevelProblem, Levels, Sizes
+from .runs import AbstractRuns
+
+_OWNER = "Recalibration"
+UNITS, FIT = "units", "fit"
+# The ridge in squares of the noise of one long release: the best one if each number
+# improves the loss by .04, which is h u^2 / 2 for a curvature of h.
+_RIDGE = 12.0
+# Units below an eighth of the middle of their range are noise.
+_LEAST_UNIT = 1 / 8
+# Where the fit starts: at half of the model, or at less if scores are so large that few
+# steps would not leave them. Chosen on the tasks that docs/constants.md names.
+_SHARE = 0.5
+_LONGEST = 1.5
+
+
+class _Span(eqx.Module):
+    r"""Models $y + \sum_j u_j b_j$, with a ridge $\rho \|u\|^2 / 2$.
+
+    Args:
+        x: The upper variable; released.
+        y: One array; released.
+        directions: The $b_j$, along the leading axis; released, or public.
+        ridge: $\rho$; public.
+    """
+
+    x: PyTree
+    y: Array
+    directions: Array
+    ridge: float | Float[Array, ""] = 0.0
+
+    def at(self, u: Float[Array, " k"]) -> Array:
+        """Return the model at `u`."""
+        return self.y + jnp.tensordot(u, self.directions, 1).astype(self.y.dtype)
+
+
+def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
+    """Return the upper level in the coordinates of a span."""
+    public = problem.upper_public
+
+    def upper(u, span, record):
+        return problem.upper(span.x, span.at(u), record)
+
+    def upper_public(u, span):
+        own = 0.0 if public is None else public(span.x, span.at(u))
+        return own + span.ridge / 2 * jnp.sum(u * u)
+
+    inside = BilevelProblem(upper, problem.lower, upper_public=upper_public)
+    return UpperLevel(inside, span)
+
+
+class _Lengths(AbstractLevel):
+    r"""Minimizes the mean distance to lengths of lower records' gradients.
+
+    $\min_v \frac{1}{2 n_g} \sum_i \|v - m_i\|^2$, whose minimizer is the mean of the
+    $m_i$: the length of the gradient of a lower record along the first direction of a
+    span, and along all others together, at $y = 0$.
+
+    Args:
+        problem: The bilevel problem.
+        span: Where gradients are taken, or `None` if only the queries matter.
+    """
+
+    problem: BilevelProblem
+    span: _Span | None
+
+    @property
+    def w_set(self) -> AbstractSet:
+        """All numbers."""
+        return Euclidean()
+
+    def record_gradients(self, w: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+        """The distance of the current lengths from those of a record's gradient."""
+        problem, span = self.problem, self.span
+        assert span is not None
+        zero = jnp.zeros_like(span.y)
+
+        def loss(y, record):
+            # Sources that the search left out are as long as the others.
+            if isinstance(problem, SourceWeighting):
+                _, known = problem.index(record)
+                return jnp.where(known, problem.loss(y, record), 0.0)
+            return problem.lower(span.x, y, record)
+
+        def lower(record):
+            gradient = jax.grad(loss)(zero, record)
+            along = jnp.tensordot(span.directions, gradient, gradient.ndim)
+            lengths = [jnp.linalg.norm(part) for part in (along[:1], along[1:])]
+            return w - jnp.stack(lengths)[: len(w)]
+
+        return {"lower": lower}
+
+    def public_gradient(self, w: PyTree) -> PyTree:
+        """Zero: no term is public."""
+        return jnp.zeros_like(w)
+
+    def queries(self, clip_norm, sampling, sizes) -> tuple[tuple[Query, ...], bool]:
+        """One query on the lower records."""
+        return levels_queries(Levels(None, clip_norm), sampling, sizes)
+
+
+def is_array(y: PyTree) -> bool:
+    """Whether a model is one array, or its shape."""
+    return hasattr(y, "shape") and hasattr(y, "dtype")
+
+
+def constants_of(y: PyTree, intercept: int | None) -> Array:
+    """Return the directions of the constant feature, one for each score.
+
+    Raises:
+        ValueError: The model is not one array, or has no such feature.
+    """
+    if not is_array(y) or jnp.ndim(y) > 2:
+        raise ValueError(
+            f"{_OWNER}: y must be one array of shape (d,) or (d, k), coefficients of d "
+            f"features, got {_checks.shown(y)}. Use OneLevel for other models."
+        )
+    if intercept is None:
+        return jnp.zeros((0, *y.shape), y.dtype)
+    rows = jnp.atleast_1d(y)  # a number is the coefficient of one feature
+    if type(intercept) is not int or not -len(rows) <= intercept < len(rows):
+        raise ValueError(
+            f"{_OWNER}: intercept must be the place of a feature in y of shape "
+            f"{y.shape}, got {_checks.shown(intercept)}."
+        )
+    each = jnp.eye(rows[0].size, dtype=y.dtype).reshape(-1, *rows.shape[1:])
+    directions = jnp.zeros((len(each), *rows.shape), y.dtype)
+    return directions.at[:, intercept].set(each).reshape(-1, *y.shape)
+
+
+class Recalibration(AbstractRuns):
+    r"""Fits slope and constant of the model that it starts from on the upper records.
+
+    With $\hat y$ the given model, the run fits $u$ on the upper records in
+
+    $$\min_u \frac{1}{n_f} \sum_i f(x, y; z_i) + \frac{\rho}{2} \|u\|^2, \qquad
+    y = \frac{\hat y}{2} + \frac{u_0}{m_0} \frac{\hat y}{\|\hat y\|}
+    + \sum_j \frac{u_j}{m_1} e_j,$$
+
+    with $e_j$ the coefficient of a constant feature, one for each score. A model of the
+    lower records, of which there are many, thereby has the base rate of the upper ones,
+    and coefficients as long as its predictions deserve: `WarmStarted(search,
+    Recalibration())`. From a model of zeros the answer is the base rate, a private
+    estimate of the best constant prediction, which every model has to beat.
+
+    The units $m$ make gradients in $u$ about as long for all problems: noisy means over
+    the lower records of the lengths of gradients along $\hat y / \|\hat y\|$, and along
+    all $e_j$, at $y = 0$. There a logistic gradient is half as long as the feature.
+
+    The ridge $\rho = 12 s^2$ follows from $s = \sigma / \sqrt T$, the noise that a mean
+    gradient would have if the whole run released one. With $h$ the curvature along
+    $u_j$ the best ridge is $s^2 / (h u_j^2)$. The factor 12 stands for numbers that
+    improve the loss by $h u_j^2 / 2 = .04$. If noise hides $u$, the answer is half of
+    the model. That loses little if the model is right, and little if the upper records
+    have another base rate. Of a long model it is less: the half is divided by $m_0
+    \|\hat y\| / 1.5$ if that is above 1, which for two classes is a third of the mean
+    size of a score.
+
+    Args:
+        fit: The one-level solver of $u$, with settings for gradients whose typical
+            length at $y = 0$ is 1 in each of two parts, $u_0$ and the others.
+        units: The one-level solver of $m$: one step of size 1. It starts in the middle
+            of the range of lengths. Its clip norm $c$ is the largest distance from
+            there: with both parts lengths are clipped to $[0, \sqrt 2 c]$, with one
+            part to $[0, 2 c]$.
+        intercept: The place of the feature that is the same for all records, along the
+            leading axis of y; `None` if there is none. Static.
+        budget_split: How the squared budget is split over units and fit. Disjoint
+            people of the lower level pay for the units alone.
+        sizes: The planned sizes; set by `calibrate`. Static.
+
+    Raises:
+        ValueError: y is not one array of shape (d,) or (d, k), or has no such feature.
+
+    Privacy:
+        The releases of `units`, which read lower records alone, and those of `fit`,
+        which read upper ones.
+
+    References:
+        Platt, "Probabilistic outputs for support vector machines", 1999, for slope and
+        constant.
+    """
+
+    fit: NoisyGD = NoisyGD(5, 2.0, 0.5, output=TailMean())
+    units: NoisyGD = NoisyGD(1, 0.707, 1.0)
+    intercept: int | None = eqx.field(static=True, default=None)
+    budget_split: tuple[float, float] = eqx.field(
+        default=(0.05, 1.0), converter=_checks.floats
+    )
+    sizes: Sizes | None = eqx.field(static=True, default=None)
+    stages: ClassVar = {UNITS: AbstractFiniteSum, FIT: AbstractFiniteSum}
+    in_config: ClassVar[bool] = True
+
+    @override
+    def level(self, name, problem, w0, found):
+        if name == UNITS:
+            return _Lengths(problem, w0 and self._span(w0))
+        bare = _level(problem, None)
+        if found is None:
+            return bare
+        noise = noise_std(self.fit, bare, self.sizes)
+        ridge = _RIDGE * noise**2 / self.fit.num_steps
+        span = dataclasses.replace(self._in_units(w0, found), ridge=ridge)
+        return _level(problem, span)
+
+    @override
+    def start(self, name, w0, found):
+        y = w0[1]
+        size = 1 + len(constants_of(y, self.intercept))
+        if name == FIT:
+            return jnp.zeros(size, y.dtype)
+        parts = min(size, 2)
+        return jnp.full(parts, self.units.clip_norm / parts**0.5, y.dtype)
+
+    @override
+    def pair(self, name, problem, w0, found):
+        if name == UNITS:
+            return w0
+        y = self._in_units(w0, found).at(found[FIT])
+        return w0[0], problem.y_set.project(y)  # the span may leave the set
+
+    def _span(self, w0: PyTree) -> _Span:
+        x, y = w0
+        length = jnp.linalg.norm(y)
+        slope = y / jnp.where(length > 0, length, 1)
+        constants = constants_of(y, self.intercept)
+        return _Span(x, _SHARE * y, jnp.concatenate([slope[None], constants]))
+
+    def _in_units(self, w0: PyTree, found: dict) -> _Span:
+        """Return the span with directions in units of the gradients."""
+        span, middle = self._span(w0), self.start(UNITS, w0, {})
+        units = jnp.maximum(found[UNITS], _LEAST_UNIT * middle)
+        of_each = units[jnp.minimum(jnp.arange(len(span.directions)), len(units) - 1)]
+        directions = jax.vmap(jnp.divide)(span.directions, of_each)
+        length = units[0] * jnp.linalg.norm(w0[1])  # of the model in these units
+        share = jnp.minimum(1, _LONGEST / jnp.maximum(length, _LONGEST))
+        return dataclasses.replace(span, y=share * span.y, directions=directions)

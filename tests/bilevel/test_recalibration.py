@@ -1,0 +1,228 @@
+"""Recalibration: a few numbers of a model from the upper records."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+import dpbilevel as dpb
+from dpbilevel import NoisyGD
+from dpbilevel.bilevel import (
+    OneLevel,
+    Recalibration,
+    ScaledGroups,
+    SelectedSources,
+    WarmStarted,
+)
+from dpbilevel.bilevel.recalibration import constants_of
+from tests.cases import Audited, Case, planned
+
+D, RIDGE = 8, 0.05
+GD = dpb.NoisyGD(4, clip_norm=1.0, step_size=0.5)
+TWO = dataclasses.replace(GD, num_steps=2)
+LONG = dpb.NoisyGD(400, clip_norm=10.0, step_size=2.0, momentum=0.8)
+WEIGHTING = dpb.source_weighting(dpb.logistic_loss, 2, ridge=RIDGE)
+W0 = jnp.zeros(2), jnp.zeros(D)
+
+
+def records(n, seed, offset):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, D)) / 2
+    x[:, -1] = 1.0
+    model = np.append(np.linspace(1.0, -2.0, D - 1), offset)
+    label = np.sign(x @ model + rng.logistic(size=n))
+    tree = {"features": jnp.asarray(x, "f4"), "label": jnp.asarray(label, "f4")}
+    return tree | {"source": jnp.asarray(np.arange(n) % 2, jnp.int32)}
+
+
+DATA = dpb.Levels(
+    {k: v for k, v in records(50, 0, 2.5).items() if k != "source"},
+    records(90, 1, -1.0),
+)
+SIZES = WEIGHTING.sizes_of(DATA, "disjoint")
+RECALIBRATION = Recalibration(TWO, intercept=-1)
+EXACT = Recalibration(dataclasses.replace(LONG, step_size=0.2), intercept=-1)
+
+
+def after(first, then=RECALIBRATION, split=(1.0, 1.0)):
+    return WarmStarted(first, then, split)
+
+
+CONTRACT = {
+    "base_rate": Case(WEIGHTING, RECALIBRATION, DATA, W0, "disjoint", keeps_x=True),
+    "recalibrated": Case(
+        WEIGHTING, after(OneLevel(GD, "lower")), DATA, W0, "disjoint", keeps_x=True
+    ),
+    "recalibrated_both": Case(
+        WEIGHTING,
+        after(OneLevel(GD, "both"), Recalibration(TWO, intercept=0), (0.6, 0.4)),
+        DATA,
+        W0,
+        "overlapping",
+        keeps_x=True,
+    ),
+}
+
+
+def planned_recalibration(kind=Recalibration, people="disjoint"):
+    return planned(kind(TWO, intercept=0, budget_split=(0.5, 0.5)), people)
+
+
+AUDITS = {
+    "Recalibration": Audited(planned_recalibration(), x_in_records=False),
+    "WarmStarted, recalibrated": Audited(
+        planned(after(OneLevel(TWO, "both"), Recalibration(TWO)), "overlapping")
+    ),
+    "WarmStarted, sources recalibrated": Audited(
+        planned(
+            after(SelectedSources(TWO, TWO), Recalibration(TWO), (0.1, 0.9)),
+            "overlapping",
+        )
+    ),
+}
+
+
+def noiseless(solver, w0=W0):
+    solver = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)
+    run = jax.jit(lambda key: dpb.solve(WEIGHTING, solver, DATA, w0, key=key).value[1])
+    return np.asarray(run(jax.random.key(0)), float)
+
+
+def mean_loss(y, level="upper"):
+    rows = getattr(DATA, level)
+    x, label = (np.asarray(rows[k], float) for k in ("features", "label"))
+    return np.mean(np.logaddexp(0, -label * (x @ y)))
+
+
+def test_from_a_model_of_zeros_the_answer_is_the_base_rate_of_the_upper_labels():
+    y = noiseless(EXACT)
+    positive = float(np.mean(np.asarray(DATA.upper["label"]) > 0))
+    assert np.all(y[:-1] == 0)
+    assert y[-1] == pytest.approx(math.log(positive / (1 - positive)), abs=1e-3)
+
+
+@pytest.mark.parametrize("intercept", [-1, None])
+def test_without_noise_slope_and_constant_are_the_best_ones_of_the_upper_records(
+    intercept,
+):
+    model = noiseless(OneLevel(LONG, "lower"))
+    then = dataclasses.replace(EXACT, intercept=intercept)
+    y = noiseless(after(OneLevel(LONG, "lower"), then))
+    constant = np.eye(D)[-1] if intercept else np.zeros(D)
+
+    def loss(u):
+        return mean_loss(u[0] * model + u[1] * constant)
+
+    best = minimize(loss, [1.0, 0.0], method="Nelder-Mead", options={"fatol": 1e-10})
+    assert mean_loss(y) == pytest.approx(best.fun, abs=1e-5)
+    assert best.fun < mean_loss(model) - 0.05  # a model of the lower records is worse
+
+
+def units(solver, y, data=DATA):
+    solver = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)
+    state = solver.init(WEIGHTING, (W0[0], y))
+    state = solver.step(WEIGHTING, data, state, key=jax.random.key(0))
+    return np.asarray(state.found["units"], float)
+
+
+def test_units_are_mean_lengths_of_the_gradients_of_lower_records_at_zero():
+    y = jnp.arange(1.0, D + 1)
+    wide = dataclasses.replace(EXACT, units=NoisyGD(1, 10.0, 1.0))
+    x = np.asarray(DATA.lower["features"], float)
+    along = x @ np.asarray(y) / np.linalg.norm(y)
+    expected = np.mean(np.abs(along)) / 2, np.mean(np.abs(x[:, -1])) / 2
+    np.testing.assert_allclose(units(wide, y), expected, rtol=1e-5)
+    narrow = dataclasses.replace(EXACT, units=NoisyGD(1, 0.2, 1.0))
+    assert np.all(units(narrow, y) < np.asarray(expected) - 0.01)  # clipped
+
+
+def test_records_of_no_known_source_and_unequal_weights_do_not_change_units():
+    y = jnp.ones(D)
+    unknown = DATA.lower | {"source": jnp.full(90, 7)}
+    data = dpb.Levels(DATA.upper, unknown)
+    np.testing.assert_allclose(units(EXACT, y, data), 0, atol=1e-6)
+    solver = EXACT.with_noise(0.0).with_precision("float").with_sizes(SIZES)
+    state = solver.init(WEIGHTING, (jnp.asarray([9.0, -9.0]), y))
+    state = solver.step(WEIGHTING, DATA, state, key=jax.random.key(0))
+    np.testing.assert_allclose(state.found["units"], units(EXACT, y), rtol=1e-5)
+
+
+def test_the_answer_does_not_depend_on_the_scale_of_the_features(getkey):
+    key = getkey()
+
+    def score(factor):
+        data = dpb.Levels(
+            *(
+                level | {"features": factor * level["features"]}
+                for level in (DATA.upper, DATA.lower)
+            )
+        )
+        units = NoisyGD(1, 0.5 * factor, 1.0)
+        solver = dataclasses.replace(RECALIBRATION, units=units)
+        solver = solver.with_noise(0.2).with_sizes(SIZES)
+        w0 = W0[0], jnp.ones(D) / factor
+        y = dpb.solve(WEIGHTING, solver, data, w0, key=jax.random.clone(key)).value[1]
+        return factor * np.asarray(y)
+
+    np.testing.assert_allclose(score(0.125), score(1.0), atol=1e-3)
+
+
+def test_the_ridge_is_twelve_times_the_squared_noise_of_one_release_of_the_whole_run():
+    solver = RECALIBRATION.with_noise(3.0).with_sizes(SIZES)
+    found = {"units": jnp.asarray([0.5, 0.25])}
+    level = solver.level("fit", WEIGHTING, (W0[0], jnp.ones(D)), found)
+    u = jnp.asarray([1.0, 2.0])
+    noise = solver.fit.release(level, SIZES).noise_std
+    expected = 12 * noise**2 / TWO.num_steps * u
+    np.testing.assert_allclose(level.public_gradient(u), expected, rtol=1e-5)
+
+
+def test_without_a_change_the_answer_is_half_of_the_model_or_less_of_a_long_one():
+    y = jnp.full(D, 3 / D**0.5)  # of norm 3
+    for unit, share in ((0.25, 0.5), (0.5, 0.5), (2.0, 0.125)):
+        found = {"units": jnp.full(2, unit), "fit": jnp.zeros(2)}
+        pair = RECALIBRATION.pair("fit", WEIGHTING, (W0[0], y), found)
+        np.testing.assert_allclose(pair[1], share * y, rtol=1e-6)
+
+
+def test_a_search_for_another_problem_is_refused():
+    plain = dpb.BilevelProblem(WEIGHTING.upper, WEIGHTING.lower)
+    solver = after(SelectedSources(GD, GD)).with_noise(1.0)
+    with pytest.raises(TypeError, match="problem must be"):
+        solver.ledger(plain, SIZES)
+    with pytest.raises(TypeError, match="first must solve a SourceWeighting"):
+        after(ScaledGroups(GD))
+
+
+@pytest.mark.parametrize(
+    ("y", "intercept", "said"),
+    [
+        (jnp.zeros(3), 3, "place of a feature"),
+        (jnp.zeros(3), "last", "place of a feature"),
+        ({"w": jnp.zeros(3), "b": jnp.zeros(2)}, -1, "y must be one array"),
+        (jnp.zeros((2, 2, 2)), -1, "y must be one array"),
+    ],
+)
+def test_models_without_such_a_feature_are_refused(y, intercept, said):
+    with pytest.raises(ValueError, match=said):
+        constants_of(y, intercept)
+
+
+def test_of_several_scores_each_has_a_constant():
+    found = constants_of(jnp.zeros((4, 3)), -1)
+    np.testing.assert_array_equal(found[:, -1], np.eye(3))
+    assert found.shape == (3, 4, 3)
+    assert np.sum(found) == 3
+
+
+@pytest.mark.parametrize("solver", [EXACT, after(OneLevel(LONG, "lower"), EXACT)])
+def test_released_models_are_in_the_set(solver):
+    inside = dataclasses.replace(WEIGHTING, y_set=dpb.sets.Ball(0.5))
+    exact = solver.with_noise(0.0).with_precision("float").with_sizes(SIZES)
+    run = jax.jit(lambda key: dpb.solve(inside, exact, DATA, W0, key=key).value[1])
+    assert np.linalg.norm(run(jax.random.key(0))) <= 0.5 + 1e-6
+    assert np.linalg.norm(noiseless(solver)) > 0.6  # the control: without the set
