@@ -138,7 +138,8 @@ def _type(kind) -> str:
         return " or ".join(f'`"{value}"`' for value in arguments)
     if Ellipsis in arguments:
         return "list of numbers"
-    return f"{len(arguments)} numbers" if arguments else "table"
+    listed = typing.get_origin(kind) is tuple
+    return f"{len(arguments)} numbers" if listed else "table"
 
 
 def _default(field: dataclasses.Field) -> str:

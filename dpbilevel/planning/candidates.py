@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -345,24 +344,28 @@ def _recalibrated(method: Candidate, few: tuple[Recalibration, ...]) -> Candidat
     people of the upper level spend all of the squared budget, those of the lower level
     three to four fifths.
     """
-    solvers: Any = method.solvers
-    longest = max(search.fit.momentum or 0.0 for search in solvers)
 
-    def solver(search: SelectedSources | MixedSources) -> WarmStarted:
-        # Noise that admits the longest steps of a fit admits long ones here.
-        then = few[(search.fit.momentum or 0.0) == longest]
+    def solver(
+        then: Recalibration, search: SelectedSources | MixedSources
+    ) -> WarmStarted:
         inner, outer = (0.4, 0.05, 0.95), (1.0, 0.6)
         if isinstance(search, MixedSources):
             inner = (0.25, 0.02, 0.21, 0.03, 0.68, 0.02, 0.49)
             outer = (1.0, 0.3)
         elif search.fit_reads == "both":
             # A quarter of the fit's part is charged, which is most of the budget.
-            inner, then = search.budget_split, few[True]
+            inner = search.budget_split
             outer = (1.0, 2 * inner[0])
         search = dataclasses.replace(search, budget_split=inner)
         return WarmStarted(search, then, outer)
 
-    return Candidate(f"{method.name}, recalibrated", tuple(map(solver, solvers)), 2)
+    # Fits of the upper level read so many records that noise admits long steps.
+    settings = [
+        (then, search)
+        for search in method.solvers
+        for then in few[getattr(search, "fit_reads", "") == "both" :]
+    ]
+    return Candidate(f"{method.name}, recalibrated", _each(solver, settings), 2)
 
 
 def _each(make, settings) -> tuple[AbstractSolver, ...]:
