@@ -340,10 +340,11 @@ def _plain(x, y, z):
 
 
 def _one_sided(x, y, z):
-    return jnp.maximum(z, 0) * optax.tree.sum(y)
+    return jnp.maximum(z, 0) * (z / z) * optax.tree.sum(y)
 
 
-# A length has no sign: lower records of one sign have a gradient, the others have none.
+# A length has no sign: lower records of one sign have a gradient, those of the other
+# have none, and a record of zero counts for nothing.
 _LONG_OR_NOT = BilevelProblem(_plain, _one_sided, x_in_records=False)
 
 

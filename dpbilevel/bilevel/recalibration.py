@@ -95,18 +95,22 @@ class _Lengths(AbstractLevel):
         assert span is not None
         zero = jnp.zeros_like(span.y)
 
+        weighting = problem if isinstance(problem, SourceWeighting) else None
+
         def loss(y, record):
-            # Sources that the search left out are as long as the others.
-            if isinstance(problem, SourceWeighting):
-                _, known = problem.index(record)
-                return jnp.where(known, problem.loss(y, record), 0.0)
-            return problem.lower(span.x, y, record)
+            # Of sources that the search left out, too, which have no weight.
+            if weighting is None:
+                return problem.lower(span.x, y, record)
+            return weighting.loss(y, record)
 
         def lower(record):
             gradient = jax.grad(loss)(zero, record)
             along = jnp.tensordot(span.directions, gradient, gradient.ndim)
             lengths = [jnp.linalg.norm(part) for part in (along[:1], along[1:])]
-            return w - jnp.stack(lengths)[: len(w)]
+            distance = w - jnp.stack(lengths)[: len(w)]
+            # A record of no known source has no influence.
+            known = True if weighting is None else weighting.index(record)[1]
+            return jnp.where(known, distance, jnp.zeros_like(distance))
 
         return {"lower": lower}
 

@@ -171,6 +171,11 @@ def parse_config(tables: dict[str, Any], place: Place) -> Config:
         lambda: reader.build_named(kind.data_types, tables["data"], where, "source"),
     )
     solver = _solver(tables, place, privacy.neighbours, kind.problem_type)
+    if solver.neighbours is not privacy.neighbours:
+        raise place.child("solver").error(
+            f"refers to {solver.neighbours.value}, [privacy] to "
+            f"{privacy.neighbours.value}."
+        )
     config = Config(place, task_name, task, privacy, data, solver, tables)
     together(
         lambda: _check_levels(config),
@@ -219,6 +224,7 @@ def _solver(tables, place: Place, neighbours: Neighbours, kind: type) -> Abstrac
         },
         _mechanisms(neighbours) | {Neighbours: neighbours},
         frozenset({"sizes", "dtype", "scoring", *MECHANISM_FIELDS}),
+        neighbours,
     )
     where = place.child("solver")
     check_table(tables["solver"], where)

@@ -9,6 +9,9 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ..core.solver import AbstractSolver
+from ..privacy.budget import Neighbours
+
 Built = TypeVar("Built")
 
 _WORDS = {
@@ -52,11 +55,13 @@ class Reader:
         families: For an abstract class, the classes that `type` may name.
         supplied: For a class, the object that every field of that class gets.
         reserved: Field names that are never keys.
+        neighbours: The relation of solvers that are defaults of fields.
     """
 
     families: Mapping[type, Mapping[str, type]]
     supplied: Mapping[type, Any]
     reserved: frozenset[str] = frozenset()
+    neighbours: Neighbours = Neighbours.REPLACE_ONE
 
     def build(
         self,
@@ -95,6 +100,11 @@ class Reader:
             ),
         )
         try:
+            for name in keys:
+                # A default has a relation of its own, not that of the config.
+                default = fields[name].default
+                if name not in known and isinstance(default, AbstractSolver):
+                    given[name] = default.with_neighbours(self.neighbours)
             return cls(**given, **dict(zip(known, values, strict=True)))
         except (ValueError, TypeError) as error:
             raise place.error(str(error)) from error

@@ -74,6 +74,10 @@ def planned_recalibration(kind=Recalibration, people="disjoint"):
 
 AUDITS = {
     "Recalibration": Audited(planned_recalibration(), x_in_records=False),
+    "Recalibration, add or remove": Audited(
+        planned_recalibration().with_neighbours(dpb.Neighbours.ADD_OR_REMOVE_ONE),
+        x_in_records=False,
+    ),
     "WarmStarted, recalibrated": Audited(
         planned(after(OneLevel(TWO, "both"), Recalibration(TWO)), "overlapping")
     ),
@@ -144,7 +148,8 @@ def test_records_of_no_known_source_and_unequal_weights_do_not_change_units():
     y = jnp.ones(D)
     unknown = DATA.lower | {"source": jnp.full(90, 7)}
     data = dpb.Levels(DATA.upper, unknown)
-    np.testing.assert_allclose(units(EXACT, y, data), 0, atol=1e-6)
+    start = EXACT.start("units", (W0[0], y), {})
+    np.testing.assert_allclose(units(EXACT, y, data), start, rtol=1e-6)
     solver = EXACT.with_noise(0.0).with_precision("float").with_sizes(SIZES)
     state = solver.init(WEIGHTING, (jnp.asarray([9.0, -9.0]), y))
     state = solver.step(WEIGHTING, DATA, state, key=jax.random.key(0))

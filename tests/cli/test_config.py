@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from dpbilevel.cli.config import parse_config, read_config
 from dpbilevel.cli.tables import Place
 from tests.cli.config_changes import changed
 
+ADD_OR_REMOVE = dpb.Neighbours.ADD_OR_REMOVE_ONE
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 TEXT = """
@@ -107,6 +109,42 @@ def test_refit_of_both_levels():
         parsed(("refit", refit | {"refit_reads": "upper"}))
     with pytest.raises(ValueError, match=r"unknown key 'refit_read'.*refit_reads"):
         parsed(("refit", refit | {"refit_read": "both"}))
+
+
+FITTED = {"num_steps": 3, "step_size": 1.0, "clip_norm": 1.0}
+FEW = {"type": "Recalibration", "intercept": -1}
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        FEW,
+        FEW | {"fit": FITTED},
+        {"type": "WarmStarted", "first": FEW, "then": {"type": "Recalibration"}},
+        {
+            "type": "WarmStarted",
+            "first": {"type": "OneLevel", "model": FITTED, "reads": "lower"},
+            "then": FEW,
+        },
+    ],
+)
+@pytest.mark.parametrize("relation", list(dpb.Neighbours))
+def test_relation_reaches_parts_that_a_config_leaves_out(solver, relation):
+    found = parsed(("solver", solver), ("privacy.neighbours", relation.value)).solver
+    parts = jax.tree.leaves(found, is_leaf=lambda v: isinstance(v, dpb.NoisyGD))
+    relations = {p.neighbours for p in parts if isinstance(p, dpb.NoisyGD)}
+    assert relations == {relation}
+
+
+def test_a_solver_of_another_relation_than_its_config_is_refused(
+    monkeypatch,
+):
+    solver = {"solver": FEW, "privacy.neighbours": "add_or_remove_one"}
+    assert parsed(*solver.items()).solver.neighbours is ADD_OR_REMOVE
+    # The control: without it the defaults' own relation would stand.
+    monkeypatch.setattr(dpb.AbstractSolver, "with_neighbours", lambda self, _: self)
+    with pytest.raises(ValueError, match=r"\[solver\]: refers to replace_one"):
+        parsed(*solver.items())
 
 
 def test_penalty_of_weights_reaches_the_problem():
