@@ -167,10 +167,10 @@ def _(
     found = [*_one_level(fit, few)]
     if is_linear(w0[1]):
         sizes = (8.0, 32.0, 64.0) if _is_vector(w0[1]) else (16.0, 8.0)
-        found += [
-            _recalibrated(_selected(clip_norm, fit, (1.0,), sizes), few),
-            _recalibrated(_mixed(clip_norm, w0[1]), few),
-        ]
+        methods = _selected(clip_norm, fit, (1.0,), sizes), _mixed(clip_norm, w0[1])
+        # Of many classes half of a model is far from the answer for a few short steps.
+        few = few if _is_vector(w0[1]) else ()
+        found += [_recalibrated(method, few) if few else method for method in methods]
     else:
         # Mixtures of networks are no mixtures, and with so many parameters gradients of
         # weights are little but noise. A linear model finds the sources from few

@@ -172,6 +172,17 @@ def test_the_base_rate_is_a_candidate_of_linear_models_with_a_constant_feature()
     assert not {Recalibration, WarmStarted} & kinds(network, None)
 
 
+def test_methods_that_choose_sources_are_recalibrated_for_two_classes_alone():
+    def names(y0):
+        found = planning.candidates(SOURCES, (W0[0], y0), 1.0, None, -1)
+        return {method.name for method in found}
+
+    chosen = {"SelectedSources", "MixedSources"}
+    recalibrated = {f"{name}, recalibrated" for name in chosen}
+    assert names(jnp.zeros(D)) & (chosen | recalibrated) == recalibrated
+    assert names(jnp.zeros((D, 3))) & (chosen | recalibrated) == chosen
+
+
 def test_steps_of_candidates_are_not_longer_than_the_curvature_admits():
     models = jax.tree.leaves(
         [method.solvers for method in planning.candidates(ONE, jnp.zeros(D), 2.0)],
