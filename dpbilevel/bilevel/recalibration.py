@@ -21,7 +21,6 @@ from .penalized import AbstractLevel, UpperLevel, levels_queries, noise_std
 from .problem import BilevelProblem, Levels, Sizes
 from .runs import AbstractRuns
 
-_OWNER = "Recalibration"
 UNITS, FIT = "units", "fit"
 # The ridge in squares of the noise of one long release: the best one if each number
 # improves the loss by .04, which is h u^2 / 2 for a curvature of h.
@@ -70,7 +69,7 @@ def _level(problem: BilevelProblem, span: _Span | None) -> UpperLevel:
 
 
 class _Lengths(AbstractLevel):
-    r"""Minimizes the mean distance to lengths of lower records' gradients.
+    r"""Minimizes the mean squared distance to lengths of lower records' gradients.
 
     $\min_v \frac{1}{2 n_g} \sum_i \|v - m_i\|^2$, whose minimizer is the mean of the
     $m_i$: the length of the gradient of a lower record along the first direction of a
@@ -94,7 +93,6 @@ class _Lengths(AbstractLevel):
         problem, span = self.problem, self.span
         assert span is not None
         zero = jnp.zeros_like(span.y)
-
         weighting = problem if isinstance(problem, SourceWeighting) else None
 
         def loss(y, record):
@@ -128,7 +126,7 @@ def is_array(y: PyTree) -> bool:
     return hasattr(y, "shape") and hasattr(y, "dtype")
 
 
-def constants_of(y: PyTree, intercept: int | None) -> Array:
+def constants_of(owner: str, y: PyTree, intercept: int | None) -> Array:
     """Return the directions of the constant feature, one for each score.
 
     Raises:
@@ -136,7 +134,7 @@ def constants_of(y: PyTree, intercept: int | None) -> Array:
     """
     if not is_array(y) or jnp.ndim(y) > 2:
         raise ValueError(
-            f"{_OWNER}: y must be one array of shape (d,) or (d, k), coefficients of d "
+            f"{owner}: y must be one array of shape (d,) or (d, k), coefficients of d "
             f"features, got {_checks.shown(y)}. Use OneLevel for other models."
         )
     if intercept is None:
@@ -144,7 +142,7 @@ def constants_of(y: PyTree, intercept: int | None) -> Array:
     rows = jnp.atleast_1d(y)  # a number is the coefficient of one feature
     if type(intercept) is not int or not -len(rows) <= intercept < len(rows):
         raise ValueError(
-            f"{_OWNER}: intercept must be the place of a feature in y of shape "
+            f"{owner}: intercept must be the place of a feature in y of shape "
             f"{y.shape}, got {_checks.shown(intercept)}."
         )
     each = jnp.eye(rows[0].size, dtype=y.dtype).reshape(-1, *rows.shape[1:])
@@ -230,7 +228,7 @@ class Recalibration(AbstractRuns):
     @override
     def start(self, name, w0, found):
         y = w0[1]
-        size = 1 + len(constants_of(y, self.intercept))
+        size = 1 + len(constants_of("Recalibration", y, self.intercept))
         if name == FIT:
             return jnp.zeros(size, y.dtype)
         parts = min(size, 2)
@@ -247,7 +245,7 @@ class Recalibration(AbstractRuns):
         x, y = w0
         length = jnp.linalg.norm(y)
         slope = y / jnp.where(length > 0, length, 1)
-        constants = constants_of(y, self.intercept)
+        constants = constants_of("Recalibration", y, self.intercept)
         return _Span(x, _SHARE * y, jnp.concatenate([slope[None], constants]))
 
     def _in_units(self, w0: PyTree, found: dict) -> _Span:

@@ -226,7 +226,7 @@ def auto(
     problem, w0, _ = arrays_of(owner, problem, w0)
     laws = _laws(problem, w0, clip_norm, records, twins, synthetic)
     w0 = jax.tree.map(jnp.asarray, w0)
-    intercept = constant_feature(model_of(problem, w0), intercept)
+    intercept = constant_feature(owner, model_of(problem, w0), intercept)
     offered = candidates(problem, w0, clip_norm, records, intercept)
     large = effort == "fast" and _numbers_read(sizes, w0) > _LARGE
     if large:

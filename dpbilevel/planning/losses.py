@@ -20,7 +20,7 @@ def model_of(problem: AbstractProblem, w0: PyTree) -> PyTree:
     return w0[1] if isinstance(problem, BilevelProblem) else w0
 
 
-def constant_feature(model: PyTree, intercept: int | None) -> int | None:
+def constant_feature(owner: str, model: PyTree, intercept: int | None) -> int | None:
     """Return the place of the constant feature, `None` if the model is not linear.
 
     Raises:
@@ -28,7 +28,7 @@ def constant_feature(model: PyTree, intercept: int | None) -> int | None:
     """
     if intercept is None or not is_array(model) or jnp.ndim(model) not in (1, 2):
         return None
-    constants_of(model, intercept)
+    constants_of(owner, model, intercept)
     return intercept
 
 

@@ -69,8 +69,8 @@ _DOMAINS = {
     "usability": 0xD9B00070,
     "run": 0xD9B00071,
     "lengths": 0xD9B00072,
-    "units": 0xD9B00073,
     "prepare": 0xD9B00075,
+    "units": 0xD9B00076,
 }
 
 

@@ -214,11 +214,11 @@ def test_a_search_for_another_problem_is_refused():
 )
 def test_models_without_such_a_feature_are_refused(y, intercept, said):
     with pytest.raises(ValueError, match=said):
-        constants_of(y, intercept)
+        constants_of("auto", y, intercept)
 
 
 def test_of_several_scores_each_has_a_constant():
-    found = constants_of(jnp.zeros((4, 3)), -1)
+    found = constants_of("auto", jnp.zeros((4, 3)), -1)
     np.testing.assert_array_equal(found[:, -1], np.eye(3))
     assert found.shape == (3, 4, 3)
     assert np.sum(found) == 3
